@@ -15,7 +15,7 @@ half precision: the softmax, the mask of the dropout, its product.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -99,8 +99,12 @@ class AsOnDevice(TorchFunctionMode):
     ) -> Tensor:  # fmt: skip
         if self.heads_apart and query.shape[1] > 1:
             assert not enable_gqa, "a published program's heads have keys of their own"
-            heads = zip(*(x.split(1, 1) for x in (query, key, value)), strict=True)
-            return torch.cat([self._attend(q, k, v, attn_mask, dropout_p, is_causal, scale) for q, k, v in heads], 1)
+            heads = [x.split(1, 1) for x in (query, key, value)]
+            masks: Sequence[Tensor | None] = [attn_mask] * query.shape[1]
+            if attn_mask is not None and attn_mask.dim() > 3 and attn_mask.shape[1] > 1:
+                masks = attn_mask.split(1, 1)  # a bias of each head
+            each = zip(*heads, masks, strict=True)
+            return torch.cat([self._attend(q, k, v, mask, dropout_p, is_causal, scale) for q, k, v, mask in each], 1)
         if enable_gqa and (self.attention != "fused" or self.device_type != "cpu"):
             # These take a key a query; FlashAttention, which a GPU has, would not ask for it.
             groups = query.shape[1] // key.shape[1]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import platform
 import sys
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
@@ -34,6 +35,9 @@ FIELDS_HELP = "Fields, such as layout.data.size=4; meshwright config lists them.
 
 RUN, PROVE, PREDICT, OPERATE = "Run", "Prove", "Predict", "Operate"
 """The parts of the help's list of commands, in this order."""
+
+
+LINE_SECONDS = 10
 
 
 class _Commands(TyperGroup):
@@ -130,9 +134,27 @@ def main() -> None:
         flush(sys.stderr)
 
 
+def progress_lines(stream: TextIO, now: Callable[[], float]) -> Callable[[str, float | None], None]:
+    """A callback for long work without a terminal: a line with what is being done, once LINE_SECONDS have passed since
+    the last one."""
+    start = last = now()
+
+    def show(text: str, done: float | None) -> None:
+        nonlocal last
+        if now() - last >= LINE_SECONDS:
+            last = now()
+            print(f"{last - start:.0f} s: {text}", file=stream, flush=True)
+
+    return show
+
+
 @contextmanager
 def progress() -> Iterator[Callable[[str, float | None], None]]:
-    """A callback for long work that draws a bar on stderr: what is being done, and its part (None: unknown)."""
+    """A callback for long work that draws a bar on stderr: what is being done, and its part (None: unknown). Where
+    stderr is no terminal, it prints a line every LINE_SECONDS."""
+    if not sys.stderr.isatty():
+        yield progress_lines(cast(TextIO, PatientStream(sys.stderr)), time.monotonic)
+        return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 

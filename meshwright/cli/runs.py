@@ -187,10 +187,13 @@ def branches(
 
 @app.command(rich_help_panel=PREDICT)
 def plan(
-    run: RunFile,
     cluster: ClusterName,
     devices: Annotated[int, Option(min=1, help="On how many of its devices.")],
+    run: OptionalRun = None,
     overrides: Overrides = None,
+    model: Annotated[str | None, Option(metavar="NAME", help="Instead of a run file: a model.")] = None,
+    sequence: Annotated[int | None, Option(min=1, help="With --model: tokens of a sequence.")] = None,
+    batch: Annotated[int | None, Option(min=1, help="With --model: samples a step.")] = None,
     top: Annotated[int, Option(min=1, help="How many of the fastest are shown.")] = 5,
     out: Annotated[Path, Option(help="The run file to write, with the fastest; must be new.")] = Path("plan.yaml"),
     trace: Annotated[
@@ -210,40 +213,37 @@ def plan(
 ) -> None:
     """Find the fastest layouts that fit a cluster.
 
-    The run file's layout, microbatch, recomputation and offload are free; what a key=value word sets stays.
+    The run file's layout, microbatch, recomputation and offload are free; what a key=value word sets stays. Its corpus
+    and tokenizer need not be here. Ctrl-C, or SIGTERM, ends the search with the best so far.
 
-    Ctrl-C ends the search with the best so far.
-
-    Example: meshwright plan run.yaml layout.data.sync=zero1 --cluster dgx-a100 --devices 64 --tokens 100B --price 2.50
+    Example: meshwright plan --model llama-3.1-8b --sequence 8192 --batch 512 --cluster dgx-h100 --devices 64
     """
-    from meshwright.config.load import load_undecided
-
-    config = load_undecided(run, overrides or ())
     from meshwright.tools.plan import answer, report
     from meshwright.tools.plan.cluster import load_cluster
     from meshwright.tools.plan.estimate import Estimates
     from meshwright.tools.plan.page import write_plan_page
     from meshwright.tools.plan.predict import Planner
+    from meshwright.tools.plan.question import NamedRun, planned_run, stopped_by_signals
     from meshwright.tools.plan.search import search
     from meshwright.tools.plan.software import software_of
     from meshwright.tools.plan.space import fixed_fields
 
     training, described = answer.Training(answer.parse_tokens(tokens), price), load_cluster(cluster)
+    config, words = planned_run(run, NamedRun(model, sequence, batch), overrides or (), described)
     report.check_new("--out", out)
-    if page is not None:
-        report.check_new("--page", page)
+    report.check_new("--page", page)
     models = Estimates(Planner(described, software_of(config, imbalance)))
-    with progress() as show:
+    with progress() as show, stopped_by_signals(show) as tell:
         plans = search(
             config, described, devices, top,
-            fixed=fixed_fields(overrides or ()), models=models, report=show, partial=True, processes=usable_cores(),
+            fixed=fixed_fields(words), models=models, report=tell, partial=True, processes=usable_cores(),
         )  # fmt: skip
-        changes = answer.changes(plans.predictions[0], models)
+        changes = () if plans.stopped else answer.changes(plans.predictions[0], models)
     plans = replace(plans, training=training, changes=changes)
     report.write_run(plans.predictions[0], out)
     written = [out] if trace is None else [out, trace, report.write_timeline(plans.predictions[0], trace)]
     if page is not None:
-        write_plan_page(plans, page)
+        write_plan_page(plans, page, model or (run.stem if run is not None else ""))
         written.append(page)
     print_result(report, plans, as_json, written)
 

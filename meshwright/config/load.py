@@ -27,6 +27,8 @@ DECIDED = ("layout", "batch.micro", "memory")
 
 OPEN = "layout=auto"
 """The word that leaves the layout to the planner."""
+ELSEWHERE = ("data.source", "data.mixture", "data.tokenizer")
+"""The files of a run that a planner does not read: only shapes matter, and the files may lie on another machine."""
 
 WEIGHTS = "meshwright.convert:read_folder"
 """The reader of a Hugging Face folder's settings, named as text, since torch is not here yet."""
@@ -78,10 +80,11 @@ def run_tree(tree: dict[str, Any], overrides: Iterable[str] = ()) -> RunTree:
     return RunTree(kept, True, plan["plan"], tuple(word for word in words if word not in (*auto, *asked)))
 
 
-def load_undecided(path: Path, overrides: Iterable[str] = ()) -> Config:
-    """A run for who looks for layouts itself: `layout: auto` says nothing to it. Raises ConfigError as load_config."""
+def load_undecided(path: Path, overrides: Iterable[str] = (), *, elsewhere: bool = False) -> Config:
+    """A run for who looks for layouts itself: `layout: auto` says nothing to it. `elsewhere`: whether its corpus and
+    tokenizer need not be on this machine. Raises ConfigError as load_config."""
     run = read_run(path, overrides)
-    return parse_run(run.tree, run.words, undecided=DECIDED)
+    return parse_run(run.tree, run.words, undecided=DECIDED, unread=ELSEWHERE if elsewhere else ())
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
@@ -140,13 +143,14 @@ def parse_run(
     *,
     laid_over: Collection[str] = (),
     undecided: Collection[str] = (),
+    unread: Collection[str] = (),
 ) -> Config:
     """Check what a user wrote: as parse_config, and all of it must have an effect (effects.py).
 
     `laid_over`: the fields of the tree that lie over a run file's, as overrides do. `undecided`: sections that a
-    planner will decide: nothing lies idle because of them.
+    planner will decide: nothing lies idle because of them. `unread`: fields of files that nobody will open here.
     """
-    return _parse(tree, list(overrides), laid_over, undecided)
+    return _parse(tree, list(overrides), laid_over, undecided, unread)
 
 
 def parse_config(tree: dict[str, Any], overrides: Iterable[str] = ()) -> Config:
@@ -155,7 +159,11 @@ def parse_config(tree: dict[str, Any], overrides: Iterable[str] = ()) -> Config:
 
 
 def _parse(
-    tree: dict[str, Any], overrides: list[str], laid_over: Collection[str] | None, undecided: Collection[str] = ()
+    tree: dict[str, Any],
+    overrides: list[str],
+    laid_over: Collection[str] | None,
+    undecided: Collection[str] = (),
+    unread: Collection[str] = (),
 ) -> Config:
     """`laid_over`: None where a program made the tree, all of which need not have an effect."""
     check_plugins()
@@ -183,7 +191,7 @@ def _parse(
             _remove(tree, field)
         config, _ = _validate(tree)
     if config is not None:
-        problems += broken_rules(config, mistaken)
+        problems += [problem for problem in broken_rules(config, mistaken) if problem.field not in unread]
         if laid_over is not None:
             mistaken = {problem.field for problem in problems}
             problems += without_effect(config, mistaken, words, undecided)

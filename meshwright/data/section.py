@@ -151,7 +151,7 @@ class DataSection(Section):
 @rule("data.source", "data.mixture", "model.family")
 def source_exists(config: Config) -> Iterator[Problem]:
     data, field = config.data, "data.mixture" if config.data.mixed else "data.source"
-    valid = ", ".join((*data.source_names, data.source_forms))
+    valid = ", ".join((*data.source_names, data.source_forms, *([f"{HUB}OWNER/NAME"] * data.reads_hub)))
     for source in data.sources:
         path = Path(source).expanduser()
         if source in (STDLIB, UNICODE, DIGITS) or source.startswith(HUB):

@@ -56,6 +56,8 @@ class Sync:
     in one order."""
     gathers: bool = False
     """Whether weights are slices as well, gathered part by part of the model: a bucket is then what a part needs."""
+    like: str = ""
+    """The name under which others know it."""
     unplanned: str = ""
     """Why a planner cannot compute it: `is more than ...`."""
 
@@ -182,7 +184,7 @@ ZERO2 = Sync(
 ZERO3 = Sync(
     "meshwright.data_parallel.gathering:Zero3", "meshwright.data_parallel.gathering:Gathering", slices=True,
     gathers=True, cuts_parameters=True, rules=(needs_verbs_under_way, shards_are_equal), over_mpi=False,
-    candidate=True,
+    candidate=True, like="FSDP",
 )  # fmt: skip
 """Weights are slices, too, gathered part by part of the model (ZeRO-3, as FSDP)."""
 FSDP = Sync(

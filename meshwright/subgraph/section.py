@@ -62,7 +62,8 @@ class Subgraph(TensorSection):
 
     @property
     def words(self) -> str:
-        return f"{self.kind} ({self.common}, {self.branch})"
+        common = "all ranks" if self.common == "all" else "the first sub-grid"
+        return f"{self.kind} ({self.branch} in branches, other layers on {common})"
 
     def cuts(self, config: Config) -> Iterator[Cut]:
         """Hidden widths and tables lie outside of branches and are whole."""

@@ -4,13 +4,14 @@ and what would change it."""
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.config import Config
 from meshwright.errors import ConfigError
 from meshwright.models.chain import chain_of
-from meshwright.tools.plan.buckets import Memory
+from meshwright.tools.plan.buckets import Memory, bytes_text
 from meshwright.tools.plan.cluster import Cluster, Links
 from meshwright.tools.plan.estimate import Estimates
 from meshwright.tools.plan.predict import Planner, Prediction
@@ -61,11 +62,11 @@ def verdict(memory: Memory, cluster: Cluster) -> Fullness:
 
 
 def answer(best: Prediction, layout: str, training: Training) -> str:
-    """`megatron: data 8 (zero1), tensor 4; micro 2: 1.75 s a step, 62 of 86 GB (fits); 3 days and 2 hours for 100 B
-    tokens, $4,100 at $2.50 a GPU-hour.`"""
+    """`megatron: data 8 (zero1), tensor 4; micro 2: 1.75 s a step, 62.03 GB of 85.52 GB (fits); 3 days and 2 hours for
+    100 B tokens, $4,100 at $2.50 a GPU-hour.`"""
     memory, device = best.fullest, best.cluster.device
     text = (
-        f"{layout}: {seconds_text(best.seconds)} a step, {memory.total / 1e9:.3g} of {device.memory / 1e9:.3g} GB "
+        f"{layout}: {seconds_text(best.seconds)} a step, {bytes_text(memory.total)} of {bytes_text(device.memory)} "
         f"({verdict(memory, best.cluster)})"
     )
     seconds, dollars = training.seconds(best), training.dollars(best)
@@ -90,6 +91,36 @@ def sureness(cluster: Cluster, hidden: int) -> str:
             ": small kernels are predicted too fast" if hidden < least and cluster.device.kind == "cuda" else ""
         )
     return f"How sure: {met}; {unseen}."
+
+
+def is_difference(share: float, cluster: Cluster) -> bool:
+    """Whether a share of a step's seconds is more than what predictions for the cluster were off by."""
+    return cluster.checked is None or abs(share) > cluster.checked.error
+
+
+NO_DIFFERENCE = "no difference that this prediction can tell"
+
+
+def tight_sentence(tight: Prediction, best: Prediction, layout: str) -> str:
+    """A layout that is faster than the first and may not fit: what it gains, and when it runs out of memory."""
+    gain, cluster = 1 - tight.seconds / best.seconds, best.cluster
+    worth = f"{gain:.1%} less" + ("" if is_difference(gain, cluster) else f", {NO_DIFFERENCE}")
+    return (
+        f"Tight: {layout}: {seconds_text(tight.seconds)} ({worth}), {bytes_text(tight.worst_memory)}: it does not fit "
+        f"if processes hold {cluster.device.unseen:.0%} more than is predicted."
+    )
+
+
+def alike_sentence(predictions: Sequence[Prediction]) -> str | None:
+    """How many of the fastest nobody can tell from the first, if any."""
+    best = predictions[0]
+    if best.cluster.checked is None:
+        return f"How small a difference between layouts is real on {best.cluster.name} nobody has measured."
+    alike = sum(not is_difference(one.seconds / best.seconds - 1, best.cluster) for one in predictions)
+    if alike < 2:
+        return None
+    error = best.cluster.checked.error
+    return f"Between the first {alike} there is {NO_DIFFERENCE}: measured rows were met to {error:.0%}."
 
 
 def seconds_text(seconds: float) -> str:

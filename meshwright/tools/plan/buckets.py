@@ -218,6 +218,15 @@ class Peak:
         return replace(self, total_bytes=self.total_bytes + other_bytes)
 
 
+CONTEXT = "the process itself (context)"
+"""In words, what a process holds without any tensor, on a GPU the CUDA context: no sequences."""
+
+
+def bytes_text(size: float) -> str:
+    """`12.35 GB`, `431 MB`, `1.35 MB`."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
+
+
 @dataclass(frozen=True)
 class Memory:
     """Bytes on one rank, by part."""
@@ -249,9 +258,9 @@ class Memory:
     @property
     def held_text(self) -> str:
         """`allocated 5.00 GB, reserved 5.31 GB, ...`: what its process holds, by who asked for it."""
-        sizes = {"allocated": self.allocated, "reserved": self.reserved, "context": self.context}
+        sizes = {"allocated": self.allocated, "reserved": self.reserved, CONTEXT: self.context}
         sizes |= {"communicators": self.communicators} if self.communicators else {}
-        return ", ".join(f"{part} {size / 1e9:.2f} GB" for part, size in sizes.items())
+        return ", ".join(f"{part} {bytes_text(size)}" for part, size in sizes.items())
 
     @property
     def parts(self) -> dict[str, int]:
@@ -261,7 +270,8 @@ class Memory:
     @property
     def text(self) -> str:
         """`weights 1.20 GB, gradients 1.20 GB, ...`: the parts that there are."""
-        return ", ".join(f"{part} {size / 1e9:.2f} GB" for part, size in self.parts.items() if size)
+        sizes = {CONTEXT if part == "context" else part: size for part, size in self.parts.items()}
+        return ", ".join(f"{part} {bytes_text(size)}" for part, size in sizes.items() if size)
 
 
 def streams(config: Config) -> bool:

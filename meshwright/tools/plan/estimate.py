@@ -89,6 +89,7 @@ class Estimates:
         self._last: tuple[Config, tuple[Memory, int]] | None = None
         self._fullest: dict[Hashable, list[Parameter]] = {}
         self._stage_shapes: dict[tuple[int, ...], list[StageShape]] = {}
+        self._work_of_model: dict[Hashable, float] = {}
         self._messages: dict[Hashable, list[float]] = {}
         self._passes: dict[Hashable, _Passes] = {}
         self._endings: dict[Hashable, _Ending] = {}
@@ -107,6 +108,16 @@ class Estimates:
         summed += max(0.0, 2 * config.num_microbatches * ending.gather - ending.publishes * passes.seconds)
         published = max(0.0, ending.publish - ending.publishes * passes.forward)
         return SURE * (summed + ending.norm + (0.0 if streams(config) else ending.steps) + published)
+
+    def least_seconds(self, config: Config) -> float:
+        """Seconds below which no estimate is of layouts that differ from this one in schedule, limit, or the strategy
+        that sums gradients alone: that of its parts' work, the same for every stage."""
+        count, layout = config.num_microbatches, config.layout
+        key = layout.layer, strides(config), config.micro, config.widens_gradients, in_groups(config)
+        if key not in self._work_of_model:
+            one = self._work(config, self._shapes(config, (config.model.num_blocks,))[0], split=False)
+            self._work_of_model[key] = one.forward + one.backward
+        return SURE * count * self._work_of_model[key] / layout.pipeline.size
 
     def estimated_memory(self, config: Config) -> Memory:
         """SURE of what the rank that holds most has in a step, of which temporaries take the room that wider gradients
@@ -163,7 +174,7 @@ class Estimates:
             shapes, works, placement = self._shapes(config, partition), {}, placement_of(config)
             for shape in shapes:
                 if shape not in works:
-                    works[shape] = self._work(config, shape)
+                    works[shape] = self._work(config, shape, split=splits(config))
             chunks = [works[shape] for shape in shapes]
             forward = [chunk.forward for chunk in chunks]
             backward = [chunk.backward for chunk in chunks]
@@ -186,8 +197,8 @@ class Estimates:
             self._stage_shapes[partition] = shapes
         return self._stage_shapes[partition]
 
-    def _work(self, config: Config, shape: StageShape) -> _Work:
-        parts, split = self.parts.of(config), splits(config)
+    def _work(self, config: Config, shape: StageShape, *, split: bool) -> _Work:
+        parts = self.parts.of(config)
         stage = [(parts[place], times) for place, times in shape]
         again = AGAIN * sum(times * timed.forward for timed, times in stage if timed.part.is_layer)
         return _Work(

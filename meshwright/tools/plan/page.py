@@ -1,21 +1,34 @@
-"""A search as a page for people: one HTML file (page.html, a Jinja2 template) that needs nothing else, no script.
+"""A search as a page for people: one HTML file (page.html, a Jinja2 template) that needs nothing else. Its one script
+copies the words of the answer.
 
-It begins with the answer; the pictures are bars of what a step's seconds and the fullest rank's memory are made of.
+It begins with the question and the answer; the pictures are memory against time of all that was predicted, and bars of
+what a step's seconds and the fullest rank's memory are made of.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader
 
 from meshwright.config import dump_config
 from meshwright.errors import ConfigError
-from meshwright.tools.plan.answer import seconds_text, verdict
+from meshwright.tools.plan.answer import duration_text, seconds_text, verdict
+from meshwright.tools.plan.buckets import bytes_text
 from meshwright.tools.plan.predict import Prediction
-from meshwright.tools.plan.report import looked_at, plan_sentences, why
+from meshwright.tools.plan.question import words_to_paste
+from meshwright.tools.plan.report import (
+    NOT_LOOKED_AT,
+    STOPPED,
+    figures_of,
+    looked_at,
+    plan_sentences,
+    strategy_text,
+    why,
+)
 from meshwright.tools.plan.search import SearchResult, layout_text
 from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE
 
@@ -25,6 +38,22 @@ _PARTS = {
     "weights": "#2b6cb0", "gradients": "#e8833a", "states": "#58a868", "activations": "#9c7ac7",
     "temporaries": "#c9a227", "context": "#8a8d91", "cached": "#b8bcc2", "communicators": "#4f7f86",
 }  # fmt: skip
+
+
+WORDS = {
+    "layout": "how a training lies over its devices: replicas (data), stages (pipe), cut layers (tensor, branch, row, "
+    "col), cut sequences (context)",
+    "micro": "samples of a replica that go through the model together",
+    "zero1, zero2, zero3": "replicas hold slices of the optimizer's states; of gradients too; of weights too, as FSDP",
+    "recompute": "activations that are not kept, and computed again backward: attention's (selective), or those of as "
+    "many layers at a time as take the least memory (auto)",
+    "offload": "the optimizer's states in the host's memory",
+    "of peak": "the model's floating-point operations in those that the devices could do at most (MFU)",
+    "fits, tight": "tight is what would not fit if a process held as much more than is predicted as was measured",
+    "temporaries": "the most that a task needs beside what is kept: a recomputed group of layers, gathered weights",
+    "cached": "what the allocator holds beyond tensors",
+}
+"""The page's words, explained."""
 
 
 @dataclass(frozen=True)
@@ -48,24 +77,104 @@ class StackedBars:
     edge: float | None = None
 
 
-def write_plan_page(result: SearchResult, path: Path) -> None:
-    """Raises ConfigError where it cannot be written."""
+@dataclass(frozen=True)
+class Dot:
+    """A predicted layout in the picture of memory against time: its place in pixels, its verdict, itself in words."""
+
+    x: float
+    y: float
+    fullness: str
+    told: str
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Memory against time. `ticks`: places and words of both axes; `edge`: the height of a device's memory."""
+
+    dots: tuple[Dot, ...]
+    across: tuple[tuple[float, str], ...]
+    up: tuple[tuple[float, str], ...]
+    edge: float
+    width: int = 1000
+    height: int = 360
+
+
+def write_plan_page(result: SearchResult, path: Path, name: str = "") -> None:
+    """`name`: of the run or its model, for the title. Raises ConfigError where it cannot be written."""
     templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
     best, job = result.predictions[0], result.job
+    losers = [(strategy_text(one.strategy), layout_text(one.config), why(one, best)) for one in result.losers]
+    shown = (*result.predictions, *result.tight)
     page = templates.get_template("page.html").render(
+        title=f"{name}: " * bool(name) + f"layouts for {job.devices:,} devices of {job.cluster.name}",
         cluster=job.cluster,
-        devices=job.devices,
-        said=plan_sentences(result),
-        charts=(_seconds(result.predictions), _memory(result.predictions)),
-        losers=[(loser.strategy, layout_text(loser.config), why(loser, best)) for loser in result.losers],
+        about=_about(result),
+        stopped=STOPPED if result.stopped else "",
+        said=[line for line in plan_sentences(result) if line != STOPPED],
+        rows=[_row(one, result) for one in shown],
+        charts=(_seconds(shown), _memory(shown)),
+        scatter=_scatter(result),
+        losers=[*losers, *((strategy_text(one), "", NOT_LOOKED_AT) for one in result.unseen)],
+        paste=words_to_paste(best.config, job.run),
         run=dump_config(best.config),
         looked_at=looked_at(result),
+        words=WORDS,
     )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page, encoding="utf-8")
     except OSError as error:
         raise ConfigError.of("--page", path, f"cannot be written ({error.strerror})", "a path that can") from error
+
+
+def _about(result: SearchResult) -> dict[str, str]:
+    """The question: which model, how long, how many, where, when."""
+    run, job = result.job.run, result.job
+    model = run.model
+    return {
+        "model": f"{model.family}, {model.num_blocks} layers of hidden {model.hidden:,}",
+        "sequence": f"{run.data.lengths.source:,} tokens" if run.data.lengths.source else "none",
+        "batch": f"{run.batch.global_:,} samples a step",
+        "precision": f"{run.precision.level} {run.precision.dtype}",
+        "devices": f"{job.devices:,} of {job.cluster.name}",
+        "planned": date.today().isoformat(),
+    }
+
+
+def _row(one: Prediction, result: SearchResult) -> tuple[str, ...]:
+    """The cells of a layout: step, tokens a second, MFU, memory, days and dollars."""
+    figures, training = figures_of(one), result.training
+    seconds, dollars = training.seconds(one), training.dollars(one)
+    return (
+        layout_text(one.config), seconds_text(one.seconds), f"{figures['tokens_per_second']:,.0f}",
+        f"{figures['peak_share']:.1%}", bytes_text(one.worst_memory), figures["verdict"],
+        "" if seconds is None else duration_text(seconds), "" if dollars is None else f"${dollars:,.0f}",
+    )  # fmt: skip
+
+
+def _scatter(result: SearchResult) -> Scatter:
+    """All that was predicted, by seconds from left to right and by memory from below."""
+    device, width, height = result.job.cluster.device.memory, Scatter.width, Scatter.height
+    slowest = max(one.seconds for one in result.every)
+    fastest = min(one.seconds for one in result.every)
+    span, room = max(slowest - fastest, 0.05 * slowest), device * 1.05
+
+    def place(seconds: float, size: float) -> tuple[float, float]:
+        return 80 + (width - 120) * (seconds - fastest) / span, 15 + (height - 55) * (1 - size / room)
+
+    dots = []
+    for one in result.every:
+        x, y = place(one.seconds, one.worst_memory)
+        told = f"{layout_text(one.config)}: {seconds_text(one.seconds)}, {bytes_text(one.worst_memory)}"
+        dots.append(Dot(x, y, verdict(one.fullest, one.cluster), told))
+    across = [fastest + share * span for share in (0, 0.25, 0.5, 0.75, 1)]
+    up = [share * device for share in (0, 0.25, 0.5, 0.75, 1)]
+    return Scatter(
+        tuple(dots),
+        tuple((place(seconds, 0)[0], seconds_text(seconds)) for seconds in across),
+        tuple((place(fastest, size)[1], bytes_text(size)) for size in up),
+        place(fastest, device)[1],
+    )
 
 
 def _seconds(predictions: tuple[Prediction, ...]) -> StackedBars:
@@ -83,8 +192,8 @@ def _memory(predictions: tuple[Prediction, ...]) -> StackedBars:
     bars = []
     for one in predictions:
         parts = one.fullest.parts
-        told = {name: f"{size / 1e9:.2f} GB" for name, size in parts.items()}
-        total, fullness = f"{one.worst_memory / 1e9:.2f} GB", verdict(one.fullest, one.cluster)
+        told = {name: bytes_text(size) for name, size in parts.items()}
+        total, fullness = bytes_text(one.worst_memory), verdict(one.fullest, one.cluster)
         bars.append(_bar(one, parts, device / 0.97, told, total, fullness))
     return StackedBars("The fullest device's memory, by part", _PARTS, tuple(bars), 97.0)
 

@@ -14,20 +14,36 @@ from meshwright.config import Config, dump_tree, run_text
 from meshwright.errors import ConfigError
 from meshwright.models.chain import chain_of
 from meshwright.pipeline.trace import write_trace
-from meshwright.tools.plan.answer import answer, seconds_text, sureness, verdict
+from meshwright.registry import entries
+from meshwright.tools.plan.answer import (
+    NO_DIFFERENCE,
+    alike_sentence,
+    answer,
+    is_difference,
+    seconds_text,
+    sureness,
+    tight_sentence,
+    verdict,
+)
+from meshwright.tools.plan.buckets import bytes_text
 from meshwright.tools.plan.predict import Prediction
+from meshwright.tools.plan.question import words_to_paste
 from meshwright.tools.plan.scout import Loser
 from meshwright.tools.plan.search import SearchResult, layout_text
-from meshwright.training.phases import PHASES
+from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PHASES, PIPELINE
 from meshwright.training.pictures import draw_timelines
+
+STOPPED = "stopped by Ctrl-C or SIGTERM: there may be faster ones among those that were not predicted"
+
+NOT_LOOKED_AT = "not looked at (stopped)"
 
 _WIDTH = 120
 """Columns, where no terminal says how many there are."""
 
 
-def check_new(option: str, path: Path) -> None:
+def check_new(option: str, path: Path | None) -> None:
     """Raises ConfigError where a file is there already: what somebody has planned, or written, is not replaced."""
-    if path.exists():
+    if path is not None and path.exists():
         raise ConfigError.of(option, path, "is there already", "another file, or remove it")
 
 
@@ -36,7 +52,8 @@ def write_run(best: Prediction, path: Path) -> None:
     head = (
         f"# {layout_text(best.config)}\n"
         f"# predicted on {best.config.layout.world_size} devices of {best.cluster.name}: {seconds_text(best.seconds)} "
-        f"a step, {best.worst_memory / 1e9:.2f} GB of {best.cluster.device.memory / 1e9:.2f}\n"
+        f"a step, {bytes_text(best.worst_memory)} of {bytes_text(best.cluster.device.memory)} "
+        f"({verdict(best.fullest, best.cluster)})\n"
     )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,11 +92,14 @@ def as_dict(result: SearchResult) -> dict[str, Any]:
         "sure": sureness(job.cluster, best.config.model.hidden),
         "training_seconds": training.seconds(best),
         "dollars": training.dollars(best),
+        "words": words_to_paste(best.config, job.run),
         "changes": {change.what: change.seconds for change in result.changes},
         "stopped": result.stopped,
         "counts": asdict(result.counts),
-        "layouts": [_figures(one) | {"config": _decided(one.config)} for one in result.predictions],
+        "layouts": [figures_of(one) | {"config": _decided(one.config)} for one in result.predictions],
+        "tight": [figures_of(one) | {"config": _decided(one.config)} for one in result.tight],
         "losers": losers,
+        "not_looked_at": list(result.unseen),
         "absent": {kind: str(problem) for kind, problem in result.absent.items()},
     }
 
@@ -94,11 +114,14 @@ def render(result: SearchResult) -> None:
     console.print(_fastest(result))
     console.print(f"memory of the first: {best.fullest.text}")
     console.print(f"as its process holds it: {best.fullest.held_text}")
-    if result.losers:
+    if result.losers or result.unseen:
         console.print(_losers(result))
     for kind, problem in result.absent.items():
         console.print(f"no legal layout of kind {kind}: {problem}")
     console.print(looked_at(result))
+    if words := words_to_paste(best.config, result.job.run):
+        console.print("the first, in words behind any command on this run:")
+        print(words)  # on one line, to be pasted
 
 
 def plan_sentences(result: SearchResult) -> list[str]:
@@ -106,7 +129,11 @@ def plan_sentences(result: SearchResult) -> list[str]:
     job, best = result.job, result.predictions[0]
     said = [answer(best, layout_text(best.config), result.training)]
     if result.stopped:
-        said.append("stopped by Ctrl-C: there may be faster ones among those that were not predicted")
+        said.append(STOPPED)
+    if result.tight:
+        said.append(tight_sentence(result.tight[0], best, layout_text(result.tight[0].config)))
+    if (alike := alike_sentence(result.predictions)) is not None:
+        said.append(alike)
     said.append(sureness(job.cluster, best.config.model.hidden))
     for change in result.changes:
         share = change.seconds / best.seconds - 1
@@ -114,9 +141,9 @@ def plan_sentences(result: SearchResult) -> list[str]:
         said.append(f"With {change.what}: {seconds_text(change.seconds)} ({told}).")
     if result.lacking is not None:
         seconds, config, memory = result.lacking
-        more = (memory.total - job.cluster.device.memory) / 1e9
+        more = bytes_text(memory.total - job.cluster.device.memory)
         about = f"{layout_text(config)} would fit, and take about {seconds_text(seconds)}"
-        said.append(f"With {more:.3g} GB more a device: {about}.")
+        said.append(f"With {more} more a device: {about}.")
     return said
 
 
@@ -128,11 +155,11 @@ def looked_at(result: SearchResult) -> str:
         f"{job.devices} devices of {job.cluster.name} ({nodes} of a node's {job.cluster.devices_per_node}), a step of "
         f"{job.run.batch.global_} samples. {counts.legal:,} legal layouts: {counts.too_full:,} too full with weights, "
         f"gradients and states alone, {counts.unfit:,} with all else; {counts.too_slow:,} too slow by their estimates, "
-        f"{counts.dominated:,} recompute for nothing; {counts.predicted:,} predicted"
+        f"{counts.dominated:,} recompute, offload or slice for nothing; {counts.predicted:,} predicted"
     )
 
 
-def _figures(one: Prediction) -> dict[str, Any]:
+def figures_of(one: Prediction) -> dict[str, Any]:
     """Floating-point operations are those of the model's products: what is recomputed does not count."""
     config, family = one.config, chain_of(one.config)
     samples_per_second = config.batch.global_ / one.seconds
@@ -156,16 +183,16 @@ def _fastest(result: SearchResult) -> Table:
     table = Table(
         "", Column("layout", overflow="fold"), Column("step", justify="right"), Column("tokens/s", justify="right"),
         Column("of\npeak", justify="right"), Column("idle in\npipeline", justify="right"),
-        Column("GB", justify="right"), "memory",
-        title="The fastest that fit (predicted)",
+        Column("memory", justify="right"), "",
+        title="The fastest that fit, and faster ones that are tight (predicted)",
     )  # fmt: skip
-    for place, one in enumerate(result.predictions, 1):
-        figures, memory = _figures(one), one.fullest
+    for place, one in (*enumerate(result.predictions, 1), *(("", one) for one in result.tight)):
+        figures, memory = figures_of(one), one.fullest
         table.add_row(
             str(place), figures["layout"], seconds_text(one.seconds), f"{figures['tokens_per_second']:,.0f}",
             f"{figures['peak_share']:.1%}",
             f"{one.idle_share:.1%}" if one.config.layout.pipeline.size > 1 else "-",
-            f"{memory.total / 1e9:.2f}", figures["verdict"],
+            bytes_text(memory.total), figures["verdict"],
         )  # fmt: skip
     return table
 
@@ -178,25 +205,47 @@ def _losers(result: SearchResult) -> Table:
     )  # fmt: skip
     for loser in result.losers:
         seconds = "-" if loser.prediction is None else seconds_text(loser.prediction.seconds)
-        table.add_row(loser.strategy, layout_text(loser.config), seconds, why(loser, result.predictions[0]))
+        named = strategy_text(loser.strategy)
+        table.add_row(named, layout_text(loser.config), seconds, why(loser, result.predictions[0]))
+    for strategy in result.unseen:
+        table.add_row(strategy_text(strategy), "-", "-", NOT_LOOKED_AT)
     return table
 
 
+def strategy_text(strategy: str) -> str:
+    """`zero3 (as FSDP)`: with the name under which others know it."""
+    sync = entries("syncs").get(strategy)
+    return f"{strategy} (as {sync.like})" if sync is not None and sync.like else strategy
+
+
+_PHASE_WORDS = {
+    PIPELINE: "forward and backward", DATA_PARALLEL: "waits for gradients' sums", OPTIMIZER: "the optimizer's step",
+}  # fmt: skip
+
+
 def why(loser: Loser, best: Prediction) -> str:
-    """`does not fit: ...`, with the largest part; or `1.30 x as long: most in the pipeline, ...`."""
+    """`does not fit: ...`, with the largest part; or `1.30 x as long: most in forward and backward, ...`."""
     if loser.prediction is None:
         parts = loser.memory.parts
         most = max(parts, key=lambda part: parts[part])
         alone = "" if loser.whole else " before it computes anything"
         return (
-            f"does not fit: {loser.memory.total / 1e9:.2f} GB of {best.cluster.device.memory / 1e9:.2f}{alone}, "
-            f"most for {most} ({parts[most] / 1e9:.2f} GB)"
+            f"does not fit: {bytes_text(loser.memory.total)} of {bytes_text(best.cluster.device.memory)}{alone}, "
+            f"most for {most} ({bytes_text(parts[most])})"
         )
     own = loser.prediction
+    share = own.seconds / best.seconds
+    told = f"{share:.2f} x as long"
+    if verdict(own.fullest, own.cluster) != verdict(best.fullest, best.cluster):
+        told = f"{verdict(own.fullest, own.cluster)} ({bytes_text(own.worst_memory)}); {told}"
+    if not is_difference(share - 1, best.cluster):
+        return f"{told}, {NO_DIFFERENCE}"
     later = {phase: own.phases.get(phase, 0.0) - best.phases.get(phase, 0.0) for phase in PHASES}
     phase = max(later, key=lambda name: later[name])
-    idle = f", idle {own.idle_share:.1%} of it" if loser.config.layout.pipeline.size > 1 else ""
-    return f"{own.seconds / best.seconds:.2f} x as long: most in {phase}, {seconds_text(later[phase])} more{idle}"
+    stages = loser.config.layout.pipeline.size > 1
+    place = "forward and backward through stages" if stages and phase == PIPELINE else _PHASE_WORDS[phase]
+    idle = f", idle {own.idle_share:.1%} of it" if stages else ""
+    return f"{told}: most in {place}, {seconds_text(later[phase])} more{idle}" if later[phase] > 0 else told
 
 
 def _decided(config: Config) -> dict[str, Any]:

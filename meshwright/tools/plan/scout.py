@@ -6,24 +6,23 @@ that the answer does not hang on how many they were.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from typing import NamedTuple
 
 from meshwright.config import Config
-from meshwright.config.layout import Layout
+from meshwright.config.layout import ContextParallel, Layout
 from meshwright.data.files import ShowProgress, silent
-from meshwright.registry import entries
-from meshwright.section import with_field
+from meshwright.section import divisors, with_field
+from meshwright.tensor.section import Whole
+from meshwright.tools.plan.answer import verdict
 from meshwright.tools.plan.estimate import Estimates
-from meshwright.tools.plan.predict import SYNC, Memory, Prediction
-from meshwright.tools.plan.space import Refused, SearchJob, is_fixed, layouts_of
+from meshwright.tools.plan.predict import Memory, Prediction
+from meshwright.tools.plan.space import Refused, SearchJob, layouts_of, orders_of
 from meshwright.tools.plan.workers import Turns
 
 Keep = Callable[[Layout], bool]
-
-ROOMY = 0.5
-"""The part of a device's memory under which weights, gradients and states leave room enough to slice no more."""
 
 WORTH_HAVING = 0.5
 """The part of a device's memory that the search says would be worth having, at most."""
@@ -32,11 +31,20 @@ _TOLD = 100
 """Layouts of a family after which it is told how far it is."""
 
 
+class Queued(NamedTuple):
+    """A layout that may fit: its estimated seconds and memory, and whether it is tight at best."""
+
+    seconds: float
+    memory: int
+    tight: bool
+    config: Config
+
+
 @dataclass(frozen=True)
 class Loser:
-    """The best layout of a strategy that did not win: its fastest that fits, with a prediction; or, if none fits, of
-    those that were looked at the one that lacks least. `memory`: of its fullest rank, without activations where `whole`
-    is false."""
+    """The best layout of a strategy that did not win: its fastest that fits, with a prediction; or, where none of the
+    strategy fits, of those that were looked at the one that lacks least. `memory`: of its fullest rank, without
+    activations where `whole` is false."""
 
     strategy: str
     config: Config
@@ -53,15 +61,18 @@ class Loser:
 @dataclass
 class Outlook:
     """The knowledge of layouts before any is predicted. `legal`: how many were looked at (Counts), `kinds` of their
-    tensor sections; `queue`: those that may fit, with their estimated seconds; `closest`: of those that do not, by
-    strategy, the one that lacks least; `lacking`: the one with the least estimated seconds, and these."""
+    tensor sections; `queue`: those that may fit; `slow`: the strategies of which some are slower than was asked for;
+    `least`: the least seconds that a way to cut a layer can take; `closest`: of those that do not fit, by strategy, the
+    one that lacks least; `lacking`: the one with the least estimated seconds, and these."""
 
     legal: int = 0
     too_full: int = 0
     unfit: int = 0
     kinds: set[str] = field(default_factory=set)
     refused: Refused = field(default_factory=dict)
-    queue: list[tuple[float, Config]] = field(default_factory=list)
+    queue: list[Queued] = field(default_factory=list)
+    slow: set[str] = field(default_factory=set)
+    least: dict[Hashable, float] = field(default_factory=dict)
     closest: dict[str, Loser] = field(default_factory=dict)
     lacking: tuple[float, Config, Memory] | None = None
 
@@ -73,6 +84,9 @@ class Outlook:
         self.kinds |= later.kinds
         self.refused = later.refused | self.refused
         self.queue += later.queue
+        self.slow |= later.slow
+        for cut, seconds in later.least.items():
+            self.include_least(cut, seconds)
         for loser in later.closest.values():
             self.include_loser(loser)
         if later.lacking is not None:
@@ -81,6 +95,14 @@ class Outlook:
     def count(self, config: Config) -> None:
         self.legal += 1
         self.kinds.add(config.layout.tensor.kind)
+
+    def count_slow(self, config: Config) -> None:
+        """Layouts of which none is as fast as was asked for count once."""
+        self.count(config)
+        self.slow.add(strategy_of(config))
+
+    def include_least(self, cut: Hashable, seconds: float) -> None:
+        self.least[cut] = min(seconds, self.least.get(cut, seconds))
 
     def include_loser(self, loser: Loser) -> None:
         """The first stays of layouts that lack as much."""
@@ -99,34 +121,41 @@ class Scout:
         self.job, self.models, self.keep = job, models, keep
         self.turns = Turns()
         self.device_bytes = job.cluster.device.memory
+        self._bounds: dict[Hashable, float] = {}
 
-    def look(self, family: Config, found: Outlook, report: ShowProgress = silent) -> None:
-        """Put into `found` what there is to know of a family."""
-        for config in self._kept(family, found):
-            found.count(config)
-            found.queue.append((self.models.estimated_seconds(config), config))
+    def look(self, family: Config, found: Outlook, cutoff: float = math.inf, report: ShowProgress = silent) -> None:
+        """Put into `found` what there is to know of a family's layouts that may take less than `cutoff` seconds."""
+        for config, memory in self._kept(family, found, cutoff):
+            seconds = self.models.estimated_seconds(config)
+            if seconds < cutoff:
+                found.count(config)
+                tight = verdict(memory, self.job.cluster) == "tight"
+                found.queue.append(Queued(seconds, memory.total, tight, config))
+            else:
+                found.count_slow(config)
             if found.legal % _TOLD == 1:
                 report(config.layout.summary, None)
 
     def look_at(
         self,
-        cuts: Sequence[Sequence[tuple[int, Config]]],
+        lists: Sequence[Sequence[tuple[int, Config]]],
+        cutoff: float,
         found: dict[int, Outlook],
         turns: Iterable[int],
         report: ShowProgress = silent,
     ) -> None:
         """Put into `found` what families have in them, by their numbers: of one list after the other as turns come."""
         for turn in turns:
-            if turn >= len(cuts):
+            if turn >= len(lists):
                 return
-            for number, family in cuts[turn]:
+            for number, family in lists[turn]:
                 found[number] = Outlook()
-                self.look(family, found[number], report)
+                self.look(family, found[number], cutoff, report)
 
-    def found(self, cuts: Sequence[Sequence[tuple[int, Config]]]) -> dict[int, Outlook]:
+    def found(self, lists: Sequence[Sequence[tuple[int, Config]]], cutoff: float) -> dict[int, Outlook]:
         """Look at families as long as there are turns: what they have in them, by their numbers."""
         found: dict[int, Outlook] = {}
-        self.look_at(cuts, found, self.turns)
+        self.look_at(lists, cutoff, found, self.turns)
         return found
 
     def verdict(self, config: Config) -> Prediction | Memory:
@@ -137,37 +166,51 @@ class Scout:
         prediction = self.models.predict(config)
         return prediction if prediction.fullest.total <= self.device_bytes else prediction.fullest
 
-    def _kept(self, family: Config, found: Outlook) -> Iterator[Config]:
-        """The family's layouts that may fit."""
-        least = with_field(family, "batch.micro", family.replica_batch) if family.replica_batch else None
-        if least is None or self._enters(least, found):
-            for config in layouts_of(family, self.job, found.refused, partial(self._holds, found)):
-                if self.keep(config.layout):
-                    yield config
-
-    def _enters(self, family: Config, found: Outlook) -> bool:
-        """Whether the weights of a family of layouts fit; it is one that might be its least full."""
+    def _kept(self, family: Config, found: Outlook, cutoff: float) -> Iterator[tuple[Config, Memory]]:
+        """The family's layouts that may fit and may be fast enough, with their estimated memory."""
         if not self.keep(family.layout):
-            return True
-        if not is_fixed(SYNC, self.job.fixed) and any(map(self._roomy, slicing_less(family))):
-            return False
-        return self._has_room(family, found)
+            return
+        least = with_field(family, "batch.micro", family.replica_batch) if family.replica_batch else None
+        if least is None or self._has_room(least, found):
+            memory: list[Memory] = []
 
-    def _holds(self, found: Outlook, config: Config) -> bool:
-        """Whether a layout may fit, in whatever order of axes."""
-        if not self.keep(config.layout):
+            def enters(sized: Config) -> bool:
+                return self._may_be_fast(sized, found, cutoff)
+
+            def holds(config: Config) -> bool:
+                memory[:] = self._room(config, found, cutoff)
+                return bool(memory)
+
+            for config in layouts_of(family, self.job, found.refused, enters, holds):
+                yield config, memory[0]
+
+    def _may_be_fast(self, config: Config, found: Outlook, cutoff: float) -> bool:
+        """Whether layouts like this one may take less than `cutoff` seconds, in whatever order of axes."""
+        key = config.layout.layer, config.layout.axes, config.batch, config.memory.recompute, config.widens_gradients
+        if key not in self._bounds:
+            self._bounds[key] = min(self.models.least_seconds(one) for one in orders_of(config, self.job))
+        seconds = self._bounds[key]
+        found.include_least(config.layout.layer, seconds)
+        if seconds < cutoff:
             return True
-        if not self._has_room(config, found) or self.models.recomputes_for_nothing(config):
-            return False
+        found.count_slow(config)
+        return False
+
+    def _room(self, config: Config, found: Outlook, cutoff: float) -> tuple[Memory, ...]:
+        """The estimated memory of a layout that may fit, and may be fast enough, in whatever order of axes."""
+        if self.models.recomputes_for_nothing(config) or not self._may_be_fast(config, found, cutoff):
+            return ()
+        if not self._has_room(config, found):
+            return ()
         memory = self.models.estimated_memory(config)
         if memory.total <= self.device_bytes:
-            return True
+            return (memory,)
         found.count(config)
         found.unfit += 1
         found.include_loser(Loser(strategy_of(config), config, memory, whole=True))
         if memory.total <= (1 + WORTH_HAVING) * self.device_bytes:
             found.include_lacking((self.models.estimated_seconds(config), config, memory))
-        return False
+        return ()
 
     def _has_room(self, config: Config, found: Outlook) -> bool:
         """Whether weights, gradients and states fit alone."""
@@ -179,25 +222,35 @@ class Scout:
         found.include_loser(Loser(strategy_of(config), config, weights, whole=False))
         return False
 
-    def _roomy(self, family: Config) -> bool:
-        return self.models.weights_memory(family).total <= ROOMY * self.device_bytes
-
 
 def strategy_of(config: Config) -> str:
-    """`data`, `megatron`, `tesseract + pipeline`, ...: what a layout is made of, besides replicas."""
-    tensor, stages = config.layout.tensor, config.layout.pipeline.size
-    parts = [tensor.kind] * bool(tensor.axes) + ["pipeline"] * (stages > 1) + [*config.layout.context.token_axes]
-    return " + ".join(parts) or "data"
+    """`data`, `zero3`, `megatron`, `pipeline`, `context`: what a layout is made of first, besides replicas."""
+    layout = config.layout
+    if layout.tensor.axes:
+        return layout.tensor.kind
+    if layout.pipeline.size > 1:
+        return "pipeline"
+    if layout.context.token_axes:
+        return "context"
+    return layout.data.sync if layout.data.strategy.slices else "data"
 
 
-def slicing_less(config: Config) -> Iterator[Config]:
-    """The layout under the strategies that a search tries before its own, which slices gradients; none where it does
-    not."""
-    sync = config.layout.data.sync
-    if config.layout.data.strategy.slices:
-        for other, tried in entries("syncs").items():
-            if other == sync:
-                return
-            if tried.candidate:
-                data = config.layout.data.model_copy(update={"sync": other, "shard": None})
-                yield config.model_copy(update={"layout": config.layout.model_copy(update={"data": data})})
+def ways_cut(layout: Layout) -> int:
+    """In how many ways layers are cut: their inside, their sequences."""
+    return bool(layout.tensor.axes) + bool(layout.context.axes)
+
+
+def round_of(layout: Layout) -> tuple[int, int]:
+    """The order in which the search comes to a way to cut layers: what `cuts_within` names comes before."""
+    ways = ways_cut(layout)
+    return ways, layout.context.size if ways == 1 else 1
+
+
+def cuts_within(layout: Layout) -> Iterator[Hashable]:
+    """The cuts that a layer's cut is made of: of its inside alone, of its sequences alone, and over fewer ranks. None
+    is taken to become faster by the others beside it, or a sequence's over more ranks."""
+    context = layout.context
+    if context.axes and layout.tensor.axes:
+        yield layout.data.expert, ContextParallel(), layout.tensor
+    for size in divisors(context.size)[1:]:
+        yield layout.data.expert, context.model_copy(update={"size": size}), Whole()

@@ -2,28 +2,38 @@
 
 | what is asked of a layout | from                                                        | it is out where      |
 |---------------------------|-------------------------------------------------------------|----------------------|
+| the work of its parts     | recordings at two sizes of microbatch, scaled: of all       | the top K are faster |
+|                           | schedules and limits of a size of microbatch at once        |                      |
 | the memory of its weights | parameters in buckets, with gradients and states: of a      | it does not fit      |
 |                           | whole family at once (space.py)                             |                      |
-| an estimate of its memory | recordings at two sizes of microbatch, scaled (estimate.py) | it does not fit      |
-| an estimate of its step,  | the same, on the links between its ranks                    |                      |
+| an estimate of its memory | the same recordings (estimate.py)                           | it does not fit      |
+| an estimate of its step,  | the same, on the links between its ranks                    | the top K are faster |
 | in each order of axes     |                                                             |                      |
 | its memory                | recordings of its own, its first microbatches simulated     | it does not fit      |
 | its prediction            | the whole step (predict.py)                                 | it does not fit, or  |
 |                           |                                                             | the top K are faster |
 
-Layouts are predicted in the order of their estimates, SIMULATED at most. When the next estimate is not below the K-th
-fastest prediction, nothing that is left can be, as far as an estimate is no more than 1/SURE of the prediction
-(estimate.py). A layout that recomputes, or moves, what it might keep is not predicted where the one that keeps it fits:
-it is slower; attention is not recomputed at all where its kernel keeps nothing. Slices of gradients and weights (zero2,
-zero3) cost messages to save memory: a family of them is looked at where each strategy that slices less fills more than
-ROOMY of the memory with weights, gradients and states. Ctrl-C ends a search with the best that it has.
+The run file's own layout is predicted first, if it is legal. Then come layouts in rounds: of whole layers; of layers
+cut in one way, inside or along the sequence, sequences over more and more ranks; of those cut in both, where either
+cut alone is fast enough. After each round layouts are predicted in the order of their estimates: what is slower than
+the K fastest is not looked at in the next. SIMULATED of a round are predicted at most. When the next estimate is not
+below the K-th fastest prediction, nothing that is left can be, as far as an estimate is no more than 1/SURE of the
+prediction (estimate.py).
+
+A layout that recomputes, moves or sends what it might keep is not predicted where the one that keeps it fits and is
+estimated to be as fast; attention is not recomputed at all where its kernel keeps nothing.
+
+What fits with all that is not predicted (Device.unseen) stands first; what is tight stands beside it, where it is
+faster. Of each strategy (scout.strategy_of) one layout that fits is predicted; a strategy does not fit where neither
+its fastest layouts nor the one that holds least do. Ctrl-C ends a search with the best that it has.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 from bisect import insort
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -31,19 +41,33 @@ from itertools import chain
 from meshwright.config import Config
 from meshwright.data.files import ShowProgress, silent
 from meshwright.errors import ConfigError, Problem
-from meshwright.tools.plan.answer import Change, Training
+from meshwright.registry import entries
+from meshwright.section import with_field
+from meshwright.tools.plan.answer import Change, Training, verdict
+from meshwright.tools.plan.buckets import bytes_text
 from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.estimate import Estimates
 from meshwright.tools.plan.predict import Memory, Planner, Prediction
-from meshwright.tools.plan.scout import Keep, Loser, Outlook, Scout, strategy_of
-from meshwright.tools.plan.space import SearchJob, families
+from meshwright.tools.plan.scout import (
+    Keep,
+    Loser,
+    Outlook,
+    Queued,
+    Scout,
+    cuts_within,
+    round_of,
+    strategy_of,
+    ways_cut,
+)
+from meshwright.tools.plan.space import SearchJob, families, own_layout
 from meshwright.tools.plan.workers import Workers
 
 SIMULATED = 80
-"""The most layouts that are predicted, once as many fit as were asked for: estimates let pass what hardly fits."""
+"""The most layouts of a round that are predicted, once any fits: estimates let pass what hardly fits."""
 
 TRIES = 6
-"""The most layouts that are predicted until one fits, of a strategy that has none among the fastest."""
+"""The most layouts that are predicted until one fits, of a strategy that has none among the fastest, before the one
+that holds least is asked."""
 
 
 @dataclass(frozen=True)
@@ -51,29 +75,34 @@ class Counts:
     """Numbers of layouts, by what became of them."""
 
     legal: int
-    """Those that were looked at; a family of which no layout can fit counts once, and so do all orders of axes of a
-    layout that does not."""
+    """Those that were looked at; those of a family of which none can fit, or with a microbatch with which none is fast
+    enough, count once, and so do all orders of axes of a layout that does not fit."""
     too_full: int
     """Weights, gradients and states alone do not fit."""
     unfit: int
     """Activations and all else do not fit beside them."""
     dominated: int
-    """They recompute or offload, where the same layout fits without."""
+    """They recompute, offload or slice, where the same layout fits without."""
     too_slow: int
-    """Their estimates are behind the fastest."""
+    """Their estimates are behind the fastest, or behind as many that are tight as they are."""
     predicted: int
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """`predictions`: the fastest that fit, the fastest first; at least one. `losers`: of each other strategy. `absent`:
-    kinds of tensor sections of which no layout is legal, with a rule that one breaks. `stopped`: by Ctrl-C, so that
-    there may be faster ones. `lacking`: of those that do not fit the one with the least estimated seconds, if it would
-    be the fastest. `training`: what the user would train with it; `changes`: what would change it."""
+    """`predictions`: the fastest that fit, the fastest first; at least one. Only where none fits are they tight.
+    `tight`: those that are, and are faster than the first. `losers`: of each other strategy; `unseen`: the strategies
+    that a stopped search has not come to. `every`: all that were predicted and are no more than the device holds.
+    `absent`: kinds of tensor sections of which no layout is legal, with a rule that one breaks. `stopped`: by Ctrl-C,
+    so that there may be faster ones. `lacking`: of those that do not fit the one with the least estimated seconds, if
+    it would be the fastest. `training`: what the user would train with it; `changes`: what would change it."""
 
     job: SearchJob
     predictions: tuple[Prediction, ...]
+    tight: tuple[Prediction, ...]
     losers: tuple[Loser, ...]
+    unseen: tuple[str, ...]
+    every: tuple[Prediction, ...]
     absent: dict[str, Problem]
     counts: Counts
     stopped: bool = False
@@ -83,14 +112,22 @@ class SearchResult:
 
 
 def layout_text(config: Config) -> str:
-    """`megatron, cut by sequence: data 4 (zero1), pipe 2 (1f1b), tensor 2; micro 4, recompute auto, offload host`."""
-    memory, limit = config.memory, config.layout.pipeline.limit
+    """`megatron, cut by sequence: data 4 (zero1), pipe 2 (1f1b), tensor 2; micro 4, recompute auto, offload host`. One
+    replica of whole sequences is not named: nothing is reduced."""
+    memory, layout = config.memory, config.layout
+    limit, kind, data = layout.pipeline.limit, layout.tensor.words, layout.data
     words = [f"micro {config.micro}"]
     words += [f"limit {limit}"] * (limit != "auto")
     words += [f"recompute {memory.recompute}"] * (memory.recompute != "none")
     words += [f"offload {memory.offload.to}"] * (memory.offload.to != "none")
-    kind = config.layout.tensor.words
-    return f"{f'{kind}: ' if kind else ''}{config.layout.summary}; {', '.join(words)}"
+    axes = layout.summary
+    if data.strategy.like:
+        axes = axes.replace(f"({data.sync})", f"({data.sync}, as {data.strategy.like})")
+    if layout.world_size == 1:
+        axes = "one device"
+    elif math.prod(size for name, size in layout.axes if name in layout.token_axes) == 1:
+        axes = ", ".join(part for part in axes.split(", ") if not part.startswith("data "))
+    return f"{f'{kind}: ' if kind else ''}{axes}; {', '.join(words)}"
 
 
 def search(
@@ -116,31 +153,26 @@ def search(
     """
     job = SearchJob(config, cluster, devices, frozenset(fixed))
     scout = Scout(job, models or Estimates(Planner(cluster)), keep)
-    with _uncollected(), Workers(processes, scout) as workers:
+    with Workers(processes, scout) as workers:
         hunt = _Hunt(scout, top, report, workers)
-        stopped = not _finishes(hunt.gather, partial)
-        if stopped:
-            workers.end()  # they are at layouts that nobody waits for any more
-        if not hunt.found.legal and stopped:
-            raise KeyboardInterrupt
-        if not hunt.found.legal:
-            problems = hunt.found.refused.values()
-            raise ConfigError([Problem("--devices", devices, "leaves the run no legal layout"), *problems])
-        stopped = not _finishes(hunt.run, partial, hunt.top if not stopped else 1) or stopped
-        if not hunt.best:
-            raise hunt.nothing_fits() if not stopped else KeyboardInterrupt
-        stopped = stopped or not _finishes(hunt.try_losers, partial, TRIES)
-        losers = hunt.losers()
-    found = hunt.found
-    absent = {kind: problem for kind, problem in found.refused.items() if kind not in found.kinds}
-    lacking = found.lacking if found.lacking and found.lacking[0] < hunt.best[0].seconds else None
-    return SearchResult(job, tuple(hunt.best), losers, absent, hunt.counts, stopped, lacking)
+        # What torch makes at its first pass hangs together in a cycle, and would count as memory if it stayed.
+        stopped = not _finishes(hunt.predict_own, partial)
+        with _uncollected():
+            stopped = stopped or not _finishes(hunt.run, partial)
+    if stopped and not hunt.known:
+        raise KeyboardInterrupt
+    if not hunt.found.legal:
+        problems = hunt.found.refused.values()
+        raise ConfigError([Problem("--devices", devices, "leaves the run no legal layout"), *problems])
+    if not hunt.known:
+        raise hunt.nothing_fits()
+    return hunt.result(stopped=stopped)
 
 
-def _finishes(work: Callable[..., None], partial: bool, *arguments: int) -> bool:
+def _finishes(work: Callable[[], None], partial: bool) -> bool:
     """Whether the work came to its end, or was stopped by Ctrl-C, where a part of it is of use."""
     try:
-        work(*arguments)
+        work()
     except KeyboardInterrupt:
         if not partial:
             raise
@@ -160,148 +192,215 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
+Numbered = tuple[int, Config]
+"""A family of layouts, and its place among all of them."""
+
+
 class _Hunt:
-    """A search under way. `queue`: estimated seconds, a number that no two share, the layout; the first `passed` are
-    done with. `ahead`: those that try_losers() will ask for; `known`: verdicts on some of them, `fitting_ahead` the
-    strategies of which one fits, `asked` which one a worker is at."""
+    """A search under way. `queue`: the first `passed` are done with. `best`: the fastest that fit; `tight`: the fastest
+    that are; `known`: every prediction; `fastest`: by strategy, those that fit before those that are tight. `fitting`:
+    layouts that fit, and those that keep less and so fit, too: these are `dominated`. `behind`: those that would be
+    tight, and no use."""
 
     def __init__(self, scout: Scout, top: int, report: ShowProgress, workers: Workers) -> None:
         self.scout, self.top, self.report, self.workers = scout, top, report, workers
         self.found = Outlook()
-        self.dominated = self.predicted = self.simulated = self.passed = 0
+        self.simulated = self.passed = 0
+        self.families: list[Numbered] = []
         self.best: list[Prediction] = []
-        self.queue: list[tuple[float, int, Config]] = []
-        self.fitting: set[Config | None] = set()
+        self.tight: list[Prediction] = []
+        self.known: list[Prediction] = []
+        self.queue: list[Queued] = []
+        self.dominated: dict[Config, Queued] = {}
+        self.behind: list[Queued] = []
+        self.seen: set[Config] = set()
+        self.fitting: set[Config] = set()
         self.fastest: dict[str, Prediction] = {}
-        self.known: dict[Config, Prediction | Memory] = {}
-        self.asked: dict[int, Config] = {}
-        self.ahead: list[Config] = []
-        self.fitting_ahead: set[str] = set()
 
     @property
     def counts(self) -> Counts:
-        found = self.found
-        out = found.too_full + found.unfit + self.dominated + self.predicted
-        return Counts(found.legal, found.too_full, found.unfit, self.dominated, found.legal - out, self.predicted)
+        found, predicted = self.found, len(self.known)
+        out = found.too_full + found.unfit + len(self.dominated) + predicted
+        return Counts(found.legal, found.too_full, found.unfit, len(self.dominated), found.legal - out, predicted)
 
-    def gather(self) -> None:
-        """Queue the layouts that may fit, by their estimates; stopped by Ctrl-C, those that are known by then.
+    @property
+    def cutoff(self) -> float:
+        """Seconds from which on a layout is of no interest, as far as is known."""
+        return self.best[-1].seconds if len(self.best) >= self.top else math.inf
 
-        The processes take in turn the ways to cut a layer, whose layouts have recordings in common; those with most
-        families first, so that all end at about the same time.
-        """
-        cuts: dict[Hashable, list[tuple[int, Config]]] = {}
-        for number, family in enumerate(families(self.scout.job, self.found.refused)):
-            cuts.setdefault(family.layout.layer, []).append((number, family))
-        shared = sorted(cuts.values(), key=len, reverse=True)
-        found: dict[int, Outlook] = {}
+    @property
+    def strategies(self) -> list[str]:
+        return list(dict.fromkeys(strategy_of(family) for _, family in self.families))
 
-        def tell(summary: str, share: float | None) -> None:
-            self.report(f"{sum(one.legal for one in found.values()):,} layouts; now {summary}", share)
+    def predict_own(self) -> None:
+        """Predict the run's own layout; and list the families of all."""
+        numbered = enumerate(families(self.scout.job, self.found.refused))
+        self.families = [(number, family) for number, family in numbered if self.scout.keep(family.layout)]
+        own = own_layout(self.scout.job)
+        if own is None or own.layout.data.strategy.unplanned or not self.scout.keep(own.layout):
+            return
+        self.found.count(own)
+        self._predict(own)
 
-        for worker in self.workers.idle:
-            self.workers.ask(worker, Scout.found, shared)
-        try:
-            self.scout.look_at(shared, found, chain((0,), self.scout.turns), tell)
-            while len(self.workers.idle) < len(self.workers) - 1:
-                for _, others in self.workers.answers(wait=True):
-                    found |= others
-        finally:
-            for number in sorted(found):
-                self.found.include(found[number])
-            estimated = enumerate(self.found.queue)
-            self.queue = sorted((seconds, number, config) for number, (seconds, config) in estimated)
-            self.found.queue = []
+    def run(self) -> None:
+        """Predict the fastest, and one of each strategy."""
+        rounds = sorted({round_of(family.layout) for _, family in self.families})
+        for place, number in enumerate(rounds):
+            self._gather(number)
+            self._predict_fastest(complete=place > 0 or len(rounds) == 1)
+        for strategy in self.strategies:
+            left = [*self.dominated.values(), *self.behind, *self.queue[self.passed :]]
+            waiting = [one for one in left if strategy_of(one.config) == strategy]
+            waiting.sort(key=lambda queued: queued.seconds)
+            if not self._try(strategy, waiting) and strategy in self.found.slow:
+                self._look_again(strategy)
 
-    def run(self, top: int) -> None:
-        """Predict until nothing in the queue can be among so many of the fastest."""
-        self.ahead = [config for queued in self._by_strategy().values() for config in queued[:TRIES]]
-        while self.passed < len(self.queue):
-            estimate, _, config = self.queue[self.passed]
-            if len(self.best) >= top and (self.simulated >= SIMULATED or estimate >= self.best[-1].seconds):
-                return
-            self.passed += 1
-            self._predict(config)
-
-    def try_losers(self, tries: int) -> None:
-        """Predict layouts of each strategy that has none yet, by their estimates, until one fits or `tries` do not."""
-        closest = self.found.closest
-        for strategy, queued in self._by_strategy().items():
-            for place, config in enumerate(queued):
-                if strategy in self.fastest or (place >= tries and strategy in closest):
-                    break
-                self._predict(config)
-
-    def losers(self) -> tuple[Loser, ...]:
-        """The best known layout of each strategy but the fastest's."""
-        known = self.fastest.keys() | self.found.closest.keys()
-        return tuple(self._loser(strategy) for strategy in sorted(known - {strategy_of(self.best[0].config)}))
-
-    def _by_strategy(self) -> dict[str, list[Config]]:
-        """The rest of the queue, by strategy."""
-        waiting: dict[str, list[Config]] = {}
-        for _, _, config in self.queue[self.passed :]:
-            waiting.setdefault(strategy_of(config), []).append(config)
-        return waiting
+    def result(self, *, stopped: bool) -> SearchResult:
+        """All that is known. About a strategy that a stopped search has not predicted nothing is said."""
+        best, found = tuple(self.best) or tuple(self.tight), self.found
+        first = best[0]
+        tight = tuple(one for one in self.tight if self.best and one.seconds < first.seconds)
+        others = [strategy for strategy in self.strategies if strategy != strategy_of(first.config)]
+        unseen = tuple(strategy for strategy in others if stopped and strategy not in self.fastest)
+        known = self.fastest.keys() | found.closest.keys()
+        losers = tuple(self._loser(strategy) for strategy in others if strategy in known and strategy not in unseen)
+        absent = {kind: problem for kind, problem in found.refused.items() if kind not in found.kinds}
+        lacking = found.lacking if found.lacking and found.lacking[0] < first.seconds else None
+        every = tuple(sorted(self.known, key=lambda one: one.seconds))
+        return SearchResult(
+            self.scout.job, best, tight, losers, unseen, every, absent, self.counts, stopped, lacking
+        )  # fmt: skip
 
     def nothing_fits(self) -> ConfigError:
         """The error that names the layout which lacks least memory."""
         job, closest = self.scout.job, min(self.found.closest.values(), key=lambda one: one.lack)
         device = self.scout.device_bytes
-        needs = f"{closest.memory.text}; {(closest.memory.total - device) / 1e9:.2f} GB are missing"
+        needs = f"{closest.memory.text}; {bytes_text(closest.memory.total - device)} are missing"
         alone = "" if closest.whole else " before it computes anything"
         rule = (
-            f"has {device / 1e9:.2f} GB a device, and none of {self.found.legal:,} legal layouts on {job.devices} "
-            f"fits: the closest, {layout_text(closest.config)}, needs {closest.memory.total / 1e9:.2f} GB{alone} "
+            f"has {bytes_text(device)} a device, and none of {self.found.legal:,} legal layouts on {job.devices} "
+            f"fits: the closest, {layout_text(closest.config)}, needs {bytes_text(closest.memory.total)}{alone} "
             f"({needs})"
         )
         return ConfigError.of("--cluster", job.cluster.name, rule, "more --devices, or a smaller model")
 
-    def _predict(self, config: Config) -> None:
-        if keeping(config) in self.fitting:
-            self.dominated += 1
-            self.fitting.add(config)  # it keeps less; so what keeps even less is slower still
-            return
-        self.simulated += 1
-        share = min(1.0, self.simulated / SIMULATED)
-        text = f"{self.found.legal:,} layouts; predicting number {self.simulated}: {layout_text(config)}"
-        self.report(text, share)
-        verdict = self._verdict(config)
-        if isinstance(verdict, Memory):
-            self.found.unfit += 1
-            self.found.include_loser(Loser(strategy_of(config), config, verdict, whole=True))
-            return
-        self.predicted += 1
-        self.fitting.add(config)
-        strategy = strategy_of(config)
-        if strategy not in self.fastest or verdict.seconds < self.fastest[strategy].seconds:
-            self.fastest[strategy] = verdict
-        insort(self.best, verdict, key=lambda one: one.seconds)
-        del self.best[self.top :]
+    def _gather(self, this: tuple[int, int]) -> None:
+        """Queue the layouts of one round that may fit and may be fast enough, by their estimates."""
+        cutoff = self.cutoff
+        numbered = []
+        for number, family in self.families:
+            if round_of(family.layout) != this:
+                continue
+            if any(self.found.least.get(cut, 0.0) >= cutoff for cut in cuts_within(family.layout)):
+                self.found.count_slow(family)
+            else:
+                numbered.append((number, family))
+        found = Outlook()
+        try:
+            self._look_at(numbered, cutoff, found)
+        finally:
+            self.queue = sorted([*self.queue[self.passed :], *found.queue], key=lambda queued: queued.seconds)
+            self.passed, found.queue = 0, []
+            self.found.include(found)
 
-    def _verdict(self, config: Config) -> Prediction | Memory:
-        """The scout's verdict, or the one that a worker has found."""
-        self._hand_on()
-        while config in self.asked.values():
-            self._take_verdicts(wait=True)
-        return self.known.pop(config) if config in self.known else self.scout.verdict(config)
+    def _look_at(self, numbered: Sequence[Numbered], cutoff: float, found: Outlook) -> None:
+        """Put into `found` what families have in them, in their order.
 
-    def _hand_on(self) -> None:
-        """While this process predicts the fastest, the workers predict what try_losers() will ask for."""
-        self._take_verdicts()
+        The processes take in turn the ways to cut a layer, whose layouts have recordings in common, those with most
+        families first, so that all end at about the same time; of whole layers, which are recorded fast, the families.
+        """
+        lists: dict[Hashable, list[Numbered]] = {}
+        for number, family in numbered:
+            key = family.layout.layer if ways_cut(family.layout) else number
+            lists.setdefault(key, []).append((number, family))
+        shared = sorted(lists.values(), key=len, reverse=True)
+        parts: dict[int, Outlook] = {}
+
+        def tell(summary: str, share: float | None) -> None:
+            looked_at = self.found.legal + sum(one.legal for one in parts.values())
+            self.report(f"{looked_at:,} layouts; now {summary}", share)
+
+        self.scout.turns.restart()
         for worker in self.workers.idle:
-            left = [one for one in self.ahead if strategy_of(one) not in self.fastest.keys() | self.fitting_ahead]
-            if left:
-                config, *self.ahead = left
-                self.asked[worker] = config
-                self.workers.ask(worker, Scout.verdict, config)
+            self.workers.ask(worker, Scout.found, shared, cutoff)
+        try:
+            self.scout.look_at(shared, cutoff, parts, chain((0,), self.scout.turns), tell)
+            while len(self.workers.idle) < len(self.workers) - 1:
+                for _, others in self.workers.answers(wait=True):
+                    parts |= others
+        finally:
+            for number in sorted(parts):
+                found.include(parts[number])
 
-    def _take_verdicts(self, *, wait: bool = False) -> None:
-        for worker, verdict in self.workers.answers(wait=wait):
-            config = self.asked.pop(worker)
-            self.known[config] = verdict
-            if isinstance(verdict, Prediction):
-                self.fitting_ahead.add(strategy_of(config))
+    def _predict_fastest(self, *, complete: bool) -> None:
+        """Predict in the order of the estimates until as many fit as were asked for; where `complete` says so, until
+        nothing in the queue can be among these."""
+        limit = self.simulated + SIMULATED
+        while self.passed < len(self.queue):
+            queued = self.queue[self.passed]
+            if len(self.best) >= self.top and (not complete or queued.seconds >= self.best[-1].seconds):
+                return
+            if self.known and self.simulated >= limit:
+                return
+            self.passed += 1
+            behind = bool(self.best) and queued.seconds >= self.best[0].seconds
+            if queued.tight and (behind or len(self.tight) >= self.top):
+                self.behind.append(queued)
+                continue
+            if any(keeps in self.fitting for keeps in sparing(queued.config)):
+                self.dominated[queued.config] = queued
+                self.fitting.add(queued.config)  # what keeps even less is slower still
+                continue
+            self._predict(queued.config)
+
+    def _try(self, strategy: str, waiting: Sequence[Queued]) -> bool:
+        """Predict a strategy's layouts by their estimates until one fits or TRIES do not; then the one that holds
+        least. Whether one fits."""
+        rest = waiting[TRIES:]
+        for queued in (*waiting[:TRIES], *([min(rest, key=lambda one: one.memory)] if rest else ())):
+            if strategy in self.fastest:
+                break
+            self._predict(queued.config)
+        return strategy in self.fastest
+
+    def _look_again(self, strategy: str) -> None:
+        """Predict one of a strategy of which all layouts that may fit were too slow to be looked at."""
+        own = [(number, one) for number, one in self.families if strategy_of(one) == strategy]
+        for this in sorted({round_of(one.layout) for _, one in own}):
+            numbered = [(number, one) for number, one in own if round_of(one.layout) == this]
+            found = Outlook()
+            self._look_at(numbered, math.inf, found)
+            for loser in found.closest.values():
+                self.found.include_loser(loser)
+            if self._try(strategy, sorted(found.queue, key=lambda queued: queued.seconds)):
+                return
+
+    def _predict(self, config: Config) -> None:
+        if config in self.seen:
+            self.found.legal -= 1  # the run's own
+            return
+        self.seen.add(config)
+        self.dominated.pop(config, None)
+        self.simulated += 1
+        text = f"{self.found.legal:,} layouts; predicting number {self.simulated}: {layout_text(config)}"
+        self.report(text, min(1.0, self.simulated / SIMULATED))
+        found, strategy = self.scout.verdict(config), strategy_of(config)
+        if isinstance(found, Memory):
+            self.found.unfit += 1
+            self.found.include_loser(Loser(strategy, config, found, whole=True))
+            return
+        self.known.append(found)
+        fits = self._fits(found)
+        if fits:
+            self.fitting.add(config)
+        for fastest in (self.best,) if fits else (self.tight,):
+            insort(fastest, found, key=lambda one: one.seconds)
+            del fastest[self.top :]
+        known = self.fastest.get(strategy, found)
+        self.fastest[strategy] = min(known, found, key=lambda one: (not self._fits(one), one.seconds))
+
+    def _fits(self, prediction: Prediction) -> bool:
+        return verdict(prediction.fullest, self.scout.job.cluster) == "fits"
 
     def _loser(self, strategy: str) -> Loser:
         if strategy not in self.fastest:
@@ -310,15 +409,28 @@ class _Hunt:
         return Loser(strategy, prediction.config, prediction.fullest, whole=True, prediction=prediction)
 
 
-def keeping(config: Config) -> Config | None:
-    """The layout that keeps what this one computes twice, or moves to and fro: it is faster. Not so where a stage holds
-    as many microbatches as memory allows."""
-    pipeline, memory = config.layout.pipeline, config.memory
+def sparing(config: Config) -> Iterator[Config]:
+    """The layouts that keep what this one computes twice, moves to and fro, or sends in pieces: they are faster, but
+    where a stage holds as many microbatches as memory allows."""
+    pipeline, memory, data = config.layout.pipeline, config.memory, config.layout.data
     if pipeline.limit_by_memory:
-        return None
+        return
     if memory.offload.to != "none":
-        offload = memory.offload.model_copy(update={"to": "none"})
-        return config.model_copy(update={"memory": memory.model_copy(update={"offload": offload})})
+        yield with_field(config, "memory.offload.to", "none")
     if memory.recompute != "none":
-        return config.model_copy(update={"memory": memory.model_copy(update={"recompute": "none"})})
-    return None
+        yield with_field(config, "memory.recompute", "none")
+    if data.strategy.slices:
+        for other, sync in entries("syncs").items():
+            if other == data.sync:
+                return
+            if sync.candidate:
+                yield _with_sync(config, other, data.shard if sync.slices else None)
+
+
+def _with_sync(config: Config, sync: str, shard: int | None) -> Config:
+    """The layout under another strategy that sums gradients. Without shard groups no axis replicates them."""
+    layout, order = config.layout, config.layout.order
+    if shard is None and order != "auto":
+        order = tuple(name for name in order if name != "replicate")
+    data = layout.data.model_copy(update={"sync": sync, "shard": shard})
+    return config.model_copy(update={"layout": layout.model_copy(update={"data": data, "order": order})})

@@ -7,8 +7,8 @@
 | layout.pipeline.size       | divisors of the devices that are left                                                  |
 | layout.data.size           | what is left then                                                                      |
 | memory.offload.to          | none, host                                                                             |
-| layout.data.sync           | allreduce; zero1 where gradients are summed at all; there zero2 as well, and without   |
-|                            | stages zero3, where those before it fill much of the memory (search.py)                |
+| layout.data.sync           | allreduce; zero1 and zero2 where gradients are summed at all, there without stages     |
+|                            | zero3 as well                                                                          |
 | layout.data.shard          | null; of slices over more than a node the most of a rank's neighbours that share one   |
 | layout.data.expert         | 1; of a model with experts the most of a rank's neighbours, and the most of all        |
 | layout.order               | orders of data, pipe and the tensor section's axes that put others together on a node  |
@@ -38,8 +38,8 @@ import yaml
 
 from meshwright.config import Config
 from meshwright.config.layout import ContextParallel, Layout
-from meshwright.config.load import OPEN
-from meshwright.config.rules import RULES
+from meshwright.config.load import ELSEWHERE, OPEN
+from meshwright.config.rules import RULES, broken_rules
 from meshwright.config.shorthand import in_words
 from meshwright.errors import Problem
 from meshwright.registry import entries
@@ -95,13 +95,36 @@ def families(job: SearchJob, refused: Refused) -> Iterator[Config]:
 
 
 def layouts_of(
-    family: Config, job: SearchJob, refused: Refused, holds: Callable[[Config], bool] = lambda layout: True
+    family: Config,
+    job: SearchJob,
+    refused: Refused,
+    enters: Callable[[Config], bool] = lambda sized: True,
+    holds: Callable[[Config], bool] = lambda layout: True,
 ) -> Iterator[Config]:
-    """A family's layouts. `holds`: whether to go through a layout's orders, on which its memory does not depend."""
+    """A family's layouts. `enters`: whether to go through those with the microbatch of the one that it is given;
+    `holds`: whether to go through a layout's orders, on which its memory does not depend."""
     last = len(CHOICES) - 1
-    for layout in _chosen(family, FAMILY, last, job, refused):
-        if holds(layout):
-            yield from _chosen(layout, last, last + 1, job, refused)
+    for sized in _chosen(family, FAMILY, FAMILY + 1, job, refused):
+        for layout in _chosen(sized, FAMILY + 1, last, job, refused) if enters(sized) else ():
+            if holds(layout):
+                yield from _chosen(layout, last, last + 1, job, refused)
+
+
+def own_layout(job: SearchJob) -> Config | None:
+    """The run file's own layout, on as many replicas as the devices have room for; None where it is not legal there."""
+    run = _start(job)
+    rest = job.devices // (run.layout.world_size // run.layout.data.size)
+    if not is_fixed("layout.data.size", job.fixed) and rest % run.layout.data.expert == 0:
+        run = with_field(run, "layout.data.size", max(1, rest))
+    if run.layout.world_size != job.devices or broken_rules(run, frozenset(ELSEWHERE)):
+        return None
+    return with_field(run, "batch.micro", run.micro)
+
+
+def orders_of(config: Config, job: SearchJob) -> Iterator[Config]:
+    """The layout in each order of its axes that may be chosen."""
+    for order in _allowed(CHOICES[-1], config, job):
+        yield with_field(config, "layout.order", order)
 
 
 def fixed_fields(overrides: Iterable[str]) -> frozenset[str]:

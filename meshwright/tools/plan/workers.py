@@ -27,6 +27,10 @@ class Turns:
     def __init__(self) -> None:
         self._next = multiprocessing.Value("l", 1)
 
+    def restart(self) -> None:
+        """Begin at 1 again, when no process takes any."""
+        self._next.value = 1
+
     def __iter__(self) -> Iterator[int]:
         while True:
             with self._next.get_lock():
@@ -36,8 +40,8 @@ class Turns:
 
 
 class Workers:
-    """`processes` - 1 forks, which are asked functions of `subject`, each one at a time. Ctrl-C is this process' alone;
-    when it leaves the `with`, they end."""
+    """`processes` - 1 forks, which are asked functions of `subject`, each one at a time. Ctrl-C and SIGTERM are this
+    process' alone; when it leaves the `with`, they end."""
 
     def __init__(self, processes: int, subject: object) -> None:
         self._subject = subject
@@ -65,7 +69,7 @@ class Workers:
     def end(self) -> None:
         """End the forks, whatever they owe; this process goes on alone."""
         for fork in self._forks:
-            fork.terminate()
+            fork.kill()
             fork.join()
         for connection in self._connections:
             connection.close()
@@ -101,7 +105,8 @@ class Workers:
 
     def _serve(self, there: Connection, here: Connection) -> None:
         """Answer until the other end is closed."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGTERM):  # a fork ends when its process says so, or is gone
+            signal.signal(number, signal.SIG_IGN)
         for connection in (here, *self._connections):  # or the pipes would stay open when their process is gone
             connection.close()
         with suppress(EOFError, BrokenPipeError):

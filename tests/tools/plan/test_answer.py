@@ -10,11 +10,13 @@ from meshwright.config import parse_config
 from meshwright.errors import ConfigError
 from meshwright.tools.plan.answer import (
     Training,
+    alike_sentence,
     answer,
     changes,
     duration_text,
     parse_tokens,
     sureness,
+    tight_sentence,
     tokens_text,
     verdict,
 )  # fmt: skip
@@ -82,3 +84,22 @@ def test_every_cluster_says_how_sure_it_is() -> None:
     assert f"{rows} (nothing fitted); " in sureness(load_cluster("dgx-a100"), 3072)
     small = f"{rows} (nothing fitted), which says little of hidden 768: small kernels are predicted too fast; "
     assert small in sureness(load_cluster("dgx-a100"), 768)
+
+
+def test_what_is_tight_says_what_it_gains_and_small_gains_are_none() -> None:
+    models = Estimates(Planner(load_cluster("dgx-a100")))
+    best = replace(models.predict(parse_config(TREE)), seconds=2.0)
+    said = [tight_sentence(replace(best, seconds=seconds), best, "data 2") for seconds in (1.96, 1.5)]
+    assert said[0].startswith("Tight: data 2: 1.96 s (2.0% less, no difference that this prediction can tell), ")
+    assert said[1].startswith("Tight: data 2: 1.5 s (25.0% less), ")
+    assert all("does not fit if processes hold 10% more than is predicted" in text for text in said)
+    alike = alike_sentence([best, replace(best, seconds=2.05), replace(best, seconds=3.0)])
+    assert alike is not None
+    assert alike.startswith("Between the first 2 there is no difference that this prediction can tell: ")
+    assert alike_sentence([best, replace(best, seconds=3.0)]) is None
+    assert "nobody has measured" in str(alike_sentence([replace(best, cluster=load_cluster("dgx-h100"))]))
+
+
+def test_small_memory_is_in_megabytes() -> None:
+    memory = Memory(2_000_000, 450_000, 0, 12_350_000_000, 0, 310_000_000)
+    assert memory.text == ("weights 2 MB, gradients 0.45 MB, activations 12.35 GB, the process itself (context) 310 MB")

@@ -77,6 +77,15 @@ def test_heads_that_are_kernels_of_their_own_issue_as_many() -> None:
     assert apart.phases[PIPELINE] > 1.3 * together.phases[PIPELINE]
 
 
+def test_heads_of_their_own_have_biases_of_their_own() -> None:
+    """T5's positions are a bias a head."""
+    config = parse_config({"model": "t5-tiny", "data": {"kind": "spans", "sequence": 32}, "batch": {"global": 2}})
+    together, apart = (
+        Planner(NODES, Software(attention="steps", heads=heads)).predict(config) for heads in ("together", "apart")
+    )
+    assert apart.flops == together.flops
+
+
 def test_gradients_that_are_widened_at_once_take_memory_and_no_time() -> None:
     """A float16 model's float32 gradients: 4 bytes a parameter, more than a part of 256 MiB and a microbatch take."""
     config = parse_config({

@@ -1,7 +1,7 @@
 """Nothing better is left out: a dozen small spaces, each searched and predicted whole, with the planner's own models.
 
-Without recomputation, offload and slices for memory that is not needed, which the search leaves out on purpose. Where
-memory is little, what fits is all that recomputes, or little else.
+Without recomputation, offload and slices for memory that is not needed, which the search leaves out on purpose; what
+is tight is not counted. Where memory is little, what fits is all that recomputes, or little else.
 
 python -m pytest --long tests/tools/plan/test_whole_spaces.py
 """
@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from meshwright.config import parse_config
+from meshwright.tools.plan.answer import verdict
 from meshwright.tools.plan.cluster import load_cluster
 from meshwright.tools.plan.estimate import Estimates
 from meshwright.tools.plan.predict import Planner
-from meshwright.tools.plan.scout import ROOMY, slicing_less
-from meshwright.tools.plan.search import keeping, search
+from meshwright.tools.plan.search import search, sparing
 from meshwright.tools.plan.space import SearchJob, fixed_fields, legal_layouts
 
 GPT = {"layers": 2, "hidden": 64, "heads": 4, "positions": 64, "vocabulary": 512, "dropout": 0.0}
@@ -65,12 +65,13 @@ def test_the_search_leaves_nothing_better_out(name: str) -> None:
     cluster = cluster.model_copy(update={"device": device})
     models = Estimates(Planner(cluster))
     found = [one.seconds for one in search(run, cluster, devices, fixed=fixed, models=models).predictions]
-    roomy = ROOMY * cluster.device.memory
-    predictions = {
-        config: models.predict(config)
-        for config in legal_layouts(SearchJob(run, cluster, devices, fixed))
-        if not any(models.weights_memory(less).total <= roomy for less in slicing_less(config))
+    predictions = {config: models.predict(config) for config in legal_layouts(SearchJob(run, cluster, devices, fixed))}
+    fitting = {config for config, one in predictions.items() if verdict(one.fullest, cluster) == "fits"}
+    seconds = {config: predictions[config].seconds for config in fitting}
+    spared = {  # by one that fits and is as fast: not predicted, unless it was estimated to be faster
+        config for config in fitting if any(seconds.get(keeps, 1e9) <= seconds[config] for keeps in sparing(config))
     }
-    fitting = {config for config, prediction in predictions.items() if prediction.fits}
-    whole = sorted(predictions[config].seconds for config in fitting if keeping(config) not in fitting)
-    assert found == pytest.approx(whole[:5], rel=1e-9)
+    whole = sorted(seconds[config] for config in fitting - spared)
+    assert len(found) >= min(5, len(whole))
+    assert all(any(one == pytest.approx(other, rel=1e-9) for other in seconds.values()) for one in found)
+    assert all(one <= other * (1 + 1e-9) for one, other in zip(found, whole, strict=False))

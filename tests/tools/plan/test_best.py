@@ -1,0 +1,105 @@
+"""The search finds what its own predictions say is best: no field that is fixed finds a faster layout that fits.
+
+python -m pytest --long tests/tools/plan/test_best.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from meshwright.config import parse_config
+from meshwright.errors import ConfigError
+from meshwright.tools.plan.answer import verdict
+from meshwright.tools.plan.cluster import load_cluster
+from meshwright.tools.plan.estimate import Estimates
+from meshwright.tools.plan.predict import Planner, Prediction
+from meshwright.tools.plan.search import SearchResult, search
+from meshwright.tools.plan.space import fixed_fields
+
+
+@dataclass(frozen=True)
+class Question:
+    """A model in bf16. `kept`: words that keep fields in all of its searches; `run`: what its run file says."""
+
+    model: str
+    sequence: int
+    batch: int
+    cluster: str
+    devices: int
+    kept: tuple[str, ...] = ()
+    run: tuple[str, ...] = ()
+
+    def ask(self, models: Estimates, words: Sequence[str] = ()) -> SearchResult:
+        tree = {"model": self.model, "data": {"sequence": self.sequence}, "batch": {"global": self.batch}}
+        config = parse_config(tree | {"precision": "bf16"}, (*self.run, *self.kept, *words))
+        fixed = fixed_fields((*self.kept, *words))
+        return search(config, models.planner.cluster, self.devices, fixed=fixed, models=models)
+
+
+REPLICAS = ("layout.tensor.kind=none", "layout.pipeline.size=1", "layout.context.size=1")
+EIGHT_B = ("llama-3.1-8b", 8192, 512, "dgx-h100", 64)
+
+SPACES = {
+    "8 B, replicas": Question(*EIGHT_B, kept=REPLICAS),
+    "8 B": Question(*EIGHT_B, run=("layout.data.sync=zero3", "batch.micro=1")),
+    "1 B": Question("llama-3.2-1b", 4096, 256, "dgx-a100", 8),
+    "1.5 B": Question("gpt2-xl", 1024, 512, "dgx-a100", 8),
+    "7 B": Question("mistral-7b", 8192, 256, "dgx-a100", 32),
+    "8 B, 32 K, with context": Question("qwen3-8b", 32768, 64, "dgx-h100", 32),
+    "12 B": Question("axonn-12b", 512, 2048, "dgx-a100", 64),
+    "24 B": Question("axonn-24b", 512, 2048, "dgx-a100", 128),
+    "experts": Question("mixtral-8x7b", 4096, 1024, "dgx-h100", 64, kept=("layout.context.size=1",)),
+    "70 B": Question("llama-3.1-70b", 8192, 1024, "dgx-h100", 512),
+    "70 B, 8 devices": Question("llama-3.1-70b", 4096, 64, "dgx-h200", 8),
+}
+WORDS = (
+    "layout.data.sync=zero1", "layout.data.sync=zero2", "layout.data.sync=zero3", "layout.tensor.kind=none",
+    "layout.pipeline.size=1", "layout.context.size=1", "batch.micro=1", "memory.recompute=none",
+    "memory.offload.to=none",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Estimates]:
+    """By cluster; what searches for one have in common is recorded once."""
+    return {name: Estimates(Planner(load_cluster(name))) for name in {one.cluster for one in SPACES.values()}}
+
+
+def fastest_that_fits(found: SearchResult) -> Prediction | None:
+    first = found.predictions[0]
+    return first if verdict(first.fullest, first.cluster) == "fits" else None
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if "replicas" in name else pytest.mark.long) for name in SPACES]
+)
+def test_no_fixed_field_finds_what_a_free_search_does_not(name: str, models: dict[str, Estimates]) -> None:
+    question = SPACES[name]
+    known = models[question.cluster]
+    free = fastest_that_fits(question.ask(known))
+    kept = fixed_fields(question.kept)
+    for word in WORDS[:3] if "replicas" in name else WORDS:
+        if fixed_fields([word]) & kept:
+            continue
+        try:
+            best = fastest_that_fits(question.ask(known, [word]))
+        except ConfigError:
+            continue  # no layout with it fits, or is legal
+        assert free is not None, word
+        assert best is None or free.seconds <= best.seconds, word
+
+
+def test_slices_are_found_where_activations_would_not_fit_beside_whole_states(models: dict[str, Estimates]) -> None:
+    """llama-3.1-8b on 64 H100: weights, gradients and states of zero1 leave more than a third of the memory, and its
+    activations take more. What slices less is no faster but tight; every strategy that fits is predicted."""
+    question = SPACES["8 B, replicas"]
+    found = question.ask(models[question.cluster])
+    best = found.predictions[0]
+    assert (best.config.layout.data.sync, best.config.micro, best.config.memory.recompute) == ("zero3", 1, "none")
+    assert [one.config.layout.data.sync for one in found.tight] == ["zero2"]
+    assert found.tight[0].seconds < best.seconds
+    assert {loser.strategy: loser.prediction is not None for loser in found.losers} == {"data": True, "zero2": True}
+    assert all(verdict(one.fullest, one.cluster) == "fits" for one in found.predictions)
