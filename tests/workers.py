@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from multiprocessing import forkserver
+from types import FunctionType
 from typing import Any
 from unittest.mock import patch
 
@@ -49,9 +50,8 @@ def run_ranks(
 ) -> list[Any]:
     """function(mesh, *arguments) on every rank of the grid; the results in rank order. A failure fails the caller.
 
-    Ranks are threads, or processes over gloo (`transport="torch"`), which also take what torch shards (`fsdp`, in an
-    argument or its config). A process that says nothing for `timeout` seconds
-    after the one before it fails the caller too, and none is left behind.
+    Ranks are threads, or processes over gloo (`transport="torch"`, and where an argument needs them). A process that
+    says nothing for `timeout` seconds after the one before it fails the caller too, and none is left behind.
 
     A run's grid has a pipe axis: one that does not name it has one stage. `threads`: CPU threads of each rank; with
     more than one, ranks are processes, and function and arguments are pickled.
@@ -88,9 +88,12 @@ def run_ranks(
 
 
 def needs_processes(argument: Any) -> bool:
-    """Whether an argument is a config, or the name, of a strategy that lives in torch's process groups."""
+    """Whether an argument is a config, or the name, of a strategy that lives in torch's process groups; or a function,
+    which plants a mistake in a rank's process."""
     if isinstance(argument, (list, tuple)):
         return any(map(needs_processes, argument))
+    if isinstance(argument, FunctionType):
+        return True
     return (argument.layout.data.sync if isinstance(argument, Config) else argument) == "fsdp"
 
 

@@ -186,7 +186,6 @@ def mistakes(config: Config, plant: Plant | None = None) -> list[str]:
         plant,
         token_axes=config.layout.token_axes,
         threads=threads,
-        transport="threads" if plant is None else "torch",  # a mistake is planted in a rank's own process
     )
     ranks, oracles = [trained for trained, _ in results], results[0][1]
     allowed = tolerance_of(config)

@@ -183,15 +183,16 @@ def leave_layout(
     *,
     traced: bool = False,
 ) -> None:
-    """Some steps of a rank. Leaves its record: losses and norms, and of this rank's part of the weights and optimizer
-    states those before the first step and after the last, and the gradients of the first step that did not overflow.
+    """Some steps of a rank. Leaves its record: losses and norms, and of this rank's part the weights before the first
+    step and after the last, the gradients of the first step that did not overflow, and the optimizer's states after
+    the last or, where the tolerance is `states_early`, after that first one.
     `traced`: the outputs of all modules in the first step, too."""
     recording, known = StepRecording(), dict[str, Any]()
     _keep_places(parts, recording, known, "initial", 0)
     unchecked = parts.config.model_copy(update={"check": Check(every=0)})  # wrong replicas are what is looked for
     trainer = Trainer(replace(parts, config=unchecked), train, late=False)
     losses, norms = list[float | None](), list[float | None]()
-    applied, trace = False, Trace(parts.model)
+    applied, trace, early = False, Trace(parts.model), tolerance_of(parts.config).states_early
 
     def keep_gradients() -> None:
         _keep_places(parts, recording, known, "gradient", 1)
@@ -201,7 +202,9 @@ def leave_layout(
             (line,), stopping = trainer.turn(stop, None if applied else keep_gradients)
         if stopping:
             return
-        applied = applied or bool(line["applied"])
+        first_applied, applied = bool(line["applied"]) and not applied, applied or bool(line["applied"])
+        if first_applied if early else number == steps - 1:
+            _keep_places(parts, recording, known, STATE, 1 if early else steps)
         first = parts.mesh.rank == 0  # whose numbers are the run's
         losses.append(cast(float, line["loss"]) if first else None)
         norms.append(cast(float, line["grad_norm"]) if first else None)
@@ -212,8 +215,8 @@ def leave_layout(
 
 
 def _keep_places(parts: Parts, recording: StepRecording, known: dict[str, Any], kind: str, step: int) -> None:
-    """Keep this rank's places of all parameters: gradients, or weights in the precision that is stepped and, after the
-    last step, the optimizer's states. Of ranks with equal ones the first keeps them."""
+    """Keep this rank's places of all parameters: gradients, weights in the precision that is stepped, or the
+    optimizer's states. Of ranks with equal ones the first keeps them."""
     for index, slot in enumerate(parts.strategy.slots):
         if parts.mesh.index(*slot.copy_axes(parts.mesh.grid)):
             continue
@@ -221,9 +224,9 @@ def _keep_places(parts: Parts, recording: StepRecording, known: dict[str, Any], 
             assert slot.parameter.grad is not None, "a slot without a gradient"
             flat = {kind: slot.parameter.grad.double() / parts.optimizer.scaler.scale}
         else:
-            states = parts.optimizer.states(index)
-            names = states if kind == "weight" else ("weight",)
-            flat = {kind if name == "weight" else f"{STATE}{name}": states[name] for name in names}
+            states = dict(parts.optimizer.states(index))
+            weight = states.pop("weight")
+            flat = {f"{STATE}{name}": x for name, x in states.items()} if kind == STATE else {kind: weight}
         for place in slot.places:
             own = f"{place.name}@{'.'.join(map(str, place.box.offsets))}"
             known[own] = box_part(place.name, place.box.offsets, place.box.lengths, place.shape).as_json()
@@ -253,7 +256,7 @@ def leave_reference(
                                 ("weight", steps, outcome.weights)):  # fmt: skip
         keep(recording, kind, step, tensors)
     for state, tensors in outcome.states.items():
-        keep(recording, f"{STATE}{state}", steps, tensors)
+        keep(recording, f"{STATE}{state}", 1 if allowed.states_early else steps, tensors)
     facts = ReferenceFacts(
         list(outcome.weights), outcome.losses, outcome.norms,
         dtype=str(DTYPES[config.precision.dtype]).removeprefix("torch."),

@@ -22,12 +22,14 @@ from meshwright.model import Batch
 from meshwright.parity.reference import PERTURBED_RUNS, StepRecording, movements
 from meshwright.parity.trace import Rounding, Trace
 from meshwright.tools.verify.reference import Reference
+from meshwright.tools.verify.tolerance import tolerance_of
 
 
 @dataclass(frozen=True)
 class Outcome:
     """Results of some steps. `norms` and `gradients`, of the first step that did not overflow, are unclipped. `states`:
-    by kind, the optimizer's of each parameter."""
+    by kind, the optimizer's of each parameter, after the last step or, where a tolerance is `states_early`, after the
+    first that did not overflow."""
 
     losses: list[float]
     norms: list[float]
@@ -46,20 +48,28 @@ def reference_run(config: Config, batches: Iterable[Batch], steps: int, device: 
     assert config.model.dropout == 0, f"dropout {config.model.dropout}: no two programs share its masks"
     reference = Reference(config, device or torch.device("cpu"))
     initial, gradients = _copies(reference.parameters), dict[str, Tensor]()
+    states, early = dict[str, dict[str, Tensor]](), tolerance_of(config).states_early
     losses, norms = [], []
     for step, batch in enumerate(islice(batches, steps)):
         losses.append(reference.backward(batch))
         norms.append(math.sqrt(sum(float(x.double().square().sum()) for x in reference.gradients.values())))
-        if not gradients and math.isfinite(norms[-1]):
+        if first := not gradients and math.isfinite(norms[-1]):
             gradients = _copies(reference.gradients)
         reference.update(step, norms[-1])
+        if first if early else step == steps - 1:
+            states = _states(reference)
     assert len(losses) == steps, f"{len(losses)} batches for {steps} steps"
+    return Outcome(losses, norms, initial, gradients, _copies(reference.parameters), states)
+
+
+def _states(reference: Reference) -> dict[str, dict[str, Tensor]]:
+    """The optimizer's states by kind and parameter, as they are now."""
     states: dict[str, dict[str, Tensor]] = {}
     for name, parameter in reference.parameters.items():
         for kind, x in reference.optimizer.state[parameter].items():
             if isinstance(x, Tensor) and x.shape == parameter.shape:
-                states.setdefault(kind, {})[name] = x.cpu()
-    return Outcome(losses, norms, initial, gradients, _copies(reference.parameters), states)
+                states.setdefault(kind, {})[name] = x.cpu().clone()
+    return states
 
 
 def trace_reference(config: Config, batch: Batch, device: torch.device) -> tuple[Trace, dict[str, Any]]:

@@ -12,12 +12,15 @@ from meshwright.config import Config
 @dataclass(frozen=True)
 class Tolerance:
     """Largest relative errors allowed: of a loss, of a step's gradient norm, of a parameter's gradient, of its weight
-    before the first step and after the last, and of the optimizer's states then.
+    before the first step and after the last, and of the optimizer's states.
 
     `together`: the last weights of all parameters are one tensor, and so are the states of a kind. Adam divides a
     gradient by its own size, so that an element whose gradient is nothing but rounding (a key's bias has none at all)
     moves by the whole rate, either way; in half precision a bias that began with zeros can then be off by a fifth in
     two right programs.
+
+    `states_early`: states are compared after the first step, not the last. Weights that differ by such a step flip a
+    ReLU here and there, whose unit then has another gradient: later moments tell nothing of who is right.
     """
 
     loss: float
@@ -25,6 +28,10 @@ class Tolerance:
     gradient: float
     weight: float
     together: bool = False
+
+    @property
+    def states_early(self) -> bool:
+        return self.together
 
     @property
     def by_kind(self) -> dict[str, float]:
