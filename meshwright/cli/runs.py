@@ -272,7 +272,7 @@ def scale(
     """
     from meshwright.config.load import load_undecided
 
-    config = load_undecided(run, overrides or ())
+    config = load_undecided(run, overrides or (), elsewhere=True)
     from meshwright.section import parse_counts
     from meshwright.tools.plan import report, scale
     from meshwright.tools.plan.cluster import load_cluster
@@ -283,8 +283,9 @@ def scale(
     question = scale.ScalingQuestion(
         config, described, parse_counts("--devices", devices, "devices", least=1), scale.parse_mode(mode), names, fixed
     )
-    if out is not None:
-        report.check_new("--out", out)
+    report.check_new("--out", out)
+    if out is not None and out.suffix:
+        raise ConfigError.of("--out", out, "is a file's name, and curves are three files", f"a folder: {out.stem}")
     with progress() as show:
         scaling = scale.scale(question, scale.searching(described, show))
     print_result(scale, scaling, as_json, [] if out is None else scale.write(scaling, out))

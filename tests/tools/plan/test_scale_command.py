@@ -51,6 +51,11 @@ def test_curves_are_the_search_s(folder: Path) -> None:
         command(folder, "--devices", "2", "--out", str(folder / "new"))
 
 
+def test_a_picture_s_name_is_no_folder(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--out=curves\.png is a file's name, and curves .* a folder: curves"):
+        command(folder, "--devices", "2", "--out", "curves.png")
+
+
 def test_what_does_not_fit_is_said(folder: Path) -> None:
     small = yaml.safe_load((folder / "here.yaml").read_text())
     small["device"]["memory"] = 10**6
