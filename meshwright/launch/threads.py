@@ -37,13 +37,12 @@ def run_threads(work: Callable[[Environment, ThreadWorld], Any], num_ranks: int,
 
     world = ThreadWorld(num_ranks)
     results: list[Any] = [None] * num_ranks
-    before, random = torch.get_num_threads(), torch.get_rng_state()
+    before = torch.get_num_threads()
 
     def live(rank: int) -> None:
         torch.set_num_threads(threads)
         try:
             with world.turn(rank):
-                torch.set_rng_state(random)
                 results[rank] = work(Environment(rank, num_ranks, rank, num_ranks, 0, "none"), world)
         except BaseException:  # the world keeps it, for whoever started the ranks
             return
@@ -60,7 +59,6 @@ def run_threads(work: Callable[[Environment, ThreadWorld], Any], num_ranks: int,
         raise
     finally:
         torch.set_num_threads(before)
-        torch.set_rng_state(random)
     if world.failure is None:
         return results
     rank, failure = world.failure

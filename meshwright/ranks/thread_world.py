@@ -1,9 +1,9 @@
 """The world of ranks that are threads of one process. One of them runs at a time.
 
 A rank holds the world's turn until it waits for another rank. So a breakpoint stops all ranks, each has torch's random
-numbers to itself although a process has one generator, and a run is the same whoever runs first. Where every rank waits
-for another one, the world knows it at once, without a timeout, and ends them all with a message that names who waits in
-what. A rank that raises ends the others at their next wait.
+numbers and default dtype to itself although a process has one of them, and a run is the same whoever runs first. Where
+every rank waits for another one, the world knows it at once, without a timeout, and ends them all with a message that
+names who waits in what. A rank that raises ends the others at their next wait.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -27,6 +27,22 @@ from meshwright.ranks.hang import Record, explain_hang
 
 Act = Callable[[Sequence[Any]], None]
 """The movement of a collective: it is given what its members gave, in their order, by the last of them to come."""
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """Torch's settings of the whole process that a rank may change, as they are while it has the turn."""
+
+    random: Tensor
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls) -> Self:
+        return cls(torch.get_rng_state(), torch.get_default_dtype())
+
+    def put_back(self) -> None:
+        torch.set_rng_state(self.random)
+        torch.set_default_dtype(self.dtype)
 
 
 @dataclass
@@ -70,6 +86,7 @@ class ThreadWorld:
         self.failure: tuple[int, BaseException] | None = None
         self.recorders: dict[int, FlightRecorder] = {}
         self.board = ThreadBoard()
+        self._settings = _Settings.now()
         self._turn = threading.Lock()
         self._woken = [threading.Condition(self._turn) for _ in range(size)]
         self._ready: dict[int, Callable[[], bool]] = {}
@@ -83,29 +100,29 @@ class ThreadWorld:
 
     @contextmanager
     def turn(self, rank: int) -> Iterator[None]:
-        """A rank's life: entered when no other runs. Its random numbers go on from the process's."""
+        """A rank's life: entered when no other runs, with the settings of who made the world, who finds them again."""
         with self._turn:
-            before = torch.get_rng_state()
+            self._settings.put_back()
             try:
                 yield
             except BaseException as error:
                 self._fail(rank, error)
                 raise
             finally:
-                torch.set_rng_state(before)
+                self._settings.put_back()
                 self._left.add(rank)
                 self._end_if_all_wait()
 
     def wait(self, rank: int, ready: Callable[[], bool]) -> None:
         """Let other ranks run until `ready`. Raises LostRankError where one of them has failed."""
         if self.failure is None and not ready():
-            random = torch.get_rng_state()
+            own = _Settings.now()
             self._ready[rank] = ready
             self._end_if_all_wait()
             while self.failure is None and not ready():
                 self._woken[rank].wait()
             del self._ready[rank]
-            torch.set_rng_state(random)
+            own.put_back()
         if self.failure is not None:
             failed, error = self.failure
             raise LostRankError(f"rank {failed} failed: {error}" if failed >= 0 else str(error)) from error
@@ -118,7 +135,7 @@ class ThreadWorld:
     @contextmanager
     def aside(self, rank: int) -> Iterator[None]:
         """Let others run while this rank waits for a thread that is no rank."""
-        random = torch.get_rng_state()
+        own = _Settings.now()
         self._aside.add(rank)
         self._turn.release()
         try:
@@ -126,7 +143,7 @@ class ThreadWorld:
         finally:
             self._turn.acquire()
             self._aside.discard(rank)
-            torch.set_rng_state(random)
+            own.put_back()
 
     def meeting(self, name: object, size: int) -> Meeting:
         """The collectives of the group of that name: the same for all of its members."""

@@ -67,6 +67,21 @@ def test_every_rank_has_random_numbers_to_itself() -> None:
     assert answers == [alone(rank) for rank in range(3)]
 
 
+def test_every_rank_has_a_default_dtype_to_itself() -> None:
+    """Entered and left in turns, as parity's checks do: the last to leave would put back what the first has set."""
+
+    def widened(rank: Rank) -> str:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        rank.mesh.world.barrier()
+        torch.set_default_dtype(before)
+        rank.mesh.world.barrier()
+        return str(torch.zeros(1).dtype)
+
+    assert run(widened, 3, transport="threads") == ["torch.float32"] * 3
+    assert torch.get_default_dtype() == torch.float32
+
+
 def in_a_circle(rank: Rank) -> None:
     rank.mesh.world.receive(torch.zeros(3), (rank.mesh.rank + 1) % 3)
 
