@@ -6,6 +6,7 @@ import ast
 import importlib
 import re
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,79 @@ def rooms_imported(path: Path) -> Iterator[str]:
         parts = name.split(".")
         if parts[0] == "meshwright" and len(parts) > 1:
             yield SECTION if any(map(is_section, parts)) else parts[1] if parts[1] in FLOORS else "__init__"
+
+
+IMPORT_DEPTH = 36
+"""Modules of the longest chain of imports, at tops of modules. This bound may only go down."""
+CIRCLE = 20
+"""Modules of the largest circle of imports, those inside functions counted. This bound may only go down."""
+CIRCLES = {
+    "meshwright.config": CIRCLE, "meshwright.data.pairs": 2, "meshwright.data.mixture": 2, "meshwright.data.images": 2,
+    "meshwright.data.tasks": 2, "meshwright.subgraph.kit": 2,
+}  # fmt: skip
+"""A module of each circle, and the most modules that its circle may have. No circle may be added."""
+
+
+def imports_run(node: ast.AST, lazy: bool) -> Iterator[ast.Import | ast.ImportFrom]:
+    """The imports that run when a module is imported; `lazy`: those of functions as well. None for type checkers."""
+    for inner in ast.iter_child_nodes(node):
+        if isinstance(inner, ast.Import | ast.ImportFrom):
+            yield inner
+        elif isinstance(inner, ast.If) and ast.unparse(inner.test) == "TYPE_CHECKING":
+            yield from imports_run(ast.Module(inner.orelse, []), lazy)
+        elif lazy or not isinstance(inner, ast.FunctionDef):
+            yield from imports_run(inner, lazy)
+
+
+def modules_imported(lazy: bool) -> dict[str, set[str]]:
+    """Each module of the package and the modules of the package that it imports."""
+    named = {".".join(("meshwright", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
+             for path in MODULES}  # fmt: skip
+    imported: dict[str, set[str]] = {name: set() for name in named}
+    for name, path in named.items():
+        for node in imports_run(ast.parse(path.read_text()), lazy):
+            if isinstance(node, ast.Import):
+                imported[name] |= {alias.name for alias in node.names if alias.name in named}
+            else:
+                wanted = [(f"{node.module}.{alias.name}", str(node.module)) for alias in node.names]
+                imported[name] |= {full if full in named else base for full, base in wanted if {full, base} & {*named}}
+    return imported
+
+
+def reached(imported: dict[str, set[str]], start: str) -> set[str]:
+    """The modules that a module imports, and those that these import, to the end."""
+    found: set[str] = set()
+    waiting = [start]
+    while waiting:
+        fresh = imported[waiting.pop()] - found
+        found |= fresh
+        waiting += fresh
+    return found
+
+
+def test_the_longest_chain_of_imports() -> None:
+    imported = modules_imported(lazy=False)
+    depth: dict[str, int] = {}
+    for name in TopologicalSorter(imported).static_order():  # raises CycleError where modules import each other
+        depth[name] = 1 + max((depth[below] for below in imported[name]), default=0)
+    assert max(depth.values()) <= IMPORT_DEPTH
+
+
+def test_circles_of_imports_are_listed() -> None:
+    imported = modules_imported(lazy=True)
+    below = {name: reached(imported, name) for name in imported}
+    circles = {frozenset(other for other in below[name] if name in below[other]) for name in imported} - {frozenset()}
+    for circle in circles:
+        listed = [most for name, most in CIRCLES.items() if name in circle]
+        assert listed, f"a circle that is not listed: {sorted(circle)}"
+        assert len(circle) <= max(listed), f"a circle that has grown: {sorted(circle)}"
+    assert all(any(name in circle for circle in circles) for name in CIRCLES), "a circle is gone: strike it out"
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if room_of(path) == "ranks"], ids=lambda path: path.stem)
+def test_ranks_know_no_config(path: Path) -> None:
+    nodes = imports_run(ast.parse(path.read_text()), lazy=True)
+    assert not [node for node in nodes if isinstance(node, ast.ImportFrom) and "meshwright.config" in str(node.module)]
 
 
 def test_every_room_has_a_floor() -> None:
