@@ -42,7 +42,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 SECTION = "section"
 """A strategy's section.py (or `..._section.py`) stands in its room, and on floor 0: the config is composed of all of
-them. It names what it is built of, in its own room, inside of functions that are called when torch is there."""
+them. What it is built of it names as text, `module:attribute`, and imports nowhere, not inside of functions either."""
 
 
 def is_section(name: str) -> bool:
@@ -55,22 +55,13 @@ def room_of(path: Path) -> str:
 
 
 def nodes_of(path: Path) -> Iterator[ast.AST]:
-    """All of a module; on floor 0 without what is for a type checker, and of a section without what its functions
-    import of its own room."""
+    """All of a module; on floor 0 without what is for a type checker."""
     tree = ast.parse(path.read_text())
     if FLOORS[room_of(path)] > 0:
         yield from ast.walk(tree)
         return
-    own = f"meshwright.{path.parent.name}." if is_section(path.stem) else "no room"
     typed = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     skipped = {inner for node in typed for part in node.body for inner in ast.walk(part)}
-    skipped |= {
-        inner
-        for node in functions
-        for inner in ast.walk(node)
-        if isinstance(inner, ast.ImportFrom) and str(inner.module).startswith(own)
-    }
     yield from (node for node in ast.walk(tree) if node not in skipped)
 
 
@@ -93,13 +84,6 @@ def rooms_imported(path: Path) -> Iterator[str]:
 
 IMPORT_DEPTH = 36
 """Modules of the longest chain of imports, at tops of modules. This bound may only go down."""
-CIRCLE = 20
-"""Modules of the largest circle of imports, those inside functions counted. This bound may only go down."""
-CIRCLES = {
-    "meshwright.config": CIRCLE, "meshwright.data.pairs": 2, "meshwright.data.mixture": 2, "meshwright.data.images": 2,
-    "meshwright.data.tasks": 2,
-}  # fmt: skip
-"""A module of each circle, and the most modules that its circle may have. No circle may be added."""
 
 
 def imports_run(node: ast.AST, lazy: bool) -> Iterator[ast.Import | ast.ImportFrom]:
@@ -147,15 +131,22 @@ def test_the_longest_chain_of_imports() -> None:
     assert max(depth.values()) <= IMPORT_DEPTH
 
 
-def test_circles_of_imports_are_listed() -> None:
+def test_no_imports_go_in_a_circle() -> None:
+    """Those inside functions count, as they only put off a circle until somebody calls them."""
     imported = modules_imported(lazy=True)
     below = {name: reached(imported, name) for name in imported}
-    circles = {frozenset(other for other in below[name] if name in below[other]) for name in imported} - {frozenset()}
-    for circle in circles:
-        listed = [most for name, most in CIRCLES.items() if name in circle]
-        assert listed, f"a circle that is not listed: {sorted(circle)}"
-        assert len(circle) <= max(listed), f"a circle that has grown: {sorted(circle)}"
-    assert all(any(name in circle for circle in circles) for name in CIRCLES), "a circle is gone: strike it out"
+    circles = {tuple(sorted(other for other in below[name] if name in below[other])) for name in imported}
+    assert circles == {()}, "modules that reach each other"
+
+
+SECTIONS = [path for path in MODULES if is_section(path.stem)]
+
+
+@pytest.mark.parametrize("path", SECTIONS, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_sections_import_no_room(path: Path) -> None:
+    """Whatever may import the config may import sections, so that they stand on facts alone."""
+    facts = {room for room, floor in FLOORS.items() if floor == 0} - {"config"}
+    assert set(rooms_imported(path)) <= facts
 
 
 @pytest.mark.parametrize("path", [path for path in MODULES if room_of(path) == "ranks"], ids=lambda path: path.stem)
