@@ -13,7 +13,7 @@
 
 An entry is written `module:attribute`, ours here, those of another package as entry points of the group
 `meshwright.GROUP` in its metadata, those of a script or a notebook by `register`. Entries import no torch: each names
-what it needs of it inside of its functions.
+what needs it as text, `module:attribute`, which `load_entry` loads when it is called.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import ast
 import importlib
 import re
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 SECTION = "section"
 """A strategy's section.py (or `..._section.py`) stands in its room, and on floor 0: the config is composed of all of
-them. It names what it is built of, in its own room, inside of functions that are called when torch is there."""
+them. What it is built of it names as text, `module:attribute`, and imports nowhere, not inside of functions either."""
 
 
 def is_section(name: str) -> bool:
@@ -54,22 +55,13 @@ def room_of(path: Path) -> str:
 
 
 def nodes_of(path: Path) -> Iterator[ast.AST]:
-    """All of a module; on floor 0 without what is for a type checker, and of a section without what its functions
-    import of its own room."""
+    """All of a module; on floor 0 without what is for a type checker."""
     tree = ast.parse(path.read_text())
     if FLOORS[room_of(path)] > 0:
         yield from ast.walk(tree)
         return
-    own = f"meshwright.{path.parent.name}." if is_section(path.stem) else "no room"
     typed = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     skipped = {inner for node in typed for part in node.body for inner in ast.walk(part)}
-    skipped |= {
-        inner
-        for node in functions
-        for inner in ast.walk(node)
-        if isinstance(inner, ast.ImportFrom) and str(inner.module).startswith(own)
-    }
     yield from (node for node in ast.walk(tree) if node not in skipped)
 
 
@@ -88,6 +80,79 @@ def rooms_imported(path: Path) -> Iterator[str]:
         parts = name.split(".")
         if parts[0] == "meshwright" and len(parts) > 1:
             yield SECTION if any(map(is_section, parts)) else parts[1] if parts[1] in FLOORS else "__init__"
+
+
+IMPORT_DEPTH = 36
+"""Modules of the longest chain of imports, at tops of modules. This bound may only go down."""
+
+
+def imports_run(node: ast.AST, lazy: bool) -> Iterator[ast.Import | ast.ImportFrom]:
+    """The imports that run when a module is imported; `lazy`: those of functions as well. None for type checkers."""
+    for inner in ast.iter_child_nodes(node):
+        if isinstance(inner, ast.Import | ast.ImportFrom):
+            yield inner
+        elif isinstance(inner, ast.If) and ast.unparse(inner.test) == "TYPE_CHECKING":
+            yield from imports_run(ast.Module(inner.orelse, []), lazy)
+        elif lazy or not isinstance(inner, ast.FunctionDef):
+            yield from imports_run(inner, lazy)
+
+
+def modules_imported(lazy: bool) -> dict[str, set[str]]:
+    """Each module of the package and the modules of the package that it imports."""
+    named = {".".join(("meshwright", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
+             for path in MODULES}  # fmt: skip
+    imported: dict[str, set[str]] = {name: set() for name in named}
+    for name, path in named.items():
+        for node in imports_run(ast.parse(path.read_text()), lazy):
+            if isinstance(node, ast.Import):
+                imported[name] |= {alias.name for alias in node.names if alias.name in named}
+            else:
+                wanted = [(f"{node.module}.{alias.name}", str(node.module)) for alias in node.names]
+                imported[name] |= {full if full in named else base for full, base in wanted if {full, base} & {*named}}
+    return imported
+
+
+def reached(imported: dict[str, set[str]], start: str) -> set[str]:
+    """The modules that a module imports, and those that these import, to the end."""
+    found: set[str] = set()
+    waiting = [start]
+    while waiting:
+        fresh = imported[waiting.pop()] - found
+        found |= fresh
+        waiting += fresh
+    return found
+
+
+def test_the_longest_chain_of_imports() -> None:
+    imported = modules_imported(lazy=False)
+    depth: dict[str, int] = {}
+    for name in TopologicalSorter(imported).static_order():  # raises CycleError where modules import each other
+        depth[name] = 1 + max((depth[below] for below in imported[name]), default=0)
+    assert max(depth.values()) <= IMPORT_DEPTH
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    """Those inside functions count, as they only put off a circle until somebody calls them."""
+    imported = modules_imported(lazy=True)
+    below = {name: reached(imported, name) for name in imported}
+    circles = {tuple(sorted(other for other in below[name] if name in below[other])) for name in imported}
+    assert circles == {()}, "modules that reach each other"
+
+
+SECTIONS = [path for path in MODULES if is_section(path.stem)]
+
+
+@pytest.mark.parametrize("path", SECTIONS, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_sections_import_no_room(path: Path) -> None:
+    """Whatever may import the config may import sections, so that they stand on facts alone."""
+    facts = {room for room, floor in FLOORS.items() if floor == 0} - {"config"}
+    assert set(rooms_imported(path)) <= facts
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if room_of(path) == "ranks"], ids=lambda path: path.stem)
+def test_ranks_know_no_config(path: Path) -> None:
+    nodes = imports_run(ast.parse(path.read_text()), lazy=True)
+    assert not [node for node in nodes if isinstance(node, ast.ImportFrom) and "meshwright.config" in str(node.module)]
 
 
 def test_every_room_has_a_floor() -> None:

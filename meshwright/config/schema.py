@@ -15,8 +15,9 @@ from meshwright.config.kinds import with_kind
 from meshwright.config.layout import Layout
 from meshwright.data.section import DataSection
 from meshwright.models.section import Gpt2, Network
+from meshwright.ranks.section import Timeout
 from meshwright.registry import entries
-from meshwright.section import Count, Positive, Rule, Seconds, Section, Share, Size, divisors, union_of
+from meshwright.section import Count, Positive, Rule, Section, Share, Size, divisors, union_of
 
 if TYPE_CHECKING:
     from meshwright.optim.section import Update
@@ -204,15 +205,6 @@ class Logging(Section):
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     """From debug (each step with its phases) over info (one now and then) and warning to error (what ends the run)."""
-
-
-class Timeout(Section):
-    """How long ranks wait for each other. Then every rank says where it is, and the job ends."""
-
-    join: Seconds = 30.0
-    """Seconds for all ranks to come, at the start."""
-    wait: Seconds = 600.0
-    """Seconds that one rank may wait for another in a collective or for a message."""
 
 
 class Config(Section):

@@ -28,8 +28,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from meshwright.data.dialogues import RESERVED, SPEAKER, ChatMessage, Dialogue
-from meshwright.data.marks import SETTINGS, SPECIAL_TOKENS, read_settings, spelling
-from meshwright.data.marks_section import AUTO, NONE, AskedMarks
+from meshwright.data.marks import SETTINGS, SPECIAL_TOKENS, spelling
+from meshwright.data.marks_section import AUTO, NONE, AskedMarks, read_settings
+from meshwright.data.messages_section import MessagesData
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import DataError
 
@@ -182,6 +183,13 @@ def kept_template(folder: Path, asked: AskedMarks = AskedMarks()) -> ChatTemplat
     named = read_settings(folder / SETTINGS).get("chat_template")
     there = named is not None or (folder / TEMPLATE).is_file()
     return template_of(str(folder / "tokenizer.json"), None, asked) if there else None
+
+
+def template_for(data: MessagesData, kept: Path | None = None) -> ChatTemplate:
+    """The template of a run's dialogues. `kept`: a checkpoint's folder, whose own goes first. Raises DataError."""
+    if kept is not None and (found := kept_template(kept, data.asked)) is not None:
+        return found
+    return template_of(data.tokenizer, data.template, data.asked)
 
 
 def closing_token(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:

@@ -34,7 +34,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from meshwright.data.section import HUB, STDLIB, UNICODE
+from meshwright.data.section import HUB, STDLIB, UNICODE, TokenSection
 from meshwright.errors import DataError
 
 TEXT_KEY = "text"
@@ -67,6 +67,11 @@ def text_corpus(source: str) -> Corpus:
         return ((document,) for document in documents(source))
 
     return Corpus("text", source, source_name(source), source_identity(source), read)
+
+
+def source_corpus(data: TokenSection) -> Corpus:
+    """The documents of a run's source."""
+    return text_corpus(data.source)
 
 
 def documents(source: str) -> Iterator[str]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.config import Config
+from meshwright.data.packed import open_packed
+from meshwright.data.section import TokenSection
 from meshwright.data.split import Split
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import DataError
@@ -43,3 +46,9 @@ def open_splits(
         raise DataError(f"the validation split {has}: raise data.validation, or lower batch.global")
     notes = (f"{split}: {text}" for split, text in (("train", note), ("validation", also)) if text)
     return Opened(train, held_out, tokenizer, tuple(notes))
+
+
+def open_corpus(data: TokenSection, config: Config, folder: Path) -> Opened:
+    """The splits of a packed corpus. Raises DataError where they are too small."""
+    packed = open_packed(folder)
+    return open_splits(config, lambda split: data.samples(config, packed, split), packed.tokenizer)

@@ -17,9 +17,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from meshwright.data.corpus import checked_text, source_files
+from meshwright.data.pairs import first_keys
+from meshwright.data.section import DIGITS, PREPARED, STDLIB, UNICODE
 from meshwright.errors import DataError
 
 SPEAKER, TOOL = "assistant", "tool"
@@ -60,6 +63,17 @@ class Dialogue:
 def holds_dialogues(keys: set[str]) -> bool:
     """Whether a record of these keys can be nothing but a dialogue. One that also has a `text` is one of texts."""
     return not keys.isdisjoint({"messages", "conversations"}) or (keys >= _ALPACA and "text" not in keys)
+
+
+def claims_dialogues(data: Mapping[str, Any]) -> bool:
+    """Whether the source that a user wrote can be nothing but dialogues, as far as its form tells."""
+    source = str(data.get("source", STDLIB))
+    if source in (STDLIB, UNICODE, DIGITS):
+        return False
+    path = Path(source).expanduser()
+    header = path / PREPARED
+    prepared = header.is_file() and '"kind": "messages"' in header.read_text(encoding="utf-8")
+    return prepared or (path.suffix.lower() == ".jsonl" and holds_dialogues(first_keys(path)))
 
 
 def read_dialogues(source: str, special: Sequence[str]) -> Iterator[Dialogue]:

@@ -32,11 +32,14 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
+from meshwright.config import Config
+from meshwright.data.dataset import Opened, open_splits
 from meshwright.data.files import ShowProgress, file_sha256, folder_lock, silent, staged_folder
 from meshwright.data.kinds_section import ImageData
 from meshwright.data.sampler import Permutation, ShuffledSamples
 from meshwright.data.section import DIGITS
 from meshwright.data.split import SPLITS, Split
+from meshwright.environment import cache_folder
 from meshwright.errors import ConfigError, DataError
 from meshwright.model import Batch
 from meshwright.models.images_section import ImageNetwork
@@ -294,3 +297,17 @@ class ImageSamples(ShuffledSamples):
     def read(self, rows: np.ndarray, draws: Sequence[str]) -> Batch:
         images, labels = np.asarray(self._images[rows]), np.asarray(self._labels[rows])
         return {"images": torch.from_numpy(images), "labels": torch.from_numpy(labels).unsqueeze(1)}
+
+
+def prepare_images(data: ImageData, config: Config, progress: ShowProgress) -> Path:
+    """The packed images of a run. Raises DataError, ConfigError where they do not suit it."""
+    assert isinstance(config.model, ImageNetwork), config.model
+    packed = images_for(data, config.model, cache_folder(), progress)
+    data.open(config, packed.folder)
+    return packed.folder
+
+
+def open_image_splits(data: ImageData, config: Config, folder: Path) -> Opened:
+    """The splits of packed images. Raises DataError where they are too small."""
+    packed = open_images(folder)
+    return open_splits(config, lambda split: (ImageSamples(packed, split, config.seed), ""))

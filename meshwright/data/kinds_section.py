@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from meshwright.data.section import DIGITS, SENTINELS, DataSection, Lengths, source_exists
+from meshwright.data.spans_section import span_lengths
 from meshwright.data.text_section import MixedSection
-from meshwright.environment import cache_folder
-from meshwright.models.images_section import ImageNetwork
-from meshwright.models.section import Bert
 from meshwright.section import Rule
-
-if TYPE_CHECKING:
-    from meshwright.config import Config
-    from meshwright.data.dataset import Opened
-    from meshwright.data.files import ShowProgress
-    from meshwright.data.packed import PackedCorpus
-    from meshwright.data.split import Split
-    from meshwright.model import Samples
 
 
 class MaskedData(MixedSection):
@@ -26,19 +15,7 @@ class MaskedData(MixedSection):
 
     kind: Literal["masked"]
     gives: ClassVar[str] = "masked"
-
-    def samples(self, config: Config, packed: PackedCorpus, split: Split) -> tuple[Samples, str]:
-        from meshwright.data.masked import MaskedSamples
-        from meshwright.data.specials import specials_of
-
-        model = config.model
-        assert isinstance(model, Bert), model
-        specials = specials_of(packed.tokenizer)
-        packed.check_vocabulary(model.vocabulary, specials.vocabulary_size, " with BERT's")
-        return MaskedSamples(
-            packed.tokens(split), specials, self.sequence, config.seed,
-            next_sentence=model.next_sentence, name=packed.name(split),
-        ), ""  # fmt: skip
+    samples_by: ClassVar[str] = "meshwright.data.masked:masked_samples"
 
 
 class SpanData(MixedSection):
@@ -47,19 +24,11 @@ class SpanData(MixedSection):
     kind: Literal["spans"]
     gives: ClassVar[str] = "sequences"
     sentinels: ClassVar[int] = SENTINELS
+    samples_by: ClassVar[str] = "meshwright.data.spans:span_samples"
 
     @property
     def lengths(self) -> Lengths:
-        from meshwright.data.span_window import span_lengths
-
         return span_lengths(self.sequence)
-
-    def samples(self, config: Config, packed: PackedCorpus, split: Split) -> tuple[Samples, str]:
-        from meshwright.data.spans import SpanSamples
-        from meshwright.data.specials import specials_for
-
-        specials = specials_for(config, packed.tokenizer)
-        return SpanSamples(packed.tokens(split), specials, self.lengths, config.seed, packed.name(split)), ""
 
 
 class ImageData(DataSection):
@@ -67,23 +36,10 @@ class ImageData(DataSection):
 
     kind: Literal["images"]
     gives: ClassVar[str] = "images"
+    prepared_by: ClassVar[str] = "meshwright.data.images:prepare_images"
+    opened_by: ClassVar[str] = "meshwright.data.images:open_image_splits"
     source_names: ClassVar[tuple[str, ...]] = (DIGITS,)
     source_forms: ClassVar[str] = "a folder of class folders of jpg and png files"
     reads_folders_alone: ClassVar[bool] = True
     header: ClassVar[str] = "images.json"
     rules: ClassVar[tuple[Rule, ...]] = (source_exists,)
-
-    def prepare(self, config: Config, progress: ShowProgress) -> Path:
-        from meshwright.data.images import images_for
-
-        assert isinstance(config.model, ImageNetwork), config.model
-        packed = images_for(self, config.model, cache_folder(), progress)
-        self.open(config, packed.folder)
-        return packed.folder
-
-    def open(self, config: Config, folder: Path) -> Opened:
-        from meshwright.data.dataset import open_splits
-        from meshwright.data.images import ImageSamples, open_images
-
-        packed = open_images(folder)
-        return open_splits(config, lambda split: (ImageSamples(packed, split, config.seed), ""))

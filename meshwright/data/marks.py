@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import tokenizers
 
-from meshwright.data.marks_section import AUTO, END, NONE, AskedMarks
+from meshwright.data.marks_section import AUTO, END, NONE, AskedMarks, read_settings
 from meshwright.errors import DataError
 
 SETTINGS, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
@@ -49,17 +49,6 @@ class Marks(NamedTuple):
 
 UNASKED = Marks(None, 0, frozenset())
 """The marks of a tokenizer of which no text is asked, but its words."""
-
-
-def read_settings(path: Path) -> dict[str, Any]:
-    """A JSON file's settings; none where there is no such file. Raises DataError where it cannot be read."""
-    if not path.is_file():
-        return {}
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
-    return settings if isinstance(settings, dict) else {}
 
 
 def read_beside(folder: Path) -> Beside:

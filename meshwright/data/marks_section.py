@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from meshwright.errors import Problem
+from meshwright.errors import DataError, Problem
 from meshwright.section import rule
 
 if TYPE_CHECKING:
     from meshwright.config import Config
+    from meshwright.data.section import TokenSection
 
 AUTO, NONE = "auto", "none"
 END = "<|endoftext|>"
@@ -28,14 +30,21 @@ NO_BEGIN = AskedMarks(begin=NONE)
 """The words for models that put a document into a template of their own."""
 
 
+def read_settings(path: Path) -> dict[str, Any]:
+    """A JSON file's settings; none where there is no such file. Raises DataError where it cannot be read."""
+    if not path.is_file():
+        return {}
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+    return settings if isinstance(settings, dict) else {}
+
+
 @rule("data.begin", "data.end", "data.tokenizer", "data.source", "data.mixture")
 def marks_are_tokens(config: Config) -> Iterator[Problem]:
     """The end token alone is known beforehand where a tokenizer is made here; a prepared folder brings its own."""
-    from meshwright.data.marks import read_settings
-    from meshwright.data.section import TokenSection
-
-    data = config.data
-    assert isinstance(data, TokenSection), data
+    data = cast("TokenSection", config.data)  # whose rule this is
     path = Path(data.tokenizer).expanduser()
     if all((Path(source).expanduser() / data.header).is_file() for source in data.sources):
         return

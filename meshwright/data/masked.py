@@ -21,12 +21,15 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from meshwright.data.packed import document_ends
+from meshwright.config import Config
+from meshwright.data.kinds_section import MaskedData
+from meshwright.data.packed import PackedCorpus, document_ends
 from meshwright.data.sampler import ShuffledSamples
-from meshwright.data.specials import Specials
+from meshwright.data.specials import Specials, specials_of
+from meshwright.data.split import Split
 from meshwright.errors import ConfigError, DataError
-from meshwright.model import IGNORED, Batch
-from meshwright.models.section import ASKED_SHARE
+from meshwright.model import IGNORED, Batch, Samples
+from meshwright.models.section import ASKED_SHARE, Bert
 from meshwright.parameters.shard import seed_of
 
 MASK_SHARE, RANDOM_SHARE = 0.8, 0.1
@@ -105,6 +108,18 @@ class MaskedSamples(ShuffledSamples):
         row["labels"][asked] = true
         changed = np.where(fate < MASK_SHARE + RANDOM_SHARE, others, true)
         row["tokens"][asked] = np.where(fate < MASK_SHARE, self._specials.mask, changed)
+
+
+def masked_samples(data: MaskedData, config: Config, packed: PackedCorpus, split: Split) -> tuple[Samples, str]:
+    """The samples of a split of a run's corpus. Raises DataError, ConfigError where they do not suit the model."""
+    model = config.model
+    assert isinstance(model, Bert), model
+    specials = specials_of(packed.tokenizer)
+    packed.check_vocabulary(model.vocabulary, specials.vocabulary_size, " with BERT's")
+    return MaskedSamples(
+        packed.tokens(split), specials, data.sequence, config.seed,
+        next_sentence=model.next_sentence, name=packed.name(split),
+    ), ""  # fmt: skip
 
 
 def below(draws: np.random.Generator, number: int) -> int:

@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from meshwright.data.chat import ChatTemplate, Spans
+from meshwright.data.chat import Spans, template_for
 from meshwright.data.corpus import Corpus, source_identity, source_name
 from meshwright.data.dialogues import read_dialogues
 from meshwright.data.marks import UNASKED
 from meshwright.data.marks_section import END
+from meshwright.data.messages_section import MessagesData
 from meshwright.data.packed import DIALOGUE, IDS, SAID, PackedCorpus
 from meshwright.data.sampler import ShuffledSamples, document_entries
 from meshwright.data.split import Split
@@ -34,23 +35,25 @@ from meshwright.data.tokenizer import Tokenizer, load_tokenizer
 from meshwright.errors import DataError
 
 if TYPE_CHECKING:  # the launcher counts samples, and reads none: it needs no torch
-    from meshwright.model import Batch
+    from meshwright.config import Config
+    from meshwright.model import Batch, Samples
 
 Overlong = Literal["drop", "cut"]
 
 
-def message_corpus(source: str, tokenizer: str, template: ChatTemplate) -> Corpus:
+def dialogue_corpus(data: MessagesData) -> Corpus:
     """The rendered dialogues of a source: records of a text and, as JSON, the assistant's spans of it."""
+    template = template_for(data)
 
     def read() -> Iterator[tuple[str, ...]]:
-        path = Path(tokenizer).expanduser()
+        path = Path(data.tokenizer).expanduser()
         special = load_tokenizer(path, UNASKED).special_tokens if path.is_file() else (END,)
-        for dialogue in read_dialogues(source, special):
+        for dialogue in read_dialogues(data.source, special):
             text, spans = template.dialogue(dialogue)
             yield text, json.dumps(spans)
 
-    identity: list[object] = ["messages", source_identity(source), template.text, dict(template.tokens)]
-    return Corpus("messages", source, source_name(source), identity, read)
+    identity: list[object] = ["messages", source_identity(data.source), template.text, dict(template.tokens)]
+    return Corpus("messages", data.source, source_name(data.source), identity, read)
 
 
 def flagged(tokenizer: Tokenizer, text: str, spans: Spans) -> np.ndarray:
@@ -138,3 +141,9 @@ def _filled(counts: Sequence[int], most: int) -> np.ndarray:
             filled = 0
         filled += count
     return np.array([*firsts, len(counts)], dtype=np.int64)
+
+
+def dialogue_samples(data: MessagesData, config: Config, packed: PackedCorpus, split: Split) -> tuple[Samples, str]:
+    """The windows of a split of a run's dialogues, with their note. Raises DataError where there are none."""
+    dialogues = DialogueSamples(packed, split, data.sequence, data.overlong, config.seed)
+    return dialogues, dialogues.note

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from meshwright.data.marks_section import AUTO, NONE, AskedMarks
-from meshwright.data.section import DIGITS, PREPARED, STDLIB, UNICODE, TokenSection
+from meshwright.data.section import PREPARED, TokenSection
 from meshwright.data.text_section import documents_are_kept_apart
 from meshwright.errors import DataError, Problem
 from meshwright.section import Rule, rule
 
 if TYPE_CHECKING:
     from meshwright.config import Config
-    from meshwright.data.chat import ChatTemplate
-    from meshwright.data.corpus import Corpus
-    from meshwright.data.packed import PackedCorpus
-    from meshwright.data.split import Split
-    from meshwright.model import Samples
 
 
 @rule("data.tokenizer", "data.template", "data.source")
 def there_is_a_template(config: Config) -> Iterator[Problem]:
-    from meshwright.data.chat import template_of
-
     data = config.data
     assert isinstance(data, MessagesData), data
     if (Path(data.source).expanduser() / PREPARED).is_file():
@@ -33,7 +26,7 @@ def there_is_a_template(config: Config) -> Iterator[Problem]:
             yield Problem("data.template", data.template, rule_text, "leave it out")
         return
     try:
-        template_of(data.tokenizer, data.template)
+        data.chat_template()
     except DataError as error:
         field, value = ("tokenizer", data.tokenizer) if data.template is None else ("template", data.template)
         yield Problem(f"data.{field}", value, f"gives no chat template: {error}")
@@ -53,6 +46,10 @@ class MessagesData(TokenSection):
     kind: Literal["messages"]
     gives: ClassVar[str] = "tokens"
     packs: ClassVar[Literal["text", "pairs", "messages"]] = "messages"
+    corpus_by: ClassVar[str] = "meshwright.data.messages:dialogue_corpus"
+    samples_by: ClassVar[str] = "meshwright.data.messages:dialogue_samples"
+    template_by: ClassVar[str] = "meshwright.data.chat:template_for"
+    claimed_by: ClassVar[str] = "meshwright.data.dialogues:claims_dialogues"
     source_names: ClassVar[tuple[str, ...]] = ()
     source_forms: ClassVar[str] = "a jsonl file of dialogues, a folder of these, a prepared folder"
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -79,34 +76,3 @@ class MessagesData(TokenSection):
     @property
     def asked(self) -> AskedMarks:
         return AskedMarks(self.begin, self.end)
-
-    def chat_template(self, kept: Path | None = None) -> ChatTemplate:
-        from meshwright.data.chat import kept_template, template_of
-
-        if kept is not None and (found := kept_template(kept, self.asked)) is not None:
-            return found
-        return template_of(self.tokenizer, self.template, self.asked)
-
-    @classmethod
-    def claims(cls, data: Mapping[str, Any]) -> bool:
-        from meshwright.data.dialogues import holds_dialogues
-        from meshwright.data.pairs import first_keys
-
-        source = str(data.get("source", STDLIB))
-        if source in (STDLIB, UNICODE, DIGITS):
-            return False
-        path = Path(source).expanduser()
-        header = path / PREPARED
-        prepared = header.is_file() and '"kind": "messages"' in header.read_text(encoding="utf-8")
-        return prepared or (path.suffix.lower() == ".jsonl" and holds_dialogues(first_keys(path)))
-
-    def corpus(self) -> Corpus:
-        from meshwright.data.messages import message_corpus
-
-        return message_corpus(self.source, self.tokenizer, self.chat_template())
-
-    def samples(self, config: Config, packed: PackedCorpus, split: Split) -> tuple[Samples, str]:
-        from meshwright.data.messages import DialogueSamples
-
-        dialogues = DialogueSamples(packed, split, self.sequence, self.overlong, config.seed)
-        return dialogues, dialogues.note

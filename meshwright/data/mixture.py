@@ -19,18 +19,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from meshwright.config import Config
 from meshwright.data.corpus import Corpus, text_corpus
+from meshwright.data.dataset import Opened, open_corpus, open_splits
 from meshwright.data.files import DAMAGE_REMEDY, ShowProgress, folder_lock, staged_folder
 from meshwright.data.packed import TOKENIZER, PackedCorpus, is_prepared, open_packed
-from meshwright.data.packing import corpus_for
+from meshwright.data.packing import corpus_for, prepare_corpus
 from meshwright.data.sampler import Permutation, ShuffledSamples
-from meshwright.data.split import plan_split, split_records
+from meshwright.data.split import Split, plan_split, split_records
 from meshwright.data.text_section import BLOCK, MIXTURE, MixedSection, shares_of
 from meshwright.data.tokenizer import BPE_PREFIX, make_tokenizer
+from meshwright.environment import cache_folder
 from meshwright.errors import DataError
 
 if TYPE_CHECKING:  # the launcher needs no torch
-    from meshwright.model import Batch
+    from meshwright.model import Batch, Samples
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,40 @@ def open_mixture(folder: Path) -> list[MixturePart]:
             raise DataError(f"{packed.folder}: holds other tokens than when it was mixed; {DAMAGE_REMEDY}")
         parts.append(MixturePart(packed, part["share"]))
     return parts
+
+
+def prepare_sources(data: MixedSection, config: Config, progress: ShowProgress) -> Path:
+    """The folder of a run's mixture, or of its one source; the model fits it. Raises DataError, ConfigError."""
+    if not data.mixture:
+        return prepare_corpus(data, config, progress)
+    folder = mixture_for(data, cache_folder(), progress)
+    open_mixture(folder)[0].packed.check_vocabulary(config.model.num_tokens)
+    data.open(config, folder)
+    return folder
+
+
+def open_sources(data: MixedSection, config: Config, folder: Path) -> Opened:
+    """The splits of a mixture, or of the one source. Raises DataError where they are too small."""
+    if not data.mixture:
+        return open_corpus(data, config, folder)
+    parts = open_mixture(folder)
+    seen = config.steps * config.batch.global_ / BLOCK
+
+    def samples(split: Split) -> tuple[Samples, str]:
+        each: list[ShuffledSamples] = []
+        for part in parts:
+            of_part, _ = data.samples(config, part.packed, split)
+            assert isinstance(of_part, ShuffledSamples), of_part
+            each.append(of_part)
+        epochs = [seen * part.share / len(of_part) for part, of_part in zip(parts, each, strict=True)]
+        told = ", ".join(
+            f"{part.packed.header.source} {part.share * 100 / BLOCK:g} % ({passes:.2g} epochs)"
+            for part, passes in zip(parts, epochs, strict=True)
+        )
+        mixed = MixedSamples(each, [part.share for part in parts], config.seed)
+        return mixed, told if split == "train" else ""
+
+    return open_splits(config, samples, parts[0].packed.tokenizer)
 
 
 class MixedSamples:

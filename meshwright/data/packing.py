@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from meshwright.config import Config
 from meshwright.data.corpus import Corpus, text_corpus
 from meshwright.data.files import FileSum, ShowProgress, file_sha256, folder_lock, silent, staged_folder
 from meshwright.data.marks import UNASKED, Marks
@@ -85,6 +86,21 @@ def pack(
         where = "; MESHWRIGHT_CACHE names another folder for what runs prepare" if out.parent == cache_folder() else ""
         raise DataError(f"preparing {out}: {error.strerror}: {error.filename or out}{where}") from error
     return open_packed(out)
+
+
+def prepare_corpus(data: TokenSection, config: Config, progress: ShowProgress) -> Path:
+    """The packed corpus of a run, which its model and its samples fit. Raises DataError, ConfigError."""
+    corpus = corpus_for(data, cache_folder(), progress)
+    corpus.check_vocabulary(config.model.num_tokens)
+    data.open(config, corpus.folder)
+    return corpus.folder
+
+
+def pack_corpus(data: TokenSection, config: Config, out: Path, progress: ShowProgress) -> Path:
+    """The packed corpus of a run in the folder `out`. Raises DataError, ConfigError."""
+    packed = pack(data.corpus(), data.tokenizer, out, data.validation, progress, data.asked)
+    packed.check_vocabulary(config.model.num_tokens)
+    return packed.folder
 
 
 def corpus_for(data: TokenSection, cache: Path, progress: ShowProgress = silent) -> PackedCorpus:

@@ -20,21 +20,20 @@ import json
 import textwrap
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from meshwright.data.corpus import STDLIB, Corpus, checked_text, documents, json_records, source_identity, source_name
-from meshwright.data.pairs_section import PairData
+from meshwright.data.pairs_section import GZIP, PairData, suffix
 from meshwright.data.section import PREPARED
 from meshwright.errors import DataError
 
 Pair = tuple[str, str]
 """A source, which is read, and its target, which is to be written."""
 
-GZIP = ".gz"
 _KEYS = ("source", "target")
 TRANSLATION = "translation"
 
@@ -76,11 +75,6 @@ def _reader(data: PairData) -> Callable[[], Iterable[Pair]]:
     raise DataError(f"{source}: is a text without its partner: name that as data.target, or give a tsv or jsonl file")
 
 
-def suffix(source: str) -> str:
-    """The form that a file's name tells: .tsv for wmt.tsv.gz."""
-    return Path(source.removesuffix(GZIP)).suffix.lower()
-
-
 def holds_pairs(source: str) -> bool:
     """Whether a source can be nothing but pairs of texts, as far as its form tells."""
     path, form = Path(source).expanduser(), suffix(source)
@@ -88,6 +82,12 @@ def holds_pairs(source: str) -> bool:
         return bool({*_KEYS, TRANSLATION} & first_keys(path))
     header = path / PREPARED
     return form == ".tsv" or (header.is_file() and '"kind": "pairs"' in header.read_text(encoding="utf-8"))
+
+
+def claims_pairs(data: Mapping[str, Any]) -> bool:
+    """Whether what a user wrote of a run's data can be nothing but pairs."""
+    named = data.get("target") is not None or data.get("languages") is not None
+    return named or holds_pairs(str(data.get("source", STDLIB)))
 
 
 def first_keys(path: Path) -> set[str]:

@@ -18,12 +18,15 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from meshwright.data.packed import document_ends
+from meshwright.config import Config
+from meshwright.data.packed import PackedCorpus, document_ends
 from meshwright.data.pairs_order import PairOrder
+from meshwright.data.pairs_section import PairData
 from meshwright.data.section import Lengths
-from meshwright.data.specials import SequenceSpecials
+from meshwright.data.specials import SequenceSpecials, specials_for
+from meshwright.data.split import Split
 from meshwright.errors import DataError
-from meshwright.model import IGNORED, Batch
+from meshwright.model import IGNORED, Batch, Samples
 
 
 def sequence_batch(
@@ -99,3 +102,12 @@ class PairSamples:
         """The ids of a text with its end token."""
         start = self._starts[pair, side]
         return self._tokens[start : start + self._lengths[pair, side]]
+
+
+def pair_samples(data: PairData, config: Config, packed: PackedCorpus, split: Split) -> tuple[Samples, str]:
+    """The samples of a split of a run's pairs, with their note. Raises DataError, ConfigError where they do not fit."""
+    pairs = PairSamples(
+        packed.tokens(split), specials_for(config, packed.tokenizer), data.sequence,
+        buckets=data.buckets, batch=config.batch.global_, seed=config.seed, name=packed.name(split),
+    )  # fmt: skip
+    return pairs, pairs.note

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from meshwright.data.section import BUCKET_MULTIPLE, DIGITS, PREPARED, STDLIB, DataSection, Lengths, TokenSection
 from meshwright.errors import Problem
@@ -13,10 +13,14 @@ from meshwright.section import Positive, Rule, divisors, listed, rule
 
 if TYPE_CHECKING:
     from meshwright.config import Config
-    from meshwright.data.corpus import Corpus
-    from meshwright.data.packed import PackedCorpus
-    from meshwright.data.split import Split
-    from meshwright.model import Samples
+
+
+GZIP = ".gz"
+
+
+def suffix(source: str) -> str:
+    """The form that a file's name tells: .tsv for wmt.tsv.gz."""
+    return Path(source.removesuffix(GZIP)).suffix.lower()
 
 
 def _pairs(config: Config) -> PairData:
@@ -26,8 +30,6 @@ def _pairs(config: Config) -> PairData:
 
 @rule("model.family", "data.kind", "data.source", "data.target", "data.languages")
 def pairs_have_a_form(config: Config) -> Iterator[Problem]:
-    from meshwright.data.pairs import suffix
-
     data = _pairs(config)
     if data.source == DIGITS:
         return
@@ -79,6 +81,9 @@ class PairData(TokenSection):
     kind: Literal["pairs"]
     gives: ClassVar[str] = "sequences"
     packs: ClassVar[Literal["text", "pairs"]] = "pairs"
+    corpus_by: ClassVar[str] = "meshwright.data.pairs:pair_corpus"
+    samples_by: ClassVar[str] = "meshwright.data.pairs_samples:pair_samples"
+    claimed_by: ClassVar[str] = "meshwright.data.pairs:claims_pairs"
     source_names: ClassVar[tuple[str, ...]] = (STDLIB,)
     source_forms: ClassVar[str] = "a tsv or jsonl file, a text file and its target, a prepared folder"
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -94,13 +99,6 @@ class PairData(TokenSection):
     """Lengths up to sequence that batches are padded to: pairs of like length share a batch."""
 
     @classmethod
-    def claims(cls, data: Mapping[str, Any]) -> bool:
-        from meshwright.data.pairs import holds_pairs
-
-        named = data.get("target") is not None or data.get("languages") is not None
-        return named or holds_pairs(str(data.get("source", STDLIB)))
-
-    @classmethod
     def of(cls, data: DataSection) -> PairData | None:
         """The section of a run that learns pairs."""
         return data if isinstance(data, cls) else None
@@ -108,18 +106,3 @@ class PairData(TokenSection):
     @property
     def lengths(self) -> Lengths:
         return Lengths(self.sequence, self.sequence)
-
-    def corpus(self) -> Corpus:
-        from meshwright.data.pairs import pair_corpus
-
-        return pair_corpus(self)
-
-    def samples(self, config: Config, packed: PackedCorpus, split: Split) -> tuple[Samples, str]:
-        from meshwright.data.pairs_samples import PairSamples
-        from meshwright.data.specials import specials_for
-
-        pairs = PairSamples(
-            packed.tokens(split), specials_for(config, packed.tokenizer), self.sequence,
-            buckets=self.buckets, batch=config.batch.global_, seed=config.seed, name=packed.name(split),
-        )  # fmt: skip
-        return pairs, pairs.note

@@ -18,10 +18,12 @@ import numpy as np
 
 from meshwright.data.packed import PackedCorpus
 from meshwright.data.split import Split
+from meshwright.data.text_section import TextData
 from meshwright.errors import DataError
 
 if TYPE_CHECKING:  # the launcher counts samples, and reads none: it needs no torch
-    from meshwright.model import Batch
+    from meshwright.config import Config
+    from meshwright.model import Batch, Samples
 
 _NUM_ROUNDS = 4
 
@@ -171,3 +173,9 @@ class TokenBatches(ShuffledSamples):
         begins = np.zeros_like(ends)
         begins[:, 1:] = ends[:, :-1]
         return batch | document_entries(begins)
+
+
+def token_samples(data: TextData, config: Config, packed: PackedCorpus, split: Split) -> tuple[Samples, str]:
+    """The windows of a split of a run's corpus. Raises DataError where there are none."""
+    end = packed.header.end if data.separate else None
+    return TokenBatches(packed, split, data.sequence, config.seed, end), ""

@@ -21,14 +21,13 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, cast
 
 from pydantic import Field
 
 from meshwright.data.marks_section import NO_BEGIN, AskedMarks, marks_are_tokens
-from meshwright.environment import cache_folder
 from meshwright.errors import ConfigError, Problem
-from meshwright.registry import entries
+from meshwright.registry import entries, load_entry
 from meshwright.section import Positive, Rule, Section, rule
 
 if TYPE_CHECKING:
@@ -72,6 +71,16 @@ class DataSection(Section):
 
     gives: ClassVar[str]
     """The form of its batches: a family of models reads one form."""
+    prepared_by: ClassVar[str]
+    """The function behind `prepare`, `module:attribute`. It and those below take the section first, as methods do."""
+    opened_by: ClassVar[str]
+    """The function behind `open`."""
+    packed_by: ClassVar[str] = ""
+    """The function behind `pack`; none where runs alone prepare the kind."""
+    template_by: ClassVar[str] = ""
+    """The function behind `chat_template`; none where samples are rendered by none."""
+    claimed_by: ClassVar[str] = ""
+    """The function of what a user wrote behind `claims`; none where no source tells the kind."""
     source_names: ClassVar[tuple[str, ...]] = (STDLIB, UNICODE)
     """The sources that are no paths."""
     source_forms: ClassVar[str] = "a text, json, jsonl, csv or parquet file, a folder of these, a prepared folder"
@@ -96,12 +105,12 @@ class DataSection(Section):
 
         Raises DataError where it cannot be read any more.
         """
-        return None
+        return cast("ChatTemplate", load_entry(self.template_by)(self, kept)) if self.template_by else None
 
     @classmethod
     def claims(cls, data: Mapping[str, Any]) -> bool:
         """Whether what a user wrote (`kind` is not there) can be nothing but this kind."""
-        return False
+        return bool(cls.claimed_by and load_entry(cls.claimed_by)(data))
 
     @property
     def lengths(self) -> Lengths:
@@ -125,19 +134,22 @@ class DataSection(Section):
 
     def prepare(self, config: Config, progress: ShowProgress) -> Path:
         """Build the data set, or find it built; the folder. Raises DataError where it does not suit the run."""
-        raise NotImplementedError
+        return cast(Path, load_entry(self.prepared_by)(self, config, progress))
 
     def pack(self, config: Config, out: Path, progress: ShowProgress) -> Path:
         """Build the data set in `out`, which runs may then name as their source; the folder.
 
         Raises ConfigError where the kind has no such folders, DataError as `prepare`.
         """
-        kinds = [name for name, kind in entries("data").items() if kind.pack is not DataSection.pack]
+        if self.packed_by:
+            return cast(Path, load_entry(self.packed_by)(self, config, out, progress))
+        every = entries("data").items()
+        kinds = [name for name, kind in every if kind.packed_by or kind.pack is not DataSection.pack]
         raise ConfigError.of("data.kind", self.kind, "is prepared by its runs alone", ", ".join(kinds))
 
     def open(self, config: Config, folder: Path) -> Opened:
         """The splits in a prepared folder. Raises DataError where they are too small."""
-        raise NotImplementedError
+        return cast("Opened", load_entry(self.opened_by)(self, config, folder))
 
     def fingerprint(self, folder: Path) -> str:
         """The identity of the prepared data, which checkpoints keep and ranks compare: a hash of its `contents`."""
@@ -228,6 +240,13 @@ class TokenSection(DataSection):
     )
     packs: ClassVar[Literal["text", "pairs", "messages"]] = "text"
     """The records of its corpus: documents, pairs of texts, or dialogues."""
+    prepared_by: ClassVar[str] = "meshwright.data.packing:prepare_corpus"
+    packed_by: ClassVar[str] = "meshwright.data.packing:pack_corpus"
+    opened_by: ClassVar[str] = "meshwright.data.dataset:open_corpus"
+    corpus_by: ClassVar[str] = "meshwright.data.corpus:source_corpus"
+    """The function behind `corpus`."""
+    samples_by: ClassVar[str]
+    """The function behind `samples`."""
 
     tokenizer: str = "bytes"
     """bytes, bpe:SIZE (trained on the source), or a tokenizer.json file. A prepared folder brings its own."""
@@ -245,32 +264,8 @@ class TokenSection(DataSection):
 
     def corpus(self) -> Corpus:
         """The records to pack. Raises DataError where there are none."""
-        from meshwright.data.corpus import text_corpus
-
-        return text_corpus(self.source)
+        return cast("Corpus", load_entry(self.corpus_by)(self))
 
     def samples(self, config: Config, packed: PackedCorpus, split: Split) -> tuple[Samples, str]:
         """The samples of a split, and what a user should know of them. Raises DataError where there are none."""
-        raise NotImplementedError
-
-    def prepare(self, config: Config, progress: ShowProgress) -> Path:
-        from meshwright.data.packing import corpus_for
-
-        corpus = corpus_for(self, cache_folder(), progress)
-        corpus.check_vocabulary(config.model.num_tokens)
-        self.open(config, corpus.folder)
-        return corpus.folder
-
-    def pack(self, config: Config, out: Path, progress: ShowProgress) -> Path:
-        from meshwright.data.packing import pack
-
-        packed = pack(self.corpus(), self.tokenizer, out, self.validation, progress, self.asked)
-        packed.check_vocabulary(config.model.num_tokens)
-        return packed.folder
-
-    def open(self, config: Config, folder: Path) -> Opened:
-        from meshwright.data.dataset import open_splits
-        from meshwright.data.packed import open_packed
-
-        packed = open_packed(folder)
-        return open_splits(config, lambda split: self.samples(config, packed, split), packed.tokenizer)
+        return cast("tuple[Samples, str]", load_entry(self.samples_by)(self, config, packed, split))

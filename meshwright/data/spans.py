@@ -12,7 +12,7 @@ sentinel and its span:
 | target | S0 c S1 g h i END |
 
 (The paper's figure has one more sentinel behind the last span; T5's code has not, nor has ours: END says the same.)
-L is the largest for which source and target fit `data.sequence` (span_window.py).
+L is the largest for which source and target fit `data.sequence` (spans_section.py).
 """
 
 from __future__ import annotations
@@ -21,13 +21,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from meshwright.config import Config
+from meshwright.data.kinds_section import SpanData
+from meshwright.data.packed import PackedCorpus
 from meshwright.data.pairs_samples import sequence_batch
 from meshwright.data.sampler import ShuffledSamples
 from meshwright.data.section import Lengths
-from meshwright.data.span_window import window_of
-from meshwright.data.specials import SequenceSpecials
+from meshwright.data.spans_section import window_of
+from meshwright.data.specials import SequenceSpecials, specials_for
+from meshwright.data.split import Split
 from meshwright.errors import DataError
-from meshwright.model import Batch
+from meshwright.model import Batch, Samples
 from meshwright.parameters.shard import seed_of
 
 
@@ -62,6 +66,12 @@ class SpanSamples(ShuffledSamples):
             at += stay + go
         end = [self._specials.end]
         return np.concatenate([*source, end]), np.concatenate([*target, end])
+
+
+def span_samples(data: SpanData, config: Config, packed: PackedCorpus, split: Split) -> tuple[Samples, str]:
+    """The samples of a split of a run's corpus. Raises DataError, ConfigError where they do not suit the model."""
+    specials = specials_for(config, packed.tokenizer)
+    return SpanSamples(packed.tokens(split), specials, data.lengths, config.seed, packed.name(split)), ""
 
 
 def parts_of(draws: np.random.Generator, number: int, parts: int) -> list[int]:

@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from meshwright.data.corpus import source_identity
+from meshwright.data.dataset import Opened, open_splits
 from meshwright.data.files import DAMAGE_REMEDY, ShowProgress, check_once, file_sha256, folder_lock, staged_folder
+from meshwright.data.marks_section import NO_BEGIN
 from meshwright.data.packed import TOKENIZER
 from meshwright.data.packing import check_agrees
 from meshwright.data.sampler import ShuffledSamples
@@ -36,6 +38,7 @@ from meshwright.data.task_files import (
 )
 from meshwright.data.tasks_section import RaceData, SentencePairData, SquadData, TaskSection
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer, tokenizer_kind
+from meshwright.environment import cache_folder
 from meshwright.errors import ConfigError, DataError
 from meshwright.models.tasks.section import BertChoice, BertPairs
 
@@ -176,7 +179,22 @@ def task_folder(config: Config, data: TaskSection, cache: Path, progress: ShowPr
     return out
 
 
-def pack_task(config: Config, data: TaskSection, out: Path, progress: ShowProgress) -> Path:
+def prepare_task(data: TaskSection, config: Config, progress: ShowProgress) -> Path:
+    """The prepared folder of a run, which its samples fit. Raises DataError, ConfigError."""
+    folder = task_folder(config, data, cache_folder(), progress)
+    data.open(config, folder)
+    return folder
+
+
+def open_task(data: TaskSection, config: Config, folder: Path) -> Opened:
+    """The splits of a prepared folder. Raises DataError where they are too small."""
+    tokenizer = load_tokenizer(folder / TOKENIZER, NO_BEGIN)
+    return open_splits(
+        config, lambda split: (TaskSamples(folder, split, data, config.seed), note_of(folder, split)), tokenizer
+    )
+
+
+def pack_task(data: TaskSection, config: Config, out: Path, progress: ShowProgress) -> Path:
     """Prepare `out`, which may not hold anything yet. Raises DataError, ConfigError."""
     if out.exists() and (out.is_file() or any(out.iterdir())):
         raise DataError(f"{out}: exists and is not empty; give another folder, or remove it")

@@ -19,8 +19,6 @@ from meshwright.section import Positive, Rule, rule
 
 if TYPE_CHECKING:
     from meshwright.config import Config
-    from meshwright.data.dataset import Opened
-    from meshwright.data.files import ShowProgress
 
 
 @rule("data.held_out", "data.kind")
@@ -35,36 +33,14 @@ class TaskSection(TokenSection):
     """Base of the tasks' sections."""
 
     header: ClassVar[str] = "task.json"
+    prepared_by: ClassVar[str] = "meshwright.data.tasks:prepare_task"
+    packed_by: ClassVar[str] = "meshwright.data.tasks:pack_task"
+    opened_by: ClassVar[str] = "meshwright.data.tasks:open_task"
     source_names: ClassVar[tuple[str, ...]] = ()
     rules: ClassVar[tuple[Rule, ...]] = (*TokenSection.rules, held_out_exists)
 
     held_out: str | None = None
     """The official held-out file or folder; null: the share validation of the source, whole passages of it."""
-
-    def prepare(self, config: Config, progress: ShowProgress) -> Path:
-        from meshwright.data.tasks import task_folder
-        from meshwright.environment import cache_folder
-
-        folder = task_folder(config, self, cache_folder(), progress)
-        self.open(config, folder)
-        return folder
-
-    def pack(self, config: Config, out: Path, progress: ShowProgress) -> Path:
-        from meshwright.data.tasks import pack_task
-
-        return pack_task(config, self, out, progress)
-
-    def open(self, config: Config, folder: Path) -> Opened:
-        from meshwright.data.dataset import open_splits
-        from meshwright.data.marks_section import NO_BEGIN
-        from meshwright.data.packed import TOKENIZER
-        from meshwright.data.tasks import TaskSamples, note_of
-        from meshwright.data.tokenizer import load_tokenizer
-
-        tokenizer = load_tokenizer(folder / TOKENIZER, NO_BEGIN)
-        return open_splits(
-            config, lambda split: (TaskSamples(folder, split, self, config.seed), note_of(folder, split)), tokenizer
-        )
 
 
 class SentencePairData(TaskSection):

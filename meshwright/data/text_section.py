@@ -11,18 +11,13 @@ from pydantic import BeforeValidator, Field
 
 from meshwright.data.marks_section import AUTO, NONE, AskedMarks
 from meshwright.data.section import TokenSection
-from meshwright.environment import cache_folder
 from meshwright.errors import ConfigError, Problem
 from meshwright.registry import entries
 from meshwright.section import Rule, rule
 
 if TYPE_CHECKING:
     from meshwright.config import Config
-    from meshwright.data.dataset import Opened
     from meshwright.data.files import ShowProgress
-    from meshwright.data.packed import PackedCorpus
-    from meshwright.data.split import Split
-    from meshwright.model import Samples
 
 BLOCK = 1000
 """Samples of which each source of a mixture has an exact share."""
@@ -59,6 +54,8 @@ class MixedSection(TokenSection):
 
     rules: ClassVar[tuple[Rule, ...]] = (*TokenSection.rules, every_source_has_a_share)
     reads_hub: ClassVar[bool] = True
+    prepared_by: ClassVar[str] = "meshwright.data.mixture:prepare_sources"
+    opened_by: ClassVar[str] = "meshwright.data.mixture:open_sources"
 
     mixture: Annotated[tuple[tuple[str, Annotated[float, Field(gt=0)]], ...], BeforeValidator(parse_weights)] = ()
     """Several sources and the weight of each, in place of source: {wiki.txt: 3, stdlib: 1}."""
@@ -80,47 +77,11 @@ class MixedSection(TokenSection):
     def mixed(self) -> bool:
         return bool(self.mixture)
 
-    def prepare(self, config: Config, progress: ShowProgress) -> Path:
-        if not self.mixture:
-            return super().prepare(config, progress)
-        from meshwright.data.mixture import mixture_for, open_mixture
-
-        folder = mixture_for(self, cache_folder(), progress)
-        open_mixture(folder)[0].packed.check_vocabulary(config.model.num_tokens)
-        self.open(config, folder)
-        return folder
-
     def pack(self, config: Config, out: Path, progress: ShowProgress) -> Path:
         if self.mixture:
             rule_text = "is several sources, which are packed one by one"
             raise ConfigError.of("data.mixture", ", ".join(self.weights), rule_text, "prepare each by data.source")
         return super().pack(config, out, progress)
-
-    def open(self, config: Config, folder: Path) -> Opened:
-        if not self.mixture:
-            return super().open(config, folder)
-        from meshwright.data.dataset import open_splits
-        from meshwright.data.mixture import MixedSamples, open_mixture
-        from meshwright.data.sampler import ShuffledSamples
-
-        parts = open_mixture(folder)
-        seen = config.steps * config.batch.global_ / BLOCK
-
-        def samples(split: Split) -> tuple[Samples, str]:
-            each: list[ShuffledSamples] = []
-            for part in parts:
-                of_part, _ = self.samples(config, part.packed, split)
-                assert isinstance(of_part, ShuffledSamples), of_part
-                each.append(of_part)
-            epochs = [seen * part.share / len(of_part) for part, of_part in zip(parts, each, strict=True)]
-            told = ", ".join(
-                f"{part.packed.header.source} {part.share * 100 / BLOCK:g} % ({passes:.2g} epochs)"
-                for part, passes in zip(parts, epochs, strict=True)
-            )
-            mixed = MixedSamples(each, [part.share for part in parts], config.seed)
-            return mixed, told if split == "train" else ""
-
-        return open_splits(config, samples, parts[0].packed.tokenizer)
 
     def contents(self, folder: Path) -> object:
         if not self.mixture:
@@ -161,6 +122,7 @@ class TextData(MixedSection):
 
     kind: Literal["text"] = "text"
     gives: ClassVar[str] = "tokens"
+    samples_by: ClassVar[str] = "meshwright.data.sampler:token_samples"
     begin: str = AUTO
     """The token in front of a document: auto (as the tokenizer's own files say), none, or a token's text."""
     end: str = AUTO
@@ -175,9 +137,3 @@ class TextData(MixedSection):
     @property
     def asked(self) -> AskedMarks:
         return AskedMarks(self.begin, self.end)
-
-    def samples(self, config: Config, packed: PackedCorpus, split: Split) -> tuple[Samples, str]:
-        from meshwright.data.sampler import TokenBatches
-
-        end = packed.header.end if self.separate else None
-        return TokenBatches(packed, split, self.sequence, config.seed, end), ""

@@ -21,14 +21,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.config import Config
-from meshwright.config.schema import Timeout
 from meshwright.environment import Environment, Rendezvous, rendezvous
 from meshwright.errors import ConfigError, LaunchError
 from meshwright.launch.launcher import launch
 from meshwright.launch.signals import StopRequest
 from meshwright.launch.threads import launch_threads
 from meshwright.launch.worker import Job, joined, run_worker
-from meshwright.ranks.section import TRANSPORTS, TransportName
+from meshwright.ranks.section import TRANSPORTS, Timeout, TransportName
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

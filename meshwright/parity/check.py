@@ -17,11 +17,11 @@ from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from meshwright.config.schema import Timeout
 from meshwright.errors import ConfigError, LaunchError, MeshwrightError
 from meshwright.launch import Interrupted, Ranks, run
 from meshwright.launch.function import load_script
 from meshwright.launch.session import temporary_folder
+from meshwright.ranks.section import Timeout
 
 if TYPE_CHECKING:
     from meshwright.parity.compare import Row

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from meshwright.config.schema import Timeout
 from meshwright.environment import Environment, Rendezvous
 from meshwright.ranks.board import Board
 from meshwright.ranks.comm import Comm, RankGroup
@@ -18,6 +17,7 @@ from meshwright.ranks.grid import ENDS, HEAD_COPIES, Grid
 from meshwright.ranks.ledger import Ledger
 from meshwright.ranks.mailbox import Mailbox
 from meshwright.ranks.mpi import open_mpi
+from meshwright.ranks.section import Timeout
 from meshwright.ranks.thread_comm import ThreadTransport
 from meshwright.ranks.thread_world import ThreadWorld
 from meshwright.ranks.torch_comm import open_torch

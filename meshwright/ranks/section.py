@@ -1,4 +1,4 @@
-"""Transports: what may carry a job's messages, as facts that are known before any process starts.
+"""Facts of ranks, known before any process starts: the transports that may carry their messages, and their timeouts.
 
 | transport | moves            | ranks meet at                | ranks are started by                |
 |-----------|------------------|------------------------------|-------------------------------------|
@@ -16,6 +16,8 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
+
+from meshwright.section import Seconds, Section
 
 TransportName = Literal["torch", "mpi", "threads"]
 
@@ -47,3 +49,12 @@ TRANSPORTS: Mapping[str, TransportFacts] = {
     "mpi": TransportFacts("mpi4py", ("cpu",), by_mpiexec=True, moves_alone=False),
     "threads": TransportFacts("torch", ("cpu",), in_process=True),
 }
+
+
+class Timeout(Section):
+    """How long ranks wait for each other. Then every rank says where it is, and the job ends."""
+
+    join: Seconds = 30.0
+    """Seconds for all ranks to come, at the start."""
+    wait: Seconds = 600.0
+    """Seconds that one rank may wait for another in a collective or for a message."""

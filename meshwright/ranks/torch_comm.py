@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.config.schema import Timeout
 from meshwright.environment import Environment, Rendezvous, use_interface
 from meshwright.errors import LaunchError
 from meshwright.ranks import comm_store
@@ -35,6 +34,7 @@ from meshwright.ranks.ledger import Ledger
 from meshwright.ranks.mailbox import Mailbox, Side, SoloMailbox, neighbours_of
 from meshwright.ranks.mailbox_torch import Channel, DeviceMailbox, GlooMailbox, NcclLinks
 from meshwright.ranks.peers import Peers, interface_at
+from meshwright.ranks.section import Timeout
 from meshwright.ranks.transport import Transport
 from meshwright.ranks.window import SharedWindow, open_window
 from meshwright.ranks.window_comm import WindowComm

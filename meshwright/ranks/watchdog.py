@@ -24,11 +24,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from meshwright.config.schema import Timeout
 from meshwright.environment import Environment
 from meshwright.errors import LaunchError
 from meshwright.ranks.flight_recorder import FlightRecorder
 from meshwright.ranks.hang import Record, State, absent, explain_hang, read_records
+from meshwright.ranks.section import Timeout
 
 EXIT_CODE = 124
 """The exit code of a rank that gave up; the command `timeout` has the same."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import product
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from meshwright.errors import Problem
 from meshwright.section import Positive, Rule, divisors, rule
@@ -12,8 +12,6 @@ from meshwright.tensor.section import Cut, TensorSection
 
 if TYPE_CHECKING:
     from meshwright.config import Config
-    from meshwright.ranks.mesh import Mesh
-    from meshwright.tensor.kit import Kit
 
 
 @rule("layout.tensor", "model")
@@ -36,6 +34,7 @@ class Subgraph(TensorSection):
     branch: Literal["attention-core", "attention", "block"] = "attention"
     """The part of a block that is cut along its heads; attention: the whole of it; block: the feed-forward too."""
 
+    kit_class: ClassVar[str] = "meshwright.subgraph.kit:SubgraphKit"
     rules: ClassVar[tuple[Rule, ...]] = (branches_share_nothing,)
     idle_alone: ClassVar[tuple[str, ...]] = ("common", "branch")
 
@@ -77,7 +76,5 @@ class Subgraph(TensorSection):
             for common, branch in product(("all", "one"), ("attention-core", "attention", "block")):
                 yield cls.model_validate({"kind": "subgraph", "size": size, "common": common, "branch": branch})
 
-    def kit(self, config: Config, mesh: Mesh) -> Kit:
-        from meshwright.subgraph.kit import SubgraphKit
-
-        return SubgraphKit(mesh, self, config.micro)
+    def kit_settings(self, config: Config) -> Mapping[str, Any]:
+        return {"settings": self, "num_rows": config.micro}

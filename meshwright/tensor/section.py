@@ -13,11 +13,12 @@ sub-graphs: subgraph/section.py. A kind is added by a subclass of TensorSection 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 
 from meshwright.errors import Problem
+from meshwright.registry import load_entry
 from meshwright.section import Positive, Rule, Section, can_share, divisors, listed, rule
 
 if TYPE_CHECKING:
@@ -90,6 +91,8 @@ class TensorSection(Section):
     kind: str
     """How a layer is cut over ranks."""
 
+    kit_class: ClassVar[str]
+    """The class of its kit, `module:attribute`; its first argument is the mesh."""
     rules: ClassVar[tuple[Rule, ...]] = ()
     """Refusals: with which other fields the kind does not go, and why; checked where the kind is chosen."""
     idle_alone: ClassVar[tuple[str, ...]] = ()
@@ -143,9 +146,13 @@ class TensorSection(Section):
         """The sections that a planner tries on so many devices. Their sizes must divide these."""
         yield from ()
 
+    def kit_settings(self, config: Config) -> Mapping[str, Any]:
+        """The arguments of the kit's class besides the mesh, by name."""
+        return {}
+
     def kit(self, config: Config, mesh: Mesh) -> Kit:
-        """The words that models are written in, for a rank. Torch is imported here and not before."""
-        raise NotImplementedError
+        """The words that models are written in, for a rank. The kit's room and torch are imported here, not before."""
+        return cast("Kit", load_entry(self.kit_class)(mesh, **self.kit_settings(config)))
 
 
 def whole_layers(config: Config, by: str, parts: int) -> Iterator[Cut]:
@@ -162,16 +169,12 @@ class Whole(TensorSection):
     """No tensor parallelism: every rank of a replica's one holds whole layers."""
 
     kind: Literal["none"] = "none"
+    kit_class: ClassVar[str] = "meshwright.tensor.serial:SerialKit"
     holds_experts: ClassVar[bool] = True
 
     @classmethod
     def candidates(cls, devices: int) -> Iterator[Self]:
         yield cls()
-
-    def kit(self, config: Config, mesh: Mesh) -> Kit:
-        from meshwright.tensor.serial import SerialKit
-
-        return SerialKit(mesh)
 
 
 @rule("layout.tensor", "model.family")
@@ -191,6 +194,7 @@ class Megatron(TensorSection):
     sequence_parallel: bool = False
     """Tokens of norms and dropout are split over the same ranks: less memory, as many bytes."""
 
+    kit_class: ClassVar[str] = "meshwright.tensor.megatron:MegatronKit"
     rules: ClassVar[tuple[Rule, ...]] = (sequences_can_be_cut,)
     idle_alone: ClassVar[tuple[str, ...]] = ("sequence_parallel",)
     heads_axis: ClassVar[str] = "tensor"
@@ -222,10 +226,8 @@ class Megatron(TensorSection):
             yield cls(kind="megatron", size=size)
             yield cls(kind="megatron", size=size, sequence_parallel=True)
 
-    def kit(self, config: Config, mesh: Mesh) -> Kit:
-        from meshwright.tensor.megatron import MegatronKit
-
-        return MegatronKit(mesh, sequence_parallel=self.sequence_parallel)
+    def kit_settings(self, config: Config) -> Mapping[str, Any]:
+        return {"sequence_parallel": self.sequence_parallel}
 
 
 @rule("layout.tensor")
@@ -245,6 +247,7 @@ class Tesseract(TensorSection):
     d: Positive = 1
     """Layers of such squares, each with 1/d of the batch, at most q."""
 
+    kit_class: ClassVar[str] = "meshwright.tensor.tesseract:TesseractKit"
     rules: ClassVar[tuple[Rule, ...]] = (depth_is_at_most_q,)
     gives_effect_to: ClassVar[tuple[str, ...]] = ("memory.summa",)
     heads_axis: ClassVar[str] = "col"
@@ -276,7 +279,5 @@ class Tesseract(TensorSection):
                 if devices % (q * q * d) == 0:
                     yield cls(kind="tesseract", q=q, d=d)
 
-    def kit(self, config: Config, mesh: Mesh) -> Kit:
-        from meshwright.tensor.tesseract import TesseractKit
-
-        return TesseractKit(mesh, config.memory.summa)
+    def kit_settings(self, config: Config) -> Mapping[str, Any]:
+        return {"policy": config.memory.summa}

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.data.section import Lengths
-from meshwright.data.span_window import Window, span_lengths, window_of
 from meshwright.data.spans import SpanSamples, parts_of
+from meshwright.data.spans_section import Window, span_lengths, window_of
 from meshwright.data.specials import SequenceSpecials
 from meshwright.errors import ConfigError, DataError
 from meshwright.model import IGNORED, Batch

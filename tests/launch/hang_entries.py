@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from meshwright.config.schema import Timeout
 from meshwright.environment import Environment, rendezvous
 from meshwright.launch import StopRequest
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mailbox import TensorMeta, both_sides
 from meshwright.ranks.mesh import Mesh, open_mesh
+from meshwright.ranks.section import Timeout
 
 TIMEOUT = Timeout(join=30, wait=3)
 FORM = TensorMeta((4, 4), torch.float32)

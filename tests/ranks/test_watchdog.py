@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.config.schema import Timeout
 from meshwright.environment import Environment
 from meshwright.ranks.flight_recorder import Call, FlightRecorder, Waiting, Whereabouts
 from meshwright.ranks.hang import Record, explain_hang, read_records
 from meshwright.ranks.peers import Peer, Peers
+from meshwright.ranks.section import Timeout
 from meshwright.ranks.watchdog import EXIT_CODE, Watchdog
 from tests.patience import PATIENCE_SECONDS
 

@@ -104,10 +104,10 @@ def _mesh(config: Config, rank: int) -> Iterator[Mesh]:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from meshwright.config.schema import Timeout
     from meshwright.data_parallel.fsdp import FullySharded
     from meshwright.ranks.grid import Grid
     from meshwright.ranks.mesh import Mesh
+    from meshwright.ranks.section import Timeout
     from meshwright.ranks.transport import SoloTransport
 
     device, grid = torch.device("cuda", 0), Grid(config.layout.axes)

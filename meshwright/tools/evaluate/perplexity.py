@@ -19,8 +19,8 @@ from torch import Tensor
 from meshwright.data.files import ShowProgress, silent
 from meshwright.data.pairs_samples import sequence_batch
 from meshwright.data.section import Lengths
-from meshwright.data.span_window import span_lengths
 from meshwright.data.spans import SpanSamples
+from meshwright.data.spans_section import span_lengths
 from meshwright.errors import ConfigError, DataError
 from meshwright.model import IGNORED, Batch, to_device
 from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, LoadedSequence, LoadedText, exponential
