@@ -13,7 +13,7 @@ import os
 import pickle
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
 from multiprocessing import forkserver
@@ -50,24 +50,29 @@ def run_ranks(
 ) -> list[Any]:
     """function(mesh, *arguments) on every rank of the grid; the results in rank order. A failure fails the caller.
 
-    Ranks are threads, or processes over gloo (`transport="torch"`, and where an argument needs them). A process that
-    says nothing for `timeout` seconds after the one before it fails the caller too, and none is left behind.
+    Ranks are threads of one forked process, or processes over gloo (`transport="torch"`, and where an argument needs
+    them). A process that says nothing for `timeout` seconds after the one before it fails the caller too, and none is
+    left behind.
 
     A run's grid has a pipe axis: one that does not name it has one stage. `threads`: CPU threads of each rank; with
     more than one, ranks are processes, and function and arguments are pickled.
     """
     grid = with_stages(grid)
-    if transport == "threads" and threads == 1 and not any(map(needs_processes, arguments)):
-        return _run_threads(function, grid, token_axes, arguments)
     context = _context(threads)
-    world = grid.world_size
+    if transport == "threads" and threads == 1 and not any(map(needs_processes, arguments)):
+        (results,) = _answers(context, _work_threads, [(function, grid, token_axes, arguments)], timeout)
+        return list(results)
     port = free_port()
-    pipes = [context.Pipe(duplex=False) for _ in range(world)]
+    works = [(function, grid, token_axes, rank, port, threads, arguments) for rank in range(grid.world_size)]
+    return _answers(context, _work, works, timeout)
+
+
+def _answers(context: Any, work: Callable[..., None], works: Sequence[tuple[Any, ...]], timeout: float) -> list[Any]:
+    """work(pipe, *arguments) in a process for each of `works`; what each sent through its pipe."""
+    pipes = [context.Pipe(duplex=False) for _ in works]
     workers = [
-        context.Process(
-            target=_work, args=(function, grid, token_axes, rank, port, threads, pipes[rank][1], arguments), daemon=True
-        )
-        for rank in range(world)
+        context.Process(target=work, args=(sender, *arguments), daemon=True)
+        for (_, sender), arguments in zip(pipes, works, strict=True)
     ]
     for worker in workers:
         worker.start()
@@ -97,17 +102,21 @@ def needs_processes(argument: Any) -> bool:
     return (argument.layout.data.sync if isinstance(argument, Config) else argument) == "fsdp"
 
 
-def _run_threads(
-    function: Callable[..., Any], grid: Grid, token_axes: tuple[str, ...], arguments: tuple[Any, ...]
-) -> list[Any]:
-    """Each rank has arguments of its own, as a process has."""
+def _work_threads(
+    pipe: Any, function: Callable[..., Any], grid: Grid, token_axes: tuple[str, ...], arguments: tuple[Any, ...]
+) -> None:
+    """All ranks as threads of this process, which a test has to itself: what they patch, limit or set goes with it.
+    Each has arguments of its own."""
 
     def work(environment: Environment, world: ThreadWorld) -> Any:
         own = copy.deepcopy(arguments)
         with open_mesh_in(world, grid, environment, token_axes) as mesh:
             return function(mesh, *own)
 
-    return run_threads(work, grid.world_size, threads=1)
+    try:
+        pipe.send_bytes(pickle.dumps((False, run_threads(work, grid.world_size, threads=1))))
+    except BaseException:
+        pipe.send_bytes(pickle.dumps((True, traceback.format_exc())))
 
 
 def free_port() -> int:
@@ -143,13 +152,13 @@ def with_stages(grid: Grid) -> Grid:
 
 
 def _work(
+    pipe: Any,
     function: Callable[..., Any],
     grid: Grid,
     token_axes: tuple[str, ...],
     rank: int,
     port: int,
     threads: int,
-    pipe: Any,
     arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(threads)

@@ -120,7 +120,8 @@ def _located(location: Sequence[int | str], root: Schema) -> tuple[list[str], Se
             known, field = (), parent["items"]
         elif "properties" in parent:
             known, field = list(parent["properties"]), parent["properties"].get(part)
-            known += {"": ["plan"], "model": ["base", "from"]}.get(".".join(path[:-1]), [])
+            if "layout" in root.get("properties", ()):  # a run, which may say more than its sections
+                known += {"": ["plan"], "model": ["base", "from"]}.get(".".join(path[:-1]), [])
         else:
             known = choices_of(parent["propertyNames"])
             field = parent["additionalProperties"] if part in known else None

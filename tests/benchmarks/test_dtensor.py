@@ -37,5 +37,5 @@ def differences(mesh: Mesh, sequence_parallel: bool) -> dict[str, float]:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_it_computes_what_the_plain_model_does(sequence_parallel: bool) -> None:
-    for found in run_ranks(differences, Grid((("tensor", 2),)), sequence_parallel):
+    for found in run_ranks(differences, Grid((("tensor", 2),)), sequence_parallel, transport="torch"):
         assert max(found.values()) < 1e-12, found

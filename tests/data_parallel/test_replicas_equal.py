@@ -59,7 +59,7 @@ def clean(mesh: Mesh, changes: dict) -> Tensor:
 @pytest.mark.parametrize("sync", ["allreduce", "zero1", "server-gradient"])
 def test_buckets(sync: str, changes: dict) -> None:
     (wanted,) = run_ranks(clean, Grid((("data", 1),)), changes)
-    results = run_ranks(plant_in_bucket, Grid((("data", 2),)), sync, changes)
+    results = run_ranks(plant_in_bucket, Grid((("data", 2),)), sync, changes, transport="torch")
     for found, again, weights, masters in results:
         assert found == [WRONG]
         assert again == []
@@ -72,6 +72,6 @@ def test_buckets(sync: str, changes: dict) -> None:
 
 def test_fsdp() -> None:
     (wanted,) = run_ranks(clean, Grid((("data", 1),)), {})
-    for found, weight in run_ranks(plant_in_fsdp, Grid((("data", 2),))):
+    for found, weight in run_ranks(plant_in_fsdp, Grid((("data", 2),)), transport="torch"):
         assert found == [WRONG]
         assert torch.equal(weight, wanted)

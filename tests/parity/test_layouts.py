@@ -124,7 +124,7 @@ def layout_rank(mesh: Mesh, config: Config, folder: Path) -> None:
 
 def result_of(config: Config, folder: Path) -> ParityResult:
     layout = config.layout
-    run_ranks(layout_rank, Grid(layout.axes), config, folder, token_axes=layout.token_axes)
+    run_ranks(layout_rank, Grid(layout.axes), config, folder, token_axes=layout.token_axes, transport="torch")
     check = ParityCheck("layout", Path(__file__), layout.axes, "float64")
     return judged(check, "float64", folder, time.monotonic())
 

@@ -103,7 +103,7 @@ def uneven_heads(mesh: Mesh, folder: Path, wrong: str) -> None:
 
 
 def result_of(program, wrong: str, folder: Path) -> ParityResult:
-    run_ranks(program, Grid((("tp", 2),)), folder, wrong)
+    run_ranks(program, Grid((("tp", 2),)), folder, wrong, transport="torch")
     return judged(ParityCheck("program", Path(__file__), (("tp", 2),), "float64"), "float64", folder, 0.0)
 
 

@@ -117,7 +117,9 @@ def seeded(index: int, chunk: int) -> None:
 
 def runs_of(config: Config, seeds: Sequence[int | None]) -> list[list[Bits]]:
     """By rank and seed."""
-    return run_ranks(bits_of, Grid(config.layout.axes), config, seeds, token_axes=config.layout.token_axes)
+    return run_ranks(
+        bits_of, Grid(config.layout.axes), config, seeds, token_axes=config.layout.token_axes, transport="torch"
+    )
 
 
 def assert_same_bits(mine: Bits, wanted: Bits) -> None:

@@ -43,7 +43,7 @@ def told(mesh: Mesh, folder: Path, kind: str) -> tuple[list[list[str]], int]:
 
 @pytest.mark.parametrize("kind", ["store", "folder"])
 def test_every_note_comes_once_and_beside_collectives(kind: str, tmp_path: Path) -> None:
-    (texts, looks), *others = run_ranks(told, THREE, tmp_path, kind)
+    (texts, looks), *others = run_ranks(told, THREE, tmp_path, kind, transport="torch")
     assert texts == [[f"rank 0, round {number}", "", f"rank 2, round {number}"] for number in range(ROUNDS)]
     assert all(texts == [[]] * ROUNDS for texts, _ in others)
     assert looks == (0 if kind == "store" else 3 * ROUNDS)
@@ -67,5 +67,5 @@ def missed(mesh: Mesh, folder: Path, kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ["store", "folder"])
 def test_a_note_that_does_not_come_is_named(kind: str, tmp_path: Path) -> None:
-    first, *_ = run_ranks(missed, THREE, tmp_path, kind)
+    first, *_ = run_ranks(missed, THREE, tmp_path, kind, transport="torch")
     assert first.endswith("1.json was never finished")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -22,9 +23,11 @@ from meshwright.training import meeting
 from meshwright.training.meeting import facts_of, meet, placement_notes, ranks_without
 from meshwright.training.worker import train_rank
 from tests.training.runs import config_for, make_corpus
-from tests.workers import run_ranks
+from tests.workers import run_ranks as run_threads
 
 TRIO = Grid((("data", 3),))
+run_ranks = partial(run_threads, transport="torch")
+"""Processes: a rank patches its own host's name, and restarts count in its own environment."""
 
 
 def said(mesh: Mesh, facts: list[dict[str, str]]) -> str:

@@ -128,7 +128,10 @@ NAMED = [
 
 
 def run_layout(function: Any, config: Config, *arguments: Any) -> list[Any]:
-    return run_ranks(function, grid_of_run(config), config, *arguments, token_axes=config.layout.token_axes)
+    """Ranks are processes: functions patch what one of them computes."""
+    return run_ranks(
+        function, grid_of_run(config), config, *arguments, token_axes=config.layout.token_axes, transport="torch"
+    )
 
 
 @pytest.mark.parametrize("layout", DATA, ids=lambda layout: layout["data"]["sync"])
