@@ -1,4 +1,4 @@
-#: make quickstart   train a small GPT-2, look at it, sample from it (one to three minutes on 2 cores after the install)
+#: make quickstart   train a small GPT-2, look at it, sample from it (a minute and a half on 2 quiet cores, after the install)
 #: make test         the tests
 #: make test-long    all tests, every tensor layout for 20 steps, 2000 drawn runs: two hours or three on 2 cores
 #: make check        what CI runs: format, lint, types, tests
