@@ -118,9 +118,15 @@ def resolve_process(config: Config, machine: Machine) -> Resolved:
     if config.compile == "islands" and device == "cpu" and not any(map(shutil.which, ("g++", "clang++"))):
         rule = "needs a C++ compiler, and none is here (apt-get install g++)"
         raise ConfigError.of("compile", "islands", rule, "none, auto")
+    if config.bits.layout_free:  # threads share an operation's elements in whole vectors if they are 1, 2, 4, ...
+        threads = 2 ** (threads.bit_length() - 1)
     compiles = config.compile
     if compiles == "auto":
-        compiles = "islands" if device == "cuda" and find_spec("triton") is not None else "none"
+        compiles = (
+            "islands"
+            if device == "cuda" and not config.bits.layout_free and find_spec("triton") is not None
+            else "none"
+        )
     for field, value in (
         ("device", device),
         ("compile", compiles),

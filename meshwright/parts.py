@@ -16,6 +16,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from meshwright.bits.fixed import FixedPoint
+from meshwright.bits.grains import SampleGrains
 from meshwright.config import Config
 from meshwright.context.context import WHOLE_SEQUENCES, Context
 from meshwright.data_parallel.strategy import Strategy
@@ -34,7 +36,7 @@ from meshwright.pipeline.partition import ranges_of
 from meshwright.pipeline.pipeline import Pipeline, message_forms
 from meshwright.pipeline.placement import ChunkPlacement
 from meshwright.pipeline.schedule import ONE_F_ONE_B, ScheduleRule
-from meshwright.pipeline.stage import Stage
+from meshwright.pipeline.stage import Grains, Stage
 from meshwright.ranks.grid import PIPE
 from meshwright.ranks.mailbox import MessageMeta, TensorMeta
 from meshwright.ranks.mesh import Mesh
@@ -43,6 +45,7 @@ from meshwright.registry import load_entry
 from meshwright.tensor.islands import Islands, UsesIslands, compiled_islands
 from meshwright.tensor.kit import Kit, rows_of_rank
 from meshwright.tensor.linear import autocast_device
+from meshwright.tensor.serial import SerialNorm
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -98,6 +101,8 @@ class Parts:
     strategy: Strategy
     pipeline: Pipeline
     optimizer: Optimizer
+    grains: SampleGrains | None = None
+    """What is computed at a time, where bits are layout-free."""
 
     @property
     def specs(self) -> dict[str, ShardSpec]:
@@ -128,12 +133,27 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
     recompute_in(config, model, chunks)
     if config.compile == "islands" and mesh.device.type != "meta":
         use_islands(model, compiled_islands())
-    strategy = _build_strategy(config, mesh, model, stages.specs, chunks)
+    grains, fixed = exactly(config, mesh)
+    strategy = _build_strategy(config, mesh, model, stages.specs, chunks, fixed)
     use_gradients(model, strategy.gradients)
+    if grains is not None:
+        for module in model.modules():
+            if isinstance(module, SerialNorm):
+                module.affine_apart = True
+        model.run_part, model.run_group = grains.seeded(model.run_part), grains.remembered(model.run_group)
     to = config.memory.offload.to if mesh.device.type != "meta" else "none"  # a plan has nothing to keep
-    optimizer = Optimizer(config, strategy.slots, mesh, STATES[to](mesh, folder))
-    pipeline = build_pipeline(config, mesh, model, stages, strategy)
-    return Parts(config, mesh, kit, model, stages, strategy, pipeline, optimizer)
+    optimizer = Optimizer(config, strategy.slots, mesh, STATES[to](mesh, folder), fixed)
+    pipeline = build_pipeline(config, mesh, model, stages, strategy, grains)
+    return Parts(config, mesh, kit, model, stages, strategy, pipeline, optimizer, grains)
+
+
+def exactly(config: Config, mesh: Mesh) -> tuple[SampleGrains | None, FixedPoint | None]:
+    """What makes bits layout-free: the grains of microbatches, and how their sums become integers."""
+    if not config.bits.layout_free:
+        return None, None
+    grains = SampleGrains(config.bits.samples, config.micro, config.seed)
+    uses = 2  # of a tied table; every other parameter has one
+    return grains, FixedPoint(uses * config.batch.global_ // config.bits.samples, mesh.device)
 
 
 def plan_stages(config: Config, mesh: Mesh) -> Stages:
@@ -274,13 +294,22 @@ def autocasts_of(config: Config, mesh: Mesh) -> tuple[str, torch.dtype] | None:
     return (autocast_device(mesh.device), DTYPES[config.precision.dtype]) if config.precision.level == "O1" else None
 
 
-def build_pipeline(config: Config, mesh: Mesh, model: Chain, stages: Stages, strategy: Strategy) -> Pipeline:
+def build_pipeline(
+    config: Config, mesh: Mesh, model: Chain, stages: Stages, strategy: Strategy, grains: Grains | None = None
+) -> Pipeline:
     """The stage's chunks with all that drives them."""
     index, placement = mesh.index(PIPE), stages.placement
     chunks = stages.of(index)
     models: Sequence[Model] = [model] if len(chunks) == 1 else [ChainPart(model, chunk) for chunk in chunks]
     own = [
-        Stage(part, strategy.gradients, run=strategy.forward, autocasts=autocasts_of(config, mesh), number=number)
+        Stage(
+            part,
+            strategy.gradients,
+            run=strategy.forward,
+            autocasts=autocasts_of(config, mesh),
+            number=number,
+            grains=grains,
+        )
         for number, part in enumerate(models)
     ]
     _share_tables(strategy.gradients, model, config, mesh, chunks)
@@ -312,7 +341,12 @@ def bucket_bytes(config: Config) -> int:
 
 
 def _build_strategy(
-    config: Config, mesh: Mesh, model: Chain, specs: dict[str, ShardSpec], chunks: Sequence[Chunk]
+    config: Config,
+    mesh: Mesh,
+    model: Chain,
+    specs: dict[str, ShardSpec],
+    chunks: Sequence[Chunk],
+    fixed: FixedPoint | None,
 ) -> Strategy:
     sync = config.layout.data.strategy
     if sync.whole:
@@ -335,9 +369,10 @@ def _build_strategy(
 
     buckets = make_buckets(
         model.named_parameters(), specs, mesh, bucket_bytes(config), parts, by_chunk,
-        widens=config.widens_gradients, shares=sync.over_mpi, fill=None if mesh.device.type == "meta" else fill,
+        widens=config.widens_gradients, exact=fixed is not None, shares=sync.over_mpi,
+        fill=None if mesh.device.type == "meta" else fill,
     )  # fmt: skip
-    strategy = load_entry(sync.synchroniser)(buckets, mesh, policy)
+    strategy = load_entry(sync.synchroniser)(buckets, mesh, policy, fixed)
     if not policy.replicated:
         strategy.follow(model, using, chunks)
     return cast(Strategy, strategy)

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Set
 from operator import attrgetter
 
+from meshwright.bits import section as layout_free
 from meshwright.config.layout import part_of_axis
 from meshwright.config.messages import nearest
 from meshwright.config.schema import Config
@@ -299,6 +300,7 @@ RULES = (
     order_names_every_axis_once,
     nodes_are_full,
     replicas_share_experts,
+    *layout_free.RULES,
 )
 
 

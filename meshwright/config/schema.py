@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from meshwright.bits.section import Bits
 from meshwright.config.kinds import with_kind
 from meshwright.config.layout import Layout
 from meshwright.data.section import DataSection
@@ -238,6 +239,8 @@ class Config(Section):
     """The held-out loss, and when it is measured; none: never."""
     check: Check = Check()
     """When replicas compare their weights; none: never."""
+    bits: Bits = Bits()
+    """Whether all layouts end with the same bits: usual, layout-free."""
     metrics: Metrics = Metrics()
     """Where each step's numbers go besides metrics.jsonl."""
     logging: Logging = Logging()
@@ -271,6 +274,8 @@ class Config(Section):
             return self.batch.micro
         sizes = dict(self.layout.axes)
         rows = math.prod(sizes[axis] for axis in self.layout.tensor.batch_axes)
+        if self.bits.layout_free:
+            rows = math.lcm(rows, self.bits.samples)
         stages = self.layout.pipeline.size
         wanted = self.replica_batch // (2 * stages) if stages > 1 else self.replica_batch
         fitting = [size for size in divisors(self.replica_batch) if size <= wanted and size % rows == 0]

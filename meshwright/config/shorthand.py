@@ -52,6 +52,7 @@ SHORTHANDS: Mapping[str, Shorthand] = {
     "optimizer.schedule": Shorthand(word="decay"),
     "checkpoint": Shorthand(number="every"),
     "validation": Shorthand(number="every", off="every"),
+    "bits": Shorthand(word="kind"),
     "check": Shorthand(number="every", off="every"),
     "logging": Shorthand(word="level"),
 }

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.bits.fixed import FixedPoint
 from meshwright.data_parallel.policies import Zero1
 from meshwright.data_parallel.sharded import Sharded, allocate, free
 from meshwright.data_parallel.strategy import Policy, RunsParts, make_buckets_equal
@@ -132,13 +133,13 @@ class Walk:
 class Gathering(Sharded):
     """Holds slices of the weights, and those of two parts of the model whole."""
 
-    def __init__(self, buckets: Iterable[Bucket], mesh: Mesh, policy: Policy) -> None:
+    def __init__(self, buckets: Iterable[Bucket], mesh: Mesh, policy: Policy, fixed: FixedPoint | None = None) -> None:
         assert isinstance(policy, Zero3), f"{policy} does not gather"
         self.gathers = policy
         self._differing: list[str] = []
         self._index_of: dict[int, int] = {}
         """Buckets by the storage of their values."""
-        super().__init__(buckets, mesh, policy)
+        super().__init__(buckets, mesh, policy, fixed)
         self._kept: dict[int, set[int]] = {}
         self._walk = Walk(self._of, self._kept, ())
         self._pinned: set[int] = set()

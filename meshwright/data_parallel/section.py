@@ -60,6 +60,8 @@ class Sync:
     """The name under which others know it."""
     unplanned: str = ""
     """Why a planner cannot compute it: `is more than ...`."""
+    order_free: bool = True
+    """Whether it only adds what the ranks' buckets hold, so that sums of integers come out equal under any layout."""
 
 
 def _others(broken: Rule) -> str:
@@ -160,6 +162,7 @@ SERVER_LOSS = Sync(
     "meshwright.data_parallel.parameter_server:ServerLoss",
     rules=(needs_whole_models, needs_losses_of_the_head, needs_one_axis_of_replicas),
     unplanned="is more than sums of gradients in buckets",
+    order_free=False,
 )
 """A parameter server that also computes the losses of all replicas' outputs."""
 SERVER_GRADIENT = Sync(
@@ -196,5 +199,6 @@ FSDP = Sync(
     ),
     over_mpi=False,
     unplanned="is laid out by torch (zero3 is the like of it)",
+    order_free=False,
 )  # fmt: skip
 """torch's own fully_shard (FSDP2); goes with data parallelism alone, while zero3 goes with all."""

@@ -30,9 +30,10 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 
+from meshwright.bits.fixed import FixedPoint
 from meshwright.data_parallel.policies import Zero1
-from meshwright.data_parallel.strategy import Policy, Synchroniser, ended
-from meshwright.parameters.bucket import Bucket, Slot, slice_axes
+from meshwright.data_parallel.strategy import Policy, Synchroniser, ended, gradients_of
+from meshwright.parameters.bucket import Bucket, Slot, floats_in, slice_axes
 from meshwright.parameters.gradients import Gradients
 from meshwright.ranks.comm import Comm, Work, size_bytes
 from meshwright.ranks.grid import PIPE
@@ -52,8 +53,10 @@ class Sharded(Synchroniser):
 
     every_microbatch = True
 
-    def __init__(self, buckets: Iterable[Bucket], mesh: Mesh, policy: Policy) -> None:
-        super().__init__(buckets, mesh, policy)
+    def __init__(self, buckets: Iterable[Bucket], mesh: Mesh, policy: Policy, fixed: FixedPoint | None = None) -> None:
+        self._totals: list[Tensor] = []
+        """Each slot's memory: its part of its bucket's gradients."""
+        super().__init__(buckets, mesh, policy, fixed)
         summed = [bucket.sum_axes for bucket in self.buckets]
         self._copies = [mesh.comm(*(axis for axis in axes if axis not in slice_axes(axes))) for axes in summed]
         self._summed = [False] * len(self.buckets)
@@ -81,16 +84,17 @@ class Sharded(Synchroniser):
     def make_slot(self, bucket: Bucket, comm: Comm) -> Slot:
         start, stop = self.policy.owned(bucket, comm)
         slot = bucket.slot(start, stop, part_axes=slice_axes(bucket.sum_axes))
-        slot.parameter.grad = bucket.gradients.new_zeros(stop - start)
+        self._totals.append(bucket.gradients.new_zeros(stop - start))
+        slot.parameter.grad = floats_in(self._totals[-1])
         return slot
 
     def make_gradients(self) -> Gradients:
-        return Gradients(self._views, self.filled, self._begin)
+        return gradients_of(self._views, self.fixed, self.filled, self._begin)
 
     @property
     def gradient_bytes(self) -> int:
         """The slices, and the buckets that a backward pass has whole at a time."""
-        slices = sum(size_bytes(self._slice(index)) for index in range(len(self.buckets)))
+        slices = sum(size_bytes(self._total(index)) for index in range(len(self.buckets)))
         whole = [((bucket.matrix, bucket.sum_axes, bucket.cut_axes), bucket.gradients) for bucket in self.buckets]
         late = sum(size_bytes(gradients) for index, (_, gradients) in enumerate(whole) if index in self._late)
         at_once = ((kind, size_bytes(x)) for index, (kind, x) in enumerate(whole) if index not in self._late)
@@ -115,7 +119,7 @@ class Sharded(Synchroniser):
 
     def arrivals(self) -> Iterator[int]:
         for index, bucket in enumerate(self.buckets):
-            has_gradients = any(parameter.grad is not None for parameter in bucket.parameters)
+            has_gradients = any(self.gradients.has(parameter) for parameter in bucket.parameters)
             if has_gradients or not (self._summed[index] or index in self._under_way):
                 self._leave(index)
         self._collect()
@@ -125,7 +129,7 @@ class Sharded(Synchroniser):
                 self._sum_across(index)
         across, self._across = self._across, {}
         self._complete.clear()
-        return ended([across[index] for index in range(len(self.buckets))])
+        return self._as_floats(ended([across[index] for index in range(len(self.buckets))]))
 
     def publish(self, *, wait: bool = True) -> None:
         super().publish(wait=wait)
@@ -135,10 +139,8 @@ class Sharded(Synchroniser):
         """The parameters whose gradients fill a bucket; what has no elements here gets none."""
         return {member for member in self.buckets[index].parameters if member.numel()}
 
-    def _slice(self, index: int) -> Tensor:
-        gradient = self._slots[index].parameter.grad
-        assert gradient is not None, "a slot without a gradient"
-        return gradient
+    def _total(self, index: int) -> Tensor:
+        return self._totals[index]
 
     def _begin(self, parameter: nn.Parameter) -> None:
         """A gradient is about to be written: its bucket gets its memory, if it has none."""
@@ -153,7 +155,7 @@ class Sharded(Synchroniser):
         self._collect([other for other in self._under_way if not self.fill_together(index, other)])
         for parameter in bucket.parameters:
             self.gradients.fill(parameter)
-            parameter.grad = None
+            self.gradients.clear(parameter)
         allocate(bucket.gradients)  # one without an element here
         bucket.gradients[bucket.places[-1].stop :].zero_()  # padding, of which a slice and so the norm has a part
         self._under_way[index] = self.policy.reduce(bucket, self.comms[index])
@@ -169,7 +171,7 @@ class Sharded(Synchroniser):
         """Wait for the sums of these buckets, by default of all, add them to the slices, and free their memory."""
         for index in list(self._under_way) if indices is None else indices:
             self._under_way.pop(index).wait()
-            bucket, total = self.buckets[index], self._slice(index)
+            bucket, total = self.buckets[index], self._total(index)
             start, stop = self.policy.owned(bucket, self.comms[index])
             if self._summed[index]:
                 total += bucket.gradients[start:stop]
@@ -181,7 +183,7 @@ class Sharded(Synchroniser):
                 self._sum_across(index)
 
     def _sum_across(self, index: int) -> None:
-        self._across[index] = self._copies[index].all_reduce(self._slice(index), wait=False)
+        self._across[index] = self._copies[index].all_reduce(self._total(index), wait=False)
 
 
 def whole_bytes(buckets: Iterable[tuple[Hashable, int]]) -> int:

@@ -13,9 +13,11 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from meshwright.bits.fixed import FixedPoint
+from meshwright.bits.gradients import ExactGradients
 from meshwright.model import Batch, Chunk, Hidden, LoadRows, Model, Scales
 from meshwright.parameters.bucket import Bucket, FlatWeights, PartsUsing, Slot
-from meshwright.parameters.gradients import Gradients
+from meshwright.parameters.gradients import Gradients, OnFirst, OnGradient, Views
 from meshwright.ranks.agreement import make_equal, same_everywhere
 from meshwright.ranks.comm import DONE, Comm, Later, Work, size_bytes
 from meshwright.ranks.grid import DATA_AXES
@@ -124,8 +126,10 @@ class Synchroniser:
 
     every_microbatch = False
 
-    def __init__(self, buckets: Iterable[Bucket], mesh: Mesh, policy: Policy) -> None:
-        """`buckets`: taken one after the other, so that one that is not kept whole is given back before the next."""
+    def __init__(self, buckets: Iterable[Bucket], mesh: Mesh, policy: Policy, fixed: FixedPoint | None = None) -> None:
+        """`buckets`: taken one after the other, so that one that is not kept whole is given back before the next.
+        `fixed`: how gradients become integers, where the buckets' are."""
+        self.fixed = fixed
         self.mesh = mesh
         self.policy = policy
         self.buckets: list[Bucket] = []
@@ -166,7 +170,7 @@ class Synchroniser:
 
     def make_gradients(self) -> Gradients:
         """Where the model's layers add their gradients up."""
-        return Gradients(self._views, self.filled)
+        return gradients_of(self._views, self.fixed, self.filled)
 
     @property
     def weight_bytes(self) -> int:
@@ -220,7 +224,19 @@ class Synchroniser:
             missing.clear()
         self._launch()
         works, self._works, self._missing = self._works, [], self._all_members()
-        return ended(works)
+        return self._as_floats(ended(works))
+
+    def _as_floats(self, arrivals: Iterator[int]) -> Iterator[int]:
+        """The arrivals, each slot's sum of integers as the float32 gradient that its optimizer reads."""
+        for index in arrivals:
+            if self.fixed is not None:
+                self.fixed.to_float32(self._total(index))
+            yield index
+
+    def _total(self, index: int) -> Tensor:
+        """The memory in which a slot's gradient is summed."""
+        start, stop = self.policy.owned(self.buckets[index], self.comms[index])
+        return self.buckets[index].gradients[start:stop]
 
     def finish(self) -> None:
         for _ in self.arrivals():
@@ -235,7 +251,7 @@ class Synchroniser:
         self._wait([index for index, comm in enumerate(self.comms) if wait or comm.begins_when_waited_for])
         for bucket in self.buckets:
             for parameter in bucket.parameters:
-                parameter.grad = None
+                self.gradients.clear(parameter)
 
     def whole_weights(self) -> AbstractContextManager[None]:
         self._wait()
@@ -261,13 +277,25 @@ class Synchroniser:
         """Start the sums of the next buckets in order, as far as they are filled."""
         while len(self._works) < len(self.buckets) and not self._missing[len(self._works)]:
             index = len(self._works)
-            self._works.append(self._sum(self.buckets[index], self.comms[index]))
+            bucket = self.buckets[index]
+            if self.fixed is not None:
+                bucket.gradients[bucket.places[-1].stop :].zero_()  # padding, where the last step's floats still are
+            self._works.append(self._sum(bucket, self.comms[index]))
 
     def _sum(self, bucket: Bucket, comm: Comm) -> Work:
         """Under way, or where it would block here begun when it is waited for."""
         if self.policy.blocks:
             return Later(lambda: self.policy.reduce(bucket, comm).wait())
         return self.policy.reduce(bucket, comm)
+
+
+def gradients_of(
+    views: Views, fixed: FixedPoint | None, on_gradient: OnGradient, on_first: OnFirst | None = None
+) -> Gradients:
+    """Where layers add up: floats, or integers if sums are `fixed`."""
+    if fixed is None:
+        return Gradients(views, on_gradient, on_first)
+    return ExactGradients(views, fixed, on_gradient, on_first)
 
 
 def make_buckets_equal(buckets: Sequence[Bucket], mesh: Mesh) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from meshwright.bits.fixed import SQUARE_DIGITS, FixedPoint, exact_squares, joined_squares
 from meshwright.parameters.bucket import Slot
 from meshwright.ranks.grid import ENDS, HEAD_COPIES, PIPE
 from meshwright.ranks.mesh import Mesh
@@ -25,8 +26,9 @@ def gradient_norm(slots: Sequence[Slot], mesh: Mesh) -> Tensor:
     return norm_of_squares(slots, dict(enumerate(squares_of(slots))), mesh)
 
 
-def squares_of(slots: Sequence[Slot]) -> tuple[Tensor, ...]:
+def squares_of(slots: Sequence[Slot], fixed: FixedPoint | None = None) -> tuple[Tensor, ...]:
     """The sum of the squares of what this rank holds of each slot's gradient, float64 scalars. A GPU gets one launch.
+    `fixed`: by digits, whose sums have no order (bits/fixed.py).
 
     It is summed in float64 whatever the gradient's precision. A float32 sum of many squares stops growing where a
     square is less than its last bit: on CPUs torch's is 7e-4 off at 2^24 elements, so buckets and layouts would
@@ -34,6 +36,8 @@ def squares_of(slots: Sequence[Slot]) -> tuple[Tensor, ...]:
     """
     gradients = [slot.parameter.grad for slot in slots if slot.parameter.grad is not None]
     assert len(gradients) == len(slots), "a slot without a gradient"
+    if fixed is not None:
+        return tuple(exact_squares(gradient, fixed.scale) for gradient in gradients)
     if gradients and gradients[0].device.type == "cuda":
         return torch.stack(torch._foreach_norm(gradients, 2, torch.float64)).square_().unbind()
     return tuple(_square_of(gradient) for gradient in gradients)
@@ -46,23 +50,31 @@ def _square_of(gradient: Tensor) -> Tensor:
     return torch.stack(norms).square().sum()
 
 
-def norm_of_squares(slots: Sequence[Slot], squares: Mapping[int, Tensor], mesh: Mesh) -> Tensor:
-    """The norm from each slot's part of `squares_of`, by the slot's index."""
+def norm_of_squares(
+    slots: Sequence[Slot], squares: Mapping[int, Tensor], mesh: Mesh, fixed: FixedPoint | None = None
+) -> Tensor:
+    """The norm from each slot's part of `squares_of`, by the slot's index. `fixed`: it is not finite where an addend of
+    a gradient was too large for its sum, on whichever rank, which 8 bytes more in the world tell."""
     by_axes: defaultdict[tuple[str, ...], list[Tensor]] = defaultdict(list)
     for index, slot in enumerate(slots):
         if _counts(slot, mesh):
             by_axes[mesh.grid.ordered(axis for axis in slot.part_axes if axis not in (HEAD_COPIES, ENDS))].append(
                 squares[index]
             )
-    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    digits = () if fixed is None else (len(SQUARE_DIGITS),)
+    total = torch.zeros(digits, dtype=torch.float64, device=mesh.device)
     for axes, parts in sorted(by_axes.items()):
-        part = torch.stack(parts).sum()
+        part = torch.stack(parts).sum(0)
         if axes:
             mesh.comm(*axes).all_reduce(part)
         total += part
     if PIPE in mesh.grid.names:
         mesh.comm(PIPE).all_reduce(total)
-    return total.sqrt()
+    if fixed is None:
+        return total.sqrt()
+    spoiled = fixed.spoiled.to(torch.float64)
+    mesh.world.all_reduce(spoiled)
+    return joined_squares(total, fixed.scale).sqrt().where(spoiled == 0, torch.nan)
 
 
 def _counts(slot: Slot, mesh: Mesh) -> bool:

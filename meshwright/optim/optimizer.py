@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from meshwright.bits.fixed import FixedPoint
 from meshwright.config import Config
 from meshwright.config.schema import ScheduleSection
 from meshwright.errors import DivergedError
@@ -127,7 +128,16 @@ class PendingStep:
 class Optimizer:
     """torch's AdamW or SGD over slots, with clipping, a schedule and loss scaling around it."""
 
-    def __init__(self, config: Config, slots: Sequence[Slot], mesh: Mesh, make_states: StatesFactory = InPlace) -> None:
+    def __init__(
+        self,
+        config: Config,
+        slots: Sequence[Slot],
+        mesh: Mesh,
+        make_states: StatesFactory = InPlace,
+        fixed: FixedPoint | None = None,
+    ) -> None:
+        """`fixed`: how gradients were added as integers, where they were."""
+        self.fixed = fixed
         self.config = config
         self.slots = list(slots)
         self.mesh = mesh
@@ -159,10 +169,10 @@ class Optimizer:
         if self.streams:
             self.held.step(self._measured(arriving, squares), self._update(rate))
         elif self.mesh.device.type == "cuda":
-            squares = dict(zip(sorted(arriving), squares_of(self.slots), strict=True))
+            squares = dict(zip(sorted(arriving), squares_of(self.slots, self.fixed), strict=True))
         else:
             deque(self._measured(arriving, squares), maxlen=0)  # each while the next is under way
-        norm = norm_of_squares(self.slots, squares, self.mesh) / self.scaler.scale
+        norm = norm_of_squares(self.slots, squares, self.mesh, self.fixed) / self.scaler.scale
         finite = torch.isfinite(norm)
         skips = late and self.config.optimizer.update.skips
         if not self.streams and (skips or bool(finite)):
@@ -201,7 +211,7 @@ class Optimizer:
     def _measured(self, arrivals: Iterable[int], squares: dict[int, Tensor]) -> Iterator[int]:
         """Pass the arrivals on, and leave each slot's part of the norm in `squares`."""
         for index in arrivals:
-            (squares[index],) = squares_of([self.slots[index]])
+            (squares[index],) = squares_of([self.slots[index]], self.fixed)
             yield index
 
     def _end(self) -> str:

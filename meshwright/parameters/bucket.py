@@ -110,8 +110,9 @@ class Bucket:
         """The part start..stop as something to step. `part_axes`: the sum axes whose ranks step other parts, each as
         long as this one, in order; none where they all step the same."""
         parameter = nn.Parameter(self.values[start:stop])
-        parameter.grad_dtype = self.gradients.dtype
-        parameter.grad = self.gradients[start:stop]
+        gradient = floats_in(self.gradients[start:stop])
+        parameter.grad_dtype = gradient.dtype
+        parameter.grad = gradient
         places = tuple(part for place in self.places for part in place.clip(start, stop))
         slices = Slices(self.places, part_axes, stop - start)
         return Slot(parameter, places, self.matrix, (*self.cut_axes, *part_axes), self.shared, slices)
@@ -124,6 +125,11 @@ class Bucket:
     def copy_axes(self, grid: Grid) -> tuple[str, ...]:
         """The axes whose ranks hold the same parameters."""
         return other_axes(grid, self.cut_axes, self.shared)
+
+
+def floats_in(gradients: Tensor) -> Tensor:
+    """The memory [n] in which a slot finds its gradient: float32 in the first half where sums are int64."""
+    return gradients.view(torch.float32)[: gradients.numel()] if gradients.dtype == torch.int64 else gradients
 
 
 def slice_axes(sum_axes: Iterable[str]) -> tuple[str, ...]:
@@ -200,9 +206,15 @@ def arranged(
     return sorted([*full, *open_groups.items()], key=lambda group: -min(group[0].parts, default=0))
 
 
-def padded(num_elements: int, ranks: int) -> int:
-    """How long a bucket of so many elements is: each of those that sum it can have an equal part."""
-    return -(-num_elements // ranks) * ranks
+VECTOR = 16
+"""Elements that a CPU's vectors are multiples of: an optimizer's kernel rounds what is left over in another way."""
+
+
+def padded(num_elements: int, ranks: int, *, exact: bool = False) -> int:
+    """How long a bucket of so many elements is: each of those that sum it can have an equal part, and where bits are
+    layout-free one of whole vectors."""
+    unit = ranks * (VECTOR if exact else 1)
+    return -(-num_elements // unit) * unit
 
 
 def make_buckets(
@@ -214,12 +226,13 @@ def make_buckets(
     chunks: PartsUsing | None = None,
     *,
     widens: bool = False,
+    exact: bool = False,
     shares: bool = False,
     fill: Fill | None = None,
 ) -> Iterator[Bucket]:
     """Move the parameters into buckets of about `bucket_bytes`, or by `parts` and `chunks`, in order of readiness.
-    `widens`: as gradient_dtype. `shares`: gradients lie where all ranks that sum them can read them, if they share a
-    node. `fill`: gives those that are meta tensors (Mesh.empty) their values.
+    `widens`: as gradient_dtype. `exact`: gradients are sums of integers (bits/). `shares`: gradients lie where all
+    ranks that sum them can read them, if they share a node. `fill`: gives meta tensors (Mesh.empty) their values.
 
     A bucket is made when it is asked for, so that whoever keeps a slice of each never holds all of them.
     """
@@ -227,7 +240,8 @@ def make_buckets(
     sizes = [(name, parameter.numel(), parameter.dtype) for name, parameter in members.items()]
     for kind, names in arranged(sizes, specs, mesh, bucket_bytes, parts, chunks):
         group, dtype = [(name, members[name]) for name in names], gradient_dtype(kind.dtype, widens)
-        length = padded(sum(parameter.numel() for _, parameter in group), kind.ranks(mesh))
+        dtype = torch.int64 if exact else dtype
+        length = padded(sum(parameter.numel() for _, parameter in group), kind.ranks(mesh), exact=exact)
         comm = mesh.comm(*(kind.sum_axes if shares else ()))
         yield _make_bucket(kind, group, specs, mesh, comm.zeros(length, dtype, mesh.device), fill)
 
@@ -266,7 +280,7 @@ def _make_bucket(
             view.copy_(parameter.detach())
             parameter.data = view
         members.append(parameter)
-        parameter.grad_dtype = gradients.dtype
+        parameter.grad_dtype = floats_in(gradients[:0]).dtype
         spec, box = specs[name], specs[name].box(mesh.grid, mesh.rank)
         is_hidden = spec.matrix and not spec.table and box.lengths == spec.shape
         places.append(Place(name, spec.shape, box, start, stop, is_hidden))

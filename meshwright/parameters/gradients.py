@@ -55,6 +55,8 @@ class Gradients:
         """The index of the last deferred work, by parameter."""
         self.user = 0
         """The rank's chunk whose backward pass or work runs."""
+        self.last_grain = True
+        """Whether the backward pass or work that runs is the last of its microbatch."""
         self._apart: dict[nn.Parameter, dict[int, Tensor]] = {}
         """Parameters that several chunks use, with the memory of each but the first, whose gradient comes last."""
         # Weak: Python's collector does not see hooks, and a model that is dropped would stay with its bucket's memory.
@@ -101,6 +103,14 @@ class Gradients:
         for apart in self._apart.get(parameter, {}).values():
             view.add_(apart)
             apart.zero_()
+
+    def clear(self, parameter: nn.Parameter) -> None:
+        """Forget a gradient: the next is written, not added."""
+        parameter.grad = None
+
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Whether a gradient has come since it was cleared."""
+        return parameter.grad is not None
 
     @property
     def defers(self) -> bool:

@@ -12,9 +12,10 @@ the batch and gives the loss, B begins with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -43,6 +44,19 @@ class Graph:
     outgoing: tuple[GradientEdge, ...]
 
 
+class Grains(Protocol):
+    """The grains of microbatches, where a run has any (bits/grains.py)."""
+
+    def of(self, batch: Batch, incoming: Hidden) -> Iterator[tuple[Batch, Hidden]]:
+        """Each grain's rows of a microbatch, in order."""
+
+    def begin(self, microbatch: int, number: int) -> None:
+        """Say which grain of which microbatch goes forward."""
+
+    def total_loss(self, losses: Sequence[Hidden]) -> Hidden:
+        """(The sum of the grains' losses,), each a scalar."""
+
+
 class Stage:
     """A chunk of the model on a rank; what it holds of each microbatch goes from task to task."""
 
@@ -54,16 +68,19 @@ class Stage:
         run: RunForward = run_model,
         autocasts: tuple[str, torch.dtype] | None = None,
         number: int = 0,
+        grains: Grains | None = None,
     ) -> None:
         """`number`: the chunk's among those of its rank. `autocasts`: the type of device and the dtype of
-        torch's autocast, under which forward passes run (O1); backward passes follow the dtypes that it chose."""
+        torch's autocast, under which forward passes run (O1); backward passes follow the dtypes that it chose.
+        `grains`: the samples of a microbatch that are computed at a time; by default all of them."""
         self.model = model
         self.gradients = gradients
         self.run_forward = run
         self.autocasts = autocasts
         self.number = number
-        self._graphs: dict[int, Graph] = {}
-        self._works: dict[int, list[WeightWork]] = {}
+        self.grains = grains
+        self._graphs: dict[int, list[Graph]] = {}
+        self._works: dict[int, list[list[WeightWork]]] = {}
 
     @property
     def is_first(self) -> bool:
@@ -79,38 +96,72 @@ class Stage:
 
     def forward(self, index: int, incoming: Hidden, batch: Batch, scales: Scales) -> Hidden:
         """F: what the stage after reads, or (loss,)."""
+        if self.grains is None:
+            graph, outgoing = self._forward(incoming, batch, scales)
+            self._graphs[index] = [graph]
+            return outgoing
+        self._graphs[index], outgoings = [], []
+        for number, (grain, rows) in enumerate(self.grains.of(batch, incoming)):
+            self.grains.begin(index, number)
+            graph, outgoing = self._forward(rows, grain, scales)
+            self._graphs[index].append(graph)
+            outgoings.append(outgoing)
+        return self.grains.total_loss(outgoings) if self.is_last else joined(outgoings)
+
+    def _forward(self, incoming: Hidden, batch: Batch, scales: Scales) -> tuple[Graph, Hidden]:
         for x in incoming:
             x.requires_grad_()
         with self.autocast():
             outgoing = self.run_forward(self.model, batch, scales, incoming)
-        self._graphs[index] = Graph(incoming, tuple(get_gradient_edge(x) for x in outgoing))
-        return tuple(x.detach() for x in outgoing)
+        return Graph(incoming, tuple(get_gradient_edge(x) for x in outgoing)), tuple(x.detach() for x in outgoing)
 
     def backward(self, index: int, gradients: Hidden, *, defers: bool) -> Hidden:
         """B: what the stage before reads. `gradients`: of what F gave, from the stage after. `defers`: W follows."""
-        graph = self._graphs.pop(index)
-        begin, after = graph.outgoing, None if self.is_last else gradients  # a loss's own gradient is 1
+        graphs = self._graphs.pop(index)
         self.gradients.user = self.number
+        afters = [None] * len(graphs) if self.is_last else split(gradients, len(graphs))  # a loss's own gradient is 1
+        works: list[list[WeightWork]] = []
+        for number, (graph, after) in enumerate(zip(graphs, afters, strict=True)):
+            self.gradients.last_grain = number == len(graphs) - 1
+            if defers:
+                with self.gradients.deferred() as of_grain:
+                    torch.autograd.backward(graph.outgoing, after)
+                works.append(of_grain)
+            else:
+                torch.autograd.backward(graph.outgoing, after)
         if defers:
-            with self.gradients.deferred() as works:
-                torch.autograd.backward(begin, after)
             self._works[index] = works
-        else:
-            torch.autograd.backward(begin, after)
-        return tuple(_gradient(x) for x in graph.incoming)
+        return joined([tuple(_gradient(x) for x in graph.incoming) for graph in graphs])
 
     @torch.no_grad()
     def weights(self, index: int, *, final: bool) -> None:
         """W. `final`: its gradients are summed over ranks before those of another microbatch are added."""
         self.gradients.user = self.number
-        for work in self._works.pop(index):
-            work(final)
+        grains = self._works.pop(index)
+        for number, works in enumerate(grains):
+            self.gradients.last_grain = number == len(grains) - 1
+            for work in works:
+                work(final)
 
     @torch.no_grad()
     def evaluate(self, incoming: Hidden, batch: Batch) -> Hidden:
         """Forward without gradients: what the stage after reads, or (normed hidden states,)."""
         with self.autocast():
-            return self.model.hidden_states(batch, incoming)
+            if self.grains is None:
+                return self.model.hidden_states(batch, incoming)
+            return joined([self.model.hidden_states(grain, rows) for grain, rows in self.grains.of(batch, incoming)])
+
+
+def split(hidden: Hidden, parts: int) -> list[Hidden]:
+    """The rows of each tensor in so many equal parts, each in memory of its own."""
+    if parts == 1:
+        return [hidden]
+    return [tuple(x.clone() for x in part) for part in zip(*(x.chunk(parts) for x in hidden), strict=True)]
+
+
+def joined(parts: Sequence[Hidden]) -> Hidden:
+    """The rows of each tensor, of all parts."""
+    return parts[0] if len(parts) == 1 else tuple(torch.cat(rows) for rows in zip(*parts, strict=True))
 
 
 def _gradient(x: Tensor) -> Tensor:

@@ -58,6 +58,9 @@ class SerialNorm(ShardedModule):
     def __init__(self, mesh: Mesh, hidden: int, epsilon: float, *, bias: bool = True) -> None:
         super().__init__(mesh)
         self.epsilon = epsilon
+        self.affine_apart = False
+        """Whether weight and bias are applied by operations of their own, whose gradients are sums over rows: those of
+        torch's kernel are added thread by thread, and end with other bits where threads are more."""
         self.weight = self.declare("weight", ShardSpec((hidden,), initial=ONES, matrix=False, full_precision=True))
         spec = ShardSpec((hidden,), initial=ZEROS, matrix=False, full_precision=True)
         self.bias = self.declare("bias", spec) if bias else None
@@ -65,6 +68,9 @@ class SerialNorm(ShardedModule):
     def forward(self, h: Tensor) -> Tensor:
         biases = () if self.bias is None else (self.bias,)
         x, weight, *cast = kernel_operands(h, self.mesh.device_type, self.weight, *biases)
+        if self.affine_apart:
+            y = F.layer_norm(x, weight.shape, None, None, self.epsilon) * weight
+            return (y + cast[0] if cast else y).to(h.dtype)
         return F.layer_norm(x, weight.shape, weight, cast[0] if cast else None, self.epsilon).to(h.dtype)
 
 

@@ -16,6 +16,7 @@ from dataclasses import asdict, replace
 import torch
 from torch import Tensor
 
+from meshwright.bits.fixed import rounded_loss
 from meshwright.errors import DivergedError
 from meshwright.launch.signals import StopRequest
 from meshwright.model import Batch, Samples, counts_of, to_device
@@ -46,6 +47,11 @@ StepLine = dict[str, object]
 """The metrics of a step, as metrics.jsonl has them."""
 
 
+SUMMED_LOSS = 2.0**12
+"""The scale of a loss that is summed over its elements, whose number divides it at the end: sums stay exact below
+2^24."""
+
+
 @torch.no_grad()
 def validate(parts: Parts, held_out: Samples, num_batches: int) -> dict[str, float]:
     """Measure the loss over the first `num_batches` global batches of a split, and the accuracy of the first label.
@@ -60,14 +66,21 @@ def validate(parts: Parts, held_out: Samples, num_batches: int) -> dict[str, flo
 
     def add(h: Tensor, batch: Batch) -> None:
         with parts.pipeline.stages[-1].autocast():
-            losses = [float(model.loss(h, batch, {other: float(other == name) for other in names})) for name in names]
+            losses = [model.loss(h, batch, {other: float(other == name) for other in names}) for name in names]
             right = model.num_correct(h, batch)
-        sums.add_(torch.tensor([losses, counts_of(batch, names), right], device=h.device, dtype=torch.float64))
+        if parts.grains is not None:
+            losses = [rounded_loss(loss, SUMMED_LOSS) for loss in losses]
+        numbers = [[float(loss) for loss in losses], counts_of(batch, names), right]
+        sums.add_(torch.tensor(numbers, device=h.device, dtype=torch.float64))
+
+    def add_grains(h: Tensor, batch: Batch) -> None:
+        for grain, (rows,) in parts.grains.of(batch, (h,)) if parts.grains is not None else [(batch, (h,))]:
+            add(rows, grain)
 
     with parts.strategy.whole_weights():
         for index in range(num_batches):
             rows = held_out.held_out(index * config.batch.global_ + mine, config.replica_batch)
-            parts.pipeline.evaluate(parts.microbatches(to_device(rows, mesh.device)), add)
+            parts.pipeline.evaluate(parts.microbatches(to_device(rows, mesh.device)), add_grains)
     mesh.comm(*config.layout.batch_axes, PIPE).all_reduce(sums)
     losses, counts, right = sums
     return {"validation_loss": float((losses / counts).sum()), "validation_accuracy": float(right[0] / counts[0])}
