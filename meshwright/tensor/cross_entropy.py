@@ -40,6 +40,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.model import IGNORED
+from meshwright.parameters.bucket import VECTOR
 from meshwright.parameters.shard import WriteGradient
 from meshwright.ranks.agreement import all_rows
 from meshwright.ranks.comm import Comm
@@ -310,7 +311,13 @@ def _selected(h: Tensor, labels: Tensor, classes: Classes) -> tuple[Tensor, Tens
         index = flat.new_empty(samples * max(1, round(classes.labelled * length)))
         return h[index], flat[index]
     selects = 2 * classes.labelled < 1 or classes.device_type == "cpu"  # on a GPU the host would wait for the count
-    return (h[counted], flat[counted]) if selects and 2 * int(counted.sum()) < flat.numel() else (h, flat)
+    number = int(counted.sum())
+    if not selects or 2 * number >= flat.numel():
+        return h, flat
+    # Up to whole vectors with tokens that are not counted: threads would share other numbers of rows unevenly, and a
+    # product would end with other bits where threads are more.
+    first = torch.sort(~counted, stable=True).indices[: -(-number // VECTOR) * VECTOR]
+    return h[first], flat[first]
 
 
 @torch.no_grad()
