@@ -17,7 +17,7 @@ import torch
 from meshwright.ranks.comm import DONE
 from meshwright.ranks.grid import Grid
 from meshwright.training.metrics import StepWork, metrics_line
-from meshwright.training.step_report import StepReport, StepReports, StragglerWatch
+from meshwright.training.step_report import TABLE, StepReports, StragglerWatch, row_of
 
 STEPS = 30
 
@@ -37,22 +37,26 @@ def main() -> None:
     ranks = parser.parse_args().ranks
     torch.set_num_threads(1)
     grid = Grid((("data", ranks // 8), ("pipe", 1), ("tensor", 8)))
-    report = StepReport(0.5, [8], False, 1.0, 2.0, 3.0, 4, tuple(range(len(grid.axis_sets))), own_seconds=0.5)
-    numbers = torch.tensor(report.numbers(), dtype=torch.float64).view(torch.int64)
+    report = {
+        "loss": 0.5, "stop": False, "next_counts": [8], "busy_seconds": 1.0, "own_seconds": 0.5, "dropped_pairs": 0.0,
+        "pipeline_seconds": 2.0, "task_seconds": 3.0, "peak_memory_bytes": 4,
+        "sent_bytes": tuple(range(len(grid.axis_sets))),
+    }  # fmt: skip
+    numbers = row_of(TABLE, report)
     rows, peers = numbers.repeat(ranks, 1), grid.group(5, "data")
     watch, work = StragglerWatch(grid), StepWork(10, 1.0, 1.0, None)
 
     def a_rank() -> StepReports:
-        reports = StepReports(rows, DONE, num_labels=1, num_hashes=0)
-        assert reports.losses[0] == report.loss
-        assert not reports.stop
+        reports = StepReports(TABLE, report, rows, DONE)
+        assert reports["loss"][0] == report["loss"]
+        assert not reports.reduced("stop")
         reports.next_counts(peers)
         return reports
 
     def rank_0() -> None:
-        each = a_rank().each()
-        metrics_line(1.0, work, each, grid)
-        watch.step([one.own_seconds for one in each])
+        reports = a_rank()
+        metrics_line(1.0, work, reports, grid)
+        watch.step(reports["own_seconds"])
 
     print(f"{ranks} ranks, {len(numbers)} numbers each: a rank {milliseconds(a_rank):.2f} ms a step, ", end="")
     print(f"rank 0 {milliseconds(rank_0):.1f} ms")

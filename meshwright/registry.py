@@ -10,6 +10,7 @@
 | syncs      | a Sync of data_parallel/section.py                                |
 | optimizers | an Update of optim/section.py                                     |
 | sinks      | a Sink of training/sinks.py                                       |
+| metrics    | a Metric of training/metric.py, in every run that knows of it     |
 
 An entry is written `module:attribute`, ours here, those of another package as entry points of the group
 `meshwright.GROUP` in its metadata, those of a script or a notebook by `register`. Entries import no torch: each names
@@ -91,6 +92,7 @@ OURS: Mapping[str, Mapping[str, str]] = {
         "momentum": "meshwright.optim.section:MOMENTUM",
         "muon": "meshwright.optim.section:MUON",
     },
+    "metrics": {},  # ours are a table of their own, training/step_report.py
 }
 
 BASES: Mapping[str, str] = {
@@ -102,6 +104,7 @@ BASES: Mapping[str, str] = {
     "syncs": "meshwright.data_parallel.section:Sync",
     "optimizers": "meshwright.optim.section:Update",
     "sinks": "meshwright.training.sinks:Sink",
+    "metrics": "meshwright.training.metric:Metric",
 }
 """The class that an entry of a group is an instance or a subclass of."""
 
@@ -115,7 +118,7 @@ NAMED_BY: Mapping[str, str] = {
     "optimizers": "optimizer.name",
     "sinks": "metrics.sinks",
 }
-"""The field by which a run names an entry of each group."""
+"""The field by which a run names an entry of each group, but for metrics: a run has all that it knows of."""
 
 
 def entries(group: str) -> dict[str, Any]:

@@ -160,6 +160,9 @@ def test_they_train_verify_plan_and_go_on(run: str, toys: Path) -> None:
     trained = losses(out)
     assert len(trained) == 6
     assert trained[-1] < trained[0]
+    metric = [json.loads(line)["largest_weight"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert len({*metric}) == 6  # of weights that each step has changed
+    assert min(metric) > 0
     assert {path.name for path in (out / "checkpoints").iterdir()} == {"step-2", "step-4", "step-6"}
 
 

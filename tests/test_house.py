@@ -62,6 +62,7 @@ ROOMS = {
     "optimizers": {"optim"},
     "data": {"data"},
     "sinks": {"training"},
+    "metrics": {"training"},
 }
 """Where the strategies of a group may be told apart."""
 

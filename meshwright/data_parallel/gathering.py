@@ -32,7 +32,7 @@ from torch import Tensor
 
 from meshwright.bits.fixed import FixedPoint
 from meshwright.data_parallel.policies import Zero1
-from meshwright.data_parallel.sharded import Sharded, allocate, free
+from meshwright.data_parallel.sharded import Sharded, SlicedSum, allocate, free
 from meshwright.data_parallel.strategy import Policy, RunsParts, make_buckets_equal
 from meshwright.model import EMBEDDINGS, HEAD, Batch, Chunk, Hidden, Model, Scales
 from meshwright.parameters.bucket import Bucket, FlatWeights, PartsUsing, Slot
@@ -130,28 +130,49 @@ class Walk:
         return Move(tuple(sorted(released)), tuple(sorted(gathered)), tuple(sorted(started)))
 
 
+class GatheredSum(SlicedSum):
+    """A bucket whose weights are a slice, too. Replicas are compared before they are cut: afterwards only those of
+    other shard groups hold the same."""
+
+    def __init__(self, bucket: Bucket, mesh: Mesh, policy: Policy) -> None:
+        assert isinstance(policy, Zero3), f"{policy} does not gather"
+        self.gathers = policy
+        self.differing = make_buckets_equal([bucket], mesh) if mesh.device.type != "meta" else []
+        self.pinned = False
+        """Whether the weights stay whole."""
+        super().__init__(bucket, mesh, policy)
+        free(bucket.values)
+
+    def make_slot(self) -> Slot:
+        slot = super().make_slot()
+        slot.parameter.data = slot.parameter.data.clone()
+        return slot
+
+    def gather(self) -> None:
+        """Start to bring the others' slices of the weights here."""
+        if not self.pinned:
+            allocate(self.bucket.values)
+            self.arriving = self.gathers.gather(self.bucket, self.slot.parameter.detach(), self.comm)
+
+    def release(self) -> None:
+        """Give the weights' memory back."""
+        self.wait()
+        if not self.pinned:
+            free(self.bucket.values)
+
+
 class Gathering(Sharded):
     """Holds slices of the weights, and those of two parts of the model whole."""
 
+    sum_of = GatheredSum
+    sums: list[GatheredSum]  # type: ignore[assignment]
+
     def __init__(self, buckets: Iterable[Bucket], mesh: Mesh, policy: Policy, fixed: FixedPoint | None = None) -> None:
-        assert isinstance(policy, Zero3), f"{policy} does not gather"
-        self.gathers = policy
-        self._differing: list[str] = []
-        self._index_of: dict[int, int] = {}
-        """Buckets by the storage of their values."""
         super().__init__(buckets, mesh, policy, fixed)
+        self._index_of = {x.values.untyped_storage()._cdata: index for index, x in enumerate(self.buckets)}
+        """Buckets by the storage of their values."""
         self._kept: dict[int, set[int]] = {}
         self._walk = Walk(self._of, self._kept, ())
-        self._pinned: set[int] = set()
-
-    def take(self, bucket: Bucket) -> None:
-        """Cut a bucket to this rank's slice of it. Its replicas are compared before: afterwards only those of other
-        shard groups hold the same."""
-        if self.mesh.device.type != "meta":
-            self._differing += make_buckets_equal([bucket], self.mesh)
-        self._index_of[bucket.values.untyped_storage()._cdata] = len(self.buckets)
-        super().take(bucket)
-        free(bucket.values)
 
     def follow(self, model: RunsParts, using: PartsUsing, chunks: Sequence[Chunk]) -> None:
         """Gather what a chain's parts need when it runs them."""
@@ -159,24 +180,19 @@ class Gathering(Sharded):
         self._kept = {part: set() for part in self._of.keys() & {EMBEDDINGS, HEAD}}
         self._walk = Walk(self._of, self._kept, chunks)
 
-    def make_slot(self, bucket: Bucket, comm: Comm) -> Slot:
-        slot = super().make_slot(bucket, comm)
-        slot.parameter.data = slot.parameter.data.clone()
-        return slot
-
     @property
     def weights(self) -> list[FlatWeights]:
         grid = self.mesh.grid
-        return [FlatWeights(slot.parameter.detach(), slot.places, slot.copy_axes(grid)) for slot in self._slots]
+        return [FlatWeights(slot.parameter.detach(), slot.places, slot.copy_axes(grid)) for slot in self.slots]
 
     @property
     def weight_bytes(self) -> int:
         """The slices, and the two neighbouring parts that are largest together."""
         sizes = [bucket.values.numel() * bucket.values.element_size() for bucket in self.buckets]
-        return sum(size_bytes(slot.parameter) for slot in self._slots) + two_parts_bytes(self._of, sizes)
+        return sum(size_bytes(slot.parameter) for slot in self.slots) + two_parts_bytes(self._of, sizes)
 
-    def fill_together(self, one: int, other: int) -> bool:
-        return self.buckets[one].parts == self.buckets[other].parts
+    def fill_together(self, one: SlicedSum, other: SlicedSum) -> bool:
+        return one.bucket.parts == other.bucket.parts
 
     def forward(self, model: Model, batch: Batch, scales: Scales, incoming: Hidden) -> Hidden:
         self._walk.begin()
@@ -194,19 +210,23 @@ class Gathering(Sharded):
         head = set(self._of[max(self._of)])
         self._gather(head - self._walk.held)
         self._wait(head)
-        self._pinned = head
+        for index in head:
+            self.sums[index].pinned = True
         yield
-        self._pinned = set()
+        for index in head:
+            self.sums[index].pinned = False
         self._release(self._walk.held | head)
         self._walk.held = set()
 
     def make_replicas_equal(self) -> list[str]:
-        differing = list(self._differing)
-        for slot in self._slots:
+        differing = []
+        for one in self.sums:
+            differing += one.differing
+            one.differing = []
+        for slot in self.slots:
             comm = self.mesh.comm(*slot.copy_axes(self.mesh.grid))
             if make_equal(slot.parameter.data, comm):
                 differing += [place.name for place in slot.places]
-        self._differing = []
         return differing
 
     def run_part(self, part: int, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -231,12 +251,9 @@ class Gathering(Sharded):
         """The result, whose gradient calls for the part's weights when it is whole."""
         hidden = result if isinstance(result, tuple) else (result,)
         learn = [x for x in hidden if x.requires_grad]
-        turned = iter(_Turn.apply(lambda: self._back(part), *learn))
+        turned = iter(_Turn.apply(lambda: self._move(part, self._walk.backward(part)), *learn))
         hidden = tuple(next(turned) if x.requires_grad else x for x in hidden)
         return hidden if isinstance(result, tuple) else hidden[0]
-
-    def _back(self, part: int) -> None:
-        self._move(part, self._walk.backward(part))
 
     def _move(self, part: int, move: Move) -> None:
         """Wait for the weights of the part that begins, and start those of the one ahead."""
@@ -247,16 +264,12 @@ class Gathering(Sharded):
 
     def _gather(self, indices: Collection[int]) -> None:
         """Start what is not there, in one order on all ranks."""
-        for index in sorted(set(indices) - self._pinned):
-            bucket = self.buckets[index]
-            allocate(bucket.values)
-            own = self._slots[index].parameter.detach()
-            self._arriving[index] = self.gathers.gather(bucket, own, self.comms[index])
+        for index in sorted(indices):
+            self.sums[index].gather()
 
     def _release(self, indices: Collection[int]) -> None:
-        self._wait(indices)
-        for index in set(indices) - self._pinned:
-            free(self.buckets[index].values)
+        for index in sorted(indices):
+            self.sums[index].release()
 
 
 class _Turn(torch.autograd.Function):

@@ -17,12 +17,12 @@ One is added by a `Sync` and its line in the registry (docs/extending.md).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshwright.errors import Problem
-from meshwright.ranks.section import TRANSPORTS
+from meshwright.ranks.section import TRANSPORTS, TransportFacts
 from meshwright.registry import entries
 from meshwright.section import Rule, divisors, listed, rule
 
@@ -94,20 +94,25 @@ def needs_whole_sequences(config: Config) -> Iterator[Problem]:
         yield Problem(FIELD, sync, rule_text, _others(needs_whole_sequences))
 
 
-@rule(FIELD, "layout.transport")
-def needs_process_groups(config: Config) -> Iterator[Problem]:
-    transport = config.layout.transport
-    if transport != "auto" and not TRANSPORTS[transport].process_groups:
-        rule_text = f"runs inside torch.distributed, which layout.transport={transport} does not start"
-        yield Problem(FIELD, config.layout.data.sync, rule_text, "layout.transport=torch or auto, or sync=zero1")
+def _needs_transport(suits: Callable[[TransportFacts], bool], text: str) -> Rule:
+    """A rule on transports that do not suit a strategy; `text` says why."""
+
+    @rule(FIELD, "layout.transport")
+    def needs_transport(config: Config) -> Iterator[Problem]:
+        name = config.layout.transport
+        if name != "auto" and not suits(TRANSPORTS[name]):
+            valid = "layout.transport=torch or auto, or sync=zero1"
+            yield Problem(FIELD, config.layout.data.sync, text.format(f"layout.transport={name}"), valid)
+
+    return needs_transport
 
 
-@rule(FIELD, "layout.transport")
-def needs_verbs_under_way(config: Config) -> Iterator[Problem]:
-    transport = config.layout.transport
-    if transport != "auto" and not TRANSPORTS[transport].moves_alone:
-        rule_text = f"sends while it computes, and layout.transport={transport} moves nothing before it is waited for"
-        yield Problem(FIELD, config.layout.data.sync, rule_text, "layout.transport=torch or auto, or sync=zero1")
+needs_process_groups = _needs_transport(
+    lambda facts: facts.process_groups, "runs inside torch.distributed, which {} does not start"
+)
+needs_verbs_under_way = _needs_transport(
+    lambda facts: facts.moves_alone, "sends while it computes, and {} moves nothing before it is waited for"
+)
 
 
 @rule(FIELD, EXPERT_FIELD)

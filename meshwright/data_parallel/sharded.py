@@ -26,15 +26,14 @@ do.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 
 from torch import Tensor, nn
 
 from meshwright.bits.fixed import FixedPoint
 from meshwright.data_parallel.policies import Zero1
-from meshwright.data_parallel.strategy import Policy, Synchroniser, ended, gradients_of
+from meshwright.data_parallel.strategy import BucketSum, Policy, State, Synchroniser
 from meshwright.parameters.bucket import Bucket, Slot, floats_in, slice_axes
-from meshwright.parameters.gradients import Gradients
 from meshwright.ranks.comm import Comm, Work, size_bytes
 from meshwright.ranks.grid import PIPE
 from meshwright.ranks.mesh import Mesh
@@ -42,6 +41,84 @@ from meshwright.ranks.mesh import Mesh
 
 class Zero2(Zero1):
     """Rank r owns the r-th slice of every bucket, and holds no more of its gradients than that."""
+
+
+class SlicedSum(BucketSum):
+    """A bucket whose gradients are summed in each microbatch into a slice, which the slot holds, and else have no
+    memory. It is filling again when a microbatch's sum is in the slice."""
+
+    def __init__(self, bucket: Bucket, mesh: Mesh, policy: Policy) -> None:
+        super().__init__(bucket, mesh, policy)
+        self.copies = mesh.comm(*(axis for axis in bucket.sum_axes if axis not in slice_axes(bucket.sum_axes)))
+        """The ranks that hold the same slice."""
+        self.across: Work | None = None
+        """The slice's sum over them, once a step."""
+        self.waits = len(bucket.chunks) > 1
+        """Whether it adds up in whole, and is summed at the step's end."""
+        self.holds = False
+        """Whether the slice has a sum of this step."""
+        self.last = False
+        """Whether it has left for the last time in the step, so that its slice may go on to the other groups."""
+        free(bucket.gradients)
+
+    def make_comm(self) -> Comm:
+        """Verbs that travel: a backward pass begins them bucket by bucket, and meeting all ranks for each would make
+        the first wait for the last as often."""
+        return self.mesh.comm(*slice_axes(self.bucket.sum_axes)).under_way()
+
+    def make_slot(self) -> Slot:
+        start, stop = self.policy.owned(self.bucket, self.comm)
+        slot = self.bucket.slot(start, stop, part_axes=slice_axes(self.bucket.sum_axes))
+        self.slice = self.bucket.gradients.new_zeros(stop - start)
+        slot.parameter.grad = floats_in(self.slice)
+        return slot
+
+    @property
+    def total(self) -> Tensor:
+        return self.slice
+
+    def begin(self) -> None:
+        self.collect()
+        allocate(self.bucket.gradients)
+
+    def take(self, parameter: nn.Parameter) -> None:
+        self.collect()  # of the microbatch before
+        super().take(parameter)
+
+    def leave(self) -> None:
+        allocate(self.bucket.gradients)  # one without an element here
+        super().leave()
+
+    def collect(self) -> None:
+        """Wait for a microbatch's sum, if one is under way, add it to the slice, and give its memory back."""
+        if self.state is not State.SUMMING:
+            return
+        super().end()
+        start, stop = self.policy.owned(self.bucket, self.comm)
+        if self.holds:
+            self.slice.add_(self.bucket.gradients[start:stop])
+        else:
+            self.slice.copy_(self.bucket.gradients[start:stop])
+        self.holds = True
+        free(self.bucket.gradients)
+        self.refill()
+        if self.last:
+            self.cross()
+
+    def cross(self) -> None:
+        """Sum the slice, which is complete, over those who hold the same one."""
+        self.collect()
+        if self.across is None:
+            self.across = self.copies.all_reduce(self.slice, wait=False)
+
+    def end(self) -> None:
+        assert self.across is not None, "a slice that its other holders have not summed"
+        self.across.wait()
+        self.state = State.SUMMED
+
+    def publish(self) -> None:
+        super().publish()
+        self.holds, self.last, self.across = False, False, None
 
 
 class Sharded(Synchroniser):
@@ -52,138 +129,69 @@ class Sharded(Synchroniser):
     """
 
     every_microbatch = True
+    sum_of: type[SlicedSum] = SlicedSum
+    sums: list[SlicedSum]  # type: ignore[assignment]
+    _sum_of: dict[nn.Parameter, SlicedSum]  # type: ignore[assignment]
 
     def __init__(self, buckets: Iterable[Bucket], mesh: Mesh, policy: Policy, fixed: FixedPoint | None = None) -> None:
-        self._totals: list[Tensor] = []
-        """Each slot's memory: its part of its bucket's gradients."""
         super().__init__(buckets, mesh, policy, fixed)
-        summed = [bucket.sum_axes for bucket in self.buckets]
-        self._copies = [mesh.comm(*(axis for axis in axes if axis not in slice_axes(axes))) for axes in summed]
-        self._summed = [False] * len(self.buckets)
-        """Whether a bucket's slice holds a sum of this step."""
-        self._under_way: dict[int, Work] = {}
-        self._complete: set[int] = set()
-        """Buckets that have left in the step's last microbatch, where their slices may go on to the other groups."""
-        self._across: dict[int, Work] = {}
-        """Sums of slices over the ranks that hold the same ones."""
-        self._late = {index for index, bucket in enumerate(self.buckets) if len(bucket.chunks) > 1}
-        """Buckets that are summed at the step's end."""
+        self._summing: list[SlicedSum] = []
         self._left: defaultdict[int, int] = defaultdict(int)
         """How many buckets of a microbatch have left, by the chunk of this stage that fills them."""
-        self._missing = [self._members(index) for index in range(len(self.buckets))]
-
-    def take(self, bucket: Bucket) -> None:
-        super().take(bucket)
-        free(bucket.gradients)
-
-    def make_comm(self, bucket: Bucket) -> Comm:
-        """Verbs that travel: a backward pass begins them bucket by bucket, and meeting all ranks for each would make
-        the first wait for the last as often."""
-        return self.mesh.comm(*slice_axes(bucket.sum_axes)).under_way()
-
-    def make_slot(self, bucket: Bucket, comm: Comm) -> Slot:
-        start, stop = self.policy.owned(bucket, comm)
-        slot = bucket.slot(start, stop, part_axes=slice_axes(bucket.sum_axes))
-        self._totals.append(bucket.gradients.new_zeros(stop - start))
-        slot.parameter.grad = floats_in(self._totals[-1])
-        return slot
-
-    def make_gradients(self) -> Gradients:
-        return gradients_of(self._views, self.fixed, self.filled, self._begin)
 
     @property
     def gradient_bytes(self) -> int:
         """The slices, and the buckets that a backward pass has whole at a time."""
-        slices = sum(size_bytes(self._total(index)) for index in range(len(self.buckets)))
-        whole = [((bucket.matrix, bucket.sum_axes, bucket.cut_axes), bucket.gradients) for bucket in self.buckets]
-        late = sum(size_bytes(gradients) for index, (_, gradients) in enumerate(whole) if index in self._late)
-        at_once = ((kind, size_bytes(x)) for index, (kind, x) in enumerate(whole) if index not in self._late)
-        return slices + late + whole_bytes(at_once)
+        sizes = {one: size_bytes(one.bucket.gradients) for one in self.sums}
+        late = sum(size for one, size in sizes.items() if one.waits)
+        buckets = ((one.bucket, size) for one, size in sizes.items() if not one.waits)
+        at_once = whole_bytes(((bucket.matrix, bucket.sum_axes, bucket.cut_axes), size) for bucket, size in buckets)
+        return sum(size_bytes(one.slice) for one in self.sums) + late + at_once
 
     def filled(self, parameter: nn.Parameter) -> None:
         """A parameter has its gradient of a microbatch. Buckets of its chunk that are full leave, in their order."""
-        index, chunk = self._bucket_of[parameter], self.gradients.user
+        one, chunk = self._sum_of[parameter], self.gradients.user
         if self.gradients.defers:  # it did not wait for W, as others of its bucket may
-            self._late.add(index)
-        self._missing[index].discard(parameter)
-        order = [
-            index
-            for index, bucket in enumerate(self.buckets)
-            if index not in self._late and bucket.chunks in ((), (chunk,))
-        ]
-        while order and not self._missing[order[self._left[chunk] % len(order)]]:
+            one.waits = True
+        one.take(parameter)
+        if one.state is not State.FULL and not one.waits:  # nothing can leave now that could not before
+            return
+        order = [one for one in self.sums if not one.waits and one.bucket.chunks in ((), (chunk,))]
+        while order and order[self._left[chunk] % len(order)].state is State.FULL:
             self._leave(order[self._left[chunk] % len(order)])
             self._left[chunk] = (self._left[chunk] + 1) % len(order)
             if self._left[chunk] == 0:
                 break
 
     def arrivals(self) -> Iterator[int]:
-        for index, bucket in enumerate(self.buckets):
-            has_gradients = any(self.gradients.has(parameter) for parameter in bucket.parameters)
-            if has_gradients or not (self._summed[index] or index in self._under_way):
-                self._leave(index)
-        self._collect()
+        for one in self.sums:
+            begun = one.holds or one.state is State.SUMMING
+            if not begun or any(self.gradients.has(parameter) for parameter in one.bucket.parameters):
+                self._leave(one)
         self._left.clear()
-        for index in range(len(self.buckets)):
-            if index not in self._across:
-                self._sum_across(index)
-        across, self._across = self._across, {}
-        self._complete.clear()
-        return self._as_floats(ended([across[index] for index in range(len(self.buckets))]))
+        return self._ended()
 
-    def publish(self, *, wait: bool = True) -> None:
-        super().publish(wait=wait)
-        self._summed = [False] * len(self.buckets)
+    def _ended(self) -> Iterator[int]:
+        for one in self.sums:
+            one.cross()
+        return super()._ended()
 
-    def _members(self, index: int) -> set[nn.Parameter]:
-        """The parameters whose gradients fill a bucket; what has no elements here gets none."""
-        return {member for member in self.buckets[index].parameters if member.numel()}
-
-    def _total(self, index: int) -> Tensor:
-        return self._totals[index]
-
-    def _begin(self, parameter: nn.Parameter) -> None:
-        """A gradient is about to be written: its bucket gets its memory, if it has none."""
-        index = self._bucket_of[parameter]
-        if index in self._under_way:
-            self._collect([index])
-        allocate(self.buckets[index].gradients)
-
-    def _leave(self, index: int) -> None:
+    def _leave(self, one: SlicedSum) -> None:
         """Start a bucket's sum, when those that fill at another time have ended."""
-        bucket = self.buckets[index]
-        self._collect([other for other in self._under_way if not self.fill_together(index, other)])
-        for parameter in bucket.parameters:
+        for other in self._summing:
+            if not self.fill_together(one, other):
+                other.collect()
+        for parameter in one.bucket.parameters:
             self.gradients.fill(parameter)
             self.gradients.clear(parameter)
-        allocate(bucket.gradients)  # one without an element here
-        bucket.gradients[bucket.places[-1].stop :].zero_()  # padding, of which a slice and so the norm has a part
-        self._under_way[index] = self.policy.reduce(bucket, self.comms[index])
-        self._missing[index] = self._members(index)
-        if self._final and self.mesh.size(PIPE) == 1:
-            self._complete.add(index)
+        # Beside stages weight gradients come in an order of their own, and slices go on behind the backward pass.
+        one.last = self._final and self.mesh.size(PIPE) == 1
+        one.leave()
+        self._summing = [*(other for other in self._summing if other.state is State.SUMMING), one]
 
-    def fill_together(self, one: int, other: int) -> bool:
+    def fill_together(self, one: SlicedSum, other: SlicedSum) -> bool:
         """Whether two buckets are full at about the same time."""
-        return one == other
-
-    def _collect(self, indices: Sequence[int] | None = None) -> None:
-        """Wait for the sums of these buckets, by default of all, add them to the slices, and free their memory."""
-        for index in list(self._under_way) if indices is None else indices:
-            self._under_way.pop(index).wait()
-            bucket, total = self.buckets[index], self._total(index)
-            start, stop = self.policy.owned(bucket, self.comms[index])
-            if self._summed[index]:
-                total += bucket.gradients[start:stop]
-            else:
-                total.copy_(bucket.gradients[start:stop])
-            self._summed[index] = True
-            free(bucket.gradients)
-            if index in self._complete:
-                self._sum_across(index)
-
-    def _sum_across(self, index: int) -> None:
-        self._across[index] = self._copies[index].all_reduce(self._total(index), wait=False)
+        return one is other
 
 
 def whole_bytes(buckets: Iterable[tuple[Hashable, int]]) -> int:

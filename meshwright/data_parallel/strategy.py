@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -17,7 +19,7 @@ from meshwright.bits.fixed import FixedPoint
 from meshwright.bits.gradients import ExactGradients
 from meshwright.model import Batch, Chunk, Hidden, LoadRows, Model, Scales
 from meshwright.parameters.bucket import Bucket, FlatWeights, PartsUsing, Slot
-from meshwright.parameters.gradients import Gradients, OnFirst, OnGradient, Views
+from meshwright.parameters.gradients import Gradients, OnFirst, OnGradient
 from meshwright.ranks.agreement import make_equal, same_everywhere
 from meshwright.ranks.comm import DONE, Comm, Later, Work, size_bytes
 from meshwright.ranks.grid import DATA_AXES
@@ -111,6 +113,88 @@ class Strategy(Protocol):
         """Compare by hash the parameters that several ranks hold; broadcast the first's where they differ: which."""
 
 
+class State(Enum):
+    """Where a bucket is in a step. A sum that has ended in a microbatch that is not the last makes it fill anew."""
+
+    FILLING = "some of its gradients are to come"
+    FULL = "it leaves when those before it have left"
+    SUMMING = "its sum is under way"
+    SUMMED = "its slot holds the whole gradient"
+
+
+class BucketSum:
+    """A bucket on its way through a step, and the one owner of its state: filling, full, summing, summed.
+
+    What happens at each turn is here, and overridden where a strategy does otherwise; when buckets turn, and in which
+    order, is the Synchroniser's.
+    """
+
+    def __init__(self, bucket: Bucket, mesh: Mesh, policy: Policy) -> None:
+        self.bucket, self.mesh, self.policy = bucket, mesh, policy
+        self.comm = self.make_comm()
+        """The ranks over which the policy sums and publishes the bucket."""
+        self.slot = self.make_slot()
+        self.views = dict(bucket.members())  # taken while there is memory, of which a slice's is given back
+        self.work: Work = DONE
+        """The sum that is under way."""
+        self.arriving: Work | None = None
+        """Values that others have stepped, on their way to this rank."""
+        self.refill()
+
+    def make_comm(self) -> Comm:
+        return self.mesh.comm(*self.bucket.sum_axes)
+
+    def make_slot(self) -> Slot:
+        """The part of the bucket that this rank's optimizer steps."""
+        start, stop = self.policy.owned(self.bucket, self.comm)
+        return self.bucket.slot(start, stop, part_axes=() if self.policy.replicated else self.bucket.sum_axes)
+
+    def refill(self) -> None:
+        """Filling: all gradients are to come, but of what has no elements here, whose owner is another rank."""
+        self.missing = {member for member in self.bucket.parameters if member.numel()}
+        self.state = State.FILLING if self.missing else State.FULL
+
+    def begin(self) -> None:
+        """A gradient is about to be written into the bucket."""
+
+    def take(self, parameter: nn.Parameter) -> None:
+        """A parameter has its gradient. Full when it was the last."""
+        self.missing.discard(parameter)
+        if not self.missing:
+            self.state = State.FULL
+
+    def leave(self) -> None:
+        """Summing: the sum is begun, or where it would block here begun when it is waited for."""
+        # Padding, of which a slice and so the norm has a part: a slice's memory is new, and after a step of integers
+        # the floats lie there that they became.
+        self.bucket.gradients[self.bucket.places[-1].stop :].zero_()
+        reduce, self.state = partial(self.policy.reduce, self.bucket, self.comm), State.SUMMING
+        self.work = Later(lambda: reduce().wait()) if self.policy.blocks else reduce()
+
+    def end(self) -> None:
+        """Summed: wait for the sum."""
+        work, self.work = self.work, DONE
+        work.wait()
+        self.state = State.SUMMED
+
+    @property
+    def total(self) -> Tensor:
+        """The memory in which the slot's gradient is summed: integers where bits are layout-free."""
+        start, stop = self.policy.owned(self.bucket, self.comm)
+        return self.bucket.gradients[start:stop]
+
+    def publish(self) -> None:
+        """The slot was stepped: its new values go to those who do not step it, and the bucket fills anew."""
+        self.arriving = self.policy.publish(self.bucket, self.comm)
+        self.refill()
+
+    def wait(self) -> None:
+        """Return when the values of all owners have arrived."""
+        if self.arriving is not None:
+            work, self.arriving = self.arriving, None
+            work.wait()
+
+
 class Synchroniser:
     """Sums buckets over their axes by a policy, each as soon as the backward pass has filled it.
 
@@ -125,52 +209,28 @@ class Synchroniser:
     """
 
     every_microbatch = False
+    sum_of: type[BucketSum] = BucketSum
 
     def __init__(self, buckets: Iterable[Bucket], mesh: Mesh, policy: Policy, fixed: FixedPoint | None = None) -> None:
-        """`buckets`: taken one after the other, so that one that is not kept whole is given back before the next.
-        `fixed`: how gradients become integers, where the buckets' are."""
+        """`fixed`: how gradients become integers, where the buckets' are."""
         self.fixed = fixed
         self.mesh = mesh
         self.policy = policy
-        self.buckets: list[Bucket] = []
-        self.comms: list[Comm] = []
-        self._slots: list[Slot] = []
-        self._views: dict[nn.Parameter, Tensor] = {}
-        for bucket in buckets:
-            self.take(bucket)
-        self._missing = self._all_members()
-        self._works: list[Work] = []
+        # One after the other, so that a bucket that is not kept whole is given back before the next is made.
+        self.sums = [self.sum_of(bucket, mesh, policy) for bucket in buckets]
+        self.buckets = [one.bucket for one in self.sums]
+        self.slots = [one.slot for one in self.sums]
+        self._sum_of = {parameter: one for one in self.sums for parameter in one.views}
+        self._num_left = 0
+        """How many buckets have left in this step."""
         self._final = False
-        self._arriving: dict[int, Work] = {}
-        """Buckets whose values are on their way."""
         self._of: dict[int, list[int]] = {}
         """The buckets that each part of the model reads."""
-        numbered = enumerate(self.buckets)
-        self._bucket_of = {parameter: index for index, bucket in numbered for parameter in bucket.parameters}
-        self.gradients = self.make_gradients()
-        for parameter in self._bucket_of:
+        views = {parameter: view for one in self.sums for parameter, view in one.views.items()}
+        told: tuple[OnGradient, OnFirst] = self.filled, lambda parameter: self._sum_of[parameter].begin()
+        self.gradients = Gradients(views, *told) if fixed is None else ExactGradients(views, fixed, *told)
+        for parameter in self._sum_of:
             parameter.grad = None
-
-    def take(self, bucket: Bucket) -> None:
-        """Add a bucket: the ranks that sum it, and the part of it that this rank's optimizer steps."""
-        comm = self.make_comm(bucket)
-        self.buckets.append(bucket)
-        self.comms.append(comm)
-        self._slots.append(self.make_slot(bucket, comm))
-        self._views |= bucket.members()
-
-    def make_comm(self, bucket: Bucket) -> Comm:
-        """The ranks over which the policy sums and publishes a bucket."""
-        return self.mesh.comm(*bucket.sum_axes)
-
-    def make_slot(self, bucket: Bucket, comm: Comm) -> Slot:
-        """The part of a bucket that this rank's optimizer steps."""
-        start, stop = self.policy.owned(bucket, comm)
-        return bucket.slot(start, stop, part_axes=() if self.policy.replicated else bucket.sum_axes)
-
-    def make_gradients(self) -> Gradients:
-        """Where the model's layers add their gradients up."""
-        return gradients_of(self._views, self.fixed, self.filled)
 
     @property
     def weight_bytes(self) -> int:
@@ -179,10 +239,6 @@ class Synchroniser:
     @property
     def gradient_bytes(self) -> int:
         return sum(size_bytes(bucket.gradients) for bucket in self.buckets) + self.gradients.apart_bytes
-
-    @property
-    def slots(self) -> list[Slot]:
-        return self._slots
 
     @property
     def weights(self) -> list[FlatWeights]:
@@ -199,10 +255,6 @@ class Synchroniser:
     def expect(self, final: bool) -> None:
         self._final = final
 
-    def _all_members(self) -> list[set[nn.Parameter]]:
-        """The parameters of each bucket. What has no elements here (its owner is another rank) gets no gradient."""
-        return [{member for member in bucket.parameters if member.numel()} for bucket in self.buckets]
-
     def follow(self, model: RunsParts, using: PartsUsing, chunks: Sequence[Chunk]) -> None:
         """Wait for the values of a chain's parts when it runs them. `using`: the parts that use each parameter;
         `chunks`: those of the chain that this rank holds."""
@@ -216,27 +268,36 @@ class Synchroniser:
         self._wait(self._of[part])
         return function(*arguments)
 
+    def filled(self, parameter: nn.Parameter) -> None:
+        """A parameter has its gradient of a microbatch. In the final one, buckets that are full leave."""
+        if self._final:
+            self.gradients.fill(parameter)
+            self._sum_of[parameter].take(parameter)
+            self._launch()
+
+    def _launch(self) -> None:
+        """Start the sums of the next buckets in order, as far as they are full."""
+        while self._num_left < len(self.sums) and self.sums[self._num_left].state is State.FULL:
+            self.sums[self._num_left].leave()
+            self._num_left += 1
+
     def arrivals(self) -> Iterator[int]:
         self._wait()  # a slot must not be stepped while it travels
-        for missing in self._missing:
-            for parameter in missing:  # which the last microbatch did not reach
+        for one in self.sums:
+            for parameter in tuple(one.missing):  # which the last microbatch did not reach
                 self.gradients.fill(parameter)
-            missing.clear()
+                one.take(parameter)
         self._launch()
-        works, self._works, self._missing = self._works, [], self._all_members()
-        return self._as_floats(ended(works))
+        self._num_left = 0
+        return self._ended()
 
-    def _as_floats(self, arrivals: Iterator[int]) -> Iterator[int]:
-        """The arrivals, each slot's sum of integers as the float32 gradient that its optimizer reads."""
-        for index in arrivals:
+    def _ended(self) -> Iterator[int]:
+        """The buckets' indices, each when its slot holds the whole gradient."""
+        for index, one in enumerate(self.sums):
+            one.end()
             if self.fixed is not None:
-                self.fixed.to_float32(self._total(index))
+                self.fixed.to_float32(one.total)
             yield index
-
-    def _total(self, index: int) -> Tensor:
-        """The memory in which a slot's gradient is summed."""
-        start, stop = self.policy.owned(self.buckets[index], self.comms[index])
-        return self.buckets[index].gradients[start:stop]
 
     def finish(self) -> None:
         for _ in self.arrivals():
@@ -244,14 +305,13 @@ class Synchroniser:
 
     def publish(self, *, wait: bool = True) -> None:
         self._wait()
-        for index in reversed(range(len(self.buckets))):
-            self._arriving[index] = self.policy.publish(self.buckets[index], self.comms[index])
+        for one in reversed(self.sums):
+            one.publish()
+            for parameter in one.bucket.parameters:
+                self.gradients.clear(parameter)
         # What begins when it is waited for gains nothing, and inside of a forward pass the first and the last stage
         # would wait for each other: for a tied table's values, and for the hidden states before them.
-        self._wait([index for index, comm in enumerate(self.comms) if wait or comm.begins_when_waited_for])
-        for bucket in self.buckets:
-            for parameter in bucket.parameters:
-                self.gradients.clear(parameter)
+        self._wait([index for index, one in enumerate(self.sums) if wait or one.comm.begins_when_waited_for])
 
     def whole_weights(self) -> AbstractContextManager[None]:
         self._wait()
@@ -263,39 +323,8 @@ class Synchroniser:
 
     def _wait(self, indices: Collection[int] | None = None) -> None:
         """Return when the values of these buckets have arrived, by default of all."""
-        for index in sorted(self._arriving if indices is None else self._arriving.keys() & set(indices)):
-            self._arriving.pop(index).wait()
-
-    def filled(self, parameter: nn.Parameter) -> None:
-        """A parameter has its gradient of a microbatch. In the final one, buckets that are full leave."""
-        if self._final:
-            self.gradients.fill(parameter)
-            self._missing[self._bucket_of[parameter]].discard(parameter)
-            self._launch()
-
-    def _launch(self) -> None:
-        """Start the sums of the next buckets in order, as far as they are filled."""
-        while len(self._works) < len(self.buckets) and not self._missing[len(self._works)]:
-            index = len(self._works)
-            bucket = self.buckets[index]
-            if self.fixed is not None:
-                bucket.gradients[bucket.places[-1].stop :].zero_()  # padding, where the last step's floats still are
-            self._works.append(self._sum(bucket, self.comms[index]))
-
-    def _sum(self, bucket: Bucket, comm: Comm) -> Work:
-        """Under way, or where it would block here begun when it is waited for."""
-        if self.policy.blocks:
-            return Later(lambda: self.policy.reduce(bucket, comm).wait())
-        return self.policy.reduce(bucket, comm)
-
-
-def gradients_of(
-    views: Views, fixed: FixedPoint | None, on_gradient: OnGradient, on_first: OnFirst | None = None
-) -> Gradients:
-    """Where layers add up: floats, or integers if sums are `fixed`."""
-    if fixed is None:
-        return Gradients(views, on_gradient, on_first)
-    return ExactGradients(views, fixed, on_gradient, on_first)
+        for index in range(len(self.sums)) if indices is None else sorted(indices):
+            self.sums[index].wait()
 
 
 def make_buckets_equal(buckets: Sequence[Bucket], mesh: Mesh) -> list[str]:
@@ -307,10 +336,3 @@ def make_buckets_equal(buckets: Sequence[Bucket], mesh: Mesh) -> list[str]:
             parts = ((place.name, bucket.values[place.start : place.stop]) for place in bucket.places)
             differing += [name for name, values in parts if make_equal(values, comm)]
     return differing
-
-
-def ended(works: list[Work]) -> Iterator[int]:
-    """The works' indices, each when it has ended."""
-    for index, work in enumerate(works):
-        work.wait()
-        yield index

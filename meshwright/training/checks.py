@@ -44,6 +44,13 @@ def weight_hashes(parts: Parts) -> Tensor:
     return _hashes(parts, parts.strategy.weights)
 
 
+def hashes_due(parts: Parts, step: int) -> Tensor:
+    """Hash the weights in the steps in which `check.every` compares them, counted from 0; else empty."""
+    every = parts.config.check.every
+    due = every and (step + 1) % every == 0
+    return weight_hashes(parts) if due else torch.empty(0, dtype=torch.int64, device=parts.mesh.device)
+
+
 def state_hashes(parts: Parts) -> Tensor:
     """Hash weights, masters and moments, all that a checkpoint holds: int64 [sets] as `weight_hashes`."""
     return _hashes(parts, _saved(parts))

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +18,14 @@ import torch
 from meshwright.config import Config
 from meshwright.config.schema import Precision
 from meshwright.errors import MeshwrightError
-from meshwright.machine import peak_resident_bytes, release_freed_memory
+from meshwright.machine import release_freed_memory
 from meshwright.model import Costs
 from meshwright.models.chain import chain_of
 from meshwright.ranks.grid import PIPE, Grid
 from meshwright.training.folder import write_whole
 from meshwright.training.follow import METRICS
 from meshwright.training.sinks import Tracker
-from meshwright.training.step_report import StepReport
+from meshwright.training.step_report import StepReports
 
 PAPER_TOKENS = 3e11
 SECONDS_A_DAY = 86400
@@ -65,11 +65,6 @@ def paper_flops(products: Costs) -> float:
     return 8 * sum(products.layers) + 6 * (products.embedding + products.head)
 
 
-def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory this rank has held: the allocator's on a GPU, the process's resident set on a CPU."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
-
-
 def release_free_memory(device: torch.device) -> None:
     """Give the allocator's free memory back: CUDA's cache, or glibc's heap on a CPU. Costs time in the next step."""
     if device.type == "cuda":
@@ -107,43 +102,34 @@ def work_of(config: Config, device: torch.device) -> StepWork:
     )
 
 
-def metrics_line(step_seconds: float, work: StepWork, reports: Sequence[StepReport], grid: Grid) -> dict[str, Any]:
+def metrics_line(step_seconds: float, work: StepWork, reports: StepReports, grid: Grid) -> dict[str, Any]:
     """The metrics of a step that are of all ranks' reports, for rank 0. mfu is 'unknown' without a known peak.
 
     sent_bytes: over each axis, and over those sets of axes (`data+depth`) that were used; the sender's that sent most.
     dropped_share: of pairs of a token and an expert those over the capacity, where there is one.
     """
-    sent = {axes: max(report.sent_bytes[index] for report in reports) for index, axes in enumerate(grid.axis_sets)}
-    rate = work.flops / step_seconds
-    pairs = work.droppable_pairs
-    dropped = {"dropped_share": sum(report.dropped_pairs for report in reports) / pairs} if pairs else {}
+    sent = dict(zip(grid.axis_sets, reports.reduced("sent_bytes"), strict=True))
+    rate, pairs = work.flops / step_seconds, work.droppable_pairs
+    total = reports.reduced("pipeline_seconds")
+    stages: list[list[float]] = [[] for _ in range(grid.size(PIPE))]  # a rank's share of the longest pipeline phase
+    for rank, seconds in enumerate(reports["task_seconds"]):
+        stages[grid.coordinates(rank)[PIPE]].append(max(0.0, 1 - seconds / total))
     return {
         "tokens": work.tokens,
         "tokens_per_second": work.tokens / step_seconds,
         "step_seconds": step_seconds,
-        "idle_shares": _idle_shares(reports, grid),
+        "idle_shares": [statistics.mean(shares) for shares in stages],
         "days_for_300g_tokens": PAPER_TOKENS * step_seconds / work.tokens / SECONDS_A_DAY,
-        "peak_memory_bytes": max(report.peak_memory_bytes for report in reports),
         "sent_bytes": {axes: count for axes, count in sent.items() if count or axes in grid.names},
         "flops_per_second": rate,
         "paper_flops_per_second": work.paper_flops / step_seconds,
-        "mfu": rate / (work.peak_flops * len(reports)) if work.peak_flops else "unknown",
+        "mfu": rate / (work.peak_flops * len(reports["busy_seconds"])) if work.peak_flops else "unknown",
         "utilisation": [
-            "unknown" if math.isnan(report.busy_seconds) else min(1.0, report.busy_seconds / step_seconds)
-            for report in reports
+            "unknown" if math.isnan(busy) else min(1.0, busy / step_seconds) for busy in reports["busy_seconds"]
         ],
-        "own_seconds": [report.own_seconds for report in reports],
-        **dropped,
+        **({"dropped_share": reports.reduced("dropped_pairs") / pairs} if pairs else {}),
+        **{name: reports.reduced(name) for name, metric in reports.table.items() if metric.shown},
     }
-
-
-def _idle_shares(reports: Sequence[StepReport], grid: Grid) -> list[float]:
-    """Each stage's share of the longest pipeline phase in which it did no task, the mean of its ranks."""
-    total = max(report.pipeline_seconds for report in reports)
-    stages: list[list[float]] = [[] for _ in range(grid.size(PIPE))]
-    for rank, report in enumerate(reports):
-        stages[grid.coordinates(rank)[PIPE]].append(max(0.0, 1 - report.task_seconds / total))
-    return [statistics.mean(shares) for shares in stages]
 
 
 class MetricsWriter:

@@ -3,12 +3,13 @@
     for batch in batches:
         result = train_step(parts, batch)  # on every rank, with the same global batch
 
-The training loop (loop.py) takes the same step and loads, reports and checks beside it.
+The training loop (loop.py) takes the same step, `begin_step`, and loads, reports and checks beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,22 @@ from meshwright.optim.optimizer import StepResult
 from meshwright.parameters.shard import seed_of
 from meshwright.parts import Parts
 from meshwright.ranks.grid import DATA_AXES, PIPE
+from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE, PhaseClock
+from meshwright.training.record import StepRecord
+
+Beside = Callable[[StepRecord], Callable[[], object]]
+"""beside(step): what a caller does while a step's last sums travel. Returns what must have been done when they have
+come, before the optimizer writes."""
+
+
+@dataclass(frozen=True)
+class ReplicaBatch:
+    """A replica's rows of a global batch, on its device. `counts`: how many elements of each label are valid in the
+    global batch; `samples`: how many the run has seen before it, of which dropout's random numbers are made."""
+
+    rows: Batch
+    counts: list[int]
+    samples: int
 
 
 @dataclass(frozen=True)
@@ -44,16 +61,73 @@ def train_step(
     DivergedError where the gradient is not finite and no smaller loss scale can help.
     """
     number = parts.optimizer.steps_taken if step is None else step
-    loss = backward(parts, batch, number)
-    arrivals: Iterable[int] = parts.strategy.arrivals()
-    whole_loss = parts.mesh.world.all_reduce(loss, wait=False)  # behind the last bucket, as on every rank
+
+    def tell_loss(record: StepRecord) -> Callable[[], object]:
+        return parts.mesh.world.all_reduce(record.loss, wait=False).wait
+
+    record = begin_step(parts, replica_batch(parts, batch, number), number, tell_loss, observe=observe, wait=wait)
+    result = record.conclude()
+    return TrainStep(result.gradient_norm, result.learning_rate, result.applied, float(record.loss))
+
+
+def begin_step(
+    parts: Parts,
+    batch: ReplicaBatch,
+    number: int,
+    beside: Beside,
+    *,
+    observe: Callable[[], None] | None = None,
+    late: bool = False,
+    wait: bool = False,
+) -> StepRecord:
+    """Give the device the step `number`, from 0: passes, sums, the optimizer, publishing. Returns its record.
+
+    `late`: nothing is waited for that the device computes; what it tells is settled in the step after. Otherwise the
+    step is settled when this returns. `observe`, `wait`: as for train_step. Raises as StepRecord.settle.
+    """
+    strategy, optimizer, started = parts.strategy, parts.optimizer, time.perf_counter()
+    phases = PhaseClock(parts.mesh.device, parts.mesh.recorder)
+    phases.begin(PIPELINE)
+    # Full buckets leave in the last microbatch's backward pass, as their gradients become whole.
+    loss = replica_backward(parts, batch.rows, batch.counts, batch.samples)
+    record = StepRecord(parts, number, loss, optimizer.scaler.scale, started, phases, late)
+    phases.begin(DATA_PARALLEL)
+    arriving = strategy.arrivals()  # the last buckets leave here: what `beside` sends comes behind, on every rank
+    phases.pause()
+    before_write = beside(record)
+
+    def arrivals() -> Iterator[int]:
+        yield from arriving
+        # All ranks had to come for the last sum, so nobody waits long now. Weights that differ between replicas, or a
+        # step before this one that was bad, must be known before this step overwrites what shows it.
+        before_write()
+
+    whole: Iterable[int] = phases.waiting(arrivals())
     if observe is not None:
-        arrivals = list(arrivals)  # all are there
+        whole = list(whole)  # else slots that stream would be stepped before the last gradient is there
         observe()
-    result = parts.optimizer.step(number, arrivals)
-    publish(parts, wait=wait)
-    whole_loss.wait()
-    return TrainStep(result.gradient_norm, result.learning_rate, result.applied, float(loss))
+    phases.begin(OPTIMIZER)
+    record.pending = optimizer.begin(number, whole, late=late)
+    if late:
+        record.fetch()
+    else:
+        record.settle()  # before owners publish: a bad weight that is overwritten could not be named any more
+    publish(parts, wait=wait)  # travels under the next forward pass, in which each part waits for its own
+    phases.pause()
+    if late and optimizer.scaler.dynamic:
+        record.conclude()  # the next step's loss scale depends on this step's norm
+    return record
+
+
+def replica_batch(parts: Parts, batch: Batch, number: int) -> ReplicaBatch:
+    """This rank's rows of a global batch, which every rank has, as the batch of the step `number`."""
+    config = parts.config
+
+    def load(first: int, count: int) -> Batch:
+        return rows_of(batch, slice(first, first + count))
+
+    rows = to_device(parts.strategy.share(load, config.replica_batch), parts.mesh.device)
+    return ReplicaBatch(rows, counts_of(batch, parts.model.labels), number * config.batch.global_)
 
 
 def backward(parts: Parts, batch: Batch, step: int = 0) -> Tensor:
@@ -61,27 +135,19 @@ def backward(parts: Parts, batch: Batch, step: int = 0) -> Tensor:
 
     The gradients' sums are under way then: `parts.strategy.arrivals` or `finish` waits for them.
     """
-    config = parts.config
-
-    def load(first: int, count: int) -> Batch:
-        return rows_of(batch, slice(first, first + count))
-
-    rows = to_device(parts.strategy.share(load, config.replica_batch), parts.mesh.device)
-    counts = counts_of(batch, parts.model.labels)
-    return replica_backward(parts, rows, counts, step * config.batch.global_)
+    mine = replica_batch(parts, batch, step)
+    return replica_backward(parts, mine.rows, mine.counts, mine.samples)
 
 
 def replica_backward(parts: Parts, rows: Batch, counts: list[int], samples: int) -> Tensor:
     """Run a replica's rows forward and backward; returns this rank's share of the mean loss, a float64 scalar on its
-    device.
-
-    `counts`: how many elements of each label are valid in the global batch. `samples`: how many the run has seen, of
-    which dropout's random numbers are made.
-    """
+    device. `counts`, `samples`: as in ReplicaBatch."""
     config, mesh = parts.config, parts.mesh
     parts.model.train()
     scale = parts.optimizer.scaler.scale
+    # Each loss is divided by the global batch's count: gradients are then only ever summed, and never averaged.
     scales = scales_of(parts.model.labels, counts, scale, config.batch.global_)
+    # Ranks that compute the same draw the same dropout, whatever the layout; those that hold other parts draw others.
     split = (DATA_AXES, (PIPE,), *((axis,) for axis in (*config.layout.context.token_axes, *parts.kit.split_axes)))
     place = "/".join(str(mesh.index(*axes)) for axes in split)
 

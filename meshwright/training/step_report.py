@@ -2,7 +2,7 @@
 
 It leaves when the backward pass is over, and is read when the last gradient is summed, for which all had to come:
 nobody waits for it, and the optimizer has not written yet when it says that a rank's weights are wrong. On a GPU it is
-of the step before (record.py), whose numbers the host knows by then.
+of the step before (record.py), whose numbers the host knows by then. TABLE declares its numbers, each once.
 
 Stragglers: ranks whose own work takes longer than that of others who do the same, step after step.
 
@@ -15,120 +15,136 @@ from __future__ import annotations
 
 import math
 import statistics
+import struct
 import time
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from meshwright.ranks.comm import Work
+from meshwright.errors import PluginError
+from meshwright.machine import peak_resident_bytes
+from meshwright.pipeline.span import Moment
+from meshwright.pipeline.task import Task
+from meshwright.ranks.comm import DONE, Work
 from meshwright.ranks.flight_recorder import FlightRecorder
 from meshwright.ranks.grid import PIPE, Grid
 from meshwright.ranks.mesh import Mesh
+from meshwright.registry import entries, load_entry
+from meshwright.tensor.experts import dropped_pairs
+from meshwright.training.checks import hashes_due
+from meshwright.training.metric import KEYS, Metric
+from meshwright.training.phases import PIPELINE
 
-_BEFORE_COUNTS = 8
-"""The numbers of a report that stand before its counts."""
+TABLE: Mapping[str, Metric] = {
+    "loss": Metric("sum", lambda step: step.loss, shown=False),  # a rank's share; the sum is in the line of every rank
+    "stop": Metric("any", dtype="bool", shown=False),  # one rank was asked to stop, and all must stop together
+    "next_counts": Metric("each", dtype="int64", shown=False),  # valid elements of each label in the next step's rows
+    "busy_seconds": Metric("each", lambda step: step.lap.busy_seconds, shown=False),
+    "own_seconds": Metric("each", lambda step: step.lap.own_seconds),
+    "pipeline_seconds": Metric("max", lambda step: lambda: step.phases.seconds()[PIPELINE], shown=False),
+    "task_seconds": Metric("each", lambda step: partial(task_seconds, step.parts.pipeline.done), shown=False),
+    "peak_memory_bytes": Metric("max", lambda step: peak_memory_bytes(step.parts.mesh.device), "int64"),
+    "dropped_pairs": Metric("sum", lambda step: dropped_pairs(step.parts.model, step.loss.device), shown=False),
+    "sent_bytes": Metric("max", lambda step: step.lap.sent_bytes, "int64", shown=False),  # by the grid's sets of axes
+    "hashes": Metric("each", lambda step: hashes_due(step.parts, step.number), "int64", shown=False),
+}
+"""All that the ranks tell each other of a step. A number more is a line here, or another package's (docs/extending.md),
+and metrics.jsonl has it. Sums are added up in rank order."""
+
+
+def all_metrics() -> dict[str, Metric]:
+    """The table with other packages' metrics. Raises PluginError where one has the name of ours or of a line's key."""
+    others = entries("metrics")
+    if taken := sorted(others.keys() & (KEYS | TABLE.keys())):
+        raise PluginError(f"the metric {taken[0]} of another package has the name of a number that a step has already")
+    loaded = {name: replace(metric, measure=load_entry(metric.measure)) for name, metric in others.items()}
+    return {**TABLE, **loaded}
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory this rank has held: the allocator's on a GPU, the process's resident set on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
 
 
 @dataclass(frozen=True)
-class StepReport:
-    """One rank's report: its share of the loss and of the next step's valid labels, and how it fares.
+class Lap:
+    """A rank's work since its last report. `own_seconds`: without its waits for others; `sent_bytes`: over each of
+    the grid's sets of axes."""
 
-    `pipeline_seconds`: its forward and backward passes, and the waits between them; `task_seconds`: without the waits.
-    `own_seconds`: since its last report, without its waits for others. `dropped_pairs`: of a token and an expert.
-    `hashes`: of the weights that it shares with others (checks.py), in the steps in which they are compared.
-    """
-
-    loss: float
-    next_counts: list[int]
-    stop: bool
-    busy_seconds: float
-    pipeline_seconds: float
-    task_seconds: float
-    peak_memory_bytes: int
-    sent_bytes: tuple[int, ...]
-    hashes: tuple[int, ...] = ()
+    busy_seconds: float = 0.0
     own_seconds: float = 0.0
-    dropped_pairs: float = 0.0
-
-    def numbers(self) -> list[float]:
-        """All of it as numbers, but for the hashes."""
-        loss, counts, stop, busy, pipeline, tasks, peak, sent, _, own, dropped = astuple(self)
-        return [float(number) for number in (loss, stop, busy, pipeline, tasks, own, peak, dropped, *counts, *sent)]
-
-    @classmethod
-    def of(cls, numbers: Sequence[float], num_labels: int) -> StepReport:
-        """The report that said `numbers`, without hashes."""
-        loss, stop, busy, pipeline, tasks, own, peak, dropped, *rest = numbers
-        counts, sent = list(map(int, rest[:num_labels])), tuple(map(int, rest[num_labels:]))
-        return cls(
-            loss, counts, bool(stop), busy, pipeline, tasks, int(peak), sent, own_seconds=own, dropped_pairs=dropped
-        )
+    sent_bytes: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
+def task_seconds(tasks: Sequence[tuple[Task, Moment, Moment]]) -> float:
+    """Seconds of a rank's forward and backward passes, without the waits between them."""
+    return sum(end() - start() for _, start, end in tasks)
+
+
 class StepReports:
-    """Every rank's step report, on its way to all: numbers as float64, counts exact to 2^53; then hashes, as int64.
+    """Every rank's report of a step, on its way to all: a row of int64 by rank, in which a float lies as its bits.
 
-    What all must know is read by column. Each report by itself is for rank 0, who writes the metrics: a thousand ranks
-    that all read a thousand reports would spend more on them than on the step's own host work.
+    What all must know is read by name, a column at a time: a thousand ranks that all made objects of a thousand
+    reports would spend more on them than on the step's own host work.
     """
 
-    rows: torch.Tensor
-    work: Work
-    num_labels: int
-    num_hashes: int
-    _read: list[torch.Tensor] = field(default_factory=list)
-    """The numbers, once they were waited for. No cached_property: before Python 3.12 it holds a lock meanwhile, for
-    which another rank of the process would wait."""
+    def __init__(self, table: Mapping[str, Metric], values: Mapping[str, Any], rows: Tensor, work: Work) -> None:
+        """`values`: this rank's, whose lengths all ranks' have. `rows` [ranks, numbers] are there when `work` ends."""
+        self.table = table
+        self._rows, self._work = rows, work
+        self._places: dict[str, tuple[int, int, bool]] = {}
+        stop = 0
+        for name, value in values.items():
+            single = not isinstance(value, Sequence)
+            start, stop = stop, stop + (1 if single else len(value))
+            self._places[name] = start, stop, single
 
     @classmethod
-    def begin(cls, mesh: Mesh, report: StepReport) -> StepReports:
-        """Send this rank's report to all others, without waiting for theirs."""
-        numbers = torch.tensor(report.numbers(), dtype=torch.float64)
-        hashes = torch.tensor(report.hashes, dtype=torch.int64)
-        mine = torch.cat([numbers.view(torch.int64), hashes])
+    def begin(cls, mesh: Mesh, table: Mapping[str, Metric], values: Mapping[str, Any]) -> StepReports:
+        """Send this rank's numbers to all others, without waiting for theirs."""
+        mine = row_of(table, values)
         rows = mine.new_empty(mesh.world.size, mine.numel())
-        work = mesh.world.all_gather(rows, mine, wait=False)
-        return cls(rows, work, len(report.next_counts), len(report.hashes))
+        return cls(table, values, rows, mesh.world.all_gather(rows, mine, wait=False))
 
-    @property
-    def _numbers(self) -> torch.Tensor:
-        """Columns in the order of StepReport.numbers. Waits for all ranks."""
-        if not self._read:
-            self.work.wait()
-            numbers = self.rows[:, : self.rows.shape[1] - self.num_hashes]
-            self._read.append(numbers.contiguous().view(torch.float64))
-        return self._read[0]
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
 
-    @property
-    def losses(self) -> list[float]:
-        losses: list[float] = self._numbers[:, 0].tolist()
-        return losses
+    def __getitem__(self, name: str) -> list[Any]:
+        """Each rank's number, or list of numbers, in rank order. Waits for all ranks."""
+        work, self._work = self._work, DONE
+        work.wait()
+        start, stop, single = self._places[name]
+        column = self._rows[:, start:stop].contiguous()
+        if self.table[name].dtype == "float64":
+            column = column.view(torch.float64)
+        values: list[Any] = column.flatten().tolist() if single else column.tolist()
+        return values
 
-    @property
-    def stop(self) -> bool:
-        """Whether some rank was asked to stop."""
-        return bool(self._numbers[:, 1].any())
+    def reduced(self, name: str) -> Any:
+        """One value of all ranks', as the table says."""
+        return self.table[name].reduced(self[name])
 
     def next_counts(self, ranks: Sequence[int]) -> list[int]:
         """How many elements of each label are valid in the next rows of these ranks."""
-        counts = self._numbers[list(ranks), _BEFORE_COUNTS : _BEFORE_COUNTS + self.num_labels]
-        return [int(count) for count in counts.sum(0)]
+        counts = self["next_counts"]
+        return [sum(column) for column in zip(*(counts[rank] for rank in ranks), strict=True)]
 
-    @property
-    def hashes(self) -> list[list[int]]:
-        """Each rank's; empty lists in the steps in which weights are not compared."""
-        size = len(self._numbers)
-        hashes: list[list[int]] = self.rows[:, -self.num_hashes :].tolist() if self.num_hashes else [[]] * size
-        return hashes
 
-    def each(self) -> list[StepReport]:
-        """All reports, in rank order."""
-        return [StepReport.of(row, self.num_labels) for row in self._numbers.tolist()]
+def row_of(table: Mapping[str, Metric], values: Mapping[str, Any]) -> Tensor:
+    """A rank's numbers as a row of int64, in which a float lies as its bits."""
+    form, numbers = "=", list[Any]()
+    for name, value in values.items():
+        some = value if isinstance(value, Sequence) else (value,)
+        form += f"{len(some)}{'d' if table[name].dtype == 'float64' else 'q'}"
+        numbers += some
+    return torch.frombuffer(bytearray(struct.pack(form, *numbers)), dtype=torch.int64)
 
 
 STEPS = 10

@@ -150,7 +150,7 @@ def trace(mesh: Mesh) -> list[str]:
     """The order in which a step's parts are computed, and their weights set out and are waited for."""
     parts = build(config_for("zero3", mesh.size("data"), batch={"global": 4, "micro": 2}), mesh)
     strategy, events = parts.strategy, []
-    gather = strategy.gathers.gather
+    gather = strategy.policy.gather
 
     def traced(bucket: Bucket, own: Tensor, comm: Comm) -> Work:
         work = gather(bucket, own, comm)
@@ -162,7 +162,7 @@ def trace(mesh: Mesh) -> list[str]:
 
         return Later(wait)
 
-    strategy.gathers.gather = traced
+    strategy.policy.gather = traced
     for name, block in parts.model.blocks.items():
         block.register_forward_hook(lambda *_, name=name: events.append(f"computed {name}"))
     batch = rows_of(global_batch(parts.config, 0), slice(0, 2))
@@ -186,7 +186,7 @@ def trace_of_chunks(mesh: Mesh, config: Config) -> tuple[list[str], int, int]:
     whole at a time, and those of two neighbouring parts."""
     parts = build(config, mesh)
     strategy, events, most = parts.strategy, [], 0
-    gather = strategy.gathers.gather
+    gather = strategy.policy.gather
 
     def look() -> None:
         nonlocal most
@@ -198,7 +198,7 @@ def trace_of_chunks(mesh: Mesh, config: Config) -> tuple[list[str], int, int]:
         look()
         return Later(lambda: (work.wait(), events.append(f"have {bucket.parts}"))[0])
 
-    strategy.gathers.gather = traced
+    strategy.policy.gather = traced
     for name, block in parts.model.blocks.items():
         block.register_forward_hook(lambda *_, name=name: events.append(f"computed {name}"))
     everyone = rows_of(global_batch(config, 0), slice(0, config.replica_batch))

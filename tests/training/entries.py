@@ -20,6 +20,7 @@ from meshwright.checkpoint.manifest import Manifest
 from meshwright.launch import Rank
 from meshwright.optim.optimizer import Optimizer
 from meshwright.training import loop, worker
+from meshwright.training import step as step_module
 from meshwright.training.loop import Trainer
 from meshwright.training.metrics import MetricsWriter
 
@@ -56,7 +57,7 @@ def half_a_line(self: MetricsWriter, line: dict[str, Any]) -> list[str]:
 
 
 MOMENTS: dict[str, tuple[object, str, Callable[..., Any]]] = {
-    "backward": (loop, "replica_backward", dies_at(5, loop.replica_backward, after=True)),
+    "backward": (step_module, "replica_backward", dies_at(5, step_module.replica_backward, after=True)),
     "optimizer": (Optimizer, "begin", dies_at(5, Optimizer.begin, after=True)),
     "first step": (Optimizer, "begin", dies_at(1, Optimizer.begin, after=False)),
     "shard": (writer, "write_shard", dies_at(2, writer.write_shard, after=True)),
@@ -144,13 +145,13 @@ def _damaged(
 
 def straggles(rank: Rank, *, straggler: int, **arguments: Any) -> None:
     """A run of which one rank takes 150 ms longer for each of its backward passes."""
-    backward = loop.replica_backward
+    backward = step_module.replica_backward
 
     def slow(*parts: Any) -> Any:
         time.sleep(0.15 if rank.environment.rank == straggler else 0.0)
         return backward(*parts)
 
-    with patch.object(loop, "replica_backward", slow):
+    with patch.object(step_module, "replica_backward", slow):
         worker.train_rank(rank, **arguments)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from meshwright.config import Config
 from meshwright.errors import CorruptionError, DivergedError, LaunchError
 from meshwright.ranks.mesh import Mesh
-from meshwright.training import loop
+from meshwright.training import step as step_module
 from meshwright.training.loop import Trainer
 from tests.training.runs import config_for, lines_of, make_corpus, run, run_as
 from tests.training.test_replicas import EXPAND, NORM, config_of, run_layout, trainer_of
@@ -91,13 +91,13 @@ def test_without_a_comparison_the_rank_is_named_all_the_same() -> None:
 
 def nan_loss(mesh: Mesh, config: Config) -> tuple[int, str, str]:
     trainer = trainer_of(mesh, config)
-    backward = loop.replica_backward
+    backward = step_module.replica_backward
 
     def spoiling(*arguments: Any) -> Tensor:
         loss = backward(*arguments)
         return loss * math.nan if mesh.rank == 1 and trainer.step == 2 else loss
 
-    with patch.object(loop, "replica_backward", spoiling):
+    with patch.object(step_module, "replica_backward", spoiling):
         return ended(trainer, 4)
 
 

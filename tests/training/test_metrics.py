@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -19,16 +20,18 @@ from meshwright.checkpoint import Checkpoint, find_checkpoint, load_weights
 from meshwright.config import Config, load_config, parse_config
 from meshwright.config.schema import Precision
 from meshwright.data.packed import open_packed
-from meshwright.errors import LaunchError, MeshwrightError
+from meshwright.errors import LaunchError, MeshwrightError, PluginError
 from meshwright.models.chain import chain_of
+from meshwright.ranks.comm import DONE
 from meshwright.ranks.flight_recorder import FlightRecorder
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from meshwright.training import step_report
+from meshwright.training import loop, step_report
 from meshwright.training.loop import Trainer
+from meshwright.training.metric import KEYS, Metric
 from meshwright.training.metrics import MetricsWriter, StepWork, metrics_line, peak_flops
 from meshwright.training.sinks import TrackedRun, open_sinks
-from meshwright.training.step_report import RankClock, StepReport, StepReports
+from meshwright.training.step_report import TABLE, RankClock, StepReports, row_of
 from tests.fuzz.check import Stream
 from tests.harness import build
 from tests.training.runs import config_for, lines_of, make_corpus, run, run_as
@@ -217,6 +220,36 @@ def test_validation_loss(sync: str, corpus: Path, tmp_path: Path) -> None:
     run(config_of(corpus, sync, model=model, steps=2, validation={"every": 2, "batches": 3}), tmp_path)
     (expected,) = run_ranks(plain_loss, Grid((("data", 1),)), tmp_path, corpus, 3 * 12)
     assert lines_of(tmp_path)[-1]["validation_loss"] == pytest.approx(expected, rel=1e-12)
+    assert lines_of(tmp_path)[-1].keys() == KEYS - {"dropped_share"}
+
+
+def test_the_page_has_every_key() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text()
+    rows = [row.split("|")[1] for row in page.splitlines() if row.startswith("| `")]
+    assert {key for row in rows for key in re.findall(r"`(\w+)[.`]", row)} == KEYS
+    assert {name for name, metric in TABLE.items() if metric.shown} <= KEYS
+
+
+def test_a_metric_of_another_package_that_has_a_name_of_ours_is_refused() -> None:
+    for name in ("loss", "busy_seconds", "tokens_per_second"):
+        with patch.object(step_report, "entries", lambda group, name=name: {name: Metric("sum", "math:sqrt")}):
+            with pytest.raises(PluginError, match=f"the metric {name} of another package has the name of a number"):
+                step_report.all_metrics()
+
+
+def differing(mesh: Mesh, config: Config) -> str:
+    mine = {**TABLE, "load": Metric("max")} if mesh.rank else {**TABLE}
+    with patch.object(loop, "all_metrics", lambda: mine), pytest.raises(MeshwrightError) as caught:
+        Trainer(build(config, mesh), Stream(config))
+    return str(caught.value)
+
+
+def test_ranks_that_know_of_different_metrics_do_not_begin(corpus: Path) -> None:
+    """One host has a package that the other has not."""
+    config = config_of(corpus, size=2)
+    for text in run_ranks(differing, Grid(config.layout.axes), config, transport="torch"):
+        assert text.startswith("ranks know of different metrics: ")
+        assert text.endswith(" hashes load")
 
 
 def test_overflow_is_marked(corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -289,15 +322,30 @@ def test_busy_clock_counts_work() -> None:
     assert clock.lap()[0] > 0
 
 
-def report(busy: float = 1.0, pipeline: float = 1.0, tasks: float = 1.0) -> StepReport:
-    return StepReport(0.5, [8], False, busy, pipeline, tasks, peak_memory_bytes=1, sent_bytes=(3, 0, 0, 0, 0))
+def report(busy: float = 1.0, pipeline: float = 1.0, tasks: float = 1.0) -> dict[str, Any]:
+    """One rank's numbers."""
+    return {
+        "loss": 0.5, "stop": False, "next_counts": [8], "busy_seconds": busy, "own_seconds": 0.5, "dropped_pairs": 0.0,
+        "pipeline_seconds": pipeline, "task_seconds": tasks, "peak_memory_bytes": 1, "sent_bytes": (3, 0, 0),
+    }  # fmt: skip
+
+
+def arrived(*each: dict[str, Any]) -> StepReports:
+    """The ranks' reports, when all of them are there."""
+    return StepReports(TABLE, each[0], torch.stack([row_of(TABLE, values) for values in each]), DONE)
 
 
 WORK = StepWork(tokens=6 * 10**6, flops=6.0, paper_flops=8.0, peak_flops=None)
 
 
+def line_of(grid: Grid, *each: dict[str, Any]) -> dict[str, Any]:
+    """The line of a step of 2 seconds."""
+    sent = [3, *(0 for _ in grid.axis_sets[1:])]
+    return metrics_line(2.0, WORK, arrived(*(values | {"sent_bytes": sent} for values in each)), grid)
+
+
 def test_utilisation_that_nobody_can_tell() -> None:
-    line = metrics_line(2.0, WORK, [report(busy) for busy in (1, math.nan)], Grid((("data", 2), ("pipe", 1))))
+    line = line_of(Grid((("data", 2), ("pipe", 1))), *(report(busy) for busy in (1, math.nan)))
     assert line["utilisation"] == [0.5, "unknown"]
 
 
@@ -309,36 +357,44 @@ def test_idle_shares_are_of_stages() -> None:
         report(pipeline=2, tasks=1),
         report(pipeline=2, tasks=2),
     ]
-    line = metrics_line(2.0, WORK, reports, Grid((("data", 2), ("pipe", 2))))
+    line = line_of(Grid((("data", 2), ("pipe", 2))), *reports)
     assert line["idle_shares"] == [(0.25 + 0.75) / 2, 0.5]
 
 
 def test_estimates() -> None:
     """3 million tokens a second: 1e5 seconds."""
-    line = metrics_line(2.0, WORK, [report()], Grid((("data", 1), ("pipe", 1))))
+    line = line_of(Grid((("data", 1), ("pipe", 1))), report())
     assert line["days_for_300g_tokens"] == pytest.approx(1e5 / 86400)
     assert line["paper_flops_per_second"] == 4.0
 
 
-def test_a_beat_arrives_as_it_was_sent() -> None:
-    sent = StepReport(0.5, [8, 9], True, 1.0, 2.0, 3.0, peak_memory_bytes=4, sent_bytes=(5, 6))
-    assert StepReport.of(sent.numbers(), 2) == sent
+def test_a_report_arrives_as_it_was_sent() -> None:
+    """Halves and bits of every dtype: what is no number, beyond float64's integers, or negative, too."""
+    sent = report() | {"loss": -0.1, "busy_seconds": math.inf, "peak_memory_bytes": 2**60 + 1, "hashes": [-(2**63), 5]}
+    (read,) = ({name: arrived(sent)[name][0] for name in sent},)
+    assert read == sent | {"sent_bytes": [3, 0, 0]}
+    assert math.isnan(arrived(report(math.nan))["busy_seconds"][0])
 
 
-def exchanged(mesh: Mesh) -> tuple[list[float], bool, list[int], list[StepReport]]:
+def test_a_metric_says_how_the_ranks_numbers_become_one() -> None:
+    table = {reduce: Metric(reduce, dtype="int64") for reduce in ("each", "sum", "any", "max")}
+    rows = [dict.fromkeys(table, 3), dict.fromkeys(table, 0)]
+    reports = StepReports(table, rows[0], torch.stack([row_of(table, values) for values in rows]), DONE)
+    assert {name: reports.reduced(name) for name in table} == {"each": [3, 0], "sum": 3, "any": True, "max": 3}
+    assert arrived(report(), report()).reduced("sent_bytes") == [3, 0, 0]
+
+
+def exchanged(mesh: Mesh) -> tuple[list[float], bool, list[int], list[Any]]:
     rank = mesh.rank
-    mine = StepReport(rank / 2, [rank, 8], rank == 1, 1.0, 2.0, 3.0, 4, (5, rank), own_seconds=0.5)
-    reports = StepReports.begin(mesh, mine)
-    return reports.losses, reports.stop, reports.next_counts([1, 2]), reports.each()
+    mine = report() | {"loss": rank / 2, "next_counts": [rank, 8], "stop": rank == 1, "sent_bytes": (5, rank)}
+    reports = StepReports.begin(mesh, TABLE, mine)
+    return reports["loss"], reports.reduced("stop"), reports.next_counts([1, 2]), reports["sent_bytes"]
 
 
 def test_what_all_must_know_is_read_by_column() -> None:
     answers = run_ranks(exchanged, Grid((("data", 3), ("pipe", 1))))
-    for losses, stop, counts, each in answers:
-        assert (losses, stop, counts) == ([0.0, 0.5, 1.0], True, [3, 16])
-        assert [(report.loss, report.next_counts, report.sent_bytes) for report in each] == [
-            (0.0, [0, 8], (5, 0)), (0.5, [1, 8], (5, 1)), (1.0, [2, 8], (5, 2)),
-        ]  # fmt: skip
+    for answer in answers:
+        assert answer == ([0.0, 0.5, 1.0], True, [3, 16], [[5, 0], [5, 1], [5, 2]])
 
 
 def test_a_driver_that_does_not_answer_costs_no_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,12 +28,13 @@ from meshwright.config import Config, run_text
 from meshwright.decisions import resolve, this_machine
 from meshwright.launch import Rank, Ranks, run
 from meshwright.memory.offload import Offloaded
-from meshwright.model import Batch, Samples, to_device
+from meshwright.model import Samples
 from meshwright.parts import Parts, build
 from meshwright.ranks.grid import PIPE
 from meshwright.training.loop import Trainer
-from meshwright.training.metrics import MetricsWriter, peak_memory_bytes
-from meshwright.training.step import publish, replica_backward
+from meshwright.training.metrics import MetricsWriter
+from meshwright.training.step import backward, publish
+from meshwright.training.step_report import peak_memory_bytes
 
 
 @dataclass(frozen=True)
@@ -141,17 +142,11 @@ def count_sent(parts: Parts, train: Samples, samples: int) -> tuple[SentCalls, .
     """This rank's sends in one step: passes, the gradients' sums, the weights' publishing. Not the norm and the step
     report, which a plan does not count either (plan/predict.py).
 
-    It makes these parts of a step, with the labels' plain sum as loss, and leaves the gradients as they then are: call
-    it last.
+    It makes these parts of a step once more, and leaves the gradients as they then are: call it last.
     """
     config, ledger = parts.config, parts.mesh.ledger
-
-    def load(first: int, count: int) -> Batch:
-        return train.samples(samples + first, count)
-
-    batch = to_device(parts.strategy.share(load, config.replica_batch), parts.mesh.device)
     before = {key: (entry.calls, entry.sent_bytes) for key, entry in ledger.traffic.items()}
-    replica_backward(parts, batch, [1 for _ in parts.model.labels], samples)
+    backward(parts, train.samples(samples, config.batch.global_), samples // config.batch.global_)
     parts.strategy.finish()
     publish(parts)
     sent = []

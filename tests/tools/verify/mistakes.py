@@ -23,7 +23,7 @@ from meshwright.parameters.gradients import Gradients
 from meshwright.parts import Parts
 from meshwright.ranks.comm import DONE, Comm, Work
 from meshwright.tensor import cross_entropy, linear, serial
-from meshwright.training import loop
+from meshwright.training import step as step_module
 from tests.tools.verify.cases import Plant
 
 
@@ -104,13 +104,13 @@ def wrong_bias_correction() -> None:
 
 def local_counts() -> None:
     """Each replica takes the mean over its own labels, and the means are averaged."""
-    right = loop.replica_backward
+    right = step_module.replica_backward
 
     def wrong(parts: Parts, rows: Batch, counts: list[int], samples: int) -> Tensor:
         everyone = [count * parts.mesh.size("data") for count in counts_of(rows, parts.model.labels)]
         return right(parts, rows, everyone, samples)
 
-    loop.replica_backward = wrong
+    step_module.replica_backward = wrong
 
 
 def _microbatches(change: Callable[[list[Batch]], list[Batch]]) -> None:
