@@ -10,10 +10,15 @@
 | syncs      | a Sync of data_parallel/section.py                                |
 | optimizers | an Update of optim/section.py                                     |
 | sinks      | a Sink of training/sinks.py                                       |
+| convert    | a subclass of convert/family.py's Family, by `model.family`       |
+| eval       | a Task of tools/evaluate/tasks.py                                 |
+| submit     | a subclass of tools/submit/job.py's Engine                        |
+
+No run names an entry of the last three: commands load them when they are asked for one, and they may import torch.
 
 An entry is written `module:attribute`, ours here, those of another package as entry points of the group
-`meshwright.GROUP` in its metadata, those of a script or a notebook by `register`. Entries import no torch: each names
-what needs it as text, `module:attribute`, which `load_entry` loads when it is called.
+`meshwright.GROUP` in its metadata, those of a script or a notebook by `register`. What a run names imports no torch: it
+names what needs torch as text, `module:attribute`, which `load_entry` loads when it is called.
 """
 
 from __future__ import annotations
@@ -91,6 +96,34 @@ OURS: Mapping[str, Mapping[str, str]] = {
         "momentum": "meshwright.optim.section:MOMENTUM",
         "muon": "meshwright.optim.section:MUON",
     },
+    "convert": {
+        "gpt2": "meshwright.convert.gpt2:Gpt2Family",
+        "llama": "meshwright.convert.llama:LlamaFamily",
+        "bert": "meshwright.convert.bert:BertFamily",
+        "t5": "meshwright.convert.t5:T5Family",
+        "vit": "meshwright.convert.vit:VitFamily",
+        "bert-pairs": "meshwright.convert.bert_tasks:BertPairsFamily",
+        "bert-spans": "meshwright.convert.bert_tasks:BertSpansFamily",
+        "bert-choice": "meshwright.convert.bert_tasks:BertChoiceFamily",
+    },
+    "eval": {
+        "perplexity": "meshwright.tools.evaluate.perplexity:PERPLEXITY",
+        "wikitext": "meshwright.tools.evaluate.wikitext:WIKITEXT",
+        "bleu": "meshwright.tools.evaluate.sequence:BLEU",
+        "lambada": "meshwright.tools.evaluate.lambada:LAMBADA",
+        "masked-lm": "meshwright.tools.evaluate.masked:MASKED",
+        "images": "meshwright.tools.evaluate.images:IMAGES",
+        "pairs": "meshwright.tools.evaluate.choices:PAIRS",
+        "squad": "meshwright.tools.evaluate.squad:SQUAD",
+        "race": "meshwright.tools.evaluate.choices:RACE",
+        "lm-eval": "meshwright.tools.evaluate.published:LM_EVAL",
+    },
+    "submit": {
+        "slurm": "meshwright.tools.submit.slurm:Slurm",
+        "kubernetes": "meshwright.tools.submit.kubernetes:Kubernetes",
+        "ray": "meshwright.tools.submit.ray_script:Ray",
+        "skypilot": "meshwright.tools.submit.skypilot:SkyPilot",
+    },
 }
 
 BASES: Mapping[str, str] = {
@@ -102,6 +135,9 @@ BASES: Mapping[str, str] = {
     "syncs": "meshwright.data_parallel.section:Sync",
     "optimizers": "meshwright.optim.section:Update",
     "sinks": "meshwright.training.sinks:Sink",
+    "convert": "meshwright.convert.family:Family",
+    "eval": "meshwright.tools.evaluate.tasks:Task",
+    "submit": "meshwright.tools.submit.job:Engine",
 }
 """The class that an entry of a group is an instance or a subclass of."""
 
@@ -115,12 +151,16 @@ NAMED_BY: Mapping[str, str] = {
     "optimizers": "optimizer.name",
     "sinks": "metrics.sinks",
 }
-"""The field by which a run names an entry of each group."""
+"""The field by which a run names an entry of a group; groups that are not here are commands' own."""
 
 
 def entries(group: str) -> dict[str, Any]:
-    """The strategies of a group by name, ours first; without those that cannot be used (check_plugins)."""
-    return _group(group)[0]
+    """The entries of a group by name, ours first. Those that cannot be used are left out where a run names the group,
+    as check_plugins has told them; in a group of a command they raise PluginError."""
+    known, failures = _group(group)
+    if failures and group not in NAMED_BY:
+        raise PluginError("; ".join(failures))
+    return known
 
 
 def where_from(group: str, name: str) -> str:
@@ -181,22 +221,15 @@ def _suits(entry: Any, base: type) -> bool:
 
 def check_plugins() -> None:
     """Raises PluginError where a strategy of another package cannot be used: package, entry point, cause."""
-    if failures := [failure for group in OURS for failure in _group(group)[1]]:
+    if failures := [failure for group in NAMED_BY for failure in _group(group)[1]]:
         raise PluginError("; ".join(failures))
 
 
 @cache
 def _group(group: str) -> tuple[dict[str, Any], list[str]]:
-    return find_entries(group, OURS[group], load_entry(BASES[group]))
-
-
-def find_entries(group: str, ours: Mapping[str, str], base: type) -> tuple[dict[str, Any], list[str]]:
-    """Entries of a group by name, and a line for each entry of another package that cannot be used.
-
-    What is no part of a run file (an engine of `submit`) has its table in its own room, and is found by this alone.
-    """
+    """Entries of a group by name, and a line for each entry of another package that cannot be used."""
     failures: list[str] = []
-    known = {name: load_entry(value) for name, value in ours.items()}
+    base, known = load_entry(BASES[group]), {name: load_entry(value) for name, value in OURS[group].items()}
     points = [
         (f"mw.register({group}, {name}, {value})", folder, metadata.EntryPoint(name, value, f"meshwright.{group}"))
         for of, name, value, folder in registered()

@@ -63,7 +63,7 @@ ROOMS = {
     "data": {"data"},
     "sinks": {"training"},
 }
-"""Where the strategies of a group may be told apart."""
+"""Where the strategies of a group that runs name may be told apart."""
 
 OTHER_WORDS = {
     ("none", ""),  # of offload, recompute, the launcher: no tensor section
@@ -80,7 +80,7 @@ OTHER_WORDS = {
 def strategy_names(source: str, file: str) -> Iterator[str]:
     """The strategies' names that a file compares with, matches, or looks up by: in conditions and keys of mappings."""
     room = file.split("/", maxsplit=1)[0].removesuffix(".py")
-    foreign = {name: group for group, names in OURS.items() if room not in ROOMS[group] for name in names}
+    foreign = {name: group for group in ROOMS if room not in ROOMS[group] for name in OURS[group]}
     for node in ast.walk(ast.parse(source)):
         words: list[ast.AST] = []
         if isinstance(node, ast.Compare):

@@ -16,7 +16,6 @@ from meshwright.convert.family import Family, Names, WithTokens, in_blocks, with
 from meshwright.convert.folder import Settings
 from meshwright.data.specials import FIRST, MASK, NAMES, PADDING, SEPARATOR, Specials, specials_of
 from meshwright.data.tokenizer import Tokenizer
-from meshwright.models.bert import BERT as Model
 from meshwright.models.bert import NUM_ANSWERS, NUM_SEGMENTS
 from meshwright.models.section import Bert, BertTrunk, Transformer
 
@@ -51,7 +50,7 @@ _NORMS_IN_BLOCK = {
 class BertFamily(Family):
     """BertForPreTraining, BertForMaskedLM, and their Megatron twins."""
 
-    name, title, model_types, network = "bert", "BERT", tuple(_MODEL_TYPES.values()), Model
+    title, model_types = "BERT", tuple(_MODEL_TYPES.values())
     section: ClassVar[type[Transformer]] = Bert
     fields: ClassVar = {
         "layers": "num_hidden_layers",

@@ -24,7 +24,6 @@ from meshwright.convert.family import Names, TensorPair, TensorShape
 from meshwright.convert.folder import Settings
 from meshwright.models.bert import NUM_SEGMENTS
 from meshwright.models.section import BertTrunk
-from meshwright.models.tasks.model import ChoiceBERT, PairsBERT, SpansBERT
 from meshwright.models.tasks.section import BertChoice, BertPairs, BertSpans
 
 
@@ -72,7 +71,7 @@ class BertTaskFamily(BertFamily):
 class BertPairsFamily(BertTaskFamily):
     """BertForSequenceClassification."""
 
-    name, section, network = "bert-pairs", BertPairs, PairsBERT
+    section = BertPairs
     architecture, head = "ForSequenceClassification", ("head", "classifier")
 
     def rows(self, model: BertTrunk) -> Mapping[str, int]:
@@ -94,7 +93,7 @@ class BertPairsFamily(BertTaskFamily):
 class BertSpansFamily(BertTaskFamily):
     """BertForQuestionAnswering."""
 
-    name, section, network = "bert-spans", BertSpans, SpansBERT
+    section = BertSpans
     architecture, head = "ForQuestionAnswering", ("spans", "qa_outputs")
 
     def pair(self, name: str, shape: TensorShape, model: Any, names: Names, rows: Mapping[str, int]) -> TensorPair:
@@ -110,5 +109,5 @@ class BertSpansFamily(BertTaskFamily):
 class BertChoiceFamily(BertTaskFamily):
     """BertForMultipleChoice."""
 
-    name, section, network = "bert-choice", BertChoice, ChoiceBERT
+    section = BertChoice
     architecture, head = "ForMultipleChoice", ("score", "classifier")

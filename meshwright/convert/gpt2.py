@@ -18,7 +18,6 @@ from typing import ClassVar
 from meshwright.convert.family import Family, Names, WithTokens, in_blocks
 from meshwright.convert.folder import Settings
 from meshwright.data.tokenizer import Tokenizer
-from meshwright.models.gpt import GPT
 from meshwright.models.section import Gpt2
 
 _PREFIX = "transformer."
@@ -41,7 +40,7 @@ _ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")
 class Gpt2Family(Family):
     """GPT2LMHeadModel."""
 
-    name, title, model_types, section, network = "gpt2", "GPT-2", ("gpt2",), Gpt2, GPT
+    title, model_types, section = "GPT-2", ("gpt2",), Gpt2
     fields: ClassVar = {
         "layers": "n_layer",
         "hidden": "n_embd",

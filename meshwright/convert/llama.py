@@ -27,7 +27,6 @@ from meshwright.convert.family import Family, Names, TensorPair, TensorShape, Wi
 from meshwright.convert.folder import Settings
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import CheckpointError
-from meshwright.models.llama.model import LlamaModel
 from meshwright.models.llama.section import ROPES, Llama, PlainRope
 from meshwright.section import shown
 
@@ -94,7 +93,7 @@ class LlamaFamily(Family):
     """LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, MistralForCausalLM, MixtralForCausalLM and
     Qwen3MoeForCausalLM."""
 
-    name, title, section, network = "llama", "Llama", Llama, LlamaModel
+    title, section = "Llama", Llama
     model_types = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe")
     fields: ClassVar = {
         "layers": "num_hidden_layers",

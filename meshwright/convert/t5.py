@@ -25,7 +25,6 @@ from meshwright.convert.folder import Settings
 from meshwright.data.specials import SENTINEL, SEQUENCE_PADDING, specials_with_room
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.models.section import T5
-from meshwright.models.t5 import T5Model
 
 _TABLE = "shared.weight"
 _COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
@@ -64,7 +63,7 @@ _FIRST_VERSION = "relu"
 class T5Family(Family):
     """T5ForConditionalGeneration."""
 
-    name, title, model_types, section, network = "t5", "T5", ("t5",), T5, T5Model
+    title, model_types, section = "T5", ("t5",), T5
     fields: ClassVar = {
         "layers": "num_layers",
         "hidden": "d_model",

@@ -25,7 +25,6 @@ from torch import Tensor
 from meshwright.convert.family import Family, Names, TensorPair, TensorShape, as_text, in_blocks
 from meshwright.convert.folder import Settings
 from meshwright.models.images_section import Vit
-from meshwright.models.vit import ViT
 
 _EMBEDDINGS = "vit.embeddings"
 _PROJECTION = f"{_EMBEDDINGS}.patch_embeddings.projection"
@@ -45,7 +44,7 @@ _IN_BLOCK = {
 class VitFamily(Family):
     """ViTForImageClassification."""
 
-    name, title, model_types, section, network = "vit", "ViT", ("vit",), Vit, ViT
+    title, model_types, section = "ViT", ("vit",), Vit
     fields: ClassVar = {
         "layers": "num_hidden_layers",
         "hidden": "hidden_size",

@@ -12,7 +12,7 @@ from meshwright.config.messages import inlined, paths_in
 from meshwright.config.reference import all_sections, topic_of
 from meshwright.config.reference_page import page, topic_text
 from meshwright.errors import ConfigError
-from meshwright.registry import NAMED_BY, OURS, entries
+from meshwright.registry import NAMED_BY, entries
 from meshwright.section import Section
 
 PATHS = paths_in(inlined(schema := Config.model_json_schema(), schema["$defs"]))
@@ -38,7 +38,7 @@ def test_every_field_has_a_line(path: str) -> None:
     assert topic_text(topic, 80).startswith(f"{path}: ")
 
 
-@pytest.mark.parametrize("group", OURS)
+@pytest.mark.parametrize("group", NAMED_BY)
 def test_every_strategy_has_a_line(group: str) -> None:
     for name in entries(group):
         assert strategy_meaning(group, name), name

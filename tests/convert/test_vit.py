@@ -15,8 +15,8 @@ from meshwright.config import Config, parse_config
 from meshwright.convert import export_folder, import_folder
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.ranks.mesh import solo_mesh
-from meshwright.tools.evaluate.accuracy import image_accuracy
-from meshwright.tools.evaluate.load import load_images
+from meshwright.tools.evaluate.images import image_accuracy
+from meshwright.tools.evaluate.load import load_model
 from tests.convert.folders import check_refused, saved
 from tests.harness import build
 from tests.tools.evaluate.tiny import lively, save
@@ -45,7 +45,7 @@ def our_checkpoint(folder: Path) -> Path:
 
 @torch.no_grad()
 def our_logits(folder: Path) -> torch.Tensor:
-    model: Any = load_images(folder, "cpu").model
+    model: Any = load_model(folder, "cpu", "images").model
     logits: torch.Tensor = model.head.logits(model.trunk({"images": IMAGES})[:, 0])
     return logits
 
@@ -62,7 +62,7 @@ def test_import_gives_the_same_logits(tmp_path: Path) -> None:
     assert (made.model.classes, made.model.norm_epsilon, made.has_tokenizer) == (3, 1e-3, False)  # type: ignore[union-attr]
     torch.testing.assert_close(our_logits(tmp_path / "step-0"), their_logits(model), rtol=1e-11, atol=1e-11)
     with pytest.raises(ConfigError, match=r"leaves .* without images; valid: digits, a folder"):
-        image_accuracy(load_images(tmp_path / "step-0", "cpu"), None)
+        image_accuracy(load_model(tmp_path / "step-0", "cpu", "images"), None)
 
 
 def test_export_loads_in_transformers_with_the_same_logits(tmp_path: Path) -> None:

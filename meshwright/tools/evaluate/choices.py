@@ -6,7 +6,7 @@ passages, where the folder has both.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from math import prod
 from pathlib import Path
@@ -23,7 +23,8 @@ from meshwright.data.tasks_section import TaskSection
 from meshwright.errors import ConfigError, DataError
 from meshwright.model import to_device
 from meshwright.models.tasks.section import BertChoice
-from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, LoadedText
+from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, LoadedText, load_text
+from meshwright.tools.evaluate.tasks import Question, Task
 
 
 def source_for(config: Config, data: str | None, task: str) -> str:
@@ -93,3 +94,19 @@ def race_accuracy(loaded: LoadedText, source: str, progress: ShowProgress = sile
     for level in sorted(set(levels.tolist()) - {""}):
         facts[f"{level}_accuracy"] = float((given == right)[levels == level].mean())
     return facts
+
+
+def fine_tuned(
+    reads: str, score: Callable[[LoadedText, str, ShowProgress], Facts]
+) -> Callable[[Question, ShowProgress], tuple[Path, Facts]]:
+    """The measure of a fine-tuned BERT that reads a form of batches, by how a source's answers are scored."""
+
+    def measure(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
+        loaded = load_text(question.checkpoint, question.device, question.context, reads)
+        return loaded.folder, score(loaded, source_for(loaded.config, question.data, question.task), progress)
+
+    return measure
+
+
+PAIRS = Task(fine_tuned("classified pairs", pair_accuracy), ("context",))
+RACE = Task(fine_tuned("answered choices", race_accuracy), ("context",))

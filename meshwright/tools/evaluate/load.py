@@ -66,9 +66,9 @@ class LoadedSequence(LoadedText):
     specials: SequenceSpecials
 
 
-def load_images(path: Path, device: str = "auto") -> Loaded:
-    """The classifier of a step folder, or of a run's newest checkpoint. Raises as `load_text`."""
-    return Loaded(**_built(*_found(path, device, "images")))
+def load_model(path: Path, device: str, reads: str) -> Loaded:
+    """The model of a step folder, or of a run's newest checkpoint, without a tokenizer. Raises as `load_text`."""
+    return Loaded(**_built(*_found(path, device, reads)))
 
 
 def load_text(path: Path, device: str = "auto", context: int | None = None, reads: str = "tokens") -> LoadedText:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,7 +24,17 @@ from meshwright.data.spans import SpanSamples
 from meshwright.data.spans_section import span_lengths
 from meshwright.errors import ConfigError, DataError
 from meshwright.model import IGNORED, Batch, to_device
-from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, LoadedSequence, LoadedText, exponential
+from meshwright.tools.evaluate.load import (
+    BATCH_TOKENS,
+    Facts,
+    LoadedSequence,
+    LoadedText,
+    config_at,
+    exponential,
+    load_sequence,
+    load_text,
+)
+from meshwright.tools.evaluate.tasks import Question, Task
 from meshwright.tools.evaluate.texts import TokenStream, asked_pairs, pairs_for, stream_for
 
 
@@ -155,3 +166,20 @@ def _span_batches(loaded: LoadedSequence, data: str | None, target: str | None, 
     starts = range(0, len(samples), rows)
     batches = (samples.held_out(first, min(rows, len(samples) - first)) for first in starts)
     return stream.name, len(samples), 0, batches
+
+
+def _measure(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
+    """The perplexity of a text or, of an encoder-decoder, of targets."""
+    if config_at(question.checkpoint).model.reads == "sequences":
+        if question.stride is not None:
+            raise ConfigError.of("--stride", question.stride, "has no effect on an encoder-decoder", "with a gpt2")
+        answering = load_sequence(question.checkpoint, question.device, question.context)
+        return answering.folder, target_perplexity(answering, question.data, question.target, progress)
+    if question.target is not None:
+        raise ConfigError.of("--target", question.target, "has no effect on a gpt2", "with a transformer or t5")
+    loaded = load_text(question.checkpoint, question.device, question.context)
+    stream = stream_for(loaded, question.data, progress)
+    return loaded.folder, text_perplexity(loaded, stream, question.stride, progress)
+
+
+PERPLEXITY = Task(_measure, ("target", "stride", "context"))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from itertools import groupby
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,9 +24,10 @@ from meshwright.data.specials import SENTINEL
 from meshwright.errors import ConfigError, DataError
 from meshwright.model import Batch, to_device
 from meshwright.models.encoder_decoder_blocks import DecoderCache
-from meshwright.tools.evaluate.beam import Answer, Beam, beam_search
-from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, LoadedSequence
-from meshwright.tools.evaluate.texts import TextPairs
+from meshwright.tools.evaluate.beam import Answer, Beam, beam_of, beam_search
+from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, LoadedSequence, load_sequence
+from meshwright.tools.evaluate.tasks import Question, Task
+from meshwright.tools.evaluate.texts import TextPairs, pairs_for
 
 _SENTINEL = re.compile(re.escape(SENTINEL).replace(r"\{\}", r"(\d\d?)"))
 
@@ -110,7 +112,7 @@ def bleu(
     if samples is not None and samples < 1:
         raise ConfigError.of("--samples", samples, "asks for nothing", "1 or more")
     try:
-        from sacrebleu.metrics import BLEU
+        from sacrebleu.metrics import BLEU as Metric
     except ImportError as error:
         remedy = "pip install 'meshwright[translation]'"
         raise DataError(f"BLEU needs sacrebleu, which is not installed: {remedy}") from error
@@ -118,7 +120,7 @@ def bleu(
     whole = [source_ids(loaded, source) for source, _ in pairs]
     read = [ids if len(ids) <= loaded.context else [*ids[: loaded.context - 1], ids[-1]] for ids in whole]
     texts = [text_of(loaded, answer.tokens) for answer in answers(loaded, read, beam, progress=progress)]
-    metric = BLEU()
+    metric = Metric()
     scored = metric.corpus_score(texts, [[target for _, target in pairs]])
     return {
         "data": held_out.name,
@@ -131,3 +133,13 @@ def bleu(
         "brevity_penalty": scored.bp,
         "signature": str(metric.get_signature()),
     }
+
+
+def _measure(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
+    beam = beam_of(question.beams, question.length_penalty)
+    loaded = load_sequence(question.checkpoint, question.device, question.context)
+    pairs = pairs_for(loaded, question.data, question.target, progress)
+    return loaded.folder, bleu(loaded, pairs, beam, question.samples, progress)
+
+
+BLEU = Task(_measure, ("target", "context", "samples", "beams", "length-penalty"))

@@ -29,7 +29,9 @@ from meshwright.data.tasks import SquadWindow, row_tokens, squad_windows, task_b
 from meshwright.data.tasks_section import SquadData
 from meshwright.errors import DataError
 from meshwright.model import to_device
+from meshwright.tools.evaluate.choices import fine_tuned
 from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, LoadedText
+from meshwright.tools.evaluate.tasks import Task
 
 BEST, LONGEST = 20, 30
 """Beginnings and ends that are combined; tokens of an answer."""
@@ -144,3 +146,6 @@ def _scored(
             scores = loaded.model.spans(h).double().cpu().numpy()
             scored += [Scored(window, *scores[at].T) for at, window in enumerate(part)]
         yield question, scored
+
+
+SQUAD = Task(fine_tuned("answered passages", squad_scores), ("context",))

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from meshwright.config import Config, parse_config
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.ranks.mesh import solo_mesh
-from meshwright.tools.evaluate.accuracy import image_accuracy
-from meshwright.tools.evaluate.load import load_images
+from meshwright.tools.evaluate.images import image_accuracy
+from meshwright.tools.evaluate.load import load_model
 from tests.harness import build
 from tests.tools.evaluate.test_commands import run_json
 from tests.tools.evaluate.tiny import lively, save, tiny_checkpoint
@@ -49,7 +49,7 @@ def test_the_held_out_digits(family: str, tmp_path: Path, monkeypatch: pytest.Mo
     held_out = config.data.open(config, config.data.prepare(config, lambda text, done: None)).held_out
     assert held_out is not None
     batch = held_out.held_out(0, len(held_out))
-    model: Any = load_images(step, "cpu").model
+    model: Any = load_model(step, "cpu", "images").model
     with torch.no_grad():
         logits = model.head.logits(model.trunk(batch)[:, 0])
     right = int((logits.argmax(1) == batch["labels"][:, 0]).sum())
@@ -71,7 +71,7 @@ def paint(folder: Path, names: str = "abc", each: int = 2) -> Path:
 
 def test_what_is_measured(tmp_path: Path) -> None:
     own = paint(tmp_path / "own", each=5)
-    loaded = load_images(checkpoint(tmp_path / "run", config_of(str(own))), "cpu")
+    loaded = load_model(checkpoint(tmp_path / "run", config_of(str(own))), "cpu", "images")
     other, split = paint(tmp_path / "other"), tmp_path / "split"
     paint(split / "train"), paint(split / "validation", "b")
     measured = {source: image_accuracy(loaded, source)["images"] for source in (None, *map(str, (own, other, split)))}
@@ -80,10 +80,10 @@ def test_what_is_measured(tmp_path: Path) -> None:
 
 def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is a gpt2: this needs a vit or resnext"):
-        load_images(tiny_checkpoint(tmp_path / "text"), "cpu")
+        load_model(tiny_checkpoint(tmp_path / "text"), "cpu", "images")
     step = checkpoint(tmp_path / "images", config_of(str(paint(tmp_path / "own")), classes=3))
     with pytest.raises(ConfigError, match=r"model\.classes=3 is fewer than the 4 classes of "):
-        image_accuracy(load_images(step, "cpu"), str(paint(tmp_path / "more", "abcd")))
+        image_accuracy(load_model(step, "cpu", "images"), str(paint(tmp_path / "more", "abcd")))
     for option in ("--stride", "--context"):
         with pytest.raises(ConfigError, match=f"{option}=2 has no effect on --task images"):
             run_json("eval", step, "--task", "images", option, 2)

@@ -21,8 +21,8 @@ from meshwright.errors import CheckpointError, ConfigError, DataError
 from meshwright.model import IGNORED, counts_of
 from meshwright.models.section import Bert
 from meshwright.ranks.mesh import solo_mesh
-from meshwright.tools.evaluate.accuracy import masked_accuracy
 from meshwright.tools.evaluate.load import LoadedText, load_text
+from meshwright.tools.evaluate.masked import masked_accuracy
 from meshwright.tools.evaluate.tasks import finite
 from meshwright.tools.evaluate.texts import stream_for
 from tests.harness import build
