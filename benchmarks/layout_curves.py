@@ -49,7 +49,7 @@ class Study:
 
 STUDIES = {
     "digits": Study(
-        run="meshwright/configs/runs/digits.yaml",
+        run="meshwright/families/vision/configs/runs/digits.yaml",
         steps=400,
         settings=["validation.every=25", "precision.dtype=float64", "threads=1"],
         layouts={

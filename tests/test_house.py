@@ -54,13 +54,13 @@ def test_functions_are_short() -> None:
 
 
 ROOMS = {
-    "models": {"models"},
+    "models": {"models", "families"},
     "tensor": {"tensor", "subgraph"},
     "schedules": {"pipeline"},
     "contexts": {"context"},
     "syncs": {"data_parallel"},
     "optimizers": {"optim"},
-    "data": {"data"},
+    "data": {"data", "families"},
     "sinks": {"training"},
 }
 """Where the strategies of a group that runs name may be told apart."""

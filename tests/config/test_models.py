@@ -24,13 +24,13 @@ PARAMETERS = {
 }
 
 VITS = {"vit-digits", "vit-tiny", "vit-small", "vit-base", "vit-large"}
-"""Counted to the last parameter in tests/models/test_vit.py."""
+"""Counted to the last parameter in tests/families/vision/test_vit.py."""
 
 BERTS = {"bert-base", "bert-large", "bert-tiny", "megatron-bert-336m", "megatron-bert-1.3b", "megatron-bert-3.9b"}
 """Counted in tests/models/test_bert.py."""
 
 RESNEXTS = {"resnext-50", "resnext-tiny"}
-"""Counted in tests/models/test_resnext.py."""
+"""Counted in tests/families/vision/test_resnext.py."""
 
 TRANSFORMERS = {"transformer-base", "transformer-big", "transformer-tiny"}
 """Counted in tests/models/test_transformer.py."""

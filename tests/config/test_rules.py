@@ -14,7 +14,7 @@ from meshwright.data.messages_section import MessagesData
 from meshwright.data.pairs_section import PairData
 from meshwright.data.tasks_section import SquadData
 from meshwright.errors import ConfigError
-from meshwright.models.images_section import ResNeXt, Vit
+from meshwright.families.vision.section import ResNeXt, Vit
 from meshwright.models.llama.section import Llama
 from meshwright.models.section import T5
 from meshwright.registry import entries

@@ -19,7 +19,7 @@ from meshwright.convert import export_folder, import_folder
 from meshwright.convert.folder import Settings
 from meshwright.convert.transfer import families, family_of
 from meshwright.errors import CheckpointError, ConfigError, DataError
-from meshwright.models.images_section import Vit
+from meshwright.families.vision.section import Vit
 from meshwright.models.llama.section import Llama
 from meshwright.models.section import T5, Bert, Gpt2
 from meshwright.models.tasks.section import BertChoice, BertPairs, BertSpans

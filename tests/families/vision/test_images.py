@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from meshwright.config import Config, parse_config
-from meshwright.data.images import HEADER, ImageSamples, PackedImages, images_for, open_images, open_source
-from meshwright.data.kinds_section import ImageData
 from meshwright.errors import ConfigError, DataError
-from meshwright.models.images_section import Vit
+from meshwright.families.vision.data_section import ImageData
+from meshwright.families.vision.images import HEADER, ImageSamples, PackedImages, images_for, open_images, open_source
+from meshwright.families.vision.section import Vit
 
 pytest.importorskip("sklearn", reason="pip install 'meshwright[images]'")
 image = pytest.importorskip("PIL.Image", reason="pip install 'meshwright[images]'")

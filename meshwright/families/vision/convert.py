@@ -24,7 +24,7 @@ from torch import Tensor
 
 from meshwright.convert.family import Family, Names, TensorPair, TensorShape, as_text, in_blocks
 from meshwright.convert.folder import Settings
-from meshwright.models.images_section import Vit
+from meshwright.families.vision.section import Vit
 
 _EMBEDDINGS = "vit.embeddings"
 _PROJECTION = f"{_EMBEDDINGS}.patch_embeddings.projection"

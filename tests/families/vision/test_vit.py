@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.config import Config, parse_config
+from meshwright.families.vision.vit import ViT, patch_rows
 from meshwright.models.chain import chain_of
-from meshwright.models.vit import ViT, patch_rows
 from meshwright.parameters.shard import num_parameters, shard_specs
 from meshwright.parts import build_model
 from meshwright.ranks.grid import Grid

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from meshwright.config import Config, parse_config
 from meshwright.errors import ConfigError
+from meshwright.families.vision.resnext import BlockShape, ResNeXtModel, block_shapes
 from meshwright.models.chain import chain_of
-from meshwright.models.resnext import BlockShape, ResNeXtModel, block_shapes
 from meshwright.parameters.shard import num_parameters, shard_specs
 from meshwright.parts import build_model, plan_stages
 from meshwright.ranks.grid import Grid

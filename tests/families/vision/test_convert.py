@@ -14,8 +14,8 @@ from meshwright.checkpoint import Checkpoint
 from meshwright.config import Config, parse_config
 from meshwright.convert import export_folder, import_folder
 from meshwright.errors import CheckpointError, ConfigError
+from meshwright.families.vision.evaluate import image_accuracy
 from meshwright.ranks.mesh import solo_mesh
-from meshwright.tools.evaluate.images import image_accuracy
 from meshwright.tools.evaluate.load import load_model
 from tests.convert.folders import check_refused, saved
 from tests.harness import build

@@ -54,7 +54,7 @@ class ResNeXt(ImageNetwork):
     rules: ClassVar[tuple[Rule, ...]] = (paths_divide_hidden, channels_are_grey_or_colours)
 
     family: Literal["resnext"]
-    chain: ClassVar[str] = "meshwright.models.resnext:ResNeXtModel"
+    chain: ClassVar[str] = "meshwright.families.vision.resnext:ResNeXtModel"
     hidden: Positive = 64
     """Channels behind the stem."""
     stage_blocks: tuple[Layers, ...] = (3, 4, 6, 3)
@@ -91,7 +91,7 @@ class Vit(Transformer, ImageNetwork):
     rules: ClassVar[tuple[Rule, ...]] = (heads_divide_hidden, patches_divide_image, channels_are_grey_or_colours)
 
     family: Literal["vit"]
-    chain: ClassVar[str] = "meshwright.models.vit:ViT"
+    chain: ClassVar[str] = "meshwright.families.vision.vit:ViT"
     patch: Positive = 16
     """Pixels of a patch's side, which divide image."""
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-12

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.config import Config
+from meshwright.families.vision.section import Vit
 from meshwright.model import Batch, Chunk, Costs, Hidden, Scales
 from meshwright.models.attention import AttentionCore, split_heads
 from meshwright.models.chain import Chain, blocks_of
-from meshwright.models.images_section import Vit
 from meshwright.parameters.shard import Initial
 from meshwright.tensor.head import HeadShape
 from meshwright.tensor.kit import Head, Kit

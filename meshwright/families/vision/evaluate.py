@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from meshwright.data.files import ShowProgress, silent
-from meshwright.data.images import open_source
 from meshwright.data.section import STDLIB
 from meshwright.errors import ConfigError
-from meshwright.models.images_section import ImageNetwork
+from meshwright.families.vision.images import open_source
+from meshwright.families.vision.section import ImageNetwork
 from meshwright.tools.evaluate.load import Facts, Loaded, load_model
 from meshwright.tools.evaluate.tasks import Question, Task
 

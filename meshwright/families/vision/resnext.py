@@ -27,9 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.config import Config
+from meshwright.families.vision.section import ResNeXt
 from meshwright.model import Batch, Chunk, Costs, Hidden, Scales
 from meshwright.models.chain import Chain, blocks_of
-from meshwright.models.images_section import ResNeXt
 from meshwright.parameters.shard import Initial
 from meshwright.tensor.head import HeadShape
 from meshwright.tensor.kit import Head, Kit

@@ -35,14 +35,14 @@ from pydantic import ValidationError
 from meshwright.config import Config
 from meshwright.data.dataset import Opened, open_splits
 from meshwright.data.files import ShowProgress, file_sha256, folder_lock, silent, staged_folder
-from meshwright.data.kinds_section import ImageData
 from meshwright.data.sampler import Permutation, ShuffledSamples
 from meshwright.data.section import DIGITS
 from meshwright.data.split import SPLITS, Split
 from meshwright.environment import cache_folder
 from meshwright.errors import ConfigError, DataError
+from meshwright.families.vision.data_section import ImageData
+from meshwright.families.vision.section import ImageNetwork
 from meshwright.model import Batch
-from meshwright.models.images_section import ImageNetwork
 from meshwright.section import Positive, Section
 
 HEADER = ImageData.header
