@@ -67,7 +67,7 @@ ROOMS = {
 
 OTHER_WORDS = {
     ("none", ""),  # of offload, recompute, the launcher: no tensor section
-    ("megatron", "models/bert.py"), ("megatron", "convert/bert.py"),  # where BERT's norms are
+    ("megatron", "families/bert/model.py"), ("megatron", "families/bert/convert.py"),  # where BERT's norms are
     ("tensorboard", "config/schema.py"),  # a field of version 0.1.0
     ("tensorboard", "tools/doctor.py"),  # a package
     ("ring", "tools/plan/network.py"),  # how a cluster's devices are linked

@@ -1,4 +1,4 @@
-"""The data sections of masked texts, and of spans. No torch here."""
+"""The data section of spans. No torch here."""
 
 from __future__ import annotations
 
@@ -7,14 +7,6 @@ from typing import ClassVar, Literal
 from meshwright.data.section import SENTINELS, Lengths
 from meshwright.data.spans_section import span_lengths
 from meshwright.data.text_section import MixedSection
-
-
-class MaskedData(MixedSection):
-    """Two texts, of which some tokens are masked."""
-
-    kind: Literal["masked"]
-    gives: ClassVar[str] = "masked"
-    samples_by: ClassVar[str] = "meshwright.data.masked:masked_samples"
 
 
 class SpanData(MixedSection):

@@ -2,7 +2,6 @@
 
 | model | names | besides |
 |---|---|---|
-| BERT | [PAD], [CLS], [SEP], [MASK] | |
 | Transformer | <pad>, <s> | the tokenizer's end of text, which ends a source and a target |
 | T5 | <pad>, which begins a target too | the same |
 | either, on spans | and <extra_id_0> ... <extra_id_99> | the same |
@@ -20,35 +19,20 @@ from meshwright.config import Config
 from meshwright.data.section import SENTINELS
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import ConfigError, DataError
-from meshwright.models.section import Bert, Network
+from meshwright.models.section import Network
 
-PADDING, FIRST, SEPARATOR, MASK = NAMES = Bert.special_tokens
 SEQUENCE_PADDING = "<pad>"
 SENTINEL = "<extra_id_{}>"
 
 
-@dataclass(frozen=True)
-class Specials:
-    """Ids. `vocabulary_size`: with the appended ones."""
-
-    padding: int
-    first: int
-    separator: int
-    mask: int
-    end: int
-    """The end-of-text token between documents; BERT's vocabularies use [SEP] for it."""
-    vocabulary_size: int
-
-    @property
-    def all(self) -> frozenset[int]:
-        """Tokens that are no text: never masked, never a random replacement."""
-        return frozenset((self.padding, self.first, self.separator, self.mask, self.end))
-
-
-def specials_of(tokenizer: Tokenizer) -> Specials:
-    """The special tokens of a tokenizer, those that it lacks appended."""
-    (padding, first, separator, mask), size = _ids(tokenizer, NAMES)
-    return Specials(padding, first, separator, mask, tokenizer.end, size)
+def ids_of(tokenizer: Tokenizer, names: Sequence[str]) -> tuple[list[int], int]:
+    """The ids of special tokens, and the size of the vocabulary with them."""
+    size, ids = tokenizer.vocabulary_size, []
+    for name in names:
+        known = tokenizer.id_of(name)
+        ids.append(size if known is None else known)
+        size += known is None
+    return ids, size
 
 
 @dataclass(frozen=True)
@@ -71,7 +55,7 @@ def sequence_specials(tokenizer: Tokenizer, names: Sequence[str], sentinels: int
 
     `names`: the model's, padding first and what begins a target last.
     """
-    ids, size = _ids(tokenizer, [*names, *map(SENTINEL.format, range(sentinels))])
+    ids, size = ids_of(tokenizer, [*names, *map(SENTINEL.format, range(sentinels))])
     return SequenceSpecials(ids[0], ids[len(names) - 1], tokenizer.end, tuple(ids[len(names) :]), size)
 
 
@@ -96,13 +80,3 @@ def specials_with_room(model: Network, tokenizer: Tokenizer) -> SequenceSpecials
             return specials
     size = specials.vocabulary_size
     raise DataError(f"the tokenizer has {size} tokens with the model's own, and the model knows {model.num_tokens}")
-
-
-def _ids(tokenizer: Tokenizer, names: Sequence[str]) -> tuple[list[int], int]:
-    """The ids of special tokens, and the size of the vocabulary with them."""
-    size, ids = tokenizer.vocabulary_size, []
-    for name in names:
-        known = tokenizer.id_of(name)
-        ids.append(size if known is None else known)
-        size += known is None
-    return ids, size

@@ -209,42 +209,6 @@ class Gpt2(TextTransformer):
         return *super().tables, ("model.positions", self.positions)
 
 
-ASKED_SHARE = 0.15
-"""The part of a text's tokens that a masked language model is asked for (Devlin et al., 2018, section 3.1)."""
-
-
-class BertTrunk(TextTransformer):
-    """The base of BERTs: all but the head, which is a masked language model's or a task's (tasks/section.py)."""
-
-    special_tokens: ClassVar[tuple[str, ...]] = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
-    positions: Positive = 512
-    vocabulary: Positive = 30522
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-12
-    norm_order: Literal["original", "megatron"] = "original"
-    """original: a norm after each residual sum; megatron: at the input of each sub-layer, and one at the end."""
-
-    @property
-    def padded_rows(self) -> int:
-        """Its two segments, and the classes of its heads, are padded tables of their own."""
-        return self.vocabulary_multiple
-
-    @property
-    def tables(self) -> tuple[tuple[str, int], ...]:
-        return *super().tables, ("model.positions", self.positions)
-
-
-class Bert(BertTrunk):
-    """BERT: masked language model and, with `next_sentence`, next-sentence prediction."""
-
-    family: Literal["bert"]
-    chain: ClassVar[str] = "meshwright.models.bert:BERT"
-    cuts_context: ClassVar[bool] = True
-    reads: ClassVar[str] = "masked"
-    data_kind: ClassVar[str] = "masked"
-    next_sentence: bool = True
-    """It also learns whether the second text goes on from the first."""
-
-
 class EncoderDecoder(TextTransformer):
     """Sequence to sequence: `layers` blocks that read the source, then as many that write the target."""
 

@@ -27,7 +27,7 @@ VITS = {"vit-digits", "vit-tiny", "vit-small", "vit-base", "vit-large"}
 """Counted to the last parameter in tests/families/vision/test_vit.py."""
 
 BERTS = {"bert-base", "bert-large", "bert-tiny", "megatron-bert-336m", "megatron-bert-1.3b", "megatron-bert-3.9b"}
-"""Counted in tests/models/test_bert.py."""
+"""Counted in tests/families/bert/test_model.py."""
 
 RESNEXTS = {"resnext-50", "resnext-tiny"}
 """Counted in tests/families/vision/test_resnext.py."""

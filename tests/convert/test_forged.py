@@ -19,10 +19,10 @@ from meshwright.convert import export_folder, import_folder
 from meshwright.convert.folder import Settings
 from meshwright.convert.transfer import families, family_of
 from meshwright.errors import CheckpointError, ConfigError, DataError
+from meshwright.families.bert.section import Bert, BertChoice, BertPairs, BertSpans
 from meshwright.families.vision.section import Vit
 from meshwright.models.llama.section import Llama
-from meshwright.models.section import T5, Bert, Gpt2
-from meshwright.models.tasks.section import BertChoice, BertPairs, BertSpans
+from meshwright.models.section import T5, Gpt2
 from tests.tools.evaluate.tiny import tiny_checkpoint, tiny_config
 
 CONFIG, WEIGHTS, INDEX, TOKENIZER = "config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"

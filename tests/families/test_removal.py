@@ -22,6 +22,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 import meshwright as mw
 from meshwright.cli import app
+from meshwright.config.load import read_yaml
 from meshwright.configs import shipped
 from meshwright.registry import OURS, entries
 
@@ -30,8 +31,11 @@ for module in pkgutil.walk_packages(mw.__path__, "meshwright."):
         importlib.import_module(module.name)
 for group in OURS:
     entries(group)
-for name in shipped("models"):
-    assert mw.load({"model": name}).model.hidden
+for path in shipped("models").values():
+    tree = read_yaml(path)
+    assert entries("models")[tree.get("family", "gpt2")].model_validate(tree).hidden
+for name in shipped("runs"):
+    assert mw.load(name).steps
 for words in (["config"], ["config", "model"], ["config", "data"], ["config", "--schema"]):
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.exception

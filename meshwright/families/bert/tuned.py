@@ -19,10 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.config import Config
+from meshwright.families.bert.model import BERT
+from meshwright.families.bert.section import BertChoice, BertPairs, BertTrunk
 from meshwright.model import IGNORED, Batch, Costs, Hidden, Scales
-from meshwright.models.bert import BERT
-from meshwright.models.section import BertTrunk
-from meshwright.models.tasks.section import BertChoice, BertPairs
 from meshwright.parameters.shard import Initial
 from meshwright.tensor.head import HeadShape
 from meshwright.tensor.kit import Head, Kit

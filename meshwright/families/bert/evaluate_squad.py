@@ -23,13 +23,13 @@ import numpy as np
 import torch
 
 from meshwright.data.files import ShowProgress, silent
-from meshwright.data.specials import specials_of
-from meshwright.data.task_files import SquadQuestion, squad_questions
-from meshwright.data.tasks import SquadWindow, row_tokens, squad_windows, task_batch
-from meshwright.data.tasks_section import SquadData
 from meshwright.errors import DataError
+from meshwright.families.bert.data_section import SquadData
+from meshwright.families.bert.evaluate_choices import fine_tuned
+from meshwright.families.bert.specials import specials_of
+from meshwright.families.bert.task_files import SquadQuestion, squad_questions
+from meshwright.families.bert.tasks import SquadWindow, row_tokens, squad_windows, task_batch
 from meshwright.model import to_device
-from meshwright.tools.evaluate.choices import fine_tuned
 from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, LoadedText
 from meshwright.tools.evaluate.tasks import Task
 

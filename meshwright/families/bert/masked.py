@@ -22,14 +22,14 @@ import numpy as np
 import torch
 
 from meshwright.config import Config
-from meshwright.data.kinds_section import MaskedData
 from meshwright.data.packed import PackedCorpus, document_ends
 from meshwright.data.sampler import ShuffledSamples
-from meshwright.data.specials import Specials, specials_of
 from meshwright.data.split import Split
 from meshwright.errors import ConfigError, DataError
+from meshwright.families.bert.data_section import MaskedData
+from meshwright.families.bert.section import ASKED_SHARE, Bert
+from meshwright.families.bert.specials import Specials, specials_of
 from meshwright.model import IGNORED, Batch, Samples
-from meshwright.models.section import ASKED_SHARE, Bert
 from meshwright.parameters.shard import seed_of
 
 MASK_SHARE, RANDOM_SHARE = 0.8, 0.1

@@ -11,13 +11,13 @@ import torch
 
 from meshwright.cli.weights import data_prepare
 from meshwright.config import Config, parse_run
-from meshwright.data.specials import specials_of
-from meshwright.data.task_files import race_questions, squad_questions
-from meshwright.data.tasks import squad_labels, squad_windows
 from meshwright.data.tokenizer import byte_tokenizer
 from meshwright.errors import ConfigError, DataError
+from meshwright.families.bert.specials import specials_of
+from meshwright.families.bert.task_files import race_questions, squad_questions
+from meshwright.families.bert.tasks import squad_labels, squad_windows
 from meshwright.model import Batch
-from tests.data.task_files import make_mnli, make_qqp, make_race, make_squad, squad_paragraph
+from tests.families.bert.task_files import make_mnli, make_qqp, make_race, make_squad, squad_paragraph
 
 BYTES = byte_tokenizer()
 SPECIALS = specials_of(BYTES)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from meshwright.data.task_files import SquadQuestion
-from meshwright.data.tasks import squad_windows
 from meshwright.data.tokenizer import byte_tokenizer
-from meshwright.tools.evaluate.squad import Scored, answer_of, exact_match, f1, normalised
+from meshwright.families.bert.evaluate_squad import Scored, answer_of, exact_match, f1, normalised
+from meshwright.families.bert.task_files import SquadQuestion
+from meshwright.families.bert.tasks import squad_windows
 
 
 @pytest.mark.parametrize(

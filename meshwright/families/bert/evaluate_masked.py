@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 
 from meshwright.data.files import ShowProgress, silent
-from meshwright.data.masked import MaskedSamples
-from meshwright.data.specials import specials_of
 from meshwright.errors import CheckpointError
+from meshwright.families.bert.masked import MaskedSamples
+from meshwright.families.bert.section import Bert
+from meshwright.families.bert.specials import specials_of
 from meshwright.model import counts_of, to_device
-from meshwright.models.section import Bert
 from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, LoadedText, load_text
 from meshwright.tools.evaluate.tasks import Question, Task
 from meshwright.tools.evaluate.texts import TokenStream, stream_for
@@ -22,7 +22,7 @@ def masked_accuracy(
     loaded: LoadedText, stream: TokenStream, progress: ShowProgress = silent, *, batch_tokens: int = BATCH_TOKENS
 ) -> Facts:
     """Ask for 15 % of a stream's tokens, once, and whether one text follows the other. The samples are those of the
-    training's validation (data/masked.py), drawn from the run's seed: the same each time.
+    training's validation (families/bert/masked.py), drawn from the run's seed: the same each time.
 
     `batch_tokens`: about so many go through the model at once. Raises CheckpointError where the tokenizer is not the
     model's, DataError and ConfigError where no sample fits.

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.config import Config
+from meshwright.families.bert.section import ASKED_SHARE, Bert, BertTrunk
 from meshwright.model import Batch, Chunk, Costs, Hidden, Scales
 from meshwright.models.attention import AttentionCore, split_heads
 from meshwright.models.chain import Chain, blocks_of
-from meshwright.models.section import ASKED_SHARE, Bert, BertTrunk
 from meshwright.parameters.shard import Initial
 from meshwright.tensor.head import HeadShape
 from meshwright.tensor.kit import Head, Kit

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.config import Config, parse_config
-from meshwright.convert.bert import with_specials
-from meshwright.data.masked import MaskedSamples, runs
 from meshwright.data.packed import PackedCorpus
 from meshwright.data.packing import prepare
-from meshwright.data.specials import NAMES, Specials, specials_of
 from meshwright.data.tokenizer import byte_tokenizer, parse_tokenizer
 from meshwright.errors import ConfigError, DataError
+from meshwright.families.bert.convert import with_specials
+from meshwright.families.bert.masked import MaskedSamples, runs
+from meshwright.families.bert.specials import NAMES, Specials, specials_of
 from meshwright.model import IGNORED, Batch
 
 END, T = 256, 32

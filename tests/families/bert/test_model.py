@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.config import Config, parse_config
-from meshwright.convert.bert import BertFamily
+from meshwright.families.bert.convert import BertFamily
+from meshwright.families.bert.model import BERT
+from meshwright.families.bert.section import Bert
 from meshwright.model import IGNORED, Batch, counts_of, scales_of
-from meshwright.models.bert import BERT
-from meshwright.models.section import Bert
 from meshwright.parameters.shard import num_parameters, shard_specs
 from meshwright.parts import build_model
 from meshwright.ranks.grid import Grid

@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from meshwright.checkpoint import Checkpoint, load_weights
 from meshwright.config.schema import Config, Precision
 from meshwright.convert import export_folder, import_folder
-from meshwright.convert.bert import with_specials
-from meshwright.data.kinds_section import MaskedData
-from meshwright.data.specials import specials_of
 from meshwright.data.tokenizer import byte_tokenizer
 from meshwright.errors import CheckpointError
-from meshwright.models.bert import BERT
-from meshwright.models.section import Bert
+from meshwright.families.bert.convert import with_specials
+from meshwright.families.bert.data_section import MaskedData
+from meshwright.families.bert.model import BERT
+from meshwright.families.bert.section import Bert
+from meshwright.families.bert.specials import specials_of
 from meshwright.parameters.shard import shard_specs
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.tensor.serial import SerialKit

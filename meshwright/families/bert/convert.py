@@ -14,10 +14,11 @@ from tokenizers import processors
 
 from meshwright.convert.family import Family, Names, WithTokens, in_blocks, with_tokens
 from meshwright.convert.folder import Settings
-from meshwright.data.specials import FIRST, MASK, NAMES, PADDING, SEPARATOR, Specials, specials_of
 from meshwright.data.tokenizer import Tokenizer
-from meshwright.models.bert import NUM_ANSWERS, NUM_SEGMENTS
-from meshwright.models.section import Bert, BertTrunk, Transformer
+from meshwright.families.bert.model import NUM_ANSWERS, NUM_SEGMENTS
+from meshwright.families.bert.section import Bert, BertTrunk
+from meshwright.families.bert.specials import FIRST, MASK, NAMES, PADDING, SEPARATOR, Specials, specials_of
+from meshwright.models.section import Transformer
 
 _MODEL_TYPES = {"original": "bert", "megatron": "megatron-bert"}
 _CLASSES = {"original": "Bert", "megatron": "MegatronBert"}

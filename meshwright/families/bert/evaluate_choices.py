@@ -16,13 +16,13 @@ import torch
 
 from meshwright.config import Config
 from meshwright.data.files import ShowProgress, silent
-from meshwright.data.specials import specials_of
-from meshwright.data.task_files import pair_form, race_questions
-from meshwright.data.tasks import TaskExample, examples, row_tokens, task_batch
-from meshwright.data.tasks_section import TaskSection
 from meshwright.errors import ConfigError, DataError
+from meshwright.families.bert.data_section import TaskSection
+from meshwright.families.bert.section import BertChoice
+from meshwright.families.bert.specials import specials_of
+from meshwright.families.bert.task_files import pair_form, race_questions
+from meshwright.families.bert.tasks import TaskExample, examples, row_tokens, task_batch
 from meshwright.model import to_device
-from meshwright.models.tasks.section import BertChoice
 from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, LoadedText, load_text
 from meshwright.tools.evaluate.tasks import Question, Task
 

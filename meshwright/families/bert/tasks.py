@@ -27,20 +27,20 @@ from meshwright.data.marks_section import NO_BEGIN
 from meshwright.data.packed import TOKENIZER
 from meshwright.data.packing import check_agrees
 from meshwright.data.sampler import ShuffledSamples
-from meshwright.data.specials import Specials, specials_of
 from meshwright.data.split import SPLITS, Split
-from meshwright.data.task_files import (
+from meshwright.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer, tokenizer_kind
+from meshwright.environment import cache_folder
+from meshwright.errors import ConfigError, DataError
+from meshwright.families.bert.data_section import RaceData, SentencePairData, SquadData, TaskSection
+from meshwright.families.bert.section import BertChoice, BertPairs
+from meshwright.families.bert.specials import Specials, specials_of
+from meshwright.families.bert.task_files import (
     SquadQuestion,
     labelled_pairs,
     pair_form,
     race_questions,
     squad_questions,
 )
-from meshwright.data.tasks_section import RaceData, SentencePairData, SquadData, TaskSection
-from meshwright.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer, tokenizer_kind
-from meshwright.environment import cache_folder
-from meshwright.errors import ConfigError, DataError
-from meshwright.models.tasks.section import BertChoice, BertPairs
 
 if TYPE_CHECKING:
     from meshwright.config import Config

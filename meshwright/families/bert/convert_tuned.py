@@ -19,12 +19,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from meshwright.convert.bert import OUTSIDE, BertFamily
 from meshwright.convert.family import Names, TensorPair, TensorShape
 from meshwright.convert.folder import Settings
-from meshwright.models.bert import NUM_SEGMENTS
-from meshwright.models.section import BertTrunk
-from meshwright.models.tasks.section import BertChoice, BertPairs, BertSpans
+from meshwright.families.bert.convert import OUTSIDE, BertFamily
+from meshwright.families.bert.model import NUM_SEGMENTS
+from meshwright.families.bert.section import BertChoice, BertPairs, BertSpans, BertTrunk
 
 
 class BertTaskFamily(BertFamily):

@@ -1,4 +1,4 @@
-"""The data sections of fine-tuning tasks, from their official files. No torch here.
+"""The data sections of masked texts, and of fine-tuning tasks from their official files. No torch here.
 
 | kind           | source                                                          | read by     |
 |----------------|-----------------------------------------------------------------|-------------|
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from meshwright.data.section import TokenSection
+from meshwright.data.text_section import MixedSection
 from meshwright.errors import Problem
 from meshwright.section import Positive, Rule, rule
 
@@ -29,13 +30,21 @@ def held_out_exists(config: Config) -> Iterator[Problem]:
         yield Problem("data.held_out", data.held_out, "is no such file or folder", data.source_forms)
 
 
+class MaskedData(MixedSection):
+    """Two texts, of which some tokens are masked."""
+
+    kind: Literal["masked"]
+    gives: ClassVar[str] = "masked"
+    samples_by: ClassVar[str] = "meshwright.data.masked:masked_samples"
+
+
 class TaskSection(TokenSection):
     """Base of the tasks' sections."""
 
     header: ClassVar[str] = "task.json"
-    prepared_by: ClassVar[str] = "meshwright.data.tasks:prepare_task"
-    packed_by: ClassVar[str] = "meshwright.data.tasks:pack_task"
-    opened_by: ClassVar[str] = "meshwright.data.tasks:open_task"
+    prepared_by: ClassVar[str] = "meshwright.families.bert.tasks:prepare_task"
+    packed_by: ClassVar[str] = "meshwright.families.bert.tasks:pack_task"
+    opened_by: ClassVar[str] = "meshwright.families.bert.tasks:open_task"
     source_names: ClassVar[tuple[str, ...]] = ()
     rules: ClassVar[tuple[Rule, ...]] = (*TokenSection.rules, held_out_exists)
 
