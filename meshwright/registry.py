@@ -35,8 +35,8 @@ from meshwright.errors import ConfigError, PluginError
 
 OURS: Mapping[str, Mapping[str, str]] = {
     "models": {
-        "gpt2": "meshwright.models.section:Gpt2",
-        "llama": "meshwright.models.llama.section:Llama",
+        "gpt2": "meshwright.families.gpt.section:Gpt2",
+        "llama": "meshwright.families.llama.section:Llama",
         "bert": "meshwright.families.bert.section:Bert",
         "bert-pairs": "meshwright.families.bert.section:BertPairs",
         "bert-spans": "meshwright.families.bert.section:BertSpans",
@@ -97,8 +97,8 @@ OURS: Mapping[str, Mapping[str, str]] = {
         "muon": "meshwright.optim.section:MUON",
     },
     "convert": {
-        "gpt2": "meshwright.convert.gpt2:Gpt2Family",
-        "llama": "meshwright.convert.llama:LlamaFamily",
+        "gpt2": "meshwright.families.gpt.convert:Gpt2Family",
+        "llama": "meshwright.families.llama.convert:LlamaFamily",
         "bert": "meshwright.families.bert.convert:BertFamily",
         "t5": "meshwright.convert.t5:T5Family",
         "vit": "meshwright.families.vision.convert:VitFamily",
@@ -161,6 +161,11 @@ def entries(group: str) -> dict[str, Any]:
     if failures and group not in NAMED_BY:
         raise PluginError("; ".join(failures))
     return known
+
+
+def default_family() -> str:
+    """The `model.family` of a run that names none: the first one of ours."""
+    return next(iter(OURS["models"]))
 
 
 def where_from(group: str, name: str) -> str:

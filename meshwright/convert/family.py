@@ -118,6 +118,8 @@ class Family(ABC):
     title: ClassVar[str]
     model_types: ClassVar[tuple[str, ...]]
     """The family's names in config.json."""
+    told_by: ClassVar[str] = "model_type"
+    """A key that tells the family where config.json has no model_type."""
     section: ClassVar[type[Transformer]]
     fields: ClassVar[Mapping[str, str]]
     """Our fields and their keys of config.json; `inner`, the width of the feed-forward layer, may be none of ours."""

@@ -68,7 +68,8 @@ def family_of(settings: Settings, wanted: str | None = None) -> Family:
     there are."""
     every = families().values()
     known = list(dict.fromkeys(kind for family in every for kind in family.model_types))
-    kind = settings.values.get("model_type", "gpt2" if "n_embd" in settings.values else None)  # OpenAI's had none
+    untyped = (family.model_types[0] for family in every if family.told_by in settings.values)
+    kind = settings.values.get("model_type", next(untyped, None))
     named = settings.values.get("architectures") or [""]
     suitable = [family for family in every if kind in family.model_types]
     if kind is None:

@@ -194,21 +194,6 @@ class TextTransformer(Transformer):
         yield Length("data.sequence", config.data.lengths.source)
 
 
-class Gpt2(TextTransformer):
-    """A GPT-2 style decoder."""
-
-    family: Literal["gpt2"] = "gpt2"
-    chain: ClassVar[str] = "meshwright.models.gpt:GPT"
-    cuts_context: ClassVar[bool] = True
-    separates: ClassVar[bool] = True
-    tied: bool = True
-    """The head's weight is the table of tokens."""
-
-    @property
-    def tables(self) -> tuple[tuple[str, int], ...]:
-        return *super().tables, ("model.positions", self.positions)
-
-
 class EncoderDecoder(TextTransformer):
     """Sequence to sequence: `layers` blocks that read the source, then as many that write the target."""
 

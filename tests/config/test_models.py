@@ -42,7 +42,7 @@ LLAMAS = {
     "smollm2-135m", "llama-mini", "llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "mistral-7b",
     "qwen2.5-0.5b", "qwen3-0.6b", "qwen3-8b", "mixtral-8x7b", "qwen3-30b-a3b", "mixtral-mini",
 }  # fmt: skip
-"""Counted in tests/models/test_llama.py."""
+"""Counted in tests/families/llama/test_model.py."""
 
 
 def num_parameters(model: Model) -> int:

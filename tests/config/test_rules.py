@@ -14,8 +14,8 @@ from meshwright.data.messages_section import MessagesData
 from meshwright.data.pairs_section import PairData
 from meshwright.errors import ConfigError
 from meshwright.families.bert.data_section import SquadData
+from meshwright.families.llama.section import Llama
 from meshwright.families.vision.section import ResNeXt, Vit
-from meshwright.models.llama.section import Llama
 from meshwright.models.section import T5
 from meshwright.registry import entries
 from meshwright.section import Rule, divisors, listed

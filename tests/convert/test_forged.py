@@ -20,9 +20,10 @@ from meshwright.convert.folder import Settings
 from meshwright.convert.transfer import families, family_of
 from meshwright.errors import CheckpointError, ConfigError, DataError
 from meshwright.families.bert.section import Bert, BertChoice, BertPairs, BertSpans
+from meshwright.families.gpt.section import Gpt2
+from meshwright.families.llama.section import Llama
 from meshwright.families.vision.section import Vit
-from meshwright.models.llama.section import Llama
-from meshwright.models.section import T5, Gpt2
+from meshwright.models.section import T5
 from tests.tools.evaluate.tiny import tiny_checkpoint, tiny_config
 
 CONFIG, WEIGHTS, INDEX, TOKENIZER = "config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"

@@ -17,20 +17,23 @@ PACKAGE = Path(__file__).resolve().parents[2] / "meshwright"
 FAMILIES = sorted(path.parent.name for path in PACKAGE.glob("families/*/__init__.py"))
 
 REST = """
-import importlib, json, pkgutil, sys
+import importlib, json, pkgutil, re
 from pathlib import Path
 from typer.testing import CliRunner
 import meshwright as mw
 from meshwright.cli import app
 from meshwright.config.load import read_yaml
 from meshwright.configs import shipped
-from meshwright.registry import OURS, entries
+from meshwright.registry import OURS, entries, load_entry
 
 for module in pkgutil.walk_packages(mw.__path__, "meshwright."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
 for group in OURS:
     entries(group)
+for path in Path(mw.__file__).parent.rglob("*.py"):
+    for value in re.findall(r'"(meshwright(?:\\.\\w+)+:\\w+)"', path.read_text()):
+        load_entry(value)
 for path in shipped("models").values():
     tree = read_yaml(path)
     assert entries("models")[tree.get("family", "gpt2")].model_validate(tree).hidden
@@ -55,7 +58,7 @@ print(json.dumps({"file": mw.__file__, "steps": len(mw.history("out")), "models"
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_rest_goes_on_without_a_family(family: str, tmp_path: Path) -> None:
-    """Every other module is imported, every other name is found, and a run of another family is trained."""
+    """Every other module is imported, all that is named as text is there, and a run of another family is trained."""
     copy = tmp_path / "meshwright"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.rmtree(copy / "families" / family)

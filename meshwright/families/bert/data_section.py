@@ -35,7 +35,7 @@ class MaskedData(MixedSection):
 
     kind: Literal["masked"]
     gives: ClassVar[str] = "masked"
-    samples_by: ClassVar[str] = "meshwright.data.masked:masked_samples"
+    samples_by: ClassVar[str] = "meshwright.families.bert.masked:masked_samples"
 
 
 class TaskSection(TokenSection):

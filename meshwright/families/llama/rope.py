@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from meshwright.families.llama.section import LinearRope, Llama3Rope, PlainRope, YarnRope
 from meshwright.model import to_device
-from meshwright.models.llama.section import LinearRope, Llama3Rope, PlainRope, YarnRope
 
 
 class Rotation(NamedTuple):

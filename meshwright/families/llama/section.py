@@ -181,7 +181,7 @@ class Llama(TextTransformer):
     )  # fmt: skip
 
     family: Literal["llama"]
-    chain: ClassVar[str] = "meshwright.models.llama.model:LlamaModel"
+    chain: ClassVar[str] = "meshwright.families.llama.model:LlamaModel"
     cuts_context: ClassVar[bool] = True
     separates: ClassVar[bool] = True
     key_value_heads: Positive | None = None

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from meshwright.config import Config, parse_config
 from meshwright.errors import ConfigError
-from meshwright.models.llama.model import LlamaModel
+from meshwright.families.llama.model import LlamaModel
 from meshwright.ranks.mesh import Mesh
 from tests.context.test_equality import BLOCKS, CUT, ONE_D, config_for, serial
 from tests.data_parallel.test_equality import assembled, global_batch
+from tests.families.llama.test_model import ONE, as_theirs, hugging_face
 from tests.harness import build
-from tests.models.test_llama import ONE, as_theirs, hugging_face
 from tests.tensor.test_equality import LONG, MODELS, check, run
 from tests.workers import run_ranks
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.config import Config, parse_config
+from meshwright.families.llama.model import LlamaModel
 from meshwright.models.decoder import KeyValueCache
-from meshwright.models.llama.model import LlamaModel
 from meshwright.parameters.shard import num_parameters, shard_specs
 from meshwright.parts import DTYPES
 from meshwright.ranks.grid import Grid

@@ -18,7 +18,7 @@ from typing import ClassVar
 from meshwright.convert.family import Family, Names, WithTokens, in_blocks
 from meshwright.convert.folder import Settings
 from meshwright.data.tokenizer import Tokenizer
-from meshwright.models.section import Gpt2
+from meshwright.families.gpt.section import Gpt2
 
 _PREFIX = "transformer."
 _TABLE, _HEAD = f"{_PREFIX}wte.weight", "lm_head.weight"
@@ -41,6 +41,7 @@ class Gpt2Family(Family):
     """GPT2LMHeadModel."""
 
     title, model_types, section = "GPT-2", ("gpt2",), Gpt2
+    told_by = "n_embd"  # OpenAI's folders name no architecture
     fields: ClassVar = {
         "layers": "n_layer",
         "hidden": "n_embd",

@@ -27,7 +27,7 @@ from meshwright.convert.family import Family, Names, TensorPair, TensorShape, Wi
 from meshwright.convert.folder import Settings
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import CheckpointError
-from meshwright.models.llama.section import ROPES, Llama, PlainRope
+from meshwright.families.llama.section import ROPES, Llama, PlainRope
 from meshwright.section import shown
 
 _OUTSIDE = {"tokens": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.config import Config, parse_config
+from meshwright.families.gpt.model import GPT
 from meshwright.models.decoder import KeyValueCache
-from meshwright.models.gpt import GPT
 from meshwright.parameters.shard import num_parameters, shard_specs
 from meshwright.parts import build_model
 from meshwright.ranks.grid import Grid

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config import Config
+from meshwright.families.llama.rope import Rotation, rotate, rotation_of
+from meshwright.families.llama.section import Llama
 from meshwright.model import SAMPLES, Batch, Chunk, Costs, Hidden, Scales
 from meshwright.models.attention import AttentionCore
 from meshwright.models.chain import blocks_of
 from meshwright.models.decoder import Decoder, KeyValueCache
-from meshwright.models.llama.rope import Rotation, rotate, rotation_of
-from meshwright.models.llama.section import Llama
 from meshwright.parameters.shard import Initial
 from meshwright.tensor.copies import HeadGroups
 from meshwright.tensor.experts import ExpertsShape

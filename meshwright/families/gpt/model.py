@@ -10,11 +10,11 @@ import math
 from torch import Tensor, nn
 
 from meshwright.config import Config
+from meshwright.families.gpt.section import Gpt2
 from meshwright.model import Batch, Chunk, Costs, Hidden
 from meshwright.models.attention import AttentionCore, split_heads
 from meshwright.models.chain import blocks_of
 from meshwright.models.decoder import Decoder, KeyValueCache
-from meshwright.models.section import Gpt2
 from meshwright.parameters.shard import Initial
 from meshwright.tensor.gelu import gelu
 from meshwright.tensor.head import HeadShape
