@@ -32,7 +32,7 @@ for module in pkgutil.walk_packages(mw.__path__, "meshwright."):
 for group in OURS:
     entries(group)
 for path in Path(mw.__file__).parent.rglob("*.py"):
-    for value in re.findall(r'"(meshwright(?:\\.\\w+)+:\\w+)"', path.read_text()):
+    for value in re.findall(r'"(meshwright(?:[.]\\w+)+:\\w+)"', path.read_text()):
         load_entry(value)
 for path in shipped("models").values():
     tree = read_yaml(path)
