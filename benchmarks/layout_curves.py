@@ -60,7 +60,7 @@ STUDIES = {
         accuracy=True,
     ),
     "docstrings": Study(
-        run="meshwright/configs/runs/docstrings.yaml",
+        run="meshwright/families/seq2seq/configs/runs/docstrings.yaml",
         steps=200,
         settings=[
             *("model.layers=2", "model.hidden=96", "model.heads=4", "model.feed_forward=384", "model.dropout=0.0"),

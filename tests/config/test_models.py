@@ -33,10 +33,10 @@ RESNEXTS = {"resnext-50", "resnext-tiny"}
 """Counted in tests/families/vision/test_resnext.py."""
 
 TRANSFORMERS = {"transformer-base", "transformer-big", "transformer-tiny"}
-"""Counted in tests/models/test_transformer.py."""
+"""Counted in tests/families/seq2seq/test_transformer.py."""
 
 T5S = {"t5-small", "t5-base", "t5-large", "t5-large-32heads", "t5-tiny"}
-"""Counted in tests/models/test_t5.py."""
+"""Counted in tests/families/seq2seq/test_t5.py."""
 
 LLAMAS = {
     "smollm2-135m", "llama-mini", "llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "mistral-7b",

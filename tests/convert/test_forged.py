@@ -22,8 +22,8 @@ from meshwright.errors import CheckpointError, ConfigError, DataError
 from meshwright.families.bert.section import Bert, BertChoice, BertPairs, BertSpans
 from meshwright.families.gpt.section import Gpt2
 from meshwright.families.llama.section import Llama
+from meshwright.families.seq2seq.section import T5
 from meshwright.families.vision.section import Vit
-from meshwright.models.section import T5
 from tests.tools.evaluate.tiny import tiny_checkpoint, tiny_config
 
 CONFIG, WEIGHTS, INDEX, TOKENIZER = "config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"

@@ -18,11 +18,11 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.families.seq2seq.section import EncoderDecoder
 from meshwright.model import Chunk, Hidden
 from meshwright.models.attention import AttentionCore, split_heads
 from meshwright.models.chain import blocks_of
 from meshwright.models.decoder import KeyValueCache
-from meshwright.models.section import EncoderDecoder
 from meshwright.parameters.shard import Initial
 from meshwright.tensor.kit import Kit
 

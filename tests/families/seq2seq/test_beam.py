@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import ConfigError
-from meshwright.tools.evaluate.beam import Answer, Beam, beam_search
+from meshwright.families.seq2seq.beam import Answer, Beam, beam_search
 
 END, START, VOCABULARY = 0, 7, 3
 

@@ -18,16 +18,18 @@ import torch
 from torch import Tensor
 
 from meshwright.data.files import ShowProgress, silent
-from meshwright.data.pairs_samples import sequence_batch
 from meshwright.data.section import Lengths
-from meshwright.data.specials import SENTINEL
 from meshwright.errors import ConfigError, DataError
+from meshwright.families.seq2seq.beam import Answer, Beam, beam_of, beam_search
+from meshwright.families.seq2seq.blocks import DecoderCache
+from meshwright.families.seq2seq.load import LoadedSequence, load_sequence
+from meshwright.families.seq2seq.pair_texts import TextPairs, pairs_for
+from meshwright.families.seq2seq.pairs_samples import sequence_batch
+from meshwright.families.seq2seq.specials import SENTINEL
 from meshwright.model import Batch, to_device
-from meshwright.models.encoder_decoder_blocks import DecoderCache
-from meshwright.tools.evaluate.beam import Answer, Beam, beam_of, beam_search
-from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, LoadedSequence, load_sequence
+from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, config_at
 from meshwright.tools.evaluate.tasks import Question, Task
-from meshwright.tools.evaluate.texts import TextPairs, pairs_for
+from meshwright.tools.generate import Generated, Request, refuse
 
 _SENTINEL = re.compile(re.escape(SENTINEL).replace(r"\{\}", r"(\d\d?)"))
 
@@ -133,6 +135,24 @@ def bleu(
         "brevity_penalty": scored.bp,
         "signature": str(metric.get_signature()),
     }
+
+
+def answer(checkpoint: Path, request: Request, device: str, context: int | None) -> Generated:
+    """The likeliest answer to a prompt. Raises ConfigError on options without an effect, or a prompt that the context
+    cannot hold."""
+    sampling = request.sampling
+    options = {"--temperature": sampling.temperature or None, "--top-k": sampling.top_k, "--seed": sampling.seed}
+    options["--chat"] = request.chat or None
+    family = config_at(checkpoint).model.family
+    refuse(options, family, "which searches its likeliest answer", "--beams, --length-penalty")
+    beam = beam_of(request.beams, request.length_penalty)
+    loaded = load_sequence(checkpoint, device, context)
+    ids = source_ids(loaded, request.prompt)
+    if len(ids) > loaded.context:
+        rule = f"has {len(ids)} tokens with its end, and the model reads {loaded.context}"
+        raise ConfigError.of("--prompt", f"{request.prompt:.20}...", rule, "a shorter one, or a larger --context")
+    found = answers(loaded, [ids], beam, request.tokens)[0]
+    return Generated(loaded.folder, "", iter([text_of(loaded, found.tokens)]))
 
 
 def _measure(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from meshwright.config import Config, parse_config
+from meshwright.families.seq2seq.blocks import DecoderCache
+from meshwright.families.seq2seq.encoder_decoder import EncoderDecoderChain
 from meshwright.model import IGNORED, Batch, counts_of, scales_of
 from meshwright.models.chain import make_chain
-from meshwright.models.encoder_decoder import EncoderDecoderChain
-from meshwright.models.encoder_decoder_blocks import DecoderCache
 from meshwright.parameters.shard import num_parameters, shard_specs
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.serial import SerialKit

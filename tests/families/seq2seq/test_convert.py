@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from meshwright.checkpoint import Checkpoint, load_weights
 from meshwright.config.schema import Config, Precision
 from meshwright.convert import export_folder, import_folder
-from meshwright.convert.t5 import T5Family
-from meshwright.data.kinds_section import SpanData
 from meshwright.data.tokenizer import byte_tokenizer, parse_tokenizer
 from meshwright.errors import CheckpointError, DataError
-from meshwright.models.section import T5
-from meshwright.models.t5 import T5Model
+from meshwright.families.seq2seq.convert import T5Family
+from meshwright.families.seq2seq.data_section import SpanData
+from meshwright.families.seq2seq.section import T5
+from meshwright.families.seq2seq.t5 import T5Model
 from meshwright.parameters.shard import shard_specs
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.tensor.serial import SerialKit

@@ -1,4 +1,4 @@
-"""The data section of pairs: a text, and the text to be written for it. No torch here."""
+"""The data sections of encoder-decoders: pairs of texts, and spans cut out of a text. No torch here."""
 
 from __future__ import annotations
 
@@ -7,8 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from meshwright.data.section import BUCKET_MULTIPLE, DIGITS, PREPARED, STDLIB, DataSection, Lengths, TokenSection
+from meshwright.data.section import (
+    BUCKET_MULTIPLE,
+    DIGITS,
+    PREPARED,
+    SENTINELS,
+    STDLIB,
+    DataSection,
+    Lengths,
+    TokenSection,
+)
+from meshwright.data.text_section import MixedSection
 from meshwright.errors import Problem
+from meshwright.families.seq2seq.spans_section import span_lengths
 from meshwright.section import Positive, Rule, divisors, listed, rule
 
 if TYPE_CHECKING:
@@ -81,9 +92,9 @@ class PairData(TokenSection):
     kind: Literal["pairs"]
     gives: ClassVar[str] = "sequences"
     packs: ClassVar[Literal["text", "pairs"]] = "pairs"
-    corpus_by: ClassVar[str] = "meshwright.data.pairs:pair_corpus"
-    samples_by: ClassVar[str] = "meshwright.data.pairs_samples:pair_samples"
-    claimed_by: ClassVar[str] = "meshwright.data.pairs:claims_pairs"
+    corpus_by: ClassVar[str] = "meshwright.families.seq2seq.pairs:pair_corpus"
+    samples_by: ClassVar[str] = "meshwright.families.seq2seq.pairs_samples:pair_samples"
+    claimed_by: ClassVar[str] = "meshwright.families.seq2seq.pairs:claims_pairs"
     source_names: ClassVar[tuple[str, ...]] = (STDLIB,)
     source_forms: ClassVar[str] = "a tsv or jsonl file, a text file and its target, a prepared folder"
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -106,3 +117,16 @@ class PairData(TokenSection):
     @property
     def lengths(self) -> Lengths:
         return Lengths(self.sequence, self.sequence)
+
+
+class SpanData(MixedSection):
+    """Spans cut out of a text, to be written by an encoder-decoder."""
+
+    kind: Literal["spans"]
+    gives: ClassVar[str] = "sequences"
+    sentinels: ClassVar[int] = SENTINELS
+    samples_by: ClassVar[str] = "meshwright.families.seq2seq.spans:span_samples"
+
+    @property
+    def lengths(self) -> Lengths:
+        return span_lengths(self.sequence)

@@ -22,9 +22,9 @@ from tokenizers import processors
 
 from meshwright.convert.family import Family, Names, WithTokens, in_blocks, with_tokens
 from meshwright.convert.folder import Settings
-from meshwright.data.specials import SENTINEL, SEQUENCE_PADDING, specials_with_room
 from meshwright.data.tokenizer import Tokenizer
-from meshwright.models.section import T5
+from meshwright.families.seq2seq.section import T5
+from meshwright.families.seq2seq.specials import SENTINEL, SEQUENCE_PADDING, specials_with_room
 
 _TABLE = "shared.weight"
 _COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")

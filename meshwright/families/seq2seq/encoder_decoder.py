@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config import Config
+from meshwright.families.seq2seq.blocks import DecoderBlock, DecoderCache, EncoderBlock
+from meshwright.families.seq2seq.section import EncoderDecoder
 from meshwright.model import Batch, Chunk, Costs, Hidden, Scales
 from meshwright.models.chain import Chain
-from meshwright.models.encoder_decoder_blocks import DecoderBlock, DecoderCache, EncoderBlock
-from meshwright.models.section import EncoderDecoder
 from meshwright.tensor.kit import Head
 
 

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.config import Config, parse_config
+from meshwright.families.seq2seq.encoder_decoder import EncoderDecoderChain
+from meshwright.families.seq2seq.transformer import sinusoids
 from meshwright.model import Batch, counts_of, scales_of
 from meshwright.models.chain import chain_of
-from meshwright.models.encoder_decoder import EncoderDecoderChain
-from meshwright.models.transformer import sinusoids
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
+from tests.families.seq2seq.pairs import B, counted_parameters, decoded, dropout_facts, pair_batch
 from tests.models.harness import random_model
-from tests.models.pairs import B, counted_parameters, decoded, dropout_facts, pair_batch
 from tests.workers import run_ranks
 
 ONE = Grid((("data", 1),))

@@ -18,11 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.config import Config
+from meshwright.families.seq2seq.blocks import Initials, Recipe, encoder_decoder_blocks
+from meshwright.families.seq2seq.encoder_decoder import EncoderDecoderChain, pair_products
+from meshwright.families.seq2seq.section import T5
 from meshwright.model import Chunk, Costs, Hidden
-from meshwright.models import encoder_decoder
-from meshwright.models.encoder_decoder import EncoderDecoderChain
-from meshwright.models.encoder_decoder_blocks import Initials, Recipe, encoder_decoder_blocks
-from meshwright.models.section import T5
 from meshwright.parameters.shard import Initial
 from meshwright.tensor.head import HeadShape
 from meshwright.tensor.kit import Kit
@@ -79,7 +78,7 @@ class T5Model(EncoderDecoderChain):
         """Multiplications of a pair's forward pass."""
         model = config.model
         assert isinstance(model, T5), model
-        return encoder_decoder.pair_products(config, model.heads * model.head_width)
+        return pair_products(config, model.heads * model.head_width)
 
 
 def distance_buckets(distances: Tensor, num_buckets: int, most: int) -> Tensor:

@@ -20,12 +20,12 @@ import torch
 
 from meshwright.config import Config
 from meshwright.data.packed import PackedCorpus, document_ends
-from meshwright.data.pairs_order import PairOrder
-from meshwright.data.pairs_section import PairData
 from meshwright.data.section import Lengths
-from meshwright.data.specials import SequenceSpecials, specials_for
 from meshwright.data.split import Split
 from meshwright.errors import DataError
+from meshwright.families.seq2seq.data_section import PairData
+from meshwright.families.seq2seq.pairs_order import PairOrder
+from meshwright.families.seq2seq.specials import SequenceSpecials, specials_for
 from meshwright.model import IGNORED, Batch, Samples
 
 

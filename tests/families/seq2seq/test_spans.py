@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.data.section import Lengths
-from meshwright.data.spans import SpanSamples, parts_of
-from meshwright.data.spans_section import Window, span_lengths, window_of
-from meshwright.data.specials import SequenceSpecials
 from meshwright.errors import ConfigError, DataError
+from meshwright.families.seq2seq.spans import SpanSamples, parts_of
+from meshwright.families.seq2seq.spans_section import Window, span_lengths, window_of
+from meshwright.families.seq2seq.specials import SequenceSpecials
 from meshwright.model import IGNORED, Batch
 
 END, PAD, S0 = 256, 257, 258

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config import Config
+from meshwright.families.seq2seq.blocks import Initials, Recipe, encoder_decoder_blocks
+from meshwright.families.seq2seq.encoder_decoder import EncoderDecoderChain, pair_products
+from meshwright.families.seq2seq.section import Attentional
 from meshwright.model import Chunk, Costs
-from meshwright.models import encoder_decoder
-from meshwright.models.encoder_decoder import EncoderDecoderChain
-from meshwright.models.encoder_decoder_blocks import Initials, Recipe, encoder_decoder_blocks
-from meshwright.models.section import Attentional
 from meshwright.parameters.shard import Initial
 from meshwright.tensor.head import HeadShape
 from meshwright.tensor.kit import Kit
@@ -56,7 +55,7 @@ class TransformerModel(EncoderDecoderChain):
     @staticmethod
     def products(config: Config) -> Costs:
         """Multiplications of a pair's forward pass."""
-        return encoder_decoder.pair_products(config, config.model.hidden)
+        return pair_products(config, config.model.hidden)
 
 
 def sinusoids(start: int, count: int, hidden: int, device: torch.device) -> Tensor:

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config import Config, parse_config
+from meshwright.families.seq2seq.encoder_decoder import EncoderDecoderChain
+from meshwright.families.seq2seq.t5 import T5Model, distance_buckets
 from meshwright.model import counts_of, scales_of
-from meshwright.models.encoder_decoder import EncoderDecoderChain
-from meshwright.models.t5 import T5Model, distance_buckets
 from meshwright.parts import build_model
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.serial import SerialKit
+from tests.families.seq2seq.pairs import counted_parameters, decoded, dropout_facts, pair_batch
 from tests.models.harness import random_model
-from tests.models.pairs import counted_parameters, decoded, dropout_facts, pair_batch
 from tests.workers import run_ranks
 
 ONE = Grid((("data", 1),))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.pairs_order import PairOrder, bucket_edges
+from meshwright.families.seq2seq.pairs_order import PairOrder, bucket_edges
 
 LENGTHS = np.array([3 + (number * number) % 61 for number in range(203)])
 G = 8

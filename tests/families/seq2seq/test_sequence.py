@@ -11,13 +11,14 @@ from torch import Tensor
 from meshwright.config.schema import BatchSection, Validation
 from meshwright.data.files import silent
 from meshwright.errors import CheckpointError, ConfigError, DataError
+from meshwright.families.seq2seq.beam import Answer, Beam, beam_search
+from meshwright.families.seq2seq.load import LoadedSequence, load_sequence
+from meshwright.families.seq2seq.pair_texts import pairs_for
+from meshwright.families.seq2seq.perplexity import target_perplexity
+from meshwright.families.seq2seq.sequence import answers, source_ids, text_of
 from meshwright.model import scales_of
 from meshwright.ranks.mesh import solo_mesh
-from meshwright.tools.evaluate.beam import Answer, Beam, beam_search
-from meshwright.tools.evaluate.load import LoadedSequence, load_sequence, load_text
-from meshwright.tools.evaluate.perplexity import target_perplexity
-from meshwright.tools.evaluate.sequence import answers, source_ids, text_of
-from meshwright.tools.evaluate.texts import pairs_for
+from meshwright.tools.evaluate.load import load_text
 from meshwright.tools.generate import Request, generate
 from tests.harness import build
 from tests.tools.evaluate.tiny import lively, save, sequence_config, tiny_checkpoint

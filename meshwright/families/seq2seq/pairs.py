@@ -14,9 +14,7 @@ Files may be compressed (FILE.tsv.gz). Pairs of which one text is blank have not
 from __future__ import annotations
 
 import ast
-import gzip
 import inspect
-import json
 import textwrap
 import warnings
 import zlib
@@ -24,12 +22,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from meshwright.data.corpus import STDLIB, Corpus, checked_text, documents, json_records, source_identity, source_name
-from meshwright.data.pairs_section import GZIP, PairData, suffix
+from meshwright.data.files import first_keys, open_file
 from meshwright.data.section import PREPARED
 from meshwright.errors import DataError
+from meshwright.families.seq2seq.data_section import PairData, suffix
 
 Pair = tuple[str, str]
 """A source, which is read, and its target, which is to be written."""
@@ -90,22 +89,6 @@ def claims_pairs(data: Mapping[str, Any]) -> bool:
     return named or holds_pairs(str(data.get("source", STDLIB)))
 
 
-def first_keys(path: Path) -> set[str]:
-    """The keys of a jsonl file's first object; none where there is no such thing, which reading it will report."""
-    if not path.is_file():  # a pipe would wait for its writer
-        return set()
-    try:
-        with _opened(path) as lines:
-            first = json.loads(next((line for line in lines if line.strip()), b"0"))
-    except (OSError, EOFError, ValueError):
-        return set()
-    return set(first) if isinstance(first, dict) else set()
-
-
-def _opened(path: Path) -> BinaryIO | gzip.GzipFile:
-    return gzip.open(path) if path.suffix == GZIP else path.open("rb")
-
-
 def _partners(source: Path, target: Path) -> Iterator[Pair]:
     for number, (left, right) in enumerate(zip_longest(_lines(source), _lines(target)), start=1):
         if left is None or right is None:
@@ -142,7 +125,7 @@ def _lines(path: Path) -> Iterator[str]:
     """The file's lines without their ends. Only a line feed ends one: Unicode's other separators are text."""
     number = 1
     try:
-        with _opened(path) as file:
+        with open_file(path) as file:
             for line in file:
                 yield line.decode().rstrip("\r\n")
                 number += 1
