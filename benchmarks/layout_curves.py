@@ -49,7 +49,7 @@ class Study:
 
 STUDIES = {
     "digits": Study(
-        run="meshwright/configs/runs/digits.yaml",
+        run="meshwright/families/vision/configs/runs/digits.yaml",
         steps=400,
         settings=["validation.every=25", "precision.dtype=float64", "threads=1"],
         layouts={
@@ -60,7 +60,7 @@ STUDIES = {
         accuracy=True,
     ),
     "docstrings": Study(
-        run="meshwright/configs/runs/docstrings.yaml",
+        run="meshwright/families/seq2seq/configs/runs/docstrings.yaml",
         steps=200,
         settings=[
             *("model.layers=2", "model.hidden=96", "model.heads=4", "model.feed_forward=384", "model.dropout=0.0"),

@@ -18,7 +18,7 @@ from benchmarks.ours import open_layout, reference_config, steps_of
 from meshwright.config import Config
 from meshwright.data_parallel.policies import AllReduce
 from meshwright.data_parallel.strategy import Synchroniser
-from meshwright.models.gpt import GPT
+from meshwright.families.gpt.model import GPT
 from meshwright.optim.optimizer import Optimizer
 from meshwright.optim.states import InPlace
 from meshwright.parameters.bucket import make_buckets

@@ -11,10 +11,15 @@
 | optimizers | an Update of optim/section.py                                     |
 | sinks      | a Sink of training/sinks.py                                       |
 | metrics    | a Metric of training/metric.py, in every run that knows of it     |
+| convert    | a subclass of convert/family.py's Family, by `model.family`       |
+| eval       | a Task of tools/evaluate/tasks.py                                 |
+| submit     | a subclass of tools/submit/job.py's Engine                        |
+
+No run names an entry of the last three: commands load them when they are asked for one, and they may import torch.
 
 An entry is written `module:attribute`, ours here, those of another package as entry points of the group
-`meshwright.GROUP` in its metadata, those of a script or a notebook by `register`. Entries import no torch: each names
-what needs it as text, `module:attribute`, which `load_entry` loads when it is called.
+`meshwright.GROUP` in its metadata, those of a script or a notebook by `register`. What a run names imports no torch: it
+names what needs torch as text, `module:attribute`, which `load_entry` loads when it is called.
 """
 
 from __future__ import annotations
@@ -31,16 +36,16 @@ from meshwright.errors import ConfigError, PluginError
 
 OURS: Mapping[str, Mapping[str, str]] = {
     "models": {
-        "gpt2": "meshwright.models.section:Gpt2",
-        "llama": "meshwright.models.llama.section:Llama",
-        "bert": "meshwright.models.section:Bert",
-        "bert-pairs": "meshwright.models.tasks.section:BertPairs",
-        "bert-spans": "meshwright.models.tasks.section:BertSpans",
-        "bert-choice": "meshwright.models.tasks.section:BertChoice",
-        "transformer": "meshwright.models.section:Attentional",
-        "t5": "meshwright.models.section:T5",
-        "vit": "meshwright.models.images_section:Vit",
-        "resnext": "meshwright.models.images_section:ResNeXt",
+        "gpt2": "meshwright.families.gpt.section:Gpt2",
+        "llama": "meshwright.families.llama.section:Llama",
+        "bert": "meshwright.families.bert.section:Bert",
+        "bert-pairs": "meshwright.families.bert.section:BertPairs",
+        "bert-spans": "meshwright.families.bert.section:BertSpans",
+        "bert-choice": "meshwright.families.bert.section:BertChoice",
+        "transformer": "meshwright.families.seq2seq.section:Attentional",
+        "t5": "meshwright.families.seq2seq.section:T5",
+        "vit": "meshwright.families.vision.section:Vit",
+        "resnext": "meshwright.families.vision.section:ResNeXt",
     },
     "tensor": {
         "none": "meshwright.tensor.section:Whole",
@@ -50,13 +55,13 @@ OURS: Mapping[str, Mapping[str, str]] = {
     },
     "data": {
         "text": "meshwright.data.text_section:TextData",
-        "masked": "meshwright.data.kinds_section:MaskedData",
-        "pairs": "meshwright.data.pairs_section:PairData",
-        "spans": "meshwright.data.kinds_section:SpanData",
-        "images": "meshwright.data.kinds_section:ImageData",
-        "sentence-pairs": "meshwright.data.tasks_section:SentencePairData",
-        "squad": "meshwright.data.tasks_section:SquadData",
-        "race": "meshwright.data.tasks_section:RaceData",
+        "masked": "meshwright.families.bert.data_section:MaskedData",
+        "pairs": "meshwright.families.seq2seq.data_section:PairData",
+        "spans": "meshwright.families.seq2seq.data_section:SpanData",
+        "images": "meshwright.families.vision.data_section:ImageData",
+        "sentence-pairs": "meshwright.families.bert.data_section:SentencePairData",
+        "squad": "meshwright.families.bert.data_section:SquadData",
+        "race": "meshwright.families.bert.data_section:RaceData",
         "messages": "meshwright.data.messages_section:MessagesData",
     },
     "schedules": {
@@ -93,6 +98,34 @@ OURS: Mapping[str, Mapping[str, str]] = {
         "muon": "meshwright.optim.section:MUON",
     },
     "metrics": {},  # ours are a table of their own, training/step_report.py
+    "convert": {
+        "gpt2": "meshwright.families.gpt.convert:Gpt2Family",
+        "llama": "meshwright.families.llama.convert:LlamaFamily",
+        "bert": "meshwright.families.bert.convert:BertFamily",
+        "t5": "meshwright.families.seq2seq.convert:T5Family",
+        "vit": "meshwright.families.vision.convert:VitFamily",
+        "bert-pairs": "meshwright.families.bert.convert_tuned:BertPairsFamily",
+        "bert-spans": "meshwright.families.bert.convert_tuned:BertSpansFamily",
+        "bert-choice": "meshwright.families.bert.convert_tuned:BertChoiceFamily",
+    },
+    "eval": {
+        "perplexity": "meshwright.tools.evaluate.perplexity:PERPLEXITY",
+        "wikitext": "meshwright.tools.evaluate.wikitext:WIKITEXT",
+        "bleu": "meshwright.families.seq2seq.sequence:BLEU",
+        "lambada": "meshwright.tools.evaluate.lambada:LAMBADA",
+        "masked-lm": "meshwright.families.bert.evaluate_masked:MASKED",
+        "images": "meshwright.families.vision.evaluate:IMAGES",
+        "pairs": "meshwright.families.bert.evaluate_choices:PAIRS",
+        "squad": "meshwright.families.bert.evaluate_squad:SQUAD",
+        "race": "meshwright.families.bert.evaluate_choices:RACE",
+        "lm-eval": "meshwright.tools.evaluate.published:LM_EVAL",
+    },
+    "submit": {
+        "slurm": "meshwright.tools.submit.slurm:Slurm",
+        "kubernetes": "meshwright.tools.submit.kubernetes:Kubernetes",
+        "ray": "meshwright.tools.submit.ray_script:Ray",
+        "skypilot": "meshwright.tools.submit.skypilot:SkyPilot",
+    },
 }
 
 BASES: Mapping[str, str] = {
@@ -105,6 +138,9 @@ BASES: Mapping[str, str] = {
     "optimizers": "meshwright.optim.section:Update",
     "sinks": "meshwright.training.sinks:Sink",
     "metrics": "meshwright.training.metric:Metric",
+    "convert": "meshwright.convert.family:Family",
+    "eval": "meshwright.tools.evaluate.tasks:Task",
+    "submit": "meshwright.tools.submit.job:Engine",
 }
 """The class that an entry of a group is an instance or a subclass of."""
 
@@ -118,12 +154,21 @@ NAMED_BY: Mapping[str, str] = {
     "optimizers": "optimizer.name",
     "sinks": "metrics.sinks",
 }
-"""The field by which a run names an entry of each group, but for metrics: a run has all that it knows of."""
+"""The field by which a run names an entry of a group. A run has every metric; other groups are commands' own."""
 
 
 def entries(group: str) -> dict[str, Any]:
-    """The strategies of a group by name, ours first; without those that cannot be used (check_plugins)."""
-    return _group(group)[0]
+    """The entries of a group by name, ours first. Those that cannot be used are left out where a run names the group,
+    as check_plugins has told them; in a group of a command they raise PluginError."""
+    known, failures = _group(group)
+    if failures and group not in NAMED_BY:
+        raise PluginError("; ".join(failures))
+    return known
+
+
+def default_family() -> str:
+    """The `model.family` of a run that names none: the first one of ours."""
+    return next(iter(OURS["models"]))
 
 
 def where_from(group: str, name: str) -> str:
@@ -184,22 +229,15 @@ def _suits(entry: Any, base: type) -> bool:
 
 def check_plugins() -> None:
     """Raises PluginError where a strategy of another package cannot be used: package, entry point, cause."""
-    if failures := [failure for group in OURS for failure in _group(group)[1]]:
+    if failures := [failure for group in NAMED_BY for failure in _group(group)[1]]:
         raise PluginError("; ".join(failures))
 
 
 @cache
 def _group(group: str) -> tuple[dict[str, Any], list[str]]:
-    return find_entries(group, OURS[group], load_entry(BASES[group]))
-
-
-def find_entries(group: str, ours: Mapping[str, str], base: type) -> tuple[dict[str, Any], list[str]]:
-    """Entries of a group by name, and a line for each entry of another package that cannot be used.
-
-    What is no part of a run file (an engine of `submit`) has its table in its own room, and is found by this alone.
-    """
+    """Entries of a group by name, and a line for each entry of another package that cannot be used."""
     failures: list[str] = []
-    known = {name: load_entry(value) for name, value in ours.items()}
+    base, known = load_entry(BASES[group]), {name: load_entry(value) for name, value in OURS[group].items()}
     points = [
         (f"mw.register({group}, {name}, {value})", folder, metadata.EntryPoint(name, value, f"meshwright.{group}"))
         for of, name, value, folder in registered()

@@ -95,7 +95,10 @@ def cases(num_ranks: int, *, long: bool) -> list[Case]:
         listed.append(Case("branch-data", "tests.test_order:train_for_files", ("branch-data",), layout.axes,
                            layout.token_axes))  # fmt: skip
     for name, layout in EXPERTS[num_ranks].items() if long or num_ranks == 2 else ():
-        of_experts, function = laid_out(model=OF_EXPERTS, **layout), "tests.models.test_experts_layouts:train_for_files"
+        of_experts, function = (
+            laid_out(model=OF_EXPERTS, **layout),
+            "tests.families.llama.test_experts_layouts:train_for_files",
+        )
         listed.append(Case(name, function, (layout,), of_experts.axes, of_experts.token_axes))
     for name, (data, stages, schedule, tensor) in PIPELINES[num_ranks].items():
         layout = laid_out(data={"size": data}, pipeline={"size": stages}, tensor=tensor)

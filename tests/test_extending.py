@@ -62,7 +62,7 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in lines if "loss" in line]
 
 
-def test_the_page_shows_all_seven() -> None:
+def test_the_page_shows_each_group() -> None:
     (project,) = TOML.findall(PAGE)
     from meshwright.registry import OURS
 
@@ -145,6 +145,45 @@ def test_they_are_described_as_ours_are(toys: Path) -> None:
         "size": "Ranks that a feed-forward is cut over.",
         "completed": ["model.inner"],
     }
+
+
+ASKED = """
+import json
+from pathlib import Path
+from typer.testing import CliRunner
+import meshwright as mw
+from meshwright.cli import app
+
+def run(*words):
+    result = CliRunner().invoke(app, list(words))
+    assert result.exit_code == 0, result.exception
+    return result.stdout
+
+mw.train(mw.load("cut.yaml", ["layout.tensor=none", "checkpoint.every=0", "layout.transport=threads"]), "out/asked")
+run("convert", "export", "out/asked", "--out", "asked-hf")
+run("convert", "import", "asked-hf", "--out", "again/checkpoints/step-0")
+(stored,) = Path("again/checkpoints/step-0").glob("*.safetensors")
+told = json.loads(run("eval", "out/asked", "--task", "counted", "--samples", "9", "--json"))
+run("submit", "cut.yaml", "device=cpu", "--on", "batch", "--set", "queue=large", "--to", "cut.sh")
+print(json.dumps({"told": told, "settings": json.loads(Path("asked-hf/config.json").read_text())}))
+"""
+
+
+def test_commands_ask_for_them(toys: Path) -> None:
+    """The family is exported and imported again, the task measured, and the engine's file written."""
+    from safetensors.torch import load_file
+
+    asked = json.loads(python(toys, "-c", ASKED).stdout.splitlines()[-1])
+    assert (asked["told"]["asked"], asked["settings"]["n_inner"]) == (9 * 16, 64)
+    assert 0 <= asked["told"]["right"] <= 9 * 16
+    assert (toys / "cut.sh").read_text().startswith("#!/bin/sh\n#BATCH queue=large nodes=1\n")
+    (published,) = (toys / "asked-hf").glob("*.safetensors")
+    (ours,) = (toys / "again" / "checkpoints" / "step-0").glob("*.safetensors")
+    theirs, weights = load_file(published), load_file(ours)
+    assert weights["weight/blocks.1.expand.weight"].equal(theirs["layer.1.up.weight"].t())
+    assert weights["weight/tokens.weight"][:257].equal(theirs["embedding.weight"])
+    told = python(toys, "-m", "meshwright", "eval", "out", "--task", "count", status=2).stderr
+    assert "counted" in told
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 from meshwright.cli import app
 from meshwright.cli.app import OPERATE, PREDICT, PROVE, RUN
 from meshwright.cli.completion import complete_run
-from meshwright.config.load import SCHEMA, run_names
+from meshwright.config.load import run_names
 from meshwright.config.words import KEYS
+from meshwright.configs import SCHEMA
 from meshwright.errors import ConfigError
 from tests.test_cli import environment_for, meshwright
 

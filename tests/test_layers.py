@@ -31,6 +31,8 @@ FLOORS: dict[str, int] = {
     "parity": 5,
     # 6: what asks questions of a run, before, beside and after it.
     "tools": 6,
+    # 6 too: what one family alone has, its measures with it. The registry names it, and nobody imports it.
+    "families": 6,
     # On top.
     "__main__": 7, "cli": 7, "api": 7, "__init__": 7,
 }  # fmt: skip
@@ -194,9 +196,23 @@ def test_one_place_reads_the_environment_and_nothing_is_unpickled(path: Path) ->
     assert not [name for name in imports_of(path) if name.split(".")[0] in ("pickle", "shelve", "dill")]
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if room_of(path) == "models"], ids=lambda path: path.stem)
+def test_nobody_imports_a_family() -> None:
+    """Nor does one import another: what two of them need stands in models/ or data/."""
+    for name, imported in modules_imported(lazy=True).items():
+        folder = ".".join(name.split(".")[:3])
+        foreign = {other for other in imported if other.startswith("meshwright.families.")}
+        assert {other for other in foreign if not f"{other}.".startswith(f"{folder}.")} == set(), name
+
+
+def is_model(path: Path) -> bool:
+    """Whether a module has a chain, or what chains of several families are made of."""
+    of_family = room_of(path) == "families" and "kit" in path.read_text() and "nn.Module" in path.read_text()
+    return room_of(path) == "models" or of_family
+
+
+@pytest.mark.parametrize("path", list(filter(is_model, MODULES)), ids=lambda path: path.stem)
 def test_models_know_no_axis(path: Path) -> None:
-    allowed = {"config", "context", "model", "parameters", "registry", "tensor", "models", "section"}
+    allowed = {"config", "context", "model", "parameters", "registry", "tensor", "models", "section", "families"}
     assert set(rooms_imported(path)) <= allowed, "a model knows the kit, its context, its config and initial values"
     words = re.findall(r"\b(mesh|comm|axis|all_reduce|gather)\b", path.read_text())
     assert not words, f"not a line about parallelism in a model: {words}"

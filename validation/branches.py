@@ -7,7 +7,8 @@ from itertools import product
 from typing import Any
 
 from meshwright.config import Config
-from meshwright.config.load import CONFIGS, read_yaml
+from meshwright.config.load import read_yaml
+from meshwright.configs import shipped
 from meshwright.tools.plan.predict import Planner
 from validation.case import Finding, Row
 from validation.paper import Line, Paper
@@ -37,7 +38,7 @@ def _subgraphs(paper: Paper, line: Line) -> Iterator[Config]:
 
 def _config(paper: Paper, line: Line, layout: dict[str, Any]) -> Config:
     """Work a head stays what it is in the model; a batch that is not published is a sequence a GPU."""
-    model, heads = read_yaml(CONFIGS / "models" / f"{line['model']}.yaml"), int(line["heads"])
+    model, heads = read_yaml(shipped("models")[line["model"]]), int(line["heads"])
     wider = heads / model["heads"]
     widths = {key: int(model[key] * wider) for key in ("hidden", "feed_forward") if key in model}
     batch = int(line["global_batch"] or line["gpus"])

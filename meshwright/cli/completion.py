@@ -9,24 +9,23 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import typer
 
-Schema = Mapping[str, Any]
+from meshwright.configs import SCHEMA, shipped
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+Schema = Mapping[str, Any]
 
 
 def complete_run(incomplete: str) -> list[str]:
     """The runs that may be named in place of a file; files are the shell's own to complete."""
-    return sorted(path.stem for path in (CONFIGS / "runs").glob(f"{incomplete}*.yaml"))
+    return [name for name in shipped("runs") if name.startswith(incomplete)]
 
 
 def complete_cluster(incomplete: str) -> list[str]:
     """The clusters that may be named in place of a file of calibrate."""
-    return sorted(path.stem for path in (CONFIGS / "clusters").glob(f"{incomplete}*.yaml"))
+    return [name for name in shipped("clusters") if name.startswith(incomplete)]
 
 
 def complete_field(incomplete: str) -> list[str]:
@@ -117,5 +116,5 @@ def _schema() -> Schema:
         from meshwright.config.json_schema import run_schema
 
         return run_schema()
-    shipped: Schema = json.loads((CONFIGS / "run.schema.json").read_text(encoding="utf-8"))
-    return shipped
+    ours: Schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    return ours

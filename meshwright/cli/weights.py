@@ -68,13 +68,16 @@ def data_prepare(
         return
     from meshwright.data.corpus import text_corpus
     from meshwright.data.packing import pack
-    from meshwright.data.pairs import pair_corpus
-    from meshwright.data.pairs_section import PairData
     from meshwright.data.section import STDLIB
+    from meshwright.registry import entries
 
     with progress() as show:
         if pairs or target is not None or languages is not None:
-            texts = pair_corpus(PairData(kind="pairs", source=source or STDLIB, target=target, languages=languages))
+            kinds = (kind for kind, section in entries("data").items() if section.packs == "pairs")
+            if (kind := next(kinds, None)) is None:
+                raise ConfigError.of("--pairs", True, "are records of no kind of data that is here", "texts")
+            fields = {"kind": kind, "source": source or STDLIB, "target": target, "languages": languages}
+            texts = entries("data")[kind].model_validate(fields).corpus()
         else:
             texts = text_corpus(source or STDLIB)
         corpus = pack(texts, tokenizer or "bytes", out, 0.05 if validation is None else validation, show)

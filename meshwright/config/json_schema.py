@@ -4,7 +4,7 @@ It accepts what `load_config` accepts, short forms too, and refuses what that re
 keys, values of another kind, beyond a bound, or none of the choices. Rules that join fields, and fields without an
 effect, are the command's to tell. (A number in quotes is read as one, and marked by the schema.)
 
-load.py's SCHEMA is that of our own strategies. `meshwright config --schema` prints it with those of other packages.
+configs/run.schema.json is of our own strategies; `meshwright config --schema` prints that of other packages as well.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from __future__ import annotations
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import core_schema
 
-from meshwright.config.load import CONFIGS, model_names, read_yaml
+from meshwright.config.load import read_yaml
 from meshwright.config.meanings import field_meanings
 from meshwright.config.messages import Schema
 from meshwright.config.schema import Config
 from meshwright.config.shorthand import PRECISIONS, SHORTHANDS, Shorthand
+from meshwright.configs import shipped
 from meshwright.registry import entries
 
 UNDECIDED: Schema = {"enum": [None, False, "auto", "none"]}
@@ -123,7 +124,7 @@ def _open_data(definitions: Schema, field: Schema) -> None:
 
 def _open_models(definitions: Schema, field: Schema) -> None:
     """A model may be a name, and begin from one or from a Hugging Face folder, with fields of its family on top."""
-    trees = {name: read_yaml(CONFIGS / "models" / f"{name}.yaml") for name in model_names()}
+    trees = {name: read_yaml(path) for name, path in shipped("models").items()}
     for branch, family in zip(field["oneOf"], entries("models"), strict=True):
         section = definitions[_name(branch)]
         properties = section["properties"]

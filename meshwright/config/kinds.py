@@ -13,7 +13,7 @@ from typing import Any
 from meshwright.data.section import DataSection
 from meshwright.errors import Problem
 from meshwright.models.section import Network
-from meshwright.registry import entries
+from meshwright.registry import default_family, entries
 from meshwright.section import decides_nothing, fields_meet, shown
 
 DECISIVE = ("model.family", "data.kind", "data.objective", "data.source")
@@ -80,7 +80,8 @@ def _network(model: object) -> type[Network] | None:
     """The family's section; None where there is no such family."""
     if isinstance(model, Network):
         return type(model)
-    family = model.get("family", "gpt2") if isinstance(model, Mapping) else "gpt2" if model is None else None
+    named = {} if model is None else model
+    family = named.get("family", default_family()) if isinstance(named, Mapping) else None
     return entries("models").get(family) if isinstance(family, str) else None
 
 

@@ -18,6 +18,7 @@ from meshwright.config.rules import broken_rules
 from meshwright.config.schema import Config
 from meshwright.config.shorthand import PRECISIONS, begin_anew, in_words, spell_out, spelt_out
 from meshwright.config.yaml_text import MAX_LEVELS, complaint, plain_values
+from meshwright.configs import SCHEMA, shipped
 from meshwright.errors import ConfigError, MeshwrightError, Problem
 from meshwright.registry import check_plugins, load_entry
 from meshwright.section import shown
@@ -33,20 +34,17 @@ ELSEWHERE = ("data.source", "data.mixture", "data.tokenizer")
 WEIGHTS = "meshwright.convert:read_folder"
 """The reader of a Hugging Face folder's settings, named as text, since torch is not here yet."""
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-SCHEMA = CONFIGS / "run.schema.json"
-"""JSON's schema of run files. `python -m meshwright config --schema` writes it, and a test holds it up to date."""
 MAX_BYTES = 2**20
 
 
 def model_names() -> list[str]:
     """The models that can be named in a run."""
-    return sorted(path.stem for path in (CONFIGS / "models").glob("*.yaml"))
+    return list(shipped("models"))
 
 
 def run_names() -> list[str]:
     """The runs that can be named in place of a file."""
-    return sorted(path.stem for path in (CONFIGS / "runs").glob("*.yaml"))
+    return list(shipped("runs"))
 
 
 @dataclass(frozen=True)
@@ -97,8 +95,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
 
 def run_file(path: Path) -> Path:
     """The shipped run that a name means, where there is no file of that name."""
-    named = CONFIGS / "runs" / f"{path}.yaml"
-    return named if str(path) in run_names() and not path.is_file() else path
+    return path if path.is_file() else shipped("runs").get(str(path), path)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -291,7 +288,7 @@ def _resolve_model(tree: dict[str, Any]) -> list[Problem]:
     if base not in model_names():
         rule = "is no model that we have" + nearest(str(base), model_names())
         return [Problem("model", shown(base), rule, ", ".join(model_names()))]
-    tree["model"] = read_yaml(CONFIGS / "models" / f"{base}.yaml") | fields
+    tree["model"] = read_yaml(shipped("models")[base]) | fields
     return []
 
 

@@ -15,9 +15,9 @@ from meshwright.bits.section import Bits
 from meshwright.config.kinds import with_kind
 from meshwright.config.layout import Layout
 from meshwright.data.section import DataSection
-from meshwright.models.section import Gpt2, Network
+from meshwright.models.section import Network
 from meshwright.ranks.section import Timeout
-from meshwright.registry import entries
+from meshwright.registry import default_family, entries
 from meshwright.section import Count, Positive, Rule, Section, Share, Size, divisors, union_of
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 else:
     OptimizerName = Literal[tuple(entries("optimizers"))]
     SinkName = Literal[tuple(entries("sinks"))]
-    Model = union_of(entries("models"), "family", default="gpt2")
+    Model = union_of(entries("models"), "family", default=default_family())
     Data = union_of(entries("data"), "kind")
 
 
@@ -213,7 +213,7 @@ class Config(Section):
 
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 1
     """The seed of weights, dropout and the order of samples; equal runs have equal bits on CPU."""
-    model: Model = Gpt2()
+    model: Model = entries("models")[default_family()].model_validate({"family": default_family()})
     """The network: a name of `meshwright config model`, {base: NAME, ...}, {from: HF_FOLDER}, or a family's fields."""
     weights: str | None = None
     """The Hugging Face folder whose weights the run starts from, as model.from says it; null: it draws its own."""

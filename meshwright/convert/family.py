@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, get_args
 
 import tokenizers
 import torch
@@ -27,6 +27,7 @@ from meshwright.errors import CheckpointError, DataError
 from meshwright.models.section import Transformer
 from meshwright.parameters.shard import ShardSpec, shard_specs
 from meshwright.ranks.mesh import solo_mesh
+from meshwright.registry import load_entry
 from meshwright.tensor.serial import SerialKit
 
 TensorShape = tuple[int, ...]
@@ -114,14 +115,12 @@ class WithTokens(NamedTuple):
 class Family(ABC):
     """One family of models in Hugging Face's form."""
 
-    name: ClassVar[str]
-    """`model.family`."""
     title: ClassVar[str]
     model_types: ClassVar[tuple[str, ...]]
     """The family's names in config.json."""
+    told_by: ClassVar[str] = "model_type"
+    """A key that tells the family where config.json has no model_type."""
     section: ClassVar[type[Transformer]]
-    network: ClassVar[type[Any]]
-    """The module of a section and a kit."""
     fields: ClassVar[Mapping[str, str]]
     """Our fields and their keys of config.json; `inner`, the width of the feed-forward layer, may be none of ours."""
     required: ClassVar[tuple[str, ...]]
@@ -141,6 +140,12 @@ class Family(ABC):
     reads_text: ClassVar[bool] = True
     architecture: ClassVar[str] = ""
     """The end of their class's name, where `model_type` alone does not tell the family."""
+
+    @property
+    def name(self) -> str:
+        """The section's `model.family`."""
+        (name,) = get_args(self.section.model_fields["family"].annotation)
+        return str(name)
 
     @abstractmethod
     def names(self, model: Any) -> Names:
@@ -196,10 +201,13 @@ class Family(ABC):
         """The texts of files beside the weights that are no tokenizer's, by file name."""
         return {}
 
+    def specs(self, model: Any) -> dict[str, ShardSpec]:
+        """The spec of every parameter of a model, which is built without memory."""
+        return shard_specs(load_entry(model.chain)(model, SerialKit(solo_mesh(torch.device("meta")))))
+
     def pairs(self, model: Any) -> list[TensorPair]:
         """Every parameter of a model."""
-        names, rows = self.names(model), self.rows(model)
-        specs = shard_specs(self.network(model, SerialKit(solo_mesh(torch.device("meta")))))
+        names, rows, specs = self.names(model), self.rows(model), self.specs(model)
         return [self.pair(name, spec.shape, model, names, rows) for name, spec in specs.items()]
 
     def pair(self, name: str, shape: TensorShape, model: Any, names: Names, rows: Mapping[str, int]) -> TensorPair:

@@ -36,15 +36,9 @@ from meshwright.checkpoint.shard import write_shard
 from meshwright.config import Config
 from meshwright.config.kinds import data_for
 from meshwright.config.schema import Model, Precision
-from meshwright.convert.bert import BertFamily
-from meshwright.convert.bert_tasks import BertChoiceFamily, BertPairsFamily, BertSpansFamily
 from meshwright.convert.family import Family, TensorPair, as_text
 from meshwright.convert.folder import INDEX, SINGLE, Settings, Source, folder_of
-from meshwright.convert.gpt2 import Gpt2Family
-from meshwright.convert.llama import LlamaFamily
 from meshwright.convert.settings_out import DTYPE_KEYS, TokenizerOut, settings_texts
-from meshwright.convert.t5 import T5Family
-from meshwright.convert.vit import VitFamily
 from meshwright.data.chat import ChatTemplate, closing_token
 from meshwright.data.files import ShowProgress, folder_lock, silent, staged_folder
 from meshwright.data.marks import MODEL, UNASKED
@@ -52,30 +46,32 @@ from meshwright.data.marks_section import NO_BEGIN, AskedMarks
 from meshwright.data.published import FILES, with_template
 from meshwright.data.section import DataSection
 from meshwright.data.tokenizer import load_tokenizer
-from meshwright.errors import CheckpointError, DataError
-from meshwright.parameters.shard import Box, first_values, shard_specs
+from meshwright.errors import CheckpointError, DataError, PluginError
+from meshwright.parameters.shard import Box, first_values
 from meshwright.parts import DTYPES
-from meshwright.ranks.mesh import solo_mesh
+from meshwright.registry import entries
 from meshwright.section import shown
-from meshwright.tensor.serial import SerialKit
 
-FAMILIES: dict[str, Family] = {
-    family.name: family
-    for family in (
-        *(Gpt2Family(), LlamaFamily(), BertFamily(), T5Family(), VitFamily()),
-        *(BertPairsFamily(), BertSpansFamily(), BertChoiceFamily()),
-    )
-}
-"""The families that are converted, by `model.family`."""
+
+def families() -> dict[str, Family]:
+    """The families that are converted, by `model.family`. Raises PluginError where one of another package cannot be
+    used."""
+    known: dict[str, Family] = {name: family() for name, family in entries("convert").items()}
+    for name, family in known.items():
+        if family.name != name:
+            raise PluginError(f"the entry {name} of meshwright.convert converts model.family={family.name}: name it so")
+    return known
 
 
 def family_of(settings: Settings, wanted: str | None = None) -> Family:
     """The family of a config.json, or the `wanted` one that its trunk is of. Raises CheckpointError naming those that
     there are."""
-    known = list(dict.fromkeys(kind for family in FAMILIES.values() for kind in family.model_types))
-    kind = settings.values.get("model_type", "gpt2" if "n_embd" in settings.values else None)  # OpenAI's had none
+    every = families().values()
+    known = list(dict.fromkeys(kind for family in every for kind in family.model_types))
+    untyped = (family.model_types[0] for family in every if family.told_by in settings.values)
+    kind = settings.values.get("model_type", next(untyped, None))
     named = settings.values.get("architectures") or [""]
-    suitable = [family for family in FAMILIES.values() if kind in family.model_types]
+    suitable = [family for family in every if kind in family.model_types]
     if kind is None:
         raise settings.refused(f"lacks model_type, the name of its architecture; valid: {', '.join(known)}")
     if not suitable:
@@ -195,7 +191,7 @@ _HEAD_FIELDS = ("classes", "choices")
 
 def _with_drawn(pairs: list[TensorPair], family: Family, model: Model, stored: Set[str]) -> list[TensorPair]:
     """The pairs, of which those that the folder lacks wholly, and may, are drawn."""
-    specs = shard_specs(family.network(model, SerialKit(solo_mesh(torch.device("meta")))))
+    specs = family.specs(model)
     return [
         replace(pair, theirs={}, drawn=specs[pair.name])
         if family.may_draw(pair.name) and not stored & pair.theirs.keys()
@@ -309,10 +305,11 @@ def export_folder(
     """
     checkpoint = Checkpoint(find_checkpoint(path))
     model = checkpoint.config.model
-    if model.family not in FAMILIES:
-        valid = f"valid: {', '.join(FAMILIES)}"
+    known = families()
+    if model.family not in known:
+        valid = f"valid: {', '.join(known)}"
         raise CheckpointError(f"{checkpoint.folder} is a {model.family}, which has no form of Hugging Face's; {valid}")
-    family = FAMILIES[model.family]
+    family = known[model.family]
     pairs = family.pairs(model)
     found = {name: checkpoint.file(name) for name in FILES}
     published = {name: file.read_text(encoding="utf-8") for name, file in found.items() if file is not None}

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.data.corpus import checked_text, source_files
-from meshwright.data.pairs import first_keys
+from meshwright.data.files import first_keys
 from meshwright.data.section import DIGITS, PREPARED, STDLIB, UNICODE
 from meshwright.errors import DataError
 

@@ -79,6 +79,8 @@ class DataSection(Section):
     """The function behind `pack`; none where runs alone prepare the kind."""
     template_by: ClassVar[str] = ""
     """The function behind `chat_template`; none where samples are rendered by none."""
+    packs: ClassVar[Literal["", "text", "pairs", "messages"]] = ""
+    """The records of its packed corpus: documents, pairs of texts, or dialogues; empty where it has none."""
     claimed_by: ClassVar[str] = ""
     """The function of what a user wrote behind `claims`; none where no source tells the kind."""
     source_names: ClassVar[tuple[str, ...]] = (STDLIB, UNICODE)
@@ -238,8 +240,7 @@ class TokenSection(DataSection):
         marks_are_tokens,
         weights_have_a_tokenizer,
     )
-    packs: ClassVar[Literal["text", "pairs", "messages"]] = "text"
-    """The records of its corpus: documents, pairs of texts, or dialogues."""
+    packs: ClassVar[Literal["", "text", "pairs", "messages"]] = "text"
     prepared_by: ClassVar[str] = "meshwright.data.packing:prepare_corpus"
     packed_by: ClassVar[str] = "meshwright.data.packing:pack_corpus"
     opened_by: ClassVar[str] = "meshwright.data.dataset:open_corpus"

@@ -1,104 +1,18 @@
 """Special tokens: a tokenizer's own, or ids behind its vocabulary.
 
-| model | names | besides |
-|---|---|---|
-| BERT | [PAD], [CLS], [SEP], [MASK] | |
-| Transformer | <pad>, <s> | the tokenizer's end of text, which ends a source and a target |
-| T5 | <pad>, which begins a target too | the same |
-| either, on spans | and <extra_id_0> ... <extra_id_99> | the same |
-
-A published vocabulary (a tokenizer.json with these names) has them. To any other (bytes, bpe:SIZE) those that it lacks
-are appended in this order, so a model over it needs as many tokens more. A text that spells one out is still text.
+A published vocabulary (a tokenizer.json with their names) has them. To any other (bytes, bpe:SIZE) those that it lacks
+are appended in the order of their names, so a model over it needs as many tokens more. A text that spells one out is
+still text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from meshwright.config import Config
-from meshwright.data.section import SENTINELS
 from meshwright.data.tokenizer import Tokenizer
-from meshwright.errors import ConfigError, DataError
-from meshwright.models.section import Bert, Network
-
-PADDING, FIRST, SEPARATOR, MASK = NAMES = Bert.special_tokens
-SEQUENCE_PADDING = "<pad>"
-SENTINEL = "<extra_id_{}>"
 
 
-@dataclass(frozen=True)
-class Specials:
-    """Ids. `vocabulary_size`: with the appended ones."""
-
-    padding: int
-    first: int
-    separator: int
-    mask: int
-    end: int
-    """The end-of-text token between documents; BERT's vocabularies use [SEP] for it."""
-    vocabulary_size: int
-
-    @property
-    def all(self) -> frozenset[int]:
-        """Tokens that are no text: never masked, never a random replacement."""
-        return frozenset((self.padding, self.first, self.separator, self.mask, self.end))
-
-
-def specials_of(tokenizer: Tokenizer) -> Specials:
-    """The special tokens of a tokenizer, those that it lacks appended."""
-    (padding, first, separator, mask), size = _ids(tokenizer, NAMES)
-    return Specials(padding, first, separator, mask, tokenizer.end, size)
-
-
-@dataclass(frozen=True)
-class SequenceSpecials:
-    """The ids that an encoder-decoder reads and writes besides text."""
-
-    padding: int
-    start: int
-    """Begins a target as the decoder reads it; T5's is the padding."""
-    end: int
-    """Ends a source and a target: the tokenizer's end of text."""
-    sentinels: tuple[int, ...]
-    """Stand for spans cut out of a text, in their order."""
-    vocabulary_size: int
-    """The tokenizer's size with the appended tokens."""
-
-
-def sequence_specials(tokenizer: Tokenizer, names: Sequence[str], sentinels: int) -> SequenceSpecials:
-    """The special tokens of an encoder-decoder, those that the tokenizer lacks appended.
-
-    `names`: the model's, padding first and what begins a target last.
-    """
-    ids, size = _ids(tokenizer, [*names, *map(SENTINEL.format, range(sentinels))])
-    return SequenceSpecials(ids[0], ids[len(names) - 1], tokenizer.end, tuple(ids[len(names) :]), size)
-
-
-def specials_for(config: Config, tokenizer: Tokenizer) -> SequenceSpecials:
-    """The special tokens of a run's encoder-decoder. Raises ConfigError where its vocabulary has no room for them."""
-    specials = sequence_specials(tokenizer, config.model.special_tokens, config.data.sentinels)
-    size, known = specials.vocabulary_size, config.model.num_tokens
-    if size > known:
-        rule = f"is smaller than the {size} tokens of the corpus' tokenizer with the model's own"
-        raise ConfigError.of("model.vocabulary", known, rule, f"{size} or more")
-    return specials
-
-
-def specials_with_room(model: Network, tokenizer: Tokenizer) -> SequenceSpecials:
-    """The special tokens of a model that no run here has trained: with the sentinels where it has room for them.
-
-    Raises DataError where it has none for the others.
-    """
-    for sentinels in (SENTINELS, 0):
-        specials = sequence_specials(tokenizer, model.special_tokens, sentinels)
-        if specials.vocabulary_size <= model.num_tokens:
-            return specials
-    size = specials.vocabulary_size
-    raise DataError(f"the tokenizer has {size} tokens with the model's own, and the model knows {model.num_tokens}")
-
-
-def _ids(tokenizer: Tokenizer, names: Sequence[str]) -> tuple[list[int], int]:
+def ids_of(tokenizer: Tokenizer, names: Sequence[str]) -> tuple[list[int], int]:
     """The ids of special tokens, and the size of the vocabulary with them."""
     size, ids = tokenizer.vocabulary_size, []
     for name in names:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 
 from pydantic import Field
 
@@ -42,6 +42,10 @@ class Network(Section):
     """The form of its batches: what a kind of data gives (data/section.py)."""
     data_kind: ClassVar[str] = "text"
     """The kind of data that a run of it reads where it names none."""
+    measured_by: ClassVar[str] = "meshwright.tools.evaluate.perplexity:measure_text"
+    """The function that measures its perplexity."""
+    generated_by: ClassVar[str] = "meshwright.tools.generate:go_on"
+    """The function that generates text of it."""
     special_tokens: ClassVar[tuple[str, ...]] = ()
     """Tokens that it needs besides a text's and the one that ends a text, as published vocabularies spell them."""
 
@@ -192,134 +196,3 @@ class TextTransformer(Transformer):
 
     def sequences(self, config: Config) -> Iterator[Length]:
         yield Length("data.sequence", config.data.lengths.source)
-
-
-class Gpt2(TextTransformer):
-    """A GPT-2 style decoder."""
-
-    family: Literal["gpt2"] = "gpt2"
-    chain: ClassVar[str] = "meshwright.models.gpt:GPT"
-    cuts_context: ClassVar[bool] = True
-    separates: ClassVar[bool] = True
-    tied: bool = True
-    """The head's weight is the table of tokens."""
-
-    @property
-    def tables(self) -> tuple[tuple[str, int], ...]:
-        return *super().tables, ("model.positions", self.positions)
-
-
-ASKED_SHARE = 0.15
-"""The part of a text's tokens that a masked language model is asked for (Devlin et al., 2018, section 3.1)."""
-
-
-class BertTrunk(TextTransformer):
-    """The base of BERTs: all but the head, which is a masked language model's or a task's (tasks/section.py)."""
-
-    special_tokens: ClassVar[tuple[str, ...]] = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
-    positions: Positive = 512
-    vocabulary: Positive = 30522
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-12
-    norm_order: Literal["original", "megatron"] = "original"
-    """original: a norm after each residual sum; megatron: at the input of each sub-layer, and one at the end."""
-
-    @property
-    def padded_rows(self) -> int:
-        """Its two segments, and the classes of its heads, are padded tables of their own."""
-        return self.vocabulary_multiple
-
-    @property
-    def tables(self) -> tuple[tuple[str, int], ...]:
-        return *super().tables, ("model.positions", self.positions)
-
-
-class Bert(BertTrunk):
-    """BERT: masked language model and, with `next_sentence`, next-sentence prediction."""
-
-    family: Literal["bert"]
-    chain: ClassVar[str] = "meshwright.models.bert:BERT"
-    cuts_context: ClassVar[bool] = True
-    reads: ClassVar[str] = "masked"
-    data_kind: ClassVar[str] = "masked"
-    next_sentence: bool = True
-    """It also learns whether the second text goes on from the first."""
-
-
-class EncoderDecoder(TextTransformer):
-    """Sequence to sequence: `layers` blocks that read the source, then as many that write the target."""
-
-    reads: ClassVar[str] = "sequences"
-    data_kind: ClassVar[str] = "pairs"
-    special_tokens: ClassVar[tuple[str, ...]] = ("<pad>", "<s>")
-    """Padding, and what begins a target: the last of them."""
-
-    positions: Positive = 512
-    feed_forward: Positive = 2048
-    """N: the inner width of a feed-forward."""
-    label_smoothing: Share = 0.0
-    """The share of the target that all classes have in equal parts (Szegedy et al., arXiv 1512.00567, section 7)."""
-
-    @property
-    def num_blocks(self) -> int:
-        return 2 * self.layers
-
-    @property
-    def inner(self) -> int:
-        return self.feed_forward
-
-    @property
-    def widths(self) -> tuple[tuple[str, int], ...]:
-        return *super().widths, ("model.feed_forward", self.feed_forward)
-
-    def sequences(self, config: Config) -> Iterator[Length]:
-        yield from super().sequences(config)
-        note, reads = " (spans of data.sequence, up to a multiple of 8)", ("data.sequence", "data.kind")
-        yield Length("the target", config.data.lengths.target, note, reads)
-
-
-class Attentional(EncoderDecoder):
-    """The original Transformer (Vaswani et al., 2017): one table for source, target and output."""
-
-    family: Literal["transformer"]
-    chain: ClassVar[str] = "meshwright.models.transformer:TransformerModel"
-    layers: Layers = 6
-    hidden: Positive = 512
-    heads: Positive = 8
-    vocabulary: Positive = 37000
-    label_smoothing: Share = 0.1
-
-
-@rule("model.distance_buckets", "model.distance_max")
-def distances_have_buckets(config: Config) -> Iterator[Problem]:
-    model = config.model
-    assert isinstance(model, T5), model
-    buckets, most = model.distance_buckets, model.distance_max
-    near = buckets // 2
-    if buckets < 4:
-        rule_text = "is not enough for near and far, ahead and behind"
-        yield Problem("model.distance_buckets", buckets, rule_text, "4 or more")
-    elif most <= near:
-        rule_text = f"is among the {near} distances that model.distance_buckets={buckets} tells apart exactly"
-        yield Problem("model.distance_max", most, rule_text, f"{near + 1} or more")
-
-
-class T5(EncoderDecoder):
-    """T5 (Raffel et al., 2020): norms without a mean, linears without biases, positions as a bias on attention."""
-
-    rules: ClassVar[tuple[Rule, ...]] = (distances_have_buckets,)  # heads have a width of their own
-
-    family: Literal["t5"]
-    chain: ClassVar[str] = "meshwright.models.t5:T5Model"
-    data_kind: ClassVar[str] = "spans"
-    special_tokens: ClassVar[tuple[str, ...]] = ("<pad>",)
-    layers: Layers = 6
-    hidden: Positive = 512
-    heads: Positive = 8
-    head_width: Positive = 64
-    """E: the width of an attention head."""
-    vocabulary: Positive = 32128
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
-    distance_buckets: Positive = 32
-    """Distances between two tokens that attention tells apart: half of them exactly, the others in powers."""
-    distance_max: Positive = 128
-    """From here on all distances are in the last bucket."""

@@ -19,9 +19,8 @@ from meshwright.data.chat import ChatTemplate, closing_token, kept_template
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import ConfigError
 from meshwright.models.decoder import KeyValueCache
-from meshwright.tools.evaluate.beam import beam_of
-from meshwright.tools.evaluate.load import LoadedText, config_at, load_sequence, load_text
-from meshwright.tools.evaluate.sequence import answers, source_ids, text_of
+from meshwright.registry import load_entry
+from meshwright.tools.evaluate.load import LoadedText, config_at, load_text
 
 DEFAULT_TOKENS = 100
 
@@ -88,22 +87,15 @@ def generate(checkpoint: Path, request: Request, device: str = "auto", context: 
     Raises ConfigError on options without an effect on the checkpoint's family, or a prompt that an encoder-decoder's
     context cannot hold; and as the loaders do.
     """
+    generated: Generated = load_entry(config_at(checkpoint).model.generated_by)(checkpoint, request, device, context)
+    return generated
+
+
+def go_on(checkpoint: Path, request: Request, device: str, context: int | None) -> Generated:
+    """The text that a family goes on with, token by token; the answer of a run on dialogues."""
     sampling, config = request.sampling, config_at(checkpoint)
-    family = config.model.family
-    if config.model.reads == "sequences":
-        options = {"--temperature": sampling.temperature or None, "--top-k": sampling.top_k, "--seed": sampling.seed}
-        options["--chat"] = request.chat or None
-        _refuse(options, family, "which searches its likeliest answer", "--beams, --length-penalty")
-        beam = beam_of(request.beams, request.length_penalty)
-        answering = load_sequence(checkpoint, device, context)
-        ids = source_ids(answering, request.prompt)
-        if len(ids) > answering.context:
-            rule = f"has {len(ids)} tokens with its end, and the model reads {answering.context}"
-            raise ConfigError.of("--prompt", f"{request.prompt:.20}...", rule, "a shorter one, or a larger --context")
-        found = answers(answering, [ids], beam, request.tokens)[0]
-        return Generated(answering.folder, "", iter([text_of(answering, found.tokens)]))
     options = {"--beams": request.beams, "--length-penalty": request.length_penalty}
-    _refuse(options, family, "which goes on token by token", "--temperature, --top-k, --seed")
+    refuse(options, config.model.family, "which goes on token by token", "--temperature, --top-k, --seed")
     template = None
     if request.chat:
         folder = find_checkpoint(checkpoint)
@@ -117,7 +109,8 @@ def generate(checkpoint: Path, request: Request, device: str = "auto", context: 
     return Generated(loaded.folder, "", answer_text(loaded, template, request.prompt, most, sampling))
 
 
-def _refuse(options: dict[str, float | None], family: str, how: str, valid: str) -> None:
+def refuse(options: dict[str, float | None], family: str, how: str, valid: str) -> None:
+    """Raises ConfigError where an option was given that has no effect on a family."""
     for option, value in options.items():
         if value is not None:
             raise ConfigError.of(option, value, f"has no effect on a {family}, {how}", valid)

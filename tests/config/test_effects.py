@@ -12,7 +12,8 @@ import pytest
 from meshwright.api import load
 from meshwright.config import Config, dump_config, dump_tree, load_config, parse_config, parse_run
 from meshwright.config.effects import EFFECTS, idle_fields
-from meshwright.config.load import CONFIGS, load_undecided
+from meshwright.config.load import load_undecided
+from meshwright.configs import shipped
 from meshwright.errors import ConfigError
 from meshwright.section import Section
 from meshwright.tools.compare.layouts import from_files
@@ -221,7 +222,7 @@ def test_a_program_may_change_a_dump_so_that_fields_lie_idle() -> None:
     assert parse_config(tree).precision.loss_scale.initial == 8
 
 
-@pytest.mark.parametrize("run", sorted((CONFIGS / "runs").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("run", shipped("runs").values(), ids=lambda path: path.stem)
 def test_shipped_runs_write_nothing_in_vain(run: Path) -> None:
     load_config(run)
 

@@ -12,12 +12,12 @@ import pytest
 
 from meshwright.config import Config, load_config, model_names, parse_config, parse_run, run_text
 from meshwright.config.json_schema import run_schema
-from meshwright.config.load import CONFIGS, SCHEMA
 from meshwright.config.yaml_text import plain_values
+from meshwright.configs import SCHEMA, shipped
 from meshwright.errors import ConfigError
 from tests.fuzz.axes import read_cases, tree_of
 
-RUNS = sorted((CONFIGS / "runs").glob("*.yaml"))
+RUNS = list(shipped("runs").values())
 FUZZ = Path(__file__).resolve().parent.parent / "fuzz"
 
 
@@ -40,8 +40,8 @@ def test_the_shipped_schema_is_up_to_date() -> None:
 
 
 def test_it_is_in_the_wheel() -> None:
-    project = (CONFIGS.parent.parent / "pyproject.toml").read_text()
-    assert f'"{SCHEMA.relative_to(CONFIGS.parent)}"' in project
+    project = (SCHEMA.parents[2] / "pyproject.toml").read_text()
+    assert f'"{SCHEMA.relative_to(SCHEMA.parents[1])}"' in project
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda path: path.stem)
@@ -60,7 +60,7 @@ def test_every_model_by_its_name() -> None:
         for model in (
             name,
             {"base": name, "dropout": 0.0},
-            plain_values((CONFIGS / f"models/{name}.yaml").read_text()),
+            plain_values(shipped("models")[name].read_text()),
         ):
             assert complaints({"model": model}) == [], model
 

@@ -11,8 +11,8 @@ import pytest
 from meshwright.config import Config, dump_config, load_config, parse_config, parse_run
 from meshwright.config.kinds import data_for
 from meshwright.errors import ConfigError
-from meshwright.models.images_section import Vit
-from meshwright.models.section import T5
+from meshwright.families.seq2seq.section import T5
+from meshwright.families.vision.section import Vit
 from meshwright.registry import entries
 
 GPT2, BERT, TRANSFORMER = {"family": "gpt2"}, {"family": "bert"}, {"family": "transformer"}

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from meshwright.config import Config, dump_config, load_config, model_names, parse_config
-from meshwright.config.load import CONFIGS, parse_run
+from meshwright.config.load import parse_run
+from meshwright.configs import shipped
 from meshwright.errors import ConfigError
 from meshwright.section import parse_counts
 
-RUNS = sorted((CONFIGS / "runs").glob("*.yaml"))
+RUNS = list(shipped("runs").values())
 
 
 def mistakes(tree: dict[str, Any], *overrides: str) -> list[str]:

@@ -24,25 +24,25 @@ PARAMETERS = {
 }
 
 VITS = {"vit-digits", "vit-tiny", "vit-small", "vit-base", "vit-large"}
-"""Counted to the last parameter in tests/models/test_vit.py."""
+"""Counted to the last parameter in tests/families/vision/test_vit.py."""
 
 BERTS = {"bert-base", "bert-large", "bert-tiny", "megatron-bert-336m", "megatron-bert-1.3b", "megatron-bert-3.9b"}
-"""Counted in tests/models/test_bert.py."""
+"""Counted in tests/families/bert/test_model.py."""
 
 RESNEXTS = {"resnext-50", "resnext-tiny"}
-"""Counted in tests/models/test_resnext.py."""
+"""Counted in tests/families/vision/test_resnext.py."""
 
 TRANSFORMERS = {"transformer-base", "transformer-big", "transformer-tiny"}
-"""Counted in tests/models/test_transformer.py."""
+"""Counted in tests/families/seq2seq/test_transformer.py."""
 
 T5S = {"t5-small", "t5-base", "t5-large", "t5-large-32heads", "t5-tiny"}
-"""Counted in tests/models/test_t5.py."""
+"""Counted in tests/families/seq2seq/test_t5.py."""
 
 LLAMAS = {
     "smollm2-135m", "llama-mini", "llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "mistral-7b",
     "qwen2.5-0.5b", "qwen3-0.6b", "qwen3-8b", "mixtral-8x7b", "qwen3-30b-a3b", "mixtral-mini",
 }  # fmt: skip
-"""Counted in tests/models/test_llama.py."""
+"""Counted in tests/families/llama/test_model.py."""
 
 
 def num_parameters(model: Model) -> int:

@@ -11,12 +11,12 @@ import pytest
 from meshwright.config import parse_run, rules
 from meshwright.config.rules import RULES
 from meshwright.data.messages_section import MessagesData
-from meshwright.data.pairs_section import PairData
-from meshwright.data.tasks_section import SquadData
 from meshwright.errors import ConfigError
-from meshwright.models.images_section import ResNeXt, Vit
-from meshwright.models.llama.section import Llama
-from meshwright.models.section import T5
+from meshwright.families.bert.data_section import SquadData
+from meshwright.families.llama.section import Llama
+from meshwright.families.seq2seq.data_section import PairData
+from meshwright.families.seq2seq.section import T5
+from meshwright.families.vision.section import ResNeXt, Vit
 from meshwright.registry import entries
 from meshwright.section import Rule, divisors, listed
 

@@ -17,12 +17,13 @@ from safetensors.torch import load_file, save_file
 
 from meshwright.convert import export_folder, import_folder
 from meshwright.convert.folder import Settings
-from meshwright.convert.transfer import FAMILIES, family_of
+from meshwright.convert.transfer import families, family_of
 from meshwright.errors import CheckpointError, ConfigError, DataError
-from meshwright.models.images_section import Vit
-from meshwright.models.llama.section import Llama
-from meshwright.models.section import T5, Bert, Gpt2
-from meshwright.models.tasks.section import BertChoice, BertPairs, BertSpans
+from meshwright.families.bert.section import Bert, BertChoice, BertPairs, BertSpans
+from meshwright.families.gpt.section import Gpt2
+from meshwright.families.llama.section import Llama
+from meshwright.families.seq2seq.section import T5
+from meshwright.families.vision.section import Vit
 from tests.tools.evaluate.tiny import tiny_checkpoint, tiny_config
 
 CONFIG, WEIGHTS, INDEX, TOKENIZER = "config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
@@ -256,8 +257,8 @@ WRONG = (None, "x", "", [1], [], {}, {"a": 1}, -1, 0, 10**9, 10**30, 0.5, True, 
 @pytest.mark.parametrize("name", MODELS)
 def test_any_setting_may_be_anything(name: str, tmp_path: Path) -> None:
     """Every key of a family's config.json, with every kind of value: read, or refused as a checkpoint is."""
-    assert MODELS.keys() == FAMILIES.keys()
-    family, path = FAMILIES[name], tmp_path / CONFIG
+    assert MODELS.keys() == families().keys()
+    family, path = families()[name], tmp_path / CONFIG
     right = json.loads(json.dumps(family.settings(MODELS[name]) | {"torch_dtype": "float32"}))
     outcomes = Counter[str]()
     for key in right:

@@ -13,8 +13,8 @@ import torch
 from meshwright.config import parse_config
 from meshwright.convert.folder import Settings
 from meshwright.convert.transfer import family_of
-from meshwright.models.llama.section import Llama
-from tests.models.test_llama import COUNTS
+from meshwright.families.llama.section import Llama
+from tests.families.llama.test_model import COUNTS
 
 transformers = pytest.importorskip("transformers")
 

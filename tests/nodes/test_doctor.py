@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.config.load import CONFIGS
+from meshwright.configs import shipped
 from meshwright.tools.plan.cluster import load_cluster
 from tests.nodes.conftest import Nodes
 from tests.nodes.launchers import by_hand
@@ -25,7 +25,7 @@ def test_nodes_links_and_folders_are_found(nodes: Nodes, tmp_path: Path) -> None
     own.mkdir()
     network[1].mount(tmp_path / "nodes", own)
     base, out = tmp_path / "cluster.yaml", tmp_path / "links.yaml"
-    shutil.copy(CONFIGS / "clusters" / "two-cores.yaml", base)
+    shutil.copy(shipped("clusters")["two-cores"], base)
     words = ["-m", "meshwright", "doctor", "--nodes", "--cluster", str(base), "--out", str(out), "--json"]
     started = by_hand(network, [*words, "--folder", str(shared), "--folder", str(own)])
     assert [one.wait(SECONDS) for one in started] == [0, 0], started[0].text

@@ -22,11 +22,11 @@ from meshwright.training.step import train_step
 from tests.context.test_equality import KINDS
 from tests.context.test_equality import config_for as in_context
 from tests.data_parallel.test_equality import BATCHES, SYNCS
+from tests.families.llama.test_experts_layouts import BOUNDED, BOUNDED_LAYOUTS, experts
+from tests.families.llama.test_experts_layouts import LAYOUTS as EXPERTS
+from tests.families.llama.test_layouts import LAYOUTS as LLAMAS
+from tests.families.llama.test_layouts import llama
 from tests.harness import build
-from tests.models.test_experts_layouts import BOUNDED, BOUNDED_LAYOUTS, experts
-from tests.models.test_experts_layouts import LAYOUTS as EXPERTS
-from tests.models.test_llama_layouts import LAYOUTS as LLAMAS
-from tests.models.test_llama_layouts import llama
 from tests.pipeline.test_equality import CHUNKED, SCHEDULES, WHOLE, pipelined
 from tests.subgraph.test_equality import CASES as SUBGRAPHS
 from tests.subgraph.test_equality import subgraph as branches

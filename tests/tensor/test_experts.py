@@ -17,8 +17,8 @@ from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.experts import Experts, ExpertsShape, dropped_pairs
 from meshwright.training.step import train_step
 from tests.data_parallel.test_equality import global_batch
+from tests.families.llama.test_experts_layouts import BOUNDED, BOUNDED_LAYOUTS, experts
 from tests.harness import build
-from tests.models.test_experts_layouts import BOUNDED, BOUNDED_LAYOUTS, experts
 from tests.workers import run_ranks
 
 ONE = Grid((("data", 1),))

@@ -25,7 +25,7 @@ from meshwright.checkpoint import CheckpointWriter, Piece
 from meshwright.checkpoint.manifest import Origin, Progress
 from meshwright.cli import app
 from meshwright.config import Config, run_text
-from meshwright.config.load import CONFIGS
+from meshwright.configs import shipped
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.models.chain import make_chain
 from meshwright.parameters.bucket import Place
@@ -322,7 +322,7 @@ def test_identity_that_is_none(corpus: Path, used: Path) -> None:
 
 
 def test_accepting_changes_of_a_new_run_has_no_effect() -> None:
-    run_file = CONFIGS / "runs" / "quickstart.yaml"
+    run_file = shipped("runs")["quickstart"]
     result = CliRunner().invoke(app, ["train", str(run_file), "--accept-changes"])
     assert isinstance(result.exception, ConfigError)
     assert str(result.exception).startswith("--accept-changes=true has no effect on a new run; valid: leave it out, or")

@@ -14,7 +14,6 @@ from meshwright.checkpoint.manifest import TOKENIZER_FILE
 from meshwright.config import Config
 from meshwright.data.marks_section import NO_BEGIN, AskedMarks
 from meshwright.data.section import TokenSection
-from meshwright.data.specials import SequenceSpecials, specials_for, specials_with_room
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.models.chain import make_chain
@@ -59,16 +58,9 @@ class LoadedText(Loaded):
     context: int
 
 
-@dataclass(frozen=True)
-class LoadedSequence(LoadedText):
-    """An encoder-decoder. `context`: of source and of target, each with its end token."""
-
-    specials: SequenceSpecials
-
-
-def load_images(path: Path, device: str = "auto") -> Loaded:
-    """The classifier of a step folder, or of a run's newest checkpoint. Raises as `load_text`."""
-    return Loaded(**_built(*_found(path, device, "images")))
+def load_model(path: Path, device: str, reads: str) -> Loaded:
+    """The model of a step folder, or of a run's newest checkpoint, without a tokenizer. Raises as `load_text`."""
+    return Loaded(**_built(*_found(path, device, reads)))
 
 
 def load_text(path: Path, device: str = "auto", context: int | None = None, reads: str = "tokens") -> LoadedText:
@@ -97,14 +89,6 @@ def load_text(path: Path, device: str = "auto", context: int | None = None, read
         raise CheckpointError(f"{file} is of another model: it has {size} tokens, and the model knows {vocabulary}")
     context = context or config.data.lengths.source
     return LoadedText(**_built(checkpoint, where), tokenizer=tokenizer, context=context)
-
-
-def load_sequence(path: Path, device: str = "auto", context: int | None = None) -> LoadedSequence:
-    """The Transformer or T5 of a step folder, or of a run's newest checkpoint. Raises as `load_text`."""
-    loaded = load_text(path, device, context, "sequences")
-    config, tokenizer = loaded.config, loaded.tokenizer
-    specials = specials_for(config, tokenizer) if loaded.steps else specials_with_room(config.model, tokenizer)
-    return LoadedSequence(**vars(loaded), specials=specials)
 
 
 def config_at(path: Path) -> Config:

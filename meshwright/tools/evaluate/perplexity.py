@@ -1,30 +1,26 @@
-"""Perplexity: of a text over sliding windows, of an encoder-decoder's targets.
+"""Perplexity of a text over sliding windows; a family that is asked otherwise names its own measure.
 
 Every token of a text is predicted once, with the context that the stride leaves: windows of `context` tokens begin
 `stride` tokens apart; of each but the first, only those tokens count that no window before it has counted, so each has
 at least context - stride tokens to its left. The last window ends with the text. Begin and end tokens are context and
-never counted: the model is asked for the text alone. In targets they do count, as they end what is to be written; label
-smoothing never does.
+never counted: the model is asked for the text alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from meshwright.data.files import ShowProgress, silent
-from meshwright.data.pairs_samples import sequence_batch
-from meshwright.data.section import Lengths
-from meshwright.data.spans import SpanSamples
-from meshwright.data.spans_section import span_lengths
 from meshwright.errors import ConfigError, DataError
-from meshwright.model import IGNORED, Batch, to_device
-from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, LoadedSequence, LoadedText, exponential
-from meshwright.tools.evaluate.texts import TokenStream, asked_pairs, pairs_for, stream_for
+from meshwright.registry import load_entry
+from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, LoadedText, config_at, exponential, load_text
+from meshwright.tools.evaluate.tasks import Question, Task
+from meshwright.tools.evaluate.texts import TokenStream, stream_for
 
 
 def windows(num_targets: int, context: int, stride: int) -> tuple[np.ndarray, np.ndarray, int]:
@@ -69,7 +65,7 @@ def text_perplexity(
         inputs = torch.from_numpy(stream.tokens[places].astype(np.int64)).to(loaded.device)
         labels = torch.from_numpy(stream.tokens[places + 1].astype(np.int64)).to(loaded.device)
         mask = own & ~torch.isin(labels, marks)
-        loss, num = _summed_loss(loaded, loaded.model.hidden(inputs), labels, mask)
+        loss, num = summed_loss(loaded, loaded.model.hidden(inputs), labels, mask)
         total, num_tokens = total + loss, num_tokens + num
         progress("perplexity", min(1.0, (first + rows) / len(starts)))
     if num_tokens == 0 or stream.words == 0:
@@ -86,72 +82,27 @@ def text_perplexity(
     }
 
 
-def _summed_loss(loaded: LoadedText, h: Tensor, labels: Tensor, mask: Tensor) -> tuple[float, int]:
+def summed_loss(loaded: LoadedText, h: Tensor, labels: Tensor, mask: Tensor) -> tuple[float, int]:
     """The summed loss in nats, and the number, of the labels [B, T] in the mask; h [B, T, H]."""
     losses = loaded.head.token_losses(h[mask].unsqueeze(0), labels[mask].unsqueeze(0))  # the head sees these only
     return float(losses.double().sum()), losses.numel()
 
 
-@torch.inference_mode()
-def target_perplexity(
-    loaded: LoadedSequence, data: str | None, target: str | None = None, progress: ShowProgress = silent
-) -> Facts:
-    """Measure held-out samples of what the run learned: targets of pairs, or spans cut out of a text as in validation.
-
-    `left_out` in the result: pairs with a side beyond the context. Raises as `pairs_for` and `stream_for`; DataError
-    where all pairs are too long.
-    """
-    read = _pair_batches if asked_pairs(loaded, data, target) is not None else _span_batches
-    name, samples, left_out, batches = read(loaded, data, target, progress)
-    total, num_tokens, done = 0.0, 0, 0
-    for on_host in batches:
-        batch = to_device(on_host, loaded.device)
-        labels = batch["labels"]
-        loss, num = _summed_loss(loaded, loaded.model.trunk(batch), labels, labels != IGNORED)
-        total, num_tokens, done = total + loss, num_tokens + num, done + len(labels)
-        progress("perplexity", done / samples)
-    return {
-        "data": name,
-        "samples": samples,
-        "left_out": left_out,
-        "tokens": num_tokens,
-        "context": loaded.context,
-        "loss_per_token": total / num_tokens,
-        "perplexity_per_token": exponential(total / num_tokens),
-    }
+def measure_text(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
+    """The perplexity of a text: of a family that goes on from what it reads."""
+    if question.target is not None:
+        family = config_at(question.checkpoint).model.family
+        rule = f"has no effect on a {family}, which writes no targets"
+        raise ConfigError.of("--target", question.target, rule, "with an encoder-decoder")
+    loaded = load_text(question.checkpoint, question.device, question.context)
+    stream = stream_for(loaded, question.data, progress)
+    return loaded.folder, text_perplexity(loaded, stream, question.stride, progress)
 
 
-_Read = tuple[str, int, int, Iterator[Batch]]
-"""The name of the data, its samples, how many more are left out, and all in batches."""
+def _measure(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
+    """The perplexity as the checkpoint's family has it measured."""
+    measured: tuple[Path, Facts] = load_entry(config_at(question.checkpoint).model.measured_by)(question, progress)
+    return measured
 
 
-def _pair_batches(loaded: LoadedSequence, data: str | None, target: str | None, progress: ShowProgress) -> _Read:
-    given = pairs_for(loaded, data, target, progress)
-    encode, end = loaded.tokenizer.encode, [loaded.specials.end]
-    sides = [[np.array(encode(text) + end) for text in pair] for pair in given.pairs]
-    short = sorted((pair for pair in sides if _longer(pair) <= loaded.context), key=_longer)
-    if not short:
-        raise DataError(f"{given.name}: has no pair of at most {loaded.context} tokens a side; see --context")
-    rows = max(1, BATCH_TOKENS // _longer(short[-1]))
-
-    def batches() -> Iterator[Batch]:
-        for first in range(0, len(short), rows):
-            part = short[first : first + rows]
-            sources, targets = zip(*part, strict=True)
-            yield sequence_batch(sources, targets, loaded.specials, Lengths(_longer(part[-1]), _longer(part[-1])))
-
-    return given.name, len(short), len(sides) - len(short), batches()
-
-
-def _longer(pair: list[np.ndarray]) -> int:
-    return max(map(len, pair))
-
-
-def _span_batches(loaded: LoadedSequence, data: str | None, target: str | None, progress: ShowProgress) -> _Read:
-    stream = stream_for(loaded, data, progress)
-    tokens = stream.tokens[1:]  # as training has them, without an end token in front
-    samples = SpanSamples(tokens, loaded.specials, span_lengths(loaded.context), loaded.config.seed, stream.name)
-    rows = max(1, BATCH_TOKENS // loaded.context)
-    starts = range(0, len(samples), rows)
-    batches = (samples.held_out(first, min(rows, len(samples) - first)) for first in starts)
-    return stream.name, len(samples), 0, batches
+PERPLEXITY = Task(_measure, ("target", "stride", "context"))

@@ -19,15 +19,13 @@ import numpy as np
 from meshwright.data.corpus import documents
 from meshwright.data.files import ShowProgress, silent
 from meshwright.data.marks_section import NONE
-from meshwright.data.packed import PackedCorpus, document_ends, is_prepared, open_packed
+from meshwright.data.packed import PackedCorpus, is_prepared, open_packed
 from meshwright.data.packing import corpus_for
-from meshwright.data.pairs import pair_corpus
-from meshwright.data.pairs_section import PairData
 from meshwright.data.section import TokenSection
 from meshwright.data.tokenizer import pieces
 from meshwright.environment import cache_folder
 from meshwright.errors import ConfigError, DataError
-from meshwright.tools.evaluate.load import LoadedSequence, LoadedText
+from meshwright.tools.evaluate.load import LoadedText
 
 
 @dataclass(frozen=True)
@@ -42,14 +40,6 @@ class TokenStream:
     """The name of the data, for the reader of the result."""
 
 
-@dataclass(frozen=True)
-class TextPairs:
-    """Sources and their targets; `name`: what was read, for the reader of the result."""
-
-    pairs: list[tuple[str, ...]]
-    name: str
-
-
 def stream_for(loaded: LoadedText, data: str | None, progress: ShowProgress = silent) -> TokenStream:
     """The text to measure: `data`, or without it the held-out split of the run that wrote the checkpoint.
 
@@ -60,7 +50,7 @@ def stream_for(loaded: LoadedText, data: str | None, progress: ShowProgress = si
         return _encoded(loaded, data, progress)
     trained_on = loaded.config.data
     assert isinstance(trained_on, TokenSection), trained_on
-    corpus, name = _prepared(loaded, data, trained_on, progress)
+    corpus, name = held_out(loaded, data, trained_on, progress)
     tokens = corpus.tokens("validation")
     begins = corpus.header.begin is not None
     first = np.array([] if begins else [corpus.header.end], dtype=tokens.dtype)
@@ -89,54 +79,19 @@ def _encoded(loaded: LoadedText, source: str, progress: ShowProgress) -> TokenSt
     return TokenStream(np.concatenate(encoded), words, source)
 
 
-def asked_pairs(loaded: LoadedSequence, data: str | None, target: str | None) -> PairData | None:
-    """The pairs that the run learned, or those to measure in their place; None: it learned spans, and `data` is a text.
-
-    Raises ConfigError where `target` has no partner.
-    """
-    learned = PairData.of(loaded.config.data)
-    if data is not None:
-        given = (learned or PairData(kind="pairs")).model_copy(update={"source": data, "target": target})
-        return given if learned or PairData.claims(given.model_dump()) else None
-    if target is not None:
-        raise ConfigError.of("--target", target, "has no partner", "with --data, the file of its sources")
-    return learned
-
-
-def pairs_for(
-    loaded: LoadedSequence, data: str | None, target: str | None = None, progress: ShowProgress = silent
-) -> TextPairs:
-    """The pairs to measure. Raises DataError where they cannot be read, ConfigError where there are none of the run."""
-    asked = asked_pairs(loaded, data, target)
-    if data is not None and not is_prepared(Path(data).expanduser()):
-        unpacked = pair_corpus(asked or PairData(kind="pairs", source=data, target=target))
-        pairs, name = list(unpacked.read()), unpacked.where
-    else:
-        corpus, name = _prepared(loaded, data, asked, progress, pairs=True)
-        tokens = corpus.tokens("validation")
-        documents = np.split(tokens, document_ends(tokens, corpus.header.end) + 1)[:-1]
-        texts = [corpus.tokenizer.decode(document[:-1].tolist()) for document in documents]
-        pairs = list(zip(texts[::2], texts[1::2], strict=True))  # a source and its target in turn
-    if not pairs:
-        raise DataError(f"{name}: holds no pair")
-    return TextPairs(pairs, name)
-
-
-def _prepared(
-    loaded: LoadedText, data: str | None, asked: TokenSection | None, progress: ShowProgress, *, pairs: bool = False
+def held_out(
+    loaded: LoadedText, data: str | None, asked: TokenSection, progress: ShowProgress, kind: str = "text"
 ) -> tuple[PackedCorpus, str]:
     """The prepared folder `data`, or what the run prepared, as `asked`; and the name of its validation split.
 
-    Raises DataError where it is none of `pairs`, was tokenized with another tokenizer than the model's, or no run here
-    held anything out.
+    Raises DataError where it is of another `kind` of records, was tokenized with another tokenizer than the model's, or
+    no run here held anything out.
     """
     if data is not None:
         folder = Path(data).expanduser()
         corpus, name = open_packed(folder), f"validation split of {folder}"
     elif loaded.steps == 0:
         raise DataError(f"{loaded.folder} was not trained here, so it has no held-out split of its own: give --data")
-    elif asked is None:
-        raise ConfigError.of("--data", "none", f"leaves {loaded.folder} without pairs: it learned spans", "a tsv file")
     elif asked.mixed:
         raise ConfigError.of(
             "--data", "none", "does not say which source of the run's mixture", ", ".join(asked.sources)
@@ -144,8 +99,8 @@ def _prepared(
     else:
         corpus = corpus_for(asked, cache_folder(), progress)
         name = f"the run's held-out split (data.source={asked.source})"
-    if corpus.header.kind != ("pairs" if pairs else "text"):
-        wanted = "pairs are wanted" if pairs else "text is: give it as --data"
+    if corpus.header.kind != kind:
+        wanted = "text is: give it as --data" if kind == "text" else f"{kind} are wanted"
         raise DataError(f"{corpus.folder}: was prepared of {corpus.header.kind}, and {wanted}")
     if corpus.tokenizer.to_json() != loaded.tokenizer.to_json():
         remedy = "give the text itself as --data"

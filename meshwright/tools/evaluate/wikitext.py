@@ -18,9 +18,12 @@ from pathlib import Path
 
 import numpy as np
 
+from meshwright.data.files import ShowProgress
 from meshwright.data.tokenizer import pieces
 from meshwright.errors import DataError
-from meshwright.tools.evaluate.load import LoadedText
+from meshwright.tools.evaluate.load import Facts, LoadedText, load_text
+from meshwright.tools.evaluate.perplexity import text_perplexity
+from meshwright.tools.evaluate.tasks import Question, Task
 from meshwright.tools.evaluate.texts import TokenStream
 
 _PLAIN = (
@@ -68,3 +71,12 @@ def wikitext_stream(loaded: LoadedText, source: str) -> TokenStream:
     if loaded.tokenizer.begin is not None:
         return TokenStream(np.array([loaded.tokenizer.begin, *encoded], dtype=np.int64), words, source)
     return TokenStream(np.array(encoded, dtype=np.int64), words - 1, source)
+
+
+def _measure(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
+    loaded = load_text(question.checkpoint, question.device, question.context)
+    stream = wikitext_stream(loaded, str(question.data))
+    return loaded.folder, text_perplexity(loaded, stream, question.stride, progress)
+
+
+WIKITEXT = Task(_measure, ("stride", "context"), needs_data="the published file, such as wiki.test.tokens")

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, ValidationError, field_validator
 
-from meshwright.config.load import CONFIGS, read_yaml
+from meshwright.config.load import read_yaml
 from meshwright.config.messages import problems_of
+from meshwright.configs import shipped
 from meshwright.errors import ConfigError
 from meshwright.ranks.ledger import VERBS
 from meshwright.ranks.section import TransportName
@@ -193,16 +194,16 @@ class Cluster(Section):
 
 def cluster_names() -> list[str]:
     """The clusters that can be named."""
-    return sorted(path.stem for path in (CONFIGS / "clusters").glob("*.yaml"))
+    return list(shipped("clusters"))
 
 
 def load_cluster(name: str) -> Cluster:
-    """A cluster by its name in configs/clusters, or from a file.
+    """A cluster that comes with the package by its name, or from a file.
 
     Raises ConfigError with all mistakes at once, or with the names where there is no such cluster.
     """
-    path = Path(name) if name.endswith((".yaml", ".yml")) else CONFIGS / "clusters" / f"{name}.yaml"
-    if not path.is_file():
+    path = Path(name) if name.endswith((".yaml", ".yml")) else shipped("clusters").get(name)
+    if path is None or not path.is_file():
         raise ConfigError.of("--cluster", name, "is no cluster that we have, and no file", ", ".join(cluster_names()))
     try:
         return Cluster.model_validate(read_yaml(path))

@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_origin
@@ -26,8 +26,8 @@ from pydantic import ConfigDict, Field, ValidationError
 from meshwright.config import Config
 from meshwright.config.load import parse_run, read_run, run_file
 from meshwright.config.messages import problems_of
-from meshwright.errors import ConfigError, LaunchError, PluginError, Problem
-from meshwright.registry import find_entries
+from meshwright.errors import ConfigError, LaunchError, Problem
+from meshwright.registry import entries
 from meshwright.section import Positive, Section, shown
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?$")]
@@ -35,14 +35,6 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?$")]
 
 SUBMIT_SECONDS = 120
 HELP = "help"
-
-ENGINES: Mapping[str, str] = {
-    "slurm": "meshwright.tools.submit.slurm:Slurm",
-    "kubernetes": "meshwright.tools.submit.kubernetes:Kubernetes",
-    "ray": "meshwright.tools.submit.ray_script:Ray",
-    "skypilot": "meshwright.tools.submit.skypilot:SkyPilot",
-}
-"""Ours. Those of other packages are entry points of the group `meshwright.submit`."""
 
 
 @dataclass(frozen=True)
@@ -110,17 +102,10 @@ class Engine(Section):
         return []
 
 
-def engines() -> dict[str, type[Engine]]:
-    """All engines by name. Raises PluginError where one of another package cannot be used."""
-    known, failures = find_entries("submit", ENGINES, Engine)
-    if failures:
-        raise PluginError("; ".join(failures))
-    return known
-
-
 def engine_class(name: str) -> type[Engine]:
-    """The engine of that name. Raises ConfigError where there is none."""
-    known = engines()
+    """The engine of that name. Raises ConfigError where there is none, PluginError where one of another package cannot
+    be used."""
+    known: dict[str, type[Engine]] = entries("submit")
     if name not in known:
         raise ConfigError.of("--on", name, "is no engine that we write for", ", ".join(known))
     return known[name]

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from meshwright.cli import app
 from meshwright.config import Config, parse_config
+from meshwright.families.bert.section import ASKED_SHARE, Bert
 from meshwright.models.chain import chain_of
-from meshwright.models.section import ASKED_SHARE, Bert
 from meshwright.tools.branches.findings import Findings, RegionGroup, TracedModel, findings_of, trace_model
 from meshwright.tools.branches.regions import find_operator_parts
 from meshwright.tools.branches.report import flops_text, place_text, render

@@ -75,7 +75,7 @@ def test_convert_both_ways(tmp_path: Path) -> None:
         (
             ("--task", "bleus"),
             "--task=bleus is no task; valid: perplexity, wikitext, bleu, lambada, masked-lm, images, "
-            "pairs, squad, race",
+            "pairs, squad, race, lm-eval:NAME",
         ),
         (("--task", "lambada"), "--task=lambada needs --data"),
         (("--task", "lambada", "--data", "x", "--stride", "2"), "--stride=2 has no effect on --task lambada"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from meshwright.errors import DataError
-from meshwright.tools.evaluate.accuracy import cloze_accuracy, passages
+from meshwright.tools.evaluate.lambada import cloze_accuracy, passages
 from meshwright.tools.evaluate.load import load_text
 from tests.tools.evaluate.tiny import rigged_checkpoint, tiny_checkpoint
 

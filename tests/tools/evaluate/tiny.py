@@ -12,7 +12,7 @@ from meshwright.config import Config
 from meshwright.config.schema import OptimizerSection, Precision
 from meshwright.data.text_section import TextData
 from meshwright.data.tokenizer import Tokenizer, byte_tokenizer
-from meshwright.models.section import Gpt2
+from meshwright.families.gpt.section import Gpt2
 from meshwright.parts import Parts
 from meshwright.ranks.mesh import solo_mesh
 from tests.harness import build

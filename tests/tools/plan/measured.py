@@ -9,10 +9,10 @@ import torch
 
 from meshwright.config import Config
 from meshwright.data_parallel.strategy import Synchroniser
+from meshwright.families.bert.section import ASKED_SHARE, Bert
 from meshwright.memory.recompute import LiveBytes
 from meshwright.model import IGNORED, Batch
 from meshwright.models.chain import chain_of
-from meshwright.models.section import ASKED_SHARE, Bert
 from meshwright.optim.states import InPlace
 from meshwright.parts import Parts
 from meshwright.pipeline.task import Task

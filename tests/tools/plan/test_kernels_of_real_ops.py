@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.config import Config, parse_config
+from meshwright.families.gpt.section import Gpt2
 from meshwright.model import Chunk, Hidden
 from meshwright.models.chain import chain_of
-from meshwright.models.section import Gpt2
 from meshwright.on_device import AsOnDevice
 from meshwright.parameters.bucket import gradient_views, make_buckets
 from meshwright.parameters.gradients import Gradients

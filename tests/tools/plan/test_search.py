@@ -16,8 +16,8 @@ from markupsafe import escape
 
 from meshwright.config import Config, dump_config, load_config, parse_config
 from meshwright.config.layout import Layout
-from meshwright.config.load import SCHEMA
 from meshwright.config.yaml_text import plain_values
+from meshwright.configs import SCHEMA
 from meshwright.data.files import ShowProgress
 from meshwright.errors import ConfigError
 from meshwright.pipeline.span import Timeline

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from meshwright.cli import app
 from meshwright.errors import ConfigError, LaunchError, PluginError
+from meshwright.registry import OURS
 from meshwright.tools.submit import job
 from tests.patience import PATIENCE_SECONDS
 from tests.test_extending import install
@@ -189,7 +190,7 @@ def test_mistakes_are_said_with_what_would_work(run: Path, words: list[str], mes
     assert str(result.exception).startswith(message)
 
 
-@pytest.mark.parametrize("on", job.ENGINES)
+@pytest.mark.parametrize("on", OURS["submit"])
 def test_help_has_a_line_for_each_setting(on: str, run: Path) -> None:
     result = CliRunner().invoke(app, ["submit", str(run), "--on", on, "--set", "help"])
     assert result.exit_code == 0
@@ -203,7 +204,7 @@ def test_the_page_has_every_setting() -> None:
     page = (Path(__file__).resolve().parents[3] / "docs" / "clusters.md").read_text()
     prose = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
     sections = {part.partition("\n")[0].lower(): part for part in prose.split("\n## ")}
-    for on in job.ENGINES:
+    for on in OURS["submit"]:
         named = {word.partition("=")[0].split(".")[0] for word in re.findall(r"`([^`\n]+)`", sections[on])}
         assert job.engine_class(on).model_fields.keys() - named == set(), on
 

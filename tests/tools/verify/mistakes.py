@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from meshwright import parts
 from meshwright.data_parallel.policies import AllReduce
+from meshwright.families.gpt import model as gpt
 from meshwright.model import Batch, counts_of
-from meshwright.models import gpt
 from meshwright.optim import optimizer
 from meshwright.optim.optimizer import Optimizer
 from meshwright.optim.states import InPlace

@@ -1,0 +1,127 @@
+"""Hugging Face's BERT: BertForPreTraining and BertForMaskedLM; with norm_order megatron, their MegatronBert twins.
+
+Their linears are [out, in], ours [in, out]; query, key and value are one of ours, [in, 3, out]. Tables and heads have
+rows of padding here. The first published folders call a LayerNorm's weight and bias gamma and beta.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence, Set
+from typing import ClassVar
+
+from tokenizers import processors
+
+from meshwright.convert.family import Family, Names, WithTokens, in_blocks, with_tokens
+from meshwright.convert.folder import Settings
+from meshwright.data.tokenizer import Tokenizer
+from meshwright.families.bert.model import NUM_ANSWERS, NUM_SEGMENTS
+from meshwright.families.bert.section import Bert, BertTrunk
+from meshwright.families.bert.specials import FIRST, MASK, NAMES, PADDING, SEPARATOR, Specials, specials_of
+from meshwright.models.section import Transformer
+
+_MODEL_TYPES = {"original": "bert", "megatron": "megatron-bert"}
+_CLASSES = {"original": "Bert", "megatron": "MegatronBert"}
+_TABLE, _HEAD = "bert.embeddings.word_embeddings.weight", "cls.predictions.decoder"
+_ANSWERS = "cls.seq_relationship.weight"
+
+OUTSIDE = {
+    "tokens": "bert.embeddings.word_embeddings",
+    "positions": "bert.embeddings.position_embeddings",
+    "segments": "bert.embeddings.token_type_embeddings",
+    "transform": "cls.predictions.transform.dense",
+    "transform_norm": "cls.predictions.transform.LayerNorm",
+    "head": "cls.predictions",
+    "pooler": "bert.pooler.dense",
+    "next_sentence_head": "cls.seq_relationship",
+}
+_NORM = {"original": "bert.embeddings.LayerNorm", "megatron": "bert.encoder.ln"}
+_IN_BLOCK = {
+    "attention.query_key_value": ("attention.self.query", "attention.self.key", "attention.self.value"),
+    "attention.output": "attention.output.dense",
+    "feed_forward.expand": "intermediate.dense",
+    "feed_forward.contract": "output.dense",
+}
+_NORMS_IN_BLOCK = {
+    "original": {"attention_norm": "attention.output.LayerNorm", "feed_forward_norm": "output.LayerNorm"},
+    "megatron": {"attention_norm": "attention.ln", "feed_forward_norm": "ln"},
+}
+
+
+class BertFamily(Family):
+    """BertForPreTraining, BertForMaskedLM, and their Megatron twins."""
+
+    title, model_types = "BERT", tuple(_MODEL_TYPES.values())
+    section: ClassVar[type[Transformer]] = Bert
+    fields: ClassVar = {
+        "layers": "num_hidden_layers",
+        "hidden": "hidden_size",
+        "heads": "num_attention_heads",
+        "inner": "intermediate_size",
+        "positions": "max_position_embeddings",
+        "vocabulary": "vocab_size",
+        "norm_epsilon": "layer_norm_eps",
+    }
+    required = ("layers", "hidden", "heads", "positions", "vocabulary")
+    fixed: ClassVar = {
+        "hidden_act": "gelu",
+        "type_vocab_size": NUM_SEGMENTS,
+        "is_decoder": False,
+        "add_cross_attention": False,
+        "position_embedding_type": "absolute",
+        "tie_word_embeddings": True,
+    }
+    dropouts = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+    passed_over = re.compile(r"bert\.embeddings\.position_ids")
+
+    def trunk_names(self, model: BertTrunk) -> dict[str, str | Sequence[str]]:
+        """The names of blocks and of the norm that is not in one."""
+        inside = _IN_BLOCK | _NORMS_IN_BLOCK[model.norm_order]
+        blocks = in_blocks(inside, model.layers, "bert.encoder.layer.N")
+        return {"norm": _NORM[model.norm_order], **blocks}
+
+    def names(self, model: BertTrunk) -> Names:
+        return {**OUTSIDE, **self.trunk_names(model)}
+
+    def rows(self, model: BertTrunk) -> Mapping[str, int]:
+        words = dict.fromkeys(("tokens", "head"), model.vocabulary)
+        return words | {"positions": model.positions, "segments": NUM_SEGMENTS, "next_sentence_head": NUM_ANSWERS}
+
+    def full_name(self, stored: str) -> str:
+        return re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", stored))
+
+    def copies(self, model: BertTrunk) -> dict[str, str]:
+        return {f"{_HEAD}.weight": _TABLE, f"{_HEAD}.bias": "cls.predictions.bias"}
+
+    def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
+        kind = settings.values.get("model_type", "bert")
+        order = next(order for order, theirs in _MODEL_TYPES.items() if theirs == kind)
+        return {"norm_order": order, "next_sentence": _ANSWERS in stored}
+
+    def architecture_of(self, model: BertTrunk) -> str:
+        """The end of their class's name."""
+        assert isinstance(model, Bert), model
+        return "ForPreTraining" if model.next_sentence else "ForMaskedLM"
+
+    def further_settings(self, model: BertTrunk) -> dict[str, object]:
+        return {
+            "model_type": _MODEL_TYPES[model.norm_order],
+            "architectures": [_CLASSES[model.norm_order] + self.architecture_of(model)],
+            "initializer_range": 0.02,
+        }
+
+    def with_tokenizer(self, model: BertTrunk, text: str, tokenizer: Tokenizer) -> WithTokens:
+        specials = specials_of(tokenizer)
+        tokens = {"pad_token": PADDING, "cls_token": FIRST, "sep_token": SEPARATOR, "mask_token": MASK}
+        return WithTokens(with_specials(text, specials), {"pad_token_id": specials.padding}, tokens)
+
+
+def with_specials(text: str, specials: Specials) -> str:
+    """A tokenizer.json's text with BERT's special tokens and template in it."""
+    ids = dict(zip(NAMES, (specials.padding, specials.first, specials.separator, specials.mask), strict=True))
+    template = processors.TemplateProcessing(
+        single=f"{FIRST} $A {SEPARATOR}",
+        pair=f"{FIRST} $A {SEPARATOR} $B:1 {SEPARATOR}:1",
+        special_tokens=[(FIRST, specials.first), (SEPARATOR, specials.separator)],
+    )
+    return with_tokens(text, ids, template)

@@ -1,0 +1,62 @@
+"""The share of masked tokens that a BERT names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from meshwright.data.files import ShowProgress, silent
+from meshwright.errors import CheckpointError
+from meshwright.families.bert.masked import MaskedSamples
+from meshwright.families.bert.section import Bert
+from meshwright.families.bert.specials import specials_of
+from meshwright.model import counts_of, to_device
+from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, LoadedText, load_text
+from meshwright.tools.evaluate.tasks import Question, Task
+from meshwright.tools.evaluate.texts import TokenStream, stream_for
+
+
+@torch.inference_mode()
+def masked_accuracy(
+    loaded: LoadedText, stream: TokenStream, progress: ShowProgress = silent, *, batch_tokens: int = BATCH_TOKENS
+) -> Facts:
+    """Ask for 15 % of a stream's tokens, once, and whether one text follows the other. The samples are those of the
+    training's validation (families/bert/masked.py), drawn from the run's seed: the same each time.
+
+    `batch_tokens`: about so many go through the model at once. Raises CheckpointError where the tokenizer is not the
+    model's, DataError and ConfigError where no sample fits.
+    """
+    model = loaded.config.model
+    assert isinstance(model, Bert), model
+    specials = specials_of(loaded.tokenizer)
+    if specials.vocabulary_size > model.vocabulary:
+        size = specials.vocabulary_size
+        knows = f"and the model knows {model.vocabulary}"
+        raise CheckpointError(f"{loaded.folder}: its tokenizer has {size} tokens with BERT's special ones, {knows}")
+    seed, pairs = loaded.config.seed, model.next_sentence
+    samples = MaskedSamples(stream.tokens, specials, loaded.context, seed, next_sentence=pairs, name=stream.name)
+    rows = max(1, batch_tokens // loaded.context)
+    labels = loaded.model.labels
+    sums = torch.zeros(3, len(labels), dtype=torch.float64)  # asked, right, losses
+    for first in range(0, len(samples), rows):
+        batch = to_device(samples.held_out(first, min(rows, len(samples) - first)), loaded.device)
+        h = loaded.model.trunk(batch)
+        for column, name in enumerate(labels):
+            sums[2, column] += loaded.model.loss(h, batch, {other: float(other == name) for other in labels}).cpu()
+        sums[0] += torch.tensor(counts_of(batch, labels))
+        sums[1] += torch.tensor(loaded.model.num_correct(h, batch))
+        progress("masked-lm", min(1.0, (first + rows) / len(samples)))
+    facts: Facts = {"data": stream.name, "samples": len(samples), "context": loaded.context}
+    for name, (asked, right, loss) in zip(("", "next_sentence_"), sums.t().tolist()):
+        facts |= {f"{name}asked": int(asked), f"{name}right": int(right)}
+        facts |= {f"{name}accuracy": right / asked, f"{name}loss": loss / asked}
+    return facts
+
+
+def _measure(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
+    loaded = load_text(question.checkpoint, question.device, question.context, "masked")
+    return loaded.folder, masked_accuracy(loaded, stream_for(loaded, question.data, progress), progress)
+
+
+MASKED = Task(_measure, ("context",))

@@ -1,0 +1,143 @@
+"""Samples for BERT out of a packed corpus (Devlin et al., 2018, sections 3.1 and A.1). Nothing here has state.
+
+A sample is [CLS] A [SEP] B [SEP], or without next-sentence prediction [CLS] A [SEP], padded to T tokens. Documents are
+cut into runs of as many tokens as fit; each run is a sample once an epoch. A is a run's beginning, cut at random; B is
+its rest in half of the samples, and in the others as many tokens of another run. 15 % of the text's tokens are asked
+for; of these 80 % are replaced by [MASK], 10 % by a random token, and 10 % are left.
+
+| entry         | shape  | holds                                                      |
+|---------------|--------|------------------------------------------------------------|
+| tokens        | [B, T] | ids                                                        |
+| segments      | [B, T] | 0 in [CLS] A [SEP] and in the padding, 1 in B [SEP]        |
+| mask          | [B, T] | 1, in the padding 0                                        |
+| labels        | [B, T] | the token that was there, where it is asked for; else -100 |
+| next_sentence | [B, 1] | 0: B follows A; 1: it does not                             |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from meshwright.config import Config
+from meshwright.data.packed import PackedCorpus, document_ends
+from meshwright.data.sampler import ShuffledSamples
+from meshwright.data.split import Split
+from meshwright.errors import ConfigError, DataError
+from meshwright.families.bert.data_section import MaskedData
+from meshwright.families.bert.section import ASKED_SHARE, Bert
+from meshwright.families.bert.specials import Specials, specials_of
+from meshwright.model import IGNORED, Batch, Samples
+from meshwright.parameters.shard import seed_of
+
+MASK_SHARE, RANDOM_SHARE = 0.8, 0.1
+
+
+class MaskedSamples(ShuffledSamples):
+    """The samples of a stream of documents, each with an end token behind it (the last may lack it)."""
+
+    def __init__(
+        self, tokens: np.ndarray, specials: Specials, sequence: int, seed: int, *, next_sentence: bool, name: str
+    ) -> None:
+        """`tokens` [n]; `name`: what they are, for messages. Raises ConfigError, DataError where no sample fits."""
+        self._tokens, self._specials, self._sequence, self._seed = tokens, specials, sequence, seed
+        self._next_sentence = next_sentence
+        least = 2 if next_sentence else 1  # tokens of text in a sample, and so of its separators
+        longest = sequence - 1 - least
+        if longest < least:
+            rule = "has no room for a sample between BERT's special tokens"
+            raise ConfigError.of("data.sequence", sequence, rule, f"{2 * least + 1} or more")
+        self._starts, self._lengths = runs(tokens, specials.end, least, longest)
+        if len(self._starts) < least:
+            raise DataError(f"{name}: has {len(tokens)} tokens, too few for BERT's samples; give more text")
+        self._text = np.setdiff1d(np.arange(specials.vocabulary_size), sorted(specials.all))
+        super().__init__(len(self._starts), seed)
+
+    def read(self, rows: np.ndarray, draws: Sequence[str]) -> Batch:
+        samples = [self._sample(run, label) for run, label in zip(rows.tolist(), draws, strict=True)]
+        names = [*samples[0], "next_sentence"] if self._next_sentence else list(samples[0])
+        return {name: torch.from_numpy(np.stack([row[name] for row in samples])) for name in dict.fromkeys(names)}
+
+    def _sample(self, run: int, label: str) -> dict[str, np.ndarray]:
+        """One row of every entry, all int64."""
+        draws = np.random.Generator(np.random.PCG64(seed_of(f"{self._seed}/masked/{label}")))
+        specials, text = self._specials, self._run(run)
+        row = {
+            "tokens": np.full(self._sequence, specials.padding, dtype=np.int64),
+            "segments": np.zeros(self._sequence, dtype=np.int64),
+            "mask": np.zeros(self._sequence, dtype=np.int64),
+            "labels": np.full(self._sequence, IGNORED, dtype=np.int64),
+        }
+        parts = [text]
+        if self._next_sentence:
+            cut, answer = 1 + below(draws, len(text) - 1), below(draws, 2)
+            second = self._elsewhere(draws, run, len(text) - cut) if answer else text[cut:]
+            parts = [text[:cut], second]
+            row["next_sentence"] = np.array([answer], dtype=np.int64)
+        row["tokens"][0] = specials.first
+        places, end = [], 1
+        for segment, part in enumerate(parts):
+            places.append(np.arange(end, end + len(part)))
+            row["tokens"][end : end + len(part)] = part
+            row["tokens"][end + len(part)] = specials.separator
+            row["segments"][end : end + len(part) + 1] = segment
+            end += len(part) + 1
+        row["mask"][:end] = 1
+        self._ask(draws, row, np.concatenate(places))
+        return row
+
+    def _run(self, run: int) -> np.ndarray:
+        start = self._starts[run]
+        return self._tokens[start : start + self._lengths[run]]
+
+    def _elsewhere(self, draws: np.random.Generator, run: int, count: int) -> np.ndarray:
+        """`count` tokens (if there are as many) from anywhere in another run."""
+        other = below(draws, len(self) - 1)
+        text = self._run(other + (other >= run))
+        start = below(draws, max(0, len(text) - count) + 1)
+        return text[start : start + count]
+
+    def _ask(self, draws: np.random.Generator, row: dict[str, np.ndarray], places: np.ndarray) -> None:
+        """Choose among the places of text, and replace: in place."""
+        num = max(1, round(ASKED_SHARE * len(places)))
+        asked = places[np.argsort(draws.random(len(places)), kind="stable")[:num]]
+        true = row["tokens"][asked]
+        fate, others = draws.random(num), self._text[(draws.random(num) * len(self._text)).astype(np.int64)]
+        row["labels"][asked] = true
+        changed = np.where(fate < MASK_SHARE + RANDOM_SHARE, others, true)
+        row["tokens"][asked] = np.where(fate < MASK_SHARE, self._specials.mask, changed)
+
+
+def masked_samples(data: MaskedData, config: Config, packed: PackedCorpus, split: Split) -> tuple[Samples, str]:
+    """The samples of a split of a run's corpus. Raises DataError, ConfigError where they do not suit the model."""
+    model = config.model
+    assert isinstance(model, Bert), model
+    specials = specials_of(packed.tokenizer)
+    packed.check_vocabulary(model.vocabulary, specials.vocabulary_size, " with BERT's")
+    return MaskedSamples(
+        packed.tokens(split), specials, data.sequence, config.seed,
+        next_sentence=model.next_sentence, name=packed.name(split),
+    ), ""  # fmt: skip
+
+
+def below(draws: np.random.Generator, number: int) -> int:
+    """A random whole number from 0 to number - 1. (Of one uniform draw: numpy's own methods change with versions.)"""
+    return int(draws.random() * number)
+
+
+def runs(tokens: np.ndarray, end: int, least: int, longest: int) -> tuple[np.ndarray, np.ndarray]:
+    """(starts, lengths) of the runs: each document in parts of `longest` tokens, a last one shorter than `least` left.
+
+    tokens [n].
+    """
+    ends = np.concatenate([document_ends(tokens, end), [len(tokens)]])
+    begins = np.concatenate([[0], ends[:-1] + 1]).astype(np.int64)
+    counts = -(-(ends - begins) // longest)  # runs of each document
+    document = np.repeat(np.arange(len(ends)), counts)
+    number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)  # of a run within its document
+    starts = begins[document] + longest * number
+    lengths = np.minimum(longest, ends[document] - starts)
+    kept = lengths >= least
+    return starts[kept], lengths[kept]

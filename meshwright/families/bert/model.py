@@ -1,0 +1,185 @@
+"""BERT (Devlin et al., 2018, arXiv 1810.04805): an encoder that sees both ways, told masked tokens from their context
+and whether its second text follows the first.
+
+`norm_order` original: norm(h + sub_layer(h)), and a norm on the embeddings. megatron: h + sub_layer(norm(h)), and a
+norm at the end, which large models need in order to train at all (Megatron-LM, arXiv 1909.08053, section 5.3).
+
+Shapes: B batch, T sequence, H hidden, A local heads, E head width, N inner width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.config import Config
+from meshwright.families.bert.section import ASKED_SHARE, Bert, BertTrunk
+from meshwright.model import Batch, Chunk, Costs, Hidden, Scales
+from meshwright.models.attention import AttentionCore, split_heads
+from meshwright.models.chain import Chain, blocks_of
+from meshwright.parameters.shard import Initial
+from meshwright.tensor.head import HeadShape
+from meshwright.tensor.kit import Head, Kit
+
+NUM_SEGMENTS = 2
+NUM_ANSWERS = 2
+"""Does the second text follow the first? 0 yes, 1 no."""
+
+
+class BertAttention(nn.Module):
+    """Self-attention over this rank's heads; every token sees every real token."""
+
+    def __init__(self, model: BertTrunk, kit: Kit) -> None:
+        super().__init__()
+        self.heads = kit.local_heads(model.heads)
+        self.core = AttentionCore(kit, model.dropout)
+        self.query_key_value = kit.branches.expand(model.hidden, 3 * model.hidden, Initial(0.02), groups=3)
+        self.output = kit.branches.contract(model.hidden, model.hidden, _before_sum(model))
+
+    def forward(self, h: Tensor, seen: Tensor) -> Tensor:
+        query, key, value = split_heads(self.query_key_value(h), self.heads)  # [B, A, T, E]
+        return self.output(self.core(query, key, value, seen, False).transpose(1, 2).flatten(2))
+
+
+class BertFeedForward(nn.Module):
+    """Two linears with an exact GELU between."""
+
+    def __init__(self, model: BertTrunk, kit: Kit) -> None:
+        super().__init__()
+        self.expand = kit.expand(model.hidden, model.inner, Initial(0.02))
+        self.contract = kit.contract(model.inner, model.hidden, _before_sum(model))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.contract(F.gelu(self.expand(h)))
+
+
+class BertBlock(nn.Module):
+    """Attention and feed-forward, each with its norm behind the sum (original) or at its input (megatron)."""
+
+    def __init__(self, model: BertTrunk, kit: Kit, *, last_bias: bool = True) -> None:
+        """`last_bias`: whether the feed-forward's norm, the block's last in the original order, has a bias."""
+        super().__init__()
+        self.norm_first = model.norm_order == "megatron"
+        self.attention_norm = kit.norm(model.hidden, model.norm_epsilon)
+        self.attention = BertAttention(model, kit)
+        self.feed_forward_norm = kit.norm(model.hidden, model.norm_epsilon, bias=last_bias)
+        self.feed_forward = BertFeedForward(model, kit)
+        self.dropout = nn.Dropout(model.dropout)
+
+    def forward(self, h: Tensor, seen: Tensor) -> Tensor:
+        if self.norm_first:
+            h = h + self.dropout(self.attention(self.attention_norm(h), seen))
+            return h + self.dropout(self.feed_forward(self.feed_forward_norm(h)))  # [B, T, H]
+        h = self.attention_norm(h + self.dropout(self.attention(h, seen)))
+        return self.feed_forward_norm(h + self.dropout(self.feed_forward(h)))  # [B, T, H]
+
+
+class BERT(Chain):
+    """Tokens to the masked-language-model loss and, with `next_sentence`, that of next-sentence prediction.
+
+    Batch: `tokens`, `segments` (0 first text, 1 second), `mask` (1 real, 0 padding) and `labels` (-100: not asked for),
+    all [B, T]; `next_sentence` [B, 1], 0 where the second text follows the first, 1 where it does not.
+    """
+
+    inside = ("mask",)
+    ties: ClassVar[bool] = True
+    """Whether the head's table is the embeddings'."""
+    last_norm_bias: ClassVar[bool] = True
+    """Whether the norm that the heads read from has a bias."""
+
+    def __init__(self, model: BertTrunk, kit: Kit, chunk: Chunk | None = None) -> None:
+        chunk = chunk or Chunk.whole(model.layers)
+        super().__init__(chunk)
+        hidden, initial = model.hidden, Initial(0.02)
+        self.norm_first = model.norm_order == "megatron"
+        if chunk.first or (chunk.last and self.ties):
+            self.tokens = kit.embedding(model.padded_vocabulary, hidden, initial)
+        if chunk.first:
+            self.positions = kit.embedding(model.padded(model.positions), hidden, initial)
+            self.segments = kit.embedding(model.padded(NUM_SEGMENTS), hidden, initial)
+            self.dropout = nn.Dropout(model.dropout)
+        if chunk.last if self.norm_first else chunk.first:  # on the last hidden states, or on the embeddings
+            self.norm = kit.norm(hidden, model.norm_epsilon, bias=self.last_norm_bias or not self.norm_first)
+        bare = None if self.last_norm_bias or self.norm_first else model.layers - 1  # the block that ends in that norm
+        self.blocks = blocks_of(chunk, lambda layer: BertBlock(model, kit, last_bias=layer != bare))
+        self.name_labels(model)
+        if chunk.last:
+            self.make_heads(model, kit)
+
+    def name_labels(self, model: BertTrunk) -> None:
+        """Set `labels`, which every chunk knows."""
+        assert isinstance(model, Bert), model
+        self.labels = ("labels", "next_sentence") if model.next_sentence else ("labels",)
+
+    def make_heads(self, model: BertTrunk, kit: Kit) -> None:
+        """The layers behind the last block and its norm."""
+        assert isinstance(model, Bert), model
+        hidden, initial = model.hidden, Initial(0.02)
+        self.transform = kit.transform(hidden, hidden, initial)
+        self.transform_norm = kit.norm(hidden, model.norm_epsilon)
+        shape = HeadShape(hidden, model.vocabulary, model.padded_vocabulary, initial, bias=True, labelled=ASKED_SHARE)
+        self.head = kit.head_loss(shape, self.tokens)
+        if model.next_sentence:
+            self.pooler = kit.transform(hidden, hidden, initial)
+            answers = model.padded(NUM_ANSWERS)
+            self.next_sentence_head = kit.head_loss(HeadShape(hidden, NUM_ANSWERS, answers, initial, bias=True))
+
+    def embed(self, batch: Batch) -> Hidden:
+        tokens = batch["tokens"]
+        positions = self.context.positions(0, tokens.shape[1], tokens.device)
+        h = self.tokens(tokens) + self.positions(positions) + self.segments(batch["segments"])
+        return (self.dropout(h if self.norm_first else self.norm(h)),)  # [B, T, H]
+
+    def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
+        seen = batch["mask"].bool()[:, None, None, :]  # [B, 1, 1, T]
+        return (block(*hidden, seen),)
+
+    def final_states(self, hidden: Hidden) -> Tensor:
+        (h,) = hidden
+        return self.norm(h) if self.norm_first else h
+
+    def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
+        total = h.new_zeros(())
+        if scales["labels"]:
+            total = total + self.head(self.transformed(h), batch["labels"], scales["labels"])
+        if "next_sentence" in self.labels and scales["next_sentence"]:
+            answers = batch["next_sentence"]
+            total = total + self.next_sentence_head(self.pooled(h), answers, scales["next_sentence"])
+        return total
+
+    def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
+        counts = [cast(Head, self.head).num_correct(self.transformed(h), batch["labels"])]
+        if "next_sentence" in self.labels:
+            counts.append(cast(Head, self.next_sentence_head).num_correct(self.pooled(h), batch["next_sentence"]))
+        return counts
+
+    def transformed(self, h: Tensor) -> Tensor:
+        """The input of the masked-language-model head: [B, T, H]."""
+        return self.transform_norm(F.gelu(self.transform(h)))
+
+    def pooled(self, h: Tensor) -> Tensor:
+        """The input of a head of whole texts, made of the first token: [B, 1, H]."""
+        return torch.tanh(self.pooler(h[:, :1]))
+
+    @staticmethod
+    def products(config: Config) -> Costs:
+        """Without the pooler, which sees one token; the head's classes are for the tokens that are asked for."""
+        model, sequence = config.model, config.data.lengths.source
+        assert isinstance(model, Bert), model
+        layer = sequence * (12 * model.hidden**2 + 2 * sequence * model.hidden)
+        classes = round(ASKED_SHARE * sequence) * model.padded_vocabulary * model.hidden
+        return Costs(0, (layer,) * model.layers, sequence * model.hidden**2 + classes)
+
+    @staticmethod
+    def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+        sequence = (config.data.lengths.source,)
+        return {"tokens": sequence, "segments": sequence, "mask": sequence, "labels": sequence, "next_sentence": (1,)}
+
+
+def _before_sum(model: BertTrunk) -> Initial:
+    """First weights of linears whose output is summed up: Megatron-LM's are smaller, for its many unnormed sums."""
+    return Initial(0.02 / math.sqrt(2 * model.layers) if model.norm_order == "megatron" else 0.02)

@@ -1,0 +1,347 @@
+"""Fine-tuning tasks as samples: rows of [CLS] A [SEP] B [SEP], padded to T tokens, and the answer's number.
+
+| kind           | rows a sample | A        | B                        | what is too long                         |
+|----------------|---------------|----------|--------------------------|------------------------------------------|
+| sentence-pairs | 1             | one text | the other                | tokens leave the end of the longer text  |
+| squad          | 1             | question | a window of the passage  | windows, `stride` apart; A: 64 tokens    |
+| race           | K             | passage  | the question and answer  | the passage's end; B: 128 tokens         |
+
+A window of SQuAD in which the answer is not whole is labelled with [CLS], as BERT's own fine-tuning does. A prepared
+folder has, of each split, rows' tokens [N, K, T] and ends of A and of B [N, K, 2], and answers [N, labels].
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from meshwright.data.corpus import source_identity
+from meshwright.data.dataset import Opened, open_splits
+from meshwright.data.files import DAMAGE_REMEDY, ShowProgress, check_once, file_sha256, folder_lock, staged_folder
+from meshwright.data.marks_section import NO_BEGIN
+from meshwright.data.packed import TOKENIZER
+from meshwright.data.packing import check_agrees
+from meshwright.data.sampler import ShuffledSamples
+from meshwright.data.split import SPLITS, Split
+from meshwright.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer, tokenizer_kind
+from meshwright.environment import cache_folder
+from meshwright.errors import ConfigError, DataError
+from meshwright.families.bert.data_section import RaceData, SentencePairData, SquadData, TaskSection
+from meshwright.families.bert.section import BertChoice, BertPairs
+from meshwright.families.bert.specials import Specials, specials_of
+from meshwright.families.bert.task_files import (
+    SquadQuestion,
+    labelled_pairs,
+    pair_form,
+    race_questions,
+    squad_questions,
+)
+
+if TYPE_CHECKING:
+    from meshwright.config import Config
+    from meshwright.model import Batch
+
+_FORMAT = 2
+_HEADER = "task.json"
+LONGEST_QUESTION, LONGEST_CHOICE = 64, 128
+_ARRAYS = ("tokens", "ends", "answers")
+
+
+class TaskRow(NamedTuple):
+    """The tokens of two texts, as they fit a row."""
+
+    first: Sequence[int]
+    second: Sequence[int]
+
+
+class TaskExample(NamedTuple):
+    """A sample: its rows, its answers, and what is held out together with it."""
+
+    rows: tuple[TaskRow, ...]
+    answers: tuple[int, ...]
+    group: str
+
+
+class SquadWindow(NamedTuple):
+    """A window over a passage: its row, and the place in the passage of each token's first and last character."""
+
+    row: TaskRow
+    places: list[tuple[int, int]]
+    begin: int
+    """The number of the passage's token that it begins with."""
+
+    @property
+    def shift(self) -> int:
+        """The place in the row of the window's first token."""
+        return len(self.row.first) + 2
+
+
+def squad_windows(question: SquadQuestion, tokenizer: Tokenizer, sequence: int, stride: int) -> list[SquadWindow]:
+    """The windows over a question's passage, each with the question before it. Raises DataError where none fits."""
+    asked = tokenizer.encode(question.question.strip())[:LONGEST_QUESTION]
+    room = sequence - 3 - len(asked)
+    if room < 1:
+        raise DataError(f"question {question.id}: its {len(asked)} tokens leave no room in data.sequence={sequence}")
+    ids, places = tokenizer.encode_placed(question.passage)
+    windows, start = [], 0
+    while True:
+        windows.append(SquadWindow(TaskRow(asked, ids[start : start + room]), places[start : start + room], start))
+        if start + room >= len(ids):
+            return windows
+        start += min(stride, room)
+
+
+def squad_labels(window: SquadWindow, question: SquadQuestion) -> tuple[int, int]:
+    """The places in the row where the first answer begins and ends; twice 0, where the window does not hold it."""
+    for text, start in question.answers[:1]:
+        end = start + len(text)
+        inside = [at for at, (begin, stop) in enumerate(window.places) if begin < end and stop > start]
+        if inside and window.places[inside[0]][0] <= start and window.places[inside[-1]][1] >= end:
+            return inside[0] + window.shift, inside[-1] + window.shift
+    return 0, 0
+
+
+def pair_row(first: Sequence[int], second: Sequence[int], sequence: int) -> TaskRow:
+    """Both texts, of which the longer loses tokens until they fit."""
+    a, b, room = len(first), len(second), sequence - 3
+    while a + b > room:
+        a, b = (a - 1, b) if a > b else (a, b - 1)
+    return TaskRow(first[:a], second[:b])
+
+
+def choice_rows(passage: Sequence[int], choices: Sequence[Sequence[int]], sequence: int) -> tuple[TaskRow, ...]:
+    """The passage with each choice, which it makes room for."""
+    cut = [choice[: min(LONGEST_CHOICE, sequence - 4)] for choice in choices]
+    return tuple(TaskRow(passage[: sequence - 3 - len(choice)], choice) for choice in cut)
+
+
+def examples(config: Config, data: TaskSection, source: str, tokenizer: Tokenizer) -> Iterator[TaskExample]:
+    """The samples of a source, in its order. Raises DataError, ConfigError."""
+    path, model, encode = Path(source).expanduser(), config.model, tokenizer.encode
+    match data:
+        case SentencePairData():
+            assert isinstance(model, BertPairs), model
+            form = pair_form(path)
+            if model.classes != len(form.classes):
+                rule = f"is not the {len(form.classes)} classes of {form.name}, which {source} is"
+                raise ConfigError.of("model.classes", model.classes, rule, str(len(form.classes)))
+            for number, pair in enumerate(labelled_pairs(path)):
+                row = pair_row(encode(pair.first), encode(pair.second), data.sequence)
+                yield TaskExample((row,), (pair.answer,), str(number))
+        case SquadData():
+            for question in squad_questions(path):
+                for window in squad_windows(question, tokenizer, data.sequence, data.stride):
+                    yield TaskExample((window.row,), squad_labels(window, question), question.passage)
+        case RaceData():
+            assert isinstance(model, BertChoice), model
+            for asked in race_questions(path, model.choices):
+                choices = [encode(text) for text in asked.asked]
+                rows = choice_rows(encode(asked.passage), choices, data.sequence)
+                yield TaskExample(rows, (asked.answer,), asked.passage)
+        case _:
+            raise AssertionError(f"{type(data).__name__} is no section of a task")
+
+
+def texts_of(config: Config, data: TaskSection) -> Iterator[str]:
+    """The source's texts, for a tokenizer to be trained on."""
+    path = Path(data.source).expanduser()
+    match data:
+        case SentencePairData():
+            yield from (text for pair in labelled_pairs(path) for text in (pair.first, pair.second))
+        case SquadData():
+            yield from (text for asked in squad_questions(path) for text in (asked.passage, asked.question))
+        case RaceData():
+            assert isinstance(config.model, BertChoice), config.model
+            for asked in race_questions(path, config.model.choices):
+                yield from (asked.passage, *asked.asked)
+
+
+def task_folder(config: Config, data: TaskSection, cache: Path, progress: ShowProgress) -> Path:
+    """The prepared folder that a config asks for, made once in `cache`. Raises DataError, ConfigError."""
+    prepared = Path(data.source).expanduser()
+    if (prepared / _HEADER).is_file():
+        _check_prepared(config, data, prepared)
+        out = prepared
+    else:
+        kind = tokenizer_kind(data.tokenizer)
+        tokenizer = [kind, file_sha256(Path(data.tokenizer).expanduser())] if kind == "file" else [kind]
+        sources = [source_identity(source) for source in (data.source, data.held_out) if source is not None]
+        facts = [_FORMAT, sources, tokenizer, data.validation, _fields(config, data)]
+        out = cache / f"task-{hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]}"
+        if not (out / _HEADER).is_file():
+            _pack(config, data, out, progress)
+    check_once(out, json.loads((out / _HEADER).read_text())["sha256"], {}, cache)
+    return out
+
+
+def prepare_task(data: TaskSection, config: Config, progress: ShowProgress) -> Path:
+    """The prepared folder of a run, which its samples fit. Raises DataError, ConfigError."""
+    folder = task_folder(config, data, cache_folder(), progress)
+    data.open(config, folder)
+    return folder
+
+
+def open_task(data: TaskSection, config: Config, folder: Path) -> Opened:
+    """The splits of a prepared folder. Raises DataError where they are too small."""
+    tokenizer = load_tokenizer(folder / TOKENIZER, NO_BEGIN)
+    return open_splits(
+        config, lambda split: (TaskSamples(folder, split, data, config.seed), note_of(folder, split)), tokenizer
+    )
+
+
+def pack_task(data: TaskSection, config: Config, out: Path, progress: ShowProgress) -> Path:
+    """Prepare `out`, which may not hold anything yet. Raises DataError, ConfigError."""
+    if out.exists() and (out.is_file() or any(out.iterdir())):
+        raise DataError(f"{out}: exists and is not empty; give another folder, or remove it")
+    if (Path(data.source).expanduser() / _HEADER).is_file():
+        raise DataError(f"{data.source}: is a prepared folder already; name it as data.source of a run")
+    _pack(config, data, out, progress)
+    return out
+
+
+def _pack(config: Config, data: TaskSection, out: Path, progress: ShowProgress) -> None:
+    try:
+        with folder_lock(out, progress):
+            if not (out / _HEADER).is_file():  # another process may have been here
+                with staged_folder(out) as folder:
+                    _write(folder, config, data, progress)
+    except OSError as error:  # no right to write there, a full disk
+        raise DataError(f"preparing {out}: {error.strerror}: {error.filename or out}") from error
+
+
+def _fields(config: Config, data: TaskSection) -> dict[str, object]:
+    """The fields of a run that a prepared folder depends on, besides its sources, tokenizer and share."""
+    of_data = data.model_dump(exclude={"source", "held_out", "tokenizer", "validation"})
+    of_model = config.model.model_dump(include={"classes", "choices"})
+    return {f"data.{name}": value for name, value in of_data.items()} | {
+        f"model.{name}": value for name, value in of_model.items()
+    }
+
+
+def _check_prepared(config: Config, data: TaskSection, folder: Path) -> None:
+    """Raise ConfigError or DataError where a folder was prepared by other fields than a run's."""
+    try:
+        header = json.loads((folder / _HEADER).read_text(encoding="utf-8"))
+        if header["format"] != _FORMAT:
+            raise DataError(f"{folder}: has format {header['format']}, this version reads {_FORMAT}; {DAMAGE_REMEDY}")
+        missing = [name for name in header["sha256"] if not (folder / name).is_file()]
+        fields, kind, share, size = (header[key] for key in ("fields", "tokenizer", "validation_share", "vocabulary"))
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise DataError(f"{folder / _HEADER}: is damaged ({error!r:.80}); {DAMAGE_REMEDY}") from error
+    if missing:
+        raise DataError(f"{folder / missing[0]}: is missing; {DAMAGE_REMEDY}")
+    for field, value in _fields(config, data).items():
+        if fields.get(field) != value:
+            rule = f"is not what {data.source} was prepared with"
+            raise ConfigError.of(field, value, rule, f"{fields.get(field)}, or prepare it again")
+    if data.held_out is not None:
+        rule = f"has no effect: {data.source} was prepared with what is held out"
+        raise ConfigError.of("data.held_out", data.held_out, rule, "leave it out, or prepare it again")
+    check_agrees(data, kind, load_tokenizer(folder / TOKENIZER), share)
+    _check_vocabulary(config, size)
+
+
+def _check_vocabulary(config: Config, size: int) -> None:
+    if size > config.model.num_tokens:
+        rule = f"is smaller than the {size} tokens of data.tokenizer with BERT's"
+        raise ConfigError.of("model.vocabulary", config.model.num_tokens, rule, f"{size} or more")
+
+
+def _write(folder: Path, config: Config, data: TaskSection, progress: ShowProgress) -> None:
+    """Write the tokenizer, both splits and the header that describes them, which comes last."""
+    tokenizer = make_tokenizer(data.tokenizer, texts_of(config, data), progress)
+    specials = specials_of(tokenizer)
+    _check_vocabulary(config, specials.vocabulary_size)
+    tokenizer.save(folder / TOKENIZER)
+    splits: dict[Split, list[TaskExample]] = {"train": [], "validation": []}
+    for source, split in ((data.source, "train"), (data.held_out, "validation")):
+        for example in examples(config, data, source, tokenizer) if source is not None else ():
+            held_out = split == "validation" or (data.held_out is None and _share_of(example.group) < data.validation)
+            splits["validation" if held_out else "train"].append(example)
+            progress(f"reading: {len(splits['train'])} samples", None)
+    for name, some in splits.items():
+        if not some:
+            raise DataError(f"{data.source}: leaves no sample for the {name} split; give more, or data.held_out")
+        for array, values in zip(_ARRAYS, _arrays(some, specials, data.sequence), strict=True):
+            np.save(folder / f"{name}-{array}.npy", values)
+    files = sorted(path.name for path in folder.iterdir())
+    header = {
+        "format": _FORMAT,
+        "fields": _fields(config, data),
+        "tokenizer": tokenizer_kind(data.tokenizer),
+        "vocabulary": specials.vocabulary_size,
+        "validation_share": data.validation,
+        "samples": {name: len(some) for name, some in splits.items()},
+        "sha256": {name: file_sha256(folder / name) for name in files},
+    }
+    (folder / _HEADER).write_text(json.dumps(header, indent=2) + "\n", encoding="utf-8")
+
+
+def _share_of(group: str) -> float:
+    """A number from 0 to 1 that a text's hash gives: equal texts are held out together, in any order of the file."""
+    return int.from_bytes(hashlib.blake2b(group.encode(), digest_size=8).digest(), "little") / 2**64
+
+
+def _arrays(
+    some: Sequence[TaskExample], specials: Specials, sequence: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens [N, K, T], ends [N, K, 2], answers [N, labels]."""
+    shape = (len(some), len(some[0].rows))
+    dtype = np.uint16 if specials.vocabulary_size <= 2**16 else np.uint32
+    tokens = np.full((*shape, sequence), specials.padding, dtype=dtype)
+    ends = np.zeros((*shape, 2), dtype=np.int32)
+    for number, example in enumerate(some):
+        for at, row in enumerate(example.rows):
+            ids = row_tokens(row, specials)
+            tokens[number, at, : len(ids)] = ids
+            ends[number, at] = len(row.first) + 2, len(ids)
+    return tokens, ends, np.array([example.answers for example in some], dtype=np.int64)
+
+
+def row_tokens(row: TaskRow, specials: Specials) -> list[int]:
+    """[CLS] A [SEP] B [SEP]."""
+    return [specials.first, *row.first, specials.separator, *row.second, specials.separator]
+
+
+def task_batch(tokens: np.ndarray, ends: np.ndarray) -> Batch:
+    """`tokens`, `segments` and `mask` of rows [..., T], whose A and B end at `ends` [..., 2]; int64."""
+    import torch
+
+    places = np.arange(tokens.shape[-1])
+    mask = places < ends[..., 1:]
+    segments = mask & (places >= ends[..., :1])
+    entries = {"tokens": tokens, "segments": segments, "mask": mask}
+    return {name: torch.from_numpy(x.astype(np.int64)) for name, x in entries.items()}
+
+
+class TaskSamples(ShuffledSamples):
+    """The samples of one split of a prepared folder."""
+
+    def __init__(self, folder: Path, split: Split, data: TaskSection, seed: int) -> None:
+        self._tokens, self._ends, self._answers = (
+            np.lib.format.open_memmap(folder / f"{split}-{array}.npy", mode="r") for array in _ARRAYS
+        )
+        self._labels = ("start", "end") if isinstance(data, SquadData) else ("answer",)
+        self._several = isinstance(data, RaceData)
+        super().__init__(len(self._answers), seed)
+
+    def read(self, rows: np.ndarray, draws: Sequence[str]) -> Batch:
+        import torch
+
+        tokens, ends = self._tokens[rows], self._ends[rows]
+        batch = task_batch(tokens, ends) if self._several else task_batch(tokens[:, 0], ends[:, 0])
+        answers = self._answers[rows]
+        for at, name in enumerate(self._labels):
+            batch[name] = torch.from_numpy(answers[:, at : at + 1].copy())
+        return batch
+
+
+def note_of(folder: Path, split: Split) -> str:
+    """The number of samples of a split, for a reader."""
+    assert split in SPLITS, split
+    return f"{json.loads((folder / _HEADER).read_text())['samples'][split]} samples"

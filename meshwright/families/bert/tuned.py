@@ -1,0 +1,157 @@
+"""BERT's fine-tunings (Devlin et al., 2018, section 4; Megatron-LM, arXiv 1909.08053, section 5.3): the same blocks,
+and a head of each task in place of the masked-language model's.
+
+| family      | batch, besides tokens, segments, mask [B, T] | logits                                    |
+|-------------|----------------------------------------------|-------------------------------------------|
+| bert-pairs  | answer [B, 1]: the class                     | W tanh(P h[0]): [B, classes]              |
+| bert-spans  | start, end [B, 1]: places of the answer      | W h: [B, T, 2], softmax over the tokens   |
+| bert-choice | answer [B, 1]; the others are [B, K, T]      | w tanh(P h[0]) of each choice: [B, K]     |
+
+In bert-choice a sample's K texts are K rows of all layers: [B K, T, H].
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.config import Config
+from meshwright.families.bert.model import BERT
+from meshwright.families.bert.section import BertChoice, BertPairs, BertTrunk
+from meshwright.model import IGNORED, Batch, Costs, Hidden, Scales
+from meshwright.parameters.shard import Initial
+from meshwright.tensor.head import HeadShape
+from meshwright.tensor.kit import Head, Kit
+
+_INITIAL = Initial(0.02)
+
+
+class TaskBERT(BERT):
+    """The base: a trunk, a pooler, a head."""
+
+    ties = False
+    labels: tuple[str, ...] = ("answer",)
+
+    def name_labels(self, model: BertTrunk) -> None:
+        """The class has them."""
+
+    def make_heads(self, model: BertTrunk, kit: Kit) -> None:
+        self.pooler = kit.transform(model.hidden, model.hidden, _INITIAL)
+        self.pooled_dropout = nn.Dropout(model.dropout)
+
+    def pooled(self, h: Tensor) -> Tensor:
+        return cast(Tensor, self.pooled_dropout(super().pooled(h)))
+
+    @staticmethod
+    def products(config: Config) -> Costs:
+        """Without heads, which see one token or have two columns."""
+        model, sequence = config.model, config.data.lengths.source
+        layer = sequence * (12 * model.hidden**2 + 2 * sequence * model.hidden)
+        return Costs(0, (layer,) * model.num_blocks, 0)
+
+    @staticmethod
+    def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+        length: tuple[int, ...] = (config.data.lengths.source,)
+        return dict.fromkeys(("tokens", "segments", "mask"), length) | {"answer": (1,)}
+
+
+class PairsBERT(TaskBERT):
+    """The class of two texts."""
+
+    def make_heads(self, model: BertTrunk, kit: Kit) -> None:
+        assert isinstance(model, BertPairs), model
+        super().make_heads(model, kit)
+        shape = HeadShape(model.hidden, model.classes, model.padded(model.classes), _INITIAL, bias=True)
+        self.head = kit.head_loss(shape)
+
+    def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
+        loss: Tensor = self.head(self.pooled(h), batch["answer"], scales["answer"])
+        return loss
+
+    def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
+        return [cast(Head, self.head).num_correct(self.pooled(h), batch["answer"])]
+
+
+class SpansBERT(TaskBERT):
+    """The beginning and the end of an answer; the loss is half the sum of both means, as SQuAD's published ones.
+
+    The last norm has no bias, as `scores` has none: it would give all tokens' scores the same addend, which no softmax
+    over tokens feels. Its gradient would be rounding alone, other rounding in each layout, and Adam would step by it.
+    """
+
+    labels = ("start", "end")
+    last_norm_bias = False
+
+    def make_heads(self, model: BertTrunk, kit: Kit) -> None:
+        self.spans = kit.scores(model.hidden, len(self.labels), _INITIAL)
+
+    def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
+        scores = self.spans(h)
+        halves = [_loss(scores[..., at], batch[name]) * (scales[name] / 2) for at, name in enumerate(self.labels)]
+        return halves[0] + halves[1]
+
+    def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
+        scores = self.spans(h)
+        return [_num_right(scores[..., at], batch[name]) for at, name in enumerate(self.labels)]
+
+    @staticmethod
+    def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+        shapes = TaskBERT.sample_shapes(config)
+        return {name: shapes[name] for name in ("tokens", "segments", "mask")} | {"start": (1,), "end": (1,)}
+
+
+class ChoiceBERT(TaskBERT):
+    """The best of several answers."""
+
+    def make_heads(self, model: BertTrunk, kit: Kit) -> None:
+        super().make_heads(model, kit)
+        self.score = kit.scores(model.hidden, 1, _INITIAL)
+
+    def embed(self, batch: Batch) -> Hidden:
+        return super().embed({name: batch[name].flatten(0, 1) for name in ("tokens", "segments")})
+
+    def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
+        return super().layer(block, hidden, {"mask": batch["mask"].flatten(0, 1)})
+
+    def scores(self, h: Tensor, batch: Batch) -> Tensor:
+        """[B, K]."""
+        scores: Tensor = self.score(self.pooled(h))[:, 0, 0]
+        return scores.view(batch["tokens"].shape[:2])
+
+    def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
+        return _loss(self.scores(h, batch), batch["answer"]) * scales["answer"]
+
+    def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
+        return [_num_right(self.scores(h, batch), batch["answer"])]
+
+    @staticmethod
+    def products(config: Config) -> Costs:
+        one = TaskBERT.products(config)
+        return Costs(0, tuple(layer * _choices(config) for layer in one.layers), 0)
+
+    @staticmethod
+    def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+        shape = (_choices(config), config.data.lengths.source)
+        return dict.fromkeys(("tokens", "segments", "mask"), shape) | {"answer": (1,)}
+
+    @staticmethod
+    def tokens_per_sample(config: Config) -> int:
+        return _choices(config) * config.data.lengths.source
+
+
+def _choices(config: Config) -> int:
+    assert isinstance(config.model, BertChoice), config.model
+    return config.model.choices
+
+
+def _loss(scores: Tensor, labels: Tensor) -> Tensor:
+    """The summed cross entropy of scores [B, n] with labels [B, 1], in float32 or better."""
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def _num_right(scores: Tensor, labels: Tensor) -> int:
+    return int((scores.argmax(-1) == labels.flatten()).sum())

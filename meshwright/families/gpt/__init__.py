@@ -1,0 +1,1 @@
+"""GPT-2, which runs train where they name no family."""

@@ -1,0 +1,95 @@
+"""Hugging Face's GPT-2. Both store linears as [in, out]: only names and dims differ.
+
+| Hugging Face       | shape    | ours                      | shape         |
+|--------------------|----------|---------------------------|---------------|
+| wte, lm_head       | [V, H]   | tokens, head (if untied)  | [padded V, H] |
+| attn.c_attn        | [H, 3H]  | attention.query_key_value | [H, 3, H]     |
+| all others         |          |                           | alike         |
+
+All but lm_head carry the prefix `transformer.` in a folder of a GPT2LMHeadModel; the first published ones lack it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Set
+from typing import ClassVar
+
+from meshwright.convert.family import Family, Names, WithTokens, in_blocks
+from meshwright.convert.folder import Settings
+from meshwright.data.tokenizer import Tokenizer
+from meshwright.families.gpt.section import Gpt2
+
+_PREFIX = "transformer."
+_TABLE, _HEAD = f"{_PREFIX}wte.weight", "lm_head.weight"
+
+_OUTSIDE = {"tokens": "transformer.wte", "positions": "transformer.wpe", "norm": "transformer.ln_f", "head": "lm_head"}
+_IN_BLOCK = {
+    "attention_norm": "ln_1",
+    "attention.query_key_value": "attn.c_attn",
+    "attention.output": "attn.c_proj",
+    "feed_forward_norm": "ln_2",
+    "feed_forward.expand": "mlp.c_fc",
+    "feed_forward.contract": "mlp.c_proj",
+}
+
+# The same function under its two names: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))).
+_ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")
+
+
+class Gpt2Family(Family):
+    """GPT2LMHeadModel."""
+
+    title, model_types, section = "GPT-2", ("gpt2",), Gpt2
+    told_by = "n_embd"  # OpenAI's folders name no architecture
+    fields: ClassVar = {
+        "layers": "n_layer",
+        "hidden": "n_embd",
+        "heads": "n_head",
+        "inner": "n_inner",
+        "positions": "n_positions",
+        "vocabulary": "vocab_size",
+        "tied": "tie_word_embeddings",
+        "norm_epsilon": "layer_norm_epsilon",
+    }
+    required = ("vocabulary", "positions", "hidden", "layers", "heads")
+    fixed: ClassVar = {
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+    }
+    dropouts = ("embd_pdrop", "attn_pdrop", "resid_pdrop")
+    stores_out_in = False
+    # The causal mask, which old versions stored beside the weights.
+    passed_over = re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)")
+
+    def names(self, model: Gpt2) -> Names:
+        return _OUTSIDE | in_blocks(_IN_BLOCK, model.layers, "transformer.h.N")
+
+    def rows(self, model: Gpt2) -> Mapping[str, int]:
+        return {"tokens": model.vocabulary, "head": model.vocabulary, "positions": model.positions}
+
+    def full_name(self, stored: str) -> str:
+        return stored if stored == _HEAD or stored.startswith(_PREFIX) else _PREFIX + stored
+
+    def copies(self, model: Gpt2) -> dict[str, str]:
+        return {_HEAD: _TABLE} if model.tied else {}
+
+    def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
+        settings.only("activation_function", *_ACTIVATIONS)
+        return {}
+
+    def further_settings(self, model: Gpt2) -> dict[str, object]:
+        return {
+            "architectures": ["GPT2LMHeadModel"],
+            "n_ctx": model.positions,
+            "n_inner": None,
+            "activation_function": _ACTIVATIONS[0],
+            "initializer_range": 0.02,
+            "use_cache": True,
+        }
+
+    def with_tokenizer(self, model: Gpt2, text: str, tokenizer: Tokenizer) -> WithTokens:
+        name = tokenizer.name_of(tokenizer.end)
+        tokens = {"bos_token": name, "eos_token": name} if name in tokenizer.special_tokens else {}
+        return WithTokens(text, {"bos_token_id": tokenizer.first, "eos_token_id": tokenizer.end}, tokens)

@@ -1,0 +1,338 @@
+"""Hugging Face's Llama, Qwen2, Qwen3, Mistral, Mixtral and Qwen3-MoE, one family here. A SmolLM2 is a Llama.
+
+Their linears are [out, in], ours [in, out]. K key-value heads, each with G queries; A = K G.
+
+| Hugging Face           | shape                        | ours                      | shape            |
+|------------------------|------------------------------|---------------------------|------------------|
+| embed_tokens, lm_head  | [V, H]                       | tokens, head (if untied)  | [padded V, H]    |
+| q_proj, k_proj, v_proj | [A E, H], [K E, H], [K E, H] | attention.query_key_value | [H, K (G + 2) E] |
+| gate_proj, up_proj     | [N, H] each                  | feed_forward.expand       | [H, 2, N]        |
+| o_proj, down_proj      | [H, A E], [H, N]             | output, contract          | transposed       |
+| experts.e.w1, w3       | [N, H] each                  | feed_forward.expand       | [n, H, 2, N]     |
+| experts.e.w2           | [H, N]                       | feed_forward.contract     | [n, N, H]        |
+
+Both turn the halves of a head (rope.py), so heads keep their numbers in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from meshwright.config.schema import Model
+from meshwright.convert.family import Family, Names, TensorPair, TensorShape, WithTokens, in_blocks
+from meshwright.convert.folder import Settings
+from meshwright.data.tokenizer import Tokenizer
+from meshwright.errors import CheckpointError
+from meshwright.families.llama.section import ROPES, Llama, PlainRope
+from meshwright.section import shown
+
+_OUTSIDE = {"tokens": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+_IN_BLOCK = {
+    "attention_norm": "input_layernorm",
+    "attention.query_key_value": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention.query_norm": "self_attn.q_norm",
+    "attention.key_norm": "self_attn.k_norm",
+    "attention.output": "self_attn.o_proj",
+    "feed_forward_norm": "post_attention_layernorm",
+    "feed_forward.expand": ("mlp.gate_proj", "mlp.up_proj"),
+    "feed_forward.contract": "mlp.down_proj",
+}
+_EXPERTS = {
+    "mixtral": ("block_sparse_moe", ("w1", "w3"), ("w2",)),
+    "qwen3_moe": ("mlp", ("gate_proj", "up_proj"), ("down_proj",)),
+}
+"""Those with experts: the module of router and experts, an expert's linears that are our expand, and our contract."""
+_ORIGINAL = "original_max_position_embeddings"
+_ROPE_KEYS = {
+    "rope_theta": "theta",
+    "factor": "factor",
+    _ORIGINAL: "original",
+    "low_freq_factor": "low_frequency",
+    "high_freq_factor": "high_frequency",
+    "beta_fast": "fast",
+    "beta_slow": "slow",
+    "attention_factor": "attention_factor",
+    "truncate": "truncate",
+}
+"""Their keys of a rotation, and our fields."""
+_SAME = {"default": "plain", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
+_NEEDED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
+"""The keys without which transformers computes no such rotation."""
+_THETA = {"mixtral": 1e6}
+"""The base where nothing is said, of those whose class has another than 10,000."""
+_ELSEWHERE: dict[str, object] = {
+    "hidden_act": "silu",
+    "rope_interleaved": False,
+    "partial_rotary_factor": 1.0,
+    "attention_dropout": 0.0,
+    **dict.fromkeys(("quantization_config", "compression_config")),
+    "auto_map": None,
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling")),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier", "query_pre_attn_scalar")),
+    **dict.fromkeys(("attention_sinks", "no_rope_layers")),
+}
+"""Settings of like models that change what is computed, and the one value that ours has."""
+_COUNTS = ("num_local_experts", "num_experts")
+"""Where the number of experts is, one or both."""
+_WITH_EXPERTS: dict[str, object] = {"router_jitter_noise": 0.0, "decoder_sparse_step": 1, "mlp_only_layers": []}
+"""Settings of those with experts, as `_ELSEWHERE` has them."""
+_SHARED = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
+"""Where an expert is that every token takes beside its own, as Qwen2-MoE and DeepSeek have it: ours has none."""
+_GROUPED = ("qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe")
+"""Those whose key-value heads are not as many as the queries' where nothing is said."""
+_READERS = {"attention_bias": ("llama", "qwen3", "qwen3_moe"), "mlp_bias": ("llama",)}
+"""The classes that read these keys."""
+_BIASES = {"attention_bias": ("query-key-value", "output"), "mlp_bias": ("feed-forward",)}
+
+
+class LlamaFamily(Family):
+    """LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, MistralForCausalLM, MixtralForCausalLM and
+    Qwen3MoeForCausalLM."""
+
+    title, section = "Llama", Llama
+    model_types = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe")
+    fields: ClassVar = {
+        "layers": "num_hidden_layers",
+        "hidden": "hidden_size",
+        "heads": "num_attention_heads",
+        "key_value_heads": "num_key_value_heads",
+        "head_width": "head_dim",
+        "feed_forward": "intermediate_size",
+        "positions": "max_position_embeddings",
+        "vocabulary": "vocab_size",
+        "norm_epsilon": "rms_norm_eps",
+        "tied": "tie_word_embeddings",
+    }
+    required = ("layers", "hidden", "heads", "feed_forward", "positions", "vocabulary", "norm_epsilon")
+    fixed: ClassVar = {}
+
+    def read(self, settings: Settings, stored: Set[str]) -> Model:
+        model = super().read(settings, stored)
+        assert isinstance(model, Llama), model
+        if model.heads % model.num_key_value_heads:
+            heads = f"num_attention_heads={model.heads}"
+            raise settings.refused(f"num_key_value_heads={model.num_key_value_heads} does not divide {heads}")
+        if model.head_width is None and model.hidden % model.heads:
+            heads = f"num_attention_heads={model.heads}"
+            raise settings.refused(f"{heads} does not divide hidden_size={model.hidden}, and there is no head_dim")
+        if model.width_of_head % 2:
+            raise settings.refused(f"head_dim={model.width_of_head} is odd, and rotary positions turn pairs")
+        return model
+
+    def names(self, model: Llama) -> Names:
+        inside: dict[str, str | Sequence[str]] = dict(_IN_BLOCK)
+        if model.experts is not None:
+            module, expand, contract = _EXPERTS[_kind_of(model)]
+            inside["feed_forward.router"] = f"{module}.gate"
+            for layer, linears in (("expand", expand), ("contract", contract)):
+                inside[f"feed_forward.{layer}"] = [
+                    f"{module}.experts.{index}.{linear}" for index in range(model.experts.count) for linear in linears
+                ]
+        return _OUTSIDE | in_blocks(inside, model.layers, "model.layers.N")
+
+    def rows(self, model: Llama) -> Mapping[str, int]:
+        return {"tokens": model.vocabulary, "head": model.vocabulary}
+
+    def copies(self, model: Llama) -> dict[str, str]:
+        return {"lm_head.weight": "model.embed_tokens.weight"} if model.tied else {}
+
+    def pair(self, name: str, shape: TensorShape, model: Llama, names: Names, rows: Mapping[str, int]) -> TensorPair:
+        layer, _, kind = name.rpartition(".")
+        if model.experts is not None and layer.endswith(("feed_forward.expand", "feed_forward.contract")):
+            return _pair_of_experts(name, shape, names[layer])
+        if "query_key_value" not in name:
+            return super().pair(name, shape, model, names, rows)
+        queries, width = model.heads // model.num_key_value_heads, model.width_of_head
+        hidden = shape[:-1]  # a bias has none
+
+        def to_ours(*parts: Tensor) -> Tensor:
+            heads = [part.unflatten(0, (model.num_key_value_heads, -1)) for part in parts]
+            return torch.cat(heads, 1).flatten(0, 1).t()
+
+        def to_theirs(whole: Tensor) -> list[Tensor]:
+            heads = whole.t().unflatten(0, (model.num_key_value_heads, -1))
+            return [part.flatten(0, 1) for part in heads.split((queries * width, width, width), 1)]
+
+        columns = (model.heads, model.num_key_value_heads, model.num_key_value_heads)
+        theirs = {f"{part}.{kind}": (heads * width, *hidden) for part, heads in zip(names[layer], columns, strict=True)}
+        return TensorPair(name, shape, theirs, to_ours, to_theirs)
+
+    def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
+        values, kind = settings.values, settings.values["model_type"]
+        for key, ours in _ELSEWHERE.items():
+            settings.only(key, ours)
+        for key in _SHARED:
+            settings.only(key, None, 0)
+        self._refuse_windows(settings)
+        if kind in _GROUPED and values.get("num_key_value_heads") is None:
+            raise settings.refused(f"lacks num_key_value_heads, which a {kind} has")
+        found: dict[str, object] = {"rope": _rope(settings), "head_norms": kind in ("qwen3", "qwen3_moe")}
+        found |= _experts(settings)
+        biased = {key: names for key, names in _BIASES.items() if self._has(settings, key)}
+        names = tuple(name for some in biased.values() for name in some)
+        if kind == "qwen3" and "head_dim" not in values:
+            found["head_width"] = 128  # as its class fills it in
+        return found | {"biases": ("query-key-value",) if kind == "qwen2" else names}
+
+    @staticmethod
+    def _has(settings: Settings, key: str) -> bool:
+        """Whether the linears have biases; a class that does not read the key has none."""
+        if settings.values["model_type"] not in _READERS[key]:
+            return False
+        settings.only(key, False, True)
+        return bool(settings.values.get(key, False))
+
+    @staticmethod
+    def _refuse_windows(settings: Settings) -> None:
+        """Attention that does not see all tokens before. A Mistral's window is 4,096 tokens where nothing is said."""
+        values, kind = settings.values, settings.values["model_type"]
+        layers = values.get("layer_types") or []
+        if other := [one for one in layers if one != "full_attention"]:
+            raise settings.refused(f"layer_types has {shown(other[0])}, which is not supported; valid: full_attention")
+        settings.only("use_sliding_window", False)
+        window = values.get("sliding_window", 4096 if kind == "mistral" else None)
+        positions = values.get("max_position_embeddings")
+        if (
+            kind in ("mistral", "mixtral")
+            and window is not None
+            and not (isinstance(positions, int) and window >= positions)
+        ):
+            valid = f"null, or max_position_embeddings={shown(positions)} or more"
+            raise settings.refused(f"sliding_window={shown(window)} is not supported; valid: {valid}")
+
+    def further_settings(self, model: Llama) -> dict[str, object]:
+        kind = _kind_of(model)
+        biases = set(model.biases)
+        settings = {key: bool(set(names) & biases) for key, names in _BIASES.items()}
+        wanted = {name for key, names in _BIASES.items() if settings[key] for name in names}
+        unread = {names for key, names in _BIASES.items() if settings[key] and kind not in _READERS[key]}
+        if kind != "qwen2" and (wanted != biases or unread):
+            raise CheckpointError(
+                f"no class of transformers has {kind}'s layers with model.biases={shown(model.biases)}"
+            )
+        theirs = {ours: key for key, ours in _ROPE_KEYS.items()}
+        rope = {
+            theirs[field]: value for field, value in model.rope.model_dump(exclude_none=True, exclude={"kind"}).items()
+        }
+        scaling = {"rope_type": next(name for name, ours in _SAME.items() if ours == model.rope.kind)} | rope
+        return {
+            "model_type": kind,
+            "architectures": ["".join(part.capitalize() for part in kind.split("_")) + "ForCausalLM"],
+            "hidden_act": "silu",
+            "attention_dropout": 0.0,
+            "num_key_value_heads": model.num_key_value_heads,
+            "head_dim": model.width_of_head,
+            "rope_parameters": scaling,
+            "rope_theta": model.rope.theta,
+            "rope_scaling": None if model.rope.kind == "plain" else scaling,
+            "initializer_range": 0.02,
+            "use_cache": True,
+            **({} if kind == "qwen2" else settings),
+            **_experts_settings(model),
+        }
+
+    def with_tokenizer(self, model: Llama, text: str, tokenizer: Tokenizer) -> WithTokens:
+        named = {"bos_token": tokenizer.begin, "eos_token": tokenizer.end}
+        tokens = {key: tokenizer.name_of(token) for key, token in named.items() if token is not None}
+        return WithTokens(text, {f"{key}_id": token for key, token in named.items()}, tokens)
+
+
+def _kind_of(model: Llama) -> str:
+    """The model_type that a model is exported as."""
+    if model.experts is not None:
+        return "qwen3_moe" if model.head_norms else "mixtral"
+    return "qwen3" if model.head_norms else "qwen2" if model.biases == ("query-key-value",) else "llama"
+
+
+def _pair_of_experts(name: str, shape: TensorShape, linears: str | Sequence[str]) -> TensorPair:
+    """Ours of all experts, [n, in, ..., out], and theirs, [out, in] for each of an expert's linears."""
+
+    def to_ours(*parts: Tensor) -> Tensor:
+        return torch.stack(parts).unflatten(0, (shape[0], -1)).movedim(-1, 1)  # [n, in, linears, out]
+
+    def to_theirs(whole: Tensor) -> list[Tensor]:
+        return list(whole.view(*shape[:2], -1, shape[-1]).movedim(1, -1).flatten(0, 1))
+
+    theirs = {f"{linear}.weight": (shape[-1], shape[1]) for linear in linears}
+    return TensorPair(name, shape, theirs, to_ours, to_theirs)
+
+
+def _experts(settings: Settings) -> dict[str, object]:
+    """Our fields of experts; none of a model without. Raises CheckpointError for settings that ours has not."""
+    values, kind = settings.values, settings.values["model_type"]
+    if kind not in _EXPERTS:
+        for key in _COUNTS:
+            settings.only(key, None)
+        return {}
+    for key, ours in _WITH_EXPERTS.items():
+        settings.only(key, ours)
+    settings.only("output_router_logits", False, True, None)
+    counts = {values[key] for key in _COUNTS if key in values}
+    if len(counts) != 1 or "num_experts_per_tok" not in values:
+        raise settings.refused(f"has no number of experts: {' or '.join(_COUNTS)}, and num_experts_per_tok")
+    experts = {
+        "count": counts.pop(),
+        "per_token": values["num_experts_per_tok"],
+        "renormalise": kind == "mixtral" or bool(values.get("norm_topk_prob", False)),
+        # transformers adds the balance to the loss under this flag alone, which is false where nothing is said.
+        "balance": values.get("router_aux_loss_coef", 0.001) if values.get("output_router_logits") else 0.0,
+    }
+    if kind == "mixtral":
+        return {"experts": experts}
+    if "moe_intermediate_size" not in values:
+        raise settings.refused("lacks moe_intermediate_size, which a qwen3_moe has")
+    return {"experts": experts, "feed_forward": values["moe_intermediate_size"]}
+
+
+def _experts_settings(model: Llama) -> dict[str, object]:
+    """Their settings of experts; none of a model without."""
+    experts = model.experts
+    if experts is None:
+        return {}
+    if _kind_of(model) == "mixtral" and not experts.renormalise:
+        rule = "no class of transformers has experts whose weights are not renormalised, but with norms of heads"
+        raise CheckpointError(f"{rule}: model.experts.renormalise=false")
+    return {
+        **dict.fromkeys(_COUNTS, experts.count),
+        "num_experts_per_tok": experts.per_token,
+        "norm_topk_prob": experts.renormalise,
+        "router_aux_loss_coef": experts.balance,
+        "output_router_logits": experts.balance > 0,
+        "moe_intermediate_size": model.feed_forward,
+        **_WITH_EXPERTS,
+    }
+
+
+def _rope(settings: Settings) -> dict[str, object]:
+    """Our fields of a rotation: of `rope_parameters`, or of `rope_theta` and `rope_scaling`, as they were before. As in
+    transformers `rope_scaling` goes before the other, and original positions outside before those inside.
+
+    Raises CheckpointError for a kind, or a key of one, that ours has not.
+    """
+    values = settings.values
+    where = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
+    written = values.get(where) or {}
+    if not isinstance(written, dict):
+        raise settings.refused(f"{where}={shown(written)} is no section")
+    theta = values.get("rope_theta", _THETA.get(values["model_type"], PlainRope().theta))
+    theirs = {"rope_theta": theta} | {key: value for key, value in written.items() if value is not None}
+    kind = theirs.pop("rope_type", theirs.pop("type", "default"))
+    theirs.pop("type", None)
+    if kind not in _SAME:
+        raise settings.refused(f"{where}: rope_type={shown(kind)} is not supported; valid: {', '.join(_SAME)}")
+    if kind in ("llama3", "yarn"):
+        inside = theirs.get(_ORIGINAL, values.get("max_position_embeddings"))
+        theirs[_ORIGINAL] = values.get(_ORIGINAL, inside)
+    if lacking := [key for key in _NEEDED.get(kind, ()) if key not in theirs]:
+        raise settings.refused(f"{where}: rope_type={kind} lacks {', '.join(lacking)}")
+    if theirs.get("partial_rotary_factor") == 1.0:
+        del theirs["partial_rotary_factor"]
+    known = {key: ours for key, ours in _ROPE_KEYS.items() if ours in ROPES[_SAME[kind]].model_fields}
+    for key, value in theirs.items():
+        if key not in known:
+            raise settings.refused(f"{where}: {key}={shown(value)} is not supported; valid: {', '.join(known)}")
+    return {"kind": _SAME[kind]} | {known[key]: value for key, value in theirs.items()}

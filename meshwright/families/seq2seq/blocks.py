@@ -1,0 +1,229 @@
+"""The blocks of an encoder-decoder, and what they remember of tokens seen.
+
+| block   | sub-layers                                 | `norm_first`: T5       | else: Vaswani et al.   |
+|---------|--------------------------------------------|------------------------|------------------------|
+| encoder | self-attention, feed-forward               | h + sub_layer(norm(h)) | norm(h + sub_layer(h)) |
+| decoder | causal self-attention, cross, feed-forward | h + sub_layer(norm(h)) | norm(h + sub_layer(h)) |
+
+Sums that no norm has seen are normed at last: the encoder's in its last block, the decoder's before the head.
+Shapes: B batch, S source, T target, H hidden, A local heads, E head width, N inner width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.families.seq2seq.section import EncoderDecoder
+from meshwright.model import Chunk, Hidden
+from meshwright.models.attention import AttentionCore, split_heads
+from meshwright.models.chain import blocks_of
+from meshwright.models.decoder import KeyValueCache
+from meshwright.parameters.shard import Initial
+from meshwright.tensor.kit import Kit
+
+KeyValue = tuple[Tensor, Tensor]
+"""[B, A, n, E] each."""
+
+
+@dataclass(frozen=True)
+class Initials:
+    """First values of a block's linears: self-attention's two, cross-attention's three, feed-forward's two."""
+
+    query_key_value: Initial
+    output: Initial
+    query: Initial
+    key_value: Initial
+    cross_output: Initial
+    expand: Initial
+    contract: Initial
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """In what the blocks of two families differ. `width`: of all heads together.
+
+    `norm_first`: at the input of a sub-layer. `bias`: of linears. `scale`: of the scores, None: 1/√E. `inner_dropout`:
+    on attention's weights and in feed-forwards.
+    """
+
+    model: EncoderDecoder
+    width: int
+    norm: Callable[[], nn.Module]
+    norm_first: bool
+    bias: bool
+    scale: float | None
+    inner_dropout: float
+    initials: Initials
+
+
+@dataclass
+class DecoderCache:
+    """Keys and values of the target's tokens so far, and of the source; one pair a block."""
+
+    target: KeyValueCache = field(default_factory=KeyValueCache)
+    source: list[KeyValue] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.target.num_tokens
+
+    def of_source(self, layer: int, make: Callable[[], KeyValue]) -> KeyValue:
+        """A block's pair of the source, made once."""
+        if layer == len(self.source):
+            self.source.append(make())
+        return self.source[layer]
+
+    def select(self, rows: Tensor) -> None:
+        """Go on with these rows [n] of the batch, in this order; a row may come again."""
+        self.target.layers = [(key[rows], value[rows]) for key, value in self.target.layers]
+        self.source = [(key[rows], value[rows]) for key, value in self.source]
+
+
+class SelfAttention(nn.Module):
+    """Over this rank's heads."""
+
+    def __init__(self, recipe: Recipe, kit: Kit) -> None:
+        super().__init__()
+        hidden, width, initials = recipe.model.hidden, recipe.width, recipe.initials
+        self.heads = kit.local_heads(recipe.model.heads)
+        self.core = AttentionCore(kit, recipe.inner_dropout, recipe.scale)
+        self.query_key_value = kit.branches.expand(
+            hidden, 3 * width, initials.query_key_value, groups=3, bias=recipe.bias
+        )
+        self.output = kit.branches.contract(width, hidden, initials.output, bias=recipe.bias)
+
+    def forward(
+        self, h: Tensor, seen: Tensor | None, bias: Tensor | None, keep: Callable[[Tensor, Tensor], KeyValue] | None
+    ) -> Tensor:
+        """`seen`: None: causal. `keep`: puts keys and values behind those of earlier tokens, and returns all."""
+        query, key, value = split_heads(self.query_key_value(h), self.heads)  # [B, A, T, E]
+        if keep is not None:
+            key, value = keep(key, value)
+        causal = seen is None and bias is None and query.shape[2] > 1
+        assert not causal or key.shape == query.shape, "only one token at a time can follow a cache"
+        return self.output(self.core(query, key, value, seen, causal, bias).transpose(1, 2).flatten(2))
+
+
+class CrossAttention(nn.Module):
+    """Queries of the target, keys and values of the memory; over this rank's heads."""
+
+    def __init__(self, recipe: Recipe, kit: Kit) -> None:
+        super().__init__()
+        hidden, width, initials = recipe.model.hidden, recipe.width, recipe.initials
+        self.heads = kit.local_heads(recipe.model.heads)
+        self.core = AttentionCore(kit, recipe.inner_dropout, recipe.scale)
+        self.query = kit.branches.expand(hidden, width, initials.query, bias=recipe.bias)
+        self.key_value = kit.branches.expand(hidden, 2 * width, initials.key_value, groups=2, bias=recipe.bias)
+        self.output = kit.branches.contract(width, hidden, initials.cross_output, bias=recipe.bias)
+
+    def forward(self, h: Tensor, seen: Tensor, pair: Callable[[], KeyValue]) -> Tensor:
+        """`pair`: gives keys and values."""
+        (query,) = split_heads(self.query(h).unsqueeze(2), self.heads)  # [B, A, T, E]
+        key, value = pair()  # [B, A, S, E]
+        return self.output(self.core(query, key, value, seen, False).transpose(1, 2).flatten(2))
+
+    def pair(self, memory: Tensor) -> KeyValue:
+        key, value = split_heads(self.key_value(memory), self.heads)
+        return key, value
+
+
+class CoderFeedForward(nn.Module):
+    """Two linears with a ReLU between."""
+
+    def __init__(self, recipe: Recipe, kit: Kit) -> None:
+        super().__init__()
+        model, initials = recipe.model, recipe.initials
+        self.own_randomness = kit.own_randomness
+        self.dropout = recipe.inner_dropout
+        self.expand = kit.expand(model.hidden, model.inner, initials.expand, bias=recipe.bias)
+        self.contract = kit.contract(model.inner, model.hidden, initials.contract, bias=recipe.bias)
+
+    def forward(self, h: Tensor) -> Tensor:
+        inner = F.relu(self.expand(h))
+        dropout = self.dropout if self.training else 0.0
+        with self.own_randomness(dropout):
+            inner = F.dropout(inner, dropout)
+        return self.contract(inner)
+
+
+class CoderBlock(nn.Module):
+    """Base of the encoder's and the decoder's blocks: self-attention, and a norm before or after each sub-layer."""
+
+    def __init__(self, recipe: Recipe, kit: Kit) -> None:
+        super().__init__()
+        self.norm_first = recipe.norm_first
+        self.dropout = nn.Dropout(recipe.model.dropout)
+        self.attention_norm = recipe.norm()
+        self.attention = SelfAttention(recipe, kit)
+
+    def add(self, h: Tensor, norm: nn.Module, sub_layer: Callable[[Tensor], Tensor]) -> Tensor:
+        """h and what a sub-layer makes of it, with its norm."""
+        if self.norm_first:
+            return h + self.dropout(sub_layer(norm(h)))
+        normed: Tensor = norm(h + self.dropout(sub_layer(h)))
+        return normed
+
+
+class EncoderBlock(CoderBlock):
+    """`last`: gives the memory."""
+
+    def __init__(self, recipe: Recipe, kit: Kit, last: bool) -> None:
+        super().__init__(recipe, kit)
+        self.feed_forward_norm = recipe.norm()
+        self.feed_forward = CoderFeedForward(recipe, kit)
+        self.final_norm = recipe.norm() if last and recipe.norm_first else None
+
+    def advance(self, hidden: Hidden, seen: Tensor) -> Hidden:
+        """The hidden tensors behind the block, from those before it."""
+        h, target, *biases = hidden
+        return (self(h, seen, *biases[:1]), target, *biases)
+
+    def forward(self, h: Tensor, seen: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[B, S, H] -> [B, S, H]."""
+        h = self.add(h, self.attention_norm, lambda x: self.attention(x, seen, bias, None))
+        h = self.add(h, self.feed_forward_norm, self.feed_forward)
+        return h if self.final_norm is None else self.dropout(self.final_norm(h))
+
+
+class DecoderBlock(CoderBlock):
+    """`index`: among the decoder's blocks."""
+
+    def __init__(self, recipe: Recipe, kit: Kit, index: int) -> None:
+        super().__init__(recipe, kit)
+        self.index = index
+        self.cross_norm = recipe.norm()
+        self.cross = CrossAttention(recipe, kit)
+        self.feed_forward_norm = recipe.norm()
+        self.feed_forward = CoderFeedForward(recipe, kit)
+
+    def advance(self, hidden: Hidden, seen: Tensor) -> Hidden:
+        """The hidden tensors behind the block, from those before it."""
+        memory, h, *biases = hidden
+        return (memory, self(h, memory, seen, *biases[1:]), *biases)
+
+    def forward(
+        self, h: Tensor, memory: Tensor, seen: Tensor, bias: Tensor | None = None, cache: DecoderCache | None = None
+    ) -> Tensor:
+        """[B, T, H] -> [B, T, H], with memory [B, S, H]."""
+        pair = partial(self.cross.pair, memory)
+        keep = None
+        if cache is not None:
+            pair, keep = partial(cache.of_source, self.index, pair), partial(cache.target.extend, self.index)
+        h = self.add(h, self.attention_norm, lambda x: self.attention(x, None, bias, keep))
+        h = self.add(h, self.cross_norm, lambda x: self.cross(x, seen, pair))
+        return self.add(h, self.feed_forward_norm, self.feed_forward)
+
+
+def encoder_decoder_blocks(recipe: Recipe, kit: Kit, chunk: Chunk) -> nn.ModuleDict:
+    """The chunk's blocks: the first half of all encode, the others decode."""
+    half = recipe.model.layers
+
+    def make(layer: int) -> nn.Module:
+        return EncoderBlock(recipe, kit, layer == half - 1) if layer < half else DecoderBlock(recipe, kit, layer - half)
+
+    return blocks_of(chunk, make)

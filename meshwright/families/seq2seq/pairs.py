@@ -1,0 +1,167 @@
+"""Pairs of texts out of every form a user may hold them in.
+
+| `data.source` | other fields | a pair |
+|---|---|---|
+| stdlib | | a function of Python's standard library without its docstring, and the docstring's first paragraph |
+| FILE.tsv | | a line's two columns |
+| FILE.jsonl | | a line's {"source": ..., "target": ...} |
+| | languages: [en, de] | a line's {"en": ..., "de": ...}, or {"translation": {"en": ..., "de": ...}} as WMT has it |
+| FILE | target: FILE | line i of one file, and line i of the other |
+
+Files may be compressed (FILE.tsv.gz). Pairs of which one text is blank have nothing to teach and are left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from meshwright.data.corpus import STDLIB, Corpus, checked_text, documents, json_records, source_identity, source_name
+from meshwright.data.files import first_keys, open_file
+from meshwright.data.section import PREPARED
+from meshwright.errors import DataError
+from meshwright.families.seq2seq.data_section import PairData, suffix
+
+Pair = tuple[str, str]
+"""A source, which is read, and its target, which is to be written."""
+
+_KEYS = ("source", "target")
+TRANSLATION = "translation"
+
+MOST_CHARACTERS = 4096
+"""Functions with a longer source are left out; they are no more than a few in a hundred."""
+
+
+def pair_corpus(data: PairData) -> Corpus:
+    """The pairs that a config names. Raises DataError where a file is missing; `read()` does at a bad line.
+
+    The order is that of the source, the same on every machine.
+    """
+    files = [data.source] if data.target is None else [data.source, data.target]
+    identity: list[object] = ["pairs", [source_identity(file) for file in files], data.languages]
+    name = ", ".join(source_name(file) for file in files)
+    for path in (Path(file).expanduser() for file in files if file != STDLIB):
+        if not path.is_file():
+            raise DataError(f"{path}: is no file; pairs are in a tsv or jsonl file, or in two text files")
+    pairs = _reader(data)  # here, so that a form that cannot be is refused before anything is read
+
+    def read() -> Iterator[Pair]:
+        return ((source, target) for source, target in pairs() if source.strip() and target.strip())
+
+    return Corpus("pairs", ", ".join(files), name, identity, read)
+
+
+def _reader(data: PairData) -> Callable[[], Iterable[Pair]]:
+    source = Path(data.source).expanduser()
+    if data.source == STDLIB:
+        return cache(lambda: tuple(docstring_pairs()))  # parsing takes longer than all that follows
+    if data.target is not None:
+        target = Path(data.target).expanduser()
+        return lambda: _partners(source, target)
+    match suffix(data.source):
+        case ".tsv":
+            return lambda: _columns(source)
+        case ".jsonl":
+            return lambda: _records(source, data.languages)
+    raise DataError(f"{source}: is a text without its partner: name that as data.target, or give a tsv or jsonl file")
+
+
+def holds_pairs(source: str) -> bool:
+    """Whether a source can be nothing but pairs of texts, as far as its form tells."""
+    path, form = Path(source).expanduser(), suffix(source)
+    if form == ".jsonl":
+        return bool({*_KEYS, TRANSLATION} & first_keys(path))
+    header = path / PREPARED
+    return form == ".tsv" or (header.is_file() and '"kind": "pairs"' in header.read_text(encoding="utf-8"))
+
+
+def claims_pairs(data: Mapping[str, Any]) -> bool:
+    """Whether what a user wrote of a run's data can be nothing but pairs."""
+    named = data.get("target") is not None or data.get("languages") is not None
+    return named or holds_pairs(str(data.get("source", STDLIB)))
+
+
+def _partners(source: Path, target: Path) -> Iterator[Pair]:
+    for number, (left, right) in enumerate(zip_longest(_lines(source), _lines(target)), start=1):
+        if left is None or right is None:
+            longer, shorter = (target, source) if left is None else (source, target)
+            raise DataError(f"{longer} line {number}: has no partner, {shorter} ends after {number - 1} lines")
+        yield left, right
+
+
+def _columns(path: Path) -> Iterator[Pair]:
+    for number, line in enumerate(_lines(path), start=1):
+        columns = line.split("\t")
+        if len(columns) == 2:
+            yield columns[0], columns[1]
+        elif line.strip():
+            raise DataError(f"{path} line {number}: has {len(columns)} columns; wanted: source, tab, target")
+
+
+def _records(path: Path, languages: tuple[str, str] | None) -> Iterator[Pair]:
+    keys = languages or _KEYS
+    wanted = f'{{"{keys[0]}": ..., "{keys[1]}": ...}}'
+    for where, record in json_records(_lines(path), path, wanted):
+        texts = record.get(TRANSLATION, record)
+        if not isinstance(texts, dict):
+            raise DataError(f"{where}: `{TRANSLATION}` is no JSON object; wanted {wanted}")
+        for key in keys:
+            if key not in texts:
+                has = f"has no key `{key}`; its keys: {', '.join(texts) or 'none'}"
+                raise DataError(f"{where}: {has}; name two of them as data.languages=[FROM, TO]")
+        source, target = (checked_text(texts[key], where, key) for key in keys)
+        yield source, target
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """The file's lines without their ends. Only a line feed ends one: Unicode's other separators are text."""
+    number = 1
+    try:
+        with open_file(path) as file:
+            for line in file:
+                yield line.decode().rstrip("\r\n")
+                number += 1
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} line {number}: is no UTF-8 text; convert the file to UTF-8") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read from line {number} on: {error}") from error
+
+
+def docstring_pairs() -> Iterator[Pair]:
+    """(function, summary) for all of the standard library, in the order of its files and of their lines."""
+    for text in documents(STDLIB):
+        yield from function_pairs(text)
+
+
+def function_pairs(text: str) -> Iterator[Pair]:
+    """(function, summary) for each documented function of a module, nested ones and methods too.
+
+    Left out are functions that do nothing but carry a docstring, those of more than MOST_CHARACTERS, and modules that
+    this version of Python cannot read.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of another's source: nothing the user could mend
+            module = ast.parse(text)
+    except SyntaxError:
+        return
+    lines = text.splitlines(keepends=True)
+    functions = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    for function in sorted(functions, key=lambda node: (node.lineno, node.col_offset)):
+        documented = ast.get_docstring(function)
+        if documented is None or len(function.body) == 1:
+            continue
+        docstring = function.body[0]
+        first, last = docstring.lineno - 1, docstring.end_lineno or docstring.lineno
+        kept = lines[function.lineno - 1 : first] + lines[last : function.end_lineno]
+        code = textwrap.dedent("".join(kept)).strip()
+        summary = " ".join(inspect.cleandoc(documented).split("\n\n")[0].split())
+        if summary and len(code) <= MOST_CHARACTERS:
+            yield code, summary

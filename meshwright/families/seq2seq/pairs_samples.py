@@ -1,0 +1,113 @@
+"""The batches of an encoder-decoder, and packed pairs as its samples.
+
+| entry       | shape  | holds                                                                   |
+|-------------|--------|-------------------------------------------------------------------------|
+| source      | [B, S] | what is read, its last token an end token; padding                      |
+| source_mask | [B, S] | 1, in the padding 0                                                     |
+| target      | [B, T] | a start token, what is written but for its last token; padding          |
+| labels      | [B, T] | what is written, its last token an end token; in the padding -100       |
+
+All int64. A pair of which one side is longer than `data.sequence` tokens with its end is left out, as translation is
+trained elsewhere too: half a target would teach the model to stop early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from meshwright.config import Config
+from meshwright.data.packed import PackedCorpus, document_ends
+from meshwright.data.section import Lengths
+from meshwright.data.split import Split
+from meshwright.errors import DataError
+from meshwright.families.seq2seq.data_section import PairData
+from meshwright.families.seq2seq.pairs_order import PairOrder
+from meshwright.families.seq2seq.specials import SequenceSpecials, specials_for
+from meshwright.model import IGNORED, Batch, Samples
+
+
+def sequence_batch(
+    sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], specials: SequenceSpecials, lengths: Lengths
+) -> Batch:
+    """A batch of ids: of each sample its source and its target, both with their end tokens, padded to `lengths`."""
+    read_shape, written_shape = (len(sources), lengths.source), (len(targets), lengths.target)
+    source, source_mask = np.full(read_shape, specials.padding, dtype=np.int64), np.zeros(read_shape, dtype=np.int64)
+    target, labels = (
+        np.full(written_shape, specials.padding, dtype=np.int64),
+        np.full(written_shape, IGNORED, dtype=np.int64),
+    )
+    target[:, 0] = specials.start
+    for row, (read, written) in enumerate(zip(sources, targets, strict=True)):
+        source[row, : len(read)] = read
+        source_mask[row, : len(read)] = 1
+        target[row, 1 : len(written)] = written[:-1]
+        labels[row, : len(written)] = written
+    entries = {"source": source, "source_mask": source_mask, "target": target, "labels": labels}
+    return {name: torch.from_numpy(entry) for name, entry in entries.items()}
+
+
+class PairSamples:
+    """The pairs of a stream of documents, of which two in turn are a pair, each with the end token behind it."""
+
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        specials: SequenceSpecials,
+        sequence: int,
+        *,
+        buckets: int,
+        batch: int,
+        seed: int,
+        name: str,
+    ) -> None:
+        """`tokens` [n]; `batch`: pairs in a global batch; `name`: what they are, for messages.
+
+        Raises DataError where the documents do not pair up, or no pair is short enough.
+        """
+        self._tokens, self._specials = tokens, specials
+        ends = document_ends(tokens, specials.end) + 1
+        if len(ends) % 2:
+            raise DataError(f"{name}: has {len(ends)} texts, which do not pair up; prepare it again")
+        starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
+        lengths = (ends - starts).reshape(-1, 2)  # with the end token: what both sides of a sample hold
+        kept = lengths.max(axis=1) <= sequence
+        longer = f"longer than data.sequence={sequence} tokens on one side"
+        self.note = "" if kept.all() else f"{(~kept).sum()} of {len(kept)} pairs left out, {longer}"
+        if not kept.any():
+            has = f"has no pair of at most data.sequence={sequence} tokens a side"
+            shortest = int(lengths.max(axis=1).min()) if len(lengths) else 0
+            raise DataError(f"{name}: {has}; the shortest of its {len(kept)} has {shortest}")
+        self._starts, self._lengths = starts.reshape(-1, 2)[kept], lengths[kept]
+        self._order = PairOrder(self._lengths.max(axis=1), sequence, buckets, batch, seed)
+
+    def __len__(self) -> int:
+        """Pairs in the split that are short enough."""
+        return len(self._lengths)
+
+    def samples(self, first: int, count: int) -> Batch:
+        return self._read(*self._order.samples(first, count))
+
+    def held_out(self, first: int, count: int) -> Batch:
+        assert 0 <= first <= first + count <= len(self), (first, count, len(self))
+        return self._read(*self._order.held_out(first, count))
+
+    def _read(self, pairs: np.ndarray, length: int) -> Batch:
+        sides = [[self._side(pair, side) for pair in pairs.tolist()] for side in (0, 1)]
+        return sequence_batch(sides[0], sides[1], self._specials, Lengths(length, length))
+
+    def _side(self, pair: int, side: int) -> np.ndarray:
+        """The ids of a text with its end token."""
+        start = self._starts[pair, side]
+        return self._tokens[start : start + self._lengths[pair, side]]
+
+
+def pair_samples(data: PairData, config: Config, packed: PackedCorpus, split: Split) -> tuple[Samples, str]:
+    """The samples of a split of a run's pairs, with their note. Raises DataError, ConfigError where they do not fit."""
+    pairs = PairSamples(
+        packed.tokens(split), specials_for(config, packed.tokenizer), data.sequence,
+        buckets=data.buckets, batch=config.batch.global_, seed=config.seed, name=packed.name(split),
+    )  # fmt: skip
+    return pairs, pairs.note

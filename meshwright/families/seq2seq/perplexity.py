@@ -1,0 +1,97 @@
+"""The perplexity of an encoder-decoder's targets. End tokens count, as they end what is to be written; label smoothing
+never does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from meshwright.data.files import ShowProgress, silent
+from meshwright.data.section import Lengths
+from meshwright.errors import ConfigError, DataError
+from meshwright.families.seq2seq.load import LoadedSequence, load_sequence
+from meshwright.families.seq2seq.pair_texts import asked_pairs, pairs_for
+from meshwright.families.seq2seq.pairs_samples import sequence_batch
+from meshwright.families.seq2seq.spans import SpanSamples
+from meshwright.families.seq2seq.spans_section import span_lengths
+from meshwright.model import IGNORED, Batch, to_device
+from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, exponential
+from meshwright.tools.evaluate.perplexity import summed_loss
+from meshwright.tools.evaluate.tasks import Question
+from meshwright.tools.evaluate.texts import stream_for
+
+
+@torch.inference_mode()
+def target_perplexity(
+    loaded: LoadedSequence, data: str | None, target: str | None = None, progress: ShowProgress = silent
+) -> Facts:
+    """Measure held-out samples of what the run learned: targets of pairs, or spans cut out of a text as in validation.
+
+    `left_out` in the result: pairs with a side beyond the context. Raises as `pairs_for` and `stream_for`; DataError
+    where all pairs are too long.
+    """
+    read = _pair_batches if asked_pairs(loaded, data, target) is not None else _span_batches
+    name, samples, left_out, batches = read(loaded, data, target, progress)
+    total, num_tokens, done = 0.0, 0, 0
+    for on_host in batches:
+        batch = to_device(on_host, loaded.device)
+        labels = batch["labels"]
+        loss, num = summed_loss(loaded, loaded.model.trunk(batch), labels, labels != IGNORED)
+        total, num_tokens, done = total + loss, num_tokens + num, done + len(labels)
+        progress("perplexity", done / samples)
+    return {
+        "data": name,
+        "samples": samples,
+        "left_out": left_out,
+        "tokens": num_tokens,
+        "context": loaded.context,
+        "loss_per_token": total / num_tokens,
+        "perplexity_per_token": exponential(total / num_tokens),
+    }
+
+
+_Read = tuple[str, int, int, Iterator[Batch]]
+"""The name of the data, its samples, how many more are left out, and all in batches."""
+
+
+def _pair_batches(loaded: LoadedSequence, data: str | None, target: str | None, progress: ShowProgress) -> _Read:
+    given = pairs_for(loaded, data, target, progress)
+    encode, end = loaded.tokenizer.encode, [loaded.specials.end]
+    sides = [[np.array(encode(text) + end) for text in pair] for pair in given.pairs]
+    short = sorted((pair for pair in sides if _longer(pair) <= loaded.context), key=_longer)
+    if not short:
+        raise DataError(f"{given.name}: has no pair of at most {loaded.context} tokens a side; see --context")
+    rows = max(1, BATCH_TOKENS // _longer(short[-1]))
+
+    def batches() -> Iterator[Batch]:
+        for first in range(0, len(short), rows):
+            part = short[first : first + rows]
+            sources, targets = zip(*part, strict=True)
+            yield sequence_batch(sources, targets, loaded.specials, Lengths(_longer(part[-1]), _longer(part[-1])))
+
+    return given.name, len(short), len(sides) - len(short), batches()
+
+
+def _longer(pair: list[np.ndarray]) -> int:
+    return max(map(len, pair))
+
+
+def _span_batches(loaded: LoadedSequence, data: str | None, target: str | None, progress: ShowProgress) -> _Read:
+    stream = stream_for(loaded, data, progress)
+    tokens = stream.tokens[1:]  # as training has them, without an end token in front
+    samples = SpanSamples(tokens, loaded.specials, span_lengths(loaded.context), loaded.config.seed, stream.name)
+    rows = max(1, BATCH_TOKENS // loaded.context)
+    starts = range(0, len(samples), rows)
+    batches = (samples.held_out(first, min(rows, len(samples) - first)) for first in starts)
+    return stream.name, len(samples), 0, batches
+
+
+def measure(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
+    """The perplexity of targets."""
+    if question.stride is not None:
+        raise ConfigError.of("--stride", question.stride, "has no effect on an encoder-decoder", "with a model of text")
+    loaded = load_sequence(question.checkpoint, question.device, question.context)
+    return loaded.folder, target_perplexity(loaded, question.data, question.target, progress)

@@ -1,0 +1,83 @@
+"""The original Transformer (Vaswani et al., 2017, arXiv 1706.03762): a norm behind each residual sum, sinusoidal
+positions, one table for source, target and output.
+
+Dropout is where section 5.4 has it: on each sub-layer's output and on the embeddings with their positions.
+Shapes: B batch, T sequence, H hidden.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.config import Config
+from meshwright.families.seq2seq.blocks import Initials, Recipe, encoder_decoder_blocks
+from meshwright.families.seq2seq.encoder_decoder import EncoderDecoderChain, pair_products
+from meshwright.families.seq2seq.section import Attentional
+from meshwright.model import Chunk, Costs
+from meshwright.parameters.shard import Initial
+from meshwright.tensor.head import HeadShape
+from meshwright.tensor.kit import Kit
+
+LONGEST_WAVE = 10000
+"""The wave lengths of positions go from 2 pi to this times 2 pi (section 3.5)."""
+
+
+class TransformerModel(EncoderDecoderChain):
+    """Source and target tokens to a loss with smoothed labels."""
+
+    def __init__(self, model: Attentional, kit: Kit, chunk: Chunk | None = None) -> None:
+        super().__init__(model, chunk)
+        self.hidden = model.hidden
+        self.slice_hidden = kit.slice_hidden
+        table = Initial(model.hidden**-0.5)
+        if self.chunk.first or self.chunk.last:
+            self.tokens = kit.embedding(model.padded_vocabulary, model.hidden, table)
+        if self.chunk.first:
+            self.dropout = nn.Dropout(model.dropout)
+        self.blocks = encoder_decoder_blocks(_recipe(model, kit), kit, self.chunk)
+        if self.chunk.last:
+            vocabulary, padded, smoothing = model.vocabulary, model.padded_vocabulary, model.label_smoothing
+            shape = HeadShape(model.hidden, vocabulary, padded, table, smoothing=smoothing)
+            self.head = kit.head_loss(shape, self.tokens)
+
+    def embed_tokens(self, ids: Tensor, start: int) -> Tensor:
+        rows = self.tokens(ids) * math.sqrt(self.hidden)
+        places = sinusoids(start, ids.shape[1], self.hidden, ids.device).to(rows.dtype)
+        h: Tensor = self.dropout(rows + self.slice_hidden(places))
+        return h
+
+    def normed(self, h: Tensor) -> Tensor:
+        return h
+
+    @staticmethod
+    def products(config: Config) -> Costs:
+        """Multiplications of a pair's forward pass."""
+        return pair_products(config, config.model.hidden)
+
+
+def sinusoids(start: int, count: int, hidden: int, device: torch.device) -> Tensor:
+    """The encodings of positions start... [count, H], float64: sines in the even, cosines in the odd columns."""
+    positions = torch.arange(start, start + count, device=device, dtype=torch.float64)
+    columns = torch.arange(hidden, device=device)
+    exponents = (columns - columns % 2).to(torch.float64) / hidden
+    angles = positions[:, None] / LONGEST_WAVE**exponents
+    return torch.where(columns % 2 == 0, angles.sin(), angles.cos())
+
+
+def _recipe(model: Attentional, kit: Kit) -> Recipe:
+    """First values as Glorot and Bengio's, which keep variances from layer to layer."""
+    square = Initial(model.hidden**-0.5)
+    slanted = Initial(math.sqrt(2 / (model.hidden + model.inner)))
+    return Recipe(
+        model,
+        width=model.hidden,
+        norm=lambda: kit.norm(model.hidden, model.norm_epsilon),
+        norm_first=False,
+        bias=True,
+        scale=None,
+        inner_dropout=0.0,
+        initials=Initials(square, square, square, square, square, slanted, slanted),
+    )

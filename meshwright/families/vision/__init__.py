@@ -1,0 +1,1 @@
+"""Classifiers of images: ViT, and ResNeXt, whose branches SUPER deals out."""

@@ -1,0 +1,236 @@
+"""ResNeXt (Xie et al., 2017, arXiv 1611.05431), with group norm (Wu and He, 2018, arXiv 1803.08494) for batch norm.
+
+Batch norm would make the loss depend on what is in a microbatch, and so on the layout. Group norm has as many weights;
+every norm has as many groups as a block has paths, so that a rank with some of the paths has whole groups.
+
+Shapes: B batch, C channels and K kernel of the stem, S the image's side at a block and s behind its stride, P paths,
+D = P · path width, local d; H and N the block's input and output channels. An image is a sequence of its positions.
+
+| step     | output                                                                                             |
+|----------|----------------------------------------------------------------------------------------------------|
+| rows     | [B, S·S, C·K·K]: the pixels under the kernel                                                       |
+| stem     | [B, S·S, hidden]: patches, norm, ReLU, and for `imagenet` the maximum of 3 x 3 with stride 2       |
+| expand   | [B, S·S, d]: 1 x 1, norm, ReLU                                                                     |
+| kernels  | [B, s·s, d]: 3 x 3 in each path by itself, norm, ReLU; where a stage begins, with stride 2         |
+| contract | [B, s·s, N]: 1 x 1, norm; ReLU of the sum with the block's input, or with a linear and norm of it  |
+| end      | [B, 1, N]: the mean over positions                                                                 |
+| head     | classes                                                                                            |
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.config import Config
+from meshwright.families.vision.section import ResNeXt
+from meshwright.model import Batch, Chunk, Costs, Hidden, Scales
+from meshwright.models.chain import Chain, blocks_of
+from meshwright.parameters.shard import Initial
+from meshwright.tensor.head import HeadShape
+from meshwright.tensor.kit import Head, Kit
+
+KERNEL = 3
+"""The width and height of the paths' kernels."""
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """A block's channels: `inner` of all paths together; and the side of the image that it reads."""
+
+    inputs: int
+    inner: int
+    outputs: int
+    side: int
+    stride: int
+
+    @property
+    def reduced_side(self) -> int:
+        """The side of the block's output."""
+        return math.ceil(self.side / self.stride)
+
+    @property
+    def changes(self) -> bool:
+        """Whether its input cannot be added to its output as it is."""
+        return self.stride > 1 or self.inputs != self.outputs
+
+
+@dataclass(frozen=True)
+class StemShape:
+    """The stem's kernel and stride, and whether it pools."""
+
+    kernel: int
+    stride: int
+    pools: bool
+
+
+STEMS = {"imagenet": StemShape(7, 2, True), "small": StemShape(3, 1, False)}
+
+
+def conv_side(model: ResNeXt) -> int:
+    """The side of the image behind the stem's convolution."""
+    return math.ceil(model.image / STEMS[model.stem].stride)
+
+
+def block_shapes(model: ResNeXt) -> list[BlockShape]:
+    """The shapes of all blocks, in order."""
+    shapes = []
+    channels, side = model.hidden, conv_side(model)
+    if STEMS[model.stem].pools:
+        side = math.ceil(side / 2)
+    for stage, num_blocks in enumerate(model.stage_blocks):
+        inner, outputs = model.paths * model.path_width * 2**stage, 4 * model.hidden * 2**stage
+        for index in range(num_blocks):
+            stride = 2 if stage > 0 and index == 0 else 1
+            shapes.append(BlockShape(channels, inner, outputs, side, stride))
+            channels, side = outputs, shapes[-1].reduced_side
+    return shapes
+
+
+def he(inputs: int) -> Initial:
+    """The first values of a linear or convolution in front of a ReLU (He et al., 2015, arXiv 1502.01852, eq. 10)."""
+    return Initial(math.sqrt(2 / inputs))
+
+
+def image_of(h: Tensor) -> Tensor:
+    """[B, S·S, C] -> [B, C, S, S], a view."""
+    side = math.isqrt(h.shape[1])
+    return h.transpose(1, 2).unflatten(2, (side, side))
+
+
+def sequence_of(image: Tensor) -> Tensor:
+    """[B, C, S, S] -> [B, S·S, C], a view where rows of the image lie behind each other."""
+    return image.flatten(2).transpose(1, 2)
+
+
+class Stem(nn.Module):
+    """Images to the first block's input."""
+
+    def __init__(self, model: ResNeXt, kit: Kit) -> None:
+        super().__init__()
+        self.shape = STEMS[model.stem]
+        inputs = stem_inputs(model)
+        self.patches = kit.patches(inputs, model.hidden, he(inputs))
+        self.norm = kit.group_norm(model.hidden, model.paths, model.norm_epsilon)
+
+    def forward(self, images: Tensor) -> Tensor:
+        pixels = images.to(next(self.parameters()).dtype) / 127.5 - 1  # 0..255 -> -1..1
+        kernel = self.shape.kernel
+        rows = F.unfold(pixels, kernel, padding=kernel // 2, stride=self.shape.stride).transpose(1, 2)
+        h = F.relu(self.norm(self.patches(rows))).to(pixels.dtype)  # [B, S·S, H]
+        return sequence_of(F.max_pool2d(image_of(h), 3, 2, 1)) if self.shape.pools else h
+
+
+class Shortcut(nn.Module):
+    """A linear of every stride-th row and column, and a norm."""
+
+    def __init__(self, model: ResNeXt, kit: Kit, shape: BlockShape) -> None:
+        super().__init__()
+        self.stride = shape.stride
+        self.transform = kit.transform(shape.inputs, shape.outputs, he(shape.inputs), bias=False)
+        self.norm = kit.group_norm(shape.outputs, model.paths, model.norm_epsilon)
+
+    def forward(self, h: Tensor) -> Tensor:
+        if self.stride > 1:
+            h = sequence_of(image_of(h)[:, :, :: self.stride, :: self.stride])
+        normed: Tensor = self.norm(self.transform(h))
+        return normed.to(h.dtype)  # under autocast too, sums are made in the precision of what passes on
+
+
+class ResNeXtBlock(nn.Module):
+    """ReLU of the paths' sum and the shortcut; this rank computes some of the paths."""
+
+    def __init__(self, model: ResNeXt, kit: Kit, shape: BlockShape) -> None:
+        super().__init__()
+        inner, epsilon = shape.inner, model.norm_epsilon
+        width = inner // model.paths
+        self.stride, self.paths = shape.stride, kit.local_heads(model.paths)
+        self.expand = kit.branches.expand(shape.inputs, inner, he(shape.inputs), bias=False)
+        self.expand_norm = kit.local_group_norm(inner, model.paths, epsilon)
+        self.kernels = kit.local((inner, width, KERNEL, KERNEL), 0, he(width * KERNEL**2), matrix=True)
+        self.kernels_norm = kit.local_group_norm(inner, model.paths, epsilon)
+        self.contract = kit.branches.contract(inner, shape.outputs, he(inner), bias=False)
+        self.contract_norm = kit.group_norm(shape.outputs, model.paths, epsilon)
+        self.shortcut = Shortcut(model, kit, shape) if shape.changes else nn.Identity()
+
+    def forward(self, h: Tensor) -> Tensor:
+        inside = F.relu(self.expand_norm(self.expand(h)))  # [B, S·S, d]
+        convolved = F.conv2d(image_of(inside), self.kernels(), None, self.stride, KERNEL // 2, 1, self.paths)
+        inside = F.relu(self.kernels_norm(sequence_of(convolved)))  # [B, s·s, d]
+        return F.relu(self.contract_norm(self.contract(inside)) + self.shortcut(h))  # [B, s·s, N]
+
+
+class ResNeXtModel(Chain):
+    """Images to a loss. Batch: `images` [B, C, S, S] of uint8, `labels` [B, 1]. Dropout in front of the classifier."""
+
+    labels = ("labels",)
+
+    def __init__(self, model: ResNeXt, kit: Kit, chunk: Chunk | None = None) -> None:
+        chunk = chunk or Chunk.whole(model.num_blocks)
+        super().__init__(chunk)
+        shapes = block_shapes(model)
+        if chunk.first:
+            self.stem = Stem(model, kit)
+        self.blocks = blocks_of(chunk, lambda index: ResNeXtBlock(model, kit, shapes[index]))
+        if chunk.last:
+            self.dropout = nn.Dropout(model.dropout)
+            channels, rows = shapes[-1].outputs, model.padded(model.classes)
+            self.head = kit.head_loss(HeadShape(channels, model.classes, rows, Initial(0.01), bias=True))
+
+    def embed(self, batch: Batch) -> Hidden:
+        """[B, S·S, H]."""
+        return (self.stem(batch["images"]),)
+
+    def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
+        return (block(*hidden),)
+
+    def final_states(self, hidden: Hidden) -> Tensor:
+        """[B, 1, N]: the mean over positions."""
+        (h,) = hidden
+        pooled: Tensor = self.dropout(h.mean(1, keepdim=True))
+        return pooled
+
+    def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
+        loss: Tensor = self.head(h, batch["labels"], scales["labels"])
+        return loss
+
+    def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
+        return [cast(Head, self.head).num_correct(h, batch["labels"])]
+
+    @staticmethod
+    def products(config: Config) -> Costs:
+        """Multiplications of weights in an image's forward pass."""
+        model = config.model
+        assert isinstance(model, ResNeXt), model
+        shapes = block_shapes(model)
+        begin = conv_side(model) ** 2 * stem_inputs(model) * model.hidden
+        layers = tuple(_block_products(shape, model.paths) for shape in shapes)
+        return Costs(begin, layers, shapes[-1].outputs * model.padded(model.classes))
+
+    @staticmethod
+    def tokens_per_sample(config: Config) -> int:
+        """Positions of an image that the first block reads."""
+        assert isinstance(config.model, ResNeXt), config.model
+        return block_shapes(config.model)[0].side ** 2
+
+    @staticmethod
+    def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+        model = config.model
+        assert isinstance(model, ResNeXt), model
+        return {"images": (model.channels, model.image, model.image), "labels": (1,)}
+
+
+def stem_inputs(model: ResNeXt) -> int:
+    """Pixels under the stem's kernel."""
+    return model.channels * STEMS[model.stem].kernel ** 2
+
+
+def _block_products(shape: BlockShape, paths: int) -> int:
+    kernels = shape.inner * shape.inner // paths * KERNEL**2
+    shortcut = shape.inputs * shape.outputs * shape.changes
+    behind = kernels + shape.inner * shape.outputs + shortcut
+    return shape.side**2 * shape.inputs * shape.inner + shape.reduced_side**2 * behind

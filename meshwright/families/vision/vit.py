@@ -1,0 +1,150 @@
+"""Vision Transformer (Dosovitskiy et al., 2021, arXiv 2010.11929): norms at the input of each sub-layer, exact GELU.
+
+Shapes: B batch, C channels, S image, P patch, T tokens = (S/P)^2 + 1, H hidden, A local heads, E head width.
+
+| step      | output                                                                                      |
+|-----------|---------------------------------------------------------------------------------------------|
+| rows      | [B, T, C·P·P + 1]: a row of zeros for the class token, then each patch's pixels and a one   |
+| patches   | [B, T, H]: the one meets the last row of the weight, which is the bias of the patches alone |
+| positions | [B, T, H]: row 0 of the table is the class token together with its position                 |
+| blocks    | [B, T, H]                                                                                   |
+| head      | classes, of the first token                                                                 |
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.config import Config
+from meshwright.families.vision.section import Vit
+from meshwright.model import Batch, Chunk, Costs, Hidden, Scales
+from meshwright.models.attention import AttentionCore, split_heads
+from meshwright.models.chain import Chain, blocks_of
+from meshwright.parameters.shard import Initial
+from meshwright.tensor.head import HeadShape
+from meshwright.tensor.kit import Head, Kit
+
+INITIAL = Initial(0.02)
+
+
+class VitAttention(nn.Module):
+    """Self-attention over this rank's heads: every token sees every other."""
+
+    def __init__(self, model: Vit, kit: Kit) -> None:
+        super().__init__()
+        self.heads = kit.local_heads(model.heads)
+        self.core = AttentionCore(kit, model.dropout)
+        self.query_key_value = kit.branches.expand(model.hidden, 3 * model.hidden, INITIAL, groups=3)
+        self.output = kit.branches.contract(model.hidden, model.hidden, INITIAL)
+
+    def forward(self, h: Tensor) -> Tensor:
+        query, key, value = split_heads(self.query_key_value(h), self.heads)  # [B, A, T, E]
+        return self.output(self.core(query, key, value, None, False).transpose(1, 2).flatten(2))
+
+
+class VitFeedForward(nn.Module):
+    """Two linears with a GELU between."""
+
+    def __init__(self, model: Vit, kit: Kit) -> None:
+        super().__init__()
+        self.expand = kit.expand(model.hidden, model.inner, INITIAL)
+        self.contract = kit.contract(model.inner, model.hidden, INITIAL)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.contract(F.gelu(self.expand(h)))
+
+
+class VitBlock(nn.Module):
+    """h + attention(norm(h)), then h + feed_forward(norm(h))."""
+
+    def __init__(self, model: Vit, kit: Kit) -> None:
+        super().__init__()
+        self.attention_norm = kit.norm(model.hidden, model.norm_epsilon)
+        self.attention = VitAttention(model, kit)
+        self.feed_forward_norm = kit.norm(model.hidden, model.norm_epsilon)
+        self.feed_forward = VitFeedForward(model, kit)
+        self.dropout = nn.Dropout(model.dropout)
+
+    def forward(self, h: Tensor) -> Tensor:
+        h = h + self.dropout(self.attention(self.attention_norm(h)))
+        return h + self.dropout(self.feed_forward(self.feed_forward_norm(h)))  # [B, T, H]
+
+
+class ViT(Chain):
+    """Images to a loss. Batch: `images` [B, C, S, S] of uint8, `labels` [B, 1]."""
+
+    labels = ("labels",)
+
+    def __init__(self, model: Vit, kit: Kit, chunk: Chunk | None = None) -> None:
+        chunk = chunk or Chunk.whole(model.layers)
+        super().__init__(chunk)
+        self.patch = model.patch
+        self.num_tokens = model.positions
+        if chunk.first:
+            self.patches = kit.patches(patch_inputs(model), model.hidden, INITIAL)
+            self.positions = kit.embedding(model.padded(model.positions), model.hidden, INITIAL)
+            self.dropout = nn.Dropout(model.dropout)
+        self.blocks = blocks_of(chunk, lambda _: VitBlock(model, kit))
+        if chunk.last:
+            self.norm = kit.norm(model.hidden, model.norm_epsilon)
+            rows = model.padded(model.classes)
+            self.head = kit.head_loss(HeadShape(model.hidden, model.classes, rows, INITIAL, bias=True))
+
+    def embed(self, batch: Batch) -> Hidden:
+        """[B, T, H] of the class token and the patches."""
+        images = batch["images"]
+        pixels = images.to(next(self.parameters()).dtype) / 127.5 - 1  # 0..255 -> -1..1
+        positions = torch.arange(self.num_tokens, device=images.device)
+        return (self.dropout(self.patches(patch_rows(pixels, self.patch)) + self.positions(positions)),)
+
+    def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
+        return (block(*hidden),)
+
+    def final_states(self, hidden: Hidden) -> Tensor:
+        h: Tensor = self.norm(*hidden)
+        return h
+
+    def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
+        loss: Tensor = self.head(h[:, :1], batch["labels"], scales["labels"])
+        return loss
+
+    def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
+        return [cast(Head, self.head).num_correct(h[:, :1], batch["labels"])]
+
+    @staticmethod
+    def products(config: Config) -> Costs:
+        """The classifier sees one token."""
+        model = config.model
+        assert isinstance(model, Vit), model
+        tokens, hidden = model.positions, model.hidden
+        layer = tokens * (12 * hidden**2 + 2 * tokens * hidden)
+        begin, end = tokens * patch_inputs(model) * hidden, model.padded(model.classes) * hidden
+        return Costs(begin, (layer,) * model.layers, end)
+
+    @staticmethod
+    def tokens_per_sample(config: Config) -> int:
+        """Positions of an image."""
+        assert isinstance(config.model, Vit), config.model
+        return config.model.positions
+
+    @staticmethod
+    def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+        model = config.model
+        assert isinstance(model, Vit), model
+        return {"images": (model.channels, model.image, model.image), "labels": (1,)}
+
+
+def patch_inputs(model: Vit) -> int:
+    """The width of a patch's row: its pixels and the one."""
+    return model.channels * model.patch**2 + 1
+
+
+def patch_rows(pixels: Tensor, patch: int) -> Tensor:
+    """[B, C, S, S] -> [B, T, C·P·P + 1], row after row of patches behind the class token's zeros."""
+    cut = pixels.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))  # [B, C, S/P, P, S/P, P]
+    rows = cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # [B, T - 1, C·P·P]
+    return F.pad(F.pad(rows, (0, 1), value=1.0), (0, 0, 1, 0))

@@ -1,1 +1,0 @@
-"""Fine-tunings of BERT: their sections and models."""

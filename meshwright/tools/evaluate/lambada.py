@@ -1,0 +1,92 @@
+"""The share of LAMBADA's passages (Paperno et al., 2016, arXiv 1606.06031) whose last word a model names.
+
+A word is right if every one of its sub-tokens is the most likely one given the passage and the sub-tokens before it. As
+the sub-tokens before it must be right too, one forward pass over the whole passage decides the same as greedy
+generation. The word is encoded with a space in front, apart from its context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from meshwright.data.corpus import documents
+from meshwright.data.files import ShowProgress, silent
+from meshwright.errors import DataError
+from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, LoadedText, exponential, load_text
+from meshwright.tools.evaluate.tasks import Question, Task
+
+
+@dataclass(frozen=True)
+class _Cloze:
+    inputs: list[int]
+    target: list[int]
+    """The last len(target) predictions of the inputs should be these."""
+
+
+def passages(source: str) -> Iterator[str]:
+    """The passages of jsonl or parquet records, of a folder's documents, or of a text file's lines."""
+    path = Path(source).expanduser()
+    whole = path.is_dir() or path.suffix.lower() in (".jsonl", ".parquet")
+    for document in documents(source):
+        if whole:
+            yield document
+        else:
+            yield from (line for line in document.splitlines() if line.strip())
+
+
+@torch.inference_mode()
+def cloze_accuracy(loaded: LoadedText, source: str, progress: ShowProgress = silent) -> Facts:
+    """Ask for the last word of every passage. A context that is too long is cut from the left.
+
+    Raises DataError on a passage of less than two words, or a last word longer than the model's context.
+    """
+    questions = [_cloze(loaded, text, f"{source} passage {at}") for at, text in enumerate(passages(source), start=1)]
+    if not questions:
+        raise DataError(f"{source}: holds no passage")
+    questions.sort(key=lambda question: -len(question.inputs))  # a batch's first is its longest; little padding
+    correct, total, done = 0, 0.0, 0
+    while done < len(questions):
+        longest = len(questions[done].inputs)
+        batch = questions[done : done + max(1, BATCH_TOKENS // longest)]
+        end = loaded.tokenizer.end  # padding to the right: nothing before it can see it
+        inputs = torch.tensor([question.inputs + [end] * (longest - len(question.inputs)) for question in batch])
+        h = loaded.model.hidden(inputs.to(loaded.device))  # [B, T, H]
+        for row, question in zip(h, batch, strict=True):
+            stop = len(question.inputs)
+            logits = loaded.head.logits(row[stop - len(question.target) : stop])  # [t, V]
+            target = torch.tensor(question.target, device=loaded.device)
+            correct += int((logits.argmax(-1) == target).all())
+            total += float(F.cross_entropy(logits.double(), target, reduction="sum"))
+        done += len(batch)
+        progress("cloze", done / len(questions))
+    return {
+        "data": source,
+        "passages": len(questions),
+        "correct": correct,
+        "context": loaded.context,
+        "accuracy": correct / len(questions),
+        "perplexity_per_word": exponential(total / len(questions)),  # all sub-tokens of a last word together
+    }
+
+
+def _cloze(loaded: LoadedText, text: str, where: str) -> _Cloze:
+    words = text.rsplit(maxsplit=1)
+    if len(words) < 2:
+        raise DataError(f"{where}: is a single word; wanted a context and the word to name behind it")
+    context, target = loaded.tokenizer.encode(words[0].strip()), loaded.tokenizer.encode(f" {words[1]}")
+    if len(target) > loaded.context:
+        raise DataError(f"{where}: its last word has {len(target)} tokens, and the model sees {loaded.context}")
+    return _Cloze([*loaded.tokenizer.opening, *context, *target[:-1]][-loaded.context :], target)
+
+
+def _measure(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
+    loaded = load_text(question.checkpoint, question.device, question.context)
+    return loaded.folder, cloze_accuracy(loaded, str(question.data), progress)
+
+
+LAMBADA = Task(_measure, ("context",), needs_data="a jsonl file with `text`, or a passage a line")

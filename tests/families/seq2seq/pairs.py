@@ -1,0 +1,77 @@
+"""Shared by the tests of both encoder-decoders."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshwright.config import Config, parse_config
+from meshwright.families.seq2seq.blocks import DecoderCache
+from meshwright.families.seq2seq.encoder_decoder import EncoderDecoderChain
+from meshwright.model import IGNORED, Batch, counts_of, scales_of
+from meshwright.models.chain import make_chain
+from meshwright.parameters.shard import num_parameters, shard_specs
+from meshwright.ranks.mesh import Mesh
+from meshwright.tensor.serial import SerialKit
+from tests.models.harness import random_model
+
+B = 3
+
+
+def pair_batch(vocabulary: int, source: int, target: int, padded: bool) -> Batch:
+    """B pairs of such lengths; `padded`: some are shorter."""
+    generator = torch.Generator().manual_seed(7)
+    shorter = torch.tensor([[0], [3], [5]]) * padded
+    tokens = torch.randint(vocabulary, (B, source + 2 * target), generator=generator)
+    places = torch.arange(target)
+    return {
+        "source": tokens[:, :source],
+        "source_mask": (torch.arange(source) < source - shorter).long(),
+        "target": tokens[:, source : source + target],
+        "labels": tokens[:, source + target :].masked_fill(places >= target - shorter, IGNORED),
+    }
+
+
+def decoded(mesh: Mesh, config: Config) -> tuple[Tensor, Tensor, Tensor]:
+    """The hidden states of padded pairs [B, T, H]: of the trunk; token by token behind a cache; and so again with the
+    rows in another order from the fourth token on."""
+    model = random_model(EncoderDecoderChain, mesh, config)
+    batch = pair_batch(config.model.vocabulary, 8, 6, True)
+    order = torch.tensor([2, 0, 1])
+    with torch.no_grad():
+        whole = model.trunk(batch)
+        memory = model.encode(batch["source"], batch["source_mask"])
+        runs = []
+        for turn in (None, 3):
+            target, mask, cache, parts = batch["target"], batch["source_mask"], DecoderCache(), []
+            for place in range(target.shape[1]):
+                if place == turn:
+                    cache.select(order)
+                    target, mask, parts = target[order], mask[order], [part[order] for part in parts]
+                parts.append(model.decode(target[:, place : place + 1], memory, mask, cache))
+            assert cache.num_tokens == target.shape[1]
+            runs.append(torch.cat(parts, 1))
+        return whole, runs[0], runs[1][order.argsort()]
+
+
+def dropout_facts(mesh: Mesh, config: Config) -> tuple[bool, bool]:
+    """Whether two passes differ: while training, while evaluating."""
+    model = random_model(EncoderDecoderChain, mesh, config)
+    batch = pair_batch(config.model.vocabulary, 8, 6, True)
+    scales = scales_of(model.labels, counts_of(batch, model.labels), 1.0)
+    with torch.no_grad():
+        training = [float(model(batch, scales)[0]) for _ in range(2)]
+        model.eval()
+        evaluating = [float(model(batch, scales)[0]) for _ in range(2)]
+    return training[0] != training[1], evaluating[0] != evaluating[1]
+
+
+def counted_parameters(mesh: Mesh, name: str) -> int:
+    """The number of a shipped model's parameters, without the padding; on the meta device."""
+    config = parse_config({"model": name})
+    shape = config.model
+    with torch.device("meta"):
+        kit = SerialKit(Mesh(mesh.grid, 0, torch.device("meta"), mesh.transport))
+        model = make_chain(config, kit)
+    padding = (shape.padded_vocabulary - shape.vocabulary) * shape.hidden
+    return num_parameters(list(shard_specs(model).values())) - padding
