@@ -1,7 +1,7 @@
 """The ledger: what a rank has sent, by axis and verb. Arithmetic only, so that a plan keeps one too.
 
-VERBS says of every verb whom its messages go to and how large they are. Comms count by it, a plan's topology tells by
-it what stays on a node (tools/plan/topology.py), and a cluster file's verbs are its keys. A library's collective is
+VERBS says of every verb whom its messages go to and how large they are. Comms count by it, a plan tells by
+it what stays on a node (tools/plan/network.py), and a cluster file's verbs are its keys. A library's collective is
 counted as its bandwidth-optimal form sends it, S being the whole payload:
 
 | verb                                   | a rank sends                              |

@@ -37,9 +37,9 @@ from meshwright.stage_costs import shared_work
 from meshwright.tensor.tesseract import TesseractLinear
 from meshwright.tools.plan.buckets import Buckets
 from meshwright.tools.plan.compose import Composition, StagePlan, compose_stages
+from meshwright.tools.plan.network import Volume, volumes
 from meshwright.tools.plan.predict import check_recorded
 from meshwright.tools.plan.recordings import Recordings
-from meshwright.tools.plan.topology import Topology, Volume, total
 from meshwright.training.pictures import draw_timelines
 
 UNIT = "forward passes of a microbatch"
@@ -58,16 +58,20 @@ class Explained:
     traffic: tuple[dict[tuple[str, str], Traffic], ...]
 
     @property
-    def topology(self) -> Topology:
-        """The job's nodes: of as many ranks as the layout says, else as this process's launcher has started here; all
-        of them without either."""
+    def ranks_per_node(self) -> int:
+        """The ranks of a node: as the layout says, else those that this process's launcher started, or all."""
         layout = self.run.config.layout
         here = self.machine.ranks_here(layout.world_size)
-        return Topology(self.run.grid, here if layout.ranks_per_node == "auto" else layout.ranks_per_node)
+        return here if layout.ranks_per_node == "auto" else layout.ranks_per_node
+
+    @property
+    def num_nodes(self) -> int:
+        """The nodes of the job, of which the last one may have fewer ranks."""
+        return -(-self.run.grid.world_size // self.ranks_per_node)
 
     def volumes(self, stage: int) -> dict[tuple[str, str], Volume]:
         """Bytes and messages of the stage's first rank, inside of its node and between nodes, by axis and verb."""
-        return self.topology.volumes(self.run.rank(stage), self.traffic[stage])
+        return volumes(self.run.grid, self.ranks_per_node, self.run.rank(stage), self.traffic[stage])
 
 
 @dataclass(frozen=True)
@@ -159,12 +163,11 @@ def forecast(explained: Explained) -> Forecast:
 def render(explained: Explained) -> None:
     """Print three tables: the run, the weights, the traffic."""
     console = Console(highlight=False)
-    run, topology = explained.run, explained.topology
-    config = run.config
+    run, config = explained.run, explained.run.config
     specs = {parameter.name: parameter.spec for stage in run.stages for parameter in stage.parameters}
     console.print(f"{config.layout.world_size} ranks: {config.layout.summary}; the innermost axis is the closest")
-    if topology.num_nodes > 1:
-        console.print(f"{topology.num_nodes} nodes of {topology.ranks_per_node} ranks, neighbours together")
+    if explained.num_nodes > 1:
+        console.print(f"{explained.num_nodes} nodes of {explained.ranks_per_node} ranks, neighbours together")
     console.print(config.batch_summary)
     console.print(f"{_num_elements(specs.values()):,} parameters, {_on_a_rank(run.stages[0]):,} on a rank")
     console.print(
@@ -264,17 +267,17 @@ def _products(explained: Explained) -> Table:
 
 
 def _traffic(explained: Explained) -> Table:
-    """Calls; bytes and messages (topology.py), and how many of these go to other nodes."""
+    """Calls; bytes and messages (network.volumes), and how many of these go to other nodes."""
     table = Table(
         "over", "verb", "calls", "MB", "to other nodes", "messages", "to other nodes",
         title="What rank 0 sends in a step (without the norm and the step report)",
     )  # fmt: skip
-    traffic, volumes = explained.traffic[0], explained.volumes(0)
-    for (axis, verb), volume in sorted(volumes.items()):
+    traffic, by_verb = explained.traffic[0], explained.volumes(0)
+    for (axis, verb), volume in sorted(by_verb.items()):
         table.add_row(axis, verb, f"{traffic[axis, verb].calls:,}", *_cells(volume))
     table.add_section()
     calls = sum(entry.calls for entry in traffic.values())
-    table.add_row("in all", "", f"{calls:,}", *_cells(total(list(volumes.values()))))
+    table.add_row("in all", "", f"{calls:,}", *_cells(sum(by_verb.values(), Volume())))
     return table
 
 

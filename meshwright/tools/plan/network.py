@@ -1,7 +1,8 @@
 """Seconds of collectives and messages: latency and bandwidth, level by level, of the algorithm that a library takes.
 
-How a group lies: a unit of level 0 is a device; one of level l + 1 is what level l joins. Ranks fill units in order
-(topology.py). Two ranks meet at the innermost level whose next unit holds both, and send over that level's links alone.
+How a group lies: a unit of level 0 is a device; one of level l + 1 is what level l joins. Ranks fill units in order:
+rank r is in unit r // (devices of a unit). Two ranks meet at the innermost level whose next unit holds both, and send
+over that level's links alone.
 
 How long it takes: a group has u units at a level (n ranks in all), whose links have latency a and leave it b bytes a
 second; S is the whole payload. It goes over several levels one after another (a sum over levels), or as one ring over
@@ -35,6 +36,7 @@ from math import ceil, exp, log, log2
 
 from meshwright.errors import ConfigError
 from meshwright.ranks.grid import ENDS, HEAD_COPIES, PIPE, Grid
+from meshwright.ranks.ledger import VERBS, Traffic
 from meshwright.ranks.section import TransportName
 from meshwright.tools.plan.cluster import Cluster, Curve, Level
 
@@ -355,3 +357,59 @@ SECONDS: Mapping[str, Callable[[_Shape, float], float]] = {
     "message": _send,
 }
 """Seconds of a group's collective by verb: of ledger.py's, and a pipeline's message, whose shape has one span."""
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Messages and bytes inside of nodes, and between them."""
+
+    messages_inside: int = 0
+    messages_between: int = 0
+    bytes_inside: int = 0
+    bytes_between: int = 0
+
+    def __add__(self, other: Volume) -> Volume:
+        return Volume(
+            self.messages_inside + other.messages_inside,
+            self.messages_between + other.messages_between,
+            self.bytes_inside + other.bytes_inside,
+            self.bytes_between + other.bytes_between,
+        )
+
+
+def volumes(
+    grid: Grid, ranks_per_node: int, rank: int, traffic: Mapping[tuple[str, str], Traffic]
+) -> dict[tuple[str, str], Volume]:
+    """A rank's ledger by axis and verb, split into messages inside of its node and to other nodes (SUPER, IPDPS 2021,
+    equations 4 to 7; docs/subgraph.md).
+
+    A collective counts as if every rank that has something for another one sent it there; libraries send along trees
+    and rings instead, whose edges they choose themselves. As in the paper, a rank's part for itself counts as a message
+    of no bytes inside of its node.
+    """
+    split: dict[tuple[str, str], Volume] = {}
+    for (axis, verb), entry in traffic.items():
+        ranks, direction = grid.group(rank, *axis.split("+")), VERBS[verb].direction
+        index = ranks.index(rank)
+        if direction == "to each":
+            sends = [(ranks, entry.calls * VERBS[verb].passes, entry.sent_bytes)]
+        else:
+            sends = [
+                (
+                    (ranks if peer == index else ())
+                    if direction == "from root"
+                    else (ranks[peer if direction == "to root" else (index + peer) % len(ranks)],),
+                    part.calls,
+                    part.sent_bytes,
+                )
+                for peer, part in entry.by_peer.items()
+            ]
+        split[axis, verb] = sum((_split(rank, ranks_per_node, *send) for send in sends), Volume())
+    return split
+
+
+def _split(rank: int, ranks_per_node: int, receivers: Sequence[int], messages: int, sent_bytes: int) -> Volume:
+    """The volume of so many messages to each receiver, bytes in equal parts to all but the rank itself."""
+    elsewhere = sum(receiver // ranks_per_node != rank // ranks_per_node for receiver in receivers)
+    between = sent_bytes * elsewhere // max(1, sum(receiver != rank for receiver in receivers))
+    return Volume(messages * (len(receivers) - elsewhere), messages * elsewhere, sent_bytes - between, between)

@@ -7,7 +7,7 @@ its own, and n n_node/n_g = n_node g messages stay there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 
 import pytest
@@ -23,7 +23,7 @@ from meshwright.ranks.ledger import Ledger, Traffic
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
 from meshwright.subgraph.segment import AllCommon, OneCommon, Segment
-from meshwright.tools.plan.topology import Topology, Volume, total
+from meshwright.tools.plan.network import Volume, volumes
 from meshwright.tools.verify.job import comparable
 from meshwright.training.step import backward
 from tests.harness import build, counted_step
@@ -56,11 +56,20 @@ def split_everywhere(n: int, g: int, *, innermost: bool) -> list[Ledger]:
     return [split(grid, rank) for rank in range(n)]
 
 
+def added(parts: Iterable[Volume]) -> Volume:
+    return sum(parts, Volume())
+
+
+def total(grid: Grid, ranks_per_node: int, rank: int, traffic: Mapping[tuple[str, str], Traffic]) -> Volume:
+    """A rank's messages over all axes and verbs."""
+    return added(volumes(grid, ranks_per_node, rank, traffic).values())
+
+
 def counted(n: int, g: int, n_node: int, *, innermost: bool) -> tuple[int, int]:
     """Messages of a split by all ranks: inside of nodes, between them."""
-    topology = Topology(grid_of(n, g, innermost=innermost), n_node)
+    grid = grid_of(n, g, innermost=innermost)
     ledgers = split_everywhere(n, g, innermost=innermost)
-    volume = total([topology.total(rank, ledger.traffic) for rank, ledger in enumerate(ledgers)])
+    volume = added(total(grid, n_node, rank, ledger.traffic) for rank, ledger in enumerate(ledgers))
     return volume.messages_inside, volume.messages_between
 
 
@@ -113,12 +122,11 @@ def test_several_sub_grids_share_a_node() -> None:
 def test_common_layers_on_one_rank(innermost: bool) -> None:
     """A split of D&SP-cSub: only the segments' first ranks send, to each of theirs. 8 ranks, 4 sub-grids, 2 a node."""
     grid = grid_of(8, 4, innermost=innermost)
-    topology = Topology(grid, 2)
-    sent = [topology.total(rank, split(grid, rank, common="one").traffic) for rank in range(8)]
+    sent = [total(grid, 2, rank, split(grid, rank, common="one").traffic) for rank in range(8)]
     first = [volume for rank, volume in enumerate(sent) if grid.index(rank, "branch") == 0]
     inside = 2 if innermost else 1  # itself, and where branches are close one more of four
     assert first == [Volume(inside, 4 - inside, 32 * (inside - 1), 32 * (4 - inside))] * 2
-    assert total(sent) == total(first)
+    assert added(sent) == added(first)
 
 
 SIX = Grid((("line", 6),))
@@ -168,12 +176,10 @@ VERBS = {
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb(verb: str) -> None:
-    topology = Topology(SIX, 4)
-    assert topology.num_nodes == 2
     for rank, expected in zip((4, 3), VERBS[verb], strict=True):
         mesh = planned_mesh(SIX, rank, ())
         called(verb, mesh.comm("line"))
-        volume = topology.total(rank, mesh.ledger.traffic)
+        volume = total(SIX, 4, rank, mesh.ledger.traffic)
         assert volume == expected
         assert volume.bytes_inside + volume.bytes_between == mesh.ledger.sent_bytes()["line"]
 
@@ -194,9 +200,8 @@ def real(mesh: Mesh, config: Config) -> Sent:
 
 def between(config: Config, ledgers: list[Sent]) -> dict[tuple[str, str], tuple[int, int]]:
     """Messages inside of nodes of two ranks and between them, of all ranks, by axis and verb."""
-    topology = Topology(Grid(config.layout.axes), 2)
-    every = [topology.volumes(rank, ledger) for rank, ledger in enumerate(ledgers)]
-    sums = {key: total([volumes[key] for volumes in every if key in volumes]) for key in {k for v in every for k in v}}
+    every = [volumes(Grid(config.layout.axes), 2, rank, ledger) for rank, ledger in enumerate(ledgers)]
+    sums = {key: added(own[key] for own in every if key in own) for key in {k for v in every for k in v}}
     return {key: (volume.messages_inside, volume.messages_between) for key, volume in sums.items()}
 
 
@@ -225,9 +230,9 @@ def test_blocks_of_a_square_share_a_node(q: int, b: int) -> None:
     sent = 1000 * (q - 1)
     ledger = {(axis, "all_gather"): Traffic(1, sent) for axis, _ in square}
     for rank in range(q * q):
-        volumes = Topology(blocks, size).volumes(rank, ledger)
-        assert {volume.bytes_between for volume in volumes.values()} == {1000 * (q - b)}
-        assert {volume.messages_inside for volume in volumes.values()} == {b}
+        by_verb = volumes(blocks, size, rank, ledger)
+        assert {volume.bytes_between for volume in by_verb.values()} == {1000 * (q - b)}
+        assert {volume.messages_inside for volume in by_verb.values()} == {b}
         assert {blocks.coordinates(rank)[axis] // b for axis in ("row", "col")} == {
             blocks.coordinates(rank - rank % size)[axis] // b for axis in ("row", "col")
         }
