@@ -6,7 +6,7 @@ tables.
 | title, source | what it is                                                                            |
 | cluster       | a name of meshwright/configs/clusters                                                 |
 | fitted        | laid over that cluster's file, where the paper's programs go at another pace than ours |
-| software      | where it is not as our own runs': after the paper's text or code (plan/software.py)   |
+| software      | a preset of meshwright/configs/software.yaml, where it is not as our own runs'        |
 | run           | the run that all its rows share                                                       |
 | tables        | csv files beside it; lines that begin with # say where the numbers come from          |
 | assumed       | what the paper does not say and we took, a sentence each                              |
@@ -26,7 +26,7 @@ from meshwright.config import Config, parse_config
 from meshwright.config.load import read_yaml
 from meshwright.tools.plan.cluster import Cluster, load_cluster
 from meshwright.tools.plan.predict import Planner
-from meshwright.tools.plan.software import Software
+from meshwright.tools.plan.software import OWN_SOFTWARE, Software, load_software
 
 PAPERS = Path(__file__).resolve().parent / "papers"
 
@@ -63,7 +63,7 @@ def load_paper(name: str, *, fitted: bool = True) -> Paper:
     tree = read_yaml(PAPERS / f"{name}.yaml")
     tables = {Path(file).stem: read_table(PAPERS / file) for file in tree.pop("tables")}
     cluster, changes, assumed = load_cluster(tree.pop("cluster")), tree.pop("fitted", {}), tuple(tree.pop("assumed"))
-    software = Software.model_validate(tree.pop("software", {}))
+    software = load_software(tree.pop("software")) if "software" in tree else OWN_SOFTWARE
     if fitted:
         cluster = Cluster.model_validate(merged(cluster.model_dump(), changes))
     return Paper(

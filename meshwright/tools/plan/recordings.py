@@ -161,11 +161,7 @@ class Recordings:
         key = (chunk, incoming, *_what_matters(config))
         if key not in self._recorded:
             software = self._software
-            recorder = Recorder(fuses_dropout=software.fuses_dropout)
-            on_device = AsOnDevice(
-                self._kind, software.attention or "torch",
-                gelu_in_steps=software.gelu == "steps", heads_apart=software.heads == "apart",
-            )  # fmt: skip
+            recorder, on_device = software.recorder(), software.on_device(self._kind)
             self._recorded[key] = _record(config, recorder, on_device, chunk, incoming, software.imbalance)
         return self._recorded[key].moved(further)
 

@@ -1,7 +1,8 @@
 """A run's software, as far as its seconds and its memory hang on it and neither config nor cluster say it.
 
-Meshwright's own runs are the defaults. A published run states its software in its paper's file (validation/papers),
-after what the paper or its code says.
+Meshwright's own runs are the defaults. What other programs do is data: a preset of configs/software.yaml, which a
+published run names in its paper's file (validation/papers). `recorder` and `on_device` turn the facts of a layer into
+what records it; the others are read where a step's seconds and its optimizer's memory are counted.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from meshwright.config import Config
+from meshwright.config.load import CONFIGS, read_yaml
 from meshwright.errors import ConfigError
-from meshwright.on_device import Attention
+from meshwright.on_device import AsOnDevice, Attention
 from meshwright.optim.states import stepped_together
 from meshwright.section import Section
 from meshwright.tools.plan.cluster import Device
+from meshwright.tools.plan.recorder import Recorder
 
 Communication = Literal["sums", "gathers", "layers"]
 
@@ -52,6 +55,16 @@ class Software(Section):
         attention = self.attention or ("torch" if device.attention is None else "fused")
         return self.model_copy(update={"attention": attention})
 
+    def recorder(self) -> Recorder:
+        """The recorder of a layer of this software's."""
+        return Recorder(fuses_dropout=self.fuses_dropout)
+
+    def on_device(self, kind: str) -> AsOnDevice:
+        """What meta tensors do while a layer of this software's is recorded for a kind of device."""
+        return AsOnDevice(
+            kind, self.attention or "torch", gelu_in_steps=self.gelu == "steps", heads_apart=self.heads == "apart"
+        )
+
     def stepped_together(self, widened_bytes: Sequence[int]) -> Iterable[list[int]]:
         """The indices of slots whose gradients are widened at a time, given the bytes that each is widened to."""
         return [list(range(len(widened_bytes)))] if self.widening == "whole" else stepped_together(widened_bytes)
@@ -66,6 +79,14 @@ STEPS_OF_ADAMW, STEPPED_BYTES = 9, 88
 moment's decay and sum 8 + 12, root, bias correction and epsilon 8 each, the quotient 16."""
 
 OWN_SOFTWARE = Software()
+
+
+def load_software(name: str) -> Software:
+    """A preset by its name. Raises ConfigError with the names where there is no such preset."""
+    presets = read_yaml(CONFIGS / "software.yaml")
+    if name not in presets:
+        raise ConfigError.of("software", name, "is no program that we know the facts of", ", ".join(presets))
+    return Software.model_validate(presets[name])
 
 
 def software_of(config: Config, imbalance: float) -> Software:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from meshwright.config import Config, parse_config
+from meshwright.errors import ConfigError
 from meshwright.tools.plan.predict import Planner, Prediction
-from meshwright.tools.plan.software import OWN_SOFTWARE, Communication, Software
+from meshwright.tools.plan.software import OWN_SOFTWARE, Communication, Software, load_software
 from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE
 from tests.tools.plan.clusters import NODES
 
@@ -99,3 +100,13 @@ def test_gradients_that_are_widened_at_once_take_memory_and_no_time() -> None:
     num_parameters = parts.memory[0].gradients / 2
     assert whole.memory[0].temporaries + whole.memory[0].activations == pytest.approx(4 * num_parameters, rel=0.01)
     assert whole.seconds == parts.seconds
+
+
+def test_programs_are_presets() -> None:
+    """The facts that the papers of validation name; a name that nobody knows is told the others."""
+    assert load_software("axonn") == Software(
+        widening="whole", attention="fused-softmax", fuses_dropout=True, overlapped=EVERY - {"sums"}
+    )
+    assert load_software("megatron-lm-2019") == Software(attention="steps", overlapped=frozenset())
+    with pytest.raises(ConfigError, match=r"software=megatron is no program .* valid: megatron-lm-2019, .*, super"):
+        load_software("megatron")
