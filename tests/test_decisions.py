@@ -137,7 +137,7 @@ def test_what_was_planned_is_what_runs(layout: dict[str, Any], sections: dict[st
     config = tiny(layout=layout, **sections)
     free, built = resolve_layout(config, machine()).config, BuiltStages()
     memory = max(map(add, built.fixed_bytes(free), (2 * room * each for each in built.microbatch_bytes(free))))
-    device = CLUSTER.device.model_copy(update={"memory": memory + 1000, "reserved": 1000})
+    device = CLUSTER.device.model_copy(update={"memory_bytes": memory + 1000, "reserved_bytes": 1000})
     planner = Planner(CLUSTER.model_copy(update={"device": device}))
     planned, run = planner.resolved(config), resolve_layout(config, machine(memory)).config
     assert resolved_fields(config, planned) == resolved_fields(config, run)

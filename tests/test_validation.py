@@ -86,7 +86,10 @@ def test_merged_lays_sections_over_sections() -> None:
 
 def test_a_fit_changes_the_cluster_for_its_paper_alone() -> None:
     fitted, by_file = load_paper("tesseract"), load_paper("tesseract", fitted=False)
-    assert fitted.cluster.links["torch"].levels[1].bandwidth < by_file.cluster.links["torch"].levels[1].bandwidth
+    assert (
+        fitted.cluster.links["torch"].levels[1].bandwidth_bytes_per_second
+        < by_file.cluster.links["torch"].levels[1].bandwidth_bytes_per_second
+    )
     assert fitted.cluster.device.peak == by_file.cluster.device.peak
     assert [name for name in COMPARE if load_paper(name).has_fit] == ["tesseract", "axonn"]
 

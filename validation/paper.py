@@ -65,7 +65,7 @@ def load_paper(name: str, *, fitted: bool = True) -> Paper:
     cluster, changes, assumed = load_cluster(tree.pop("cluster")), tree.pop("fitted", {}), tuple(tree.pop("assumed"))
     software = load_software(tree.pop("software")) if "software" in tree else OWN_SOFTWARE
     if fitted:
-        cluster = Cluster.model_validate(merged(cluster.model_dump(), changes))
+        cluster = Cluster.model_validate(merged(cluster.model_dump(by_alias=True), changes))
     return Paper(
         name=name, cluster=cluster, software=software, tables=tables, assumed=assumed, has_fit=bool(changes), **tree
     )

@@ -89,8 +89,8 @@ class NodesReport:
         return tuple(
             Level(
                 joins=joins if pairs[0].within else None,
-                latency=float(f"{median(pair.latency for pair in pairs):.4g}"),
-                bandwidth=float(f"{median(pair.bandwidth for pair in pairs):.4g}"),
+                latency_seconds=float(f"{median(pair.latency for pair in pairs):.4g}"),
+                bandwidth_bytes_per_second=float(f"{median(pair.bandwidth for pair in pairs):.4g}"),
             )
             for pairs in groups
             if pairs

@@ -40,5 +40,5 @@ def test_nodes_links_and_folders_are_found(nodes: Nodes, tmp_path: Path) -> None
     assert RATE / 10 < pair["bandwidth"] < RATE * 1.2
     links = load_cluster(str(out)).links["torch"]
     assert [level.joins for level in links.levels] == [2, None]
-    assert links.levels[1].bandwidth == pytest.approx(pair["bandwidth"], rel=1e-3)
+    assert links.levels[1].bandwidth_bytes_per_second == pytest.approx(pair["bandwidth"], rel=1e-3)
     assert "{" not in started[1].text, "the first rank alone speaks"

@@ -29,7 +29,7 @@ def test_a_cluster_gets_the_links_between_its_nodes() -> None:
     base = load_cluster("two-cores")
     cluster = with_links(base, report_of("a", "b", "c"))
     inner, outer = cluster.links["torch"].levels
-    assert (outer.joins, outer.latency, outer.bandwidth) == (None, 1e-3, 1e9)
+    assert (outer.joins, outer.latency_seconds, outer.bandwidth_bytes_per_second) == (None, 1e-3, 1e9)
     assert inner == base.links["torch"].levels[0].model_copy(update={"joins": 2})
     assert {row.ranks for row in cluster.links["torch"].measured} == {2}, "timed within a node: calibrate's"
     assert cluster.links["mpi"] == base.links["mpi"]

@@ -120,7 +120,7 @@ def fit_level(points: Points) -> Level:
     latency, slope = ((y * xx - x * xy) / divisor, (one * xy - x * y) / divisor) if divisor > 0 else (0.0, 0.0)
     if latency < 0 or slope <= 0:
         latency, slope = 0.0, xy / xx
-    return Level(latency=rounded(latency), bandwidth=rounded(1 / slope))
+    return Level(latency_seconds=rounded(latency), bandwidth_bytes_per_second=rounded(1 / slope))
 
 
 def rounded(value: float) -> float:

@@ -113,7 +113,14 @@ def calibrate(out: Path, machine: MeasuredMachine, effort: Effort, report: ShowP
                     {ranks: answer["points"] for ranks, answer in answers.items()}, answers[min(answers)]["overlaps"]
                 )
             else:  # a lone GPU: another one would be reached through the host
-                links[backend] = Links(levels=(Level(latency=device.launch, bandwidth=device.host_link),))
+                links[backend] = Links(
+                    levels=(
+                        Level(
+                            latency_seconds=device.launch_seconds,
+                            bandwidth_bytes_per_second=device.host_link_bytes_per_second,
+                        ),
+                    )
+                )
         cluster = Cluster(
             name=out.stem,
             source=source_of(machine),
@@ -126,8 +133,8 @@ def calibrate(out: Path, machine: MeasuredMachine, effort: Effort, report: ShowP
         if machine.kind == "cpu":
             for backend in machine.backends:
                 reserved = runs.reserved_bytes(cluster, backend)
-                links[backend] = links[backend].model_copy(update={"reserved": reserved})
-            device = device.model_copy(update={"part": runs.part_seconds(cluster)})
+                links[backend] = links[backend].model_copy(update={"reserved_bytes": reserved})
+            device = device.model_copy(update={"python_seconds_per_part": runs.part_seconds(cluster)})
             cluster = cluster.model_copy(update={"links": links, "device": device})
         write(cluster)
     return cluster

@@ -42,7 +42,7 @@ def writer_of(out: Path) -> Iterator[Callable[[Cluster], None]]:
 
 def yaml_text(cluster: Cluster) -> str:
     """The text of the file."""
-    tree = cluster.model_dump(exclude_none=True)
+    tree = cluster.model_dump(exclude_none=True, by_alias=True)
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, width=10**6, allow_unicode=True)
 
 
@@ -60,7 +60,7 @@ _Dumper.add_representer(tuple, _tuple)
 
 def as_dict(cluster: Cluster, out: Path) -> dict[str, object]:
     """For `--json`."""
-    return {"out": str(out), "cluster": cluster.model_dump(mode="json")}
+    return {"out": str(out), "cluster": cluster.model_dump(mode="json", by_alias=True)}
 
 
 def render(cluster: Cluster, out: Path) -> None:
@@ -69,14 +69,15 @@ def render(cluster: Cluster, out: Path) -> None:
     device = cluster.device
     peaks = ", ".join(f"{dtype} {rate / 1e9:,.1f}" for dtype, rate in device.peak.items())
     curve = ", ".join(f"{side:.0f}: {part:.0%}" for side, part in device.efficiency)
-    streams = ", ".join(f"{_size(size)}: {rate / 1e9:.1f}" for size, rate in device.bandwidth)
+    host, disk = device.host_link_bytes_per_second, device.disk_bytes_per_second
+    streams = ", ".join(f"{_size(size)}: {rate / 1e9:.1f}" for size, rate in device.bandwidth_bytes_per_second)
     elements = ", ".join(f"{kind} {seconds * 1e9:.2f}" for kind, seconds in device.elements.items())
     attention = "none fused" if device.attention is None else f"{device.attention:.0%}"
     for line in (
-        f"{cluster.devices_per_node} devices ({device.kind}), {device.memory / 2**30:.1f} GiB each",
+        f"{cluster.devices_per_node} devices ({device.kind}), {device.memory_bytes / 2**30:.1f} GiB each",
         f"Gflop/s: {peaks}; of it by the side of a product: {curve}; a fused attention: {attention}",
-        f"GB/s by the bytes of a kernel: {streams}; host {device.host_link / 1e9:.1f}, disk {device.disk / 1e9:.2f}",
-        f"launch {device.launch * 1e6:.2f} us; ns an element: {elements}",
+        f"GB/s by the bytes of a kernel: {streams}; host {host / 1e9:.1f}, disk {disk / 1e9:.2f}",
+        f"launch {device.launch_seconds * 1e6:.2f} us; ns an element: {elements}",
     ):
         console.print(line)
     for backend, links in cluster.links.items():
@@ -87,7 +88,8 @@ def render(cluster: Cluster, out: Path) -> None:
 
 def _table(backend: str, links: Links) -> Table:
     level = links.levels[0]
-    title = f"{backend}: {level.latency * 1e6:,.0f} us + bytes / {level.bandwidth / 1e9:.2f} GB/s; "
+    rate = level.bandwidth_bytes_per_second / 1e9
+    title = f"{backend}: {level.latency_seconds * 1e6:,.0f} us + bytes / {rate:.2f} GB/s; "
     title += f"{links.overlaps:.0%} of a sum is hidden under computation"
     payloads = [size for size, _ in links.measured[0].points]
     shown = payloads[:: -(-len(payloads) // _COLUMNS)]

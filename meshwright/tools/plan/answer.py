@@ -56,9 +56,9 @@ def verdict(memory: Memory, cluster: Cluster) -> Fullness:
     """Whether a rank's memory fits: `tight` where it would not if processes hold as much more than is predicted as they
     were measured to (Device.unseen)."""
     device = cluster.device
-    if memory.total > device.memory:
+    if memory.total > device.memory_bytes:
         return "does not fit"
-    return "tight" if memory.total * (1 + device.unseen) > device.memory else "fits"
+    return "tight" if memory.total * (1 + device.unseen) > device.memory_bytes else "fits"
 
 
 def answer(best: Prediction, layout: str, training: Training) -> str:
@@ -66,8 +66,8 @@ def answer(best: Prediction, layout: str, training: Training) -> str:
     100 B tokens, $4,100 at $2.50 a GPU-hour.`"""
     memory, device = best.fullest, best.cluster.device
     text = (
-        f"{layout}: {seconds_text(best.seconds)} a step, {bytes_text(memory.total)} of {bytes_text(device.memory)} "
-        f"({verdict(memory, best.cluster)})"
+        f"{layout}: {seconds_text(best.seconds)} a step, {bytes_text(memory.total)} of "
+        f"{bytes_text(device.memory_bytes)} ({verdict(memory, best.cluster)})"
     )
     seconds, dollars = training.seconds(best), training.dollars(best)
     if seconds is not None and training.tokens is not None:
@@ -174,8 +174,10 @@ def _doubled(links: Links) -> Links:
     levels = tuple(
         level.model_copy(
             update={
-                "bandwidth": 2 * level.bandwidth,
-                "device_bandwidth": None if level.device_bandwidth is None else 2 * level.device_bandwidth,
+                "bandwidth_bytes_per_second": 2 * level.bandwidth_bytes_per_second,
+                "device_bandwidth_bytes_per_second": None
+                if level.device_bandwidth_bytes_per_second is None
+                else 2 * level.device_bandwidth_bytes_per_second,
             }
         )
         for level in links.levels

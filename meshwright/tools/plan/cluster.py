@@ -2,6 +2,9 @@
 
 A device is what a rank runs on: a GPU, or on a CPU as many cores as a rank has threads. Curves are points (x, y) with
 rising x, between which y is interpolated over log x; beyond them the first or last holds.
+
+A file's keys have no units, and are what the docstrings name; the fields that Python reads say theirs: `memory` is
+`memory_bytes`.
 """
 
 from __future__ import annotations
@@ -55,12 +58,12 @@ class Device(Section):
     """
 
     kind: Literal["cpu", "cuda"]
-    memory: Size
-    reserved: Annotated[int, Field(ge=0)] = 0
+    memory_bytes: Size = Field(alias="memory")
+    reserved_bytes: Annotated[int, Field(ge=0)] = Field(default=0, alias="reserved")
     """Bytes that a process holds beyond its tensors, whatever its transport: its context on a GPU."""
-    workspaces: Annotated[int, Field(ge=0)] = 0
+    workspaces_bytes: Annotated[int, Field(ge=0)] = Field(default=0, alias="workspaces")
     """Bytes of libraries' workspaces, whatever the run."""
-    staged: Annotated[int, Field(ge=0)] = 0
+    staged_bytes: Annotated[int, Field(ge=0)] = Field(default=0, alias="staged")
     """Bytes more that a pipeline's rank holds on a CPU: to plan its stages it runs meta tensors, which torch does in
     Python, with modules of its compiler."""
     unseen: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -68,15 +71,14 @@ class Device(Section):
     peak: dict[Multiplies, Rate]
     efficiency: Curve
     attention: Annotated[float, Field(gt=0, le=1)] | None = None
-    bandwidth: Curve
-    launch: _Seconds = 0.0
-    issue: _Seconds = 0.0
-    part: _Seconds = 0.0
+    bandwidth_bytes_per_second: Curve = Field(alias="bandwidth")
+    launch_seconds: _Seconds = Field(default=0.0, alias="launch")
+    issue_seconds: _Seconds = Field(default=0.0, alias="issue")
+    python_seconds_per_part: _Seconds = Field(default=0.0, alias="part")
     elements: dict[Literal["special", "random"], _Seconds] = Field(default_factory=dict)
-    host_link: Rate
-    """Bytes a second between the device's memory and the host's, each way."""
-    disk: Rate = 1e9
-    """Bytes a second of a node's disk."""
+    host_link_bytes_per_second: Rate = Field(alias="host_link")
+    """Between the device's memory and the host's, each way."""
+    disk_bytes_per_second: Rate = Field(default=1e9, alias="disk")
 
     def peak_of(self, dtype: str, *, tf32: bool) -> float | None:
         """The flops a second of products in a dtype; `tf32`: float32 ones may run in TF32 (precision.tf32)."""
@@ -95,18 +97,19 @@ class Level(Section):
     """
 
     joins: Positive | None = None
-    latency: _Seconds
-    bandwidth: Rate
-    device_bandwidth: Rate | None = None
+    latency_seconds: _Seconds = Field(alias="latency")
+    bandwidth_bytes_per_second: Rate = Field(alias="bandwidth")
+    device_bandwidth_bytes_per_second: Rate | None = Field(default=None, alias="device_bandwidth")
     kind: Literal["ring", "mesh", "switch"] = "switch"
 
     def share(self, num_senders: int, num_units: int, num_devices: int) -> float:
         """Bytes a second out of a unit for one of so many senders at once: a group in so many units, with so many
         devices in each."""
-        shared = self.bandwidth / num_senders
+        shared = self.bandwidth_bytes_per_second / num_senders
         if self.kind == "mesh" and self.joins is not None:
             shared *= (num_units - 1) / (self.joins - 1)
-        return shared if self.device_bandwidth is None else min(shared, num_devices * self.device_bandwidth)
+        card = self.device_bandwidth_bytes_per_second
+        return shared if card is None else min(shared, num_devices * card)
 
 
 class Measured(Section):
@@ -128,7 +131,7 @@ class Links(Section):
     measured: tuple[Measured, ...] = ()
     overlaps: Annotated[float, Field(ge=0, le=1)] = 1.0
     channels: Annotated[int, Field(ge=0)] = 0
-    reserved: Annotated[int, Field(ge=0)] | None = None
+    reserved_bytes: Annotated[int, Field(ge=0)] | None = Field(default=None, alias="reserved")
 
     @field_validator("levels")
     @classmethod
@@ -170,8 +173,8 @@ class Cluster(Section):
 
     def context(self, transport: TransportName) -> int:
         """Bytes that every process over a transport holds on its device."""
-        reserved = self.links[transport].reserved if transport in self.links else None
-        return (self.device.reserved if reserved is None else reserved) + self.device.workspaces
+        reserved = self.links[transport].reserved_bytes if transport in self.links else None
+        return (self.device.reserved_bytes if reserved is None else reserved) + self.device.workspaces_bytes
 
     def oversubscription(self, ranks_per_node: int) -> float:
         """The slowdown of a rank where ranks share cores: no less than the number of ranks to a core."""

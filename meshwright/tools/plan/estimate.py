@@ -156,7 +156,7 @@ class Estimates:
             weights = 0 if layout.data.strategy.gathers else sum(each.weight_bytes for each in parameters)
             gradients = 0 if layout.data.strategy.slices else sum(each.gradient_bytes(usual) for each in parameters)
             memory, passing = Memory(weights, gradients, 0, 0, 0, context), 0
-            if memory.total <= self.planner.cluster.device.memory:  # else nobody needs to know of buckets
+            if memory.total <= self.planner.cluster.device.memory_bytes:  # else nobody needs to know of buckets
                 buckets = self.planner.buckets.of(usual, 0, parameters, set())
                 memory = memory_of(usual, buckets, Peak(0, 0), context, self.planner.software)
                 passing = passing_bytes(buckets)

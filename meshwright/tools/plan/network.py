@@ -137,7 +137,7 @@ class Tiers:
         crossing = sum(
             self.meeting(rank, grid.rank(to)) == number for rank, to in sends if 0 <= to[PIPE] < grid.size(PIPE)
         )
-        span = _Span(2, 1, 1, 2, level.latency, level.share(crossing, 2, 1), level.kind == "ring")
+        span = _Span(2, 1, 1, 2, level.latency_seconds, level.share(crossing, 2, 1), level.kind == "ring")
         return _Shape(2, (span,), close=number == 0 or abs(receiver - sender) == 1)
 
     def _even(self, grid: Grid) -> bool:
@@ -188,7 +188,7 @@ class _Group:
                 members=self.members(number),
                 peers=self.members(number + 1) - min(self.counts[number][unit] for unit in units),
                 hops=rings[number] - rings[number + 1],
-                latency=level.latency,
+                latency=level.latency_seconds,
                 bandwidth=level.share(max(sharing(number, unit) for unit in units), num_units, self.members(number)),
                 ring=level.kind == "ring",
             )

@@ -154,7 +154,7 @@ def _row(one: Prediction, result: SearchResult) -> tuple[str, ...]:
 
 def _scatter(result: SearchResult) -> Scatter:
     """All that was predicted, by seconds from left to right and by memory from below."""
-    device, width, height = result.job.cluster.device.memory, Scatter.width, Scatter.height
+    device, width, height = result.job.cluster.device.memory_bytes, Scatter.width, Scatter.height
     slowest = max(one.seconds for one in result.every)
     fastest = min(one.seconds for one in result.every)
     span, room = max(slowest - fastest, 0.05 * slowest), device * 1.05
@@ -188,7 +188,7 @@ def _seconds(predictions: tuple[Prediction, ...]) -> StackedBars:
 
 
 def _memory(predictions: tuple[Prediction, ...]) -> StackedBars:
-    device = predictions[0].cluster.device.memory
+    device = predictions[0].cluster.device.memory_bytes
     bars = []
     for one in predictions:
         parts = one.fullest.parts

@@ -80,7 +80,7 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        return self.worst_memory <= self.cluster.device.memory
+        return self.worst_memory <= self.cluster.device.memory_bytes
 
 
 @dataclass
@@ -128,7 +128,7 @@ class Planner:
         tensors what its process holds, where they fit."""
         run = self._run(config)
         memory = run.memory(run.passes(brief=True))
-        if all(each.total <= self.cluster.device.memory for each in memory):
+        if all(each.total <= self.cluster.device.memory_bytes for each in memory):
             memory = held_by_processes(run, memory, run.sent)
         return max(memory, key=lambda each: each.total)
 
@@ -171,7 +171,9 @@ class Planner:
     def resolved(self, config: Config) -> Config:
         """The config as a run resolves it on a machine like the cluster, where each rank has a device's memory."""
         device = self.cluster.device
-        machine = Machine(cores=self.cluster.cores or 1, memory=device.memory - self.context(config), shared=False)
+        machine = Machine(
+            cores=self.cluster.cores or 1, memory=device.memory_bytes - self.context(config), shared=False
+        )
         return resolve_layout(config, machine, self).config
 
     def partition(self, config: Config) -> tuple[int, ...]:

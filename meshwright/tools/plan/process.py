@@ -50,14 +50,14 @@ def held_by_processes(
     memory = [
         replace(
             own,
-            context=own.context + device.staged * (len(memory) > 1),
+            context=own.context + device.staged_bytes * (len(memory) > 1),
             communicators=channels and channels * channel_bytes(run, stage, sent[stage]),
             read=read_bytes(run, stage),
         )
         for stage, own in enumerate(memory)
     ]
     fullest = max(range(len(memory)), key=lambda stage: memory[stage].total)
-    room = device.memory - memory[fullest].context - memory[fullest].communicators
+    room = device.memory_bytes - memory[fullest].context - memory[fullest].communicators
     if memory[fullest].allocated > room:
         return tuple(memory)
     if fullest not in run.footprints:

@@ -52,7 +52,7 @@ def write_run(best: Prediction, path: Path) -> None:
     head = (
         f"# {layout_text(best.config)}\n"
         f"# predicted on {best.config.layout.world_size} devices of {best.cluster.name}: {seconds_text(best.seconds)} "
-        f"a step, {bytes_text(best.worst_memory)} of {bytes_text(best.cluster.device.memory)} "
+        f"a step, {bytes_text(best.worst_memory)} of {bytes_text(best.cluster.device.memory_bytes)} "
         f"({verdict(best.fullest, best.cluster)})\n"
     )
     try:
@@ -141,7 +141,7 @@ def plan_sentences(result: SearchResult) -> list[str]:
         said.append(f"With {change.what}: {seconds_text(change.seconds)} ({told}).")
     if result.lacking is not None:
         seconds, config, memory = result.lacking
-        more = bytes_text(memory.total - job.cluster.device.memory)
+        more = bytes_text(memory.total - job.cluster.device.memory_bytes)
         about = f"{layout_text(config)} would fit, and take about {seconds_text(seconds)}"
         said.append(f"With {more} more a device: {about}.")
     return said
@@ -230,7 +230,7 @@ def why(loser: Loser, best: Prediction) -> str:
         most = max(parts, key=lambda part: parts[part])
         alone = "" if loser.whole else " before it computes anything"
         return (
-            f"does not fit: {bytes_text(loser.memory.total)} of {bytes_text(best.cluster.device.memory)}{alone}, "
+            f"does not fit: {bytes_text(loser.memory.total)} of {bytes_text(best.cluster.device.memory_bytes)}{alone}, "
             f"most for {most} ({bytes_text(parts[most])})"
         )
     own = loser.prediction

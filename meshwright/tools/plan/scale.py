@@ -241,7 +241,7 @@ def as_dict(scaling: Scaling) -> dict[str, object]:
     return {
         "cluster": scaling.cluster.name,
         "mode": scaling.mode,
-        "device_memory_bytes": scaling.cluster.device.memory,
+        "device_memory_bytes": scaling.cluster.device.memory_bytes,
         "rows": [_row(point) for curve in scaling.curves for point in curve],
     }
 
@@ -252,7 +252,7 @@ def render(scaling: Scaling) -> None:
     table = Table(
         "strategy", *right, Column("efficiency", justify="right"), Column("GB", justify="right"),
         Column("layout, or why there is none", overflow="fold"),
-        title=f"{scaling.title} (devices of {scaling.cluster.device.memory / 1e9:.1f} GB)",
+        title=f"{scaling.title} (devices of {scaling.cluster.device.memory_bytes / 1e9:.1f} GB)",
     )  # fmt: skip
     for curve in scaling.curves:
         for index, point in enumerate(curve):

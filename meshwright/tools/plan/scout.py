@@ -120,7 +120,7 @@ class Scout:
     def __init__(self, job: SearchJob, models: Estimates, keep: Keep) -> None:
         self.job, self.models, self.keep = job, models, keep
         self.turns = Turns()
-        self.device_bytes = job.cluster.device.memory
+        self.device_bytes = job.cluster.device.memory_bytes
         self._bounds: dict[Hashable, float] = {}
 
     def look(self, family: Config, found: Outlook, cutoff: float = math.inf, report: ShowProgress = silent) -> None:

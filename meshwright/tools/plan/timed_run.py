@@ -172,11 +172,15 @@ class TimedRun(Composition):
 
     def sum(self, bucket: PlannedBucket, ready: float, read: float = 0.0) -> Sum:
         device, config = self.cluster.device, self.config
-        rate = device.host_link if config.memory.offload.to == "host" else min(device.host_link, device.disk)
+        rate = (
+            device.host_link_bytes_per_second
+            if config.memory.offload.to == "host"
+            else min(device.host_link_bytes_per_second, device.disk_bytes_per_second)
+        )
         steps = self.step_seconds(bucket) if bucket.stepped_elements else 0.0
         reduce, publish = self.seconds(bucket.reduce) + self.seconds(bucket.across), self.seconds(bucket.publish)
         if self.software.one_process:
-            publish += self.devices_per_host * len(bucket.names) * device.issue
+            publish += self.devices_per_host * len(bucket.names) * device.issue_seconds
         return Sum(ready, reduce, publish, steps, bucket.moved_bytes(config) / rate, read)
 
     def step_seconds(self, bucket: PlannedBucket) -> float:
@@ -188,4 +192,4 @@ class TimedRun(Composition):
             elements //= len(bucket.names)
             touched = elements * STEPPED_BYTES // STEPS_OF_ADAMW
         kernel = Kernel("element", 0.0, touched, elements, "float32")
-        return count * max(self.timer.kernel_seconds(kernel), self.cluster.device.issue if count > 1 else 0.0)
+        return count * max(self.timer.kernel_seconds(kernel), self.cluster.device.issue_seconds if count > 1 else 0.0)

@@ -59,7 +59,7 @@ class Timer:
 
     def __init__(self, cluster: Cluster, ranks_per_node: int, *, tf32: bool = False, devices_per_host: int = 1) -> None:
         self._cluster = cluster
-        self._issue = devices_per_host * cluster.device.issue
+        self._issue = devices_per_host * cluster.device.issue_seconds
         self._tf32 = tf32
         self._seconds: dict[Kernel, float] = {}
         self._steps: dict[int, tuple[Program, tuple[Step, ...]]] = {}
@@ -69,7 +69,7 @@ class Timer:
     @property
     def part(self) -> float:
         """Seconds that a pass through a part of the chain takes beyond its program (Device.part)."""
-        return self.slowdown * self._cluster.device.part
+        return self.slowdown * self._cluster.device.python_seconds_per_part
 
     def gain(self, ranks: int) -> float:
         """The speed-up while only so many of the node's ranks compute: the others leave them their cores."""
@@ -79,12 +79,12 @@ class Timer:
         """Seconds of one of its `times`. Raises ConfigError where the device's peak in its dtype is not known."""
         known = self._seconds.get(kernel)
         if known is None:
-            known = self._seconds[kernel] = self.slowdown * (self._cluster.device.launch + self._work(kernel))
+            known = self._seconds[kernel] = self.slowdown * (self._cluster.device.launch_seconds + self._work(kernel))
         return known
 
     def _work(self, kernel: Kernel) -> float:
         device = self._cluster.device
-        memory = kernel.touched_bytes / interpolated(device.bandwidth, kernel.touched_bytes)
+        memory = kernel.touched_bytes / interpolated(device.bandwidth_bytes_per_second, kernel.touched_bytes)
         match kernel.kind:
             case "product":
                 products = kernel.flops / (self._peak(kernel) * interpolated(device.efficiency, kernel.side))

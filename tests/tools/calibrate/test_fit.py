@@ -17,22 +17,22 @@ def line(latency: float, bandwidth: float) -> Points:
 
 def test_a_line_is_found_again() -> None:
     level = fit_level(line(20e-6, 3e9))
-    assert level.latency == pytest.approx(20e-6, rel=1e-3)
-    assert level.bandwidth == pytest.approx(3e9, rel=1e-3)
+    assert level.latency_seconds == pytest.approx(20e-6, rel=1e-3)
+    assert level.bandwidth_bytes_per_second == pytest.approx(3e9, rel=1e-3)
 
 
 def test_small_payloads_count_as_much_as_large_ones() -> None:
     """A tenth more on the largest payload must not move the latency, a thousandth of its time, by more than a tenth."""
     points = line(1e-6, 4e9)
     points[-1] = (points[-1][0], points[-1][1] * 1.1)
-    assert fit_level(points).latency == pytest.approx(1e-6, rel=0.1)
+    assert fit_level(points).latency_seconds == pytest.approx(1e-6, rel=0.1)
 
 
 @pytest.mark.parametrize("points", [[(1024, 2e-5), (4096, 1e-5)], [(1024, 1e-6), (4096, 8e-6)], [(1024, 1e-5)]])
 def test_no_latency_and_no_bandwidth_below_zero(points: Points) -> None:
     level = fit_level(points)
-    assert level.latency >= 0
-    assert 0 < level.bandwidth < 1e12
+    assert level.latency_seconds >= 0
+    assert 0 < level.bandwidth_bytes_per_second < 1e12
 
 
 def test_ranks_are_merged_by_their_medians() -> None:
@@ -75,15 +75,15 @@ def test_a_device_is_found_again() -> None:
     assert device.peak == {"float32": 5e10, "float64": 2.5e10, "bf16": pytest.approx(1e11, rel=1e-3)}
     assert dict(device.efficiency) == EFFICIENCY
     assert device.attention == pytest.approx(0.55, rel=1e-3)
-    assert [rate for _, rate in device.bandwidth] == pytest.approx([BANDWIDTH] * 3, rel=1e-3)
-    assert device.launch == LAUNCH
+    assert [rate for _, rate in device.bandwidth_bytes_per_second] == pytest.approx([BANDWIDTH] * 3, rel=1e-3)
+    assert device.launch_seconds == LAUNCH
     assert device.elements == {"special": pytest.approx(1e-9, rel=1e-2), "random": pytest.approx(7e-9, rel=1e-2)}
-    assert (device.host_link, device.disk, device.reserved) == (5e9, 5e8, 3e8)
+    assert (device.host_link_bytes_per_second, device.disk_bytes_per_second, device.reserved_bytes) == (5e9, 5e8, 3e8)
 
 
 def test_kernels_that_are_lost_in_their_launch_have_a_bandwidth_all_the_same() -> None:
     points = device_points() | {"stream": [(64, 0.9 * LAUNCH), (2**24, LAUNCH + 2**24 / BANDWIDTH)]}
-    assert all(rate > 0 for _, rate in fit_device("cpu", 2**30, points).bandwidth)
+    assert all(rate > 0 for _, rate in fit_device("cpu", 2**30, points).bandwidth_bytes_per_second)
 
 
 def test_a_machine_without_fused_attention_says_so() -> None:
@@ -95,4 +95,4 @@ def test_links_keep_what_was_timed() -> None:
     assert links.overlaps == 0.25
     assert [(row.verb, row.ranks) for row in links.measured] == [("send", 2), ("all_reduce", 2), ("send", 4)]
     assert interpolated(links.measured[1].points, 2**18) == pytest.approx(7e-6 + 2**18 / 1e9, rel=1e-3)
-    assert links.levels[0].bandwidth == pytest.approx(2e9, rel=1e-3)
+    assert links.levels[0].bandwidth_bytes_per_second == pytest.approx(2e9, rel=1e-3)

@@ -45,7 +45,7 @@ def test_a_sentence_with_the_time_and_the_price_of_a_training() -> None:
 
 
 def test_memory_is_tight_where_what_is_not_predicted_would_not_fit() -> None:
-    room = NODES.device.memory
+    room = NODES.device.memory_bytes
     said = [verdict(Memory(int(share * room), 0, 0, 0, 0, 0), NODES) for share in (0.8, 0.95, 1.1)]
     assert said == ["fits", "tight", "does not fit"]
 

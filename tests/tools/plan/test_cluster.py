@@ -11,7 +11,7 @@ from meshwright.errors import ConfigError
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.ledger import VERBS
 from meshwright.ranks.section import TRANSPORTS
-from meshwright.tools.plan.cluster import cluster_names, interpolated, load_cluster
+from meshwright.tools.plan.cluster import Cluster, cluster_names, interpolated, load_cluster
 from meshwright.tools.plan.network import ClusterNetwork
 
 GOOD = """
@@ -46,7 +46,7 @@ def mistakes(tmp_path: Path, *changes: tuple[str, str]) -> list[str]:
 def test_a_file_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(GOOD)
-    assert load_cluster(str(path)).device.memory == 16 * 2**30
+    assert load_cluster(str(path)).device.memory_bytes == 16 * 2**30
 
 
 def test_all_mistakes_by_field(tmp_path: Path) -> None:
@@ -128,15 +128,17 @@ def test_shipped_clusters(name: str) -> None:
     assert cluster.source
     device = cluster.device
     assert len(device.efficiency) > 2
-    assert len(device.bandwidth) > 2
+    assert len(device.bandwidth_bytes_per_second) > 2
     if device.kind == "cpu":
-        shares, rates = ([value for _, value in curve] for curve in (device.efficiency, device.bandwidth))
+        shares, rates = (
+            [value for _, value in curve] for curve in (device.efficiency, device.bandwidth_bytes_per_second)
+        )
         best = shares.index(max(shares))
         assert best > 0
         assert shares[: best + 1] == sorted(shares[: best + 1])
         assert rates[-1] < max(rates) / 2
     else:
-        for curve in (device.efficiency, device.bandwidth):
+        for curve in (device.efficiency, device.bandwidth_bytes_per_second):
             assert all(less <= more for (_, less), (_, more) in pairwise(curve))
     assert interpolated(device.efficiency, 1e5) <= 1
     for backend, links in cluster.links.items():
@@ -149,3 +151,11 @@ def test_shipped_clusters(name: str) -> None:
         grid = Grid((("data", 2), ("tensor", cluster.devices_per_node)))
         network = ClusterNetwork(cluster, backend, grid)
         assert 0 < network.collective("tensor", "all_reduce", 2**20) < network.collective("tensor", "all_reduce", 2**30)
+
+
+@pytest.mark.parametrize("name", cluster_names())
+def test_a_written_cluster_has_the_keys_of_a_file(name: str) -> None:
+    cluster = load_cluster(name)
+    tree = cluster.model_dump(by_alias=True)
+    assert {"memory", "reserved", "launch", "bandwidth", "host_link"} <= tree["device"].keys()
+    assert Cluster.model_validate(tree) == cluster

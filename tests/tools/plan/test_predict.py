@@ -157,7 +157,9 @@ def test_half_the_ranks_do_twice_the_work() -> None:
 
 def test_each_pass_through_a_part_takes_the_host_its_time() -> None:
     """Embeddings, five layers and the head, forward and backward, for each of eight microbatches."""
-    host = CLUSTER.model_copy(update={"device": DEVICE.model_copy(update={"part": 0.25}), "cores": 1, "turns": None})
+    host = CLUSTER.model_copy(
+        update={"device": DEVICE.model_copy(update={"python_seconds_per_part": 0.25}), "cores": 1, "turns": None}
+    )
     config = config_for({}, {}, "none", layout={})
     longer = Planner(host).predict(config).seconds - Planner(CLUSTER).predict(config).seconds
     assert longer == pytest.approx(0.25 * 2 * 7 * 8)

@@ -50,7 +50,7 @@ def test_verdicts() -> None:
     """Tight: within the share that nobody has seen."""
     memory = Planner(GPU).predict(synced("allreduce", 1)).fullest
     for spare, expected in ((1.2, "fits"), (1.05, "tight"), (0.99, "does not fit")):
-        device = GPU.device.model_copy(update={"memory": int(memory.total * spare)})
+        device = GPU.device.model_copy(update={"memory_bytes": int(memory.total * spare)})
         assert verdict(memory, GPU.model_copy(update={"device": device})) == expected
 
 
@@ -58,7 +58,7 @@ def test_at_the_limit_cached_memory_is_given_back() -> None:
     """A device that has no room for what is cached, and has for tensors: the allocator makes do, and it is tight."""
     config = with_field(synced("allreduce", 1), "model.hidden", 768)
     free = Planner(GPU).predict(config).fullest
-    device = GPU.device.model_copy(update={"memory": free.total - 4 * 2**20})
+    device = GPU.device.model_copy(update={"memory_bytes": free.total - 4 * 2**20})
     prediction = Planner(GPU.model_copy(update={"device": device})).predict(config)
     assert replace(prediction.fullest, cached=0) == replace(free, cached=0)
     assert prediction.fullest.total <= free.total
@@ -68,7 +68,7 @@ def test_at_the_limit_cached_memory_is_given_back() -> None:
 def test_a_process_holds_what_its_transport_loads() -> None:
     """`links.T.reserved` goes before the device's, and moves the verdict as any byte does."""
     config = synced("allreduce", 2)
-    loaded = GPU.links["torch"].model_copy(update={"reserved": GPU.device.reserved + 10**8})
+    loaded = GPU.links["torch"].model_copy(update={"reserved_bytes": GPU.device.reserved_bytes + 10**8})
     plain, more = (
         Planner(cluster).predict(config).fullest
         for cluster in (GPU, GPU.model_copy(update={"links": {"torch": loaded}}))

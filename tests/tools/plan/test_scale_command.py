@@ -24,7 +24,7 @@ from tests.tools.plan.test_scale import RUN
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("scale")
     (made / "run.yaml").write_text(dump_config(RUN))
-    (made / "here.yaml").write_text(yaml.safe_dump(FLAT.model_dump(mode="json")))
+    (made / "here.yaml").write_text(yaml.safe_dump(FLAT.model_dump(mode="json", by_alias=True)))
     return made
 
 

@@ -111,7 +111,7 @@ class MadeUp:
 
 
 def made_up(seed: int, room: int = 1_000_000) -> tuple[Cluster, MadeUp]:
-    cluster = NODES.model_copy(update={"device": NODES.device.model_copy(update={"memory": room})})
+    cluster = NODES.model_copy(update={"device": NODES.device.model_copy(update={"memory_bytes": room})})
     return cluster, MadeUp(cluster, seed, room)
 
 
@@ -237,7 +237,7 @@ def test_processes_that_share_a_search_find_what_one_does() -> None:
     words = ("batch.micro=2", "layout.pipeline.schedule=1f1b", "memory.offload.to=none", "memory.recompute=none")
 
     def found(processes: int, memory: int) -> SearchResult | str:
-        device = NODES.device.model_copy(update={"memory": memory})
+        device = NODES.device.model_copy(update={"memory_bytes": memory})
         try:
             return search(
                 parse_config(TREE, words), NODES.model_copy(update={"device": device}), 2,
@@ -398,7 +398,7 @@ def test_slices_are_found_where_a_model_does_not_fit() -> None:
     run, fixed = parse_config(TREE | {"model": model, "batch": {"global": 32}}, words), fixed_fields(words)
     parameters, chosen = 8 * 12 * 256**2, {}
     for room in (5, 16):  # bytes a parameter, of which 16 are the weights, gradients and states of one device
-        device = NODES.device.model_copy(update={"memory": room * parameters})
+        device = NODES.device.model_copy(update={"memory_bytes": room * parameters})
         found = search(run, NODES.model_copy(update={"device": device}), 8, fixed=fixed)
         chosen[room] = found.predictions[0].config.layout.data.sync
         predicted = {loser.strategy: loser.prediction for loser in found.losers}
@@ -411,7 +411,7 @@ def test_slices_are_found_where_a_model_does_not_fit() -> None:
 
 def test_nothing_fits() -> None:
     cluster, models = made_up(1)
-    small = cluster.model_copy(update={"device": cluster.device.model_copy(update={"memory": models.room // 10})})
+    small = cluster.model_copy(update={"device": cluster.device.model_copy(update={"memory_bytes": models.room // 10})})
     with pytest.raises(ConfigError, match=r"--cluster=made-up has 0.1 MB a device, and none of \d+ legal layouts on 2"):
         search(parse_config(TREE), small, 2, models=models)
 

@@ -54,7 +54,7 @@ def test_an_optimizer_in_steps_takes_longer_and_nothing_else_does() -> None:
 
 def test_one_process_issues_the_forward_kernels_of_all_devices_in_turn() -> None:
     """Its host is busy twice as long with the forward passes of two devices; backward passes have threads beneath."""
-    device = NODES.device.model_copy(update={"launch": 1e-7, "issue": 1e-3})
+    device = NODES.device.model_copy(update={"launch_seconds": 1e-7, "issue_seconds": 1e-3})
     hosts = NODES.model_copy(update={"device": device})
     software = Software(one_process=True)
     forward, backward = {}, {}
@@ -69,7 +69,7 @@ def test_one_process_issues_the_forward_kernels_of_all_devices_in_turn() -> None
 
 def test_heads_that_are_kernels_of_their_own_issue_as_many() -> None:
     """Their products are the same; where the host is slow it issues those of each head."""
-    device = NODES.device.model_copy(update={"issue": 1e-3, "launch": 1e-7})
+    device = NODES.device.model_copy(update={"issue_seconds": 1e-3, "launch_seconds": 1e-7})
     hosts = NODES.model_copy(update={"device": device})
     together, apart = (
         Planner(hosts, Software(attention="steps", heads=heads)).predict(run()) for heads in ("together", "apart")

@@ -61,7 +61,7 @@ def test_the_search_leaves_nothing_better_out(name: str) -> None:
     model, where, devices, words = SPACES[name]
     run = parse_config({"model": model, "data": {"sequence": 64}, "batch": {"global": 8}}, words)
     cluster, fixed = load_cluster(where), fixed_fields(words)
-    device = cluster.device.model_copy(update={"memory": LITTLE.get(name, cluster.device.memory)})
+    device = cluster.device.model_copy(update={"memory_bytes": LITTLE.get(name, cluster.device.memory_bytes)})
     cluster = cluster.model_copy(update={"device": device})
     models = Estimates(Planner(cluster))
     found = [one.seconds for one in search(run, cluster, devices, fixed=fixed, models=models).predictions]
