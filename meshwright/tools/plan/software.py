@@ -60,7 +60,7 @@ class Software(Section):
         return Recorder(fuses_dropout=self.fuses_dropout)
 
     def on_device(self, kind: str) -> AsOnDevice:
-        """What meta tensors do while a layer of this software's is recorded for a kind of device."""
+        """A mode in which meta tensors do what this software's layers do on a kind of device."""
         return AsOnDevice(
             kind, self.attention or "torch", gelu_in_steps=self.gelu == "steps", heads_apart=self.heads == "apart"
         )
