@@ -81,7 +81,7 @@ class PlannedBucket:
 
     @property
     def whole_gradient_bytes(self) -> int:
-        """Bytes that are there beside that while it is filled and summed."""
+        """Extra bytes while the full gradient exists, from its first write to the end of its reduce-scatter."""
         return self.num_elements * self.summed_in.itemsize if self.slices else 0
 
     @property

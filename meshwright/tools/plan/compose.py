@@ -67,7 +67,7 @@ class Cost:
         return replace(self, kept_bytes=self.kept_bytes - freed_bytes)
 
     def extended(self, step: Cost, times: int) -> Cost:
-        """This one, plus so many times what it has more than `step`."""
+        """A group of layers from recordings of two and of one (`step`): self + times * (self - step)."""
         return Cost(
             self.seconds + times * (self.seconds - step.seconds),
             self.kept_bytes + times * (self.kept_bytes - step.kept_bytes),

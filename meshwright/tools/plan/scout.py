@@ -159,7 +159,7 @@ class Scout:
         return found
 
     def verdict(self, config: Config) -> Prediction | Memory:
-        """The prediction of a layout that fits; of another one so much of its memory that it does not."""
+        """The prediction if the layout fits, else the memory that shows it does not."""
         memory = self.models.least_memory(config)
         if memory.total > self.device_bytes:
             return memory

@@ -145,7 +145,7 @@ def is_fixed(field: str, fixed: Collection[str]) -> bool:
 
 
 def ranks_per_node(cluster: Cluster, devices: int) -> int:
-    """The most that nodes can have of so many ranks, all nodes as many."""
+    """The largest divisor of `devices` that fits on a node."""
     return max(size for size in divisors(devices) if size <= cluster.devices_per_node)
 
 
@@ -331,7 +331,7 @@ def _syncs(config: Config, job: SearchJob) -> tuple[str, ...]:
 
 
 def _shards(config: Config, job: SearchJob) -> tuple[int | None, ...]:
-    """One group of all ranks, and groups that lie on one node each."""
+    """Candidates for layout.data.shard: none, and the largest group inside a node."""
     layout = config.layout
     if not layout.data.strategy.slices:
         return (None,)

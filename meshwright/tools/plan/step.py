@@ -114,7 +114,7 @@ def _late_seconds(sums: Sequence[Sum], begins: float, overlaps: float) -> float:
 
 
 def _step_all(begin: float, sums: Sequence[Sum]) -> float:
-    """The end of an optimizer that steps all buckets; what it fetches for one comes while it steps the one before."""
+    """The end if the optimizer waits for all buckets; fetching i + 1 overlaps stepping i."""
     first = sums[0].lane / 2 if sums else 0.0
     return begin + first + sum(max(one.steps, one.lane) for one in sums)
 
