@@ -102,7 +102,7 @@ class Parts:
     pipeline: Pipeline
     optimizer: Optimizer
     grains: SampleGrains | None = None
-    """What is computed at a time, where bits are layout-free."""
+    """The samples that are computed at a time, where bits are layout-free."""
 
     @property
     def specs(self) -> dict[str, ShardSpec]:
@@ -150,7 +150,7 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
 
 
 def exactly(config: Config, mesh: Mesh) -> tuple[SampleGrains | None, FixedPoint | None]:
-    """What makes bits layout-free: the grains of microbatches, and how their sums become integers."""
+    """The grains of microbatches, and how their sums become integers: both where bits are layout-free, else none."""
     if not config.bits.layout_free:
         return None, None
     grains = SampleGrains(config.bits.samples, config.micro, config.seed)

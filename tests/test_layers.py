@@ -18,7 +18,7 @@ FLOORS: dict[str, int] = {
     "errors": 0, "section": 0, "registry": 0, "config": 0, "environment": 0, "machine": 0, "streams": 0,
     "configs": 0,
     # 1: ranks and what they hold.
-    "model": 1, "ranks": 1, "parameters": 1,
+    "model": 1, "ranks": 1, "parameters": 1, "bits": 1,
     # 2: rooms that never import each other.
     "context": 2, "tensor": 2, "data_parallel": 2, "optim": 2, "pipeline": 2, "memory": 2,
     # 3: a kit made of the tensor room's layers; models, written against the kit.

@@ -67,7 +67,7 @@ class FixedPoint:
 
     @property
     def quantum(self) -> float:
-        """What sums are multiples of."""
+        """The power of two of which sums are multiples."""
         return self.scale * 2.0**-GRADIENT_DIGITS
 
 

@@ -85,14 +85,19 @@ REFUSED: tuple[tuple[str, Callable[[Config], object], str], ...] = (
         lambda config: config.optimizer.name if config.optimizer.update.matrices else None,
         "adamw, sgd",
     ),
+    (
+        "precision.accumulate",
+        lambda config: config.precision.accumulate if config.precision.accumulate != "float32" else None,
+        "float32",
+    ),
     ("compile", lambda config: config.compile if config.compile == "islands" else None, "none"),
 )
-"""What is not layout-free yet: its field, its value where a run has it, what to take instead."""
+"""Fields that are not layout-free yet: their value where a run has it, and the values to take instead."""
 
 
 @_under_layout_free(
     KIND, "layout.tensor", "layout.context.size", "layout.data.expert", "layout.data.sync", "model", "optimizer.name",
-    "compile",
+    "precision", "compile",
 )  # fmt: skip
 def what_is_summed_in_an_order(config: Config) -> Iterator[Problem]:
     for field, value_of, instead in REFUSED:
@@ -100,6 +105,3 @@ def what_is_summed_in_an_order(config: Config) -> Iterator[Problem]:
             yield Problem(
                 field, value, "has sums or kernels whose bits depend on the layout (bits.kind=layout-free)", instead
             )
-
-
-RULES = (grains_fill_microbatches, sums_have_digits, scales_are_powers_of_two, what_is_summed_in_an_order)

@@ -245,6 +245,13 @@ EFFECTS = (
         lambda config: "with validation.every=0",
         "validation.every=100",
     ),
+    Effect(
+        ("bits.samples",),
+        ("bits.kind",),
+        lambda config: config.bits.layout_free,
+        lambda config: "with bits.kind=usual, where kernels get whole microbatches",
+        "bits.kind=layout-free",
+    ),
 )
 
 

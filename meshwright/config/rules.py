@@ -11,7 +11,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Set
 from operator import attrgetter
 
-from meshwright.bits import section as layout_free
+from meshwright.bits.section import (
+    grains_fill_microbatches,
+    scales_are_powers_of_two,
+    sums_have_digits,
+    what_is_summed_in_an_order,
+)
 from meshwright.config.layout import part_of_axis
 from meshwright.config.messages import nearest
 from meshwright.config.schema import Config
@@ -300,7 +305,10 @@ RULES = (
     order_names_every_axis_once,
     nodes_are_full,
     replicas_share_experts,
-    *layout_free.RULES,
+    grains_fill_microbatches,
+    sums_have_digits,
+    scales_are_powers_of_two,
+    what_is_summed_in_an_order,
 )
 
 

@@ -20,7 +20,7 @@ from meshwright.tools.compare.layouts import from_files
 
 ALWAYS = {
     *("seed", "weights", "epochs", "device", "compile", "threads", "restarts", "timeout.join", "timeout.wait"),
-    *("batch.global", "batch.micro"),
+    *("batch.global", "batch.micro", "bits.kind"),
     *("data.mixture", "data.validation"),  # eval measures on what is held out, whether the run validated or not
     *("data.kind", "data.tokenizer", "data.sequence", "data.target", "data.languages", "data.buckets"),
     *("data.begin", "data.end", "data.documents", "data.template", "data.overlong", "data.held_out", "data.stride"),
@@ -72,6 +72,7 @@ EFFECTIVE: dict[str, tuple[str, ...]] = {
     "validation.metric=accuracy": ("validation.every=5", "validation.patience=1"),
     "validation.patience=2": ("validation.every=5",),
     "checkpoint.best=true": ("validation.every=5",),
+    "bits.samples=2": ("bits=layout-free",),
 }
 """Every field of the table, and the words that make it effective."""
 
@@ -111,6 +112,7 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     "validation.metric=loss": (("validation.every=5",), "where nothing depends on the best validation"),
     "validation.patience=2": ((), "with validation.every=0"),
     "checkpoint.best=true": ((), "with validation.every=0"),
+    "bits.samples=2": ((), "with bits.kind=usual"),
 }
 """Every field of the table in a run where it has no effect, at its default or not, and why."""
 

@@ -13,7 +13,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from meshwright.config import Config
-from meshwright.config.load import CONFIGS, read_yaml
+from meshwright.config.load import read_yaml
+from meshwright.configs import SOFTWARE
 from meshwright.errors import ConfigError
 from meshwright.on_device import AsOnDevice, Attention
 from meshwright.optim.states import stepped_together
@@ -83,7 +84,7 @@ OWN_SOFTWARE = Software()
 
 def load_software(name: str) -> Software:
     """A preset by its name. Raises ConfigError with the names where there is no such preset."""
-    presets = read_yaml(CONFIGS / "software.yaml")
+    presets = read_yaml(SOFTWARE)
     if name not in presets:
         raise ConfigError.of("software", name, "is no program that we know the facts of", ", ".join(presets))
     return Software.model_validate(presets[name])

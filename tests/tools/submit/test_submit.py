@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from meshwright.cli import app
 from meshwright.errors import ConfigError, LaunchError, PluginError
-from meshwright.registry import OURS
+from meshwright.registry import OURS, _group
 from meshwright.tools.submit import job
 from tests.patience import PATIENCE_SECONDS
 from tests.test_extending import install
@@ -248,13 +248,17 @@ def test_an_engine_of_another_package(run: Path, tmp_path: Path, monkeypatch: py
     (tmp_path / "toys" / "batch.py").write_text(PLUGIN)
     install(tmp_path, {"meshwright.submit": {"batch": "toys.batch:Batch"}})
     monkeypatch.syspath_prepend(str(tmp_path))
+    _group.cache_clear()  # a process reads each group once, and this one may have
     assert text_of("batch", run, ["queue=large"]) == "large: 2 nodes"
     (tmp_path / "meshwright_toys-1.0.dist-info" / "entry_points.txt").write_text(
         "[meshwright.submit]\nbatch = nowhere:B\n"
     )
     importlib.invalidate_caches()
+    _group.cache_clear()
     with pytest.raises(PluginError, match=r"entry point batch of meshwright\.submit, nowhere:B, cannot be loaded"):
         text_of("slurm", run)
+    monkeypatch.undo()
+    _group.cache_clear()
 
 
 def test_a_device_is_said_and_a_file_is_not_replaced(run: Path, tmp_path: Path) -> None:
