@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
-from typer import Option
+from typer import Argument, Option
 
 from meshwright.cli.app import (
     OPERATE,
@@ -148,7 +148,8 @@ def verify(
     """Prove a run's layout equal to plain torch on one device.
 
     Losses, every gradient and weights are compared. Exit code 1 where it does not, and where a gradient is zero on
-    both sides. Dropout is off: no two layouts share its masks.
+    both sides. Dropout is off: no two layouts share its masks. With bits=layout-free the layout's own bits are held to
+    one device's as well, with dropout.
 
     Example: meshwright verify run.yaml layout.data.size=4 layout.data.sync=ring
     """
@@ -160,6 +161,26 @@ def verify(
         verdict = run_verification(config, steps=steps, as_configured=as_configured, report=show)
     print_result(table, verdict, as_json)
     verdict.check()
+
+
+@app.command(rich_help_panel=PROVE)
+def diff(
+    one: Annotated[Path, Argument(metavar="OUT", help="A run's folder.")],
+    other: Annotated[Path, Argument(metavar="OUT", help="Another run's folder.")],
+    as_json: AsJson = False,
+) -> None:
+    """Say where two runs part: step, parameter, box.
+
+    Losses, norms and roots of each step, and the tensors of the checkpoints that both have, compared to the bit. Exit
+    code 1 where they differ. Layouts do not matter; runs with bits=layout-free should be equal under all of them.
+
+    Example: meshwright diff out/two-gpus out/eight-gpus
+    """
+    from meshwright.tools import diff as tool
+
+    found = tool.difference(one, other)
+    print_result(tool, found, as_json)
+    found.check()
 
 
 @app.command(rich_help_panel=PREDICT)

@@ -177,6 +177,8 @@ class Check(Section):
 
     every: Count = 1
     """Steps between two comparisons; 0: never."""
+    root_every: Count = 0
+    """Steps between two roots in metrics.jsonl, of the weights that a step has read; 0: never."""
 
 
 class Metrics(Section):

@@ -22,6 +22,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
+from meshwright.bits.root import held_hashes
 from meshwright.errors import CorruptionError, DivergedError
 from meshwright.parameters.bucket import FlatWeights
 from meshwright.parts import Parts
@@ -49,6 +50,18 @@ def hashes_due(parts: Parts, step: int) -> Tensor:
     every = parts.config.check.every
     due = every and (step + 1) % every == 0
     return weight_hashes(parts) if due else torch.empty(0, dtype=torch.int64, device=parts.mesh.device)
+
+
+def root_due(parts: Parts, step: int) -> Tensor:
+    """What this rank adds to the root of the weights that the step has read, in the steps in which `check.root_every`
+    wants one, counted from 0; else empty."""
+    every = parts.config.check.root_every
+    if not every or (step + 1) % every:
+        return torch.empty(0, dtype=torch.int64, device=parts.mesh.device)
+    held = (("weight", flat.values, flat.places, flat.copy_axes) for flat in parts.strategy.weights)
+    hashes = held_hashes(held, parts.mesh)
+    none = torch.zeros(1, dtype=torch.int64, device=parts.mesh.device)
+    return torch.stack(list(hashes.values())).sum().reshape(1) if hashes else none
 
 
 def state_hashes(parts: Parts) -> Tensor:

@@ -52,6 +52,6 @@ KEYS = frozenset({
     "step", "loss", "learning_rate", "grad_norm", "loss_scale", "applied", "phase_seconds", "tokens",
     "tokens_per_second", "step_seconds", "idle_shares", "days_for_300g_tokens", "peak_memory_bytes", "sent_bytes",
     "flops_per_second", "paper_flops_per_second", "mfu", "utilisation", "own_seconds", "dropped_share", "straggler",
-    "validation_loss", "validation_accuracy",
+    "validation_loss", "validation_accuracy", "root",
 })  # fmt: skip
 """The keys of metrics.jsonl that are ours; docs/metrics.md says what each of them means."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from meshwright.bits.root import root_text
 from meshwright.config import Config
 from meshwright.config.schema import Precision
 from meshwright.errors import MeshwrightError
@@ -111,6 +112,7 @@ def metrics_line(step_seconds: float, work: StepWork, reports: StepReports, grid
     sent = dict(zip(grid.axis_sets, reports.reduced("sent_bytes"), strict=True))
     rate, pairs = work.flops / step_seconds, work.droppable_pairs
     total = reports.reduced("pipeline_seconds")
+    roots: list[list[int]] = reports["root"]
     stages: list[list[float]] = [[] for _ in range(grid.size(PIPE))]  # a rank's share of the longest pipeline phase
     for rank, seconds in enumerate(reports["task_seconds"]):
         stages[grid.coordinates(rank)[PIPE]].append(max(0.0, 1 - seconds / total))
@@ -128,6 +130,7 @@ def metrics_line(step_seconds: float, work: StepWork, reports: StepReports, grid
             "unknown" if math.isnan(busy) else min(1.0, busy / step_seconds) for busy in reports["busy_seconds"]
         ],
         **({"dropped_share": reports.reduced("dropped_pairs") / pairs} if pairs else {}),
+        **({"root": root_text(part for parts in roots for part in parts)} if any(roots) else {}),
         **{name: reports.reduced(name) for name, metric in reports.table.items() if metric.shown},
     }
 

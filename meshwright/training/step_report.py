@@ -38,7 +38,7 @@ from meshwright.ranks.grid import PIPE, Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.registry import entries, load_entry
 from meshwright.tensor.experts import dropped_pairs
-from meshwright.training.checks import hashes_due
+from meshwright.training.checks import hashes_due, root_due
 from meshwright.training.metric import KEYS, Metric
 from meshwright.training.phases import PIPELINE
 
@@ -53,6 +53,7 @@ TABLE: Mapping[str, Metric] = {
     "peak_memory_bytes": Metric("max", lambda step: peak_memory_bytes(step.parts.mesh.device), "int64"),
     "dropped_pairs": Metric("sum", lambda step: dropped_pairs(step.parts.model, step.loss.device), shown=False),
     "sent_bytes": Metric("max", lambda step: step.lap.sent_bytes, "int64", shown=False),  # by the grid's sets of axes
+    "root": Metric("each", lambda step: root_due(step.parts, step.number), "int64", shown=False),
     "hashes": Metric("each", lambda step: hashes_due(step.parts, step.number), "int64", shown=False),
 }
 """All that the ranks tell each other of a step. A number more is a line here, or another package's (docs/extending.md),

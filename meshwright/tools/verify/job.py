@@ -11,6 +11,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from meshwright.bits.root import held_hashes
+from meshwright.bits.section import Bits
 from meshwright.config import Config
 from meshwright.config.layout import Layout
 from meshwright.config.schema import Check, Offload, Precision
@@ -38,6 +40,7 @@ from meshwright.training.loop import Trainer
 
 WORKER = "meshwright.tools.verify.job:verify_rank"
 REFERENCE_WORKER = "meshwright.tools.verify.job:reference_worker"
+BITS_WORKER = "meshwright.tools.verify.job:bits_rank"
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,7 @@ def comparable(config: Config, *, as_configured: bool) -> Config:
         "restarts": 0,
     }
     if not as_configured:
+        changes["bits"] = Bits()  # float64's own sums; run_bits compares the run's
         changes["precision"] = Precision(level="O0", dtype="float64")
         changes["memory"] = config.memory.model_copy(update={"offload": Offload()})  # there are no masters to offload
     return config.model_copy(update=changes)
@@ -114,7 +118,7 @@ def verify(config: Config, *, steps: int, as_configured: bool = False, report: R
     """Run `steps` steps both ways and compare. The gradients are those of the first step that did not overflow."""
     if joined():
         raise LaunchError("verify starts its own workers: run it outside of torchrun, srun and mpirun")
-    config = comparable(config, as_configured=as_configured)
+    asked, config = config, comparable(config, as_configured=as_configured)
     process = resolve_process(config, this_machine())
     config = with_field(config, "device", process.config.device)  # the reference's too: one GPU might do for it alone
     for note in process.notes:
@@ -123,6 +127,10 @@ def verify(config: Config, *, steps: int, as_configured: bool = False, report: R
     config = in_steps(config, data).config
     with temporary_folder() as folder:
         verdict = _compare_steps(config, folder, data, steps, report, traced=False)
+        if asked.bits.layout_free:
+            changes = {field: getattr(config, field) for field in ("device", "layout", "restarts", "steps", "epochs")}
+            rows = compare_bits(asked.model_copy(update=changes), data, steps, report)
+            verdict = replace(verdict, rows=verdict.rows + rows)
         if not verdict.failed:
             return verdict
         report("the first step again, with every module's output", None)
@@ -144,6 +152,42 @@ def _compare_steps(config: Config, folder: Path, data: Path, steps: int, report:
     report(f"the reference on one device, {steps} steps", None)
     _run(one_device(config), REFERENCE_WORKER, "the reference on one device", reference, data, steps, traced)
     return compare_runs(config, layout, reference, steps)
+
+
+def compare_bits(config: Config, data: Path, steps: int, report: Report) -> tuple[Row, ...]:
+    """A row for each step's loss and norm, and each tensor at the end, of a run whose bits are layout-free: the layout
+    against one device, with dropout and in the run's precision. Nothing may differ: an error is 0 or 1."""
+    found: list[dict[str, str]] = []
+    for run_config, what in ((config, "the layout"), (one_device(config), "one device")):
+        report(f"{what}'s own bits, {steps} steps", None)
+        known = resolve(run_config, this_machine()).config
+        ranks = run(BITS_WORKER, Ranks.of(known), config=known, data=data, steps=steps)
+        sums: dict[str, int] = {}
+        for numbers in ranks:
+            for name, part in numbers["tensors"].items():
+                sums[name] = (sums.get(name, 0) + int(part)) % 2**64
+        found.append({**ranks[0]["steps"], **{name: str(part) for name, part in sums.items()}})
+    layout, alone = found
+    names = [*layout, *(name for name in alone if name not in layout)]
+    return tuple(Row("bits", name, float(layout.get(name) != alone.get(name)), 0.0) for name in names)
+
+
+def bits_rank(rank: Rank, config: Config, data: Path, steps: int) -> dict[str, dict[str, str]]:
+    """One rank of a run: each step's loss and norm to the last digit, and the hashes of what it holds alone."""
+    parts = build(config, rank.mesh)
+    trainer = Trainer(parts, config.data.open(config, data).train, late=False)
+    numbers = {}
+    for step in range(1, steps + 1):
+        for line in trainer.turn(rank.stop)[0]:
+            numbers[f"loss of step {step}"] = repr(line.get("loss"))
+            numbers[f"norm of step {step}"] = repr(line.get("grad_norm"))
+    optimizer, grid = parts.optimizer, parts.mesh.grid
+    held = (
+        (kind, tensor.to(parts.mesh.device), slot.places, slot.copy_axes(grid))
+        for index, slot in enumerate(optimizer.slots)
+        for kind, tensor in optimizer.states(index).items()
+    )
+    return {"steps": numbers, "tensors": {name: str(int(part)) for name, part in held_hashes(held, parts.mesh).items()}}
 
 
 def _run(config: Config, worker: str, what: str, out: Path, data: Path, steps: int, traced: bool) -> None:

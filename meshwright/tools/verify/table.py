@@ -18,6 +18,7 @@ LABELS = {
     "gradient": "gradients",
     "weight": "weights",
     "state": "optimizer states",
+    "bits": "bits, in the run's precision",
 }
 """The kinds of comparisons, as people read them."""
 
@@ -52,6 +53,9 @@ def render(verdict: Verdict) -> None:
     console = Console(highlight=False)
     console.print(table)
     for row in verdict.failed[:MOST_FAILURES]:
+        if row.kind == "bits":
+            console.print(f"{row.name}: not the bits of one device", markup=False)
+            continue
         console.print(f"{row.kind} of {row.name}: relative error {row.error:.2e} > {row.allowed:.0e}", markup=False)
     if len(verdict.failed) > MOST_FAILURES:
         console.print(f"... and {len(verdict.failed) - MOST_FAILURES} more (--json lists all)", markup=False)

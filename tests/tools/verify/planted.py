@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+from meshwright.bits.grains import SampleGrains
 from meshwright.config import Config
 from meshwright.config.schema import LossScale, Precision
 from meshwright.launch import Rank
-from meshwright.tools.verify.job import reference_worker, verify_rank
+from meshwright.tools.verify.job import bits_rank, reference_worker, verify_rank
 from tests.tools.verify.mistakes import one_wrong_element
 
 
@@ -30,3 +33,14 @@ def failing_reference(rank: Rank, config: Config, **named: Any) -> None:
     """The reference's loss overflows at every step."""
     precision = Precision(level="O2", dtype="fp16", loss_scale=LossScale(initial=1e30))
     reference_worker(rank, config.model_copy(update={"precision": precision}), **named)
+
+
+def bits_by_rank(rank: Rank, config: Config, data: Path, steps: int) -> dict[str, dict[str, str]]:
+    """Rank 1 draws dropout's masks from other numbers than one device does."""
+    begin, shift = SampleGrains.begin_step, rank.mesh.rank
+
+    def begin_elsewhere(self: SampleGrains, first: int, scale: float) -> None:
+        begin(self, first + 1000 * shift, scale)
+
+    with patch.object(SampleGrains, "begin_step", begin_elsewhere):
+        return bits_rank(rank, config, data, steps)

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.bits.section import Bits
 from meshwright.config import Config, parse_config
 from meshwright.errors import LaunchError, MismatchError
 from meshwright.parity.compare import Row
+from meshwright.section import with_field
 from meshwright.tools.verify import job
 from meshwright.tools.verify.job import Verdict, verify
 from meshwright.tools.verify.table import as_dict, render
@@ -38,6 +40,20 @@ def test_a_right_layout_holds(config: Config) -> None:
     names = {row.name for row in verdict.rows if row.kind == "gradient"}
     assert {"tokens.weight", "blocks.0.attention.query_key_value.bias", "norm.bias"} <= names
     assert as_dict(verdict)["holds"] is True
+
+
+def test_a_run_whose_bits_are_layout_free_is_held_to_its_bits(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = with_field(config, "bits", Bits(kind="layout-free"))
+    verdict = verify(free, steps=2)
+    verdict.check()
+    names = {row.name for row in verdict.rows if row.kind == "bits"}
+    assert {"loss of step 1", "norm of step 2", "weight of tokens.weight", "exp_avg of norm.bias"} <= names
+    monkeypatch.setattr(job, "BITS_WORKER", "tests.tools.verify.planted:bits_by_rank")
+    wrong = verify(free, steps=1)
+    assert {row.kind for row in wrong.failed} == {"bits"}
+    with redirect_stdout(StringIO()) as printed:
+        render(wrong)
+    assert "loss of step 1: not the bits of one device" in printed.getvalue()
 
 
 def plant(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,157 @@
+"""What equal bits cost, and that they are equal.
+
+    python -m benchmarks.bits [--rounds N] [--steps N] [--json FILE]   step time of layout-free beside the usual mode
+    python -m benchmarks.bits --losses      one model's third loss under 18 layouts, in both modes
+    python -m benchmarks.bits --memory      bytes of weights, gradients and states that a rank holds, in both modes
+    python -m benchmarks.bits --distance    weights after 20 steps: how far from float64's, in both modes
+
+Grains of one sample, and of four. Target: at most 1.1 of the usual step on the axes of data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import ours
+from benchmarks.contender import Option
+from benchmarks.interleave import Plan, as_json, find, interleave, plan_arguments, write_json
+from benchmarks.ours import reference_config
+from meshwright import launch
+from meshwright.config import Config, parse_config
+from meshwright.decisions import resolve_layout
+from meshwright.launch.function import Rank
+from meshwright.machine import Machine
+from meshwright.model import Batch
+from meshwright.parts import build
+from meshwright.ranks.comm import size_bytes
+from meshwright.ranks.grid import grid_of_run
+from meshwright.ranks.planned import planned_mesh
+from meshwright.training.step import train_step
+
+LAYOUTS: dict[str, dict[str, Option]] = {
+    "one device": {},
+    "one device, microbatches of 4": {"batch.micro": 4},
+    "allreduce, 2 ranks": {"layout.data.size": 2},
+    "zero1, 2 ranks": {"layout.data.size": 2, "layout.data.sync": "zero1"},
+    "zero3, 2 ranks": {"layout.data.size": 2, "layout.data.sync": "zero3"},
+    "2 stages, microbatches of 2": {"layout.pipeline.size": 2, "batch.micro": 2},
+}
+MODES: dict[str, dict[str, Option]] = {
+    "usual": {},
+    "grains of 1": {"bits.kind": "layout-free"},
+    "grains of 4": {"bits.kind": "layout-free", "bits.samples": 4},
+}
+
+EIGHTEEN = (
+    "", "batch.micro=1", "layout.data=2", "layout.data=4", "layout.data=8", "layout.data=2 layout.data.sync=ring",
+    "layout.data=4 layout.data.sync=rooted", "layout.data=4 layout.data.sync=server-gradient",
+    "layout.data=4 layout.data.sync=zero1", "layout.data=4 layout.data.sync=zero2 batch.micro=1",
+    "layout.data=4 layout.data.sync=zero3", "layout.data=4 layout.data.sync=zero3 layout.data.shard=2",
+    "layout.pipeline=2 batch.micro=2", "layout.pipeline=4 layout.pipeline.schedule=message-driven batch.micro=1",
+    "layout.pipeline=2 layout.pipeline.schedule=gpipe batch.micro=4",
+    "layout.pipeline=2 layout.pipeline.chunks=2 batch.micro=1",
+    "layout.pipeline=2 layout.data=2 layout.data.sync=zero2 batch.micro=1", "memory.recompute=1",
+)  # fmt: skip
+SMALL: Mapping[str, Any] = {
+    "model": {"layers": 4, "hidden": 64, "heads": 4, "positions": 64, "vocabulary": 512, "dropout": 0.1},
+    "data": {"sequence": 64},
+    "batch": {"global": 8},
+    "optimizer": {"lr": 1e-2},
+    "device": "cpu",
+    "threads": 1,
+}
+
+
+def random_batch(config: Config, step: int) -> Batch:
+    generator = torch.Generator().manual_seed(step)
+    shape = (config.batch.global_, config.data.sequence)
+    return {name: torch.randint(512, shape, generator=generator) for name in ("tokens", "labels")}
+
+
+def run(config: Config, steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses of some steps with ranks as threads; one device's weights, by name."""
+    config = resolve_layout(config, Machine.here()).config
+
+    def train(rank: Rank) -> tuple[list[float], dict[str, torch.Tensor]]:
+        parts = build(config, rank.mesh)
+        losses = [train_step(parts, random_batch(config, step), step).loss for step in range(steps)]
+        alone = config.layout.world_size == 1  # slices of weights have no memory between steps
+        return losses, {name: x.detach().clone() for name, x in parts.model.named_parameters() if alone}
+
+    answer: tuple[list[float], dict[str, torch.Tensor]] = launch.run(train, config)[0]
+    return answer
+
+
+def small(mode: str, *words: str) -> Config:
+    bits = {field.removeprefix("bits."): value for field, value in MODES[mode].items()}
+    return parse_config({**SMALL, "bits": bits}, ("layout.transport=threads", *words))
+
+
+def losses() -> None:
+    """A table of layouts: the third step's loss in both modes."""
+    table = Table(
+        "layout", "usual", "layout-free", title="GPT-2 (4 layers, hidden 64, dropout 0.1), float32: loss of step 3"
+    )
+    for words in EIGHTEEN:
+        found = [run(small(mode, *words.split()), 3)[0][-1] for mode in ("usual", "grains of 1")]
+        table.add_row(words or "one device", *(f"{loss:.12f}" for loss in found))
+    Console(width=140).print(table)
+
+
+def memory() -> None:
+    """A table of layouts: what rank 0 holds, from parts that are built on the meta device."""
+    table = Table("layout", "mode", "weights", "gradients", "states", title="MB a rank holds")
+    for name, layout in LAYOUTS.items():
+        for mode in ("usual", "grains of 1"):
+            config = resolve_layout(reference_config(layout | MODES[mode]), Machine.here()).config
+            parts = build(config, planned_mesh(grid_of_run(config), 0, config.layout.token_axes))
+            parts.optimizer.prepare_states(0)
+            states = [parts.optimizer.states(index) for index in range(len(parts.optimizer.slots))]
+            held = sum(size_bytes(x) for of_slot in states for kind, x in of_slot.items() if kind != "weight")
+            sizes = parts.strategy.weight_bytes, parts.strategy.gradient_bytes, held
+            table.add_row(name, mode, *(f"{size / 1e6:.1f}" for size in sizes))
+    Console(width=140).print(table)
+
+
+def distance(steps: int = 20) -> None:
+    """How far the weights of both modes are from float64's after some steps, relative to how far they moved."""
+    words = ("model.dropout=0.0",)
+    exact = run(small("usual", *words, "precision=float64"), steps)[1]
+    first = run(small("usual", *words, "precision=float64", "optimizer.lr=1e-30"), 1)[1]
+    table = Table(
+        "mode", "largest difference", "mean difference", "of the way moved", title=f"weights after {steps} steps"
+    )
+    for mode in ("usual", "grains of 1"):
+        weights = run(small(mode, *words), steps)[1]
+        apart = torch.cat([(weights[name].double() - x).abs().flatten() for name, x in exact.items()])
+        moved = torch.cat([(x - first[name]).abs().flatten() for name, x in exact.items()])
+        table.add_row(mode, f"{apart.max():.3e}", f"{apart.mean():.3e}", f"{apart.mean() / moved.mean():.3e}")
+    Console(width=140).print(table)
+
+
+def main() -> None:
+    parser = plan_arguments("The cost of equal bits, side by side with the usual mode.")
+    for other in (losses, memory, distance):
+        parser.add_argument(f"--{other.__name__}", action="store_const", dest="other", const=other, help=other.__doc__)
+    arguments = parser.parse_args()
+    if arguments.other is not None:
+        arguments.other()
+        return
+    table, kept = Table("layout", *MODES, title="milliseconds a step, and times the usual mode"), {}
+    for name, layout in LAYOUTS.items():
+        contenders = [ours.configured(mode, "torch", layout | MODES[mode]) for mode in MODES]
+        results = interleave(contenders, Plan(arguments.rounds, arguments.steps))
+        usual = find(results, "usual")
+        table.add_row(name, *(f"{result.median:.1f} ({result.ratio(usual):.2f})" for result in results))
+        kept[name] = as_json(results, ("usual",))
+    Console(width=140).print(table)
+    write_json(arguments.json, kept)
+
+
+if __name__ == "__main__":
+    main()
