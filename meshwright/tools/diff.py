@@ -114,7 +114,7 @@ def as_dict(found: Difference) -> dict[str, Any]:
 
 
 def render(found: Difference) -> None:
-    """What the runs have equal, or where they part."""
+    """Print that two runs are equal, or where they part."""
     console = Console(highlight=False)
     checkpoints = ", ".join(f"step {step}" for step in found.checkpoints) or "none"
     compared = f"{found.steps} steps and the checkpoints that both have ({checkpoints})"

@@ -53,7 +53,7 @@ def hashes_due(parts: Parts, step: int) -> Tensor:
 
 
 def root_due(parts: Parts, step: int) -> Tensor:
-    """What this rank adds to the root of the weights that the step has read, in the steps in which `check.root_every`
+    """This rank's part of the root of the weights that the step has read, in the steps in which `check.root_every`
     wants one, counted from 0; else empty."""
     every = parts.config.check.root_every
     if not every or (step + 1) % every:
