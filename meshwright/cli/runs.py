@@ -183,6 +183,27 @@ def diff(
     found.check()
 
 
+@app.command(rich_help_panel=PROVE)
+def replay(
+    out: Annotated[Path, Argument(metavar="OUT", help="A run's folder.")],
+    step: Annotated[int, Option(min=1, help="The step to make again.")],
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a run's step again: is it the machine?
+
+    From the checkpoint before it, here, with the run's layout or another one (bits=layout-free). Equal numbers: program
+    and machine are sound. Else it is made a second time, which tells the machine from the program. Exit code 1.
+
+    Example: meshwright replay out/first --step 1200 layout.data=2
+    """
+    from meshwright.tools import replay as tool
+
+    found = tool.replay(out, step, overrides or ())
+    print_result(tool, found, as_json)
+    found.check()
+
+
 @app.command(rich_help_panel=PREDICT)
 def branches(
     run: RunFile,

@@ -1,0 +1,118 @@
+"""`meshwright replay OUT --step N [words]`: make a run's step again, from the checkpoint before it, and compare.
+
+On this machine, with the run's layout or, if its bits are layout-free, with any other. Equal numbers say that program
+and machine are sound. If they differ the step is made a second time:
+
+| the second replay                   | verdict | what is wrong                                                    |
+|-------------------------------------|---------|------------------------------------------------------------------|
+| equals the run                      | machine | the first replay: this machine computes otherwise now and then   |
+| equals neither                      | machine | this machine computes no step twice alike                        |
+| equals the first, and not the run   | program | code, library or layout compute otherwise than the run's did, or |
+|                                     |         | the run's machine erred: replay it there to tell                 |
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from meshwright.checkpoint.reader import newest_whole
+from meshwright.config import load_config
+from meshwright.config.schema import Logging
+from meshwright.errors import ConfigError, MismatchError
+from meshwright.launch.session import temporary_folder
+from meshwright.section import with_field
+from meshwright.tools.diff import NUMBERS
+from meshwright.training.folder import CHECKPOINTS, CONFIG, IDENTITY
+from meshwright.training.follow import METRICS, read_history
+from meshwright.training.job import train
+
+Lines = dict[int, dict[str, Any]]
+"""A run's steps by number."""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """`verdict`: equal, machine, program. `first`, `last`: the steps that were made again. `step`: the first that
+    differs, with the run's number and the replays', by name."""
+
+    verdict: str
+    first: int
+    last: int
+    step: int | None
+    numbers: dict[str, list[Any]]
+
+    def check(self) -> None:
+        """Raises MismatchError where the replay is not the run."""
+        if self.verdict != "equal":
+            raise MismatchError(f"step {self.step} is not what the run had: {self.verdict}")
+
+
+def replay(out: Path, step: int, words: Sequence[str] = ()) -> Replayed:
+    """Make the steps behind the newest checkpoint before `step` again, up to it. `words`: another layout's fields.
+
+    Raises ConfigError where the run has not made that step, and as `train`.
+    """
+    run = {int(line["step"]): line for line in read_history(out / METRICS)}
+    if step not in run:
+        rule = "is no step whose numbers the run has"
+        raise ConfigError.of("--step", step, rule, f"{min(run, default=0)} to {max(run, default=0)}")
+    checkpoint = newest_whole(out / CHECKPOINTS, step)
+    first = 1 if checkpoint is None else int(checkpoint.name.removeprefix("step-")) + 1
+    config = with_field(
+        load_config(out / CONFIG, words), "logging", Logging(level="error")
+    )  # the answer is all it prints
+
+    def again() -> Lines:
+        with temporary_folder() as folder:
+            if checkpoint is not None:
+                shutil.copytree(checkpoint, folder / CHECKPOINTS / checkpoint.name)
+                for file in (IDENTITY, CONFIG):
+                    shutil.copy(out / file, folder / file)
+            train(config, folder, resume=checkpoint is not None, each=lambda line: line["step"] >= step)
+            return {int(line["step"]): line for line in read_history(folder / METRICS)}
+
+    one = again()
+    parted = _parted(run, one, first, step)
+    if parted is None:
+        return Replayed("equal", first, step, None, {})
+    two = again()
+    names = [name for name in NUMBERS if name in run[parted]]
+    numbers = {name: [lines[parted].get(name) for lines in (run, one, two)] for name in names}
+    alike = _parted(one, two, first, step) is None
+    return Replayed("program" if alike else "machine", first, step, parted, numbers)
+
+
+def _parted(one: Lines, other: Lines, first: int, last: int) -> int | None:
+    """The first step in which two runs have another loss, norm or root; None: none."""
+    for step in range(first, last + 1):
+        if any(repr(one[step].get(name)) != repr(other[step].get(name)) for name in NUMBERS):
+            return step
+    return None
+
+
+def as_dict(found: Replayed) -> dict[str, Any]:
+    return asdict(found)
+
+
+def render(found: Replayed) -> None:
+    """Print the verdict, and the numbers in which the replays differ from the run."""
+    console = Console(highlight=False)
+    steps = f"steps {found.first} to {found.last}"
+    if found.verdict == "equal":
+        console.print(f"equal: {steps} have the run's losses, norms and roots; program and machine are sound")
+        return
+    for name, (run, one, two) in found.numbers.items():
+        console.print(f"step {found.step}, {name}: the run {run!r}, replayed {one!r}, once more {two!r}")
+    if found.verdict == "machine":
+        console.print("machine: two replays differ, so this machine does not compute a step twice alike")
+    else:
+        console.print(
+            "program: two replays agree with each other and not with the run; code, library or layout compute "
+            "otherwise than the run's did, or its machine erred (replay it there to tell)"
+        )
