@@ -190,7 +190,7 @@ def replay(
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a step again: the program, or the machine?
+    """Make a step again: tell the program from the machine.
 
     From the checkpoint before it, here, with the run's layout or another one (bits=layout-free). Equal numbers: program
     and machine are sound. Else it is made a second time, which tells the machine from the program. Exit code 1.
