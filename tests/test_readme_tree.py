@@ -36,3 +36,18 @@ def test_every_room_is_in_the_tree() -> None:
     rooms = {f"{path.parent.relative_to(ROOT)}/" for path in (ROOT / "meshwright").rglob("__init__.py")}
     missing = rooms - set(tree_of_readme())
     assert not missing, f"not in the README's tree: {sorted(missing)}"
+
+
+def test_the_shortest_way_is_short() -> None:
+    """The tour's table has at most twelve files and 2,500 lines, and ten questions follow it."""
+    page = (ROOT / "docs/tour.md").read_text()
+    part = page[page.index("## The shortest way from") : page.index("## Adding a strategy")]
+    files = re.findall(r"^\| \[`[^`]+`\]\(\.\./([^)]+)\)", part, flags=re.MULTILINE)
+    assert 1 < len(files) <= 12
+    assert sum(len((ROOT / file).read_text().splitlines()) for file in files) <= 2500
+    assert len(re.findall(r"^\d+\. \*[^*]+\?\* ", part, flags=re.MULTILINE)) == 10
+    named = {
+        word for words in re.findall(r"`([A-Za-z_.]+)`", part[part.index("1. *") :]) for word in [words.split(".")[-1]]
+    }
+    text = "".join((ROOT / file).read_text() for file in files)
+    assert {word for word in named if word not in text} == {"train"} & named
