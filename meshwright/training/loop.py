@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from meshwright.bits.fixed import rounded_loss
-from meshwright.errors import DivergedError, MeshwrightError
+from meshwright.errors import DivergedError
 from meshwright.launch.signals import StopRequest
 from meshwright.model import Batch, Samples, counts_of, to_device
 from meshwright.parts import Parts
 from meshwright.pipeline.span import Span
-from meshwright.ranks.agreement import all_texts
 from meshwright.ranks.grid import DATA_AXES, PIPE
 from meshwright.training.checks import REMEDY, gathered, require_equal_replicas, require_finite_weights, state_hashes
 from meshwright.training.metrics import metrics_line, release_free_memory, work_of
@@ -90,8 +89,6 @@ class Trainer:
         self._unread: StepRecord | None = None
         """The step whose numbers have not been read."""
         self._table = all_metrics()
-        if len({*(names := all_texts(" ".join(self._table), mesh.world))}) > 1:  # rows of two lengths would hang
-            raise MeshwrightError(f"ranks know of different metrics: {' and '.join(sorted({*names}))}")
         self._clock = RankClock(mesh.device, mesh.recorder)
         self._stragglers = StragglerWatch(mesh.grid)
         self._sent: dict[str, int] = {}

@@ -29,6 +29,7 @@ from meshwright.errors import LaunchError
 from meshwright.ranks.agreement import all_texts, same_everywhere, text_of_root
 from meshwright.ranks.hang import names_of
 from meshwright.ranks.mesh import Mesh
+from meshwright.registry import entries
 from meshwright.section import leaves_of
 
 _HOST = "host"
@@ -51,6 +52,7 @@ def facts_of(config: Config, data: Path, **options: object) -> dict[str, str]:
         "the source code of meshwright": _source_digest(),
         "the version of torch": str(torch.__version__),
         "the version of Python": platform.python_version(),
+        "the metrics of other packages": ", ".join(sorted(entries("metrics"))),  # rows of two lengths would hang
     }
 
 
