@@ -311,8 +311,7 @@ def _selected(h: Tensor, labels: Tensor, classes: Classes) -> tuple[Tensor, Tens
         index = flat.new_empty(samples * max(1, round(classes.labelled * length)))
         return h[index], flat[index]
     selects = 2 * classes.labelled < 1 or classes.device_type == "cpu"  # on a GPU the host would wait for the count
-    number = int(counted.sum())
-    if not selects or 2 * number >= flat.numel():
+    if not selects or 2 * (number := int(counted.sum())) >= flat.numel():
         return h, flat
     # Up to whole vectors with tokens that are not counted: threads would share other numbers of rows unevenly, and a
     # product would end with other bits where threads are more.
