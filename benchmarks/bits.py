@@ -39,7 +39,7 @@ LAYOUTS: dict[str, dict[str, Option]] = {
     "allreduce, 2 ranks": {"layout.data.size": 2},
     "zero1, 2 ranks": {"layout.data.size": 2, "layout.data.sync": "zero1"},
     "zero3, 2 ranks": {"layout.data.size": 2, "layout.data.sync": "zero3"},
-    "2 stages, microbatches of 2": {"layout.pipeline.size": 2, "batch.micro": 2},
+    "2 stages, microbatches of 4": {"layout.pipeline.size": 2, "batch.micro": 4},
 }
 MODES: dict[str, dict[str, Option]] = {
     "usual": {},
