@@ -39,7 +39,7 @@ def main() -> None:
     grid = Grid((("data", ranks // 8), ("pipe", 1), ("tensor", 8)))
     report = {
         "loss": 0.5, "stop": False, "next_counts": [8], "busy_seconds": 1.0, "own_seconds": 0.5, "dropped_pairs": 0.0,
-        "pipeline_seconds": 2.0, "task_seconds": 3.0, "peak_memory_bytes": 4,
+        "pipeline_seconds": 2.0, "task_seconds": 3.0, "peak_memory_bytes": 4, "root": [],
         "sent_bytes": tuple(range(len(grid.axis_sets))),
     }  # fmt: skip
     numbers = row_of(TABLE, report)
