@@ -1,4 +1,4 @@
-"""What equal bits cost, and that they are equal.
+"""The cost of equal bits, and the proof that they are equal.
 
     python -m benchmarks.bits [--rounds N] [--steps N] [--json FILE]   step time of layout-free beside the usual mode
     python -m benchmarks.bits --losses      one model's third loss under 18 layouts, in both modes

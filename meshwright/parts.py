@@ -137,7 +137,7 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
     strategy = _build_strategy(config, mesh, model, stages.specs, chunks, fixed)
     use_gradients(model, strategy.gradients)
     if grains is not None:
-        if not vectors_are_whole(config, stages.specs):
+        if mesh.device.type != "meta" and not vectors_are_whole(config, stages.specs):
             torch.set_num_threads(1)
         for module in model.modules():
             if isinstance(module, SerialNorm):
@@ -154,16 +154,16 @@ def exactly(config: Config, mesh: Mesh) -> tuple[SampleGrains | None, FixedPoint
     if not config.bits.layout_free:
         return None, None
     grains = SampleGrains(config.bits.samples, config.micro, config.seed)
-    uses = 2  # of a tied table; every other parameter has one
-    return grains, FixedPoint(uses * config.batch.global_ // config.bits.samples, mesh.device)
+    return grains, FixedPoint(2 * config.batch.global_ // config.bits.samples, mesh.device)  # 2: uses of a tied table
 
 
 def vectors_are_whole(config: Config, specs: dict[str, ShardSpec]) -> bool:
     """Whether threads share every product in whole vectors, so that their number does not decide its bits: measured of
     MKL's and oneDNN's products with 1, 2 and 4 threads, whose rows and columns are multiples of 16."""
     tokens = config.bits.samples * chain_of(config).tokens_per_sample(config)
-    sizes = {size for spec in specs.values() if spec.matrix and not spec.table for size in spec.shape[-1:]}
-    return all(size % VECTOR == 0 for size in (tokens, *sizes))
+    sizes = {spec.shape[-1] for spec in specs.values() if spec.matrix and not spec.table}
+    heads = {spec.shape[0] for name, spec in specs.items() if spec.table and name.startswith(("tokens.", "head."))}
+    return all(size % VECTOR == 0 for size in (tokens, *sizes, *heads))  # positions and segments are looked up alone
 
 
 def plan_stages(config: Config, mesh: Mesh) -> Stages:

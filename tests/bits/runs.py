@@ -31,7 +31,7 @@ class Ended:
     tensors: dict[str, Tensor]
 
     def differing(self, other: Ended) -> list[str]:
-        """What the two runs do not have equal to the bit."""
+        """Steps and tensors that the two runs do not have equal to the bit."""
         found = [f"step {step}" for step, (a, b) in enumerate(zip(self.numbers, other.numbers, strict=True)) if a != b]
         names = self.tensors.keys() | other.tensors.keys()
         return found + sorted(name for name in names if digest(self.tensors[name]) != digest(other.tensors[name]))
@@ -68,7 +68,7 @@ def _steps(mesh: Mesh, config: Config, plant: Plant | None) -> tuple[tuple[str, 
 
 
 def ended(config: Config, plant: Plant | None = None, **how: Any) -> Ended:
-    """What a run's steps end with."""
+    """Run a config on its ranks; its numbers and tensors at the end."""
     config = resolved(config)  # what says measured is timed here, not in ranks
     answers = run_ranks(_steps, grid_of_run(config), config, plant, token_axes=config.layout.token_axes, **how)
     (numbers,) = {numbers for numbers, _ in answers}

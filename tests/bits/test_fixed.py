@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def addends(count: int, seed: int = 0) -> list[torch.Tensor]:
-    """Of very different sizes, so that floats lose digits by their order."""
+    """Tensors of very different sizes, so that floats lose digits by their order."""
     generator = torch.Generator().manual_seed(seed)
     sizes = 10.0 ** torch.randint(-9, 1, (count, 1), generator=generator)
     return list(torch.randn(count, 70_000, generator=generator) * sizes)

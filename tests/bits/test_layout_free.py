@@ -79,7 +79,7 @@ def test_a_drawn_layout_ends_with_the_bits_of_one_device(number: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("number", range(500))
 def test_500_drawn_layouts_end_with_the_bits_of_one_device(number: int) -> None:
-    """Of each model in each precision equal sizes, so that a run on one device serves many layouts."""
+    """A model has one size in each precision, so that a run on one device serves many layouts."""
     model, precision = MODELS[number % len(MODELS)], PRECISIONS[number // len(MODELS) % 4]
     sizes = {"layers": 2, "heads": 4, "vocabulary": "whole", "sequence": 8, "clip": 0.5, "optimizer": "adamw"}
     check(drawn(1000 + number, model=model, precision=precision, **sizes))
