@@ -308,7 +308,8 @@ def _selected(h: Tensor, labels: Tensor, classes: Classes) -> tuple[Tensor, Tens
         if 2 * classes.labelled >= 1:
             return h, flat
         samples, length = labels.numel() // labels.shape[-1], labels.shape[-1]
-        index = flat.new_empty(samples * max(1, round(classes.labelled * length)))
+        number = samples * max(1, round(classes.labelled * length))
+        index = flat.new_empty(-(-number // VECTOR) * VECTOR)
         return h[index], flat[index]
     selects = 2 * classes.labelled < 1 or classes.device_type == "cpu"  # on a GPU the host would wait for the count
     if not selects or 2 * (number := int(counted.sum())) >= flat.numel():

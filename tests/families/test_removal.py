@@ -24,11 +24,16 @@ import meshwright as mw
 from meshwright.cli import app
 from meshwright.config.load import read_yaml
 from meshwright.configs import shipped
+from meshwright.errors import MeshwrightError
 from meshwright.registry import OURS, entries, load_entry
 
 for module in pkgutil.walk_packages(mw.__path__, "meshwright."):
-    if not module.name.endswith("__main__"):
+    if module.name.endswith("__main__"):
+        continue
+    try:
         importlib.import_module(module.name)
+    except MeshwrightError as error:  # an extra's module, where the extra is not here
+        assert "is not installed" in str(error), error
 for group in OURS:
     entries(group)
 for path in Path(mw.__file__).parent.rglob("*.py"):

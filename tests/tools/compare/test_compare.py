@@ -40,6 +40,7 @@ from tests.patience import PATIENCE_SECONDS
 from tests.tools.compare.runs import MODEL, STAGES, comparison, contender, predicted, rank, run
 
 SMALL = Path(__file__).resolve().parent.parent / "calibrate" / "small.yaml"
+STEPS = 100  # so many that a Ctrl-C after the first finds the run under way, also where this process waits for a core
 LAYOUTS = {"replicas": {"data": {"size": 2, "sync": "zero1"}}, "stages": STAGES}
 
 
@@ -81,7 +82,7 @@ def test_two_layouts_run_agree_and_are_interrupted(contenders: list[Contender], 
     out = tmp_path / "out"
     Interrupter(out / "2-stages" / "round-2" / "metrics.jsonl")
     # The second round begins with the last layout: the Ctrl-C comes in the third of four runs.
-    order = Order("tiny", out, steps=24, rounds=2)
+    order = Order("tiny", out, steps=STEPS, rounds=2)
     with pytest.raises(Interrupted) as caught:
         compare_layouts(contenders, order, load_cluster(str(SMALL)).model_copy(update={"device": double(SMALL)}))
     assert caught.value.exit_code == 130
@@ -99,7 +100,7 @@ def test_two_layouts_run_agree_and_are_interrupted(contenders: list[Contender], 
     assert stages["losses"]["agree"]
     for row in (replicas, stages):
         measured = row["measured"]
-        assert len(measured["step_seconds"][0]) == len(measured["losses"][0]) == 24
+        assert len(measured["step_seconds"][0]) == len(measured["losses"][0]) == STEPS
         assert measured["quartiles"][0] <= measured["seconds"] <= measured["quartiles"][1]
         for facts, foreseen in zip(measured["stages"], row["predicted"]["stages"], strict=True):
             sent: dict[str, int] = {}
