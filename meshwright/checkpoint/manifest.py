@@ -43,6 +43,7 @@ NonNegative = Annotated[int, Field(ge=0, lt=2**62)]
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=255)]
 """A name without separators: nothing outside of the checkpoint's folder can be meant."""
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Root = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 DType = Annotated[str, Field(pattern=r"^(float64|float32|bfloat16|float16)$")]
 
 
@@ -119,11 +120,12 @@ Groups = tuple[tuple[NonNegative, ...], ...]
 
 @dataclass(frozen=True, config=_CLOSED)
 class Listing:
-    """A rank's file, and the runs of which it is the first rank."""
+    """A rank's file, and the runs of which it is the first rank. `root`: the sum of its elements' hashes."""
 
     file: StoredFile
     groups: Groups
     runs: tuple[StoredRun, ...]
+    root: int
 
 
 @dataclass(frozen=True, config=_CLOSED)
@@ -166,6 +168,15 @@ class Origin:
 
 
 @dataclass(frozen=True, config=_CLOSED)
+class Roots:
+    """Hashes that do not depend on the layout that wrote a checkpoint (bits/root.py): of all its tensors, and of the
+    order of data behind its cursor. None: the checkpoint's writer had no roots, or an import no data."""
+
+    state: Root | None = None
+    data: Root | None = None
+
+
+@dataclass(frozen=True, config=_CLOSED)
 class Manifest:
     """Everything about a checkpoint but its tensors."""
 
@@ -174,6 +185,7 @@ class Manifest:
     files: tuple[StoredFile, ...]
     groups: Groups
     runs: Annotated[tuple[StoredRun, ...], Field(repr=False)]
+    roots: Roots = Roots()
 
     def write(self, folder: Path) -> Path:
         lines = [f' "format": {FORMAT_VERSION}']

@@ -24,14 +24,15 @@ from meshwright.tensor.serial import SerialKit
 class Piece:
     """This rank's elements of a `kind` (weight, exp_avg, ...) of a box of a parameter, which `place` names; flat.
 
-    `slices`: how ranks share the flat memory in which the place lies. The first of them also has pieces without an
-    element, so that it can tell of all.
+    `first`: the number of the first of them in the box, row by row. `slices`: how ranks share the flat memory in which
+    the place lies. The first of them also has pieces without an element, so that it can tell of all.
     """
 
     kind: str
     place: Place
     tensor: Tensor
     slices: Slices = field(default_factory=Slices)
+    first: int = 0
 
 
 def pieces_of(parts: Parts) -> Iterator[Piece]:
@@ -49,7 +50,8 @@ def _slices_of(slot: Slot, kind: str, tensor: Tensor, mesh: Mesh) -> Iterator[Pi
     for place in slices.places:
         begin, end = max(place.start, start), min(place.stop, start + tensor.numel())
         if place.start < place.stop and (begin < end or number == 0):
-            yield Piece(kind, place, tensor[begin - start : end - start] if begin < end else tensor[:0], slices)
+            held = tensor[begin - start : end - start] if begin < end else tensor[:0]
+            yield Piece(kind, place, held, slices, begin - place.start)
 
 
 def _writes(mesh: Mesh, slot: Slot) -> bool:

@@ -22,12 +22,14 @@ from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from torch import Tensor
 
+from meshwright.bits.root import elements_hash, root_text
 from meshwright.checkpoint.manifest import (
     Groups,
     Listing,
     Manifest,
     Origin,
     Progress,
+    Roots,
     StoredFile,
     StoredRun,
     read_manifest,
@@ -84,8 +86,9 @@ class CheckpointWriter:
         """Why this rank could not do its part of the last checkpoint."""
         self._failing = False
 
-    def save(self, progress: Progress, pieces: Iterable[Piece]) -> list[str]:
-        """Copy the pieces, then write them in the background; first wait for the checkpoint before.
+    def save(self, progress: Progress, pieces: Iterable[Piece], data_root: str | None = None) -> list[str]:
+        """Copy the pieces, then write them in the background; first wait for the checkpoint before. `data_root`: of
+        the order of data (bits/root.py), as rank 0 knows it.
 
         Returns notes to the user on that one and on this one: the first of several failures, and their end; on rank 0
         also that the folder had to be made again.
@@ -105,7 +108,8 @@ class CheckpointWriter:
         if problem := self._agree(self._failure):
             self._failure = self._failure or ABANDONED
             return notes + self._notes(problem)
-        self._thread = threading.Thread(target=self._guarded_write, args=(partial, progress, copies), name="checkpoint")
+        work = (partial, progress, copies, data_root)
+        self._thread = threading.Thread(target=self._guarded_write, args=work, name="checkpoint")
         self._thread.start()
         return notes
 
@@ -182,12 +186,14 @@ class CheckpointWriter:
             raise CheckpointError(f"checkpoints cannot be written to {self.folder}: {error.strerror}") from error
         return unfinished
 
-    def _guarded_write(self, partial: Path, progress: Progress, copies: list[tuple[Piece, Tensor]]) -> None:
+    def _guarded_write(
+        self, partial: Path, progress: Progress, copies: list[tuple[Piece, Tensor]], data_root: str | None
+    ) -> None:
         try:
             await_path(partial, VISIBLE_SECONDS)
             listing = self._write_shard(partial, copies)
             self._board.post(self._note(partial, self.mesh.rank), _LISTING.dump_json(listing).decode())
-            if self.mesh.rank == 0 and not self._publish(partial, progress):
+            if self.mesh.rank == 0 and not self._publish(partial, progress, data_root):
                 self._failure = ABANDONED
         except Exception as error:  # whatever it is, the step that waits for this thread must hear of it
             removed = not partial.exists() and not self._step_folder(progress).exists()
@@ -213,17 +219,19 @@ class CheckpointWriter:
     def _write_shard(self, partial: Path, copies: list[tuple[Piece, Tensor]]) -> Listing:
         path = partial / f"rank-{self.mesh.rank}.safetensors"
         groups, runs = runs_of((piece for piece, _ in copies), self.mesh)
-        tensors = {}
+        tensors, root = {}, 0
         for piece, tensor in copies:
-            key, whole = key_of(piece), tensor.numel() == piece.place.box.num_elements
+            name, place = f"{piece.kind} of {piece.place.name}", piece.place
+            root += int(elements_hash(name, place.shape, place.box, piece.first, tensor.flatten()))
+            key, whole = key_of(piece), tensor.numel() == place.box.num_elements
             assert key not in tensors, f"{key} is written twice"
             if tensor.numel():
-                tensors[key] = tensor.view(piece.place.box.lengths) if whole else tensor
-        listing = Listing(write_shard(path, tensors), groups, runs)
+                tensors[key] = tensor.view(place.box.lengths) if whole else tensor
+        listing = Listing(write_shard(path, tensors), groups, runs, root)
         synced(path)
         return listing
 
-    def _publish(self, partial: Path, progress: Progress) -> bool:
+    def _publish(self, partial: Path, progress: Progress, data_root: str | None) -> bool:
         """Wait for all shards, and make the checkpoint whole; whether no rank has failed."""
         notes = [self._note(partial, rank) for rank in range(self.mesh.grid.world_size)]
         texts = self._board.collect(notes, self.mesh.timeout.wait)
@@ -232,8 +240,10 @@ class CheckpointWriter:
         files: list[StoredFile] = []
         groups: list[tuple[int, ...]] = []
         runs: list[StoredRun] = []
+        hashes: list[int] = []
         for text in texts:
             listing = _LISTING.validate_json(text)
+            hashes.append(listing.root)
             files.append(listing.file)  # in rank order, so that a group of ranks is one of files
             runs += (replace(run, group=run.group + len(groups)) for run in listing.runs)
             groups += listing.groups
@@ -242,7 +252,8 @@ class CheckpointWriter:
             path.write_text(text, encoding="utf-8")
             synced(path)
             files.append(stored_file(path))
-        synced(Manifest(progress, self.origin, tuple(files), tuple(groups), tuple(runs)).write(partial))
+        roots = Roots(root_text(hashes), data_root)
+        synced(Manifest(progress, self.origin, tuple(files), tuple(groups), tuple(runs), roots).write(partial))
         synced(partial)
         target = self._step_folder(progress)
         if target.exists():

@@ -22,12 +22,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from meshwright.bits.root import elements_hash, root_text
 from meshwright.checkpoint import Checkpoint, find_checkpoint
 from meshwright.checkpoint.manifest import (
     TOKENIZER_FILE,
     Manifest,
     Origin,
     Progress,
+    Roots,
     StoredFile,
     StoredRun,
     stored_file,
@@ -265,8 +267,12 @@ def _write(folder: Path, shards: Iterator[dict[str, Tensor]], model: Model) -> N
     fine-tuning run's to say."""
     files: list[StoredFile] = []
     runs: list[StoredRun] = []
+    hashes: list[int] = []
     for group, tensors in enumerate(shards):
-        runs += [_run(name, tensor, group) for name, tensor in tensors.items()]
+        for name, tensor in tensors.items():
+            run = _run(name, tensor, group)
+            runs.append(run)
+            hashes.append(int(elements_hash(f"weight of {name}", run.shape, run.box, 0, tensor.flatten())))
         keys = [f"weight/{name}" for name in tensors]
         path = folder / f"rank-{group}.safetensors"
         files.append(write_shard(path, dict(zip(keys, tensors.values(), strict=True))))
@@ -278,9 +284,8 @@ def _write(folder: Path, shards: Iterator[dict[str, Tensor]], model: Model) -> N
     beside = [folder / name for name in (TOKENIZER_FILE, *FILES) if (folder / name).is_file()]
     dump = config.model_dump(mode="json", by_alias=True)
     stored = (*files, *(stored_file(file) for file in beside))
-    Manifest(Progress(), Origin(dump), stored, tuple((group,) for group in range(len(files))), tuple(runs)).write(
-        folder
-    )
+    groups, roots = tuple((group,) for group in range(len(files))), Roots(root_text(hashes))
+    Manifest(Progress(), Origin(dump), stored, groups, tuple(runs), roots).write(folder)
 
 
 def _run(name: str, tensor: Tensor, group: int) -> StoredRun:

@@ -88,8 +88,14 @@ def difference(one: Path, other: Path) -> Difference:
 
 
 def differing_parts(one: Checkpoint, other: Checkpoint) -> tuple[Part, ...]:
-    """The tensors of two checkpoints that differ in a bit, in the order of the model; one that only one has, whole."""
+    """The tensors of two checkpoints that differ in a bit, in the order of the model; one that only one has, whole.
+    Before them the order of data, where they go on with other samples."""
+    roots = one.manifest.roots, other.manifest.roots
     found = []
+    if None not in (a.data for a in roots) and roots[0].data != roots[1].data:
+        found.append(Part("the order of data", 1, 1, (), ()))
+    if roots[0].state is not None and roots[0].state == roots[1].state:
+        return tuple(found)
     held = {**one.manifest.parts, **other.manifest.parts}
     for parameter, kind in held:
         name, shape = f"{kind} of {parameter}", held[parameter, kind][0].shape

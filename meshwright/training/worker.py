@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from meshwright.bits.root import order_root
 from meshwright.checkpoint import Checkpoint, CheckpointWriter, pieces_of, restore
 from meshwright.checkpoint.manifest import TOKENIZER_FILE, Origin, Progress
 from meshwright.checkpoint.reader import BEST
@@ -176,7 +177,8 @@ class _Run:
                     trainer.require_good_state()
                     mesh.recorder.enter("checkpoint")
                     progress = progress_of(parts, trainer.step, trainer.samples, watch.best)
-                    display.say(*writer.save(progress, pieces_of(parts)), level="warning")
+                    root = self._data_root(trainer.samples)
+                    display.say(*writer.save(progress, pieces_of(parts), root), level="warning")
             mesh.recorder.enter("last checkpoint")
             writer.wait()
             if metrics is not None:
@@ -185,6 +187,12 @@ class _Run:
             if stopping:  # srun and mpirun end a job with the first rank that leaves with a code: leave together
                 stop.request()
                 mesh.world.barrier()
+
+    def _data_root(self, samples: int) -> str | None:
+        """The root of the order of data behind so many samples; rank 0 alone reads the next one."""
+        if self.parts.mesh.rank:
+            return None
+        return order_root(self.origin.data, self.parts.config.seed, samples, self.data.train.samples(samples, 1))
 
     def _beside(self) -> dict[str, str]:
         """The files that rank 0 writes into each checkpoint: the tokenizer, and the settings that the run keeps."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from meshwright.bits.root import box_hash, root_text
+from meshwright.bits import root
+from meshwright.bits.root import box_hash, elements_hash, order_root, root_text
+from meshwright.checkpoint.manifest import read_manifest
+from meshwright.checkpoint.reader import steps_in
 from meshwright.cli import app
 from meshwright.machine import find_mpiexec
 from meshwright.parameters.shard import Box
@@ -28,6 +32,27 @@ def test_pieces_add_up_to_the_whole() -> None:
     for boxes in ([Box((0, 0), (6, 4)), Box((0, 4), (6, 6))], [Box((row, 0), (1, 10)) for row in range(6)]):
         parts = [box_hash("weight of a", SHAPE, box, x[box.slices].flatten()) for box in boxes]
         assert torch.stack(parts).sum() == whole
+
+
+@pytest.mark.parametrize("block", [1, 7, 2**20])
+def test_slices_of_flat_memory_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    monkeypatch.setattr(root, "BLOCK", block)
+    shape, box = (9, 10), Box((2, 1), (4, 7))
+    x = torch.randn(28, generator=torch.Generator().manual_seed(1))
+    whole = box_hash("a", shape, box, x)
+    for cuts in ([0, 28], [0, 5, 28], [0, 1, 14, 20, 27, 28]):
+        slices = [elements_hash("a", shape, box, start, x[start:stop]) for start, stop in pairwise(cuts)]
+        assert torch.stack(slices).sum() == whole
+
+
+def test_another_order_of_data_has_another_root(corpus: Path, two_ranks: Path) -> None:
+    other = run_of(corpus, "seed", seed=2)
+    parts = difference(two_ranks, other).parts
+    assert parts[0].tensor == "the order of data"
+    sample = {"tokens": torch.arange(4)}
+    roots = {order_root("ab", 1, 8, sample), order_root("ab", 1, 8, {"tokens": torch.arange(1, 5)})}
+    roots |= {order_root("ab", 2, 8, sample), order_root("ab", 1, 9, sample), order_root("ac", 1, 8, sample)}
+    assert len(roots) == 5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -68,6 +93,9 @@ def test_runs_under_two_layouts_are_equal_and_say_so(corpus: Path, two_ranks: Pa
     assert roots[0] == roots[1]
     assert [root is not None for root in roots[0]] == [False, True] * 3
     assert len({*roots[0]} - {None}) == 3
+    held = [[read_manifest(path).roots for _, path in steps_in(out / "checkpoints")] for out in (two_ranks, other)]
+    assert held[0] == held[1]
+    assert len({value for roots in held[0] for value in (roots.state, roots.data)}) == 4
     result = CliRunner().invoke(app, ["diff", str(two_ranks), str(other)])
     assert result.exit_code == 0
     assert "equal to the bit: 6 steps and the checkpoints that both have (step 3, step 6)" in result.output
