@@ -35,7 +35,7 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 
 from meshwright.config import Config
-from meshwright.config.rules import PARTITION_RULES, warmup_fits
+from meshwright.config.rules import PARTITION_RULES, broken_rules, warmup_fits
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.machine import Machine, has_gpu_driver
 from meshwright.ranks.section import TRANSPORTS
@@ -109,11 +109,13 @@ def resolve_process(config: Config, machine: Machine) -> Resolved:
     transport, notes = _transport(config, machine, device)
     if config.device == "auto" and machine.gpus and not enough:
         notes.append(f"device=auto takes cpu: {_counted(machine.gpus, 'GPU')} for {_counted(local, 'rank')} here")
-    if config.restarts and machine.joined:
+    if config.restarts.times and machine.joined:
         notes.append(
-            f"restarts={config.restarts} does nothing here: {machine.launcher} started this run, and only it can "
-            f"start it again (torchrun --max-restarts, Slurm's requeue)"
+            f"restarts.times={config.restarts.times} does nothing here: {machine.launcher} started this run, and only "
+            f"it can start it again (torchrun --max-restarts, Slurm's requeue)"
         )
+    if config.restarts.shrink and not (machine.joined or config.restarts.times):
+        notes.append("restarts.shrink=true does nothing with restarts.times=0: this launcher starts no job again")
     threads = config.threads if config.threads != "auto" else max(1, machine.cores // local)
     if config.compile == "islands" and device == "cpu" and not any(map(shutil.which, ("g++", "clang++"))):
         rule = "needs a C++ compiler, and none is here (apt-get install g++)"
@@ -136,6 +138,20 @@ def resolve_process(config: Config, machine: Machine) -> Resolved:
     ):
         config = with_field(config, field, value)
     return Resolved(config, tuple(notes))
+
+
+def with_fewer_replicas(config: Config, most: int) -> Config | None:
+    """The config with the largest smaller number of replicas that is legal on at most `most` ranks, all else as it is.
+
+    Bits that are layout-free stay what they were; others differ in their last digits, as under any other layout. None
+    where no smaller number is legal: each must divide the batch into whole microbatches.
+    """
+    config = with_field(config, "restarts.shrink", False)
+    for size in range(config.layout.data.size - 1, 0, -1):
+        smaller = with_field(config, "layout.data.size", size)
+        if smaller.layout.world_size <= most and not broken_rules(smaller):
+            return smaller
+    return None
 
 
 def in_steps(config: Config, folder: Path) -> Resolved:

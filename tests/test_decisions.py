@@ -22,6 +22,7 @@ from meshwright.decisions import (
     resolve_process,
     resolved_fields,
     this_machine,
+    with_fewer_replicas,
 )
 from meshwright.environment import Environment
 from meshwright.errors import CheckpointError, ConfigError, LaunchError
@@ -291,7 +292,8 @@ def test_a_gpu_for_each_rank_is_asked_for_in_vain() -> None:
 @pytest.mark.parametrize("launcher, said", [("torchrun", True), ("alone", False)])
 def test_restarts_inside_another_launcher(monkeypatch: pytest.MonkeyPatch, launcher: str, said: bool) -> None:
     notes = process(monkeypatch, launcher, restarts=2).notes
-    assert any(note.startswith("restarts=2 does nothing here: torchrun started this run") for note in notes) == said
+    told = "restarts.times=2 does nothing here: torchrun started this run"
+    assert any(note.startswith(told) for note in notes) == said
 
 
 @pytest.mark.skipif(find_mpiexec() is None, reason="no MPI here")
@@ -377,3 +379,32 @@ def test_epochs_of_data_without_a_size_are_refused(tmp_path: Path, monkeypatch: 
     rule = r"^epochs=2 needs the number of samples, which data.kind=text does not tell; valid: steps in place of epochs"
     with pytest.raises(ConfigError, match=rule):
         in_steps(config, Path(config.data.source))
+
+
+@pytest.mark.parametrize(
+    "batch, layout, most, expected",
+    [
+        ({"global": 12}, {"data": 4}, 3, 3),
+        ({"global": 8}, {"data": 4}, 3, 2),  # 3 does not divide the batch
+        ({"global": 12, "micro": 3}, {"data": 4}, 3, 2),  # 4 samples a replica are no microbatches of 3
+        ({"global": 12}, {"data": 4, "pipeline": 2}, 7, 3),
+        ({"global": 12}, {"data": 4, "pipeline": 2}, 5, 2),
+        ({"global": 12}, {"data": {"size": 4, "sync": "zero3", "shard": 2}}, 3, 2),
+        ({"global": 12}, {"data": 4, "pipeline": 2}, 1, None),
+        ({"global": 7}, {"data": 7}, 6, 1),
+    ],
+)
+def test_a_lost_rank_leaves_the_most_replicas_that_are_legal(
+    batch: dict[str, int], layout: dict[str, Any], most: int, expected: int | None
+) -> None:
+    config = parse_config({"model": MODEL, "data": {"sequence": 16}, "batch": batch, "layout": layout,
+                           "restarts": {"times": 1, "shrink": True}})  # fmt: skip
+    smaller = with_fewer_replicas(config, most)
+    assert (None if smaller is None else smaller.layout.data.size) == expected
+
+
+def test_a_job_without_restarts_is_told_that_it_does_not_shrink(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = "restarts.shrink=true does nothing with restarts.times=0"
+    for times, launcher, said in ((0, "alone", True), (1, "alone", False), (0, "torchrun", False)):
+        notes = process(monkeypatch, launcher, restarts={"times": times, "shrink": True}, layout={"data": 2}).notes
+        assert any(note.startswith(told) for note in notes) == said

@@ -97,13 +97,19 @@ def transport_reaches_device(config: Config) -> Iterator[Problem]:
         yield Problem("layout.transport", name, f"moves host memory only, and device={device}", "torch, auto")
 
 
-@rule("layout.transport", "restarts")
+@rule("layout.transport", "restarts.times")
 def transport_outlives_a_rank(config: Config) -> Iterator[Problem]:
-    name = config.layout.transport
-    if config.restarts and name != "auto" and TRANSPORTS[name].in_process:
-        yield Problem(
-            "restarts", config.restarts, f"starts lost processes again, and layout.transport={name} has none", "0"
-        )
+    name, times = config.layout.transport, config.restarts.times
+    if times and name != "auto" and TRANSPORTS[name].in_process:
+        rule_text = f"starts lost processes again, and layout.transport={name} has none"
+        yield Problem("restarts.times", times, rule_text, "0")
+
+
+@rule("restarts.shrink", "layout.data.size")
+def replicas_are_left(config: Config) -> Iterator[Problem]:
+    if config.restarts.shrink and config.layout.data.size == 1:
+        rule_text = "goes on with fewer replicas, and layout.data.size=1 has none to lose"
+        yield Problem("restarts.shrink", "true", rule_text, "false, or layout.data.size=2 or more")
 
 
 @rule("steps", "epochs", "optimizer.schedule.warmup")
@@ -290,6 +296,7 @@ RULES = (
     transport_is_installed,
     transport_reaches_device,
     transport_outlives_a_rank,
+    replicas_are_left,
     warmup_fits,
     tensor_cuts_are_equal,
     tensor_splits_rows,

@@ -98,6 +98,21 @@ class MemorySection(Section):
     """2-D operands travel whole, weights once a step (gather) or each time (whole), or in panels (stream)."""
 
 
+class Restarts(Section):
+    """How a job that lost a rank goes on; a number stands for times."""
+
+    times: Count = 0
+    """How often the launcher starts the job again, from its newest complete checkpoint."""
+    shrink: bool = False
+    """A job that lost a rank goes on with fewer replicas, and under torchrun with as many as it starts ranks for."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def read_number(cls, value: object) -> object:
+        """A checkpoint of version 0.1 has the number alone."""
+        return {"times": value} if isinstance(value, int) and not isinstance(value, bool) else value
+
+
 class ScheduleSection(Section):
     """The learning rate over the run: up to its peak, optimizer.lr, then down.
 
@@ -255,8 +270,8 @@ class Config(Section):
     """CPU threads a rank; auto: the machine's cores divided by the ranks on it."""
     timeout: Timeout = Timeout()
     """How long ranks wait for each other."""
-    restarts: Count = 0
-    """How often the launcher restarts a job that lost a worker, from its newest complete checkpoint."""
+    restarts: Restarts = Restarts()
+    """How a job that lost a rank goes on; none: it ends."""
 
     @model_validator(mode="before")
     @classmethod

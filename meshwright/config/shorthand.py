@@ -55,6 +55,7 @@ SHORTHANDS: Mapping[str, Shorthand] = {
     "bits": Shorthand(word="kind"),
     "check": Shorthand(number="every", off="every"),
     "logging": Shorthand(word="level"),
+    "restarts": Shorthand(number="times", off="times"),
 }
 """The sections that a bare value may stand for, those that lie in others behind these."""
 

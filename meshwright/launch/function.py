@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from meshwright.config import Config
 from meshwright.environment import Environment, Rendezvous, rendezvous
 from meshwright.errors import ConfigError, LaunchError
-from meshwright.launch.launcher import launch
+from meshwright.launch.launcher import Start, launch_start
 from meshwright.launch.signals import StopRequest
 from meshwright.launch.threads import launch_threads
 from meshwright.launch.worker import Job, joined, run_worker
@@ -74,7 +74,7 @@ class Ranks:
             transport,
             device,
             threads,
-            config.restarts,
+            config.restarts.times,
             layout.token_axes,
             config.timeout,
             status,
@@ -105,15 +105,17 @@ def run(
     ranks: Ranks | Config | int,
     *,
     transport: TransportName = "torch",
+    fewer: Callable[[int], tuple[Ranks, Mapping[str, Any]] | None] | None = None,
     **arguments: Any,
 ) -> list[Any]:
     """Call function(rank, **arguments) on every rank; the results in rank order, as JSON keeps them.
 
     `function`: by itself or by name, `package.module:function`; it must stand in a module that a new process can
     import, or in the script that is run. `ranks`: a number of them, the layout of a resolved config, or Ranks.
-    `transport`: of a number of ranks. Inside another launcher (torchrun, srun, mpirun) this process is one of the
-    ranks, and the list has its result alone. Raises LaunchError with the first cause and its rank, Interrupted where
-    somebody stopped the job.
+    `transport`: of a number of ranks. `fewer(most)`: the ranks, at most so many, and the arguments with which a job
+    that lost a rank is started again; None where it cannot do with fewer. Inside another launcher (torchrun, srun,
+    mpirun) this process is one of the ranks, and the list has its result alone. Raises LaunchError with the first cause
+    and its rank, Interrupted where somebody stopped the job.
 
     Over `threads` any function will do, a notebook cell's too, and its arguments and results are passed as they are.
     """
@@ -124,18 +126,24 @@ def run(
     if TRANSPORTS[ranks.transport].in_process:
         return _run_here(_load(function) if isinstance(function, str) else function, ranks, arguments)
     name = function if isinstance(function, str) else name_of(function)
-    described = asdict(ranks) | {"status": None, "timeout": ranks.timeout.model_dump()}
-    call = {
-        "function": name,
-        "ranks": described,
-        "arguments": {key: _packed(value) for key, value in arguments.items()},
-    }
-    status = None if ranks.status is None else str(ranks.status)
-    job = Job("meshwright.launch.function:call_on_rank", call, status, preload=(name,))
+
+    def start_of(ranks: Ranks, arguments: Mapping[str, Any]) -> Start:
+        described = asdict(ranks) | {"status": None, "timeout": ranks.timeout.model_dump()}
+        packed = {key: _packed(value) for key, value in arguments.items()}
+        status = None if ranks.status is None else str(ranks.status)
+        call = {"function": name, "ranks": described, "arguments": packed}
+        job = Job("meshwright.launch.function:call_on_rank", call, status, preload=(name,))
+        return Start(job, ranks.world_size, ranks.threads)
+
+    def start_with_fewer(most: int) -> Start | None:
+        smaller = None if fewer is None else fewer(most)
+        return None if smaller is None else start_of(*smaller)
+
+    start = start_of(ranks, arguments)
     if joined():
-        return [run_worker(job, ranks.threads)]
+        return [run_worker(start.job, ranks.threads)]
     find(name)  # a wrong name fails here, once, and not on every rank
-    return launch(job, ranks.world_size, ranks.transport, restarts=ranks.restarts, threads=ranks.threads)
+    return launch_start(start, ranks.transport, restarts=ranks.restarts, fewer=start_with_fewer)
 
 
 def _run_here(function: Callable[..., Any], ranks: Ranks, arguments: Mapping[str, Any]) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,34 +17,53 @@ from meshwright.ranks.hang import clear_records, explain_hang, read_records
 from meshwright.ranks.section import TRANSPORTS, TransportName
 
 
-def launch(
-    job: Job,
-    num_ranks: int,
-    transport: TransportName,
-    *,
-    restarts: int = 0,
-    threads: int,
-) -> list[Any]:
-    """Run `job` on `num_ranks` local ranks with `threads` CPU threads each; return the ranks' results, in rank order.
+@dataclass(frozen=True)
+class Start:
+    """An attempt starts `job` on `num_ranks` local ranks with `threads` CPU threads each."""
 
-    A job that loses a rank is started again up to `restarts` times; so is one that ends with an unforeseen exception,
-    unless the same came before. Other errors are the run's own and end it at once. Call from the main thread: it
-    handles signals. Raises LaunchError with the first cause and its rank, and Interrupted when somebody asked the job
-    to stop, after the workers have left by themselves or were killed.
+    job: Job
+    num_ranks: int
+    threads: int
+
+
+def launch(job: Job, num_ranks: int, transport: TransportName, *, restarts: int = 0, threads: int) -> list[Any]:
+    """Run `job` on `num_ranks` local ranks, each attempt on as many; see `launch_start`."""
+    return launch_start(Start(job, num_ranks, threads), transport, restarts=restarts, fewer=lambda most: None)
+
+
+def launch_start(
+    start: Start, transport: TransportName, *, restarts: int, fewer: Callable[[int], Start | None]
+) -> list[Any]:
+    """Start a job's ranks and wait for them; return the ranks' results, in rank order.
+
+    A job that loses a rank is started again up to `restarts` times, as `fewer(ranks that are left)` says, or as it was
+    where that is None; so is one that ends with an unforeseen exception, unless the same came before. Other errors are
+    the run's own and end it at once. Call from the main thread: it handles signals. Raises LaunchError with the first
+    cause and its rank, and Interrupted when somebody asked the job to stop, after the workers have left by themselves
+    or were killed.
     """
-    job.resolve()  # a wrong name fails here, once, and not in every worker
-    allow_open_files(num_ranks)
+    start.job.resolve()  # a wrong name fails here, once, and not in every worker
+    allow_open_files(start.num_ranks)
     with open_session() as session, OutputServer(session.folder / SOCKET) as output:
-        status = Path(job.status or session.folder)
+        status = Path(start.job.status or session.folder)
         clear_records(status)
-        job.write(session.folder)
+        run_attempt, failure = _starter(transport), None
         with StopSignals(session.folder) as signals:
             try:
-                run_attempt = partial(_starter(transport), session, num_ranks, threads, output.last_words)
-                failure, attempt = _run(session, status, run_attempt, restarts)
+                for attempt in range(restarts + 1):
+                    before = failure
+                    start.job.write(session.folder)
+                    failure = run_attempt(session, start.num_ranks, start.threads, output.last_words, attempt)
+                    if failure is not None and (hang := explain_hang(read_records(status, attempt))):
+                        failure = Failure(hang, lost=True)
+                    stopping = (session.folder / STOP_FILE).exists()
+                    if failure is None or stopping or attempt == restarts or not failure.again(before):
+                        break
+                    if failure.lost:
+                        start = fewer(start.num_ranks - 1) or start
             except KillWorkers:
                 raise _killed(signals, session.folder) from None
-        results = read_results(session.folder, attempt, num_ranks) if failure is None else []
+        results = read_results(session.folder, attempt, start.num_ranks) if failure is None else []
     if signals.received is not None:
         text = f"stopped by {signals.received.name}"
         if failure is None:
@@ -53,22 +72,6 @@ def launch(
     if failure is not None:
         raise LaunchError(failure.text + _after(attempt))
     return results
-
-
-def _run(
-    session: Session, status: Path, run_attempt: Callable[[int], Failure | None], restarts: int
-) -> tuple[Failure | None, int]:
-    """Attempts until one succeeds or another would not help: why the last failed (None: it did not), and its number."""
-    before: Failure | None = None
-    for attempt in range(restarts + 1):
-        failure = run_attempt(attempt)
-        if failure is not None and (hang := explain_hang(read_records(status, attempt))):
-            failure = Failure(hang, lost=True)
-        stopping = (session.folder / STOP_FILE).exists()
-        if failure is None or stopping or not failure.again(before):
-            break
-        before = failure
-    return failure, attempt
 
 
 def _starter(transport: TransportName) -> Callable[[Session, int, int, LastWords, int], Failure | None]:

@@ -6,16 +6,18 @@ ended them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from meshwright.config import Config
 from meshwright.data.files import silent
-from meshwright.decisions import in_steps, resolve, resolve_process, this_machine
+from meshwright.decisions import in_steps, resolve, resolve_process, this_machine, with_fewer_replicas
 from meshwright.environment import read_environment
 from meshwright.launch import Ranks, run
+from meshwright.machine import Machine
 from meshwright.training import folder
 from meshwright.training.follow import Each, followed
 from meshwright.training.sinks import require_sinks
@@ -48,12 +50,15 @@ def train(
     require_sinks(config.metrics)
     data = config.data.prepare(config, progress)
     counted = in_steps(config, data)
-    config = counted.config
+    asked = config = counted.config
+    if config.restarts.shrink and machine.joined and machine.world_size < config.layout.world_size:
+        # torchrun --nnodes=1:N starts the nodes that are left; a number of ranks that does not fit is refused below.
+        config = with_fewer_replicas(config, machine.world_size) or config
     resolved = resolve_process(config, machine)  # what cannot run here is said before anything is written
     with ExitStack() as stack:
         notes = stack.enter_context(folder.locked(out)) if read_environment().rank == 0 else []
+        before = config
         if not machine.joined:  # else it is known when the ranks have met whether this is a restart (worker.py)
-            before = config
             if resume:
                 from meshwright.training.resume import decided_before, go_on
 
@@ -63,18 +68,32 @@ def train(
                 folder.refuse_used(out)
                 folder.begin(out, config)
             resolved = resolve(before, machine)
-        follow = stack.enter_context(followed(each))
-        run(
-            TRAIN_WORKER,
-            Ranks.of(resolved.config, str(out), out / STATUS),
-            config=resolved.config,
-            asked=config,
-            out=out,
-            data=data,
-            resume=resume,
-            resume_from=resume_from,
-            accept_changes=accept_changes,
-            trace=list(trace),
-            follow=follow,
-            notes=[*counted.notes, *resolved.notes, *notes],
-        )
+        arguments: dict[str, Any] = {
+            "asked": asked,
+            "out": out,
+            "data": data,
+            "resume": resume,
+            "resume_from": resume_from,
+            "accept_changes": accept_changes,
+            "trace": list(trace),
+            "follow": stack.enter_context(followed(each)),
+        }
+
+        notes = [*counted.notes, *resolved.notes, *notes]
+        ranks = Ranks.of(resolved.config, str(out), out / STATUS)
+        fewer = partial(_with_fewer, before, machine, arguments)
+        run(TRAIN_WORKER, ranks, fewer=fewer, config=resolved.config, notes=notes, **arguments)
+
+
+def _with_fewer(
+    config: Config, machine: Machine, arguments: Mapping[str, Any], most: int
+) -> tuple[Ranks, dict[str, Any]] | None:
+    """The ranks, at most so many, and the arguments with which a job that lost one goes on; None: with as many."""
+    smaller = with_fewer_replicas(config, most) if config.restarts.shrink else None
+    if smaller is None:
+        return None
+    resolved, out = resolve(smaller, machine), arguments["out"]
+    size = smaller.layout.data.size
+    note = f"layout.data.size={config.layout.data.size}: {size} from here on, since a rank was lost"
+    changed = {"config": resolved.config, "notes": [note, *resolved.notes]}
+    return Ranks.of(resolved.config, str(out), out / STATUS), {**arguments, **changed}

@@ -242,7 +242,7 @@ class _Run:
         display.say(*(f"removed a checkpoint that was never finished: {name}" for name in unfinished))
         if attempt:
             # Another launcher's count is not ours.
-            display.say(f"restart {attempt}" + (f" of {config.restarts}" if config.restarts else ""))
+            display.say(f"restart {attempt}" + (f" of {config.restarts.times}" if config.restarts.times else ""))
         for name in (*self.parts.strategy.make_replicas_equal(), *self.parts.optimizer.make_replicas_equal()):
             display.say(f"warning: {name} differed between replicas; rank 0's was given to all", level="warning")
 

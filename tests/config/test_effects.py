@@ -19,7 +19,18 @@ from meshwright.section import Section
 from meshwright.tools.compare.layouts import from_files
 
 ALWAYS = {
-    *("seed", "weights", "epochs", "device", "compile", "threads", "restarts", "timeout.join", "timeout.wait"),
+    *(
+        "seed",
+        "weights",
+        "epochs",
+        "device",
+        "compile",
+        "threads",
+        "restarts.times",
+        "restarts.shrink",
+        "timeout.join",
+        "timeout.wait",
+    ),
     *("batch.global", "batch.micro", "bits.kind"),
     *("data.mixture", "data.validation"),  # eval measures on what is held out, whether the run validated or not
     *("data.kind", "data.tokenizer", "data.sequence", "data.target", "data.languages", "data.buckets"),

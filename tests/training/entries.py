@@ -171,3 +171,8 @@ def validating(rank: Rank, *, losses: dict[str, float], dies_in: int = 0, **argu
 
     with patch.object(Trainer, "turn", dying), patch.object(worker, "validate", validate):
         worker.train_rank(rank, **arguments)
+
+
+def loses_rank_2(rank: Rank, **arguments: Any) -> None:
+    """A job whose third rank is killed in its fifth step, as long as it has one."""
+    killed(rank, moment="optimizer", victim=2, **arguments)

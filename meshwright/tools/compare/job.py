@@ -20,6 +20,7 @@ from meshwright.decisions import in_steps, resolve_process, this_machine
 from meshwright.errors import ConfigError, LaunchError, Problem
 from meshwright.launch import Interrupted, joined
 from meshwright.machine import Machine, usable_cores
+from meshwright.section import with_field
 from meshwright.tools.compare.layouts import Contender
 from meshwright.tools.compare.report import as_dict, draw, html_of
 from meshwright.tools.compare.result import WARMUP_STEPS, Comparison, Measurement
@@ -143,7 +144,7 @@ def _num_runs(rows: Sequence[Measurement]) -> int:
 def _here(config: Config) -> Config:
     """The config as it is run: all ranks on this machine, and none of them started again."""
     layout = config.layout.model_copy(update={"ranks_per_node": "auto"})
-    return config.model_copy(update={"layout": layout, "restarts": 0})
+    return with_field(config.model_copy(update={"layout": layout}), "restarts.times", 0)
 
 
 def on_one_device(contenders: Sequence[Contender], machine: Machine) -> Sequence[Contender]:

@@ -73,10 +73,13 @@ class Allocator:
     def free(self, block: MemoryBlock) -> None:
         assert not block.is_free, f"freed twice: {block}"
         self.allocated -= block.size
-        for neighbour in (block.before, block.after):
-            if neighbour is not None and neighbour.is_free:
-                self._take(neighbour)
-                block = self._joined(neighbour, block) if neighbour is block.before else self._joined(block, neighbour)
+        before, after = block.before, block.after
+        if before is not None and before.is_free:
+            self._take(before)
+            block = self._joined(before, block)
+        if after is not None and after.is_free:
+            self._take(after)
+            block = self._joined(block, after)
         self._give(block)
 
     def _used(self, block: MemoryBlock, size: int, least_rest: int) -> MemoryBlock:
@@ -85,8 +88,10 @@ class Allocator:
             self._split(block, size)
         block.is_free = False
         self.allocated += block.size
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        if self.allocated > self.peak_allocated:
+            self.peak_allocated = self.allocated
+        if self.reserved > self.peak_reserved:
+            self.peak_reserved = self.reserved
         return block
 
     def _cached(self, size: int, is_small: bool) -> MemoryBlock | None:
@@ -95,9 +100,7 @@ class Allocator:
         index = bisect_left(free, (size, 0))
         if index == len(free):
             return None
-        block = self._at[free[index][1]]
-        self._take(block)
-        return block
+        return self._at.pop(free.pop(index)[1])
 
     def _split(self, block: MemoryBlock, size: int) -> None:
         rest = MemoryBlock(block.address + size, block.size - size, block.is_small, True, block, block.after)
@@ -132,7 +135,7 @@ class CachingAllocator(Allocator):
         self._limit = limit_bytes
 
     def allocate(self, size: int) -> MemoryBlock:
-        rounded = max(1, -(-size // MIN_BLOCK)) * MIN_BLOCK
+        rounded = -(-size // MIN_BLOCK) * MIN_BLOCK or MIN_BLOCK
         is_small = rounded <= SMALL_SIZE
         block = self._cached(rounded, is_small) or self._segment(rounded, is_small)
         return self._used(block, rounded, MIN_BLOCK if is_small else SMALL_SIZE + 1)

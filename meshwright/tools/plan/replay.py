@@ -152,13 +152,16 @@ class StageReplay:
         return [unit.key(number, chunk, index, microbatch) for number in unit.recording.leaving[kind][which]]
 
     def _replay(self, task: Task, index: int, unit: _Unit, which: int) -> None:
+        # A third of a search's seconds: eight million events for 110,000 layouts, so nothing is called here twice.
+        live, allocate, free = self._live, self._allocator.allocate, self._allocator.free
+        own, crossing = (task.chunk, index), unit.crossing
         for number, size in unit.recording.programs[task.kind][which].memory:
-            key = unit.key(number, task.chunk, index, task.microbatch)
+            key = (*own, number) if number in crossing else (*own, number, task.microbatch)
+            left = live.pop(key, None)  # where the event allocates: one that the microbatch before has left
+            if left is not None:
+                free(left)
             if size > 0:
-                self._drop([key])  # one that the microbatch before has left
-                self._take(key, size)
-            else:
-                self._drop([key])
+                live[key] = allocate(size)
 
     def _optimize(self, *, first: bool) -> None:
         """Sum gradients and step."""

@@ -99,7 +99,7 @@ def comparable(config: Config, *, as_configured: bool) -> Config:
     changes: dict[str, Any] = {
         "model": config.model.model_copy(update={"dropout": 0.0}),
         "layout": config.layout.model_copy(update={"ranks_per_node": "auto"}),  # all of them start here
-        "restarts": 0,
+        "restarts": config.restarts.model_copy(update={"times": 0}),
     }
     if not as_configured:
         changes["bits"] = Bits()  # float64's own sums; run_bits compares the run's
