@@ -32,11 +32,11 @@ class Question:
     kept: tuple[str, ...] = ()
     run: tuple[str, ...] = ()
 
-    def ask(self, models: Estimates, words: Sequence[str] = ()) -> SearchResult:
+    def ask(self, models: Estimates, words: Sequence[str] = (), top: int = 5) -> SearchResult:
         tree = {"model": self.model, "data": {"sequence": self.sequence}, "batch": {"global": self.batch}}
         config = parse_config(tree | {"precision": "bf16"}, (*self.run, *self.kept, *words))
         fixed = fixed_fields((*self.kept, *words))
-        return search(config, models.planner.cluster, self.devices, fixed=fixed, models=models)
+        return search(config, models.planner.cluster, self.devices, top, fixed=fixed, models=models)
 
 
 REPLICAS = ("layout.tensor.kind=none", "layout.pipeline.size=1", "layout.context.size=1")
@@ -85,7 +85,7 @@ def test_no_fixed_field_finds_what_a_free_search_does_not(name: str, models: dic
         if fixed_fields([word]) & kept:
             continue
         try:
-            best = fastest_that_fits(question.ask(known, [word]))
+            best = fastest_that_fits(question.ask(known, [word], top=1))
         except ConfigError:
             continue  # no layout with it fits, or is legal
         assert free is not None, word
