@@ -36,6 +36,7 @@ class Row:
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
     """The norm of the difference over that of the second, or the former where the latter is zero."""
+    # Accumulated in float64: a sum of squares in bf16 would round by more than the error that it measures.
     norm = partial(torch.linalg.vector_norm, dtype=torch.float64)
     difference, size = float(norm(ours.double() - theirs.double())), float(norm(theirs))
     return difference / size if size else difference
@@ -52,6 +53,7 @@ def factor_of(ours: Tensor, theirs: Tensor, tolerance: float = 1e-2) -> float | 
     size = float(b @ b)
     if not size or not bool(torch.isfinite(a).all()):
         return None
+    # Least squares: the factor that leaves the smallest rest, and then whether that rest is small.
     factor = float(a @ b) / size
     rest = float(torch.linalg.vector_norm(a - factor * b))
     return factor if rest <= tolerance * abs(factor) * math.sqrt(size) else None
@@ -60,6 +62,7 @@ def factor_of(ours: Tensor, theirs: Tensor, tolerance: float = 1e-2) -> float | 
 def axis_words(sizes: Mapping[str, int], factor: float | None) -> str:
     """Which axis a factor is the size of, and what mistakes make it."""
     for axis, n in sizes.items() if factor is not None else ():
+        # A factor that is the size of two axes is put down to the outer one: nothing in one number tells them apart.
         if n > 1 and math.isclose(factor or 0, n, rel_tol=1e-2):
             return f", the size of {axis}: added up once too often, or a sum where a mean belongs"
         if n > 1 and math.isclose(factor or 0, 1 / n, rel_tol=1e-2):
