@@ -55,5 +55,6 @@ def box_of(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
 def write_local(x: Tensor, values: Tensor) -> None:
     """Overwrite this rank's part."""
     with torch.no_grad():
+        # Not the clone of `local_of`: this is the parameter's own memory.
         target = x.to_local() if isinstance(x, DTensor) else x
         target.copy_(values)

@@ -34,9 +34,11 @@ class Verb:
 
     def sent_bytes(self, payload_bytes: int, size: int, is_root: bool) -> int:
         """Bytes that a rank of a group of `size` sends in a call, rounded down."""
+        # A root receives a gather and sends a broadcast; the others do the opposite.
         if self.direction == ("to root" if is_root else "from root"):
             return 0
         receivers = size - 1 if self.direction in ("to each", "from root") else 1
+        # Multiplied before divided: a payload that ranks do not divide is rounded once, and not for each receiver.
         return self.passes * receivers * payload_bytes // (size if self.parts else 1)
 
 
@@ -104,6 +106,7 @@ class Ledger:
     @contextmanager
     def repeated(self, times: int) -> Iterator[None]:
         """One pass through the context stands for `times`: a plan need not go through all that are alike."""
+        # Multiplied, since contexts may lie in each other: microbatches within steps.
         before, self.times = self.times, self.times * times
         try:
             yield
