@@ -62,6 +62,7 @@ def flagged(tokenizer: Tokenizer, text: str, spans: Spans) -> np.ndarray:
     tokens = np.array(ids, dtype=np.uint32)
     begins, ends = np.array(places, dtype=np.int64).reshape(-1, 2).T
     for begin, end in spans:
+        # A token across the border counts: the assistant says a part of it.
         tokens[(begins < end) & (ends > begin)] |= SAID
     tokens[:1] |= DIALOGUE
     return tokens
@@ -79,6 +80,7 @@ class DialogueSamples(ShuffledSamples):
         starts = np.flatnonzero(self._tokens & DIALOGUE)
         lengths = np.diff(np.append(starts, len(self._tokens)))
         longer = lengths > sequence + 1
+        # Of a dialogue that is cut, what the assistant says behind the cut does not count.
         taken = np.minimum(lengths, sequence + 1)
         learned = np.array(
             [np.count_nonzero(self._tokens[at + 1 : at + n] & SAID) for at, n in zip(starts, taken, strict=True)],
@@ -90,6 +92,7 @@ class DialogueSamples(ShuffledSamples):
             raise DataError(
                 f"{corpus.name(split)}: no dialogue fits data.sequence={sequence}; the longest takes {most}"
             )
+        # n tokens are n - 1 inputs: the last is a label only.
         self._starts, self._counts = starts[kept], taken[kept] - 1
         self._windows = _filled(self._counts.tolist(), sequence)
         self._learned = int(learned[kept].sum())
@@ -127,6 +130,7 @@ class DialogueSamples(ShuffledSamples):
                 labels[row, place : place + count] = np.where(following & SAID, following & IDS, IGNORED)
                 begins[row, place] = True
                 place += count
+            # The padding is a document of its own; where a row is full the slice is empty.
             begins[row, place : place + 1] = True
         batch = {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
         return batch | document_entries(begins)
