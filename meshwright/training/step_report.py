@@ -183,16 +183,13 @@ class RankClock:
         self._last = now
         busy = cpu / torch.get_num_threads()
         if self.device.type == "cuda":
-            busy = wall * self._utilisation()
-        return busy, max(0.0, wall - waited)
-
-    def _utilisation(self) -> float:
+            busy = math.nan
         if self._driver:
             try:
-                return torch.cuda.utilization(self.device) / 100
+                busy = wall * torch.cuda.utilization(self.device) / 100
             except Exception:  # NVML's errors are classes of a package that need not be there: none is worth the run
                 self._driver = False
-        return math.nan
+        return busy, max(0.0, wall - waited)
 
 
 @dataclass(frozen=True)
