@@ -178,7 +178,7 @@ class Roots:
 
 @dataclass(frozen=True, config=_CLOSED)
 class Manifest:
-    """Everything about a checkpoint but its tensors."""
+    """All that a checkpoint says of itself, but its tensors."""
 
     progress: Progress
     origin: Origin

@@ -95,22 +95,16 @@ class DialogueSamples(ShuffledSamples):
         # n tokens are n - 1 inputs: the last is a label only.
         self._starts, self._counts = starts[kept], taken[kept] - 1
         self._windows = _filled(self._counts.tolist(), sequence)
-        self._learned = int(learned[kept].sum())
-        self.note = self._said_of(len(starts), int(longer.sum()), len(starts) - int(kept.sum()), overlong)
-        super().__init__(len(self._windows) - 1, seed)
-
-    def _said_of(self, dialogues: int, longer: int, left_out: int, overlong: Overlong) -> str:
-        """The numbers that a user should know."""
-        windows = len(self._windows) - 1
-        places = windows * self._sequence
-        full, learned = 100 * int(self._counts.sum()) / places, 100 * self._learned / places
-        told = f"{dialogues - left_out} dialogues in {windows} windows, {full:.0f} % full, {learned:.0f} % learned"
-        if longer and overlong == "drop":
-            told += f"; {longer} longer than data.sequence={self._sequence} left out (data.overlong=cut cuts them)"
-        elif longer:
-            told += f"; {longer} longer than data.sequence={self._sequence} cut"
-            told += f", {left_out} of them left out, whose beginnings have nothing of the assistant" if left_out else ""
-        return told
+        windows, num_kept, num_longer = len(self._windows) - 1, int(kept.sum()), int(longer.sum())
+        places, left_out = windows * sequence, len(starts) - num_kept
+        full, said = 100 * int(self._counts.sum()) / places, 100 * int(learned[kept].sum()) / places
+        self.note = f"{num_kept} dialogues in {windows} windows, {full:.0f} % full, {said:.0f} % learned"
+        if num_longer and overlong == "drop":
+            self.note += f"; {num_longer} longer than data.sequence={sequence} left out (data.overlong=cut cuts them)"
+        elif num_longer:
+            lacking = f", {left_out} of them left out, whose beginnings have nothing of the assistant"
+            self.note += f"; {num_longer} longer than data.sequence={sequence} cut{lacking if left_out else ''}"
+        super().__init__(windows, seed)
 
     def read(self, rows: np.ndarray, draws: Sequence[str]) -> Batch:
         import torch

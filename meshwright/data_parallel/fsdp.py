@@ -88,7 +88,7 @@ class FullySharded:
 
     @property
     def gradient_bytes(self) -> int:
-        """Its own rows; torch has a unit's whole ones beside them."""
+        """Bytes of this rank's own rows; torch has a unit's whole gradients beside them."""
         return sum(size_bytes(slot.parameter) for slot in self._slots)
 
     @property

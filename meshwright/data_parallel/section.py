@@ -61,7 +61,7 @@ class Sync:
     unplanned: str = ""
     """Why a planner cannot compute it: `is more than ...`."""
     order_free: bool = True
-    """Whether it only adds what the ranks' buckets hold, so that sums of integers come out equal under any layout."""
+    """Whether the sync only adds what the ranks' buckets hold, so that sums of integers are equal under any layout."""
 
 
 def _others(broken: Rule) -> str:

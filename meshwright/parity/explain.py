@@ -58,7 +58,10 @@ class Fit:
 
 
 def fit(local: Tensor, whole: Tensor, allowed: float) -> Fit | None:
-    """The best fit of a local tensor among the copy, blocks and slices of the whole; None where no shape fits."""
+    """The best fit of a local tensor among the copy, blocks and slices of the whole; None where no shape fits.
+
+    `allowed`: the relative error, in the 2-norm, at which the search ends.
+    """
     best: Fit | None = None
     for view in _views(local, whole):
         # The norm that a piece of this size would have of an even tensor: a piece of small values is not held to its

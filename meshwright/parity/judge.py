@@ -105,6 +105,7 @@ class Evidence:
                 yield rank, part, self.ranks[rank].get(kind, step, own), theirs
 
     def weight(self, name: str) -> Tensor:
+        """The reference's first value of a parameter, in float64."""
         x = self.reference.get("initial", 0, name)
         assert x is not None, name
         return x
@@ -125,7 +126,7 @@ class Evidence:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """How many ranks each axis has."""
+        """The number of ranks on each axis."""
         return {axis: len({place[axis] for place in self.coordinates}) for axis in self.coordinates[0]}
 
 

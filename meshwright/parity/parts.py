@@ -34,7 +34,7 @@ class Part:
     flat: bool = False
 
     def take(self, whole: Tensor) -> Tensor:
-        """The part's values; zeros in padding."""
+        """The part's values of the reference's tensor; zeros in padding."""
         x = whole.flatten() if self.flat else whole
         for dim, index in enumerate(self.index):
             if index is not None:
@@ -60,6 +60,7 @@ class Part:
         return f"{'flat ' if self.flat else ''}[{', '.join(words)}]"
 
     def as_json(self) -> dict[str, Any]:
+        """The part as JSON, its indices as runs (start, stop)."""
         return {"name": self.name, "index": [None if i is None else _runs(i) for i in self.index], "flat": self.flat}
 
     @classmethod
@@ -149,7 +150,7 @@ def _find_flat(name: str, local: Tensor, whole: Tensor) -> Part | None:
 
 
 def box_part(name: str, offsets: Sequence[int], sizes: Sequence[int], whole: Sequence[int]) -> Part:
-    """The part that a box is."""
+    """The part that a box of a tensor of shape `whole` is."""
     index = tuple(
         None if size == length else tuple(range(offset, offset + size))
         for offset, size, length in zip(offsets, sizes, whole, strict=True)
@@ -158,7 +159,7 @@ def box_part(name: str, offsets: Sequence[int], sizes: Sequence[int], whole: Seq
 
 
 def missing_places(parts: Sequence[Part], shape: Sequence[int]) -> int:
-    """How many elements of a parameter no part holds."""
+    """The number of elements of a tensor of this shape that no part holds."""
     covered = torch.zeros(tuple(shape), dtype=torch.bool)
     for part in parts:
         if part.whole:

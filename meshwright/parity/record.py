@@ -109,6 +109,7 @@ class SideRecord(Generic[SideFacts]):
         self._keys = set(self._file.keys())
 
     def get(self, kind: str, step: int, name: str) -> Tensor | None:
+        """A tensor in float64, by kind, step (or call) and name (or module's path); None where it was not kept."""
         key = f"{kind}|{step}|{name}"
         if key not in self._keys:
             return None

@@ -78,7 +78,7 @@ def _number_error(ours: float, theirs: float) -> float:
 
 
 def worst_of(errors: Iterator[float]) -> float:
-    """The largest. Not-a-number is larger than any number."""
+    """The largest of some errors, of which one that is not a number is larger than any number."""
     return max(errors, key=lambda error: (error != error, error))
 
 

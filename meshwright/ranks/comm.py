@@ -27,7 +27,7 @@ NAP_SECONDS = 1e-4
 
 
 class Work(Protocol):
-    """Something under way: wait() returns when its result may be read."""
+    """A verb under way: wait() returns when its result may be read."""
 
     def wait(self) -> object: ...
 
@@ -54,6 +54,7 @@ class Later:
 
 
 def size_bytes(x: Tensor) -> int:
+    """The bytes of a tensor's elements."""
     return x.numel() * x.element_size()
 
 

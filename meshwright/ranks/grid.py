@@ -74,7 +74,7 @@ class Grid:
 
     @property
     def stand_ins(self) -> tuple[str, ...]:
-        """Those of HEAD_COPIES and ENDS that this grid has: names of groups that are parts of an axis."""
+        """HEAD_COPIES and ENDS, as far as this grid has them: names of groups that are parts of an axis."""
         ends = (ENDS,) if dict(self.axes).get(PIPE, 1) > 1 else ()
         return (*((HEAD_COPIES,) if self.copies else ()), *ends)
 
@@ -83,7 +83,7 @@ class Grid:
         return math.prod(size for _, size in self.axes)
 
     def size(self, *names: str) -> int:
-        """How many ranks the named axes span together (1 for no axis)."""
+        """The number of ranks that the named axes span together (1 for no axis)."""
         sizes = dict(self.axes)
         return math.prod(sizes[name] for name in names)
 

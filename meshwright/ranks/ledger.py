@@ -76,12 +76,12 @@ class Traffic:
         self.sent_bytes += times * sent_bytes
 
     def scaled(self, times: int) -> Traffic:
-        """So many times as much, by peer as well."""
+        """The traffic of so many such calls, by peer as well."""
         peers = {peer: part.scaled(times) for peer, part in self.by_peer.items()}
         return Traffic(times * self.calls, times * self.sent_bytes, defaultdict(Traffic, peers))
 
     def include(self, other: Traffic) -> None:
-        """Add another's."""
+        """Add another traffic's calls and bytes."""
         self.calls += other.calls
         self.sent_bytes += other.sent_bytes
         for peer, part in other.by_peer.items():
@@ -94,7 +94,7 @@ class Ledger:
 
     traffic: defaultdict[tuple[str, str], Traffic] = field(default_factory=lambda: defaultdict(Traffic))
     times: int = 1
-    """Everything that happens now is counted so many times."""
+    """The factor on whatever is recorded now."""
 
     def record(self, axis: str, verb: str, sent_bytes: int, peer: int | None = None) -> None:
         """Count a call. `peer`: see `Traffic.by_peer`."""

@@ -186,7 +186,7 @@ class PackedMailbox(ABC):
         self.axis, self.ledger, self.recorder = group.axis, group.ledger, group.recorder
         self.places = neighbours_of(group)
         self.neighbours = {side: group.ranks[at] for side, at in self.places.items()}
-        """Their ranks in the world."""
+        """The neighbours' ranks in the world."""
         self.device = device
         self.ahead = ahead
         self._epoch = -1

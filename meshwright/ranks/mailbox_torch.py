@@ -98,7 +98,7 @@ class Waiter:
 
 
 class GlooMailbox(PackedMailbox):
-    """On host memory."""
+    """Messages in host memory, over gloo."""
 
     def __init__(
         self, group: RankGroup, channels: Mapping[Side, Channel], device: torch.device = torch.device("cpu")

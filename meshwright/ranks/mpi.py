@@ -211,7 +211,16 @@ class MpiTransport(Transport):
         if len(group.ranks) == 1:
             return SoloComm(group)
         comm = _communicator(group.ranks, group.tag)
-        window = open_window(group, lambda text: _texts(text, comm), comm.Iprobe)
+
+        def texts(text: str) -> list[str]:
+            """Every member's text, in order. Rows of one length: one gather, of which the ledger knows nothing."""
+            content = text.encode()[:TEXT_BYTES]
+            row = torch.frombuffer(bytearray(content.ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8)
+            rows = row.new_empty(comm.Get_size(), TEXT_BYTES)
+            comm.Allgather(raw(row), raw(rows))
+            return [bytes(each.tolist()).rstrip(b"\0").decode() for each in rows]
+
+        window = open_window(group, texts, comm.Iprobe)
         return MpiComm(group, comm) if window is None else MpiWindowComm(group, comm, window)
 
     def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox:
@@ -226,17 +235,6 @@ def _communicator(ranks: tuple[int, ...], tag: int) -> Any:
 
     # Create_group is collective over the members alone; Split and Dup would need all ranks of the world.
     return MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Incl(ranks), tag)
-
-
-def _texts(text: str, comm: Any) -> list[str]:
-    """Every member's text, in order; the ledger knows nothing of it."""
-    row = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
-    # Fixed rows: one gather, without asking for lengths first.
-    content = text.encode()[:TEXT_BYTES]
-    row[: len(content)] = torch.frombuffer(bytearray(content.ljust(1)), dtype=torch.uint8)[: len(content)]
-    rows = row.new_empty(comm.Get_size(), TEXT_BYTES)
-    comm.Allgather(raw(row), raw(rows))
-    return [bytes(each.tolist()).rstrip(b"\0").decode() for each in rows]
 
 
 def open_mpi(environment: Environment) -> MpiTransport:

@@ -97,24 +97,19 @@ class Peers:
         """While entered, gloo's error on a broken connection becomes one that says which rank is gone."""
         try:
             yield
-        # gloo raises nothing narrower; an error of anything else has no address in its text and passes as it is.
         except RuntimeError as error:
-            if lost := self._lost(str(error)):
-                raise lost from error
-            raise
-
-    def _lost(self, text: str) -> LostRankError | None:
-        found = _GLOO_PEER.search(text)
-        if found is None:
-            return None
-        cause = _CAUSE.search(text)
-        # A rank beside the store has the address at which its host was reached; several ranks may share one.
-        at = {peer.rank: peer.address if peer.far else Peers(self.ranks, peer.rank).address for peer in self.ranks}
-        there = [peer for peer in self.ranks if at[peer.rank] == found[1] and peer.rank != self.me]
-        who = names_of([peer.rank for peer in there], lambda rank: f"rank {rank} on {self.ranks[rank].host}")
-        lost = " or ".join(who.split(", ")) if there else f"a rank at {found[1]}"
-        why = cause[0].lower() if cause else "no reason given"
-        return LostRankError(f"lost {lost} ({found[1]}: {why}); the message of the rank that left first has the cause")
+            # gloo raises nothing narrower. An error of anything else has no peer's address in its text.
+            found, cause = _GLOO_PEER.search(str(error)), _CAUSE.search(str(error))
+            if found is None:
+                raise
+            # A rank beside the store has the address at which its host was reached; several ranks may share one.
+            at = {peer.rank: peer.address if peer.far else Peers(self.ranks, peer.rank).address for peer in self.ranks}
+            there = [peer for peer in self.ranks if at[peer.rank] == found[1] and peer.rank != self.me]
+            who = names_of([peer.rank for peer in there], lambda rank: f"rank {rank} on {self.ranks[rank].host}")
+            lost = " or ".join(who.split(", ")) if there else f"a rank at {found[1]}"
+            why = f"{found[1]}: {cause[0].lower() if cause else 'no reason given'}"
+            text = f"lost {lost} ({why}); the message of the rank that left first has the cause"
+            raise LostRankError(text) from error
 
 
 def interface_at(address: str) -> str | None:

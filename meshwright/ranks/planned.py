@@ -28,7 +28,7 @@ class Observer(Protocol):
 
 
 def unobserved(axes: str, verb: str, payload_bytes: int, root: int | None) -> Work:
-    """Nobody looks."""
+    """An observer that takes no note."""
     return DONE
 
 

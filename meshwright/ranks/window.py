@@ -148,7 +148,11 @@ class SharedWindow:
                 return
         look = time.monotonic() + _LOOK_SECONDS
         nap = _LOOK_SECONDS if self._progress is None else _NAP_SECONDS
-        while self._libc.sem_clockwait(semaphore, time.CLOCK_MONOTONIC, _after(nap)):
+        while True:
+            # Until a time of the monotonic clock: a calendar that is set back would keep a rank asleep.
+            end = _Time(*divmod(time.monotonic_ns() + int(nap * 1e9), 10**9))
+            if not self._libc.sem_clockwait(semaphore, time.CLOCK_MONOTONIC, ctypes.byref(end)):
+                return
             if self._progress is not None:
                 self._progress()
             if time.monotonic() >= look:
@@ -159,12 +163,6 @@ class SharedWindow:
                         f"lost {who}: its process is gone; the message of the rank that left first has the cause"
                     )
                 look = time.monotonic() + _LOOK_SECONDS
-
-
-def _after(seconds: float) -> Any:
-    """The monotonic clock after so many seconds: a calendar that is set back would keep a rank asleep."""
-    end = time.monotonic_ns() + int(seconds * 1e9)
-    return ctypes.byref(_Time(*divmod(end, 10**9)))
 
 
 def _slots_start(size: int) -> int:
@@ -184,7 +182,7 @@ def open_window(
 
 
 def _share(size: int, ranks: Sequence[int], exchange: ExchangeTexts) -> tuple[list[Tensor], list[int]] | None:
-    """So much memory of each rank's, and their process ids; None where they are on several nodes or one has none."""
+    """`size` bytes of every rank's memory, and the ranks' process ids; None on several nodes, or where one has none."""
     # memfd is Linux's; semaphores that wait by the monotonic clock came with glibc 2.30.
     possible = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "sem_clockwait")
     own, node = _own_memory(size) if possible else (-1, "")
