@@ -178,7 +178,7 @@ class Roots:
 
 @dataclass(frozen=True, config=_CLOSED)
 class Manifest:
-    """Everything about a checkpoint but its tensors."""
+    """All that a checkpoint says of itself, but its tensors."""
 
     progress: Progress
     origin: Origin
@@ -190,6 +190,7 @@ class Manifest:
     def write(self, folder: Path) -> Path:
         lines = [f' "format": {FORMAT_VERSION}']
         for name, value in asdict(self).items():
+            # A line a run, so that a person can read the file and search in it.
             rows = ",\n".join(f"  {json.dumps(row)}" for row in value) if isinstance(value, tuple) else None
             lines.append(f' "{name}": ' + (json.dumps(value) if rows is None else f"[\n{rows}\n ]"))
         path = folder / MANIFEST
@@ -228,6 +229,7 @@ def read_manifest(folder: Path) -> Manifest:
     if not isinstance(body, dict) or "checksum" not in body or "format" not in body:
         raise DamagedError(f"{path} is damaged: it has no checksum or no format; {GET_ANOTHER}")
     version, checksum = body.pop("format"), body.pop("checksum")
+    # The checksum before the content: of damaged bytes anything may have been parsed.
     if version in (2, FORMAT_VERSION):
         right = text == _with_checksum(text.rpartition(_CHECKSUM)[0])
     elif version == 1:
@@ -238,6 +240,7 @@ def read_manifest(folder: Path) -> Manifest:
     if not right:
         raise DamagedError(f"{path} is damaged: its checksum does not match its content; {GET_ANOTHER}")
     try:
+        # One format after the other, so that each step knows only its neighbour.
         body = _of_format_1(body) if version == 1 else body
         body = _of_format_2(body) if version in (1, 2) else body
         manifest = _MANIFEST.validate_json(json.dumps(body))
@@ -273,6 +276,7 @@ def _of_format_2(body: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{entry.parameter} ({entry.kind}) lies in {entry.file}, which is not among its files")
         fields = asdict(entry)
         number = group[fields.pop("file")]
+        # Empty boxes were listed as well; a run has at least one element.
         if length := math.prod(entry.lengths):
             runs.append(fields | {"group": number, "start": 0, "length": length})
     return {**rest, "groups": [[index] for index in range(len(files))], "runs": runs}
@@ -285,6 +289,7 @@ def _check(manifest: Manifest) -> None:
     for group in manifest.groups:
         if len(set(group)) < len(group) or any(index >= len(manifest.files) for index in group):
             raise ValueError("a group names a file twice, or one that is not among its files")
+    # Else a short file would be found when it is read, hours into a job perhaps.
     left = [file.size_bytes for file in manifest.files]
     for index, taken in _bytes_in_files(manifest).items():
         if taken > left[index]:

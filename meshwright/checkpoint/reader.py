@@ -34,6 +34,7 @@ class Checkpoint:
                 size = path.stat().st_size
             except OSError as error:
                 raise DamagedError(f"{path} is missing; {GET_ANOTHER}") from error
+            # Sizes at once, for nothing; contents when they are read.
             if size != file.size_bytes:
                 raise DamagedError(f"{path} is damaged: {size} bytes, not {file.size_bytes}; {GET_ANOTHER}")
 
@@ -115,13 +116,17 @@ class Checkpoint:
     def _read_run(self, run: StoredRun, box: Box, out: Tensor) -> None:
         """Fill `out` with the box of a run, which is counted from the corner of the run's."""
         whole = Box(tuple(0 for _ in run.lengths), run.lengths)
-        begin, last = (_flat_index(corner, run.lengths) for corner in zip(*((s.start, s.stop - 1) for s in box.slices)))
+        # The numbers of the box's first and last element in the run's, row by row; between them lie its rows and gaps.
+        begin = last = 0
+        for cut, length in zip(box.slices, run.lengths, strict=True):
+            begin, last = begin * length + cut.start, last * length + cut.stop - 1
         for part in run.parts(begin, last + 1):
             start, stop = run.bounds(part)
             shard = self._shard(self.manifest.files[self.manifest.groups[run.group][part]])
             wanted = (max(begin, start) - start, min(last + 1, stop) - start)
             for offset, values in shard.elements(run, part, *wanted):
                 position = 0
+                # A slice of flat memory is no box: it is a part of a row, whole rows, and a part of a row.
                 for rows in whole.flat_parts(start + offset, start + offset + values.numel()):
                     if (common := rows.intersection(box)) is not None:
                         there = values[position : position + rows.num_elements].view(rows.lengths)
@@ -144,14 +149,6 @@ class Checkpoint:
             raise DamagedError(f"{path} cannot be read: {error.strerror}; {GET_ANOTHER}") from error
         if not whole:
             raise DamagedError(f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}; {GET_ANOTHER}")
-
-
-def _flat_index(corner: tuple[int, ...], lengths: tuple[int, ...]) -> int:
-    """The number of an element of a box, row by row."""
-    index = 0
-    for position, length in zip(corner, lengths, strict=True):
-        index = index * length + position
-    return index
 
 
 def steps_in(folder: Path) -> list[tuple[int, Path]]:

@@ -38,7 +38,7 @@ class Piece:
 def pieces_of(parts: Parts) -> Iterator[Piece]:
     """The weights and optimizer states that this rank writes. Of ranks with equal ones the first writes."""
     for index, slot in enumerate(parts.strategy.slots):
-        if _writes(parts.mesh, slot):
+        if parts.mesh.index(*slot.copy_axes(parts.mesh.grid)) == 0:
             for kind, tensor in parts.optimizer.states(index).items():
                 yield from _slices_of(slot, kind, tensor, parts.mesh)
 
@@ -54,11 +54,6 @@ def _slices_of(slot: Slot, kind: str, tensor: Tensor, mesh: Mesh) -> Iterator[Pi
             yield Piece(kind, place, held, slices, begin - place.start)
 
 
-def _writes(mesh: Mesh, slot: Slot) -> bool:
-    """Whether this rank is the first of those whose slot is a copy of this one."""
-    return mesh.index(*slot.copy_axes(mesh.grid)) == 0
-
-
 def progress_of(parts: Parts, step: int, samples: int, best: Best | None = None) -> Progress:
     """The run's progress after `step` steps. `best`: its best validation."""
     optimizer = parts.optimizer
@@ -72,7 +67,12 @@ def restore(parts: Parts, checkpoint: Checkpoint) -> Progress:
     """
     checkpoint.check_frames(parts.mesh.rank, parts.mesh.grid.world_size)  # the tensors are checked as they are read
     _check_shapes(parts.specs, checkpoint, parts.config.model)
-    _check_optimizer(parts, checkpoint)
+    stored, wanted = checkpoint.config.optimizer.name, parts.config.optimizer.name
+    if stored != wanted and checkpoint.kinds != {"weight"}:  # weights alone suit every optimizer
+        raise CheckpointError(
+            f"{checkpoint.folder} holds the states of another optimizer: optimizer.name={wanted} cannot go on from "
+            f"those of {stored}; keep optimizer.name={stored}, or begin a new run"
+        )
     progress = checkpoint.manifest.progress
     optimizer = parts.optimizer
     optimizer.prepare_states(progress.steps_taken)
@@ -81,10 +81,11 @@ def restore(parts: Parts, checkpoint: Checkpoint) -> Progress:
             if kind not in checkpoint.kinds:
                 continue  # every step so far overflowed: torch has no states yet, and they are zero
             for place in slot.places:
-                stored = _read(checkpoint, place.name, kind, place.box)
-                tensor[place.start : place.stop] = stored.flatten().to(tensor)
+                values = _read(checkpoint, place.name, kind, place.box)
+                tensor[place.start : place.stop] = values.flatten().to(tensor)
     if optimizer.scaler.dynamic and checkpoint.config.precision.dtype == "fp16":
         optimizer.scaler.scale, optimizer.scaler.good_steps = progress.loss_scale, progress.good_steps
+    # Half-precision weights are made anew of the masters that were read, then given to the ranks that step others.
     optimizer.refresh()
     parts.strategy.publish()
     return progress
@@ -97,22 +98,6 @@ def load_weights(model: nn.Module, specs: dict[str, ShardSpec], mesh: Mesh, chec
     for name, parameter in model.named_parameters():
         stored = _read(checkpoint, name, "weight", specs[name].box(mesh.grid, mesh.rank))
         parameter.copy_(stored.to(parameter))
-
-
-def _pads_otherwise(checkpoint: Checkpoint, model: Model) -> bool:
-    """Whether the stored model is this one but for the padding of its tables: then rows that it has more, or less, are
-    padding (older versions had none in positions). Under another dropout weights mean the same."""
-    free = dict.fromkeys(("vocabulary_multiple", "dropout"))
-    return checkpoint.config.model.model_copy(update=free) == model.model_copy(update=free)
-
-
-def _check_optimizer(parts: Parts, checkpoint: Checkpoint) -> None:
-    stored, wanted = checkpoint.config.optimizer.name, parts.config.optimizer.name
-    if stored != wanted and checkpoint.kinds != {"weight"}:  # weights alone suit every optimizer
-        raise CheckpointError(
-            f"{checkpoint.folder} holds the states of another optimizer: optimizer.name={wanted} cannot go on from "
-            f"those of {stored}; keep optimizer.name={stored}, or begin a new run"
-        )
 
 
 def _read(checkpoint: Checkpoint, name: str, kind: str, box: Box) -> Tensor:
@@ -139,10 +124,17 @@ def _check_shapes(specs: dict[str, ShardSpec], checkpoint: Checkpoint, model: Mo
 
 def _misfit(specs: dict[str, ShardSpec], checkpoint: Checkpoint, model: Model) -> str:
     shapes = checkpoint.shapes
+    # Of a model that is this one but for the padding of its tables, rows that it has more, or less, are padding (older
+    # versions had none in positions). Under another dropout weights mean the same.
+    free = dict.fromkeys(("vocabulary_multiple", "dropout"))
     for name, spec in specs.items():
         there = shapes.get(name)
-        if there != spec.shape and not (there and there[1:] == spec.shape[1:] and _pads_otherwise(checkpoint, model)):
-            other = f"it has {list(shapes[name])}" if name in shapes else "it has no such parameter"
-            return f"{name} should be {list(spec.shape)}, and {other}"
+        if there == spec.shape:
+            continue
+        other_rows = there and there[1:] == spec.shape[1:]
+        if other_rows and checkpoint.config.model.model_copy(update=free) == model.model_copy(update=free):
+            continue
+        other = f"it has {list(there)}" if there is not None else "it has no such parameter"
+        return f"{name} should be {list(spec.shape)}, and {other}"
     extra = sorted(set(shapes) - set(specs))
     return f"it has {extra[0]}, which this one has not" if extra else ""

@@ -54,10 +54,12 @@ class StoredShard:
         self.path = path
         self._damaged = f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}; {GET_ANOTHER}"
         try:
+            # Formats 1 and 2: the whole file is hashed before a byte of it is used.
             if file.header_bytes is None and stored_file(path) != file:
                 raise DamagedError(self._damaged)
             with path.open("rb") as stream:
                 start = stream.read(_LENGTH_BYTES)
+                # A damaged length could ask for more memory than there is.
                 length = min(int.from_bytes(start, "little"), file.size_bytes)
                 header = stream.read(length if file.header_bytes is None else file.header_bytes - _LENGTH_BYTES)
         except OSError as error:
@@ -104,6 +106,7 @@ class StoredShard:
 
     def _read(self, key: str, first: int, begin: int, end: int, size: int) -> Iterator[tuple[int, bytearray]]:
         """Bytes begin..end of the tensor of `size` bytes at `first`, in whole blocks that were checked."""
+        # Digests are of whole blocks, so that whole blocks are read, a few bytes too many at both ends.
         start = begin // BLOCK_BYTES * BLOCK_BYTES
         stop = min(-(-end // BLOCK_BYTES) * BLOCK_BYTES, size)
         with self.path.open("rb", buffering=0) as stream:
@@ -117,6 +120,7 @@ class StoredShard:
                 if got != len(content):
                     raise DamagedError(f"{self.path} holds no {key} that can be read: it ends early; {GET_ANOTHER}")
                 if self._digests is not None:
+                    # 64 hexadecimal digits a block, one behind the other.
                     block = position // BLOCK_BYTES * 64
                     right = "".join(_digests(memoryview(content)))
                     if str(self._digests.get(key))[block : block + len(right)] != right:

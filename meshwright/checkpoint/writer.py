@@ -94,6 +94,7 @@ class CheckpointWriter:
         also that the folder had to be made again.
         """
         notes = self._notes(self._outcome())
+        # The step waits for this copy alone; the thread writes it while the next steps change the weights.
         copies = [(piece, piece.tensor.detach().to("cpu", copy=True).contiguous()) for piece in pieces]
         needed = sum(tensor.nbytes + ENTRY_BYTES + 64 * (tensor.nbytes // BLOCK_BYTES) for _, tensor in copies)
         total = torch.tensor([needed], dtype=torch.int64)
@@ -105,6 +106,7 @@ class CheckpointWriter:
                 f"warning: {self.folder} was removed during the run, and every checkpoint in it: it is made again"
             )
         self._failure = self._begin(partial, int(total)) if self.mesh.rank == 0 else ""
+        # Before any thread begins: all ranks write this checkpoint, or none does.
         if problem := self._agree(self._failure):
             self._failure = self._failure or ABANDONED
             return notes + self._notes(problem)
@@ -255,6 +257,7 @@ class CheckpointWriter:
         roots = Roots(root_text(hashes), data_root)
         synced(Manifest(progress, self.origin, tuple(files), tuple(groups), tuple(runs), roots).write(partial))
         synced(partial)
+        # Files before the folder, the folder before its name: after a power cut the step is there whole or not at all.
         target = self._step_folder(progress)
         if target.exists():
             self._remove(target)

@@ -61,10 +61,6 @@ class _Generation(Extension):
         return f"{_BEGIN}{caller()}{_END}"
 
 
-def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
 def _as_json(
     value: object,
     ensure_ascii: bool = False,
@@ -88,8 +84,14 @@ class ChatTemplate:
         environment: Environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
+
+        def raise_exception(message: str) -> NoReturn:
+            raise TemplateError(message)
+
+        # The names that transformers gives a template. `strftime_now` is none of them here: a template that writes
+        # today's date would give other tokens tomorrow.
         environment.filters["tojson"] = _as_json
-        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["raise_exception"] = raise_exception
         try:
             return environment.from_string(self.text)
         except TemplateError as error:
@@ -108,6 +110,7 @@ class ChatTemplate:
             text: str = self._program.render(
                 messages=list(messages), tools=tools, documents=None, add_generation_prompt=prompt, **self.tokens
             )
+        # A template is a program, and fails as programs do: by an index, a type, a division.
         except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             why = f"{type(error).__name__}: {error}" if not isinstance(error, TemplateError) else str(error)
             raise DataError(f"{place}: {self.where} does not take it: {why}") from error
@@ -127,6 +130,8 @@ class ChatTemplate:
         if not goes_on:
             return text
         begun = messages[-1]["content"]
+        # Templates strip a message, or strip it on one side: its text is searched for without the white space around
+        # it.
         before, found, _ = text.rpartition(begun.strip())
         if not found:
             raise DataError(f"{place}: {self.where} does not write the last message, which is to be gone on with")
@@ -146,6 +151,7 @@ class ChatTemplate:
             raise DataError(f"{dialogue.where}: {self.where} leaves nothing of what the {SPEAKER} says")
         if not dialogue.unlearned:
             return text, spans
+        # A generation block may lie in a loop, or beside none of the messages: then nothing says which span is whose.
         if len(spans) != len(speaks):
             marks = f"{self.where} marks {len(spans)} parts of {len(speaks)} messages of the {SPEAKER}"
             raise DataError(f"{dialogue.where}: {marks}, so that weights of messages cannot be told apart")
@@ -157,6 +163,7 @@ class ChatTemplate:
         for at in speaks:
             before = self.render(dialogue.messages[:at], place, prompt=True, tools=tools)
             through = self.render(dialogue.messages[: at + 1], place, tools=tools)
+            # By differences a template may only append: one that rewrites earlier turns gives spans of another text.
             if not through.startswith(before) or not text.startswith(through):
                 other = f"{self.where} writes message {at + 1} otherwise where other messages follow it"
                 remedy = f"mark what the {SPEAKER} says by {{% generation %}} in a template of your own, data.template"
@@ -206,6 +213,7 @@ def template_of(tokenizer: str, template: str | None, asked: AskedMarks = AskedM
     known = (read_settings(beside / SPECIAL_TOKENS) if tokenizer.endswith(".json") else {}) | settings
     tokens = {key: text for key in _TOKENS if (text := spelling(known.get(key))) is not None}
     for key, word in (("bos_token", asked.begin), ("eos_token", asked.end)):
+        # The spelling `none` becomes an empty text: templates write the token by its name, wherever they want it.
         if word != AUTO:
             tokens[key] = "" if word == NONE else word
     files = [beside / TEMPLATE] if template is None else [Path(template).expanduser()]

@@ -136,6 +136,7 @@ def _stdlib_files() -> list[tuple[str, Path]]:
     """(name within the library, path), sorted by name."""
     root = Path(sysconfig.get_path("stdlib"))
     named = ((path.relative_to(root), path) for path in root.rglob("*.py"))
+    # Sorted by name, as folders list their files in an order of their own.
     return sorted((name.as_posix(), path) for name, path in named if not _LEFT_OUT.intersection(name.parts))
 
 
@@ -182,7 +183,15 @@ def _folder_documents(folder: Path) -> Iterator[str]:
         yield from _dataset_documents(folder)
         return
     if (folder / "dataset_dict.json").is_file():
-        yield from _dataset_documents(_only_split(folder))
+        try:
+            splits = [str(name) for name in json.loads((folder / "dataset_dict.json").read_text())["splits"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{folder / 'dataset_dict.json'}: does not list the dataset's splits") from error
+        if len(splits) != 1:  # which of several to train on is the user's to say
+            raise DataError(
+                f"{folder}: holds the splits {', '.join(splits)}: give one of them, as {folder}/{splits[0]}"
+            )
+        yield from _dataset_documents(folder / splits[0])
         return
     files = _folder_files(folder)
     if not files:
@@ -209,7 +218,11 @@ def _folder_files(folder: Path) -> list[Path]:
 def _file_documents(path: Path) -> Iterator[str]:
     match path.suffix.lower():
         case ".jsonl":
-            yield from _jsonl_documents(path)
+            with path.open("rb") as lines:
+                for where, record in json_records(lines, path, f'{{"{TEXT_KEY}": ...}}'):
+                    if TEXT_KEY not in record:
+                        raise DataError(f"{where}: has no key `{TEXT_KEY}`; its keys: {', '.join(record) or 'none'}")
+                    yield checked_text(record[TEXT_KEY], where)
         case ".json":
             yield from _json_documents(path)
         case ".csv":
@@ -226,14 +239,6 @@ def _file_documents(path: Path) -> Iterator[str]:
                 raise DataError(f"{path}: is no UTF-8 text (byte {error.start}): {hint}") from error
             except OSError as error:
                 raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def _jsonl_documents(path: Path) -> Iterator[str]:
-    with path.open("rb") as lines:
-        for where, record in json_records(lines, path, f'{{"{TEXT_KEY}": ...}}'):
-            if TEXT_KEY not in record:
-                raise DataError(f"{where}: has no key `{TEXT_KEY}`; its keys: {', '.join(record) or 'none'}")
-            yield checked_text(record[TEXT_KEY], where)
 
 
 def _json_documents(path: Path) -> Iterator[str]:
@@ -322,17 +327,6 @@ def _dataset_documents(folder: Path) -> Iterator[str]:
     _check_column(folder, list(dataset.column_names))
     for row, record in enumerate(dataset.select_columns([TEXT_KEY])):
         yield checked_text(record[TEXT_KEY], f"{folder} row {row}")
-
-
-def _only_split(folder: Path) -> Path:
-    """The one split of a saved dataset dictionary. Which of several to train on is the user's to say."""
-    try:
-        splits = [str(name) for name in json.loads((folder / "dataset_dict.json").read_text())["splits"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{folder / 'dataset_dict.json'}: does not list the dataset's splits") from error
-    if len(splits) != 1:
-        raise DataError(f"{folder}: holds the splits {', '.join(splits)}: give one of them, as {folder}/{splits[0]}")
-    return folder / splits[0]
 
 
 def _check_column(path: Path, columns: list[str]) -> None:

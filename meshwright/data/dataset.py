@@ -41,6 +41,7 @@ def open_splits(
     if not config.validation.every:
         return Opened(train, None, tokenizer, (f"train: {note}",) if note else ())
     held_out, also = samples("validation")
+    # A validation takes whole global batches, as a step does.
     if len(held_out) < config.batch.global_:
         has = f"has {len(held_out)} samples, fewer than batch.global={config.batch.global_}"
         raise DataError(f"the validation split {has}: raise data.validation, or lower batch.global")

@@ -72,6 +72,7 @@ def claims_dialogues(data: Mapping[str, Any]) -> bool:
         return False
     path = Path(source).expanduser()
     header = path / PREPARED
+    # By its text: a header is parsed, and refused, where the folder is opened.
     prepared = header.is_file() and '"kind": "messages"' in header.read_text(encoding="utf-8")
     return prepared or (path.suffix.lower() == ".jsonl" and holds_dialogues(first_keys(path)))
 
@@ -120,6 +121,7 @@ def _dialogue(line: bytes, where: str, special: Sequence[str]) -> Dialogue:
     tools = _tools(record.get("tools"), where)
     for place, said in (*((f"message {at}", one) for at, one in enumerate(checked, start=1)), ("tools", tools)):
         for token in (*special, *RESERVED):
+            # Keys and names of tools are rendered, too. A mark that a message spells would end it for the model.
             if any(token in text for text in _texts(said)):
                 what = "its content spells" if place != "tools" else "spells"
                 raise DataError(f"{where} {place}: {what} {token!r}, which the tokenizer reads as a mark of its own")
@@ -135,6 +137,7 @@ def _message(message: object, where: str) -> tuple[ChatMessage, bool]:
     if role not in ROLES:
         raise DataError(f"{where}: role={role!r:.40} is none of {', '.join(ROLES)}")
     own = {SPEAKER: (_CALLS, *_LEARN), TOOL: _TOOL_KEYS}.get(role, ())
+    # A key that is dropped without a word may have meant something to the template.
     if unknown := message.keys() - {"role", "content", *own}:
         known = ", ".join(("role", "content", *own))
         raise DataError(f"{where}: has the keys {', '.join(message)}; wanted {known} ({', '.join(unknown)} is not)")
@@ -144,7 +147,18 @@ def _message(message: object, where: str) -> tuple[ChatMessage, bool]:
     elif "content" in message:
         checked["content"] = None  # as OpenAI writes a message that is a call alone
     if calls is not None:
-        checked[_CALLS] = _tool_calls(calls, where)
+        wanted = '[{"type": "function", "function": {"name": ..., "arguments": {...}}}]'
+        if not isinstance(calls, list) or not calls:
+            raise DataError(f"{where}: its {_CALLS} are no list of calls; wanted {wanted}")
+        for call in calls:
+            function = call.get("function") if isinstance(call, dict) else None
+            if (
+                not isinstance(function, dict)
+                or not isinstance(function.get("name"), str)
+                or "arguments" not in function
+            ):
+                raise DataError(f"{where}: a call of its {_CALLS} names no function with arguments; wanted {wanted}")
+        checked[_CALLS] = calls
     elif role == SPEAKER and not checked["content"].strip():
         raise DataError(f"{where}: the {SPEAKER} says nothing")
     for key in own if role == TOOL else ():
@@ -162,18 +176,6 @@ def _is_learned(message: Mapping[str, Any], where: str) -> bool:
     if len(set(map(bool, given.values()))) > 1:
         raise DataError(f"{where}: weight={given['weight']} and train={given['train']} say the opposite")
     return all(given.values())
-
-
-def _tool_calls(calls: object, where: str) -> list[Any]:
-    """Calls as {"type": "function", "function": {"name": ..., "arguments": ...}}. Raises DataError."""
-    wanted = '[{"type": "function", "function": {"name": ..., "arguments": {...}}}]'
-    if not isinstance(calls, list) or not calls:
-        raise DataError(f"{where}: its {_CALLS} are no list of calls; wanted {wanted}")
-    for call in calls:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or "arguments" not in function:
-            raise DataError(f"{where}: a call of its {_CALLS} names no function with arguments; wanted {wanted}")
-    return calls
 
 
 def _tools(tools: object, where: str) -> list[Any] | None:
@@ -204,20 +206,16 @@ def _of_sharegpt(record: Mapping[str, Any], where: str) -> list[Any]:
         message = {key: value for key, value in turn.items() if key not in ("from", "value")}
         message["role"] = SHAREGPT[turn["from"]]
         if turn["from"] == CALL:
-            message[_CALLS] = _calls_of(turn["value"], place)
+            try:  # one call, or a list of calls, mostly as a text of JSON
+                calls = json.loads(turn["value"]) if isinstance(turn["value"], str) else turn["value"]
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{place}: its {CALL} is no JSON: {error}") from error
+            calls = calls if isinstance(calls, list) else [calls]
+            message[_CALLS] = [{"type": "function", "function": call} for call in calls]
         else:
             message["content"] = turn["value"]
         messages.append(message)
     return messages
-
-
-def _calls_of(value: object, where: str) -> list[Any]:
-    """The calls of a turn of sharegpt's `function_call`: one call, or a list, as JSON. Raises DataError."""
-    try:
-        calls = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: its {CALL} is no JSON: {error}") from error
-    return [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
 
 
 def _of_alpaca(record: Mapping[str, Any], where: str) -> list[Any]:

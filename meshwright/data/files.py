@@ -54,6 +54,8 @@ def folder_lock(out: Path, progress: ShowProgress) -> Iterator[None]:
             progress(f"waiting for another process that prepares {out}", None)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         with suppress(FileNotFoundError):
+            # Whoever waited may hold the lock of a file that its holder has unlinked: only the one under the name
+            # counts.
             if os.path.samestat(os.fstat(descriptor), path.stat()):
                 break
         os.close(descriptor)
@@ -72,6 +74,7 @@ def staged_folder(out: Path) -> Iterator[Path]:
     partial.mkdir()
     try:
         yield partial
+        # Contents before the name: after a power cut the folder under its name must be whole.
         for path in [*partial.iterdir(), partial]:
             _sync(path)
         partial.rename(out)
@@ -138,6 +141,7 @@ def check_once(
     for name, wanted in sorted(sums.items()):
         path = folder / name
         about = path.stat()
+        # ctime as well: a program may set a file's mtime back, but not that.
         facts = [wanted, about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino]
         key = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:24]
         stamp = cache / "checked" / f"{key}.json"
@@ -147,6 +151,7 @@ def check_once(
         check_file(path, wanted, regions.get(name, ()), inspect)
         with suppress(OSError):  # a cache that cannot be written costs the next run another check
             stamp.parent.mkdir(parents=True, exist_ok=True)
+            # A name of this process' own, as several may check the same file.
             partial = stamp.with_suffix(f".{os.getpid()}")
             partial.write_text(json.dumps(facts))
             partial.rename(stamp)

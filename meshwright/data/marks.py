@@ -65,6 +65,7 @@ def spelling(token: object) -> str | None:
 def ids_of(value: object) -> list[int]:
     """The ids of an `eos_token_id`: a number, several, or none."""
     values = value if isinstance(value, list) else [value]
+    # True is an int to Python, and no id.
     return [one for one in values if isinstance(one, int) and not isinstance(one, bool)]
 
 
@@ -79,12 +80,23 @@ def marks_of(library: tokenizers.Tokenizer, where: str, beside: Beside, asked: A
         return token
 
     opening, closing = _template(library)
+    # An `eos_token_id` that is a word of the vocabulary is a default that nobody has set.
     special = {number for number, token in library.get_added_tokens_decoder().items() if token.special}
-    stops = [token for token in _end_ids(beside) if token in special]
-    if asked.end in (AUTO, NONE):
-        end = _auto_end(library, beside, stops, closing, known, where)
-    else:
+    # transformers ends a text at its generation settings' ids, or where these are silent at the model's.
+    listed = (ids_of(beside.get(file, {}).get("eos_token_id")) for file in (GENERATION, MODEL))
+    stops = [token for token in next(filter(None, listed), []) if token in special]
+    if asked.end not in (AUTO, NONE):
         end = known(asked.end, "data.end")
+    elif named := _named(beside, "eos_token"):
+        end = known(*named)
+    else:
+        spelled = (library.token_to_id(name) for name in SPELLINGS)
+        candidates = (*stops[:1], library.token_to_id(END), closing, *spelled)
+        found = next((token for token in candidates if token is not None), None)
+        if found is None:
+            also = f"{SETTINGS} beside it would name another, as data.end does"
+            raise DataError(f"{where}: has no end-of-text token; looked for {', '.join((END, *SPELLINGS))}; {also}")
+        end = int(found)
     begin: int | None = None
     settings = beside.get(SETTINGS, {})
     if asked.begin not in (AUTO, NONE):
@@ -96,33 +108,12 @@ def marks_of(library: tokenizers.Tokenizer, where: str, beside: Beside, asked: A
     return Marks(begin, end, frozenset((end, *stops)))
 
 
-def _auto_end(
-    library: tokenizers.Tokenizer, beside: Beside, stops: list[int], closing: int | None, known: Any, where: str
-) -> int:
-    if named := _named(beside, "eos_token"):
-        return int(known(*named))
-    spelled = (library.token_to_id(name) for name in SPELLINGS)
-    for token in (*stops[:1], library.token_to_id(END), closing, *spelled):
-        if token is not None:
-            return int(token)
-    also = f"{SETTINGS} beside it would name another, as data.end does"
-    raise DataError(f"{where}: has no end-of-text token; looked for {', '.join((END, *SPELLINGS))}; {also}")
-
-
 def _named(beside: Beside, key: str) -> tuple[str, str] | None:
     """A token's spelling, and the file that has it."""
     for file in (SETTINGS, SPECIAL_TOKENS):
         if (text := spelling(beside.get(file, {}).get(key))) is not None:
             return text, f"{key} of {file}"
     return None
-
-
-def _end_ids(beside: Beside) -> list[int]:
-    """The ids at which transformers ends a text: its generation settings', or where these are silent the model's."""
-    for file in (GENERATION, MODEL):
-        if ids := ids_of(beside.get(file, {}).get("eos_token_id")):
-            return ids
-    return []
 
 
 def _template(library: tokenizers.Tokenizer) -> tuple[int | None, int | None]:

@@ -62,6 +62,7 @@ def flagged(tokenizer: Tokenizer, text: str, spans: Spans) -> np.ndarray:
     tokens = np.array(ids, dtype=np.uint32)
     begins, ends = np.array(places, dtype=np.int64).reshape(-1, 2).T
     for begin, end in spans:
+        # A token across the border counts: the assistant says a part of it.
         tokens[(begins < end) & (ends > begin)] |= SAID
     tokens[:1] |= DIALOGUE
     return tokens
@@ -79,6 +80,7 @@ class DialogueSamples(ShuffledSamples):
         starts = np.flatnonzero(self._tokens & DIALOGUE)
         lengths = np.diff(np.append(starts, len(self._tokens)))
         longer = lengths > sequence + 1
+        # Of a dialogue that is cut, what the assistant says behind the cut does not count.
         taken = np.minimum(lengths, sequence + 1)
         learned = np.array(
             [np.count_nonzero(self._tokens[at + 1 : at + n] & SAID) for at, n in zip(starts, taken, strict=True)],
@@ -90,24 +92,19 @@ class DialogueSamples(ShuffledSamples):
             raise DataError(
                 f"{corpus.name(split)}: no dialogue fits data.sequence={sequence}; the longest takes {most}"
             )
+        # n tokens are n - 1 inputs: the last is a label only.
         self._starts, self._counts = starts[kept], taken[kept] - 1
         self._windows = _filled(self._counts.tolist(), sequence)
-        self._learned = int(learned[kept].sum())
-        self.note = self._said_of(len(starts), int(longer.sum()), len(starts) - int(kept.sum()), overlong)
-        super().__init__(len(self._windows) - 1, seed)
-
-    def _said_of(self, dialogues: int, longer: int, left_out: int, overlong: Overlong) -> str:
-        """The numbers that a user should know."""
-        windows = len(self._windows) - 1
-        places = windows * self._sequence
-        full, learned = 100 * int(self._counts.sum()) / places, 100 * self._learned / places
-        told = f"{dialogues - left_out} dialogues in {windows} windows, {full:.0f} % full, {learned:.0f} % learned"
-        if longer and overlong == "drop":
-            told += f"; {longer} longer than data.sequence={self._sequence} left out (data.overlong=cut cuts them)"
-        elif longer:
-            told += f"; {longer} longer than data.sequence={self._sequence} cut"
-            told += f", {left_out} of them left out, whose beginnings have nothing of the assistant" if left_out else ""
-        return told
+        windows, num_kept, num_longer = len(self._windows) - 1, int(kept.sum()), int(longer.sum())
+        places, left_out = windows * sequence, len(starts) - num_kept
+        full, said = 100 * int(self._counts.sum()) / places, 100 * int(learned[kept].sum()) / places
+        self.note = f"{num_kept} dialogues in {windows} windows, {full:.0f} % full, {said:.0f} % learned"
+        if num_longer and overlong == "drop":
+            self.note += f"; {num_longer} longer than data.sequence={sequence} left out (data.overlong=cut cuts them)"
+        elif num_longer:
+            lacking = f", {left_out} of them left out, whose beginnings have nothing of the assistant"
+            self.note += f"; {num_longer} longer than data.sequence={sequence} cut{lacking if left_out else ''}"
+        super().__init__(windows, seed)
 
     def read(self, rows: np.ndarray, draws: Sequence[str]) -> Batch:
         import torch
@@ -127,6 +124,7 @@ class DialogueSamples(ShuffledSamples):
                 labels[row, place : place + count] = np.where(following & SAID, following & IDS, IGNORED)
                 begins[row, place] = True
                 place += count
+            # The padding is a document of its own; where a row is full the slice is empty.
             begins[row, place : place + 1] = True
         batch = {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
         return batch | document_entries(begins)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshwright.config import Config
-from meshwright.data.corpus import Corpus, text_corpus
+from meshwright.data.corpus import text_corpus
 from meshwright.data.dataset import Opened, open_corpus, open_splits
 from meshwright.data.files import DAMAGE_REMEDY, ShowProgress, folder_lock, staged_folder
 from meshwright.data.packed import TOKENIZER, PackedCorpus, is_prepared, open_packed
@@ -58,7 +58,12 @@ def mixture_for(data: MixedSection, cache: Path, progress: ShowProgress) -> Path
             raise DataError(f"data.mixture: {source} was tokenized with another tokenizer than {first}; {hint}")
     shares = shares_of(data.weights)
     parts = [
-        {"folder": _named(packed.folder, cache), "share": share, "sha256": packed.header.sha256}
+        {
+            # By its name beside the mixture, by its path elsewhere.
+            "folder": packed.folder.name if packed.folder.parent == cache else str(packed.folder.absolute()),
+            "share": share,
+            "sha256": packed.header.sha256,
+        }
         for packed, share in zip(packs, shares, strict=True)
     ]
     text = json.dumps({"parts": parts}, indent=2, sort_keys=True) + "\n"
@@ -68,11 +73,6 @@ def mixture_for(data: MixedSection, cache: Path, progress: ShowProgress) -> Path
             with staged_folder(folder) as partial:
                 (partial / MIXTURE).write_text(text, encoding="utf-8")
     return folder
-
-
-def _named(folder: Path, cache: Path) -> str:
-    """A packed folder as a mixture names it: by its name beside the mixture, or by its path elsewhere."""
-    return folder.name if folder.parent == cache else str(folder.absolute())
 
 
 def _common_tokenizer(data: MixedSection, cache: Path, progress: ShowProgress) -> str:
@@ -85,14 +85,12 @@ def _common_tokenizer(data: MixedSection, cache: Path, progress: ShowProgress) -
     with folder_lock(folder, progress):
         if not (folder / TOKENIZER).is_file():
             with staged_folder(folder) as partial:
-                texts = (text for corpus in corpora for text in _train_split(corpus, data.validation, progress))
+                # Held-out text must be as new to the tokenizer as to the model, so that each source is split first.
+                planned = ((corpus, plan_split(corpus, data.validation, progress)) for corpus in corpora)
+                records = (record for corpus, plan in planned for record in split_records(corpus, plan))
+                texts = (text for split, record in records if split == "train" for text in record)
                 make_tokenizer(data.tokenizer, texts, progress).save(partial / TOKENIZER)
     return str(folder / TOKENIZER)
-
-
-def _train_split(corpus: Corpus, validation: float, progress: ShowProgress) -> list[str]:
-    plan = plan_split(corpus, validation, progress)
-    return [text for split, texts in split_records(corpus, plan) if split == "train" for text in texts]
 
 
 def open_mixture(folder: Path) -> list[MixturePart]:
@@ -150,6 +148,7 @@ class MixedSamples:
 
     def __len__(self) -> int:
         """Samples after which every source has been seen whole at least once."""
+        # A source of n samples has `share` of every BLOCK: it is seen whole after n * BLOCK / share samples.
         return max(-(-len(part) * BLOCK // int(share)) for part, share in zip(self._parts, self._shares, strict=True))
 
     def places(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -158,8 +157,11 @@ class MixedSamples:
         blocks, slots = np.divmod(numbers, BLOCK)
         for block in np.unique(blocks).tolist():
             of_block = blocks == block
+            # Where a sample lies in its block's seeded order says whose it is: source k has the places ends[k-1] to
+            # ends[k].
             slots[of_block] = Permutation(BLOCK, self._seed, block)(slots[of_block])
         sources = np.searchsorted(self._ends, slots, side="right")
+        # Whole blocks before this one have an exact share each, so nothing has to be counted.
         return sources, blocks * self._shares[sources] + slots - (self._ends - self._shares)[sources]
 
     def samples(self, first: int, count: int) -> Batch:
@@ -189,6 +191,7 @@ class MixedSamples:
             places = np.flatnonzero(sources == source)
             part = self._parts[source].read(own, [draws[place] for place in places.tolist()])
             for name, x in part.items():
+                # Sources of one kind give the same entries and shapes: rows are put where their samples stand.
                 whole = batch.setdefault(name, x.new_empty(len(sources), *x.shape[1:]))
                 whole[torch.from_numpy(places)] = x
         return batch

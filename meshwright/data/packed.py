@@ -117,6 +117,7 @@ class PackedCorpus:
         ids = ids & IDS if self.header.kind == "messages" else ids
         if not len(ids) or int(ids.max()) < size:
             return None
+        # argmax of truth values: the first that is true.
         place = int(np.argmax(ids >= size))
         where = f"byte {offset + place * ids.itemsize}"
         return f"holds token {ids[place]} at {where}, and the vocabulary ends at {size - 1}"
@@ -155,6 +156,7 @@ def open_packed(folder: Path, verify: bool = False) -> PackedCorpus:
             raise DataError(f"{path}: is missing; {DAMAGE_REMEDY}")
         if path.stat().st_size != wanted:
             raise DataError(f"{path}: holds {path.stat().st_size} bytes, its header says {wanted}; {DAMAGE_REMEDY}")
+    # The tokenizer in any case: it is small, and a wrong one would change every text.
     for name in sorted(header.sha256) if verify else [TOKENIZER]:
         if not (folder / name).is_file():
             raise DataError(f"{folder / name}: is missing; {DAMAGE_REMEDY}")
@@ -162,6 +164,7 @@ def open_packed(folder: Path, verify: bool = False) -> PackedCorpus:
     marks = Marks(header.begin, header.end, frozenset((header.end,)))
     tokenizer = load_tokenizer(folder / TOKENIZER, marks)
     packed = PackedCorpus(folder, header, tokenizer)
+    # Cheap signs of files that were mixed from two folders, without reading either.
     if tokenizer.vocabulary_size != header.vocabulary_size or not all(map(packed.is_marked, SPLITS)):
         raise DataError(f"{folder / HEADER}: does not agree with {TOKENIZER} or the tokens; {DAMAGE_REMEDY}")
     return packed
@@ -185,6 +188,7 @@ def _read_header(folder: Path) -> Header:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise DataError(f"{path}: is damaged ({error}); {DAMAGE_REMEDY}") from error
+    # The format before the fields: of another format the fields mean something else.
     if isinstance(tree, dict) and tree.get("format", FORMAT) != FORMAT:
         raise DataError(f"{path}: has format {tree['format']}, this version reads {FORMAT}; {DAMAGE_REMEDY}")
     try:

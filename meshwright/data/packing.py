@@ -77,7 +77,9 @@ def pack(
             with staged_folder(out) as folder:
                 # The tokenizer learns the train split alone: held-out text must be as new to it as to the model.
                 records = split_records(corpus, plan)
-                learned = (text for split, texts in records if split == "train" for text in _texts(corpus, texts))
+                # Of dialogues the second text is where the assistant speaks, as JSON, and no text to learn.
+                sides = 1 if corpus.kind == "messages" else 2
+                learned = (text for split, texts in records if split == "train" for text in texts[:sides])
                 trained = make_tokenizer(tokenizer, learned, progress, asked)
                 facts = {"tokenizer": kind, "validation_share": validation, "ends": asked.end != NONE}
                 header = _write(folder, corpus, trained, plan, facts, progress)
@@ -116,12 +118,22 @@ def corpus_for(data: TokenSection, cache: Path, progress: ShowProgress = silent)
             prepared = f"was prepared of {packed.header.kind}, and {data.packs} are wanted"
             raise DataError(f"data.source={data.source}: {prepared}")
         check_agrees(data, packed.header.tokenizer, packed.tokenizer, packed.header.validation_share)
-        _check_marks(data, packed)
+        header, names = packed.header, packed.tokenizer.name_of
+        begin = NONE if header.begin is None else names(header.begin)
+        end = names(header.end) if header.ends else NONE
+        for field, wanted, has in (("begin", data.asked.begin, begin), ("end", data.asked.end, end)):
+            if wanted not in (AUTO, has) and data.begins:  # other marks than the folder's would have no effect
+                text = f"data.{field}={wanted}: {data.source} was prepared with {has}"
+                raise DataError(f"{text}; leave data.{field} out, or prepare it again")
     else:
         corpus, kind = data.corpus(), tokenizer_kind(data.tokenizer)
         tokenizer = [kind, file_sha256(Path(data.tokenizer).expanduser())] if kind == "file" else [kind]
         # The name changes with all that the prepared files depend on, and is known without reading the corpus.
-        facts = [FORMAT, corpus.identity, tokenizer, data.validation, *_marks_identity(data)]
+        # Marks are left out where they are those of version 0.1.0, whose folders keep their names.
+        marks = _marks(data.tokenizer, data.asked)
+        told: list[object] = [] if data.asked.end != NONE else ["no end"]
+        told += [] if marks is None else [marks.begin, marks.end]
+        facts = [FORMAT, corpus.identity, tokenizer, data.validation, *told]
         out = cache / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
         ready = is_prepared(out)
         packed = open_packed(out) if ready else pack(corpus, data.tokenizer, out, data.validation, progress, data.asked)
@@ -186,6 +198,7 @@ def _write(
     """Write the tokenizer and both token files; returns the header that describes them, with `facts` in it."""
     tokenizer.save(folder / TOKENIZER)
     flags = corpus.kind == "messages"
+    # Two bytes a token where they do: the file is read at random places, and half as large. Flags need the upper bits.
     dtype = np.dtype("<u2" if tokenizer.vocabulary_size <= 2**16 and not flags else "<u4")
     with ExitStack() as stack:
         files = {split: stack.enter_context((folder / token_file(split)).open("wb")) for split in SPLITS}
@@ -218,11 +231,6 @@ def _write(
     )
 
 
-def _texts(corpus: Corpus, record: tuple[str, ...]) -> tuple[str, ...]:
-    """The texts of a record that a tokenizer learns."""
-    return record[:1] if corpus.kind == "messages" else record
-
-
 def _reuse(
     out: Path, source: str, tokenizer: str, validation: float, plan: SplitPlan, asked: AskedMarks
 ) -> PackedCorpus:
@@ -245,24 +253,6 @@ def _marks(tokenizer: str, asked: AskedMarks) -> Marks | None:
     """The marks that a config asks for; None where they are those that tokenizers made here always have."""
     path = Path(tokenizer).expanduser()
     return load_tokenizer(path, asked).marks if tokenizer_kind(tokenizer) == "file" else None
-
-
-def _marks_identity(data: TokenSection) -> list[object]:
-    """The marks in an identity of packed tokens: nothing where they are those of version 0.1.0."""
-    marks = _marks(data.tokenizer, data.asked)
-    told: list[object] = [] if data.asked.end != NONE else ["no end"]
-    return told if marks is None else [*told, marks.begin, marks.end]
-
-
-def _check_marks(data: TokenSection, packed: PackedCorpus) -> None:
-    """Raise DataError where a config names other marks than a prepared folder has: they would have no effect."""
-    header, names = packed.header, packed.tokenizer.name_of
-    begin = NONE if header.begin is None else names(header.begin)
-    end = names(header.end) if header.ends else NONE
-    for field, wanted, has in (("begin", data.asked.begin, begin), ("end", data.asked.end, end)):
-        if wanted not in (AUTO, has) and data.begins:
-            text = f"data.{field}={wanted}: {data.source} was prepared with {has}"
-            raise DataError(f"{text}; leave data.{field} out, or prepare it again")
 
 
 def _same_tokenizer(asked: str, kind: str, tokenizer: Tokenizer) -> bool:

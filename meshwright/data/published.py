@@ -46,6 +46,7 @@ def published_for(data: DataSection, weights: Path | None) -> dict[str, str]:
     """The texts that a run keeps. `weights`: the folder that its weights come from. Raises DataError."""
     texts = {} if weights is None else read_published(weights)
     tokenizer = Path(data.tokenizer).expanduser() if isinstance(data, TokenSection) else None
+    # A tokenizer of its own brings its own settings; those of the weights' tokenizer would be wrong beside it.
     if tokenizer is not None and tokenizer.is_file() and (weights is None or not weights.samefile(tokenizer.parent)):
         of_weights = {name: text for name, text in texts.items() if name not in _OF_TOKENIZER}
         beside = read_published(tokenizer.parent)

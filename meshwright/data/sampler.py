@@ -57,6 +57,7 @@ class Permutation:
     def _network(self, values: np.ndarray) -> np.ndarray:
         left, right = values >> self._half_bits, values & self._mask
         for key in self._keys:
+            # Each round is undone by the same round: a bijection whatever the hash of the other half is.
             left, right = right, left ^ (_scramble(right ^ key) & self._mask)
         return (left << self._half_bits) | right
 
@@ -84,6 +85,7 @@ class Sampler:
         rows = np.empty_like(samples)
         for epoch in np.unique(epochs).tolist():
             of_epoch = epochs == epoch
+            # Samples of one batch may lie in two epochs, which have orders of their own.
             rows[of_epoch] = Permutation(self.size, self._seed, epoch)(positions[of_epoch])
         return rows
 
@@ -162,6 +164,7 @@ class TokenBatches(ShuffledSamples):
 
         from meshwright.model import IGNORED
 
+        # Overlapping by one token: a window's last label is the next one's first input.
         places = rows[:, None] * self._sequence + np.arange(self._sequence + 1)
         windows = self._tokens[places].astype(np.int64)
         tokens, labels = windows[:, :-1].copy(), windows[:, 1:].copy()
@@ -171,6 +174,7 @@ class TokenBatches(ShuffledSamples):
         ends = tokens == self._end
         labels[ends] = IGNORED
         begins = np.zeros_like(ends)
+        # A document begins behind an end token; what a row begins with is one as well (`document_entries`).
         begins[:, 1:] = ends[:, :-1]
         return batch | document_entries(begins)
 

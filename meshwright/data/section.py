@@ -199,6 +199,7 @@ def tokenizer_fits(config: Config) -> Iterator[Problem]:
             yield Problem("data.tokenizer", tokenizer, "is no such file", "bytes, bpe:SIZE, a tokenizer.json file")
         return
     asked = "257" if tokenizer == "bytes" else tokenizer.removeprefix("bpe:")
+    # 256 bytes and the end token are in every vocabulary that is made here.
     if not asked.isdigit() or int(asked) < 257:
         rule_text = "does not name a vocabulary of 257 tokens or more"
         yield Problem("data.tokenizer", tokenizer, rule_text, "bpe:257, bpe:4096 ...")

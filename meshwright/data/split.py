@@ -47,9 +47,11 @@ def plan_split(corpus: Corpus, validation: float, progress: ShowProgress) -> Spl
     """
     hashes, lengths, whole = array("Q"), array("Q"), hashlib.sha256()
     for texts in corpus.read():
+        # A pair is one record: its two sides must not be parted.
         text = "\t".join(texts)
         digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
         whole.update(digest)
+        # 64 bits are enough to order records; the corpus' identity is over all of their digests.
         hashes.append(int.from_bytes(digest[:8], "little"))
         lengths.append(len(text))
         if len(hashes) % _REPORT_EVERY == 0:
@@ -102,6 +104,7 @@ def _choose(hashes: np.ndarray, lengths: np.ndarray, target: float) -> frozenset
     for at, length in enumerate(characters.tolist()):
         if taken >= target:
             break
+        # A document that is too large is passed over, and the next in order is tried.
         if taken + length <= 1.5 * target:
             chosen[at] = True
             taken += length
@@ -110,6 +113,7 @@ def _choose(hashes: np.ndarray, lengths: np.ndarray, target: float) -> frozenset
 
 def _tail_start(source: str, text: str, tail: int) -> int:
     """The start of the held-out tail of about `tail` characters: at a line's start, both parts with words in them."""
+    # Never more than half: the longest document may be shorter than twice the share.
     wanted = max(len(text) - tail, len(text) // 2)
     before, after = text.rfind("\n", 0, wanted) + 1, text.find("\n", wanted) + 1
     for start in (before, after):

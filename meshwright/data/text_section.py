@@ -33,6 +33,7 @@ def shares_of(weights: Mapping[str, float]) -> tuple[int, ...]:
     """Whole shares of BLOCK in the ratio of the weights: rounded down, what is left to the largest remainders."""
     exact = [BLOCK * weight / sum(weights.values()) for weight in weights.values()]
     shares = [int(share) for share in exact]
+    # Largest remainders first, the earlier source among equal ones: on every machine the same shares.
     by_remainder = sorted(range(len(exact)), key=lambda index: (shares[index] - exact[index], index))
     for index in by_remainder[: BLOCK - sum(shares)]:
         shares[index] += 1

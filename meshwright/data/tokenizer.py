@@ -87,6 +87,7 @@ class Tokenizer:
     @cached_property
     def _marking(self) -> tokenizers.Tokenizer:
         """This tokenizer as one to which a special token's spelling is that token."""
+        # A copy: the setting belongs to the library's object, and packing runs with the other one.
         library = tokenizers.Tokenizer.from_str(self._library.to_str())
         library.encode_special_tokens = False
         return library
@@ -125,6 +126,8 @@ class Tokenizer:
         beside = {name: json.loads(text) for name, text in texts.items() if name.endswith(".json")}
         if marks_of(self._library, "tokenizer.json", beside)[:2] == self.marks[:2]:
             return dict(texts)
+        # `auto` of a later run, and transformers, read these files: they must find the marks that the model was trained
+        # with.
         names: dict[str, object] = {"eos_token": self.name_of(self.end)}
         if self.begin is not None:
             names["bos_token"] = self.name_of(self.begin)
@@ -160,6 +163,7 @@ def train_bpe(texts: Iterable[str], size: int, asked: AskedMarks = AskedMarks())
     trainer = trainers.BpeTrainer(
         vocab_size=size,
         special_tokens=[END],
+        # Every byte is in the vocabulary, whatever the texts hold: no text is unknown.
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -225,6 +229,7 @@ def pieces(text: str, characters: int = 2**20) -> Iterator[str]:
     start = 0
     boundary = re.compile(r"(?= \S)")
     while len(text) - start > characters:
+        # Searched from the wanted length on, so that a part is as long as that and a little more.
         space = boundary.search(text, start + characters)
         if space is None:
             break

@@ -48,10 +48,14 @@ class FullySharded:
         self.mesh = mesh
         self.gradients = Gradients()  # torch has its own memory
         comm = mesh.comm("data")
+        # Compared while every rank still holds whole weights.
         self._differing = [name for name, parameter in model.named_parameters() if make_equal(parameter, comm)]
         summed = half if half is None else gradient_dtype(half, widens)
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=summed)
-        device_mesh = self._device_mesh()
+        if isinstance(comm, SoloComm):
+            raise AssertionError("fully_shard needs a process group, also for one rank")
+        assert isinstance(comm, TorchComm), f"fully_shard runs on torch.distributed, not on {comm}"
+        device_mesh = DeviceMesh.from_group(comm.process_group, mesh.device.type, mesh_dim_names=("data",))
         for unit in units:
             fully_shard(unit, mesh=device_mesh, mp_policy=policy)
         fully_shard(model, mesh=device_mesh, mp_policy=policy)
@@ -84,7 +88,7 @@ class FullySharded:
 
     @property
     def gradient_bytes(self) -> int:
-        """Its own rows; torch has a unit's whole ones beside them."""
+        """Bytes of this rank's own rows; torch has a unit's whole gradients beside them."""
         return sum(size_bytes(slot.parameter) for slot in self._slots)
 
     @property
@@ -137,17 +141,11 @@ class FullySharded:
             for parameter in parameters
         )
 
-    def _device_mesh(self) -> DeviceMesh:
-        comm = self.mesh.comm("data")
-        if isinstance(comm, SoloComm):
-            raise AssertionError("fully_shard needs a process group, also for one rank")
-        assert isinstance(comm, TorchComm), f"fully_shard runs on torch.distributed, not on {comm}"
-        return DeviceMesh.from_group(comm.process_group, self.mesh.device.type, mesh_dim_names=("data",))
-
     def _slot(self, name: str, parameter: nn.Parameter, spec: ShardSpec) -> Slot:
         assert isinstance(parameter, DTensor), f"{name} was not sharded"
         local = parameter.to_local()
         rows = -(-spec.shape[0] // self.mesh.size("data"))
+        # torch.chunk leaves the last ranks without rows where n does not divide them.
         start = min(rows * self.mesh.index("data"), spec.shape[0])
         box = Box((start, *(0 for _ in spec.shape[1:])), tuple(local.shape))
         places = (Place(name, spec.shape, box, 0, local.numel()),) if local.numel() else ()

@@ -97,10 +97,12 @@ class Walk:
         fresh, self._begins = self._begins and not self._returns, False
         order, here = self._order[part], self._buckets[part]
         index = order.index(part)
+        # Recomputed: the part goes forward again inside of the backward pass, which goes on with the part before it.
         if self._back_at in order and part >= self._back_at:
             return self._back_from(part, here, fresh=False)
         if index + 1 < len(order):
             return self._moved(here, ahead=self._buckets[order[index + 1]], fresh=fresh)
+        # The last part is where forward turns to backward: the layer before it is needed again at once.
         turns = index > 0 and self._returns
         return self._moved(here, stays=self._buckets[order[index - 1]] if turns else (), fresh=fresh)
 
@@ -109,6 +111,7 @@ class Walk:
         before, self._back_at = self._back_at, part
         order = self._order[part]
         same = part == before and part == order[-1]  # the head's two functions
+        # A part that is not further back than the last one belongs to another task, which may be of any chunk.
         fresh = (before not in order or part >= before) and not self._returns and not same
         return self._back_from(part, self.read_back(part), fresh=fresh)
 
@@ -145,6 +148,7 @@ class GatheredSum(SlicedSum):
 
     def make_slot(self) -> Slot:
         slot = super().make_slot()
+        # The slice in memory of its own, as the bucket's is given back.
         slot.parameter.data = slot.parameter.data.clone()
         return slot
 
@@ -208,6 +212,7 @@ class Gathering(Sharded):
         """The head's weights stay for what is computed of its input; each other part's come when it runs."""
         self._walk.begin()
         head = set(self._of[max(self._of)])
+        # Sampling and evaluation call the head by itself, outside of any part that would gather for it.
         self._gather(head - self._walk.held)
         self._wait(head)
         for index in head:
@@ -235,22 +240,25 @@ class Gathering(Sharded):
         if not torch.is_grad_enabled():
             return function(*arguments)
         if part in self._kept:
-            with torch.autograd.graph.saved_tensors_hooks(lambda x: self._note(part, x), lambda x: x):
+            # Which weights the backward passes of embeddings and head read is seen in what autograd keeps of them: a
+            # look-up keeps no table.
+            def note(x: Tensor) -> Tensor:
+                index = self._index_of.get(x.untyped_storage()._cdata)
+                if index is not None:
+                    self._kept[part].add(index)
+                return x
+
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
                 result = function(*arguments)
         else:
             result = function(*arguments)
         return self._turning(part, result)
 
-    def _note(self, part: int, x: Tensor) -> Tensor:
-        index = self._index_of.get(x.untyped_storage()._cdata)
-        if index is not None:
-            self._kept[part].add(index)
-        return x
-
     def _turning(self, part: int, result: Any) -> Any:
         """The result, whose gradient calls for the part's weights when it is whole."""
         hidden = result if isinstance(result, tuple) else (result,)
         learn = [x for x in hidden if x.requires_grad]
+        # An identity node behind the part, since hooks on `grad_fn` fire early where a model has two streams.
         turned = iter(_Turn.apply(lambda: self._move(part, self._walk.backward(part)), *learn))
         hidden = tuple(next(turned) if x.requires_grad else x for x in hidden)
         return hidden if isinstance(result, tuple) else hidden[0]
@@ -277,6 +285,7 @@ class _Turn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, visit: Callable[[], None], *hidden: Tensor) -> Hidden:
+        # An output without a gradient stays without one, rather than becoming a tensor of zeros.
         ctx.set_materialize_grads(False)
         ctx.visit = visit
         return tuple(x.view_as(x) for x in hidden)

@@ -84,14 +84,14 @@ class ServerLoss(ServerGradient):
         comm = self.mesh.comm("data")
         (own,) = model.hidden_states(batch, incoming)
         outputs = gather(own, self.mesh, "data", _ROOT)  # [n·B, T, H] on the server, [0, T, H] on a worker
-        outputs.register_hook(self._outputs_gradient_comes)
+
+        def left_the_head(gradient: Tensor) -> None:  # from here on all ranks do the same
+            super(ServerLoss, self).expect(self._final_comes)
+
+        outputs.register_hook(left_the_head)
         labels = {name: batch[name].new_empty(outputs.shape[0], *batch[name].shape[1:]) for name in model.labels}
         for name, everyone in labels.items():
             comm.gather(everyone, batch[name], _ROOT)
         if comm.index == _ROOT:
             return (model.loss(outputs, labels, scales),)
         return (outputs.sum(),)  # 0, whose backward pass waits for the server's scatter
-
-    def _outputs_gradient_comes(self, gradient: Tensor) -> None:
-        """The backward pass has left the head: from here on all ranks do the same."""
-        super().expect(self._final_comes)

@@ -61,7 +61,7 @@ class Sync:
     unplanned: str = ""
     """Why a planner cannot compute it: `is more than ...`."""
     order_free: bool = True
-    """Whether it only adds what the ranks' buckets hold, so that sums of integers come out equal under any layout."""
+    """Whether the sync only adds what the ranks' buckets hold, so that sums of integers are equal under any layout."""
 
 
 def _others(broken: Rule) -> str:
@@ -100,6 +100,7 @@ def _needs_transport(suits: Callable[[TransportFacts], bool], text: str) -> Rule
     @rule(FIELD, "layout.transport")
     def needs_transport(config: Config) -> Iterator[Problem]:
         name = config.layout.transport
+        # `auto` takes a transport that suits (Sync.over_mpi).
         if name != "auto" and not suits(TRANSPORTS[name]):
             valid = "layout.transport=torch or auto, or sync=zero1"
             yield Problem(FIELD, config.layout.data.sync, text.format(f"layout.transport={name}"), valid)
@@ -126,6 +127,7 @@ def needs_one_axis_of_replicas(config: Config) -> Iterator[Problem]:
 @rule(SHARD, "layout.data.size")
 def shards_are_equal(config: Config) -> Iterator[Problem]:
     size, shard = config.layout.data.size, config.layout.data.shard
+    # Groups of `shard` ranks each hold the model once: a remainder would hold a part of it.
     if shard is not None and size % shard:
         yield Problem(SHARD, shard, f"does not divide layout.data.size={size}", f"null, {listed(divisors(size))}")
 

@@ -54,11 +54,11 @@ class SlicedSum(BucketSum):
         self.across: Work | None = None
         """The slice's sum over them, once a step."""
         self.waits = len(bucket.chunks) > 1
-        """Whether it adds up in whole, and is summed at the step's end."""
+        """Whether the bucket adds up in whole, and is summed at the step's end."""
         self.holds = False
         """Whether the slice has a sum of this step."""
         self.last = False
-        """Whether it has left for the last time in the step, so that its slice may go on to the other groups."""
+        """Whether the bucket has left for the last time in the step: then its slice may go on to the other groups."""
         free(bucket.gradients)
 
     def make_comm(self) -> Comm:
@@ -137,7 +137,7 @@ class Sharded(Synchroniser):
         super().__init__(buckets, mesh, policy, fixed)
         self._summing: list[SlicedSum] = []
         self._left: defaultdict[int, int] = defaultdict(int)
-        """How many buckets of a microbatch have left, by the chunk of this stage that fills them."""
+        """The number of buckets of a microbatch that have left, by the chunk of this stage that fills them."""
 
     @property
     def gradient_bytes(self) -> int:

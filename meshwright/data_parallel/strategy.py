@@ -222,7 +222,7 @@ class Synchroniser:
         self.slots = [one.slot for one in self.sums]
         self._sum_of = {parameter: one for one in self.sums for parameter in one.views}
         self._num_left = 0
-        """How many buckets have left in this step."""
+        """The number of buckets that have left in this step."""
         self._final = False
         self._of: dict[int, list[int]] = {}
         """The buckets that each part of the model reads."""

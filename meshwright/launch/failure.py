@@ -55,6 +55,7 @@ def memory_sentence(error: BaseException) -> str | None:
 
 def free_bytes() -> int:
     """Host memory that this process can still take: what the machine has, and what `ulimit -v` leaves."""
+    # `ulimit -v` counts addresses, of which a process has taken its whole virtual size.
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     free = available_memory_bytes()
     if limit != resource.RLIM_INFINITY:
@@ -191,7 +192,9 @@ class Death:
 
     def __str__(self) -> str:
         if self.status < 0:
-            ended = f"rank {self.rank} was killed by {signal_name(-self.status)}{_hint(-self.status)}"
+            # The kernel's killer of processes that take too much memory sends SIGKILL, and tells nobody but its log.
+            hint = "; if nobody killed it, the machine ran out of memory" if -self.status == signal.SIGKILL else ""
+            ended = f"rank {self.rank} was killed by {signal_name(-self.status)}{hint}"
         else:
             ended = f"rank {self.rank} exited with code {self.status} and left no message"
         return f"{ended}; the end of its standard error:\n{self.words}" if self.words else ended
@@ -238,10 +241,6 @@ def signal_name(number: int) -> str:
         return f"signal {number} ({signal.Signals(number).name})"
     except ValueError:  # real-time signals have no name
         return f"signal {number}"
-
-
-def _hint(number: int) -> str:
-    return "; if nobody killed it, the machine ran out of memory" if number == signal.SIGKILL else ""
 
 
 def leave() -> None:

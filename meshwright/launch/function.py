@@ -226,6 +226,7 @@ def _unpacked(packed: Mapping[str, Any]) -> Any:
 def name_of(function: Callable[..., Any]) -> str:
     """The name under which another process finds the function. Raises LaunchError where it has none."""
     module, name = function.__module__, function.__qualname__
+    # A rank imports the script under this name, so that what stands outside of the guard runs there as well.
     if module == _SCRIPT:
         rule = 'put what starts ranks under `if __name__ == "__main__":`'
         raise LaunchError(f"the script of {name} starts ranks while it is imported, as every rank imports it: {rule}")
@@ -269,6 +270,7 @@ def _load(name: str) -> Callable[..., Any]:
 
 def load_script(path: Path) -> ModuleType:
     """A script's module, imported without running what stands under `if __name__ == "__main__"`."""
+    # Under another name than `__main__`: the guard of the script is false, and its job is not started once more.
     spec = importlib.util.spec_from_file_location(_SCRIPT, path)
     assert spec is not None, path
     assert spec.loader is not None, path

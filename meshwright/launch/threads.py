@@ -52,6 +52,7 @@ def run_threads(work: Callable[[Environment, ThreadWorld], Any], num_ranks: int,
         thread.start()
     try:
         for thread in ranks:
+            # Not one long join: a signal's handler runs only when this thread wakes.
             while thread.is_alive():
                 thread.join(_LOOK_SECONDS)
     except BaseException as error:

@@ -104,8 +104,8 @@ def run_worker(job: Job, threads: int) -> Any:
             sys.exit(STOPPED_EXIT_CODE)
         return result
     except BaseException as error:
-        if _asks_to_leave(error):
-            raise
+        if isinstance(error, SystemExit) and error.code in (None, 0, STOPPED_EXIT_CODE):
+            raise  # no failure: it was asked to leave
         report = replace(Report.of(environment.rank, error), host=socket.gethostname())
         print(report, file=PatientStream(sys.stderr))
         _flush()
@@ -127,6 +127,7 @@ def run_launched(folder: Path) -> None:
             return
         Report.of(environment.rank, error).write(folder, environment.attempt)
         _flush()
+        # Alone there is nobody whose death should be seen first.
         if environment.world_size == 1:
             os._exit(1)
         leave()
@@ -140,10 +141,6 @@ def ignore_stop_signals() -> None:
     """
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-
-
-def _asks_to_leave(error: BaseException) -> bool:
-    return isinstance(error, SystemExit) and error.code in (None, 0, STOPPED_EXIT_CODE)
 
 
 def _flush() -> None:

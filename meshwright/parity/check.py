@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 CHECK_PRECISIONS = ("float64", "float32", "bf16", "own")
 CHECK_WORKER = "meshwright.parity.worker:check_rank"
+# seconds; models of checks are small: who waits longer waits for a rank that will not come
 PATIENCE = Timeout(join=60.0, wait=120.0)
 
 
@@ -77,7 +78,7 @@ class ParityResult:
 
     @property
     def verdict(self) -> str:
-        """One line."""
+        """The result in one line: the cause before its consequences."""
         if self.error:
             return f"cannot be compared: {self.error.splitlines()[0]}"
         if self.finding is not None:
@@ -113,6 +114,7 @@ def parity_check(
     grids = tuple(grid_of(number, axes or {}) for number in numbers)
 
     def mark(function: Checked) -> Checked:
+        # The ranks load this file again by its path: a function may have no importable module.
         file = Path(function.__code__.co_filename)
         vars(function)["parity_checks"] = tuple(
             ParityCheck(function.__name__, file, grid, precision, threads) for grid in grids
@@ -124,6 +126,7 @@ def parity_check(
 
 def grid_of(ranks: int, axes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
     """Axes whose sizes multiply to `ranks`."""
+    # An axis of data is what most checks mean by "more ranks", so that it need not be written.
     product = math.prod(axes.values())
     if ranks < 2:
         raise ConfigError.of("ranks", ranks, "has nothing to compare with one process", "2 or more")
@@ -148,12 +151,14 @@ def collect(file: Path) -> list[ParityCheck]:
 def checks_of(value: object) -> Iterator[ParityCheck]:
     """The checks of a value of a module: those of a decorated function."""
     if isinstance(value, FunctionType):
+        # Checks lie in the function itself, not in a list of the module: one that is imported comes with its checks.
         yield from vars(value).get("parity_checks", ())
 
 
 def load_checks(file: Path) -> Any:
     """The module of a file of checks; what stands beside it can be imported."""
     folder = str(file.resolve().parent)
+    # Like `python FILE`, which puts the folder of the script first.
     if folder not in sys.path:
         sys.path.insert(0, folder)
     if not file.is_file():
@@ -169,6 +174,7 @@ def run_check(check: ParityCheck, precision: str | None = None) -> ParityResult:
         ranks = Ranks(check.axes, threads=check.threads, timeout=PATIENCE)
         try:
             run(CHECK_WORKER, ranks, file=check.file.resolve(), name=check.name, precision=precision, out=folder)
+        # Ctrl-C ends the command; every other end of the ranks is this check's result, and the next check runs.
         except Interrupted:
             raise
         except MeshwrightError as error:
@@ -178,11 +184,13 @@ def run_check(check: ParityCheck, precision: str | None = None) -> ParityResult:
 
 def judged(check: ParityCheck, precision: str, folder: Path, start: float) -> ParityResult:
     """The result of what a check's ranks have left."""
+    # Imported here, as these need torch, and pytest imports this module for every collection, with checks or without.
     from meshwright.parity.judge import Evidence, explain_modules
     from meshwright.parity.kinds import first_finding
     from meshwright.parity.rows import compare_all
 
     evidence = Evidence.read(folder, check.num_ranks)
+    # Modules are explained after the rows and before the finding, which reads both.
     rows = tuple(compare_all(evidence))
     evidence.modules = explain_modules(evidence)
     finding, dead = first_finding(evidence, rows), tuple(evidence.reference.facts.dead)

@@ -35,31 +35,34 @@ class Row:
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
-    """The norm of the difference over that of the second, or the former where the latter is zero."""
+    """The 2-norm of `ours` - `theirs`, of one shape, over that of `theirs`; where that is zero, not divided."""
+    # Accumulated in float64: a sum of squares in bf16 would round by more than the error that it measures.
     norm = partial(torch.linalg.vector_norm, dtype=torch.float64)
     difference, size = float(norm(ours.double() - theirs.double())), float(norm(theirs))
     return difference / size if size else difference
 
 
 def zero_tensors(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """The names of those that are zero everywhere: two dead models would agree on them."""
+    """The names of tensors that are zero everywhere: two dead models would agree on them."""
     return tuple(name for name, tensor in tensors.items() if not tensor.any())
 
 
 def factor_of(ours: Tensor, theirs: Tensor, tolerance: float = 1e-2) -> float | None:
-    """The number by which ours is theirs; None where it is not a multiple of it."""
+    """The number c with `ours` = c · `theirs`, but for a share `tolerance` of its norm; None where there is none."""
     a, b = ours.double().flatten(), theirs.double().flatten()
     size = float(b @ b)
     if not size or not bool(torch.isfinite(a).all()):
         return None
+    # Least squares: the factor that leaves the smallest rest, and then whether that rest is small.
     factor = float(a @ b) / size
     rest = float(torch.linalg.vector_norm(a - factor * b))
     return factor if rest <= tolerance * abs(factor) * math.sqrt(size) else None
 
 
 def axis_words(sizes: Mapping[str, int], factor: float | None) -> str:
-    """Which axis a factor is the size of, and what mistakes make it."""
+    """A sentence's end: the axis whose size, or one over it, a factor is, and the mistakes that make it; else empty."""
     for axis, n in sizes.items() if factor is not None else ():
+        # A factor that is the size of two axes is put down to the outer one: nothing in one number tells them apart.
         if n > 1 and math.isclose(factor or 0, n, rel_tol=1e-2):
             return f", the size of {axis}: added up once too often, or a sum where a mean belongs"
         if n > 1 and math.isclose(factor or 0, 1 / n, rel_tol=1e-2):

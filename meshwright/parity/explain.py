@@ -58,9 +58,14 @@ class Fit:
 
 
 def fit(local: Tensor, whole: Tensor, allowed: float) -> Fit | None:
-    """The best fit of a local tensor among the copy, blocks and slices of the whole; None where no shape fits."""
+    """The best fit of a local tensor among the copy, blocks and slices of the whole; None where no shape fits.
+
+    `allowed`: the relative error, in the 2-norm, at which the search ends.
+    """
     best: Fit | None = None
     for view in _views(local, whole):
+        # The norm that a piece of this size would have of an even tensor: a piece of small values is not held to its
+        # own small norm.
         scale = float(torch.linalg.vector_norm(view)) * math.sqrt(local.numel() / max(1, view.numel()))
         for part in _candidates(local, view):
             piece = part.take(view)
@@ -68,6 +73,7 @@ def fit(local: Tensor, whole: Tensor, allowed: float) -> Fit | None:
             error = difference / scale if scale else difference
             if best is None or not error >= best.error:
                 best = Fit(error, piece, part, view)
+            # The first that fits is taken: candidates go from the plainest to the most contrived.
             if error <= allowed:
                 return best
     return best
@@ -75,6 +81,7 @@ def fit(local: Tensor, whole: Tensor, allowed: float) -> Fit | None:
 
 def _views(local: Tensor, whole: Tensor) -> Iterator[Tensor]:
     """The reference's tensor with batch and sequence in their order, swapped, or flattened into one dim."""
+    # [B, T, H] of one framework is [T, B, H] of Megatron, and [B * T, H] where heads or experts take tokens.
     if local.ndim == whole.ndim:
         yield whole
         if whole.ndim >= 3:
@@ -93,12 +100,14 @@ def _candidates(local: Tensor, whole: Tensor) -> Iterator[Part]:
     if not cut:
         yield Part("", (None,) * whole.ndim)
         return
+    # Blocks are few, and found without distances; slices cost a matrix of distances per cut dim.
     yield from _blocks(local, whole, cut)
     for dim in cut:
         if not 0 < local.shape[dim] < whole.shape[dim] <= MOST_SLICES:
             continue
         for block in _blocks(local, whole, [d for d in cut if d != dim]):
             mine, theirs = (x.movedim(dim, 0).reshape(x.shape[dim], -1) for x in (local, block.take(whole)))
+            # By distance and not by equality: outputs are off by rounding, other than first weights.
             nearest = tuple(torch.cdist(mine, theirs).argmin(1).tolist())
             yield Part("", tuple(nearest if d == dim else index for d, index in enumerate(block.index)))
 
@@ -113,6 +122,7 @@ def _blocks(local: Tensor, whole: Tensor, cut: Sequence[int]) -> Iterator[Part]:
             continue
         for block in box_candidates("", local.shape, whole.shape, [d for d in cut if d != dim]):
             for k in range(ranks):
+                # Rank k of a causal ring has pieces k and 2 * ranks - 1 - k, which evens out the work under the mask.
                 ends = tuple(half * at + i for at in (k, 2 * ranks - 1 - k) for i in range(half))
                 yield Part("", tuple(ends if d == dim else index for d, index in enumerate(block.index)))
 
@@ -127,6 +137,7 @@ def _leaves_out(fits: Sequence[Fit], allowed: float) -> bool:
         rest = sorted(set(range(view.shape[dim])) - set(covered))
         if rest:
             slices = view.movedim(dim, 0).reshape(view.shape[dim], -1)
+            # Equal slices, such as rows of padding, may be left out: another like them is there.
             nearest = torch.cdist(slices[rest], slices[covered]).min(1).values
             size = float(torch.linalg.vector_norm(slices)) / math.sqrt(len(slices))
             if bool((nearest > max(allowed, 1e-3) * size).any()):
@@ -140,6 +151,7 @@ def explain_tensors(
     """Explain what the ranks hold. `coordinates`: each rank's place on every axis."""
     fits = {rank: fit(x, whole, allowed) for rank, x in locals_.items()}
     errors = {rank: math.inf if f is None else f.error for rank, f in fits.items()}
+    # (True, nan) sorts above every (False, number): not-a-number is the worst.
     worst = max(errors, key=lambda rank: (errors[rank] != errors[rank], errors[rank]))
     if all(error <= allowed for error in errors.values()):
         good = [f for f in fits.values() if f is not None]
@@ -148,6 +160,7 @@ def explain_tensors(
         if not _leaves_out(good, allowed):
             return Explanation(CUT, errors[worst], allowed, rank=worst)
         return Explanation(WRONG, 1.0, allowed, rank=worst, leaves_out=True)
+    # A sum is looked for only where the tensors, each on its own, explain nothing.
     for axes in axis_subsets(coordinates):
         error = _sum_error(locals_, whole, allowed, coordinates, axes)
         if error is not None and error <= allowed:
@@ -184,6 +197,7 @@ def _sum_error(
         terms = [locals_[rank] for rank in group if rank in locals_]
         if not terms:
             continue  # a stage of a pipeline that has not the module
+        # A group of which a rank lacks its term has no sum: the rank that is missing would count as zero.
         if len(terms) < len(group) or len({x.shape for x in terms}) > 1:
             return None
         total = torch.stack(terms).sum(0)

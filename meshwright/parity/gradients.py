@@ -58,6 +58,7 @@ class Hypothesis:
 
 def is_rounding(evidence: Evidence, error: float) -> bool:
     """Whether an error is about what a narrower type than the model's rounds by."""
+    # float32 rounds by 6e-8; a chain of layers adds that up to a few 1e-6. Coarser models cannot tell.
     return evidence.reference.facts.dtype == "float64" and 1e-9 < error < 3e-6
 
 
@@ -67,9 +68,12 @@ def gradient_finding(evidence: Evidence, wrong: Sequence[str]) -> Mistake:
     kinds = {name: h.kind for name, h in hypotheses.items()}
     alike = set(kinds.values())
     trained = [name for name in evidence.names if name not in evidence.reference.facts.dead]
+    # What is wrong alike everywhere was done to all gradients at once: by the reduction, the loss or the clipping.
     if len(wrong) >= MOST * len(trained) and len(alike) == 1 and alike & _EVERYWHERE:
         return Mistake(kinds[wrong[0]], ALL, f"the gradient of every parameter is {hypotheses[wrong[0]].text}")
-    if evidence.reference.facts.tied and wrong == [n for n in wrong if n in _tied_names(evidence)]:
+    # Which parameter a second name belongs to is not recorded. A table used twice is a matrix, so that a program in
+    # which nothing but matrices called weight is wrong has most likely lost one of two uses.
+    if evidence.reference.facts.tied and all(n.endswith("weight") and evidence.weight(n).ndim == 2 for n in wrong):
         name = wrong[0]
         return Mistake(
             "incomplete sum",
@@ -77,17 +81,22 @@ def gradient_finding(evidence: Evidence, wrong: Sequence[str]) -> Mistake:
             f"{name} is used twice, and its gradient is not the sum of both uses",
         )
     order = [line.name for line in evidence.modules]
-    module, gradient_line = _last_wrong_gradient(evidence)
+    # The backward pass goes from the last module to the first: the last in forward order that is wrong was wrong first.
+    unexplained = (line for line in reversed(evidence.modules) if line.gradient and not line.gradient.explained)
+    gradient_line = next(unexplained, None)
+    module = gradient_line.name if gradient_line else ""
 
     def place(name: str) -> int:
         owner = owner_of(name)
         return order.index(owner) if owner in order else -1
 
+    # The wrong parameter of the last module: its gradient came first, and those before it may only follow from it.
     nearest = max(wrong, key=place)
     h = hypotheses[nearest]
     owner = owner_of(nearest)
     own_line = next((line for line in evidence.modules if line.name == owner), None)
     partial = own_line is not None and own_line.gradient is not None and own_line.gradient.kind == PARTIAL
+    # A partial sum at the parameter's own module is nearer than any wrong gradient behind it.
     if partial:
         assert own_line is not None
         return _backward_finding(evidence, own_line, nearest)
@@ -110,24 +119,6 @@ _EVERYWHERE = {
 """Kinds of mistakes that are no module's: what happens to all gradients alike."""
 
 
-def _tied_names(evidence: Evidence) -> set[str]:
-    """Parameters that the reference uses under a second name."""
-    tied = {owner_of(name) for name in evidence.reference.facts.tied}
-    return (
-        {name for name in evidence.names if name.endswith("weight") and evidence.weight(name).ndim == 2}
-        if tied
-        else set()
-    )
-
-
-def _last_wrong_gradient(evidence: Evidence) -> tuple[str, ModuleLine | None]:
-    """The first module in backward order whose output's gradient is none of the reference's."""
-    for line in reversed(evidence.modules):
-        if line.gradient is not None and not line.gradient.explained:
-            return line.name, line
-    return "", None
-
-
 def _backward_finding(evidence: Evidence, line: ModuleLine, parameter: str) -> Mistake:
     """The gradient of a module's output is wrong: its consumer has made it."""
     facts, gradient = evidence.reference.facts, line.gradient
@@ -138,6 +129,7 @@ def _backward_finding(evidence: Evidence, line: ModuleLine, parameter: str) -> M
         for other in lines[lines.index(line) + 1 :]
         if other.gradient is not None and other.gradient.kind == PARTIAL
     ]
+    # A partial sum further back is explained, and yet is the cause of what is unexplained here.
     source = line if gradient.kind == PARTIAL or not later else later[-1]
     maker = facts.consumers.get(source.name) or facts.parents.get(source.name)
     if not maker:  # the model's own code takes the output: for the module, likely, that it calls next
@@ -160,11 +152,13 @@ def hypothesis_of(evidence: Evidence, name: str, step: int) -> Hypothesis:
     """The kind of mistake that makes of a parameter's gradient what it is."""
     pieces = list(evidence.pieces("gradient", step, name))
     allowed = near(evidence.allowed("gradient", step, name))
+    # Absent and zero are one: wrappers that clear gradients leave either.
     if all(ours is None or not ours.any() for _, _, ours, _ in pieces):
         return Hypothesis("no gradient", "none, or zero everywhere")
     full = [
         (rank, part, torch.zeros_like(theirs) if ours is None else ours, theirs) for rank, part, ours, theirs in pieces
     ]
+    # Copies that differ come first: of a gradient that has two values no single factor can be right.
     if (differing := _differing(evidence, full, allowed)) is not None:
         return differing
     if (known := _same_everywhere(evidence, name, step, full, allowed)) is not None:
@@ -186,12 +180,14 @@ def _differing(evidence: Evidence, full: Pieces, allowed: float) -> Hypothesis |
         if len(held) < 2 or all(relative_error(ours, held[0][1]) <= allowed for _, ours, _ in held):
             continue
         factors = [factor_of(ours, theirs) for _, ours, theirs in held]
+        # A factor for each rank and clipping: each divided by the norm of what it alone holds.
         if evidence.reference.facts.clip is not None and all(f is not None for f in factors):
             words = ", ".join(f"{f:.4g}" for f in factors if f is not None)
             return Hypothesis(
                 "clipping", f"the reference's times {words} on its ranks: each clips by a norm of its own"
             )
         axes = evidence.axes_of([rank for rank, _, _ in held])
+        # One axis after the other, then all: a missing reduction is nearly always over one.
         for axis in (*axes.split("+"), axes):
             group = next(g for g in groups_over(evidence.coordinates, axis.split("+")) if held[0][0] in g)
             terms = [ours for rank, ours, _ in held if rank in group]
@@ -209,10 +205,13 @@ def _differing(evidence: Evidence, full: Pieces, allowed: float) -> Hypothesis |
 def _same_everywhere(evidence: Evidence, name: str, step: int, full: Pieces, allowed: float) -> Hypothesis | None:
     """One wrong gradient, equal on all of its ranks: a factor, one rank's term, the mean of means, no clipping, ..."""
     facts = evidence.reference.facts
-    raw, alone = evidence.reference.get("raw-gradient", step, name), _alone(evidence, name)
+    raw = evidence.reference.get("raw-gradient", step, name)
+    alone = [x for side in evidence.ranks if (x := side.get(LOCAL, 1, name)) is not None]
 
     def equal(whole: Tensor | None) -> bool:
         return whole is not None and all(
+            # The second bound: near in bf16 is a third of everything, so a hypothesis must also explain most of the
+            # error.
             relative_error(ours, part.take(whole)) <= min(allowed, 0.25 * relative_error(ours, theirs))
             for _, part, ours, theirs in full
         )
@@ -220,20 +219,24 @@ def _same_everywhere(evidence: Evidence, name: str, step: int, full: Pieces, all
     if facts.clip is not None and equal(raw):
         return Hypothesis("clipping", "not clipped")
     if step == 1 and len(alone) > 1:
+        # Ranks of one data group have the same share: their equal terms are one term.
         distinct = [x for i, x in enumerate(alone) if not any(torch.equal(x, y) for y in alone[:i])]
         if len(distinct) > 1 and equal(torch.stack(alone).mean(0)):
             return Hypothesis(
                 "token counts", "the mean of the ranks' means: right only where all have equal numbers of labels"
             )
         for x in distinct if len(distinct) > 1 else ():
+            # A program may have divided by the ranks before the sum that it then left out, or multiplied for it.
             for factor in (1.0, 1 / len(distinct), float(len(distinct))):
                 if equal(factor * x):
                     return Hypothesis("incomplete sum", "that of one rank's share of the data alone")
     if step > 1 and _has_earlier(evidence, name, step, full):
         return Hypothesis("accumulated", "a sum with those of the steps before: it was not set to zero in between")
+    # Never above 0.3: beyond that anything is a multiple of anything.
     loose = max(1e-3, min(allowed, 0.3))
     factors = [factor_of(ours, theirs, loose) for _, _, ours, theirs in full]
     known = [f for f in factors if f is not None]
+    # Parts of one parameter on several ranks must agree on the factor, else it is not one mistake.
     spread = max(1e-2, loose / 2)
     if (
         len(known) == len(factors)
@@ -241,6 +244,7 @@ def _same_everywhere(evidence: Evidence, name: str, step: int, full: Pieces, all
         and abs(known[0] - 1) > spread
     ):
         words = axis_words(evidence.sizes, known[0])
+        # A factor that is no axis' size, where gradients are clipped: the ratio of the right norm and another.
         if facts.clip is not None and not words:
             return Hypothesis("clipping", f"the reference's times {known[0]:.4g}: clipped by another norm")
         return Hypothesis("scaled", f"the reference's times {known[0]:.4g}{words}")
@@ -257,6 +261,7 @@ def _clipped_first(full: Pieces, alone: Sequence[Tensor], allowed: float) -> Hyp
     for _, part, ours, _ in full:
         terms = torch.stack([part.take(x).flatten() for x in alone], 1)
         weights = torch.linalg.lstsq(terms, ours.flatten()[:, None]).solution
+        # Free factors: the norm by which each rank has clipped is not known here.
         if relative_error((terms @ weights).view_as(ours), ours) > allowed:
             return None
     return Hypothesis(
@@ -271,11 +276,7 @@ def _has_earlier(evidence: Evidence, name: str, step: int, full: Pieces) -> bool
         terms = torch.stack([part.take(x).flatten() for x in steps], 1)
         weights = torch.linalg.lstsq(terms, ours.flatten()[:, None]).solution
         fits = relative_error((terms @ weights).view_as(ours), ours) < 1e-2
+        # This step's gradient once, and at least a tenth of an earlier one, or it is rounding that the fit has used up.
         if not fits or abs(float(weights[-1]) - 1) > 1e-2 or float(weights[:-1].abs().max()) < 0.1:
             return False
     return True
-
-
-def _alone(evidence: Evidence, name: str) -> list[Tensor]:
-    """The reference's gradient of each rank's share of the data alone."""
-    return [x for side in evidence.ranks if (x := side.get(LOCAL, 1, name)) is not None]

@@ -7,8 +7,8 @@ that started them reads all (judge.py). So a check works with any communication 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,7 @@ class ParityJob:
     @property
     def device_mesh(self) -> DeviceMesh:
         """torch's device mesh over all ranks, with the check's axes. Made when it is first asked for, by all ranks."""
+        # Not in __init__: torch then opens process groups, which a check of another library has no use for.
         if self._mesh is None:
             self._mesh = device_mesh(tuple(self.axes.items()))
         return self._mesh
@@ -131,12 +132,14 @@ class ParityJob:
         """
         if self._dtype is not None:
             cast_model(model, self._dtype)
+        # In the user's model, not in the copy: programs that are built from it later begin with the same values.
         self._constants = spread_constants(model)
         recipe = ReferenceRecipe(loss, batch, optimizer, clip, None, self._dtype)
         self._recipe = ReferenceRecipe(
             loss, batch, optimizer, clip, label_key(recipe.global_batch(1), labels), self._dtype
         )
         self._model = copy.deepcopy(model)
+        # One rank is enough, and the others would only compute the same for as long.
         if self.rank == 0:
             with without_dropout(self._model), torch.random.fork_rng(devices=[]):
                 check_repeatable(self._model, self._recipe)
@@ -157,9 +160,13 @@ class ParityJob:
         model, recipe = self._known
         assert exact.trace is not None
         initial = {name: p.detach() for name, p in model.named_parameters()}
+        # First weights lie in the record, so that the judge needs neither the model nor its code.
         keep(exact, "initial", 0, initial)
         with torch.no_grad():
+            # The loss that a program would report in its second step if it had stepped other weights than it computes
+            # with.
             stale = float(recipe.loss(model, recipe.global_batch(2)))
+        # Tied parameters appear once under `named_parameters()`; their second names come with the duplicates.
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         parents = {name: name.rpartition(".")[0] for name, _ in model.named_modules() if name}
         facts = ReferenceFacts(
@@ -209,10 +216,10 @@ class ParityJob:
 
         parts, lost = locate(held(), wholes, self._constants, load, part, axes)
         share = batch or (lambda everything: everything)
+        # Which norm a parallel program clips by is what is to be checked: parity cannot clip in its place.
         if step is None and recipe.clip is not None:
             raise ParityError("job.reference(clip=...) needs job.parallel(step=...), which clips as the program does")
-        with without_dropout(whole), torch.random.fork_rng(devices=[]):
-            halves = step is None and may_accumulate(whole, recipe, recipe.global_batch(HALVED_STEP))
+        halves = step is None and may_accumulate(whole, recipe, recipe.global_batch(HALVED_STEP))
         optimizer = None if step is not None else recipe.optimizer(list(model.parameters()))
         program = SteppedProgram(model, held, loss or recipe.loss, step, optimizer, share, gradients, halves)
         recording = StepRecording()
@@ -221,22 +228,24 @@ class ParityJob:
                 self._step(program, recording, number)
         trace = recording.trace
         assert trace is not None
-        if drops:
+        if drops:  # last, as its random masks move the weights away from the reference's
             self._step(program, recording, DROPOUT_STEP)
             assert recording.trace is not None
             recording.tensors |= {("dropout", call, name): x for (kind, name, call), x
                                   in recording.trace.tensors.items() if kind == "output"}  # fmt: skip
         own = share(recipe.global_batch(1))
-        keep(recording, LOCAL, 1, {} if batch is None else _alone(whole, recipe, own))
-        rows = {key: self._rows_of(key, x, recipe) for key, x in _tensors_by_key(own).items()}
-        places = {axis: self.index(axis) for axis in self.axes}
-        known_parts = {name: p.as_json() for name, p in parts.items()}
+        keep(recording, LOCAL, 1, {} if batch is None else gradient_alone(whole, recipe, own))
+        wanted = _tensors_by_key(recipe.global_batch(1))
+        found = {key: find_part(key, x, wanted[key]) for key, x in _tensors_by_key(own).items() if key in wanted}
+        rows = {key: None if taken is None else taken.as_json() for key, taken in found.items()}
+        known_parts, places = {n: p.as_json() for n, p in parts.items()}, {axis: self.index(axis) for axis in self.axes}
         facts = PartFacts(self._losses, known_parts, places, lost=lost, dropout=drops, halves=halves, rows=rows)
         write_record(self._folder, rank_file(self.rank), recording.tensors, facts, trace)
 
     def keep_gradients(self, named: Mapping[str, Tensor]) -> None:
         """Inside of `step`: this rank's whole gradients by its parameters' names, where they are not in `.grad` when
         the optimizer steps."""
+        # Cloned: the program may use their memory again before its step ends.
         self._given |= {name: local_of(x).clone() for name, x in self._by_reference_names(named).items()}
 
     def _by_reference_names(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -260,7 +269,9 @@ class ParityJob:
             kept = True
 
         trace = Trace(model, frozenset(name for name, _ in self._known[0].named_modules()))
-        with trace if number in (1, DROPOUT_STEP) else _nothing(), _before_optimizers(keep_gradients):
+        # The program's own step may clear gradients as it ends: they are read as the first of its optimizers begins.
+        before_optimizers = register_optimizer_step_pre_hook(lambda optimizer, *_: keep_gradients(optimizer))
+        with trace if number in (1, DROPOUT_STEP) else nullcontext(), before_optimizers:
             if program.step is not None:
                 value = program.step(model, batch)
                 keep_gradients()
@@ -276,24 +287,11 @@ class ParityJob:
         if self._given:
             keep(recording, "gradient", number, self._given)
             self._given.clear()
+        # None on ranks without a loss, such as a pipeline's first stage.
         self._losses.append(None if value is None else float(local_of(torch.as_tensor(value))))
+        # `weights()` again, not `parameters`: wrappers may have put other tensors in their place.
         keep(recording, "weight", number, {n: local_of(p) for n, p in program.weights().items()})
         keep_states(recording, number, optimizers, parameters)
-
-    def _rows_of(self, key: str, own: Tensor, recipe: ReferenceRecipe) -> dict[str, Any] | None:
-        """Which rows (or columns) of a global batch's tensor this rank has; None where it has others."""
-        whole = _tensors_by_key(recipe.global_batch(1)).get(key)
-        found = None if whole is None else find_part(key, own, whole)
-        return None if found is None else found.as_json()
-
-
-def _alone(model: nn.Module, recipe: ReferenceRecipe, batch: Any) -> dict[str, Tensor]:
-    """The gradient of this rank's share alone; nothing where the reference's loss cannot take it."""
-    try:
-        with without_dropout(model), torch.random.fork_rng(devices=[]):
-            return gradient_alone(model, recipe, batch)
-    except (RuntimeError, ValueError, IndexError, KeyError, TypeError):  # a share in a form that only the program reads
-        return {}
 
 
 def _tensors_by_key(batch: Any) -> dict[str, Tensor]:
@@ -303,18 +301,3 @@ def _tensors_by_key(batch: Any) -> dict[str, Tensor]:
         batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, (tuple, list)) else ()
     )
     return {str(key): x for key, x in items if isinstance(x, Tensor)}
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
-@contextmanager
-def _before_optimizers(act: Callable[[torch.optim.Optimizer], None]) -> Iterator[None]:
-    """Call `act` before every optimizer's step while the context is entered."""
-    handle = register_optimizer_step_pre_hook(lambda optimizer, arguments, keywords: act(optimizer))
-    try:
-        yield
-    finally:
-        handle.remove()

@@ -67,6 +67,7 @@ class Evidence:
         facts = self.reference.facts
         if (stated := facts.stated.get(kind.partition(":")[0])) is not None:
             return stated
+        # A tensor that the perturbed runs left as it was may still round: one unit of its type at least.
         eps = torch.finfo(vars(torch)[facts.dtype]).eps
         return MARGIN * max(self._moved.get((kind, step, name), 0.0), eps)
 
@@ -83,13 +84,10 @@ class Evidence:
         return self._holders.get(name, [])
 
     @cached_property
-    def _missing(self) -> dict[str, int]:
+    def missing(self) -> dict[str, int]:
+        """How many elements of each parameter are on no rank; read at every step, so counted once."""
         held = {name: [part for _, _, part in self.holders(name)] for name in self.names}
         return {name: missing_places(parts, self.weight(name).shape) for name, parts in held.items()}
-
-    def missing(self, name: str) -> int:
-        """How many elements of a parameter are on no rank."""
-        return self._missing[name]
 
     @property
     def names(self) -> list[str]:
@@ -99,6 +97,7 @@ class Evidence:
         """Rank, part, its tensor and the reference's values, of all parts of a parameter that are not empty."""
         whole = self.reference.get(kind, step, name)
         for rank, own, part in self.holders(name):
+            # The reference has no gradient: the program must have none either, or zeros.
             if whole is None:
                 whole = torch.zeros_like(self.weight(name))
             theirs = part.take(whole)
@@ -106,6 +105,7 @@ class Evidence:
                 yield rank, part, self.ranks[rank].get(kind, step, own), theirs
 
     def weight(self, name: str) -> Tensor:
+        """The reference's first value of a parameter, in float64."""
         x = self.reference.get("initial", 0, name)
         assert x is not None, name
         return x
@@ -126,7 +126,7 @@ class Evidence:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """How many ranks each axis has."""
+        """The number of ranks on each axis."""
         return {axis: len({place[axis] for place in self.coordinates}) for axis in self.coordinates[0]}
 
 
@@ -134,10 +134,12 @@ def explain_modules(evidence: Evidence) -> list[ModuleLine]:
     """Every call of a module of the reference that some rank has made, as the forward passes ended."""
     facts = evidence.reference.facts
     called = [{name for name, _ in facts.order if side.num_calls(name)} for side in evidence.ranks]
+    # Ranks that have called other modules are stages of a pipeline.
     staged = any(names != called[0] for names in called)
     # Each stage of a pipeline is called the model, and of several calls in a pass it makes nobody knows which.
     several = {name for name, call in facts.order if call}
     order = [(name, call) for name, call in facts.order if not staged or (name and name not in several)]
+    # Gradients inside of the model are compared up to the scale of a rank's own loss, which a later reduction may undo.
     factors = {rank: _loss_factor(evidence, side, order) for rank, side in enumerate(evidence.ranks)}
     lines = []
     for name, call in order:
@@ -159,6 +161,7 @@ def _explain(evidence: Evidence, kind: str, name: str, number: int, factors: Map
     calls = evidence.reference.num_calls(name)
     whole = evidence.reference.call(kind, name, number, calls)
     first: Explanation | None = None
+    # The plainest reading first; its error is reported where none explains the tensors.
     for skip, once in product((0, calls), (True, False)):
         every = {rank: side.call(kind, name, number, calls, skip, once) for rank, side in enumerate(evidence.ranks)}
         held = {rank: x for rank, x in every.items() if x is not None and x.numel()}  # some ranks may have no rows
@@ -181,10 +184,13 @@ def _loss_factor(evidence: Evidence, side: SideRecord, order: Sequence[tuple[str
         return 1.0
     calls, allowed = evidence.reference.num_calls(last), evidence.allowed("output-gradient", 1, last)
     whole = evidence.reference.call("output-gradient", last, calls - 1, calls)
+    # Whole numbers before any other: losses are divided by ranks and microbatches, and a fit of a factor is never
+    # exact.
     counts = [float(n) for n in range(1, max(8, len(evidence.ranks)) + 1)]
     for ours in (side.call("output-gradient", last, calls - 1, calls, skip) for skip in (0, calls)):
         if whole is not None and ours is not None and bool(ours.any()):
             fits = ((factor, fit(ours / factor, whole, allowed)) for n in counts for factor in (n, 1 / n))
+            # Lazily: the first that fits ends the search, mostly 1.
             exact = (factor for factor, found in fits if found is not None and found.error <= allowed)
             found = fit(ours, whole, 0.0)
             if factor := next(exact, None) or (None if found is None else factor_of(ours, found.piece)):

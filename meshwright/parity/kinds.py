@@ -48,6 +48,7 @@ def first_finding(evidence: Evidence, rows: Sequence[Row]) -> Mistake | None:
     failed: dict[tuple[str, int], list[str]] = {}
     for row in (row for row in rows if not row.holds):
         failed.setdefault((row.kind, row.step), []).append(row.name)
+    # Other weights make everything behind them wrong, so nothing else is worth a look.
     if wrong := failed.get(("initial", 0)):
         text = f"the first values of {wrong[0]}{_and_more(wrong)} are not the reference's"
         return Mistake("wrong part", owner_of(wrong[0]), text)
@@ -56,6 +57,7 @@ def first_finding(evidence: Evidence, rows: Sequence[Row]) -> Mistake | None:
         return first
     if wrong := failed.get(("gradient", 1)):
         return gradient_finding(evidence, [name for name in evidence.names if name in wrong])
+    # After the gradients: a loss alone is wrong only in what is reported, where the gradients that it gave are right.
     if ("loss", 1) in failed:
         text = "the loss that the program reports is not the reference's, whose outputs and gradients are right"
         return Mistake("scaled", "(loss)", text)
@@ -67,28 +69,27 @@ def first_finding(evidence: Evidence, rows: Sequence[Row]) -> Mistake | None:
         wrong = failed.get(("weight", step), [])
         late = late or (_wrong_weights(evidence, wrong, step) if wrong else None)
         if late is None and (wrong := failed.get(("copy", step), [])):
-            late = _different_copies(evidence, wrong, step)
+            # Copies that differ by less than a coarse type's tolerance; equal gradients and other weights were stepped
+            # by something else, gradients under clipping most likely by norms of their own.
+            kind, _, name = wrong[0].partition(" of ")
+            text = (
+                f"the {wrong[0]}{_and_more(wrong)} in step {step} has other bits on ranks that hold the same part of it"
+            )
+            if kind != "weight" and evidence.reference.facts.clip is not None:
+                late = Mistake("clipping", ALL, f"{text}: each clips by a norm of its own")
+            else:
+                late = Mistake("stale weights" if kind == "weight" else "missing reduction", owner_of(name), text)
         if late is None and (wrong := failed.get(("state", step), [])):
             text = f"{wrong[0]}{_and_more(wrong)} is wrong after step {step}, and all weights and gradients are right"
             late = Mistake("optimizer", owner_of(wrong[0].partition(" of ")[2]), text)
         if late is not None:
             return late
+    # Last: with dropout there is no reference, and only replicas can be held against each other.
     return _dropout(evidence)
 
 
 def _and_more(names: Sequence[str]) -> str:
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-
-
-def _different_copies(evidence: Evidence, wrong: Sequence[str], step: int) -> Mistake:
-    """Copies that differ by less than rounding hides: of gradients, or of weights alone."""
-    kind, _, name = wrong[0].partition(" of ")
-    text = f"the {wrong[0]}{_and_more(wrong)} in step {step} has other bits on ranks that hold the same part of it"
-    if kind == "weight":
-        return Mistake("stale weights", owner_of(name), text)
-    if evidence.reference.facts.clip is not None:
-        return Mistake("clipping", ALL, f"{text}: each clips by a norm of its own")
-    return Mistake("missing reduction", owner_of(name), text)
 
 
 def _wrong_part(evidence: Evidence) -> Mistake | None:
@@ -98,7 +99,7 @@ def _wrong_part(evidence: Evidence) -> Mistake | None:
             text = f"rank {rank}'s first value of {name} ({why}) is no part of the reference's weights"
             return Mistake("wrong part", owner_of(name), text)
     for name in evidence.names:
-        if missing := evidence.missing(name):
+        if missing := evidence.missing[name]:
             held = [part for _, _, part in evidence.holders(name)]
             parts = ", ".join(sorted({str(part) for part in held})) or "none"
             return Mistake("wrong part", owner_of(name), f"no rank has {missing} elements of {name}: held are {parts}")
@@ -110,6 +111,8 @@ def _wrong_data(evidence: Evidence) -> Mistake | None:
     for key, shape in evidence.reference.facts.batch.items():
         rows = [side.facts.rows.get(key) for side in evidence.ranks]
         held = [Part.from_json(tree) for tree in rows if tree is not None]
+        # Rows that were mixed, padded or packed are no slices of the batch; whether they are the right ones shows in
+        # the loss.
         if not shape or len(held) < len(rows):
             continue
         if missing_places(held, shape):
@@ -131,8 +134,10 @@ def forward_finding(evidence: Evidence) -> Mistake | None:
         output, name = line.output, line.name or "the model"
         if output is None or output.explained:
             continue
+        # A partial sum as the input is explained and wrong all the same: this module takes a whole.
         lost = line.input is not None and (not line.input.explained or line.input.kind == PARTIAL)
         partial = [other for other in lines[:place] if other.output is not None and other.output.kind == PARTIAL]
+        # Where the input is right, the partial sum must come from inside of this module to be its mistake.
         if partial and (lost or all(other.name.startswith(f"{line.name}.") for other in partial)):
             source, over = partial[-1].name, partial[-1].output
             assert over is not None
@@ -142,7 +147,7 @@ def forward_finding(evidence: Evidence) -> Mistake | None:
             return Mistake(
                 "wrong part", line.name, f"the ranks' outputs of {name} lack some of its slices, and repeat others"
             )
-        if (biased := _beside_the_bias(evidence, line)) is not None:
+        if (biased := _linear_finding(evidence, line)) is not None:
             return biased
         where = evidence.reference.facts.parents.get(line.name, "") if lost and place else line.name
         if output.factor is not None and abs(output.factor - 1) > 0.01:
@@ -156,7 +161,7 @@ def forward_finding(evidence: Evidence) -> Mistake | None:
     return None
 
 
-def _beside_the_bias(evidence: Evidence, line: ModuleLine) -> Mistake | None:
+def _linear_finding(evidence: Evidence, line: ModuleLine) -> Mistake | None:
     """A linear's product and bias, each times a number: the product of one rank alone, reduced twice, a bias a rank."""
     if f"{line.name}.bias" not in evidence.names:
         return None
@@ -166,6 +171,7 @@ def _beside_the_bias(evidence: Evidence, line: ModuleLine) -> Mistake | None:
     ours = [x for x in held if x is not None]
     if whole is None or len(ours) < len(held) or len({x.shape for x in ours}) > 1 or bias.shape != ours[0].shape[-1:]:
         return None
+    # A row-parallel linear whose ranks each add the bias: the sum has the product once and the bias once a rank.
     for axes in axis_subsets(evidence.coordinates):
         group = next(group for group in groups_over(evidence.coordinates, axes))
         product, times = _product_and_bias(torch.stack([ours[rank] for rank in group]).sum(0), whole, bias)
@@ -186,6 +192,7 @@ def _product_and_bias(ours: Tensor, whole: Tensor, bias: Tensor) -> tuple[float,
     found = fit(ours, whole, 0.0)
     if found is None:
         return math.nan, math.nan
+    # output = a (x W) + b bias, solved for a and b by least squares.
     terms = torch.stack([(found.piece - bias).flatten(), bias.expand_as(ours).flatten()], 1)
     solved = torch.linalg.lstsq(terms, ours.flatten()[:, None]).solution
     if relative_error((terms @ solved).flatten(), ours.flatten()) > 1e-2:
@@ -203,6 +210,7 @@ def _wrong_weights(evidence: Evidence, wrong: Sequence[str], step: int) -> Mista
         if evidence.replicas_differ("weight", step, name):
             text = f"{name}{others} differs after step {step} between ranks that hold the same part of it"
             return Mistake("stale weights", owner_of(name), text)
+    # Where no gradient was kept, nothing says whether the optimizer or a reduction before it is wrong.
     kept = any(x is not None for name in wrong for _, _, x, _ in evidence.pieces("gradient", step, name))
     seen = "all gradients are right" if kept else "all outputs are right, and the program keeps no gradients to look at"
     where = ALL if len(wrong) == len(evidence.names) else owner_of(wrong[0])
@@ -221,6 +229,7 @@ def _later(evidence: Evidence, failed: Mapping[tuple[str, int], list[str]], step
     if step == 2 and (wrong or weights or ("loss", 2) in failed) and _is_stale(evidence):
         text = "the second step's loss is that of the first weights: what is stepped is not what computes"
         return Mistake("stale weights", ALL, text)
+    # The second step alone is taken in two halves, so what first shows there is likely their sum.
     if step == HALVED_STEP and wrong and any(side.facts.halves for side in evidence.ranks):
         text = "all is right in one pass, and wrong where two halves of the samples add up their gradients"
         return Mistake("accumulation", ALL, f"{text}: that of {wrong[0]}{_and_more(wrong)}")
@@ -230,6 +239,7 @@ def _later(evidence: Evidence, failed: Mapping[tuple[str, int], list[str]], step
         )
         return Mistake("token counts", "(loss)", text)
     if h is not None:
+        # Other gradients of right data and a right first step come from weights that were not the stepped ones.
         kind = h.kind if h.kind in ("clipping", "scaled") else "stale weights"
         where = ALL if kind != "stale weights" else owner_of(wrong[0])
         return Mistake(kind, where, f"all is right before, and the gradient of {wrong[0]} in step {step} is {h.text}")
@@ -249,6 +259,7 @@ def _is_stale(evidence: Evidence) -> bool:
     if stale is None:
         return False
     allowed = near(evidence.allowed("loss", 2, "")) * abs(stale)
+    # A rank's own loss, or the mean over ranks that each report their share's.
     choices = (*losses, *((sum(losses) / len(losses),) if losses else ()))
     return any(abs(x - stale) <= min(allowed, 0.25 * abs(x - right)) for x in choices)
 
@@ -259,6 +270,8 @@ def _dropout(evidence: Evidence) -> Mistake | None:
         return None
     for line in evidence.modules:
         if line.output is not None and line.output.kind == COPY:
+            # A tensor that all ranks hold whole must be dropped by the same mask; cut ones have masks of their own by
+            # right.
             held = [x for side in evidence.ranks if (x := side.get("dropout", 0, line.name)) is not None]
             if any(relative_error(x, held[0]) > line.output.allowed for x in held):
                 text = f"the output of {line.name} is a copy on every rank, and differs under dropout: its masks differ"

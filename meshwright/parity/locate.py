@@ -38,9 +38,19 @@ def locate(
         stated = _stated(name, parameters[name], wholes, part, parts, places)
         found = None
         if not load:
-            found = _confirmed(stated, local, wholes) or _found(name, local, wholes)
+            # The stated part first: equal slices have several places, and this is the one that the program means.
+            values = None if stated is None else stated.take(wholes[stated.name]).to(local.dtype)
+            if values is not None and values.shape == local.shape and bool((values == local).all()):
+                found = stated
+            else:
+                # A program may call its parameters otherwise: then any parameter of the reference may be the one.
+                likely = [name] if name in wholes else list(wholes)
+                by_value = (find_part(other, local, wholes[other].to(local.dtype)) for other in likely)
+                found = next((piece for piece in by_value if piece is not None), None)
         if found is None and stated is not None:
             before = constants.get(stated.name)
+            # A program that was built anew has the norm's ones where the reference was spread: no mistake, so it gets
+            # the values.
             fresh = before is not None and is_constant(local) and float(local.flatten()[0]) == before
             if load or fresh:
                 write_local(parameters[name], stated.take(wholes[stated.name]))
@@ -58,6 +68,7 @@ def _stated(
 ) -> Part | None:  # fmt: skip
     """The part by the user's function, a DTensor's placements, Megatron's attributes, an equal shape, or the module's
     other parameter."""
+    # The user's word goes first: it is asked for where all else is silent or wrong.
     if part is not None:
         target, slices = part(name)
         pairs = zip(slices, wholes[target].shape, strict=True)
@@ -65,6 +76,7 @@ def _stated(
     if name not in wholes:
         return None
     local, whole = local_of(x), wholes[name]
+    # A DTensor knows its offsets; a flattened one has other dims and says nothing about this parameter.
     box = box_of(x)
     if box is not None and len(box[0]) == whole.ndim:
         return box_part(name, *box, whole.shape)
@@ -72,6 +84,7 @@ def _stated(
         return _megatron_part(name, local, whole, vars(x)["partition_dim"], vars(x).get("partition_stride", 1), places)
     if local.shape == whole.shape:
         return Part(name, (None,) * whole.ndim)
+    # A bias has no values to be found by; its rows are those of the weight beside it, which has been found already.
     module = name.rpartition(".")[0]
     for other, beside in parts.items():
         rows = beside.index[0] if beside.index else None
@@ -94,21 +107,7 @@ def _megatron_part(
     if index is None:
         return None
     chunk = own // stride
+    # Chunk s of this rank begins at (s * ranks + index) * chunk of the whole.
     rows = [start + i for s in range(stride) for start in [(s * ranks + index) * chunk] for i in range(chunk)]
     held = tuple(row if row < length else PADDING for row in rows)
     return Part(name, tuple(held if d == dim else None for d in range(whole.ndim)))
-
-
-def _confirmed(part: Part | None, local: Tensor, wholes: Mapping[str, Tensor]) -> Part | None:
-    """The stated part, where the local values are its."""
-    if part is None:
-        return None
-    values = part.take(wholes[part.name]).to(local.dtype)
-    return part if values.shape == local.shape and bool((values == local).all()) else None
-
-
-def _found(name: str, local: Tensor, wholes: Mapping[str, Tensor]) -> Part | None:
-    """The part by value: of the parameter of this name, else of any."""
-    candidates = [name] if name in wholes else list(wholes)
-    parts = (find_part(other, local, wholes[other].to(local.dtype)) for other in candidates)
-    return next((found for found in parts if found is not None), None)

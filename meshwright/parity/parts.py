@@ -34,11 +34,12 @@ class Part:
     flat: bool = False
 
     def take(self, whole: Tensor) -> Tensor:
-        """The part's values; zeros in padding."""
+        """The part's values of the reference's tensor; zeros in padding."""
         x = whole.flatten() if self.flat else whole
         for dim, index in enumerate(self.index):
             if index is not None:
                 places = torch.tensor(index, dtype=torch.long)
+                # PADDING is -1, which no index may be: row 0 is taken for it, and zeroed below.
                 x = x.index_select(dim, places.clamp(min=0))
                 if (places == PADDING).any():
                     shape = [-1 if d == dim else 1 for d in range(x.ndim)]
@@ -52,10 +53,14 @@ class Part:
     def __str__(self) -> str:
         if self.whole:
             return "all of it"
-        words = [":" if index is None else _ranges(index) for index in self.index]
+        runs = [[] if index is None else _runs(index) for index in self.index]
+        # `0:4,8:12` for 0 1 2 3 8 9 10 11, as one would write slices; padding has no index of the reference's.
+        held = [",".join(f"{start}:{stop}" for start, stop in each if start != PADDING) or "padding" for each in runs]
+        words = [":" if index is None else text for index, text in zip(self.index, held, strict=True)]
         return f"{'flat ' if self.flat else ''}[{', '.join(words)}]"
 
     def as_json(self) -> dict[str, Any]:
+        """The part as JSON, its indices as runs (start, stop)."""
         return {"name": self.name, "index": [None if i is None else _runs(i) for i in self.index], "flat": self.flat}
 
     @classmethod
@@ -76,11 +81,6 @@ def _runs(index: Sequence[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def _ranges(index: Sequence[int]) -> str:
-    """`0:4,8:12` for 0 1 2 3 8 9 10 11."""
-    return ",".join(f"{start}:{stop}" for start, stop in _runs(index) if start != PADDING) or "padding"
-
-
 def is_constant(x: Tensor) -> bool:
     """Whether all elements are equal, as those of a fresh bias or norm: nothing can be found by such values."""
     return x.numel() > 0 and bool((x == x.flatten()[0]).all())
@@ -93,17 +93,21 @@ def find_part(name: str, local: Tensor, whole: Tensor) -> Part | None:
     if local.ndim != whole.ndim:
         return _find_flat(name, local, whole) if local.ndim == 1 else None
     cut = [dim for dim in range(whole.ndim) if local.shape[dim] != whole.shape[dim]]
+    # A vector as one run: single values of bf16 are equal by chance, so that slices of length 1 would be found
+    # anywhere.
     if local.ndim == 1 and local.numel() and (run := _find_flat(name, local, whole)):
         return Part(name, run.index)
     if len(cut) <= 1:
         return _find_slices(name, local, whole, cut[0] if cut else 0)
-    return _find_block(name, local, whole, cut)
+    blocks = box_candidates(name, local.shape, whole.shape, cut)
+    return next((block for block in blocks if torch.equal(block.take(whole), local)), None)
 
 
 def _find_slices(name: str, local: Tensor, whole: Tensor, dim: int) -> Part | None:
     """Slices along one dim, in any order; those that come after the last that is found are padding."""
     places: dict[bytes, list[int]] = {}
     for place, piece in enumerate(whole.unbind(dim)):
+        # By bits, in a dictionary: comparing every pair of slices would take hours on a vocabulary.
         places.setdefault(_bytes(piece), []).append(place)
     index: list[int] = []
     for piece in local.unbind(dim):
@@ -111,17 +115,10 @@ def _find_slices(name: str, local: Tensor, whole: Tensor, dim: int) -> Part | No
         following = index[-1] + 1 if index else 0  # of equal slices the next in order
         index.append(following if following in candidates else candidates[0])
     found = [i for i in index if i != PADDING]
+    # Padding stands at the end; a slice in the middle that is not the reference's is a wrong one.
     if local.shape[dim] and (not found or PADDING in index[: len(found)]):
         return None
     return Part(name, tuple(tuple(index) if d == dim else None for d in range(whole.ndim)))
-
-
-def _find_block(name: str, local: Tensor, whole: Tensor, cut: Sequence[int]) -> Part | None:
-    """A block, cut along several dims at multiples of its sizes."""
-    for part in box_candidates(name, local.shape, whole.shape, cut):
-        if torch.equal(part.take(whole), local):
-            return part
-    return None
 
 
 def box_candidates(name: str, local: Sequence[int], whole: Sequence[int], cut: Sequence[int]) -> list[Part]:
@@ -129,6 +126,7 @@ def box_candidates(name: str, local: Sequence[int], whole: Sequence[int], cut: S
     if any(not 0 < local[dim] <= whole[dim] for dim in cut):
         return []
     last = {dim: whole[dim] - local[dim] for dim in cut}
+    # The last start as well: where the size does not divide, the last block still ends with the dim.
     starts = product(*(sorted({*range(0, last[dim] + 1, local[dim]), last[dim]}) for dim in cut))
     return [
         Part(name, tuple(
@@ -144,6 +142,7 @@ def _find_flat(name: str, local: Tensor, whole: Tensor) -> Part | None:
     flat, size = whole.flatten(), local.numel()
     if size == 0:
         return Part(name, ((),), flat=True)
+    # Only where the first element fits: whole runs are compared at few places.
     for start in (flat[: flat.numel() - size + 1] == local[0]).nonzero().flatten().tolist():
         if torch.equal(flat[start : start + size], local):
             return Part(name, (tuple(range(start, start + size)),), flat=True)
@@ -151,7 +150,7 @@ def _find_flat(name: str, local: Tensor, whole: Tensor) -> Part | None:
 
 
 def box_part(name: str, offsets: Sequence[int], sizes: Sequence[int], whole: Sequence[int]) -> Part:
-    """The part that a box is."""
+    """The part that a box of a tensor of shape `whole` is."""
     index = tuple(
         None if size == length else tuple(range(offset, offset + size))
         for offset, size, length in zip(offsets, sizes, whole, strict=True)
@@ -160,7 +159,7 @@ def box_part(name: str, offsets: Sequence[int], sizes: Sequence[int], whole: Seq
 
 
 def missing_places(parts: Sequence[Part], shape: Sequence[int]) -> int:
-    """How many elements of a parameter no part holds."""
+    """The number of elements of a tensor of this shape that no part holds."""
     covered = torch.zeros(tuple(shape), dtype=torch.bool)
     for part in parts:
         if part.whole:
@@ -169,9 +168,11 @@ def missing_places(parts: Sequence[Part], shape: Sequence[int]) -> int:
         indices = [list(range(n)) if i is None else [j for j in i if j != PADDING]
                    for i, n in zip(part.index, view.shape, strict=True)]  # fmt: skip
         if all(indices):
+            # An outer product of the dims' indices: a part is a block, with gaps perhaps along each dim.
             view[torch.meshgrid(*(torch.tensor(i) for i in indices), indexing="ij")] = True
     return int((~covered).sum())
 
 
 def _bytes(x: Tensor) -> bytes:
+    # Bits, so that 0.0 and -0.0 differ and not-a-number is equal to itself.
     return x.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()

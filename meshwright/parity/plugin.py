@@ -27,10 +27,12 @@ class ParityItem(pytest.Item):
     def runtest(self) -> None:
         result = run_check(self.check, self.config.getoption("--parity-precision"))
         if not result.holds:
+            # Eight are enough to see a pattern; the rest follows from the same mistake.
             rows = [f"  {row.kind} of {row.label}: {row.error:.1e} > {row.allowed:.1e}" for row in result.failed[:8]]
             raise ParityFailure("\n".join([result.error or result.verdict, *rows]))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        # The stack would show this plugin, and nothing of the program that failed.
         if isinstance(excinfo.value, ParityFailure):
             return f"{self.check.title} does not compute what one process computes\n{excinfo.value}"
         return super().repr_failure(excinfo)

@@ -91,9 +91,11 @@ def write_record(
     folder: Path, name: str, tensors: StepTensors, facts: ReferenceFacts | PartFacts, trace: Trace | None = None
 ) -> None:
     """Leave one side's record in a folder."""
+    # "|" is in no name of a parameter or module, and dots are in all of them.
     named = {f"{kind}|{step}|{own}": x for (kind, step, own), x in tensors.items()}
     for (kind, module, call), x in ({} if trace is None else trace.tensors).items():
         named[f"{kind}|{call}|{module}"] = x
+    # safetensors writes no strided tensors.
     save_file({key: x.detach().cpu().contiguous() for key, x in named.items()}, folder / f"{name}.safetensors")
     (folder / f"{name}.json").write_text(json.dumps(asdict(facts)))
 
@@ -107,10 +109,12 @@ class SideRecord(Generic[SideFacts]):
         self._keys = set(self._file.keys())
 
     def get(self, kind: str, step: int, name: str) -> Tensor | None:
+        """A tensor in float64, by kind, step (or call) and name (or module's path); None where it was not kept."""
         key = f"{kind}|{step}|{name}"
         if key not in self._keys:
             return None
         x: Tensor = self._file.get_tensor(key)
+        # Differences of narrower types would round once more, by as much as is measured.
         return x.to(torch.float64)
 
     @cached_property
@@ -136,7 +140,9 @@ class SideRecord(Generic[SideFacts]):
         is kept once; the gradients of its outputs are added. `skip`: calls at the beginning that are no microbatch's.
         """
         every = range(self.num_calls(name))
+        # A pass without gradients, by which a pipeline learns its shapes, is no microbatch.
         trained = [n for n in every if f"output-gradient|{n}|{name}" in self._keys]
+        # Call i of microbatch m is number m * calls + i.
         numbers = (trained or every)[skip + number :: calls]
         tensors = [x for n in numbers if (x := self.get(kind, n, name)) is not None]
         if len(tensors) < 2 or tensors[0].ndim == 0:  # every microbatch's loss has the gradient 1
@@ -144,5 +150,6 @@ class SideRecord(Generic[SideFacts]):
         outputs = [x for n in numbers if (x := self.get("output", n, name)) is not None]
         if once and all(torch.equal(x, outputs[0]) for x in outputs):
             return torch.stack(tensors).sum(0) if kind == "output-gradient" else tensors[0]
+        # Rows come first in the microbatches that are put together; of other shapes the first stands for all.
         alike = len({x.shape[1:] for x in tensors}) == 1
         return torch.cat(tensors) if alike else tensors[0]

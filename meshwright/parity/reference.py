@@ -70,6 +70,7 @@ class ReferenceRecipe:
         """The batch of a step from 1, on every rank the same. The last step's has unequal numbers of valid labels."""
         generator = torch.Generator().manual_seed(1000 + step)
         with torch.random.fork_rng(devices=[]):
+            # For a `batch` that ignores its generator: the same numbers on every rank, in every run.
             torch.manual_seed(2000 + step)
             batch = _cast(self.batch(generator), self.dtype)
         return unequal(batch, self.labels) if step == COMPARED_STEPS else batch
@@ -106,11 +107,13 @@ def unequal(batch: Any, labels: Any) -> Any:
         return batch
     changed = dict(batch) if isinstance(batch, Mapping) else list(batch)
     x = changed[labels].clone()
+    # Rows of the first half go to the first ranks: a mean of means then weighs them wrongly.
     half = x[: max(1, x.shape[0] // 2)]
     if half.ndim > 1:
         half[:, max(1, half.shape[1] // 4) :] = IGNORED_LABEL
     else:
         half[max(1, half.shape[0] // 4) :] = IGNORED_LABEL
+    # A row of padding, as the last batch of a data set has; one row at least stays whole.
     if len(x) > len(half) + 1:
         x[-1] = IGNORED_LABEL
     changed[labels] = x
@@ -136,6 +139,7 @@ def spread_constants(model: nn.Module) -> dict[str, float]:
         for name, parameter in model.named_parameters():
             if is_constant(parameter):
                 moved[name] = float(parameter.flatten()[0])
+                # Drawn in float64 and then rounded, so that every precision gets the same values.
                 noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter)
                 parameter.add_(noise, alpha=0.1)
     return moved
@@ -146,6 +150,7 @@ def halves_of(batch: Any) -> list[Any]:
     halves: list[Any] = []
     for half in (0, 1):
         if isinstance(batch, Tensor):
+            # An odd number of rows has no equal halves, and a mean over unequal ones is another number.
             halves += [batch.chunk(2)[half]] if batch.ndim and len(batch) and len(batch) % 2 == 0 else []
         elif isinstance(batch, Mapping) and batch:
             parts = [halves_of(x) for x in batch.values()]
@@ -160,6 +165,7 @@ def backward_of(model: Any, loss: Loss, batches: Sequence[Any]) -> float:
     """The mean of the losses of some batches; their gradients are added up."""
     total = 0.0
     for batch in batches:
+        # The mean over equal parts is the mean over all; a loss that is a sum is not, which `may_accumulate` finds out.
         value = loss(model, batch) / len(batches)
         value.backward()
         total += float(local_of(value))
@@ -173,7 +179,8 @@ def may_accumulate(model: nn.Module, recipe: ReferenceRecipe, batch: Any) -> boo
     for batches in ([batch], halves_of(batch)):
         copied = copy.deepcopy(model)
         try:
-            backward_of(copied, recipe.loss, batches)
+            with without_dropout(copied), torch.random.fork_rng(devices=[]):
+                backward_of(copied, recipe.loss, batches)
         except (RuntimeError, ValueError, IndexError, KeyError, TypeError):  # a loss that only reads whole batches
             return False
         gradients.append([p.grad for p in copied.parameters() if p.grad is not None])
@@ -181,6 +188,7 @@ def may_accumulate(model: nn.Module, recipe: ReferenceRecipe, batch: Any) -> boo
         return False
     whole, added = (torch.cat([x.flatten().double() for x in tensors]) for tensors in gradients)
     eps = torch.finfo(gradients[0][0].dtype).eps
+    # Another order of adding: some roundings, and far from the factor 2 that a sum would be off by.
     return relative_error(added, whole) < 100 * eps
 
 
@@ -191,6 +199,7 @@ def record(model: nn.Module, recipe: ReferenceRecipe, steps: int, rounding: int 
     if hooks is not None:
         with torch.no_grad():
             for parameter in model.parameters():
+                # The weights as well: their rounding is what a run in this type cannot know of itself.
                 parameter.copy_(hooks.rounded(parameter))
     result = StepRecording()
     parameters = dict(model.named_parameters())
@@ -203,6 +212,7 @@ def record(model: nn.Module, recipe: ReferenceRecipe, steps: int, rounding: int 
         if step == 1:
             result.trace = trace
         result.losses.append(float(loss.detach()))
+        # Before clipping, to know a program that does not clip.
         keep(result, "raw-gradient", step, {n: p.grad for n, p in parameters.items()})
         result.norms.append(math.sqrt(sum(float(p.grad.double().square().sum()) for p in parameters.values()
                                           if p.grad is not None)))  # fmt: skip
@@ -231,14 +241,20 @@ def keep_states(
         for name, parameter in parameters.items():
             states = optimizer.state.get(parameter, {})
             for kind, x in states.items():
+                # Counters of steps are no part of a parameter.
                 if isinstance(x, Tensor) and x.is_floating_point() and x.shape == parameter.shape:
                     keep(result, f"{STATE}{kind}", step, {name: local_of(x)})
 
 
 def gradient_alone(model: nn.Module, recipe: ReferenceRecipe, batch: Any) -> dict[str, Tensor]:
-    """The reference's gradient of one rank's part of the batch, as if there were no other."""
+    """The reference's gradient of one rank's part of the batch, as if there were no other; none where the reference's
+    loss cannot take that part."""
     model = copy.deepcopy(model)
-    recipe.loss(model, batch).backward()
+    with without_dropout(model), torch.random.fork_rng(devices=[]):
+        try:
+            recipe.loss(model, batch).backward()
+        except (RuntimeError, ValueError, IndexError, KeyError, TypeError):  # a form that only the program reads
+            return {}
     return {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -260,10 +276,12 @@ def movements(exact: StepRecording, perturbed: Iterable[StepRecording]) -> list[
     by_kind: dict[tuple[str, int], list[float]] = {}
     for (kind, step, _), value in moved.items():
         by_kind.setdefault((kind, step), []).append(value)
+    # A tensor that two draws happened to leave alone would have no tolerance at all: its kind's median stands for it.
     medians = {key: sorted(values)[len(values) // 2] for key, values in by_kind.items()}
     return [(*key, max(value, medians[key[:2]])) for key, value in moved.items()]
 
 
+# Layers alone: functional dropout, as in attention, has no switch that could be thrown from outside.
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 
 
@@ -284,6 +302,7 @@ def without_dropout(*models: nn.Module) -> Iterator[bool]:
 def check_repeatable(model: nn.Module, recipe: ReferenceRecipe) -> None:
     """Raises ParityError where two passes of the reference differ: what is random cannot be compared."""
     losses = []
+    # Other seeds, the same batch: only a random model gives other losses.
     for seed in (1, 2):
         with torch.no_grad():
             torch.manual_seed(seed)

@@ -60,6 +60,7 @@ def render(results: Sequence[ParityResult]) -> None:
 
     Cells have two lines, so that the table fits in a terminal of 80 columns.
     """
+    # A column only for what some check compares: the table has to fit 80 columns.
     kinds = {kind: label for kind, label in KINDS.items() if any(row.kind == kind for r in results for row in r.rows)}
     table = Table(Column("check", overflow="fold"), *(Column(label, no_wrap=True) for label in kinds.values()), "")
     for result in results:
@@ -83,29 +84,29 @@ def render(results: Sequence[ParityResult]) -> None:
 
 def write_page(results: Sequence[ParityResult], path: Path) -> Path:
     """One HTML file that needs nothing else."""
+    # Here: a check in a terminal needs no templates.
     from jinja2 import Environment, PackageLoader
 
     templates = Environment(loader=PackageLoader("meshwright.parity", "."), autoescape=True, trim_blocks=True)
-    checks = [{"result": result, "modules": _page_lines(result), "kinds": _page_kinds(result)} for result in results]
+    checks = []
+    for result in results:
+        by_kind = {label: [row for row in result.rows if row.kind == kind] for kind, label in KINDS.items()}
+        kinds = [
+            {"label": label, "count": len(rows), "failed": sum(not r.holds for r in rows), "worst": worst_row(rows)}
+            for label, rows in by_kind.items()
+            if rows
+        ]
+        checks.append({"result": result, "modules": _page_lines(result), "kinds": kinds})
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(templates.get_template("page.html").render(checks=checks, holds=all(r.holds for r in results)))
     return path
-
-
-def _page_kinds(result: ParityResult) -> list[dict[str, Any]]:
-    lines = []
-    for kind, label in KINDS.items():
-        rows = [row for row in result.rows if row.kind == kind]
-        if rows:
-            failed = sum(not row.holds for row in rows)
-            lines.append({"label": label, "count": len(rows), "failed": failed, "worst": worst_row(rows)})
-    return lines
 
 
 def _page_lines(result: ParityResult) -> list[dict[str, Any]]:
     """The modules as a person reads them, parents before their children; the finding's is marked. One that is at no
     module, as of the loss or of all parameters, has a row of its own behind them."""
     named = None if result.finding is None else result.finding.module
+    # Modules whose own parameters have wrong gradients are marked, beside the first.
     wrong = {owner_of(row.name) for row in result.failed if row.kind == "gradient"}
     lines = {line.name: line for line in reversed(result.modules)}  # of several calls the first
     above = {name: [n for n in lines if n != name and (not n or name.startswith(f"{n}."))] for name in lines}
@@ -135,6 +136,7 @@ def _parents_first(modules: Sequence[ModuleLine]) -> list[str]:
 
     def visit(parent: str) -> list[str]:
         inside = [n for n in names if n != parent and (not parent or n.startswith(f"{parent}."))]
+        # Direct children: those that lie in no other module of the inside.
         children = [n for n in inside if not any(n.startswith(f"{other}.") for other in inside)]
         return [x for child in children for x in (child, *visit(child))]
 

@@ -19,9 +19,11 @@ def compare_all(evidence: Evidence) -> Iterator[Row]:
     weights are none of the reference's."""
     facts, recorded = evidence.reference.facts, evidence.reference.recorded
     yield from parameter_rows(evidence, "initial", 0)
+    # With unequal counts a rank's own loss is neither the mean nor a term of the sum: gradients alone tell.
     equal = facts.losses[:-1] if facts.unequal else facts.losses
     yield from number_rows(evidence, "loss", equal, [side.facts.losses for side in evidence.ranks], summed=True)
     yield from number_rows(evidence, "norm", facts.norms, [side.facts.norms for side in evidence.ranks])
+    # Without its place in the reference a parameter has nothing to be compared with; the finding says so.
     if any(side.facts.lost for side in evidence.ranks):
         return
     states = sorted({kind for kind, _ in recorded if kind.startswith(STATE)})
@@ -47,6 +49,7 @@ def copy_rows(evidence: Evidence, kind: str, step: int) -> Iterator[Row]:
             for rank, own, part in evidence.holders(name)
             if (x := evidence.ranks[rank].get(kind, step, own)) is not None
         ]
+        # More tensors than parts: at least one part is held twice.
         if len(errors) > len(first):
             yield Row("copy", f"{kind} of {name}", worst_of(iter(errors)), 0.0, step)
 
@@ -64,6 +67,7 @@ def number_rows(
         if not ours:
             continue
         error = worst_of(_number_error(x, theirs) for x in ours)
+        # A rank may report its own share's loss, of which the reference's is the mean, or the sum.
         others = (sum(ours) / len(ours), sum(ours)) if summed and len(ours) > 1 else ()
         error = min((error, *(_number_error(x, theirs) for x in others)), key=lambda e: (e != e, e))
         yield Row(kind, f"step {step}", error, evidence.allowed(kind, step, ""), step)
@@ -74,7 +78,7 @@ def _number_error(ours: float, theirs: float) -> float:
 
 
 def worst_of(errors: Iterator[float]) -> float:
-    """The largest. Not-a-number is larger than any number."""
+    """The largest of some errors, of which one that is not a number is larger than any number."""
     return max(errors, key=lambda error: (error != error, error))
 
 
@@ -91,9 +95,16 @@ def parameter_rows(evidence: Evidence, kind: str, step: int) -> Iterator[Row]:
     prefix, squares = f"{state} of " if state else "", []
     for name in evidence.names:
         whole = evidence.reference.get(kind, step, name)
+        # A state that the reference's optimizer has for other parameters only.
         if whole is None and state:
             continue
-        difference = _squared_difference(evidence, kind, step, name)
+        # The parameter's difference is put together of its parts, of each the copy that is furthest off: the mean over
+        # replicas would hide one that is wrong. Elements that are on no rank are infinitely wrong.
+        worst: dict[Part, float] = {}
+        for _, part, kept, theirs in evidence.pieces(kind, step, name):
+            square = float((theirs if kept is None else kept - theirs).square().sum())
+            worst[part] = worst_of(iter((worst.get(part, 0.0), square)))
+        difference = math.inf if evidence.missing[name] else sum(worst.values())
         size = 0.0 if whole is None else float(whole.square().sum())
         squares.append((difference, size))
         if name_of_kind not in evidence.reference.facts.together:
@@ -108,15 +119,3 @@ def parameter_rows(evidence: Evidence, kind: str, step: int) -> Iterator[Row]:
             evidence.allowed(kind, step, ""),
             step,
         )
-
-
-def _squared_difference(evidence: Evidence, kind: str, step: int, name: str) -> float:
-    """The squared norm of a parameter's difference, put together of its parts: of each the copy that is furthest off.
-    Infinite where some elements are on no rank."""
-    if evidence.missing(name):
-        return math.inf
-    worst: dict[Part, float] = {}
-    for _, part, kept, theirs in evidence.pieces(kind, step, name):
-        square = float((theirs if kept is None else kept - theirs).square().sum())
-        worst[part] = worst_of(iter((worst.get(part, 0.0), square)))
-    return sum(worst.values())

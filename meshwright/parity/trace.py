@@ -35,9 +35,10 @@ def clean_names(names: Iterator[str] | list[str], known: frozenset[str] = frozen
 
 
 def all_tensors(value: Any) -> list[Tensor]:
-    """The tensors of arguments or a result, in order: in tuples, lists, mappings and dataclasses' fields alike."""
+    """The tensors of arguments or a result, in order: in tuples, lists and mappings alike."""
     if isinstance(value, Tensor):
         return [value]
+    # transformers' outputs are mappings, too.
     if isinstance(value, Mapping):
         return [x for inner in value.values() for x in all_tensors(inner)]
     if isinstance(value, (tuple, list)):
@@ -47,12 +48,14 @@ def all_tensors(value: Any) -> list[Tensor]:
 
 def traced_tensor(value: Any) -> Tensor | None:
     """The tensor that stands for a module's input or output: the first of floating point that is no single number."""
+    # The first, not the largest: eager attention also returns its weights, [B, heads, T, T], which are larger.
     floats = [x for x in all_tensors(value) if x.is_floating_point()]
     return next((x for x in floats if x.ndim > 1), floats[0] if floats else None)
 
 
 def in_backward() -> bool:
     """Whether autograd is running: a module that is called now is called by recomputation."""
+    # Not `torch.is_grad_enabled()`: reentrant checkpointing makes its only forward calls without autograd.
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -100,6 +103,7 @@ class Trace:
                 producer = self._outputs.get(id(x))
                 if producer is not None and not name.startswith(f"{producer[0]}."):
                     self.consumers.setdefault(producer[0], name)
+            # Cloned, as modules may write into what they were given.
             taken = traced_tensor((arguments, keywords))
             if taken is not None:
                 self.tensors["input", name, self._calls.get(name, 0)] = local_of(taken).clone()
@@ -110,6 +114,7 @@ class Trace:
         def hook(module: nn.Module, arguments: Any, result: Any) -> None:
             if in_backward():
                 return
+            # Counted here, as forward passes end, and read by the hook before: the next call has the next number.
             call = self._calls.get(name, 0)
             self._calls[name] = call + 1
             for x in all_tensors(result):
@@ -120,14 +125,12 @@ class Trace:
             self.order.append((name, call))
             self.tensors["output", name, call] = local_of(given).clone()
             if given.requires_grad and not given.is_leaf:
-                given.register_hook(self._keep_gradient(name, call))
 
-        return hook
+                def keep_gradient(gradient: Tensor | None) -> None:
+                    if gradient is not None:  # autograd may have none for an output that only looks as if it were used
+                        self.tensors["output-gradient", name, call] = local_of(gradient).clone()
 
-    def _keep_gradient(self, name: str, call: int) -> Callable[[Tensor | None], None]:
-        def hook(gradient: Tensor | None) -> None:
-            if gradient is not None:  # autograd may have none for an output that only looks as if it were used
-                self.tensors["output-gradient", name, call] = local_of(gradient).clone()
+                given.register_hook(keep_gradient)
 
         return hook
 
@@ -140,19 +143,23 @@ class Rounding:
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
-        self._handles = [module.register_forward_hook(self._hook) for module in model.modules()]
+
+        def perturb(module: nn.Module, arguments: Any, result: Any) -> Any:
+            if in_backward() or not isinstance(result, Tensor) or not result.is_floating_point():
+                return None
+            # The difference is detached, so that the gradient passes as it is and is rounded once, by its own hook.
+            moved = result + (self.rounded(result.detach()) - result.detach())
+            if moved.requires_grad:
+                moved.register_hook(self.rounded)
+            return moved
+
+        self._handles = [module.register_forward_hook(perturb) for module in model.modules()]
 
     def rounded(self, x: Tensor) -> Tensor:
+        """x · (1 ± eps), the sign of each element by chance."""
+        # Random signs: roundings all upwards would add up, and the tolerance with them.
         signs = torch.randint(0, 2, x.shape, generator=self._generator).to(x.device) * 2 - 1
         return x * (1 + signs.to(x.dtype) * torch.finfo(x.dtype).eps)
-
-    def _hook(self, module: nn.Module, arguments: Any, result: Any) -> Any:
-        if in_backward() or not isinstance(result, Tensor) or not result.is_floating_point():
-            return None
-        moved = result + (self.rounded(result.detach()) - result.detach())
-        if moved.requires_grad:
-            moved.register_hook(self.rounded)
-        return moved
 
     def remove(self) -> None:
         for handle in self._handles:

@@ -30,6 +30,7 @@ def check_rank(rank: Rank, file: Path, name: str, precision: str, out: Path) -> 
 def call_check(function: Callable[[ParityJob], None], mesh: Mesh, precision: str, folder: Path) -> None:
     """Call a check's function on one rank, in the precision that parameters are then made in."""
     before, dtype = torch.get_default_dtype(), CASTS[precision]
+    # Models are made inside of the check: so their parameters are born in its precision, and not rounded twice.
     torch.set_default_dtype(dtype or before)
     torch.manual_seed(1)
     try:
@@ -37,5 +38,6 @@ def call_check(function: Callable[[ParityJob], None], mesh: Mesh, precision: str
         function(job)
     finally:
         torch.set_default_dtype(before)
+    # Silence would pass as equality.
     if not job.compared:
         raise ParityError(f"{function.__name__} ended without job.parallel(): there is nothing to compare")

@@ -36,6 +36,7 @@ def all_texts(text: str, comm: Comm) -> list[str]:
     lengths = all_rows(torch.tensor([len(content)]), comm).flatten().tolist()
     if not any(lengths):
         return [""] * comm.size
+    # Gathers are of equal rows: each text is padded to the longest, and cut again by its length.
     padded = torch.frombuffer(bytearray(content.ljust(max(lengths))), dtype=torch.uint8)
     rows = all_rows(padded, comm).tolist()
     return [bytes(row[:length]).decode(errors="surrogatepass") for row, length in zip(rows, lengths, strict=True)]
@@ -46,6 +47,7 @@ def text_of_root(text: str, comm: Comm, root: int = 0) -> str:
     content = text.encode(errors="surrogatepass")
     length = torch.tensor([len(content)])
     comm.broadcast(length, root)
+    # A bytearray, since torch cannot receive into the read-only memory of bytes.
     buffer = bytearray(content if comm.index == root else int(length))
     row = torch.frombuffer(buffer, dtype=torch.uint8)
     comm.broadcast(row, root)
@@ -60,7 +62,10 @@ def hash_bits(x: Tensor) -> Tensor:
     rest = torch.cat([words[whole:], last])  # [up to COLUMNS]
     rows = torch.cat([*(block.sum(1) for block in blocks), rest.sum(0, keepdim=True)])
     columns = torch.stack([block.sum(0) for block in blocks]).sum(0) if whole else words.new_zeros(COLUMNS)
+    # The last, shorter row has the columns that it fills.
     columns[: rest.numel()] += rest
+    # Times 2 makes rows' factors even, | 1 columns' odd: a word's factor, their sum, is odd, so that no changed bit is
+    # lost.
     row_factors = torch.arange(1, rows.numel() + 1, device=x.device) * ROW_FACTOR * 2
     column_factors = torch.arange(COLUMNS, device=x.device) * FACTOR | 1
     return (rows * row_factors).sum() + (columns * column_factors).sum()
@@ -68,6 +73,7 @@ def hash_bits(x: Tensor) -> Tensor:
 
 def _words(x: Tensor) -> tuple[Tensor, Tensor]:
     """x's memory as int64: the whole words, and the last bytes with zeros behind them, where there are some."""
+    # A view as int64 must begin at a multiple of 8 bytes.
     if x.storage_offset() * x.element_size() % 8:
         x = x.clone()
     each = 8 // x.element_size()

@@ -48,6 +48,8 @@ class StoreBoard:
     def collect(self, names: Sequence[str], seconds: float) -> list[str]:
         names = list(names)
         try:
+            # One request that the store answers when the last note has come: a thousand ranks that asked in turn would
+            # load it.
             self.store.wait(names, timedelta(seconds=seconds))
             texts = [note.decode() for note in self.store.multi_get(names)]
             for name in names:
@@ -70,6 +72,7 @@ class FolderBoard:
         path = self.folder / name
         draft = path.with_suffix(".draft")
         draft.write_text(text, encoding="utf-8")
+        # A rename is one step: nobody reads half a note.
         draft.rename(path)
 
     def collect(self, names: Sequence[str], seconds: float) -> list[str]:
@@ -89,4 +92,5 @@ def await_path(path: Path, seconds: float) -> None:
         if time.monotonic() > deadline or not path.parent.exists():
             raise TimeoutError(f"{path} was never finished")
         time.sleep(pause)
+        # Short looks first, as the note mostly comes at once, and long ones for who waits for a slow disk.
         pause = min(2 * pause, _MOST_PAUSE_SECONDS)

@@ -55,6 +55,7 @@ def start_all_reduce(x: Tensor, comm: Comm) -> Moving:
 def start_all_gather(x: Tensor, comm: Comm, dim: int) -> Moving:
     """Every rank's x side by side along `dim`."""
     dim %= x.dim()
+    # A gather fills [n, ...] whole; the parts come to stand side by side when the result is asked for, after the wait.
     panels = x.new_empty(comm.size, *x.shape)
     work = comm.all_gather(panels, x.contiguous(), wait=False)
     return Moving(work, lambda: panels.movedim(0, dim).flatten(dim, dim + 1))
@@ -81,6 +82,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, mesh: Mesh, axis: str, root: int) -> Tensor:
         comm = mesh.comm(axis)
         ctx.comm, ctx.root, ctx.shape = comm, root, x.shape
+        # Other ranks go on with no rows, whose gradient is empty as well.
         rows = x.shape[0] * comm.size if comm.index == root else 0
         whole = x.new_empty(rows, *x.shape[1:])
         comm.gather(whole, x.contiguous(), root)
@@ -98,6 +100,7 @@ class _AllReduceGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Comm) -> Tensor:
         ctx.comm = comm
+        # A view: a Function that returns its input itself is no node of the graph.
         return x.view_as(x)
 
     @staticmethod
@@ -109,6 +112,7 @@ class _AllReduceGradient(torch.autograd.Function):
 class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Comm) -> Tensor:
+        # The sum is in place, and what gave x may need it in its backward pass.
         return start_all_reduce(x.clone(), comm).wait()
 
     @staticmethod
@@ -168,6 +172,7 @@ class _TradeRows(torch.autograd.Function):
 
 def _traded(x: Tensor, sent: Sequence[int], received: Sequence[int], comm: Comm) -> Tensor:
     out, width = x.new_empty(sum(received), *x.shape[1:]), math.prod(x.shape[1:])
+    # Comms count elements, and know nothing of rows.
     by_rank = (tuple(count * width for count in counts) for counts in (received, sent))
     comm.all_to_all(out, x, pieces=PieceSizes(*by_rank))
     return out

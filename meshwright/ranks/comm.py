@@ -27,7 +27,7 @@ NAP_SECONDS = 1e-4
 
 
 class Work(Protocol):
-    """Something under way: wait() returns when its result may be read."""
+    """A verb under way: wait() returns when its result may be read."""
 
     def wait(self) -> object: ...
 
@@ -54,6 +54,7 @@ class Later:
 
 
 def size_bytes(x: Tensor) -> int:
+    """The bytes of a tensor's elements."""
     return x.numel() * x.element_size()
 
 
@@ -150,6 +151,7 @@ class Comm(ABC):
         """
         self._count("send", size_bytes(x), (to - self.index) % self.size)
         with self._waiting("exchange", size_bytes(x), to, source):
+            # Recorded twice: a transport may wait as it begins, and waits again at the end.
             work = self._exchange(x, to, into, source)
 
         def finish() -> None:
@@ -182,6 +184,7 @@ class Comm(ABC):
 
     def _count(self, verb: str, payload_bytes: int, peer: int | None) -> None:
         if self.size > 1:  # alone there is nobody to call
+            # By what the verb's best form would send: transports differ, and a plan must say the same numbers as a run.
             sent_bytes = VERBS[verb].sent_bytes(payload_bytes, self.size, peer == self.index)
             self.ledger.record(self.axis, verb, sent_bytes, peer)
 
@@ -274,6 +277,7 @@ class SoloComm(Comm):
 
 
 def _copied(target: Tensor, source: Tensor) -> Work:
+    # `part` may be a slice of x: then the value lies where it belongs.
     if target.data_ptr() != source.data_ptr():
         target.view(-1).copy_(source.view(-1))
     return DONE
@@ -305,6 +309,7 @@ class RecordedComm(Comm):
 
     def _run(self, verb: str, payload_bytes: int, start: Callable[[], Work], wait: bool) -> Work:
         call = Call(self.axis, verb, payload_bytes, self.ranks, next(self._numbers))
+        # A collective that has not begun must not be named among those that this rank has come to.
         later = self.begins_when_waited_for and not wait
         if not later:
             self.recorder.begin(call)
@@ -316,5 +321,6 @@ class RecordedComm(Comm):
         return RecordedWork(work, call, self.recorder, later)
 
     def _waiting(self, verb: str, payload_bytes: int, *members: int) -> AbstractContextManager[None]:
+        # No number: messages of two ranks are not counted alike on all members, as collectives are.
         ranks = tuple(sorted({self.ranks[member] for member in members}))
         return self.recorder.waiting(Call(self.axis, verb, payload_bytes, ranks))

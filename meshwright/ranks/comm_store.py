@@ -47,6 +47,7 @@ def join_job(
     computes on another type of `device`."""
     me = _Comer(environment, point, seconds, device)
     try:
+        # Asked first: `connect` would take an unknown name for a host that is not up yet, and wait.
         socket.getaddrinfo(point.address, point.port)
     except OSError as error:
         rule = f"MASTER_ADDR={point.address} is not a host that {socket.gethostname()} knows ({error.strerror})"
@@ -104,6 +105,7 @@ class _Comer:
         try:
             return self._tcp_store(is_master=True)
         except dist.DistNetworkError as error:
+            # torch gives its C++ errors no number, only a text.
             taken = errno.errorcode[errno.EADDRINUSE] in str(error)
             reason = "is taken, perhaps by another job" if taken else str(error)
             text = f"{self} cannot open port {self.point.port}: it {reason}; set MASTER_PORT to a free one"
@@ -135,6 +137,7 @@ class _Comer:
         name, ranks = secrets.token_hex(8), range(self.environment.world_size)
         store = dist.PrefixStore(name, shared)
         store.set("came/0", mine.to_json())
+        # The name is told last: who reads it finds rank 0 there.
         job = {"name": name, "job": self.point.job, "host": socket.gethostname(), "ranks": len(ranks)}
         shared.set("leader", json.dumps(job))
         try:
@@ -157,6 +160,7 @@ class _Comer:
                     store.set(f"came/{rank}", text)
                 else:  # of this attempt, or of one whose rank 0 is dead: then another will soon be there
                     doubles_until = min(end, time.monotonic() + _DOUBLE_SECONDS)
+            # A rank that came to a dead rank 0 is not in the list of the one that lives, and goes on looking.
             began = store.check(["all"])
             if began and (came := json.loads(store.get("all")))[rank] == text:
                 return store, [Peer.from_json(each) for each in came]

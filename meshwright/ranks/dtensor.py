@@ -53,7 +53,8 @@ def box_of(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
 
 
 def write_local(x: Tensor, values: Tensor) -> None:
-    """Overwrite this rank's part."""
+    """Overwrite this rank's part of a tensor by values of its local shape."""
     with torch.no_grad():
+        # Not the clone of `local_of`: this is the parameter's own memory.
         target = x.to_local() if isinstance(x, DTensor) else x
         target.copy_(values)

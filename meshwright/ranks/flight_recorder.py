@@ -96,6 +96,7 @@ class FlightRecorder:
 
     def begin(self, call: Call) -> None:
         """A collective begins on this rank."""
+        # Not a defaultdict: another thread reads the mapping, and a look must not add to it.
         if call.axis not in self._begun:
             self._begun[call.axis] = deque(maxlen=REMEMBERED)
         self._begun[call.axis].append(call)
@@ -120,9 +121,11 @@ class FlightRecorder:
             self.step,
             self.phase,
             str(self.task),
+            # Seconds and no times: clocks that never jump begin anywhere, on each host elsewhere.
             tuple(Waiting(c.axis, c.verb, c.payload_bytes, c.ranks, c.number, now - since) for c, since in waits),
             {
                 axis: tuple((call.number, call.verb, call.payload_bytes) for call in calls.copy())
+                # Copies, made by one call under Python's lock: the rank goes on meanwhile.
                 for axis, calls in self._begun.copy().items()
             },
         )

@@ -8,7 +8,7 @@ nested as row 2, col 2, row 2, col 2, each four neighbours are a block of 2 x 2.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
@@ -52,6 +52,7 @@ class Grid:
         assert len(set(names)) == len(names), f"axis named twice: {names}"
         assert all(size >= 1 for _, size in self.axes), f"axis of no ranks: {self.axes}"
         if not self.nesting:
+            # A frozen dataclass fills in its own default so; then equal grids compare equal, however they were written.
             object.__setattr__(self, "nesting", self.axes)
         assert {name: len(steps) for name, steps in self._steps.items()} == dict(self.axes), f"{self} leaves ranks out"
 
@@ -68,11 +69,12 @@ class Grid:
         names = (*self.names, *self.stand_ins)
         chosen = (some for count in range(1, len(names) + 1) for some in combinations(names, count))
         of = {ENDS: PIPE} | ({HEAD_COPIES: self.copies[0]} if self.copies else {})
+        # An axis beside its own stand-in would be a group within a group.
         return tuple("+".join(some) for some in chosen if all(of.get(name) not in some for name in some))
 
     @property
     def stand_ins(self) -> tuple[str, ...]:
-        """Those of HEAD_COPIES and ENDS that this grid has: names of groups that are parts of an axis."""
+        """HEAD_COPIES and ENDS, as far as this grid has them: names of groups that are parts of an axis."""
         ends = (ENDS,) if dict(self.axes).get(PIPE, 1) > 1 else ()
         return (*((HEAD_COPIES,) if self.copies else ()), *ends)
 
@@ -81,7 +83,7 @@ class Grid:
         return math.prod(size for _, size in self.axes)
 
     def size(self, *names: str) -> int:
-        """How many ranks the named axes span together (1 for no axis)."""
+        """The number of ranks that the named axes span together (1 for no axis)."""
         sizes = dict(self.axes)
         return math.prod(sizes[name] for name in names)
 
@@ -90,6 +92,7 @@ class Grid:
         assert 0 <= rank < self.world_size, f"rank {rank} outside of {self}"
         indices, inner = dict.fromkeys(self.names, 0), dict.fromkeys(self.names, 1)
         for name, size in reversed(self.nesting):
+            # From the innermost part outwards; the parts of a split axis are the digits of its index.
             rank, index = divmod(rank, size)
             indices[name] += index * inner[name]
             inner[name] *= size
@@ -119,19 +122,17 @@ class Grid:
         here, ranks = self.coordinates(rank), [0]
         for name, size in self.axes:
             index, steps = here[name], self._steps[name]
-            part = self._part(name, size, index, names)
-            choices: Sequence[int] = range(size) if name in names else part if index in part else (index,)
+            choices: Sequence[int] = (index,)  # only the rank's own, unless the axis or its stand-in is named
+            if name in names:
+                choices = range(size)
+            elif name == PIPE and ENDS in names and index in (0, size - 1) and size > 1:
+                choices = 0, size - 1
+            elif self.copies and name == self.copies[0] and HEAD_COPIES in names:
+                first = index - index % self.copies[1]
+                choices = range(first, first + self.copies[1])
             ranks = [outer + steps[choice] for outer in ranks for choice in choices]
+        # Split axes do not number their ranks in order of place; members of a group agree on one order.
         return tuple(sorted(ranks))
-
-    def _part(self, axis: str, size: int, index: int, names: Collection[str]) -> Sequence[int]:
-        """The indices on an axis that the stand-ins among `names` mean for the rank with this one."""
-        if axis == PIPE and ENDS in names and size > 1:
-            return 0, size - 1
-        if self.copies and axis == self.copies[0] and HEAD_COPIES in names:
-            first = index - index % self.copies[1]
-            return range(first, first + self.copies[1])
-        return ()
 
     def groups(self, *names: str) -> list[tuple[int, ...]]:
         """All groups over the named axes: every rank is in exactly one."""

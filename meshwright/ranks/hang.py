@@ -46,6 +46,7 @@ class Record:
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f"rank-{self.rank}.partial"
         partial.write_text(json.dumps(asdict(self)))
+        # A rename is one step on one file system, so that no reader meets half a record.
         partial.rename(partial.with_suffix(".json"))
 
     @classmethod
@@ -62,6 +63,16 @@ def read_records(folder: Path, attempt: int | None = None) -> list[Record]:
             records.append(Record.read(path))
     chosen = max((record.attempt for record in records), default=0) if attempt is None else attempt
     return sorted((record for record in records if record.attempt == chosen), key=lambda record: record.rank)
+
+
+def process_state(pid: int) -> str:
+    """A process's state as Linux writes it: R runs, S sleeps, T and t are stopped by SIGSTOP or a debugger, Z has ended
+    and nobody has waited for it. Empty where there is no such process, or no Linux."""
+    try:
+        # The name stands in brackets before the state, and may hold spaces and brackets itself.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
 
 
 def clear_records(folder: Path) -> None:
@@ -102,12 +113,16 @@ def explain_hang(records: Sequence[Record]) -> str | None:
     missed: defaultdict[int, list[Record]] = defaultdict(list)
     """By rank that is waited for: those who wait for it, in what each has waited for longest."""
     for record in hung:
+        # The longest alone: that is what holds the rank up.
         for wait in record.where.waiting[:1]:
             for rank in wait.ranks:
                 if rank != record.rank and not _has_come(known.get(rank), wait):
                     missed[rank].append(record)
-    causes = [rank for rank in sorted(missed) if _waits_for_nobody(known.get(rank))]
+    # A rank that is waited for, and that waits itself, is held up by another: it is no cause.
+    held_up = {record.rank for record in hung if record.where.waiting}
+    causes = [rank for rank in sorted(missed) if rank not in held_up]
     blamed = causes or sorted(missed)
+    # Only where all wait: a rank that computes or is gone explains a hang by itself.
     parted = "" if causes else _parted(hung)
     lines = [parted] if parted else [_accusation(rank, missed[rank], known) for rank in blamed]
     limit = max(record.limit_seconds for record in hung)
@@ -117,6 +132,7 @@ def explain_hang(records: Sequence[Record]) -> str | None:
         late += f": the network between {names_of(hosts)} carries nothing, or was too slow"
     why = f" (timeout: {limit:g} s)" if limit else ""
     first = f"no progress: {lines[0]}{why}" if lines else late
+    # The blamed first: a reader of a thousand lines sees the first sixteen.
     others = [record.rank for record in hung if record.rank not in blamed]
     details = [f"  {_where(rank, known.get(rank), hung)}" for rank in [*blamed, *others]]
     left_out = [f"  and {len(details) - MOST_LINES} more ranks"] if len(details) > MOST_LINES else []
@@ -133,12 +149,9 @@ def _has_come(record: Record | None, wait: Waiting) -> bool:
     if record is None or not wait.number:
         return False
     begun = record.where.begun.get(wait.axis, ())
+    # Only the last few collectives are remembered; what is older than all of them was begun.
     forgotten = bool(begun) and wait.number < min(number for number, _, _ in begun)
     return forgotten or (wait.number, wait.verb, wait.payload_bytes) in begun
-
-
-def _waits_for_nobody(record: Record | None) -> bool:
-    return record is None or record.state != "hung" or not record.where.waiting
 
 
 def _parted(hung: Sequence[Record]) -> str:
@@ -173,6 +186,7 @@ def _where(rank: int, record: Record | None, hung: Sequence[Record]) -> str:
     if record.state == "running":
         stopped = any(rank in other.stopped for other in hung)
         state = "; its process was stopped (SIGSTOP)" if stopped else ""
+        # Clocks that never jump are compared on one host only; of another host nothing is known but that it is silent.
         ages = [other.seconds - record.seconds for other in hung if other.host == record.host]
         age = f"was last heard of {max(ages):.0f} s ago" if ages else "gave no answer; it was last heard of"
         return f"{name} {age} in {record.where}{state}"

@@ -34,9 +34,11 @@ class Verb:
 
     def sent_bytes(self, payload_bytes: int, size: int, is_root: bool) -> int:
         """Bytes that a rank of a group of `size` sends in a call, rounded down."""
+        # A root receives a gather and sends a broadcast; the others do the opposite.
         if self.direction == ("to root" if is_root else "from root"):
             return 0
         receivers = size - 1 if self.direction in ("to each", "from root") else 1
+        # Multiplied before divided: a payload that ranks do not divide is rounded once, and not for each receiver.
         return self.passes * receivers * payload_bytes // (size if self.parts else 1)
 
 
@@ -74,12 +76,12 @@ class Traffic:
         self.sent_bytes += times * sent_bytes
 
     def scaled(self, times: int) -> Traffic:
-        """So many times as much, by peer as well."""
+        """The traffic of so many such calls, by peer as well."""
         peers = {peer: part.scaled(times) for peer, part in self.by_peer.items()}
         return Traffic(times * self.calls, times * self.sent_bytes, defaultdict(Traffic, peers))
 
     def include(self, other: Traffic) -> None:
-        """Add another's."""
+        """Add another traffic's calls and bytes."""
         self.calls += other.calls
         self.sent_bytes += other.sent_bytes
         for peer, part in other.by_peer.items():
@@ -92,7 +94,7 @@ class Ledger:
 
     traffic: defaultdict[tuple[str, str], Traffic] = field(default_factory=lambda: defaultdict(Traffic))
     times: int = 1
-    """Everything that happens now is counted so many times."""
+    """The factor on whatever is recorded now."""
 
     def record(self, axis: str, verb: str, sent_bytes: int, peer: int | None = None) -> None:
         """Count a call. `peer`: see `Traffic.by_peer`."""
@@ -104,6 +106,7 @@ class Ledger:
     @contextmanager
     def repeated(self, times: int) -> Iterator[None]:
         """One pass through the context stands for `times`: a plan need not go through all that are alike."""
+        # Multiplied, since contexts may lie in each other: microbatches within steps.
         before, self.times = self.times, self.times * times
         try:
             yield

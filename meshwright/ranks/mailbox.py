@@ -120,6 +120,7 @@ def neighbours_of(group: RankGroup) -> dict[Side, int]:
     count = len(group.ranks)
     places = {side: group.index + step for side, step in FURTHER.items()}
     if group.ring and count > 2:
+        # Two ranks would be both neighbours of each other, and no header says from which side a message comes.
         return {side: at % count for side, at in places.items()}
     return {side: at for side, at in places.items() if 0 <= at < count}
 
@@ -136,6 +137,7 @@ class Packing:
         """The first byte of each tensor, and at last the size of the message."""
         offsets = [self.header_bytes]
         for meta in self.tensors:
+            # A view of bytes as a wider type must begin at a multiple of its size; 16 serves every type.
             offsets.append(-(-(offsets[-1] + meta.size_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
         return tuple(offsets)
 
@@ -184,7 +186,7 @@ class PackedMailbox(ABC):
         self.axis, self.ledger, self.recorder = group.axis, group.ledger, group.recorder
         self.places = neighbours_of(group)
         self.neighbours = {side: group.ranks[at] for side, at in self.places.items()}
-        """Their ranks in the world."""
+        """The neighbours' ranks in the world."""
         self.device = device
         self.ahead = ahead
         self._epoch = -1
@@ -201,6 +203,7 @@ class PackedMailbox(ABC):
         for side in SIDES:
             packings = {subject: Packing(forms.tensors, self.header_bytes) for subject, forms in meta[side].items()}
             sizes[side] = max((packing.size_bytes for packing in packings.values()), default=self.header_bytes)
+            # A receive that is posted has memory of the old size, into which a larger message would not go.
             assert sizes[side] == self._sizes[side] or not self._posted[side], (
                 f"epoch {epoch} has other forms, and epoch {self._epoch} left receives posted: {self._posted}"
             )
@@ -244,7 +247,9 @@ class PackedMailbox(ABC):
         for arrival in arrivals:
             epoch, label = arrival.header.tolist()
             subject, index = label >> SUBJECT_BITS, label % (1 << SUBJECT_BITS)
+            # Sizes may change between epochs: a message of a later one would be read by the wrong shapes.
             assert epoch <= self._epoch, f"axis {self.axis}: {arrival.side} is in epoch {epoch}, we in {self._epoch}"
+            # A message of an older epoch has used up a receive as well, and no more than that.
             self._posted[arrival.side] -= 1
             if epoch == self._epoch:
                 self._missing[arrival.side] -= 1
@@ -255,6 +260,7 @@ class PackedMailbox(ABC):
 
     def _post_receives(self) -> None:
         for side in self.neighbours:
+            # Never more than are still to come: a receive that nothing answers would stay posted beyond the epoch.
             while self._posted[side] < min(self.ahead, self._missing[side]):
                 self._post(side)
                 self._posted[side] += 1
@@ -332,6 +338,7 @@ class PolledMailbox(PackedMailbox):
     def _arrived(self) -> list[Packet]:
         self._drop_sent()
         packets = []
+        # In order, so the first that is not done ends the look: each test is a call into the library.
         for receives in self._receives.values():
             while receives and self._is_done(receives[0][0]):
                 packets.append(receives.popleft()[1])

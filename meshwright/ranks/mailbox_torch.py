@@ -83,6 +83,7 @@ class Waiter:
             try:
                 work.wait()
                 self.done(buffer)
+            # Every kind: what a thread raises would be printed and lost, and the rank would wait for ever.
             except Exception as error:
                 self.failed(error)
             finally:
@@ -92,11 +93,12 @@ class Waiter:
     def end(self) -> None:
         """Ends the thread; where its message never comes it stays, a daemon."""
         self.works.put(None)
+        # Not without end: the message of a neighbour that has failed never comes.
         self.thread.join(JOIN_SECONDS)
 
 
 class GlooMailbox(PackedMailbox):
-    """On host memory."""
+    """Messages in host memory, over gloo."""
 
     def __init__(
         self, group: RankGroup, channels: Mapping[Side, Channel], device: torch.device = torch.device("cpu")
@@ -105,6 +107,7 @@ class GlooMailbox(PackedMailbox):
         self.channels = channels
         self._inbox: SimpleQueue[Packet | None] = SimpleQueue()  # None: look at the failures
         self._failures: list[tuple[Side, Exception]] = []
+        # Two threads a side: a send that waits for a slow neighbour must not hold up what has come from it.
         self._receivers = {side: self._waiter(side, "receives", self._into_inbox(side)) for side in channels}
         self._senders = {side: self._waiter(side, "sends", lambda buffer: None) for side in channels}
 
@@ -149,6 +152,7 @@ class GlooMailbox(PackedMailbox):
 
     def _flush(self) -> None:
         for sender in self._senders.values():
+            # A queue's join counts works that are done, so that a failed one ends it, too.
             sender.works.join()
         self._raise_failure()
 
@@ -200,6 +204,7 @@ class NcclLinks:
         compute = torch.cuda.current_stream(self.device)
         with torch.cuda.stream(self._in_streams[side]):
             buffer = new_buffer()  # of this stream's memory: of the other's it might have to wait for kernels there
+            # Freed while the compute stream may still read, its memory would be given to the next message.
             buffer.record_stream(compute)
             self.channels[side].batched_receive(buffer).wait()
             return self.mark(), buffer
@@ -223,6 +228,7 @@ class DeviceMailbox(GlooMailbox):
         self._post_on_host(side, torch.empty(2, dtype=torch.int64))
 
     def _dispatch(self, to: Side, header: Tensor, buffer: Tensor) -> None:
+        # Not sent yet: the header leaves when the device has passed this point, and promises that the tensors exist.
         self._packed[to].append((self.links.mark(), header, buffer))
         self._move()
 
@@ -231,6 +237,7 @@ class DeviceMailbox(GlooMailbox):
         for side, packed in self._packed.items():
             while packed and packed[0][0].query():
                 _, header, buffer = packed.popleft()
+                # The send is enqueued before its header leaves, in the order in which the receiver will enqueue.
                 self._leaving[side].append((self.links.send(side, buffer), buffer))
                 super()._dispatch(side, header, header)
             _take_past(self._leaving[side])

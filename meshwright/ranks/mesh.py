@@ -60,6 +60,7 @@ class Mesh:
         axes = self.grid.ordered(axes)
         if axes not in self._comms:
             group = self._group(axes)
+            # Connecting waits for every member, and one that never comes should be named as in any other wait.
             with self.recorder.waiting(Call(group.axis, CONNECT, 0, group.ranks)):
                 self._comms[axes] = self.transport.comm(group)
         return self._comms[axes]
@@ -83,6 +84,7 @@ class Mesh:
 
     def _group(self, axes: tuple[str, ...]) -> RankGroup:
         ranks = self.grid.group(self.rank, *axes)
+        # One bit an axis: groups of the same ranks over different axes get different tags.
         tag = sum(1 << (*self.grid.names, ENDS, HEAD_COPIES).index(name) for name in axes)
         return RankGroup("+".join(axes), ranks, ranks.index(self.rank), tag, self.ledger, self.recorder)
 
@@ -141,6 +143,7 @@ def open_mesh(
     recorder, attempt = FlightRecorder(), environment.attempt
     with Watchdog(environment, recorder, timeout) as watchdog:
         if transport == "mpi":
+            # Before MPI starts: inside of MPI_Init Python's lock is held, and no watchdog runs.
             watchdog.meet()
             opened: Transport = open_mpi(environment)
         elif grid.world_size == 1:
@@ -148,6 +151,7 @@ def open_mesh(
         else:
             assert point is not None, "the ranks of a process group have no place to meet"
             opened = open_torch(environment, device, point, recorder, timeout)
+            # Our launcher counts for all ranks; torchrun's agents each count for themselves.
             attempt = attempt if environment.launched else opened.peers.attempt
         watchdog.joined(attempt)
         mesh = Mesh(
@@ -168,6 +172,7 @@ def open_mesh(
                 mesh.world.assemble()  # over MPI asleep
                 mesh.world.barrier()
         except Exception:
+            # After an error on a GPU closing would wait minutes for kernels of peers; the end of the process frees all.
             closes = device.type != "cuda"
             raise
         finally:

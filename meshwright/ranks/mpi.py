@@ -101,6 +101,7 @@ class MpiComm(RecordedComm):
 
     def _sum_by_pieces(self, x: Tensor) -> None:
         whole = x
+        # Alltoall moves equal pieces: zeros behind the last element add nothing.
         if x.numel() % self.size:
             whole = x.new_zeros(-(-x.numel() // self.size) * self.size)
             whole[: x.numel()] = x
@@ -113,17 +114,16 @@ class MpiComm(RecordedComm):
         """MPI's reduce-scatter was slower than this."""
         pieces = torch.empty_like(x)
         self.comm.Alltoall(raw(x), raw(pieces))
+        # In rank order: the sum has the same bits whoever was late.
         add_up(list(pieces.view(self.size, -1)), part.view(-1))
 
     def _reduce_scatter(self, part: Tensor, x: Tensor) -> Work:
         return self._later(x, lambda: self._sum_own_piece(part, x))
 
-    def _is_slice(self, part: Tensor, x: Tensor) -> bool:
-        """Whether `part` is this rank's piece of x itself."""
-        return part.data_ptr() == x.view(self.size, -1)[self.index].data_ptr()
-
     def _all_gather(self, x: Tensor, part: Tensor) -> Work:
-        sent = self.in_place if self._is_slice(part, x) else raw(part)
+        # MPI forbids buffers that overlap: a part that is this rank's piece of x itself is given as "in place".
+        is_slice = part.data_ptr() == x.view(self.size, -1)[self.index].data_ptr()
+        sent = self.in_place if is_slice else raw(part)
         return self._later(x, lambda: self.comm.Allgather(sent, raw(x)))
 
     def _all_to_all(self, out: Tensor, x: Tensor, pieces: PieceSizes | None) -> Work:
@@ -155,6 +155,7 @@ class MpiComm(RecordedComm):
         requests = [self.comm.Irecv(raw(into), source=source), self.comm.Isend(raw(x), dest=to)]
 
         def finish() -> None:
+            # A small message is there before a nap would be over.
             while size_bytes(x) >= LARGE_BYTES and not type(requests[0]).Testall(requests):
                 time.sleep(NAP_SECONDS)
             type(requests[0]).Waitall(requests)
@@ -195,6 +196,7 @@ class MpiMailbox(PolledMailbox):
     def shut(self) -> None:
         for receives in self._receives.values():
             for request, _ in receives:
+                # A receive that is posted would write into freed memory when its message comes after all.
                 request.Cancel()
                 request.Free()
         self.comm.Free()
@@ -209,7 +211,16 @@ class MpiTransport(Transport):
         if len(group.ranks) == 1:
             return SoloComm(group)
         comm = _communicator(group.ranks, group.tag)
-        window = open_window(group, lambda text: _texts(text, comm), comm.Iprobe)
+
+        def texts(text: str) -> list[str]:
+            """Every member's text, in order. Rows of one length: one gather, of which the ledger knows nothing."""
+            content = text.encode()[:TEXT_BYTES]
+            row = torch.frombuffer(bytearray(content.ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8)
+            rows = row.new_empty(comm.Get_size(), TEXT_BYTES)
+            comm.Allgather(raw(row), raw(rows))
+            return [bytes(each.tolist()).rstrip(b"\0").decode() for each in rows]
+
+        window = open_window(group, texts, comm.Iprobe)
         return MpiComm(group, comm) if window is None else MpiWindowComm(group, comm, window)
 
     def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox:
@@ -222,17 +233,8 @@ def _communicator(ranks: tuple[int, ...], tag: int) -> Any:
     """A communicator that its members alone make; those who make one of the same ranks at the same time have a tag."""
     from mpi4py import MPI
 
+    # Create_group is collective over the members alone; Split and Dup would need all ranks of the world.
     return MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Incl(ranks), tag)
-
-
-def _texts(text: str, comm: Any) -> list[str]:
-    """Every member's text, in order; the ledger knows nothing of it."""
-    row = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
-    content = text.encode()[:TEXT_BYTES]
-    row[: len(content)] = torch.frombuffer(bytearray(content.ljust(1)), dtype=torch.uint8)[: len(content)]
-    rows = row.new_empty(comm.Get_size(), TEXT_BYTES)
-    comm.Allgather(raw(row), raw(rows))
-    return [bytes(each.tolist()).rstrip(b"\0").decode() for each in rows]
 
 
 def open_mpi(environment: Environment) -> MpiTransport:

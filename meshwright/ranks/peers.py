@@ -89,6 +89,7 @@ class Peers:
         mine = self.ranks[self.me]
         if not far:
             return ""
+        # Loopback says nothing to other hosts; what one of them has reached, all can.
         return mine.address if mine.far else far[0].reached
 
     @contextmanager
@@ -97,28 +98,24 @@ class Peers:
         try:
             yield
         except RuntimeError as error:
-            if lost := self._lost(str(error)):
-                raise lost from error
-            raise
-
-    def _lost(self, text: str) -> LostRankError | None:
-        found = _GLOO_PEER.search(text)
-        if found is None:
-            return None
-        cause = _CAUSE.search(text)
-        there = [peer for peer in self.ranks if self._is_at(peer, found[1]) and peer.rank != self.me]
-        who = names_of([peer.rank for peer in there], lambda rank: f"rank {rank} on {self.ranks[rank].host}")
-        lost = " or ".join(who.split(", ")) if there else f"a rank at {found[1]}"
-        why = cause[0].lower() if cause else "no reason given"
-        return LostRankError(f"lost {lost} ({found[1]}: {why}); the message of the rank that left first has the cause")
-
-    def _is_at(self, peer: Peer, address: str) -> bool:
-        return address == (peer.address if peer.far else Peers(self.ranks, peer.rank).address)
+            # gloo raises nothing narrower. An error of anything else has no peer's address in its text.
+            found, cause = _GLOO_PEER.search(str(error)), _CAUSE.search(str(error))
+            if found is None:
+                raise
+            # A rank beside the store has the address at which its host was reached; several ranks may share one.
+            at = {peer.rank: peer.address if peer.far else Peers(self.ranks, peer.rank).address for peer in self.ranks}
+            there = [peer for peer in self.ranks if at[peer.rank] == found[1] and peer.rank != self.me]
+            who = names_of([peer.rank for peer in there], lambda rank: f"rank {rank} on {self.ranks[rank].host}")
+            lost = " or ".join(who.split(", ")) if there else f"a rank at {found[1]}"
+            why = f"{found[1]}: {cause[0].lower() if cause else 'no reason given'}"
+            text = f"lost {lost} ({why}); the message of the rank that left first has the cause"
+            raise LostRankError(text) from error
 
 
 def interface_at(address: str) -> str | None:
     """The name of this host's interface that has the address; None where none has, as behind a NAT."""
     if ":" in address:
+        # The kernel's table writes an address as 32 digits without colons, and `%interface` is no part of it.
         wanted = f"{int(ip_address(address.partition('%')[0])):032x}"
         with suppress(OSError):
             rows = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]

@@ -28,7 +28,7 @@ class Observer(Protocol):
 
 
 def unobserved(axes: str, verb: str, payload_bytes: int, root: int | None) -> Work:
-    """Nobody looks."""
+    """An observer that takes no note."""
     return DONE
 
 
@@ -43,6 +43,7 @@ class LedgerComm(SoloComm):
     def _collective(
         self, verb: str, payload_bytes: int, start: Callable[[], Work], wait: bool, root: int | None = None
     ) -> Work:
+        # The ledger as in a run, and in place of the transport's verb the observer.
         return super()._collective(verb, payload_bytes, lambda: self._begun(verb, payload_bytes, root), wait, root)
 
     def _begun(self, verb: str, payload_bytes: int, root: int | None) -> Work:
@@ -86,6 +87,7 @@ class PlannedMailbox(SoloMailbox):
             for side, subjects in meta.items()
             for subject, forms in subjects.items()
             if forms.inward
+            # `counts` are messages of all subjects, each of which has one a microbatch.
             for index in range(counts[side] // len(subjects))
         ]
 
@@ -97,6 +99,7 @@ class PlannedMailbox(SoloMailbox):
     def send(self, to: Side, index: int, tensors: Sequence[Tensor], subject: int = 0) -> None:
         size = sum(size_bytes(x) for x in tensors)
         self.ledger.record(self.axis, MESSAGE, size, self._places[to] - self._index)
+        # An activation that leaves comes back as its gradient; an evaluation has none.
         if self._answers[to] and not self._meta[to][subject].inward:
             self._come.append(self._message(to, index, subject))
 

@@ -39,17 +39,13 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 def _sum_to(receivers: Sequence[int]) -> Act:
     def act(everyones: Sequence[Tensor]) -> None:
+        # Added up in place, in the first receiver's memory: the others get a copy of its bits.
         first, *others = receivers
         add_up(everyones, everyones[first])
         for member in others:
             everyones[member].copy_(everyones[first])
 
     return act
-
-
-def _sum_pieces(given: Sequence[tuple[Tensor, Tensor]]) -> None:
-    for member, (part, _) in enumerate(given):
-        add_up([x.view(len(given), -1)[member] for _, x in given], part)
 
 
 def _gather_to(receivers: Sequence[int]) -> Act:
@@ -59,16 +55,6 @@ def _gather_to(receivers: Sequence[int]) -> Act:
                 _copy(row, part)
 
     return act
-
-
-def _trade(given: Sequence[tuple[Tensor, Tensor, PieceSizes | None]]) -> None:
-    """Piece j of member i's x becomes piece i of member j's out."""
-    equal = [x.numel() // len(given) for _, x, _ in given]
-    sent = [x.split(list(sizes.sent) if sizes else [each] * len(given)) for (_, x, sizes), each in zip(given, equal)]
-    for member, (out, _, sizes) in enumerate(given):
-        pieces = out.split(list(sizes.received) if sizes else [equal[member]] * len(given))
-        for piece, theirs in zip(pieces, sent, strict=True):
-            piece.copy_(theirs[member])
 
 
 @dataclass(frozen=True)
@@ -94,6 +80,7 @@ class ThreadComm(RecordedComm):
         self._sent, self._received = ([itertools.count() for _ in group.ranks] for _ in range(2))
 
     def _meet(self, verb: str, given: object, act: Act) -> Work:
+        # A member's own count: the n-th calls of all members are one collective.
         number = next(self._calls)
         if self._meeting.come(number, verb, self.index, given, act):
             self.world.wake(self.ranks)
@@ -110,7 +97,11 @@ class ThreadComm(RecordedComm):
         return self._meet("reduce", _flat(x), _sum_to([root]))
 
     def _reduce_scatter(self, part: Tensor, x: Tensor) -> Work:
-        return self._meet("reduce_scatter", (_flat(part), _flat(x)), _sum_pieces)
+        def act(given: Sequence[tuple[Tensor, Tensor]]) -> None:
+            for member, (own, _) in enumerate(given):
+                add_up([each.view(len(given), -1)[member] for _, each in given], own)
+
+        return self._meet("reduce_scatter", (_flat(part), _flat(x)), act)
 
     def _all_gather(self, x: Tensor, part: Tensor) -> Work:
         return self._meet("all_gather", (_flat(x), _flat(part)), _gather_to(range(self.size)))
@@ -119,7 +110,16 @@ class ThreadComm(RecordedComm):
         return self._meet("gather", (_flat(x), _flat(part)), _gather_to([root]))
 
     def _all_to_all(self, out: Tensor, x: Tensor, pieces: PieceSizes | None) -> Work:
-        return self._meet("all_to_all", (_flat(out), _flat(x), pieces), _trade)
+        def act(given: Sequence[tuple[Tensor, Tensor, PieceSizes | None]]) -> None:
+            # Piece j of member i's x becomes piece i of member j's out.
+            equal = [[x.numel() // len(given)] * len(given) for _, x, _ in given]
+            sent = [x.split(list(s.sent) if s else each) for (_, x, s), each in zip(given, equal, strict=True)]
+            for member, (own, _, sizes) in enumerate(given):
+                received = own.split(list(sizes.received) if sizes else equal[member])
+                for piece, theirs in zip(received, sent, strict=True):
+                    piece.copy_(theirs[member])
+
+        return self._meet("all_to_all", (_flat(out), _flat(x), pieces), act)
 
     def _broadcast(self, x: Tensor, root: int) -> Work:
         def act(everyones: Sequence[Tensor]) -> None:
@@ -137,6 +137,7 @@ class ThreadComm(RecordedComm):
         return self._meet("scatter", (_flat(part), _flat(x)), act)
 
     def _send(self, x: Tensor, to: int) -> None:
+        # A copy: the sender may change its tensor before the receiver's turn comes.
         self.world.letters[self._name, self.index, to, next(self._sent[to])] = _flat(x).clone()
         self.world.wake([self.ranks[to]])
 
@@ -175,6 +176,7 @@ class ThreadMailbox(PackedMailbox):
         self.world.wake([self.neighbours[to]])
 
     def _arrived(self) -> list[Packet]:
+        # As many as have receives posted: a neighbour may be an epoch ahead, and its messages wait their turn.
         may_come, taken, left = dict(self._posted), [], []
         for packet in self._inbox:
             if may_come[packet.side]:

@@ -67,7 +67,9 @@ class Meeting:
         gifts[index] = given
         if len(gifts) < self.size:
             return False
+        # Before the movement: what it raises must not leave a call that another rank would come to.
         del self.waiting[number]
+        # Moved in the last member's thread, whose autograd must not record what happens to the others' tensors.
         with torch.no_grad():
             act([gifts[member] for member in range(self.size)])
         self.ended += 1
@@ -119,6 +121,7 @@ class ThreadWorld:
             own = _Settings.now()
             self._ready[rank] = ready
             self._end_if_all_wait()
+            # Woken, a rank may find that another has used up what it was woken for.
             while self.failure is None and not ready():
                 self._woken[rank].wait()
             del self._ready[rank]
@@ -136,6 +139,7 @@ class ThreadWorld:
     def aside(self, rank: int) -> Iterator[None]:
         """Let others run while this rank waits for a thread that is no rank."""
         own = _Settings.now()
+        # Counted apart: while it is set aside, that all others wait is no hang.
         self._aside.add(rank)
         self._turn.release()
         try:
@@ -166,17 +170,15 @@ class ThreadWorld:
     def _end_if_all_wait(self) -> None:
         """A rank that is set aside, or has not begun, may still wake another."""
         alive = self.size - len(self._left)
+        # Exact, and at once: only a running rank can make another one ready, and none runs.
         if 0 < len(self._ready) == alive and not self._aside and not any(ready() for ready in self._ready.values()):
-            self._fail(-1, LaunchError(explain_hang(self._records()) or "every rank waits for another one"))
-
-    def _records(self) -> list[Record]:
-        """Where every rank is."""
-        host, here = socket.gethostname(), os.getpid()
-        return [
-            Record(rank, self.size, 0, host, here, "hung" if rank in self._ready else "ended", recorder.clock(),
-                   time.time(), recorder.whereabouts())
-            for rank, recorder in sorted(self.recorders.items())
-        ]  # fmt: skip
+            host, here = socket.gethostname(), os.getpid()
+            records = [
+                Record(rank, self.size, 0, host, here, "hung" if rank in self._ready else "ended", recorder.clock(),
+                       time.time(), recorder.whereabouts())
+                for rank, recorder in sorted(self.recorders.items())
+            ]  # fmt: skip
+            self._fail(-1, LaunchError(explain_hang(records) or "every rank waits for another one"))
 
 
 class ThreadBoard:

@@ -90,6 +90,7 @@ class TorchComm(RecordedComm):
             work.wait()
             if part.data_ptr() != pieces[self.index].data_ptr():
                 part.copy_(pieces[self.index])
+            # Own piece first, then by distance: the order depends on the rank alone, and not on who came first.
             for piece in received:
                 part.add_(piece)
 
@@ -124,6 +125,7 @@ class TorchComm(RecordedComm):
         self._begin(dist.P2POp(dist.isend, x, group=self.process_group, group_peer=to)).wait()
 
     def _begin(self, *messages: dist.P2POp) -> Work:
+        # A batch goes over the group's communicator; a single isend under NCCL would make one for the pair.
         works = dist.batch_isend_irecv(list(messages))
         return Later(lambda: [work.wait() for work in works])
 
@@ -165,6 +167,7 @@ class TorchTransport(Transport):
         """Over the group's window, if tensors lie on hosts and its ranks on one node where they may share memory."""
         if self.births:
             return TorchComm(group, process_group)
+        # Opening a window sends texts that are no part of training: they stay out of the ledger.
         uncounted = TorchComm(replace(group, ledger=Ledger(), recorder=FlightRecorder()), process_group)
         try:
             window = open_window(group, lambda text: all_texts(text, uncounted))
@@ -191,12 +194,15 @@ class TorchTransport(Transport):
             mine = int(group.index > other)
             forward = self._process_group(f"{group.axis} forward", pair, mine)
             backward = self._process_group(f"{group.axis} backward", pair, mine)
+            # The same two groups on both ends: the one's way out is the other's way in.
             out, back = (forward, backward) if mine == 0 else (backward, forward)
             channels[side] = Channel(1 - mine, out, back)
         return channels
 
     def board(self, folder: Path) -> Board:
         c10d: Any = dist.distributed_c10d
+        # A clone is a connection of its own: the store's client has a lock, behind which a long wait would hold up
+        # others.
         return StoreBoard(c10d._get_default_store().clone())
 
     def born(self, process_group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -217,6 +223,7 @@ class TorchTransport(Transport):
         group, _ = c10d._new_process_group_helper(
             len(ranks), index, list(ranks), backend, store, met_as, timeout=self.timeout
         )
+        # `group_peer` and `group_dst` are looked up here, which new_group would have filled in.
         c10d._world.pg_group_ranks[group] = {member: index for index, member in enumerate(ranks)}
         assert isinstance(group, dist.ProcessGroup), f"rank {ranks[index]} is not in its own group {met_as}"
         return self.born(group)
@@ -233,9 +240,11 @@ def open_torch(
 ) -> TorchTransport:
     """Join the job's store at `point`, and its process group. Raises LaunchError that says who has not come, and
     LostRankError for one that came and cannot be reached."""
+    # Later than the watchdog, which names who is missing; torch's own message names a healthy rank.
     patience = timedelta(seconds=timeout.wait + TORCH_MARGIN_SECONDS)
     store, peers = comm_store.join_job(environment, point, timeout.join, device.type)
     if peers.address and (interface := interface_at(peers.address)):
+        # Before the process group exists: gloo reads it as it connects.
         use_interface(interface)
     with recorder.waiting(Call("world", CONNECT, 0, tuple(range(environment.world_size)))), peers.named_when_lost():
         dist.init_process_group(

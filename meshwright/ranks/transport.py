@@ -28,6 +28,7 @@ class Transport(ABC):
 
     def board(self, folder: Path) -> Board:
         """Notes between ranks' threads. `folder`: one that all ranks see, where notes lie that have no other place."""
+        # MPI and a single process have no store, and a folder that all see they have in any case.
         return FolderBoard(folder)
 
     def named_when_lost(self) -> AbstractContextManager[None]:

@@ -27,7 +27,7 @@ from typing import Self
 from meshwright.environment import Environment
 from meshwright.errors import LaunchError
 from meshwright.ranks.flight_recorder import FlightRecorder
-from meshwright.ranks.hang import Record, State, absent, explain_hang, read_records
+from meshwright.ranks.hang import Record, State, absent, explain_hang, process_state, read_records
 from meshwright.ranks.section import Timeout
 
 EXIT_CODE = 124
@@ -70,6 +70,7 @@ class Watchdog:
         self._give_up, self._tell = give_up, tell
         self._folder = environment.status_folder
         self._marked_before = self._mark()
+        # At once: a rank that hangs before its first look has told its host and process.
         self._last = self._record("running")
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -83,6 +84,7 @@ class Watchdog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over.set()
+        # Else its last record could come after the one that says that the rank has ended.
         self._thread.join()
         self._leave_record(self._record("ended"))
 
@@ -128,15 +130,19 @@ class Watchdog:
     def _end(self, *, marks: bool) -> None:
         """Leave the last record, give the others time for theirs, and end the process."""
         self._over.set()
-        self._leave_record(replace(self._record("hung"), stacks=_stacks(), stopped=self._stopped()))
+        # A stopped process cannot say so itself: who gives up looks at the silent ranks of its host.
+        stopped = [record.rank for record in self._silent() if process_state(record.pid) in ("T", "t")]
+        self._leave_record(replace(self._record("hung"), stacks=_stacks(), stopped=stopped))
         if marks and self._folder is not None:
             with suppress(OSError):
+                # The record first, then the mark: who sees the mark finds the record that explains it.
                 self._marker(self._folder).touch()
         # Files, not sockets: they need no port, and stay for whoever reads them afterwards.
         deadline = self.recorder.clock() + EVIDENCE_SECONDS
         while self.recorder.clock() < deadline and any(record.state == "running" for record in self._records()):
             time.sleep(POLL_SECONDS / 5)
         records = self._records()
+        # One message and not one a rank; our own launcher writes it where it has started the ranks.
         first = min(record.rank for record in records if record.state == "hung")
         if not self.environment.launched and first == self.environment.rank:
             self._tell(f"meshwright: {explain_hang(records)}")
@@ -175,10 +181,6 @@ class Watchdog:
         except OSError:
             return None
 
-    def _stopped(self) -> list[int]:
-        """The other ranks of this host whose processes are stopped: they cannot say so themselves."""
-        return [record.rank for record in self._silent() if _is_stopped(record.pid)]
-
     def _record(self, state: State) -> Record:
         environment = self.environment
         return Record(
@@ -193,14 +195,6 @@ class Watchdog:
             self.recorder.whereabouts(),
             self._limit,
         )
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a process stands still by SIGSTOP or a debugger (Linux tells)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    except OSError:
-        return False
 
 
 def _stacks() -> dict[str, str]:

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from meshwright.errors import LaunchError, LostRankError
 from meshwright.ranks.comm import RankGroup
+from meshwright.ranks.hang import process_state
 
 SLOT_BYTES = 4 * 2**20
 """The most that a member shows the others at once; larger payloads go in pieces."""
@@ -88,6 +89,7 @@ class SharedWindow:
         self._to = [memory[other].data_ptr() + me * _SEMAPHORE_BYTES for other in others]
         self._from = [(own + other * _SEMAPHORE_BYTES, other) for other in others]
         for semaphore, _ in self._from:
+            # 1: shared between processes. Each member makes those that it waits on.
             self._libc.sem_init(semaphore, 1, 0)
         exchange("")  # from here on others may post them
         start = _slots_start(self.size)
@@ -105,6 +107,7 @@ class SharedWindow:
     def share(self, num_bytes: int) -> list[Tensor]:
         """More memory of every member's that all can read, of zeros. Called by all members together."""
         shared = _share(num_bytes, self._ranks, self._exchange)
+        # Only a rank without memory is left here: the window itself has been opened, so the node is one.
         if shared is None:
             text = f"a rank on {socket.gethostname()} gets no {num_bytes / 1e6:.0f} MB of memory that ranks share"
             raise LaunchError(f"{text}: raise its limits of memory and open files, or hold less (docs/memory.md)")
@@ -124,9 +127,11 @@ class SharedWindow:
         `call`: says what this member is doing. Where another does something else nobody returns, as in any library's
         collective: the watchdog names both calls.
         """
+        # Two places in turn, as with slots: a fast member may be in the next meeting while others read this one's call.
         calls = self._calls[self._num_meetings % 2]
         self._num_meetings += 1
         calls[self.index].value = call
+        # All are posted before any is waited for: the order of members then costs nothing.
         for semaphore in self._to:
             self._libc.sem_post(semaphore)
         for semaphore, member in self._from:
@@ -143,48 +148,25 @@ class SharedWindow:
                 return
         look = time.monotonic() + _LOOK_SECONDS
         nap = _LOOK_SECONDS if self._progress is None else _NAP_SECONDS
-        while self._libc.sem_clockwait(semaphore, time.CLOCK_MONOTONIC, _after(nap)):
+        while True:
+            # Until a time of the monotonic clock: a calendar that is set back would keep a rank asleep.
+            end = _Time(*divmod(time.monotonic_ns() + int(nap * 1e9), 10**9))
+            if not self._libc.sem_clockwait(semaphore, time.CLOCK_MONOTONIC, ctypes.byref(end)):
+                return
             if self._progress is not None:
                 self._progress()
             if time.monotonic() >= look:
-                self._require_alive(member)
+                # A process that has ended posts nothing, and one that nobody has waited for is still listed (Z, X).
+                if process_state(self._processes[member]) in ("", "Z", "X"):
+                    who = f"rank {self._ranks[member]} on {socket.gethostname()}"
+                    raise LostRankError(
+                        f"lost {who}: its process is gone; the message of the rank that left first has the cause"
+                    )
                 look = time.monotonic() + _LOOK_SECONDS
-
-    def _require_alive(self, member: int) -> None:
-        if not _is_alive(self._processes[member]):
-            who = f"rank {self._ranks[member]} on {socket.gethostname()}"
-            raise LostRankError(
-                f"lost {who}: its process is gone; the message of the rank that left first has the cause"
-            )
-
-
-def _after(seconds: float) -> Any:
-    """The monotonic clock after so many seconds: a calendar that is set back would keep a rank asleep."""
-    end = time.monotonic_ns() + int(seconds * 1e9)
-    return ctypes.byref(_Time(*divmod(end, 10**9)))
-
-
-def _is_possible() -> bool:
-    """Whether there are memory without a name and semaphores that wait by the monotonic clock (glibc 2.30)."""
-    return sys.platform == "linux" and hasattr(ctypes.CDLL(None), "sem_clockwait")
-
-
-def _is_alive(process: int) -> bool:
-    """Whether the process runs; one that has ended and that nobody has waited for does not."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def _slots_start(size: int) -> int:
     return -(-size * _SEMAPHORE_BYTES // _PAGE) * _PAGE
-
-
-def _node() -> str:
-    """The boot, host name and process numbers that processes have in common which can open each other's memory."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def open_window(
@@ -200,9 +182,12 @@ def open_window(
 
 
 def _share(size: int, ranks: Sequence[int], exchange: ExchangeTexts) -> tuple[list[Tensor], list[int]] | None:
-    """So much memory of each rank's, and their process ids; None where they are on several nodes or one has none."""
-    own, node = _own_memory(size) if _is_possible() else (-1, "")
+    """`size` bytes of every rank's memory, and the ranks' process ids; None on several nodes, or where one has none."""
+    # memfd is Linux's; semaphores that wait by the monotonic clock came with glibc 2.30.
+    possible = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "sem_clockwait")
+    own, node = _own_memory(size) if possible else (-1, "")
     try:
+        # Asked also where it is impossible here: the others wait for this rank's answer.
         notes = [json.loads(text) for text in exchange(json.dumps([node, os.getpid(), own]))]
         if not node or any(other != node for other, _, _ in notes):
             return None
@@ -225,7 +210,9 @@ def _own_memory(size: int) -> tuple[int, str]:
     except OSError:
         return -1, ""
     os.ftruncate(own, size)
-    return own, _node()
+    # Processes that can open each other's memory have these in common: boot, host name, numbering of processes.
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return own, f"{boot} {socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def _opened(places: Sequence[tuple[int, int]], size: int) -> tuple[list[Tensor], str]:

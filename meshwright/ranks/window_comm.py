@@ -80,6 +80,7 @@ class WindowComm(RecordedComm):
 
     def _meet(self, verb: str, payload: Tensor | None = None) -> None:
         """Meet those who run the same verb on as much."""
+        # Verb and bytes in one number, which members compare; 48 bits hold any payload.
         self.window.meet(CALLS.index(verb) << 48 | (0 if payload is None else size_bytes(payload)))
 
     def _barrier(self) -> Work:
@@ -95,20 +96,23 @@ class WindowComm(RecordedComm):
 
     def _begin_sum(self, own: SumInPlace) -> Work:
         self._begun.append(own)
-        return Later(lambda: self._end_sum(own))
 
-    def _end_sum(self, own: SumInPlace) -> None:
-        while own in self._begun:
-            self._sum_begun()
+        def finish() -> None:
+            while own in self._begun:  # an earlier wait may have done it already, or only sums before it
+                self._sum_begun()
+
+        return Later(finish)
 
     def _sum_begun(self) -> None:
         """Do the first sums of those begun here, as many as every member has begun."""
         counts, first = self._written(torch.tensor([len(self._begun)])), self._begun[0]
         verb, own = "all_reduce" if first.returns else "reduce_scatter", first.everyones[self.index]
         self._meet(verb, own)
+        # A member that is still in its backward pass has begun fewer: nobody sums more than all have.
         together = min(int(count[0]) for count in counts)
         sums, self._begun = self._begun[:together], self._begun[together:]
         for each in sums:
+            # Each rank sums one piece, so that a sum costs 1/n of the work, and its order is that of the members.
             add_up([self._split(values)[self.index] for values in each.everyones], each.out)
         if any(each.returns for each in sums):
             self._meet(verb, own)
@@ -119,6 +123,7 @@ class WindowComm(RecordedComm):
 
     def _split(self, x: Tensor) -> list[Tensor]:
         """x [n] as the members sum it, each a piece."""
+        # Bounds by division: pieces differ by one element at most, whatever the size.
         bounds = [x.numel() * member // self.size for member in range(self.size + 1)]
         return [x[start:stop] for start, stop in pairwise(bounds)]
 
@@ -137,6 +142,7 @@ class WindowComm(RecordedComm):
             piece = x[start:stop]
             everyones = [slot[: stop - start] for slot in self._written(piece)]
             self._meet(verb, piece)
+            # The sum lies in this rank's own slot, where the others fetch it after the second meeting.
             if size_bytes(piece) > SMALL_BYTES:
                 own = [self._split(values)[self.index] for values in everyones]
                 add_up(own, own[self.index])
@@ -242,6 +248,7 @@ def add_up(parts: Sequence[Tensor], out: Tensor) -> None:
     wide = torch.float32 if out.dtype in HALF else out.dtype
     for start in range(0, out.numel(), ADDED_AT_ONCE):
         first, second, *rest = (part[start : start + ADDED_AT_ONCE] for part in parts)
+        # Half precision is widened at the first addition and rounded once, at the end.
         total = torch.add(first.to(wide), second)
         for part in rest:
             total += part

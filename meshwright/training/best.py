@@ -39,7 +39,7 @@ class BestWatch:
     def judge(self, step: int, line: Mapping[str, object]) -> bool:
         """Take in a step's metrics; whether its checkpoint is to be kept. Called by all ranks together.
 
-        A step that was skipped is not best_after: a checkpoint of it would have the weights of one before.
+        A step that was skipped is never the best: a checkpoint of it would have the weights of one before.
         """
         if not (self._keeps or self._patience) or PREFIX + self._metric not in line or not line["applied"]:
             return False
@@ -51,7 +51,7 @@ class BestWatch:
         return better and self._keeps
 
     def __str__(self) -> str:
-        """`best: step-30, validation loss 2.3100`; empty where nothing is best_after."""
+        """`best: step-30, validation loss 2.3100`; empty where there is none yet."""
         if self.best is None:
             return ""
         return f"best: step-{self.best.step}, validation {self.best.metric} {self.best.value:.4f}"

@@ -83,6 +83,7 @@ def _hashes(parts: Parts, memory: Iterable[FlatWeights]) -> Tensor:
     hashes = dict.fromkeys(copy_sets(grid), zero)
     for flat in memory:
         if axes := _shared(grid, flat.copy_axes):
+            # A product of odd factors in between: two buckets that were exchanged give another number.
             hashes[axes] = hashes[axes] * FACTOR + hash_bits(flat.values).to(device)
     return torch.stack([*hashes.values(), zero])[:-1]
 
@@ -128,6 +129,7 @@ def differences(grid: Grid, hashes: Sequence[Sequence[int]]) -> list[Difference]
             values = Counter(hashes[rank][index] for rank in group)
             ((usual, count),) = values.most_common(1)
             if len(values) > 1:
+                # Without a majority nobody can tell who is wrong: of two replicas both are named.
                 majority = 2 * count > len(group)
                 odd = tuple(rank for rank in group if not majority or hashes[rank][index] != usual)
                 odd_groups.append(Difference(axes, group, odd))
@@ -217,6 +219,7 @@ def diagnosed(parts: Parts, everyones: Sequence[float], error: DivergedError) ->
     findings = [str(error)]
     if bad := _first_bad(parts, gradients):
         findings.append(f"the gradient of {bad} is not finite")
+    # Slots that stream were stepped as their gradients came, before the norm of all was known.
     if parts.optimizer.streams:
         findings.append("the weights have taken the step already, and are not saved")
     else:

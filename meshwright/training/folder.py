@@ -53,6 +53,7 @@ def locked(out: Path) -> Iterator[list[str]]:
         raise not_writable(out, error) from error
     over = threading.Event()
     try:
+        # Whether the lock, once taken, says that nobody else writes here.
         excludes = True
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -64,6 +65,8 @@ def locked(out: Path) -> Iterator[list[str]]:
             excludes = False
             notes.append(f"warning: {out} cannot be locked ({error.strerror}): start no second run that writes there")
         before = _facts_in(descriptor)
+        # On this host a lock that could be taken is proof; a holder on another host may be one that the lock does not
+        # see.
         if before and not (excludes and before["host"] == socket.gethostname()) and _is_touched(descriptor):
             raise _written_by(out, before)
         facts = {

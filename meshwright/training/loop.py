@@ -67,6 +67,7 @@ def validate(parts: Parts, held_out: Samples, num_batches: int) -> dict[str, flo
         for index in range(num_batches):
             rows = held_out.held_out(index * config.batch.global_ + mine, config.replica_batch)
             parts.pipeline.evaluate(parts.microbatches(to_device(rows, mesh.device)), add_grains)
+    # Sums and counts travel, and are divided once: a mean of ranks' means would weigh unequal counts alike.
     mesh.comm(*config.layout.batch_axes, PIPE).all_reduce(sums)
     losses, counts, right = sums
     return {"validation_loss": float((losses / counts).sum()), "validation_accuracy": float(right[0] / counts[0])}
@@ -114,6 +115,7 @@ class Trainer:
         called when the slots hold the whole gradient, before it is clipped and applied.
         """
         mesh, batch, late, unread = self.parts.mesh, self._batch, self._late, self._unread
+        # Late: what travels in this step is the step before, whose numbers the device has written by now.
         following, told = batch, unread
 
         def beside(record: StepRecord) -> Callable[[], None]:

@@ -47,22 +47,17 @@ def facts_of(config: Config, data: Path, **options: object) -> dict[str, str]:
     """The facts that must be the same on every rank, each under the name by which its owner would change it."""
     facts = {key: str(value) for key, value in leaves_of(config.model_dump(mode="json", by_alias=True)).items()}
     facts |= {f"--{name}": str(value) for name, value in options.items()}
+    # The code by names and contents of its files: two checkouts may have one version number.
+    package, digest = Path(meshwright.__file__).parent, hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)} {path.stat().st_size}\n".encode() + path.read_bytes())
     return facts | {
         "data": config.data.fingerprint(data)[:16],
-        "the source code of meshwright": _source_digest(),
+        "the source code of meshwright": digest.hexdigest()[:16],
         "the version of torch": str(torch.__version__),
         "the version of Python": platform.python_version(),
         "the metrics of other packages": ", ".join(sorted(entries("metrics"))),  # rows of two lengths would hang
     }
-
-
-def _source_digest() -> str:
-    """A hash of the names and contents of the package's files."""
-    folder = Path(meshwright.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def meet(mesh: Mesh, facts: Mapping[str, str]) -> None:
@@ -72,8 +67,13 @@ def meet(mesh: Mesh, facts: Mapping[str, str]) -> None:
         return
     stated = all_texts(json.dumps({**facts, _HOST: socket.gethostname()}), mesh.world)
     every = [json.loads(one) for one in stated]
-    rank = next(rank for rank, theirs in enumerate(every) if _differences(theirs, every[0]))
-    raise LaunchError(_sentence(rank, every[rank], every[0]))
+    first = every[0]
+    rank, theirs = next((rank, theirs) for rank, theirs in enumerate(every) if _differences(theirs, first))
+    keys = _differences(theirs, first)
+    shown = [f"{key} is {theirs.get(key, 'absent')}, not {first.get(key, 'absent')}" for key in keys[:_MOST_SHOWN]]
+    more = f" (and {len(keys) - len(shown)} more)" if len(keys) > len(shown) else ""
+    who = f"rank {rank} on {theirs[_HOST]} differs from rank 0 on {first[_HOST]}"
+    raise LaunchError(f"{who}: {'; '.join(shown)}{more}; no step was made")
 
 
 def share_folder(mesh: Mesh, out: Path) -> None:
@@ -115,11 +115,3 @@ def placement_notes(mesh: Mesh) -> list[str]:
 
 def _differences(theirs: Mapping[str, str], first: Mapping[str, str]) -> list[str]:
     return [key for key in {**first, **theirs} if key != _HOST and theirs.get(key) != first.get(key)]
-
-
-def _sentence(rank: int, theirs: Mapping[str, str], first: Mapping[str, str]) -> str:
-    keys = _differences(theirs, first)
-    shown = [f"{key} is {theirs.get(key, 'absent')}, not {first.get(key, 'absent')}" for key in keys[:_MOST_SHOWN]]
-    more = f" (and {len(keys) - len(shown)} more)" if len(keys) > len(shown) else ""
-    listed = "; ".join(shown)
-    return f"rank {rank} on {theirs[_HOST]} differs from rank 0 on {first[_HOST]}: {listed}{more}; no step was made"

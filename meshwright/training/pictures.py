@@ -126,6 +126,7 @@ def smoothed(losses: Sequence[float]) -> np.ndarray:
         sums = np.concatenate(([0.0], np.cumsum(np.where(finite, terms, 0.0))))
         return sums[after] - sums[first]
 
+    # Least squares by running sums: a window costs two look-ups, however long it is.
     number = np.maximum(window_sum(np.ones_like(values)), 1e-300)
     middle, mean = window_sum(steps) / number, window_sum(values) / number
     spread = window_sum(steps**2) - number * middle**2
@@ -142,6 +143,7 @@ def _set_limits(axes: Axes, curve: LossCurve) -> None:
     if not len(finite):
         return
     low, high, start = float(finite.min()), float(finite.max()), curve.losses[first]
+    # The first loss stays in the picture: a run is read from where it began.
     usual = max(float(np.percentile(finite, 99)), start if math.isfinite(start) else low)
     high = min(high, usual + 0.5 * (usual - low)) if usual > low else high
     margin = 0.06 * (high - low) or 0.5

@@ -49,13 +49,22 @@ def go_on(out: Path, config: Config, data: str, step: int | None, *, accept_chan
         begin(out, config)
         return []
     notes = _differences(checkpoint, config, data, accept_changes=accept_changes)
-    for newer, path in steps_in(folder):
+    for newer, later in steps_in(folder):
         if newer > checkpoint.manifest.progress.step:
-            aside = path.with_name(f"set-aside-{path.name}")
-            path.rename(aside)
-            notes.append(f"{path.name} is set aside as {aside}")
+            # Renamed and not removed: a restart of this run must not meet it, and a person may still want it.
+            aside = later.with_name(f"set-aside-{later.name}")
+            later.rename(aside)
+            notes.append(f"{later.name} is set aside as {aside}")
     write_identity(out, run, config.steps)
-    return notes + _keep_config(out, config, checkpoint.manifest.progress.step)
+    # A config.yaml that says something else is kept under the step until which it held.
+    path, text, until = out / CONFIG, run_text(config), checkpoint.manifest.progress.step
+    kept = out / f"config-{until}.yaml"
+    said = path.read_text(encoding="utf-8") if path.is_file() else text
+    if _without_comments(said) != _without_comments(text) and not kept.exists():
+        path.rename(kept)
+        notes.append(f"config.yaml is new, the one until step {until} is {kept.name}")
+    write_whole(out, CONFIG, text)
+    return notes
 
 
 def checkpoint_of_run(out: Path) -> tuple[str, int | None]:
@@ -119,6 +128,7 @@ def _differences(checkpoint: Checkpoint, config: Config, data: str, *, accept_ch
     changed = [key for key in wanted | before if before.get(key) != wanted.get(key)]
     if not origin.run and progress.samples == 0:  # an import says what the model is, and nothing else
         changed = [key for key in changed if key.startswith("model.")]
+    # By the fingerprint of tokens: a moved folder passes, an edited text does not.
     same_data = origin.data == data
     decisive = [
         key
@@ -147,19 +157,6 @@ def _differences(checkpoint: Checkpoint, config: Config, data: str, *, accept_ch
 
 def _shown(leaves: dict[str, Any], key: str) -> str:
     return json.dumps(leaves[key]) if key in leaves else "absent"
-
-
-def _keep_config(out: Path, config: Config, step: int) -> list[str]:
-    """Write config.yaml; one that says something else is kept under the step until which it held."""
-    path, text = out / CONFIG, run_text(config)
-    kept = out / f"config-{step}.yaml"
-    notes = []
-    said = path.read_text(encoding="utf-8") if path.is_file() else text
-    if _without_comments(said) != _without_comments(text) and not kept.exists():
-        path.rename(kept)
-        notes.append(f"config.yaml is new, the one until step {step} is {kept.name}")
-    write_whole(out, CONFIG, text)
-    return notes
 
 
 def _without_comments(text: str) -> list[str]:

@@ -65,6 +65,7 @@ class _TensorBoard:
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        # Steps that a resumed run makes again are purged, else the curve would go back and forth.
         self._board = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.first_step + 1)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:

@@ -76,9 +76,13 @@ def status_of(out: Path) -> RunStatus:
         if len(renewed) == len(running) or time.monotonic() > end:
             break
         time.sleep(LOOK_SECONDS)
-    return RunStatus(
-        _state(records, renewed), out, tuple(records), frozenset(renewed), _waits(records, renewed), steps_of(out)
-    )
+    waiting = [wait.seconds for record in records if record.rank in renewed for wait in record.where.waiting[:1]]
+    waits = None
+    if not renewed or max(waiting, default=0.0) >= LONG_SECONDS:
+        # The message that the ranks would leave if they gave up now.
+        as_hung = [replace(record, state="hung") if record.rank in renewed else record for record in records]
+        waits = explain_hang(as_hung)
+    return RunStatus(_state(records, renewed), out, tuple(records), frozenset(renewed), waits, steps_of(out))
 
 
 def _state(records: Sequence[Record], renewed: set[int]) -> Literal["alive", "hung", "ended", "dead", "none"]:
@@ -90,14 +94,6 @@ def _state(records: Sequence[Record], renewed: set[int]) -> Literal["alive", "hu
     if "hung" in states:
         return "hung"
     return "dead" if "running" in states else "ended"
-
-
-def _waits(records: Sequence[Record], renewed: set[int]) -> str | None:
-    """The message that the ranks would leave if they gave up now; None where none has waited for long."""
-    waiting = [wait.seconds for record in records if record.rank in renewed for wait in record.where.waiting[:1]]
-    if renewed and max(waiting, default=0.0) < LONG_SECONDS:
-        return None
-    return explain_hang([replace(record, state="hung") if record.rank in renewed else record for record in records])
 
 
 def as_dict(status: RunStatus) -> dict[str, Any]:

@@ -133,7 +133,7 @@ class StepReports:
         return self.table[name].reduced(self[name])
 
     def next_counts(self, ranks: Sequence[int]) -> list[int]:
-        """How many elements of each label are valid in the next rows of these ranks."""
+        """The number of valid elements of each label in the next rows of these ranks."""
         counts = self["next_counts"]
         return [sum(column) for column in zip(*(counts[rank] for rank in ranks), strict=True)]
 
@@ -183,16 +183,13 @@ class RankClock:
         self._last = now
         busy = cpu / torch.get_num_threads()
         if self.device.type == "cuda":
-            busy = wall * self._utilisation()
-        return busy, max(0.0, wall - waited)
-
-    def _utilisation(self) -> float:
+            busy = math.nan
         if self._driver:
             try:
-                return torch.cuda.utilization(self.device) / 100
+                busy = wall * torch.cuda.utilization(self.device) / 100
             except Exception:  # NVML's errors are classes of a package that need not be there: none is worth the run
                 self._driver = False
-        return math.nan
+        return busy, max(0.0, wall - waited)
 
 
 @dataclass(frozen=True)
@@ -230,7 +227,11 @@ class StragglerWatch:
             for rank, (mine, theirs) in enumerate(pairs)
             if mine > _FACTOR * theirs and mine - theirs > LEAST_SECONDS
         )
-        found = [self._straggler(rank) for rank, count in slow.items() if count >= SLOW_STEPS]
+        found = []
+        for rank in (rank for rank, count in slow.items() if count >= SLOW_STEPS):
+            pairs = [step[rank] for step in self._steps]
+            factor = statistics.median(mine / max(theirs, 1e-9) for mine, theirs in pairs)
+            found.append(Straggler(rank, factor, statistics.median(mine - theirs for mine, theirs in pairs)))
         return max(found, key=lambda straggler: straggler.seconds, default=None)
 
     def beside_peers(self, own_seconds: Sequence[float]) -> list[tuple[float, float]]:
@@ -247,8 +248,3 @@ class StragglerWatch:
                 middle = ordered[lower + (lower >= place)], ordered[upper + (upper >= place)]
                 pairs[rank] = own_seconds[rank], sum(middle) / 2
         return pairs
-
-    def _straggler(self, rank: int) -> Straggler:
-        pairs = [step[rank] for step in self._steps]
-        factor = statistics.median(mine / max(theirs, 1e-9) for mine, theirs in pairs)
-        return Straggler(rank, factor, statistics.median(mine - theirs for mine, theirs in pairs))

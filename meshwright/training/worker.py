@@ -73,7 +73,10 @@ def train_rank(
             begin(out, asked)
     resume = resume or attempt > 0
     name, found = checkpoint_of_run(out) if mesh.rank == 0 else ("", None)
-    step = _agreed(mesh, found)
+    # Rank 0's finding for all: ranks may see a shared folder's checkpoints at different times.
+    told = torch.tensor([-1 if found is None else found], dtype=torch.int64)
+    mesh.world.broadcast(told, 0)
+    step = None if int(told) < 0 else int(told)
     if not environment.launched:
         resolved = _resolve_together(mesh, config, asked, out, resume=resume)
         config, notes = resolved.config, (*notes, *resolved.notes)
@@ -102,13 +105,6 @@ def _resolve_together(mesh: Mesh, settings: Config, asked: Config, out: Path, *,
     text = json.dumps([resolved.config.model_dump(mode="json", by_alias=True), resolved.notes])
     tree = json.loads(text_of_root(text, mesh.world))
     return Resolved(Config.model_validate(tree[0]), tuple(tree[1]))
-
-
-def _agreed(mesh: Mesh, step: int | None) -> int | None:
-    """The step that rank 0 found a checkpoint of: ranks may see a shared folder at different times."""
-    found = torch.tensor([-1 if step is None else step], dtype=torch.int64)
-    mesh.world.broadcast(found, 0)
-    return None if int(found) < 0 else int(found)
 
 
 def _of_experts(config: Config) -> Sequence[str]:
