@@ -71,8 +71,15 @@ class Gradients:
 
         Where the gradient is added up here, now or later, autograd is handed None, and fires its hooks all the same.
         """
-        if self.defers and may_wait:
-            self._defer(parameter, partial(self._write, parameter, like.shape, write))
+        if self._works is not None and may_wait:
+            if parameter in self._last_work:
+                # A table of which source and target are looked up has two works a microbatch: it is whole after the
+                # last of them, and a bucket that left after the first would sum half of a gradient.
+                index = self._last_work[parameter]
+                earlier = self._works[index]
+                self._works[index] = lambda final: earlier(False)
+            self._last_work[parameter] = len(self._works)
+            self._works.append(partial(self._write, parameter, like.shape, write))
         elif parameter in self._views:
             self._write(parameter, like.shape, write, final=False)
         else:
@@ -98,8 +105,10 @@ class Gradients:
                 self._on_first(parameter)
             if gradient is None:
                 view.zero_()
+            # It may be in its memory as another tensor object: equal addresses need no copy.
             elif gradient.data_ptr() != view.data_ptr():
                 view.copy_(gradient)
+        # In the order of the chunks, whatever order their backward passes took: the same last bits in every run.
         for apart in self._apart.get(parameter, {}).values():
             view.add_(apart)
             apart.zero_()
@@ -130,25 +139,20 @@ class Gradients:
 
     def start(self, start: Callable[[], Moving]) -> Moving:
         """Something that only a weight gradient needs: begun now, or where these are deferred when it is waited for."""
+        # What W alone needs would delay what B sends to the stage before.
         return Moving(DONE, lambda: start().wait()) if self.defers else start()
-
-    def _defer(self, parameter: nn.Parameter, work: WeightWork) -> None:
-        assert self._works is not None
-        if parameter in self._last_work:  # a table of which source and target are looked up: only the last is final
-            index = self._last_work[parameter]
-            self._works[index] = partial(_not_final, self._works[index])
-        self._last_work[parameter] = len(self._works)
-        self._works.append(work)
 
     def _write(self, parameter: nn.Parameter, shape: torch.Size, write: WriteGradient, final: bool) -> None:
         """The gradient becomes .grad or is added to it. A deferred one is announced here, as no hook does."""
         if (apart := self._memory_apart(parameter)) is not None:
+            # Zeros lie there between steps (fill), so that adding needs no first time.
             write(apart.view(shape), 1)
             return
         adds = parameter.grad is not None
         if parameter.grad is None:
             if self._on_first:
                 self._on_first(parameter)
+            # autograd adopts the view as .grad: no memory is zeroed, allocated or copied for a first gradient.
             parameter.grad = self._views[parameter]
         write(parameter.grad.view(shape), int(adds))
         if final and self.on_gradient:
@@ -163,10 +167,6 @@ class Gradients:
         """Where the chunk at work adds up the gradient, if not in the parameter's own memory."""
         apart = self._apart.get(parameter)
         return None if apart is None else apart.get(self.user)
-
-
-def _not_final(work: WeightWork, final: bool) -> None:
-    work(False)
 
 
 def _tell(told: WeakMethod[OnGradient], parameter: nn.Parameter) -> None:
