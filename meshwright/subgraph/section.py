@@ -68,6 +68,7 @@ class Subgraph(TensorSection):
         """Hidden widths and tables lie outside of branches and are whole."""
         branches, (_, *inner) = config.model.branches, config.model.widths
         for field, number in (branches, *(inner if self.branch == "block" else ())):
+            # Branches are dealt whole: a head, or a path, is computed by one rank.
             yield Cut(field, number, "layout.tensor.size", self.size)
 
     @classmethod

@@ -50,6 +50,8 @@ class Segment(ABC):
     """A `Boundary` with slices; one of the two forms. `owner`: where the common layers live."""
 
     axis: str
+    # The gathered input of a pair is kept for the backward pass, as in the paper: g times the activation at that place,
+    # for a third of the bytes.
     keeps = True
     holds: bool
     owner: tuple[str, int] | None
@@ -94,6 +96,7 @@ class Segment(ABC):
 
     def _start_sum(self, x: Tensor) -> Moving:
         """Like start_leave; x is kept."""
+        # A reduction writes into its operand, and autograd may hand this very tensor to others.
         return self.start_leave(x.clone(memory_format=torch.contiguous_format))
 
 
@@ -135,6 +138,7 @@ class OneCommon(Segment):
         self.holds = mesh.index(axis) == 0
 
     def start_enter(self, x: Tensor) -> Moving:
+        # Who holds no rows sees dims and dtype of what comes from its own x, and the number of rows from num_rows.
         whole = x.contiguous() if self.holds else x.new_empty(self.num_rows, *x.shape[1:])
         return Moving(self.mesh.comm(self.axis).broadcast(whole, 0, wait=False), lambda: whole)
 
@@ -151,6 +155,7 @@ class OneCommon(Segment):
         comm, at, x = self.mesh.comm(self.axis), dim % x.dim(), x.contiguous()
         panels = x.new_empty(comm.size, *self.rows(x).shape)
         work = comm.gather(panels, x, 0, wait=False)
+        # Behind the wait: before it the panels hold nothing.
         return Moving(work, lambda: panels.movedim(0, at).flatten(at, at + 1))
 
     def rows(self, x: Tensor) -> Tensor:
