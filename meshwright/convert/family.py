@@ -96,9 +96,12 @@ def with_tokens(text: str, ids: Mapping[str, int], template: processors.PostProc
     if all(library.token_to_id(name) is not None for name in ids):
         return text
     library.add_special_tokens(list(ids))
+    # add_special_tokens gives the next free ids; a vocabulary with holes, or of another size, gets other ones than the
+    # model's table has rows for.
     given, wanted = [library.token_to_id(name) for name in ids], list(ids.values())
     if given != wanted:
         raise DataError(f"the tokenizer gives {', '.join(ids)} the ids {given}, and the model has them as {wanted}")
+    # The template last: with tokens that were there before, the file is its owner's, template and all.
     library.post_processor = template
     return str(library.to_str(pretty=True)) + "\n"
 
@@ -184,6 +187,8 @@ class Family(ABC):
         if missing := [self.fields[field] for field in self.required if self.fields[field] not in settings.values]:
             raise CheckpointError(f"{settings.path} lacks {', '.join(missing)}")
         more = self.further(settings, stored)
+        # Mathematics that we do not have is refused by name; a key that changes none is passed over, or harmless keys
+        # would shut most published folders out.
         for key, ours in self.fixed.items():
             settings.only(key, ours)
         if self.dropouts:
@@ -192,6 +197,7 @@ class Family(ABC):
 
     def settings(self, model: Any) -> dict[str, Any]:
         """The settings of config.json that say what the model is."""
+        # `inner` follows from other fields in some families, and is a key of config.json in all.
         values = model.model_dump() | {"inner": model.inner}
         settings = {key: values[field] for field, key in self.fields.items()}
         settings |= dict.fromkeys(self.dropouts, model.dropout) | dict(self.fixed)
@@ -203,6 +209,7 @@ class Family(ABC):
 
     def specs(self, model: Any) -> dict[str, ShardSpec]:
         """The spec of every parameter of a model, which is built without memory."""
+        # The model is asked for its shapes instead of a second list of them, which would drift from it.
         return shard_specs(load_entry(model.chain)(model, SerialKit(solo_mesh(torch.device("meta")))))
 
     def pairs(self, model: Any) -> list[TensorPair]:
@@ -217,12 +224,15 @@ class Family(ABC):
         theirs = names[layer]
         if not isinstance(theirs, str):
             return grouped(name, shape, [f"{one}.{kind}" for one in theirs])
+        # Tables and vectors lie the same way round on both sides: only linears are turned.
         if layer in rows or layer in self.tables or len(shape) == 1:
             unpadded = rows.get(layer, shape[0])
+            # Padding is ours alone: rows beyond theirs come in as zeros and do not go out.
             return TensorPair(name, shape, {f"{theirs}.{kind}": (unpadded, *shape[1:])}, padding=shape[0] - unpadded)
         if self.stores_out_in:
             return TensorPair(
                 name, shape, {f"{theirs}.{kind}": (shape[1], shape[0])}, lambda x: x.t(), lambda x: [x.t()]
             )
+        # GPT-2's [in, 3H] is our [in, 3, H] without the middle dim: the same memory.
         flat = (prod(shape),) if kind == "bias" else (shape[0], prod(shape[1:]))
         return TensorPair(name, shape, {f"{theirs}.{kind}": flat})

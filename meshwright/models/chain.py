@@ -62,6 +62,7 @@ class Chain(nn.Module, ABC):
         if not (chunk or self.chunk).last:
             return hidden
         h = self.run_part(HEAD, self.final_states, hidden)
+        # Two parts of the head: an evaluation takes the states and leaves the loss.
         loss = self.run_part(HEAD, self.loss, h, batch, scales)
         return (self.with_layers_losses(loss, hidden, scales),)
 
@@ -82,12 +83,15 @@ class Chain(nn.Module, ABC):
 
     def run_layers(self, hidden: Hidden, batch: Batch, chunk: Chunk) -> Hidden:
         for group in self.groups:
+            # A rank's groups are of all its chunks; those of the chunk that runs begin in it, since no group reaches
+            # over.
             if group and group[0] in chunk.layers:
                 hidden = self.run_group(partial(self._layers, group, batch), hidden)
         return hidden
 
     def _layers(self, group: Sequence[int], batch: Batch, hidden: Hidden) -> Hidden:
         for layer in group:
+            # By part, since zero3 gathers a part's weights here and gives them back behind it.
             hidden = self.run_part(layer, self.layer, self.blocks[str(layer)], hidden, batch)
         return hidden
 
@@ -136,6 +140,7 @@ class Chain(nn.Module, ABC):
 
         6 a weight and token (PaLM, arXiv 2204.02311, appendix B).
         """
+        # A product is a multiplication and an addition, forward once and backward twice: 2 x 3.
         return int(6 * cls.products(config).total)
 
 
