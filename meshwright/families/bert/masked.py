@@ -63,7 +63,7 @@ class MaskedSamples(ShuffledSamples):
         return {name: torch.from_numpy(np.stack([row[name] for row in samples])) for name in dict.fromkeys(names)}
 
     def _sample(self, run: int, label: str) -> dict[str, np.ndarray]:
-        """One row of every entry, all int64."""
+        """A sample: one row of every entry of the batch, all int64."""
         # A generator a sample, of its number alone: no state, so any rank makes any sample, in any order and after a
         # resume.
         draws = np.random.Generator(np.random.PCG64(seed_of(f"{self._seed}/masked/{label}")))

@@ -111,7 +111,7 @@ def squad_labels(window: SquadWindow, question: SquadQuestion) -> tuple[int, int
 
 
 def pair_row(first: Sequence[int], second: Sequence[int], sequence: int) -> TaskRow:
-    """Both texts, of which the longer loses tokens until they fit."""
+    """Two texts in a row of `sequence` tokens: the longer text loses tokens until both fit."""
     a, b, room = len(first), len(second), sequence - 3
     # Token by token from the longer one, as BERT's own code has it: both keep what they can.
     while a + b > room:
@@ -120,7 +120,7 @@ def pair_row(first: Sequence[int], second: Sequence[int], sequence: int) -> Task
 
 
 def choice_rows(passage: Sequence[int], choices: Sequence[Sequence[int]], sequence: int) -> tuple[TaskRow, ...]:
-    """The passage with each choice, which it makes room for."""
+    """A row for each choice, behind the passage, whose end makes room for the choice."""
     # At least one token of the passage stays.
     cut = [choice[: min(LONGEST_CHOICE, sequence - 4)] for choice in choices]
     return tuple(TaskRow(passage[: sequence - 3 - len(choice)], choice) for choice in cut)
