@@ -164,6 +164,7 @@ def _parse(
 ) -> Config:
     """`laid_over`: None where a program made the tree, all of which need not have an effect."""
     check_plugins()
+    # A copy: the caller's tree is read again, by a sweep or to tell a mistake as it was typed.
     written, tree = tree, deepcopy(tree)
     spell_out(tree)
     words = list(laid_over or ())
@@ -172,7 +173,9 @@ def _parse(
         problems += filter(None, [_override(tree, word, words)])
         words.append(in_words(_key(word), _value(word))[0])
     spell_out(tree)
-    problems += _refuse_plan(tree)
+    if "plan" in tree:  # it belongs to `layout: auto`, which is not here any more
+        rule = "has no effect where the layout is written"
+        problems.append(Problem("plan", shown(tree.pop("plan")), rule, "leave it out, or layout: auto"))
     problems += _resolve_weights(tree)
     problems += _resolve_model(tree)
     problems += _resolve_precision(tree)
@@ -186,6 +189,7 @@ def _parse(
     if config is None:
         for field in mistaken:
             _remove(tree, field)
+        # Without the mistaken fields the rest is checked all the same, so that every mistake is told at once.
         config, _ = _validate(tree)
     if config is not None:
         problems += [problem for problem in broken_rules(config, mistaken) if problem.field not in unread]
@@ -205,14 +209,6 @@ def _as_typed(problem: Problem, tree: dict[str, Any], words: Iterable[str]) -> P
         return problem
     key, _, text = typed.partition("=")
     return replace(problem, field=key, value=shown(text), rule=problem.rule.replace(UNKNOWN, f"{UNKNOWN}, {section}"))
-
-
-def _refuse_plan(tree: dict[str, Any]) -> list[Problem]:
-    """The section `plan` belongs to `layout: auto`, which is not here any more."""
-    if "plan" not in tree:
-        return []
-    rule = "has no effect where the layout is written"
-    return [Problem("plan", shown(tree.pop("plan")), rule, "leave it out, or layout: auto")]
 
 
 def dump_tree(config: Config) -> dict[str, Any]:
@@ -307,6 +303,7 @@ def _resolve_weights(tree: dict[str, Any]) -> list[Problem]:
         found = load_entry(WEIGHTS)(str(source), None if wanted is None else str(wanted))
     except MeshwrightError as error:
         return [Problem("model.from", shown(source), f"cannot be read: {error}")]
+    # What the run says of the model lies over what the folder says.
     tree["model"], tree["weights"] = found.model | fields, str(source)
     if found.tokenizer is not None and (data is None or isinstance(data, dict)):
         tree["data"] = {"tokenizer": str(found.tokenizer)} | (data or {})

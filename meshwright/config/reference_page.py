@@ -23,7 +23,9 @@ and the message says what it needs.
 def topic_text(topic: Topic, width: int) -> str:
     """A topic for a terminal of so many columns."""
     if not topic.name:
-        return "\n".join((*_overview(topic, width), "", "meshwright config FIELD says more, such as layout.data"))
+        (run,) = topic.sections
+        overview = [line for facts in run.fields for line in _listed(facts.name, facts.meaning, width, "")]
+        return "\n".join((*overview, "", "meshwright config FIELD says more, such as layout.data"))
     lines: list[str] = []
     for facts in topic.fields:
         kinds = f"{', '.join(facts.kinds)}: " if facts.kinds else ""
@@ -55,14 +57,10 @@ def page() -> str:
                 parts.append(f"{named}{_cell(section.about)}\n")
             parts += [_table(section.fields)] if section.fields else []
         fields = [facts for section in topic.sections for facts in section.fields if topic.name]
-        parts += [_strategies(facts) for facts in fields if facts.strategies]
+        for facts in (facts for facts in fields if facts.strategies):
+            rows = [f"| `{name}` | {_cell(meaning)} |" for name, meaning in facts.strategies]
+            parts.append("\n".join((f"| `{facts.name}` | |", "|---|---|", *rows, "")))
     return "\n".join(parts)
-
-
-def _overview(topic: Topic, width: int) -> Iterator[str]:
-    (run,) = topic.sections
-    for facts in run.fields:
-        yield from _listed(facts.name, facts.meaning, width, "")
 
 
 def _section(section: SectionFacts, width: int) -> Iterator[str]:
@@ -99,11 +97,6 @@ def _table(fields: Sequence[FieldFacts]) -> str:
         name, default = facts.name.rpartition(".")[2], f"`{facts.default}`" if facts.default else ""
         rows.append(f"| `{name}` | {default} | {_cell(facts.valid)} | {_cell(facts.meaning)} |")
     return "\n".join(("| field | default | valid | meaning |", "|---|---|---|---|", *rows, ""))
-
-
-def _strategies(facts: FieldFacts) -> str:
-    rows = [f"| `{name}` | {_cell(meaning)} |" for name, meaning in facts.strategies]
-    return "\n".join((f"| `{facts.name}` | |", "|---|---|", *rows, ""))
 
 
 def _cell(text: str) -> str:
