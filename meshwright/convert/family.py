@@ -36,24 +36,24 @@ Names = Mapping[str, str | Sequence[str]]
 
 @dataclass(frozen=True)
 class TensorPair:
-    """A tensor under its names."""
+    """One of our tensors, and Hugging Face's tensors that say the same."""
 
     name: str
     shape: TensorShape
     theirs: Mapping[str, TensorShape]
-    """Theirs by name, in the order in which the two functions take and return them."""
+    """Shapes of Hugging Face's tensors by name, in the order in which the two functions take and return them."""
     to_ours: Callable[..., Tensor] = lambda x: x
-    """Their tensors to ours, in any shape of the same order, without the padding."""
+    """Hugging Face's tensors to ours, in any shape of the same element order, without the padding."""
     to_theirs: Callable[[Tensor], Sequence[Tensor]] = lambda x: [x]
-    """Ours without the padding to theirs, in any shapes of the same order."""
+    """Our tensor without the padding to Hugging Face's, in any shapes of the same element order."""
     padding: int = 0
-    """Rows that ours has behind theirs."""
+    """Rows that our tensor has behind Hugging Face's."""
     drawn: ShardSpec | None = None
-    """The spec of one whose values are drawn, since the folder lacks them."""
+    """The spec of a parameter whose values are drawn, since the folder lacks them; None: they are read."""
 
 
 def grouped(name: str, shape: TensorShape, theirs: Sequence[str]) -> TensorPair:
-    """Ours [in, G, out] and theirs G linears [out, in]; or a bias, ours [G, out] and theirs [out] each."""
+    """The pair of our [in, G, out] with G of Hugging Face's linears [out, in]; of a bias, [G, out] with [out] each."""
     groups = len(shape) - 2  # the dim of ours that counts them
     each = (shape[-1], *shape[:groups])
 
@@ -131,18 +131,18 @@ class Family(ABC):
     fixed: ClassVar[Mapping[str, object]]
     """Settings that change the mathematics: the value that ours has, which is also what a missing key means."""
     dropouts: ClassVar[tuple[str, ...]] = ()
-    """Keys that are one number of ours."""
+    """Keys whose values are one number of ours: dropout."""
     dropout: ClassVar[float] = 0.1
-    """The meaning of a missing one."""
+    """The dropout that a missing key means."""
     stores_out_in: ClassVar[bool] = True
-    """Whether their linears are [out, in]; ours are [in, out]."""
+    """Whether Hugging Face stores the family's linears as [out, in]; ours are [in, out]."""
     tables: ClassVar[Set[str]] = frozenset()
-    """Our layers of 2 dims that are no linears, and without padding."""
+    """Our layers of 2 dims that are no linears and have no padding."""
     passed_over: ClassVar[re.Pattern[str]] = re.compile(r"(?!)")
     """Stored tensors that are no parameters."""
     reads_text: ClassVar[bool] = True
     architecture: ClassVar[str] = ""
-    """The end of their class's name, where `model_type` alone does not tell the family."""
+    """The end of the class's name in transformers, where `model_type` alone does not tell the family."""
 
     @property
     def name(self) -> str:
@@ -152,11 +152,11 @@ class Family(ABC):
 
     @abstractmethod
     def names(self, model: Any) -> Names:
-        """Their layer, or the layers that are one of ours, by our layer's name."""
+        """Hugging Face's layer, or layers, by the name of our layer that says the same."""
 
     @abstractmethod
     def rows(self, model: Any) -> Mapping[str, int]:
-        """Their rows by our layer's name, for layers that have rows of padding here."""
+        """The rows that Hugging Face stores, by our layer's name, for layers that have rows of padding here."""
 
     @abstractmethod
     def further_settings(self, model: Any) -> dict[str, object]:
@@ -213,12 +213,12 @@ class Family(ABC):
         return shard_specs(load_entry(model.chain)(model, SerialKit(solo_mesh(torch.device("meta")))))
 
     def pairs(self, model: Any) -> list[TensorPair]:
-        """Every parameter of a model."""
+        """The pairs of all parameters of a model."""
         names, rows, specs = self.names(model), self.rows(model), self.specs(model)
         return [self.pair(name, spec.shape, model, names, rows) for name, spec in specs.items()]
 
     def pair(self, name: str, shape: TensorShape, model: Any, names: Names, rows: Mapping[str, int]) -> TensorPair:
-        """One parameter, by the table of names."""
+        """The pair of one parameter, by the table of names."""
         layer, _, kind = name.rpartition(".")
         assert layer in names, f"{name} has no counterpart in Hugging Face's {self.title}"
         theirs = names[layer]

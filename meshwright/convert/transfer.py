@@ -261,7 +261,7 @@ def _check_names(stored: Source, family: Family, pairs: list[TensorPair], copies
 
 
 def _imported(stored: Source, pair: TensorPair) -> Tensor:
-    """One tensor in our dims, with rows of zeros where a table is padded."""
+    """A pair's tensor in our shape, of the folder's tensors, with rows of zeros where a table is padded."""
     theirs = [stored.weight(name, shape) for name, shape in pair.theirs.items()]
     rows = pair.to_ours(*theirs).reshape(pair.shape[0] - pair.padding, *pair.shape[1:])
     if pair.padding:
@@ -398,7 +398,7 @@ def _write_safetensors(folder: Path, shards: Iterator[dict[str, Tensor]]) -> Non
 
 
 def _exported(checkpoint: Checkpoint, pair: TensorPair) -> dict[str, Tensor]:
-    """One of our tensors as theirs, without the padding rows."""
+    """A pair's tensors in Hugging Face's shapes by name, of a checkpoint's tensor, without the padding rows."""
     shape, rows = checkpoint.shapes.get(pair.name), (pair.shape[0] - pair.padding, *pair.shape[1:])
     if shape not in (pair.shape, rows):  # older versions had no padding in positions
         raise CheckpointError(f"{checkpoint.folder}: {pair.name} is {shape}, and its config makes it {pair.shape}")

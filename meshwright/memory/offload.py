@@ -190,7 +190,7 @@ class Offloaded:
             half.copy_(weight)
 
     def _stored(self, index: int, kind: str) -> Tensor:
-        """One kind of a slot's state, [n], where it is kept."""
+        """The memory [n] in the store of one kind of a slot's state."""
         start = self._layout[index][kind]
         return self.store.values[start : start + self.slots[index].parameter.numel()]
 

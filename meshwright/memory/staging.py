@@ -51,7 +51,7 @@ class Recorded:
 
 
 class ThreadLane:
-    """One thread."""
+    """A lane of one thread; on a GPU its copies go to a stream of their own, which the thread waits for."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -75,7 +75,7 @@ class ThreadLane:
 
 
 class StreamLane:
-    """One stream, between host memory that is pinned and the device."""
+    """A lane of one stream, between pinned host memory and the device. The host never waits."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -24,12 +24,12 @@ RunPart = Callable[..., Any]
 
 
 def run_directly(part: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a part whose weights are there."""
+    """Run a part of the chain whose weights need not be gathered."""
     return function(*arguments)
 
 
 def at_once(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run it, and keep what autograd keeps."""
+    """Run the function, and keep what autograd keeps."""
     return function(*arguments)
 
 
@@ -45,7 +45,7 @@ class Chain(nn.Module, ABC):
         super().__init__()
         self.chunk = chunk
         self.context: Context = WHOLE_SEQUENCES
-        """Which tokens of its batches' sequences this rank holds."""
+        """The tokens of the batches' sequences that this rank holds."""
         self.groups: tuple[Sequence[int], ...] = (chunk.layers,)
         """The chunk's layers, in groups that are run by `run_group`. None reaches from one chunk of a stage into
         another."""
@@ -67,7 +67,7 @@ class Chain(nn.Module, ABC):
         return (self.with_layers_losses(loss, hidden, scales),)
 
     def hidden_states(self, batch: Batch, incoming: Hidden = (), chunk: Chunk | None = None) -> Hidden:
-        """Like `forward`, but the chain's end gives the normed hidden states [B, T, H] of which it computes losses."""
+        """The same as `forward`, but the chain's end returns the normed hidden states [B, T, H] that losses read."""
         hidden = self._through(batch, incoming, chunk)
         return (self.run_part(HEAD, self.final_states, hidden),) if (chunk or self.chunk).last else hidden
 
@@ -101,7 +101,7 @@ class Chain(nn.Module, ABC):
 
     @abstractmethod
     def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
-        """One block on what passes from layer to layer."""
+        """The hidden tensors behind one block, from those in front of it."""
 
     @abstractmethod
     def final_states(self, hidden: Hidden) -> Tensor:
@@ -117,7 +117,7 @@ class Chain(nn.Module, ABC):
 
     @abstractmethod
     def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
-        """How many valid elements of each label are the likeliest answer."""
+        """The number of valid elements of each label that are the model's likeliest answer."""
 
     @staticmethod
     @abstractmethod

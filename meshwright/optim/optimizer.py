@@ -143,7 +143,7 @@ class Optimizer:
         self.mesh = mesh
         self.held = make_states(config, self.slots)
         self.steps_taken = 0
-        """How many steps were applied (the count of Adam's bias correction); a pending one counts as applied."""
+        """Steps that were applied: the count of Adam's bias correction. A pending step counts as applied."""
         scale, fp16 = config.precision.loss_scale, config.precision.dtype == "fp16"
         self.scaler = LossScaler(scale.initial if fp16 else 1.0, scale.interval, fp16, scale.max_skips)
 

@@ -77,7 +77,7 @@ MOMENTUM = Update(
 
 @rule("optimizer.name", "model", "layout.data", "layout.context.size", "layout.tensor", "memory.offload.to")
 def needs_whole_matrices(config: Config) -> Iterator[Problem]:
-    """Where a rank steps parts of matrices, no rank can make a whole one orthogonal."""
+    """An optimizer that makes matrices orthogonal needs each of them whole on a rank."""
     name, sync, layout = config.optimizer.name, config.layout.data.sync, config.layout
     why = f"cuts the matrices that optimizer.name={name} steps whole"
     others = ", ".join(other for other, update in entries("optimizers").items() if not update.matrices)

@@ -76,7 +76,7 @@ class InPlace:
             nn.Parameter(x.detach().float()) if x.element_size() < 4 else x for x in (slot.parameter for slot in slots)
         ]
         self._moments: list[dict[str, Tensor]] = [{} for _ in slots]
-        """By kind, each like its master. The first step makes them, or the checkpoint that is taken up."""
+        """The moments by kind, each [n] like its master; made by the first step, or by `prepare` for a checkpoint's."""
         self._has_moments = False
 
     @torch.no_grad()

@@ -137,7 +137,7 @@ def floats_in(gradients: Tensor) -> Tensor:
 
 
 def slice_axes(sum_axes: Iterable[str]) -> tuple[str, ...]:
-    """Those of a bucket's sum axes over which gradients that are kept as slices are sliced. The others' ranks hold the
+    """The sum axes of a bucket over which gradients that are kept as slices are sliced. Ranks along the others hold the
     same slice: the ends of a pipeline do not come to a tied table at the same time, and shard groups are copies."""
     return tuple(axis for axis in sum_axes if axis not in (ENDS, REPLICATE))
 
@@ -176,7 +176,7 @@ class BucketKey:
     chunks: tuple[int, ...] = ()
 
     def ranks(self, mesh: Mesh) -> int:
-        """How many sum it together."""
+        """The number of ranks that sum such a bucket together."""
         return len(mesh.grid.group(mesh.rank, *self.sum_axes))
 
 
@@ -221,8 +221,8 @@ VECTOR = 16
 
 
 def padded(num_elements: int, ranks: int, *, exact: bool = False) -> int:
-    """How long a bucket of so many elements is: each of those that sum it can have an equal part, and where bits are
-    layout-free one of whole vectors."""
+    """The length of a bucket of so many elements, with padding: the ranks that sum it have equal parts, where bits are
+    layout-free of whole vectors."""
     # Equal parts let reduce-scatter and all-gather take the bucket as it lies, without a table of lengths.
     unit = ranks * (VECTOR if exact else 1)
     return -(-num_elements // unit) * unit

@@ -35,10 +35,10 @@ Views = Mapping[nn.Parameter, Tensor]
 """Each parameter's part of its bucket's gradients, in the parameter's shape."""
 
 OnGradient = Callable[[nn.Parameter], None]
-"""Told of a parameter when its gradient of a microbatch is there."""
+"""on_gradient(parameter): called when a microbatch's gradient of the parameter is there."""
 
 OnFirst = Callable[[nn.Parameter], None]
-"""Told of a parameter before its gradient is written, not added: its memory may have been given back."""
+"""on_first(parameter): called before a gradient is written, not added: its memory may have been given back."""
 
 
 class Gradients:
@@ -138,7 +138,7 @@ class Gradients:
             self._last_work.clear()
 
     def start(self, start: Callable[[], Moving]) -> Moving:
-        """Something that only a weight gradient needs: begun now, or where these are deferred when it is waited for."""
+        """Begin communication for weight gradients: now, or where these are deferred when it is waited for."""
         # What W alone needs would delay what B sends to the stage before.
         return Moving(DONE, lambda: start().wait()) if self.defers else start()
 
@@ -164,7 +164,7 @@ class Gradients:
             self.on_gradient(parameter)
 
     def _memory_apart(self, parameter: nn.Parameter) -> Tensor | None:
-        """Where the chunk at work adds up the gradient, if not in the parameter's own memory."""
+        """The memory in which the chunk at work adds up the gradient; None: the parameter's own."""
         apart = self._apart.get(parameter)
         return None if apart is None else apart.get(self.user)
 

@@ -48,7 +48,7 @@ class Box:
         return Box(starts, lengths) if all(length > 0 for length in lengths) else None
 
     def within(self, outer: Box) -> Box:
-        """The same part, counted from the corner of `outer`."""
+        """This box, counted from the corner of `outer`."""
         return Box(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.lengths)
 
     def flat_parts(self, start: int, stop: int) -> Iterator[Box]:
@@ -102,7 +102,7 @@ class Shard:
 
 
 Placements = Mapping[str, Shard]
-"""By mesh axis; an axis that is not named holds copies, or the whole at one owner."""
+"""A parameter's shards by mesh axis; an axis that is not named holds copies, or the whole at one owner."""
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,7 @@ class ScheduleRule:
         return View(stage, placement, num_microbatches, limit, self.kinds, counts, order=order)
 
     def limited(self, limit: int) -> ScheduleRule:
-        """The same with `limit` microbatches in flight at every stage."""
+        """This schedule with `limit` microbatches in flight at every stage."""
         return replace(
             self,
             # One number at every stage: limits that rise from a stage to the next would deadlock a fixed order.

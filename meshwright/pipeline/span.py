@@ -70,7 +70,7 @@ class Watch:
             self._start = self._event()
 
     def now(self) -> Moment:
-        """This moment: when the device has done what it was given so far."""
+        """The moment at which the device has done what it was given so far."""
         if self.device.type == "cuda":
             return GpuMoment(self._event(), self._start, self._started)
         return HostMoment(self._started + time.perf_counter() - self._from)
@@ -143,7 +143,7 @@ class Timeline:
 
     @property
     def idle_shares(self) -> tuple[float, ...]:
-        """For each stage, which part of the pipeline phase it did no task."""
+        """The share of the pipeline phase, 0 to 1, in which each stage did no task."""
         total = self.total_seconds
         busy = [0.0] * self.num_stages
         for span in self.tasks:

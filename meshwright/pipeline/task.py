@@ -70,7 +70,7 @@ class Counters(NamedTuple):
     gradients: int = 0
 
     def num_done(self, kind: TaskKind) -> int:
-        """How many tasks of this kind are done."""
+        """The number of tasks of this kind that are done."""
         if kind is TaskKind.FORWARD:
             return self.forwards
         return self.backwards if kind is TaskKind.BACKWARD else self.weights
@@ -102,7 +102,7 @@ class View:
     is_last: bool = field(init=False)
     total: Counters = field(init=False)
     _from_others: tuple[tuple[bool, bool], ...] = field(init=False, repr=False)
-    """By chunk: whether its activations, and its gradients, come from another stage."""
+    """Whether each chunk's activations, and gradients, come from another stage."""
 
     def __post_init__(self) -> None:
         # Past the frozen dataclass: what follows from the other fields is computed once, not at every look of a
@@ -133,7 +133,7 @@ class View:
         return TaskKind.WEIGHT in self.kinds
 
     def num_done(self, kind: TaskKind) -> int:
-        """How many tasks of this kind are done, in all chunks."""
+        """The number of tasks of this kind that are done, in all chunks."""
         return self.total.num_done(kind)
 
     @property
@@ -201,8 +201,8 @@ class View:
         return self._with(chunk, _DONE[kind], arrivals)
 
     def _with(self, chunk: int, counter: int, arrivals: tuple[Arrival, ...]) -> View:
-        """One of a chunk's counters has gone on. It is dataclasses.replace, several times as fast: a simulated step has
-        a hundred thousand views."""
+        """The view after one of a chunk's counters has gone on. It is dataclasses.replace, several times as fast: a
+        simulated step has a hundred thousand views."""
         view = object.__new__(View)
         state = view.__dict__
         state.update(self.__dict__)
@@ -239,7 +239,7 @@ _COME = {TaskKind.FORWARD: 3, TaskKind.BACKWARD: 4}
 
 
 def _counted(counts: Counters, counter: int) -> Counters:
-    """One of the counters has gone on."""
+    """The counters after one of them has gone on."""
     values = [*counts]
     values[counter] += 1
     return Counters(*values)

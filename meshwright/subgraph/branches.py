@@ -36,11 +36,11 @@ from meshwright.subgraph.segment import AllCommon, OneCommon
 from meshwright.subgraph.translation import Translated, nearly_even
 
 Assignment = tuple[tuple[int, ...], ...]
-"""By sub-grid: the numbers of its branches, in order."""
+"""The numbers of each sub-grid's branches, in order."""
 
 
 def assign(costs: Sequence[float], num_subgrids: int) -> Assignment:
-    """Every branch to one sub-grid, and to each sub-grid at least one branch.
+    """Assign every branch to one sub-grid, and at least one branch to each sub-grid.
 
     `costs`: of the branches, in any unit. Branches of the same cost lie side by side: equal ones are assigned in runs,
     0 1 | 2 3. Raises ConfigError for fewer branches than sub-grids, and for costs that are no numbers from 0 up.
@@ -172,7 +172,7 @@ class Branches(ShardedModule):
         return self.exit.leave(_reached(total))
 
     def _sliced(self, x: Tensor) -> Sequence[Tensor]:
-        """This rank's branches' parts of x, of all rows."""
+        """The parts of x, of all rows, that this rank's branches get."""
         total, count = x.shape[self.dim], len(self.order)
         widths = [total // count] * count if self.widths is None else list(self.widths)
         if sum(widths) != total:

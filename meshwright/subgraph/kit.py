@@ -44,7 +44,7 @@ from meshwright.tensor.serial import SerialEmbedding, SerialHead, SerialNorm, Se
 
 
 class CommonPair:
-    """Both linears common. `core`: what stands between them is assigned; else it is common, too."""
+    """A pair of common linears. `core`: the layers between them are branches; else they are common, too."""
 
     def __init__(self, segment: Segment, *, core: bool) -> None:
         self.segment = segment

@@ -33,7 +33,7 @@ _Start = Callable[[Tensor], Moving]
 
 
 class _Cross(torch.autograd.Function):
-    """There in the forward pass, back in the backward pass."""
+    """A collective in the forward pass, and its adjoint in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: _Start, back: _Start) -> Tensor:
@@ -82,7 +82,7 @@ class Segment(ABC):
         """The rows that this rank holds."""
 
     def enter(self, x: Tensor) -> Tensor:
-        """Like start_enter, differentiable, as are the three below."""
+        """start_enter, waited for and differentiable, as are the three methods below."""
         return cross(x, self.start_enter, self._start_sum)
 
     def leave(self, x: Tensor) -> Tensor:
@@ -95,13 +95,13 @@ class Segment(ABC):
         return cross(x, partial(self.start_concat, dim=dim), partial(self.start_slice, dim=dim))
 
     def _start_sum(self, x: Tensor) -> Moving:
-        """Like start_leave; x is kept."""
+        """start_leave on a copy of x, which keeps x."""
         # A reduction writes into its operand, and autograd may hand this very tensor to others.
         return self.start_leave(x.clone(memory_format=torch.contiguous_format))
 
 
 class AllCommon(Segment):
-    """Every rank computes the common layers, on its share of the rows."""
+    """The form in which every rank computes the common layers, on its share of the rows (D&SP)."""
 
     holds = True
     owner = None

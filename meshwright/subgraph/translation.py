@@ -29,7 +29,7 @@ from meshwright.ranks.comm import Comm
 from meshwright.ranks.mesh import Mesh
 
 RowLayout = tuple[Box, ...]
-"""By rank of an axis: the box that it holds, of some dims of a tensor; of the others it holds all."""
+"""The box of a tensor that each rank of an axis holds, in some of its dims; the other dims are whole."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Transfer:
 
 
 def plan_translation(source: RowLayout, target: RowLayout) -> tuple[Transfer, ...]:
-    """Who sends what to whom, by receiver, then by sender."""
+    """The messages of a translation, by receiver, then by sender; a rank's own part is one to itself."""
     return tuple(
         Transfer(sender, receiver, box)
         for receiver, wanted in enumerate(target)
@@ -52,7 +52,7 @@ def plan_translation(source: RowLayout, target: RowLayout) -> tuple[Transfer, ..
 
 
 def intervals(lengths: Sequence[int]) -> tuple[range, ...]:
-    """One behind the other: (2, 3) -> 0..2, 2..5."""
+    """Ranges of these lengths, one behind the other: (2, 3) -> 0..2, 2..5."""
     return tuple(range(stop - length, stop) for length, stop in zip(lengths, accumulate(lengths), strict=True))
 
 
