@@ -224,27 +224,25 @@ def time_links(config: Config, device: torch.device) -> list[float]:
     for link in (begin, *(Chunk(range(layer, layer + 1), False, False) for layer in layers.layers), end):
         model: Chain = make_chain(config, kit, link)
         for parameter in model.parameters():
-            # Numbers of some usual size: zeros, or what memory held, may take a kernel another time (denormals).
+            # Numbers of usual size: what the memory held may be denormals, with which a CPU is slow.
             nn.init.normal_(parameter, std=0.02)
         batch = empty_batch(config, kit, model, device)
         shapes = tuple(x.shape for x in (*hidden, *model.parameters()))
         if shapes not in known:
-            known[shapes] = statistics.median(_seconds(model, hidden, batch, device) for _ in range(TIMED_ROUNDS))
+            rounds: list[float] = []
+            for _ in range(TIMED_ROUNDS):
+                given = tuple(x.detach().requires_grad_() for x in hidden)
+                started = time.perf_counter()
+                out = model(batch, dict.fromkeys((*model.labels, SAMPLES), 1.0), given)
+                torch.autograd.backward(out, [torch.ones_like(x) for x in out])
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)  # a GPU has only been given the work until here
+                rounds.append(time.perf_counter() - started)
+            known[shapes] = statistics.median(rounds)  # other programs only ever add, now and then
         seconds.append(known[shapes])
         with torch.no_grad():
             hidden = model.hidden_states(batch, hidden)
     return seconds
-
-
-def _seconds(model: Chain, hidden: Hidden, batch: dict[str, torch.Tensor], device: torch.device) -> float:
-    """A chunk forward and backward."""
-    given = tuple(x.detach().requires_grad_() for x in hidden)
-    started = time.perf_counter()
-    out = model(batch, dict.fromkeys((*model.labels, SAMPLES), 1.0), given)
-    torch.autograd.backward(out, [torch.ones_like(x) for x in out])
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - started
 
 
 def free_gpu_bytes(num_gpus: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -101,7 +102,11 @@ def run_file(path: Path) -> Path:
 def read_yaml(path: Path) -> dict[str, Any]:
     """A YAML file that holds a mapping. Raises ConfigError where it does not."""
     try:
-        tree = plain_values(_text(path))
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)  # bounded: /dev/zero has no end
+        if len(content) > MAX_BYTES:
+            raise ConfigError.of("run", path, "is larger than 1 MiB", _shipped_runs())
+        tree = plain_values(content.decode("utf-8"))
     except FileNotFoundError as error:
         rule = "is no such file" + nearest(str(path), run_names())
         if "=" in str(path):
@@ -118,15 +123,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError.of("run", path, "holds no `key: value` lines", _shipped_runs())
     return tree
-
-
-def _text(path: Path) -> str:
-    """All of a file that is no larger than a run needs: /dev/zero has no end."""
-    with path.open("rb") as file:
-        content = file.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise ConfigError.of("run", path, "is larger than 1 MiB", _shipped_runs())
-    return content.decode("utf-8")
 
 
 def _shipped_runs() -> str:
@@ -171,7 +167,10 @@ def _parse(
     problems: list[Problem] = []
     for word in overrides:
         problems += filter(None, [_override(tree, word, words)])
-        words.append(in_words(_key(word), _value(word))[0])
+        value: Any = None
+        with suppress(yaml.YAMLError):  # a mistake that _override has told
+            value = plain_values(word.partition("=")[2])
+        words.append(in_words(_key(word), value)[0])
     spell_out(tree)
     if "plan" in tree:  # it belongs to `layout: auto`, which is not here any more
         rule = "has no effect where the layout is written"
@@ -234,14 +233,6 @@ def dump_config(config: Config) -> str:
 
 def _key(word: str) -> str:
     return word.partition("=")[0]
-
-
-def _value(word: str) -> Any:
-    """The value of a word; None where it is no YAML, which is a mistake told elsewhere."""
-    try:
-        return plain_values(word.partition("=")[2])
-    except yaml.YAMLError:
-        return None
 
 
 def _override(tree: dict[str, Any], word: str, earlier: Collection[str]) -> Problem | None:

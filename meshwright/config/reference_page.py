@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from meshwright.config.reference import FieldFacts, SectionFacts, Topic, all_sections
+from meshwright.config.reference import SectionFacts, Topic, all_sections
 
 _FEW_FIELDS = 20
 """A section of several kinds that have no more fields in all is shown with all of them."""
@@ -55,7 +55,13 @@ def page() -> str:
             named = f"**`{section.kind}`**: " if section.kind else ""
             if named or topic.name:
                 parts.append(f"{named}{_cell(section.about)}\n")
-            parts += [_table(section.fields)] if section.fields else []
+            rows = [
+                f"| `{facts.name.rpartition('.')[2]}` | {f'`{facts.default}`' if facts.default else ''} "
+                f"| {_cell(facts.valid)} | {_cell(facts.meaning)} |"
+                for facts in section.fields
+            ]
+            head = ("| field | default | valid | meaning |", "|---|---|---|---|")
+            parts += ["\n".join((*head, *rows, ""))] if rows else []
         fields = [facts for section in topic.sections for facts in section.fields if topic.name]
         for facts in (facts for facts in fields if facts.strategies):
             rows = [f"| `{name}` | {_cell(meaning)} |" for name, meaning in facts.strategies]
@@ -89,14 +95,6 @@ def _wrapped(text: str, width: int, indent: str = "", then: str | None = None) -
         break_on_hyphens=False,
         break_long_words=False,
     )
-
-
-def _table(fields: Sequence[FieldFacts]) -> str:
-    rows = []
-    for facts in fields:
-        name, default = facts.name.rpartition(".")[2], f"`{facts.default}`" if facts.default else ""
-        rows.append(f"| `{name}` | {default} | {_cell(facts.valid)} | {_cell(facts.meaning)} |")
-    return "\n".join(("| field | default | valid | meaning |", "|---|---|---|---|", *rows, ""))
 
 
 def _cell(text: str) -> str:

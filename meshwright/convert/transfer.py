@@ -178,10 +178,14 @@ def import_folder(
         def read() -> Iterator[tuple[str, Tensor]]:
             for index, pair in enumerate(pairs):
                 report("weights", index / len(pairs))
-                yield (
-                    pair.name,
-                    _imported(stored, pair) if pair.drawn is None else first_values(pair.name, pair.drawn, seed),
-                )
+                if pair.drawn is not None:
+                    yield pair.name, first_values(pair.name, pair.drawn, seed)
+                    continue
+                theirs = [stored.weight(name, shape) for name, shape in pair.theirs.items()]
+                rows = pair.to_ours(*theirs).reshape(pair.shape[0] - pair.padding, *pair.shape[1:])
+                if pair.padding:  # zeros: the softmax masks padding out, and a look-up never reads it
+                    rows = torch.cat([rows, rows.new_zeros(pair.padding, *pair.shape[1:])])
+                yield pair.name, rows.contiguous()
 
         _write(folder, in_shards(read(), shard_bytes), model)
     return Imported(model, sum(prod(pair.shape) for pair in pairs), family.reads_text, has_tokenizer)
@@ -258,16 +262,6 @@ def _check_names(stored: Source, family: Family, pairs: list[TensorPair], copies
         if names:
             rest = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
             raise CheckpointError(f"{stored.folder} {what} {min(names)}{rest}")
-
-
-def _imported(stored: Source, pair: TensorPair) -> Tensor:
-    """A pair's tensor in our shape, of the folder's tensors, with rows of zeros where a table is padded."""
-    theirs = [stored.weight(name, shape) for name, shape in pair.theirs.items()]
-    rows = pair.to_ours(*theirs).reshape(pair.shape[0] - pair.padding, *pair.shape[1:])
-    if pair.padding:
-        # Zeros: the softmax masks padding out, and a look-up never reads it.
-        rows = torch.cat([rows, rows.new_zeros(pair.padding, *pair.shape[1:])])
-    return rows.contiguous()
 
 
 def _write(folder: Path, shards: Iterator[dict[str, Tensor]], model: Model) -> None:

@@ -42,7 +42,7 @@ def squares_of(slots: Sequence[Slot], fixed: FixedPoint | None = None) -> tuple[
         return torch.stack(torch._foreach_norm(gradients, 2, torch.float64)).square_().unbind()
     squares = []
     for gradient in gradients:
-        # torch's CPU kernel makes a float64 copy of what it widens: by pieces the copy stays in the cache.
+        # torch's CPU kernel makes a float64 copy of what it widens: by pieces the copy is small (PIECE).
         copies = gradient.device.type == "cpu" and gradient.dtype != torch.float64
         pieces = gradient.split(PIECE) if copies else (gradient,)
         norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]

@@ -89,15 +89,11 @@ class InPlace:
         for matrix in (True, False):
             members = [index for index, slot in enumerate(self.slots) if slot.matrix == matrix]
             # float32 copies of all gradients at once would take as much as the masters; WIDENED_BYTES bounds them.
-            for some in stepped_together([self._widened_bytes(index) for index in members]):
+            pairs = [(self.slots[index].parameter.grad, self.masters[index]) for index in members]
+            widened = [size_bytes(master) * (own is None or own.dtype != master.dtype) for own, master in pairs]
+            for some in stepped_together(widened):
                 self._step_together([members[place] for place in some], matrix, step)
         self.refresh()
-
-    def _widened_bytes(self, index: int) -> int:
-        """Bytes of a copy of a slot's gradient in its master's dtype; 0 where it has that already."""
-        gradient, master = self.slots[index].parameter.grad, self.masters[index]
-        assert gradient is not None, "a slot without a gradient"
-        return size_bytes(master) if gradient.dtype != master.dtype else 0
 
     def _step_together(self, members: list[int], matrix: bool, step: StepWeights) -> None:
         """Step slots that have the same weight decay, in one call."""

@@ -61,8 +61,13 @@ class Gradients:
         """Parameters that several chunks use, with the memory of each but the first, whose gradient comes last."""
         # Weak: Python's collector does not see hooks, and a model that is dropped would stay with its bucket's memory.
         told: WeakMethod[OnGradient] = WeakMethod(self._accumulated)
+
+        def tell(parameter: nn.Parameter) -> None:
+            if (accumulated := told()) is not None:
+                accumulated(parameter)
+
         for parameter in self._views if on_gradient else ():
-            parameter.register_post_accumulate_grad_hook(partial(_tell, told))
+            parameter.register_post_accumulate_grad_hook(tell)
 
     def add(
         self, parameter: nn.Parameter, like: Tensor, write: WriteGradient, *, may_wait: bool = True
@@ -167,9 +172,3 @@ class Gradients:
         """The memory in which the chunk at work adds up the gradient; None: the parameter's own."""
         apart = self._apart.get(parameter)
         return None if apart is None else apart.get(self.user)
-
-
-def _tell(told: WeakMethod[OnGradient], parameter: nn.Parameter) -> None:
-    """The hook of a parameter's gradients, for as long as they are there."""
-    if (accumulated := told()) is not None:
-        accumulated(parameter)

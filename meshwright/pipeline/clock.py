@@ -73,7 +73,7 @@ def _in_order(
     now, passed = [0.0 for _ in stages], [0 for _ in stages]
     come: list[dict[Arrival, float]] = [{} for _ in stages]
     needs = {
-        # Asked of the placement once and not at each task, which would be most of a task's time.
+        # Asked of the placement once, and not at each task.
         (stage, kind, chunk): kind is not TaskKind.WEIGHT and placement.sender(stage, kind, chunk) is not None
         for stage in stages
         for kind in TaskKind

@@ -113,7 +113,7 @@ def _moves(partition: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """Partitions with one layer elsewhere, neighbours first. Only the first and the last position may have none."""
     ends = (0, len(partition) - 1)
     places = [(a, b) for a in range(len(partition)) for b in range(len(partition)) if a != b]
-    # Neighbours first: what a balanced cut lacks is most often one layer across one border.
+    # Neighbours first: the search's budget goes to the smallest changes.
     for start, to in sorted(places, key=lambda pair: abs(pair[0] - pair[1])):
         if partition[start] > (0 if start in ends else 1):
             yield tuple(layers - (at == start) + (at == to) for at, layers in enumerate(partition))

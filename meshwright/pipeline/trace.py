@@ -43,7 +43,13 @@ def read_trace(path: Path) -> Timeline:
         events = json.loads(path.read_text())["traceEvents"]
         # A stage that did nothing has a name and no span, so the names are what is counted.
         num_stages = sum(event["name"] == "process_name" for event in events)
-        spans = tuple(_span(event) for event in events if event["ph"] == "X")
+        spans = tuple(
+            Span(
+                event["pid"], event["name"], event["cat"], event["ts"] / 1e6, event["ts"] / 1e6 + event["dur"] / 1e6,
+                event["args"]["microbatch"], event["args"].get("chunk", 0),
+            )
+            for event in events if event["ph"] == "X"
+        )  # fmt: skip
     except OSError as error:
         raise DataError(f"the trace {path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
@@ -77,9 +83,3 @@ def _events(timeline: Timeline) -> list[dict[str, Any]]:
         }
         for span in timeline.spans
     ]
-
-
-def _span(event: dict[str, Any]) -> Span:
-    start_seconds, microbatch, chunk = event["ts"] / 1e6, event["args"]["microbatch"], event["args"].get("chunk", 0)
-    end_seconds = start_seconds + event["dur"] / 1e6
-    return Span(event["pid"], event["name"], event["cat"], start_seconds, end_seconds, microbatch, chunk)

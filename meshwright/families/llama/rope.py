@@ -54,7 +54,7 @@ def inverse_frequencies(rope: PlainRope, width: int) -> tuple[Tensor, float]:
             scaled = torch.where(waves > rope.original / low, plain / rope.factor, mixed)
             return torch.where(waves < rope.original / high, plain, scaled), 1.0
         case YarnRope():
-            # YaRN's temperature: queries and keys are each multiplied by its root.
+            # YaRN's temperature of the scores: queries and keys are each multiplied by the factor.
             factor = rope.attention_factor
             return _by_turns(rope, powers), 0.1 * math.log(rope.factor) + 1.0 if factor is None else factor
     return plain, 1.0
