@@ -34,6 +34,7 @@ def load(run: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) -> 
         file, parse = read_run(Path(run), overrides), parse_run
     if not file.auto:
         return parse(file.tree, file.words)
+    # Imported when asked for: the planner, and torch, are seconds that most calls do not need.
     from meshwright.tools.plan.auto import planned_config
 
     return planned_config(file, file.words)

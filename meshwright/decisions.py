@@ -109,6 +109,7 @@ def resolve_process(config: Config, machine: Machine) -> Resolved:
     transport, notes = _transport(config, machine, device)
     if config.device == "auto" and machine.gpus and not enough:
         notes.append(f"device=auto takes cpu: {_counted(machine.gpus, 'GPU')} for {_counted(local, 'rank')} here")
+    # Told and not refused: one run file serves both our launcher and a cluster's.
     if config.restarts.times and machine.joined:
         notes.append(
             f"restarts.times={config.restarts.times} does nothing here: {machine.launcher} started this run, and only "
@@ -116,7 +117,9 @@ def resolve_process(config: Config, machine: Machine) -> Resolved:
         )
     if config.restarts.shrink and not (machine.joined or config.restarts.times):
         notes.append("restarts.shrink=true does nothing with restarts.times=0: this launcher starts no job again")
+    # Ranks of a node share its cores: more threads than cores would take turns.
     threads = config.threads if config.threads != "auto" else max(1, machine.cores // local)
+    # torch compiles for a CPU by a C++ compiler: asked for here, before any rank has begun.
     if config.compile == "islands" and device == "cpu" and not any(map(shutil.which, ("g++", "clang++"))):
         rule = "needs a C++ compiler, and none is here (apt-get install g++)"
         raise ConfigError.of("compile", "islands", rule, "none, auto")
@@ -167,7 +170,10 @@ def in_steps(config: Config, folder: Path) -> Resolved:
     if not samples:
         rule = f"needs the number of samples, which data.kind={config.data.kind} does not tell"
         raise ConfigError.of("epochs", f"{config.epochs:g}", rule, "steps in place of epochs")
+    # The decimal as it was written, not its binary neighbour: 0.1 epochs of 1,000 samples are 100 of them. Rounded up,
+    # so that every sample is seen at least so often.
     steps = math.ceil(Fraction(str(config.epochs)) * samples / config.batch.global_)
+    # The rule had to wait for the number of steps.
     if problems := list(warmup_fits.check(config.model_copy(update={"steps": steps, "epochs": None}))):
         raise ConfigError(problems)
     note = f"{_counted(steps, 'step')} of batch.global={config.batch.global_}, of {samples} samples an epoch"
@@ -198,6 +204,7 @@ def _transport(config: Config, machine: Machine, device: str) -> tuple[str, list
         if TRANSPORTS[asked].by_mpiexec and machine.launcher == "torchrun":
             raise ConfigError.of("layout.transport", asked, "cannot join a job of torchrun", "torch, or use mpirun")
         return asked, []
+    # MPI moves host memory alone here, and fsdp lives inside of torch.distributed.
     if device != "cpu" or not config.layout.data.strategy.over_mpi or config.layout.world_size == 1:
         return "torch", []
     if not machine.has_mpi:
@@ -233,7 +240,13 @@ def resolve_layout(config: Config, machine: Machine, sizes: StageSizes | None = 
             rank_bytes = free_gpu_bytes(machine.ranks_here(config.layout.world_size))
         free = [max(0, rank_bytes - fixed) for fixed in sizes.fixed_bytes(resolved.config)]
         if decides_products(config):
-            resolved = _resolve_products(resolved, sizes.block_bytes(resolved.config), free)
+            # All stages multiply as the one can afford that has the least memory for its weights: the kits of a
+            # layout are one program, and a later stage needs no more than the first.
+            q, blocks = dict(resolved.config.layout.axes)["row"], sizes.block_bytes(resolved.config)
+            ways = [affordable_products(own, q, bytes_left) for own, bytes_left in zip(blocks, free, strict=True)]
+            stage = max(range(len(ways)), key=lambda stage: (PRODUCTS.index(ways[stage]), -free[stage]))
+            gathered = f"gathered weights of {_size(q * sum(blocks[stage]))} in {_size(free[stage])} of free memory"
+            resolved = resolved.decide(SUMMA, ways[stage], f"{ways[stage]}, for {gathered}")
         if pipeline.limit_by_memory:
             resolved = _resolve_limit(resolved, sizes.microbatch_bytes(resolved.config), free)
     return resolved
@@ -241,15 +254,6 @@ def resolve_layout(config: Config, machine: Machine, sizes: StageSizes | None = 
 
 def decides_products(config: Config) -> bool:
     return SUMMA in config.layout.tensor.gives_effect_to and config.memory.summa == "auto"
-
-
-def _resolve_products(resolved: Resolved, blocks: Sequence[Sequence[int]], free: Sequence[int]) -> Resolved:
-    """All stages multiply as the one can afford that has the least memory for its weights."""
-    q = dict(resolved.config.layout.axes)["row"]
-    ways = [affordable_products(own, q, bytes_left) for own, bytes_left in zip(blocks, free, strict=True)]
-    stage = max(range(len(ways)), key=lambda stage: (PRODUCTS.index(ways[stage]), -free[stage]))
-    gathered = f"gathered weights of {_size(q * sum(blocks[stage]))}"
-    return resolved.decide(SUMMA, ways[stage], f"{ways[stage]}, for {gathered} in {_size(free[stage])} of free memory")
 
 
 def affordable_products(block_bytes: Sequence[int], q: int, free_bytes: int) -> str:
@@ -266,6 +270,7 @@ def _resolve_limit(resolved: Resolved, microbatch_bytes: Sequence[int], free: Se
     chunks = resolved.config.layout.pipeline.chunks
     count = resolved.config.num_microbatches * chunks
     pairs = zip(microbatch_bytes, free, strict=True)
+    # Half: the optimizer's states come later, and a count is no measurement.
     limits = [max(chunks, min(count, free_bytes // 2 // max(1, each))) for each, free_bytes in pairs]
     stage = min(range(len(limits)), key=lambda stage: (limits[stage], free[stage]))
     limit = limits[stage]
@@ -289,6 +294,7 @@ def as_before(config: Config, dump: Mapping[str, Any], resolved: Mapping[str, An
     Raises CheckpointError where what was decided is no legal value.
     """
     own = config.model_dump(mode="json", by_alias=True)
+    # Decided anew where what the decisions rest on has changed: they would be of another run.
     if any(own[section] != dump.get(section) for section in SECTIONS):
         return config
     for field in FIELDS:

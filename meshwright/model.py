@@ -49,17 +49,19 @@ class Samples(Protocol):
 
 
 def rows_of(batch: Batch, rows: slice) -> Batch:
-    """The same rows of every entry."""
+    """These rows of every entry of a batch."""
     return {name: x[rows] for name, x in batch.items()}
 
 
 def counts_of(batch: Batch, labels: Sequence[str]) -> list[int]:
-    """How many elements of each label are valid."""
+    """The number of valid elements of each label."""
     return [int((batch[name] != IGNORED).sum()) for name in labels]
 
 
 def scales_of(labels: Sequence[str], counts: Sequence[int], scale: float, samples: int = 1) -> Scales:
     """The scales that turn each loss into `scale` times its mean over `counts` elements, or over the samples."""
+    # Counts are of the global batch, so that parts with different numbers of labels add up to one mean. A label that
+    # nothing has is a sum of nothing: any divisor will do.
     means = {name: scale / max(1, count) for name, count in zip(labels, counts, strict=True)}
     return means | {SAMPLES: scale / samples}
 

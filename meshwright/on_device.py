@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -42,7 +41,7 @@ WIDENED = {
         "expm1", "log", "log1p", "pow", "__pow__", "__rpow__", "rsqrt", "reciprocal", "__rdiv__", "softplus",
     ]),
 }  # fmt: skip
-"""Those whose tensors it widens to float32, by the type of the device. What else it casts no model of ours calls."""
+"""Functions whose tensors autocast widens to float32, by type of device. Our models call no others that it casts."""
 
 
 class AsOnDevice(TorchFunctionMode):
@@ -62,8 +61,14 @@ class AsOnDevice(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        # torch's autocast goes by a tensor's device, so meta tensors pass it by.
         if torch.is_autocast_enabled("cpu") and (dtype := self._autocast_dtype(function, kwargs or {})) is not None:
-            args, kwargs = tree_map(partial(_as_autocast, dtype=dtype), (args, kwargs))
+
+            def cast(x: Any) -> Any:
+                casts = isinstance(x, Tensor) and x.is_meta and x.is_floating_point() and x.dtype != torch.float64
+                return x.to(dtype) if casts else x
+
+            args, kwargs = tree_map(cast, (args, kwargs))
         if function is F.scaled_dot_product_attention and self.attention != "torch":
             return self._attend(*args, **(kwargs or {}))
         if function is F.dropout and self.device_type == "cuda":
@@ -116,11 +121,13 @@ class AsOnDevice(TorchFunctionMode):
                 apart=self.attention == "steps", on_gpu=self.device_type == "cuda",
             )  # fmt: skip
         learns_mask = attn_mask is not None and attn_mask.requires_grad
+        # The fused kernels give a mask no gradient, and the CPU's knows no dropout: torch would take its steps.
         if learns_mask or (self.device_type == "cpu" and dropout_p > 0):
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
         if attn_mask is not None and attn_mask.dtype == torch.bool:
+            # As torch does in front of these kernels; the addend is memory, too.
             attn_mask = torch.where(attn_mask, 0.0, -math.inf).to(query.dtype)
         if self.device_type == "cpu":
             attended: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -134,11 +141,6 @@ class AsOnDevice(TorchFunctionMode):
         return attended
 
 
-def _as_autocast(x: Any, dtype: torch.dtype) -> Any:
-    casts = isinstance(x, Tensor) and x.is_meta and x.is_floating_point() and x.dtype != torch.float64
-    return x.to(dtype) if casts else x
-
-
 def _attend_in_steps(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, masked: bool, *, apart: bool,
     on_gpu: bool,
@@ -148,6 +150,7 @@ def _attend_in_steps(
     heads = query.shape[:2]
     scores = torch.bmm(_HeadsInRow.apply(query), _HeadsInRow.apply(key).mT).unflatten(0, heads)
     if apart:
+        # Any factor: the kernel counts, not its numbers, which meta tensors do not have.
         scores = scores * 1.0
         if masked:
             hidden = torch.empty((), dtype=torch.bool, device=scores.device).expand(scores.shape[-2:])

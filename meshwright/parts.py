@@ -119,15 +119,19 @@ class Parts:
 
 
 def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
-    """Everything a rank needs to train a resolved config.
+    """Build all that a rank needs to train a resolved config.
 
     `folder`: the run's, where an optimizer that lives on disk has its file.
     """
     if mesh.device.type == "cuda":
         torch.backends.cuda.matmul.fp32_precision = "tf32" if config.precision.tf32 else "ieee"
         use_flash_attention(mesh.device)
+    # Every rank builds all stages without numbers: it then knows the whole model's parameters, ties and messages,
+    # without a word between ranks.
     stages = plan_stages(config, mesh)
     chunks = stages.of(mesh.index(PIPE))
+    # Parameters stay meta until buckets draw their values, so that no rank holds a model beside its buckets;
+    # fully_shard wants tensors.
     kit = build_kit(config, replace(mesh, empty=not config.layout.data.strategy.whole))
     model = build_model(config, kit, mesh, Chunk.union(chunks))
     recompute_in(config, model, chunks)
@@ -135,9 +139,11 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
         use_islands(model, compiled_islands())
     grains, fixed = exactly(config, mesh)
     strategy = _build_strategy(config, mesh, model, stages.specs, chunks, fixed)
+    # After the strategy, which made the buckets: layers write into them.
     use_gradients(model, strategy.gradients)
     if grains is not None:
         if mesh.device.type != "meta" and not vectors_are_whole(config, stages.specs):
+            # Threads share odd sizes in parts that are no whole vectors, and round them otherwise.
             torch.set_num_threads(1)
         for module in model.modules():
             if isinstance(module, SerialNorm):
@@ -175,11 +181,13 @@ def plan_stages(config: Config, mesh: Mesh) -> Stages:
     specs: dict[str, ShardSpec] = {}
     models: list[tuple[Kit, Chain]] = []
     for stage in range(settings.size):
+        # The rank of the other stage that has this one's other coordinates: whom messages go to.
         fellow = mesh.grid.rank(mesh.grid.coordinates(mesh.rank) | {PIPE: stage})
         there = planned_mesh(mesh.grid, fellow, mesh.token_axes)
         kit = build_kit(config, there)
         model = build_model(config, kit, there, Chunk.union(stages.of(stage)))
         model.groups = tuple(chunk.layers for chunk in stages.of(stage))
+        # A name that an earlier stage has had is a table that two stages hold.
         specs |= {name: replace(spec, tied=name in specs) for name, spec in shard_specs(model).items()}
         models.append((kit, model))
     passing: list[tuple[TensorMeta, ...]] = []
@@ -187,6 +195,7 @@ def plan_stages(config: Config, mesh: Mesh) -> Stages:
     for position, chunk in enumerate(stages.chunks[:-1]):
         kit, model = models[stages.placement.stage_of(position)]
         with torch.no_grad():
+            # Run on meta tensors: shapes and dtypes of messages are what the layers make, under their own precision.
             hidden = model.hidden_states(empty_batch(config, kit, model, torch.device("meta")), hidden, chunk)
         passing.append(tuple(TensorMeta(tuple(x.shape), x.dtype) for x in hidden))
     return replace(stages, specs=specs, passing=tuple(passing))
@@ -283,7 +292,7 @@ def use_islands(model: Chain, islands: Islands) -> None:
 
 
 def recomputed_group(config: Config, stage_layers: int) -> int:
-    """How many layers are recomputed together in a chunk of so many."""
+    """The number of layers that are recomputed together in a chunk of so many."""
     setting = config.memory.recompute
     assert setting not in ("none", "selective"), f"memory.recompute={setting} has no groups"
     return best_group(stage_layers, config.model.num_blocks) if setting == "auto" else int(setting)
@@ -322,6 +331,7 @@ def build_pipeline(
         )
         for number, part in enumerate(models)
     ]
+    # In a v the first and the last chunk are one rank's, and messages decide which of them adds to a tied table first.
     _share_tables(strategy.gradients, model, config, mesh, chunks)
     peers = mesh.comm(*(config.layout.peer_axes if config.layout.pipeline.size > 1 else ()))
     mailbox = mesh.mailbox(PIPE, ring=placement.is_ring)
@@ -367,6 +377,7 @@ def _build_strategy(
     using = {} if policy.replicated else parts_using(config, mesh, model.chunk)
     parts = using if sync.gathers else None
     own = {name: chunks_using(users, chunks) for name, users in using.items()}
+    # Slices leave when a chunk is done: a bucket of two chunks would wait for the later one.
     by_chunk = own if sync.slices and len(chunks) > 1 else None
 
     def fill(name: str, out: Tensor) -> nn.Parameter:
@@ -374,6 +385,7 @@ def _build_strategy(
         parameter = nn.Parameter(out.new_empty(0))
         parameter.data = out
         owner, _, own = name.rpartition(".")
+        # By name, since a meta tensor cannot be given memory in place (swap_tensors fails under FakeTensorMode).
         setattr(model.get_submodule(owner), own, parameter)
         return parameter
 

@@ -197,6 +197,7 @@ def register(group: str, name: str, entry: Any) -> None:
     base = load_entry(BASES[group])
     if not _suits(loaded, base):
         raise ConfigError.of("entry", value, f"is no {base.__name__}", f"one, as docs/extending.md has it for {group}")
+    # Unions and rules of the sections are composed when the first config is read, of what is known then.
     if _group.cache_info().currsize:
         rule = "comes after the first config was read, whose words are put together once"
         raise ConfigError.of("register", name, rule, "before it, in a new process or a kernel that is started again")
@@ -211,6 +212,7 @@ def _importable(entry: Any) -> tuple[str, str, Any]:
         raise ConfigError.of("entry", entry, "is no class, and does not know where it stands", valid)
     value = entry if isinstance(entry, str) else f"{entry.__module__}:{entry.__qualname__}"
     module = value.partition(":")[0]
+    # Ranks come from a clean process: what stands in __main__ here does not stand in theirs.
     if module == "__main__":
         raise ConfigError.of(
             "entry", value, "stands in the script or notebook itself, which ranks do not import", valid
@@ -267,4 +269,5 @@ def _group(group: str) -> tuple[dict[str, Any], list[str]]:
 
 def load_entry(value: str) -> Any:
     """The object that `module:attribute` names."""
+    # The standard library's own reading of `module:attribute`, as other packages' entry points have it.
     return metadata.EntryPoint("", value, "").load()

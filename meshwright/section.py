@@ -58,6 +58,7 @@ def can_share(count: int, members: int, parts: int) -> bool:
 
 def divisors(number: int) -> list[int]:
     """All positive divisors, ascending."""
+    # Up to the root: counting to 2^48 would hang on a slip of the pen.
     small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
     return small + [number // divisor for divisor in reversed(small) if divisor * divisor != number]
 
@@ -150,6 +151,7 @@ def with_field(section: Any, field: str, value: object) -> Any:
     name, _, rest = field.partition(".")
     if rest:
         value = with_field(section[name] if isinstance(section, dict) else getattr(section, name), rest, value)
+    # model_copy keeps which fields the user wrote, and asks no rule.
     return section | {name: value} if isinstance(section, dict) else section.model_copy(update={name: value})
 
 

@@ -144,10 +144,12 @@ def held_bytes(
         given, coming = (
             tuple(torch.empty(meta.shape, dtype=meta.dtype, device=device) for meta in forms) for forms in ends
         )
+        # The gradient from after has its memory while F runs here, and not in a run.
         waiting = sum(map(size_bytes, coming))
         stage.forward(index, given, batch, dict.fromkeys((*stage.model.labels, SAMPLES), 1.0))
         after_forward = live.live - waiting
         stage.backward(index, coming, defers=True)
+        # Messages go when B is done: what stays alive is W's.
         del given, coming
         return after_forward, live.live
 
@@ -174,6 +176,8 @@ def parameters_of(embedding: dict[str, ShardSpec], layers: dict[str, ShardSpec],
 def shared_work(config: Config, parameters: Costs, device: str) -> Costs:
     """A microbatch forward and backward and its share of the work on parameters, in products of a forward pass."""
     products, samples = chain_of(config).products(config), config.micro
+    # By 3, since the unit is a product of a forward pass and the others go forward and back; a step's work on
+    # parameters is shared by its microbatches.
     weight = PRODUCTS_PER_PARAMETER["cuda" if device == "cuda" else "cpu"] / 3 / config.num_microbatches
     return Costs(
         samples * products.embedding + weight * parameters.embedding,
@@ -192,6 +196,7 @@ def links(num_layers: int) -> tuple[Chunk, Chunk, Chunk]:
 
 def measured_costs(config: Config) -> Costs:
     """Seconds of each part of the chain, timed in a process of its own, as ranks run: this one may start no threads."""
+    # Inside another launcher this process is a rank already, with threads of its own.
     if joined():
         begin, *layers, end = time_links(config, torch.device("cuda" if config.device == "cuda" else "cpu"))
     else:
@@ -219,26 +224,25 @@ def time_links(config: Config, device: torch.device) -> list[float]:
     for link in (begin, *(Chunk(range(layer, layer + 1), False, False) for layer in layers.layers), end):
         model: Chain = make_chain(config, kit, link)
         for parameter in model.parameters():
+            # Numbers of usual size: what the memory held may be denormals, with which a CPU is slow.
             nn.init.normal_(parameter, std=0.02)
         batch = empty_batch(config, kit, model, device)
         shapes = tuple(x.shape for x in (*hidden, *model.parameters()))
         if shapes not in known:
-            known[shapes] = statistics.median(_seconds(model, hidden, batch, device) for _ in range(TIMED_ROUNDS))
+            rounds: list[float] = []
+            for _ in range(TIMED_ROUNDS):
+                given = tuple(x.detach().requires_grad_() for x in hidden)
+                started = time.perf_counter()
+                out = model(batch, dict.fromkeys((*model.labels, SAMPLES), 1.0), given)
+                torch.autograd.backward(out, [torch.ones_like(x) for x in out])
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)  # a GPU has only been given the work until here
+                rounds.append(time.perf_counter() - started)
+            known[shapes] = statistics.median(rounds)  # other programs only ever add, now and then
         seconds.append(known[shapes])
         with torch.no_grad():
             hidden = model.hidden_states(batch, hidden)
     return seconds
-
-
-def _seconds(model: Chain, hidden: Hidden, batch: dict[str, torch.Tensor], device: torch.device) -> float:
-    """A chunk forward and backward."""
-    given = tuple(x.detach().requires_grad_() for x in hidden)
-    started = time.perf_counter()
-    out = model(batch, dict.fromkeys((*model.labels, SAMPLES), 1.0), given)
-    torch.autograd.backward(out, [torch.ones_like(x) for x in out])
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - started
 
 
 def free_gpu_bytes(num_gpus: int) -> int:

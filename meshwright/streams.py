@@ -42,6 +42,7 @@ def flush(stream: TextIO) -> None:
 def mute(stream: TextIO) -> None:
     """Send what the stream still holds, and all that follows, nowhere; or Python fails at the process's end."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
+    # Under the same descriptor, so that what Python and C still hold for it goes nowhere, too.
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
 

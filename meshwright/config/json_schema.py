@@ -49,7 +49,11 @@ def run_schema() -> Schema:
     definitions, fields = schema["$defs"], schema["properties"]
     for section in (schema, *definitions.values()):
         for name, inner in section["properties"].items():
-            section["properties"][name] = _with_sizes(_without_section(inner))
+            # A section's default is what its fields say, and too long to be read.
+            own = {key: value for key, value in inner.items() if key != "default" or not isinstance(value, dict)}
+            # Sizes may be written as 16M, of which pydantic knows by an example alone.
+            size = {"type": "string", "pattern": "^[0-9]+[kKmMgG]$"}
+            section["properties"][name] = _either(own, size) if "examples" in own else own
     _open_data(definitions, fields["data"])
     _open_models(definitions, fields["model"])
     for branch in definitions["Layout"]["properties"]["tensor"]["oneOf"]:
@@ -73,16 +77,6 @@ def _either(field: Schema, *others: Schema) -> Schema:
     """A field that may hold something else as well; what it means, and its default, stay at the top."""
     notes = {key: field[key] for key in ("description", "default") if key in field}
     return notes | {"anyOf": [{key: value for key, value in field.items() if key not in notes}, *others]}
-
-
-def _without_section(field: Schema) -> Schema:
-    """A section's default is what its fields say, and too long to be read."""
-    return {key: value for key, value in field.items() if key != "default" or not isinstance(value, dict)}
-
-
-def _with_sizes(field: Schema) -> Schema:
-    """Sizes may be written as 16M, of which pydantic knows by an example alone."""
-    return _either(field, {"type": "string", "pattern": "^[0-9]+[kKmMgG]$"}) if "examples" in field else field
 
 
 def _name(reference: Schema) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -101,7 +102,11 @@ def run_file(path: Path) -> Path:
 def read_yaml(path: Path) -> dict[str, Any]:
     """A YAML file that holds a mapping. Raises ConfigError where it does not."""
     try:
-        tree = plain_values(_text(path))
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)  # bounded: /dev/zero has no end
+        if len(content) > MAX_BYTES:
+            raise ConfigError.of("run", path, "is larger than 1 MiB", _shipped_runs())
+        tree = plain_values(content.decode("utf-8"))
     except FileNotFoundError as error:
         rule = "is no such file" + nearest(str(path), run_names())
         if "=" in str(path):
@@ -118,15 +123,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError.of("run", path, "holds no `key: value` lines", _shipped_runs())
     return tree
-
-
-def _text(path: Path) -> str:
-    """All of a file that is no larger than a run needs: /dev/zero has no end."""
-    with path.open("rb") as file:
-        content = file.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise ConfigError.of("run", path, "is larger than 1 MiB", _shipped_runs())
-    return content.decode("utf-8")
 
 
 def _shipped_runs() -> str:
@@ -164,15 +160,21 @@ def _parse(
 ) -> Config:
     """`laid_over`: None where a program made the tree, all of which need not have an effect."""
     check_plugins()
+    # A copy: the caller's tree is read again, by a sweep or to tell a mistake as it was typed.
     written, tree = tree, deepcopy(tree)
     spell_out(tree)
     words = list(laid_over or ())
     problems: list[Problem] = []
     for word in overrides:
         problems += filter(None, [_override(tree, word, words)])
-        words.append(in_words(_key(word), _value(word))[0])
+        value: Any = None
+        with suppress(yaml.YAMLError):  # a mistake that _override has told
+            value = plain_values(word.partition("=")[2])
+        words.append(in_words(_key(word), value)[0])
     spell_out(tree)
-    problems += _refuse_plan(tree)
+    if "plan" in tree:  # it belongs to `layout: auto`, which is not here any more
+        rule = "has no effect where the layout is written"
+        problems.append(Problem("plan", shown(tree.pop("plan")), rule, "leave it out, or layout: auto"))
     problems += _resolve_weights(tree)
     problems += _resolve_model(tree)
     problems += _resolve_precision(tree)
@@ -186,6 +188,7 @@ def _parse(
     if config is None:
         for field in mistaken:
             _remove(tree, field)
+        # Without the mistaken fields the rest is checked all the same, so that every mistake is told at once.
         config, _ = _validate(tree)
     if config is not None:
         problems += [problem for problem in broken_rules(config, mistaken) if problem.field not in unread]
@@ -205,14 +208,6 @@ def _as_typed(problem: Problem, tree: dict[str, Any], words: Iterable[str]) -> P
         return problem
     key, _, text = typed.partition("=")
     return replace(problem, field=key, value=shown(text), rule=problem.rule.replace(UNKNOWN, f"{UNKNOWN}, {section}"))
-
-
-def _refuse_plan(tree: dict[str, Any]) -> list[Problem]:
-    """The section `plan` belongs to `layout: auto`, which is not here any more."""
-    if "plan" not in tree:
-        return []
-    rule = "has no effect where the layout is written"
-    return [Problem("plan", shown(tree.pop("plan")), rule, "leave it out, or layout: auto")]
 
 
 def dump_tree(config: Config) -> dict[str, Any]:
@@ -238,14 +233,6 @@ def dump_config(config: Config) -> str:
 
 def _key(word: str) -> str:
     return word.partition("=")[0]
-
-
-def _value(word: str) -> Any:
-    """The value of a word; None where it is no YAML, which is a mistake told elsewhere."""
-    try:
-        return plain_values(word.partition("=")[2])
-    except yaml.YAMLError:
-        return None
 
 
 def _override(tree: dict[str, Any], word: str, earlier: Collection[str]) -> Problem | None:
@@ -307,6 +294,7 @@ def _resolve_weights(tree: dict[str, Any]) -> list[Problem]:
         found = load_entry(WEIGHTS)(str(source), None if wanted is None else str(wanted))
     except MeshwrightError as error:
         return [Problem("model.from", shown(source), f"cannot be read: {error}")]
+    # What the run says of the model lies over what the folder says.
     tree["model"], tree["weights"] = found.model | fields, str(source)
     if found.tokenizer is not None and (data is None or isinstance(data, dict)):
         tree["data"] = {"tokenizer": str(found.tokenizer)} | (data or {})

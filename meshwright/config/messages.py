@@ -7,7 +7,7 @@ the check.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import takewhile
 from typing import Any
@@ -148,17 +148,13 @@ def _problem(name: str, field: Schema, detail: ErrorDetails, models: Sequence[st
     if name == "model":
         return Problem(name, value, "is neither a model's name nor a section", ", ".join(models))
     if sections:
-        return Problem(name, value, "is not a section", ", or ".join((described(field), *_short_forms(name))))
+        short = SHORTHANDS.get(name, Shorthand())
+        words = ("none", short.off), (f"its {short.number}, a number", short.number), (f"its {short.word}", short.word)
+        forms = [text for text, stands in (*words, ("auto", name == "layout")) if stands]
+        return Problem(name, value, "is not a section", ", or ".join((described(field), *forms)))
     indices = list(takewhile(lambda part: isinstance(part, int), reversed(detail["loc"])))[::-1]
     item = f"at index {', '.join(map(str, indices))} " if indices and detail["type"] != "missing" else ""
     return Problem(name, value, item + _rule(name, field, detail), described(field))
-
-
-def _short_forms(name: str) -> Iterator[str]:
-    """The values that may stand for a section."""
-    short = SHORTHANDS.get(name, Shorthand())
-    forms = (("none", short.off), (f"its {short.number}, a number", short.number), (f"its {short.word}", short.word))
-    yield from (text for text, field in (*forms, ("auto", name == "layout")) if field)
 
 
 def _unknown(name: str, value: object, known: Sequence[str], root: Schema) -> Problem:

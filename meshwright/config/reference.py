@@ -77,7 +77,12 @@ def topic_of(name: str) -> Topic:
         kinds = [
             (part, sections[part]) for _, node in nodes if len(sections := sections_in(node)) > 1 and part in sections
         ]
-        fields = [] if kinds else list(_fields_called(part, nodes))
+        fields = [
+            (kind or outer, section["properties"][part])
+            for outer, node in (() if kinds else nodes)
+            for kind, section in sections_in(node).items()
+            if part in section["properties"]
+        ]
         if not kinds and not fields:
             own = ".".join(path)
             strategies = dict(_strategies(own, nodes[0][1]))
@@ -124,14 +129,6 @@ def short_form(name: str) -> str:
         return ""
     forms = [(short.word, "a word is its"), (short.number, "a number is its"), (short.off, "none makes 0 of its")]
     return ", ".join(f"{what} {field}" for field, what in forms if field)
-
-
-def _fields_called(part: str, nodes: Sequence[tuple[str, Schema]]) -> Iterator[tuple[str, Schema]]:
-    """The kinds of section that have such a field, and its schema in each."""
-    for outer, node in nodes:
-        for kind, section in sections_in(node).items():
-            if part in section["properties"]:
-                yield kind or outer, section["properties"][part]
 
 
 def _field(name: str, node: Schema) -> FieldFacts:

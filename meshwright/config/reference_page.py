@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from meshwright.config.reference import FieldFacts, SectionFacts, Topic, all_sections
+from meshwright.config.reference import SectionFacts, Topic, all_sections
 
 _FEW_FIELDS = 20
 """A section of several kinds that have no more fields in all is shown with all of them."""
@@ -23,7 +23,9 @@ and the message says what it needs.
 def topic_text(topic: Topic, width: int) -> str:
     """A topic for a terminal of so many columns."""
     if not topic.name:
-        return "\n".join((*_overview(topic, width), "", "meshwright config FIELD says more, such as layout.data"))
+        (run,) = topic.sections
+        overview = [line for facts in run.fields for line in _listed(facts.name, facts.meaning, width, "")]
+        return "\n".join((*overview, "", "meshwright config FIELD says more, such as layout.data"))
     lines: list[str] = []
     for facts in topic.fields:
         kinds = f"{', '.join(facts.kinds)}: " if facts.kinds else ""
@@ -53,16 +55,18 @@ def page() -> str:
             named = f"**`{section.kind}`**: " if section.kind else ""
             if named or topic.name:
                 parts.append(f"{named}{_cell(section.about)}\n")
-            parts += [_table(section.fields)] if section.fields else []
+            rows = [
+                f"| `{facts.name.rpartition('.')[2]}` | {f'`{facts.default}`' if facts.default else ''} "
+                f"| {_cell(facts.valid)} | {_cell(facts.meaning)} |"
+                for facts in section.fields
+            ]
+            head = ("| field | default | valid | meaning |", "|---|---|---|---|")
+            parts += ["\n".join((*head, *rows, ""))] if rows else []
         fields = [facts for section in topic.sections for facts in section.fields if topic.name]
-        parts += [_strategies(facts) for facts in fields if facts.strategies]
+        for facts in (facts for facts in fields if facts.strategies):
+            rows = [f"| `{name}` | {_cell(meaning)} |" for name, meaning in facts.strategies]
+            parts.append("\n".join((f"| `{facts.name}` | |", "|---|---|", *rows, "")))
     return "\n".join(parts)
-
-
-def _overview(topic: Topic, width: int) -> Iterator[str]:
-    (run,) = topic.sections
-    for facts in run.fields:
-        yield from _listed(facts.name, facts.meaning, width, "")
 
 
 def _section(section: SectionFacts, width: int) -> Iterator[str]:
@@ -91,19 +95,6 @@ def _wrapped(text: str, width: int, indent: str = "", then: str | None = None) -
         break_on_hyphens=False,
         break_long_words=False,
     )
-
-
-def _table(fields: Sequence[FieldFacts]) -> str:
-    rows = []
-    for facts in fields:
-        name, default = facts.name.rpartition(".")[2], f"`{facts.default}`" if facts.default else ""
-        rows.append(f"| `{name}` | {default} | {_cell(facts.valid)} | {_cell(facts.meaning)} |")
-    return "\n".join(("| field | default | valid | meaning |", "|---|---|---|---|", *rows, ""))
-
-
-def _strategies(facts: FieldFacts) -> str:
-    rows = [f"| `{name}` | {_cell(meaning)} |" for name, meaning in facts.strategies]
-    return "\n".join((f"| `{facts.name}` | |", "|---|---|", *rows, ""))
 
 
 def _cell(text: str) -> str:

@@ -111,7 +111,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
 def ours_for_key(key: str, value: object) -> str:
     """Our words for another tool's key and its value: `tp`, 2 -> `layout.tensor=megatron layout.tensor.size=2`;
     empty where the key is no tool's that we know of."""
-    word = _plain(key.rpartition(".")[2])
+    word = key.rpartition(".")[2].lstrip("-").lower().replace("-", "_")
     ours = next((ours for ours, theirs in KEYS.items() if word in theirs), "")
     if ours and "{}" not in ours and decides_nothing(value):
         return f"leave it out; {ours} is what {key} would be"
@@ -122,7 +122,3 @@ def ours_for_value(field: str, value: object) -> str:
     """The choice of a field that another tool's word means; empty where the word is none that we know of."""
     word = shown(value).lower()
     return next((ours for theirs, ours in VALUES.get(field, {}).items() if word in theirs.split()), "")
-
-
-def _plain(word: str) -> str:
-    return word.lstrip("-").lower().replace("-", "_")

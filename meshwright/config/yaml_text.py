@@ -66,7 +66,10 @@ def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple
     key = id(node)
     if key not in known:
         known[key] = None
-        inner = [_measure(part, known) for part in _parts(node)]
+        parts = list(node.value) if isinstance(node, yaml.CollectionNode) else []
+        if isinstance(node, yaml.MappingNode):
+            parts = [part for pair in node.value for part in pair]
+        inner = [_measure(part, known) for part in parts]
         values, levels = 1 + sum(size for size, _ in inner), 1 + max((height for _, height in inner), default=0)
         if levels > MAX_LEVELS:
             raise _too_deep(node.start_mark)
@@ -77,12 +80,6 @@ def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple
     if found is None:
         raise _Refused("contains itself", node.start_mark)
     return found
-
-
-def _parts(node: yaml.Node) -> list[yaml.Node]:
-    if isinstance(node, yaml.MappingNode):
-        return [part for pair in node.value for part in pair]
-    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
 
 
 class _Loader(yaml.SafeLoader):

@@ -36,24 +36,24 @@ Names = Mapping[str, str | Sequence[str]]
 
 @dataclass(frozen=True)
 class TensorPair:
-    """A tensor under its names."""
+    """One of our tensors, and Hugging Face's tensors that say the same."""
 
     name: str
     shape: TensorShape
     theirs: Mapping[str, TensorShape]
-    """Theirs by name, in the order in which the two functions take and return them."""
+    """Shapes of Hugging Face's tensors by name, in the order in which the two functions take and return them."""
     to_ours: Callable[..., Tensor] = lambda x: x
-    """Their tensors to ours, in any shape of the same order, without the padding."""
+    """Hugging Face's tensors to ours, in any shape of the same element order, without the padding."""
     to_theirs: Callable[[Tensor], Sequence[Tensor]] = lambda x: [x]
-    """Ours without the padding to theirs, in any shapes of the same order."""
+    """Our tensor without the padding to Hugging Face's, in any shapes of the same element order."""
     padding: int = 0
-    """Rows that ours has behind theirs."""
+    """Rows that our tensor has behind Hugging Face's."""
     drawn: ShardSpec | None = None
-    """The spec of one whose values are drawn, since the folder lacks them."""
+    """The spec of a parameter whose values are drawn, since the folder lacks them; None: they are read."""
 
 
 def grouped(name: str, shape: TensorShape, theirs: Sequence[str]) -> TensorPair:
-    """Ours [in, G, out] and theirs G linears [out, in]; or a bias, ours [G, out] and theirs [out] each."""
+    """The pair of our [in, G, out] with G of Hugging Face's linears [out, in]; of a bias, [G, out] with [out] each."""
     groups = len(shape) - 2  # the dim of ours that counts them
     each = (shape[-1], *shape[:groups])
 
@@ -96,9 +96,12 @@ def with_tokens(text: str, ids: Mapping[str, int], template: processors.PostProc
     if all(library.token_to_id(name) is not None for name in ids):
         return text
     library.add_special_tokens(list(ids))
+    # add_special_tokens gives the next free ids; a vocabulary with holes, or of another size, gets other ones than the
+    # model's table has rows for.
     given, wanted = [library.token_to_id(name) for name in ids], list(ids.values())
     if given != wanted:
         raise DataError(f"the tokenizer gives {', '.join(ids)} the ids {given}, and the model has them as {wanted}")
+    # The template last: with tokens that were there before, the file is its owner's, template and all.
     library.post_processor = template
     return str(library.to_str(pretty=True)) + "\n"
 
@@ -128,18 +131,18 @@ class Family(ABC):
     fixed: ClassVar[Mapping[str, object]]
     """Settings that change the mathematics: the value that ours has, which is also what a missing key means."""
     dropouts: ClassVar[tuple[str, ...]] = ()
-    """Keys that are one number of ours."""
+    """Keys whose values are one number of ours: dropout."""
     dropout: ClassVar[float] = 0.1
-    """The meaning of a missing one."""
+    """The dropout that a missing key means."""
     stores_out_in: ClassVar[bool] = True
-    """Whether their linears are [out, in]; ours are [in, out]."""
+    """Whether Hugging Face stores the family's linears as [out, in]; ours are [in, out]."""
     tables: ClassVar[Set[str]] = frozenset()
-    """Our layers of 2 dims that are no linears, and without padding."""
+    """Our layers of 2 dims that are no linears and have no padding."""
     passed_over: ClassVar[re.Pattern[str]] = re.compile(r"(?!)")
     """Stored tensors that are no parameters."""
     reads_text: ClassVar[bool] = True
     architecture: ClassVar[str] = ""
-    """The end of their class's name, where `model_type` alone does not tell the family."""
+    """The end of the class's name in transformers, where `model_type` alone does not tell the family."""
 
     @property
     def name(self) -> str:
@@ -149,11 +152,11 @@ class Family(ABC):
 
     @abstractmethod
     def names(self, model: Any) -> Names:
-        """Their layer, or the layers that are one of ours, by our layer's name."""
+        """Hugging Face's layer, or layers, by the name of our layer that says the same."""
 
     @abstractmethod
     def rows(self, model: Any) -> Mapping[str, int]:
-        """Their rows by our layer's name, for layers that have rows of padding here."""
+        """The rows that Hugging Face stores, by our layer's name, for layers that have rows of padding here."""
 
     @abstractmethod
     def further_settings(self, model: Any) -> dict[str, object]:
@@ -184,6 +187,8 @@ class Family(ABC):
         if missing := [self.fields[field] for field in self.required if self.fields[field] not in settings.values]:
             raise CheckpointError(f"{settings.path} lacks {', '.join(missing)}")
         more = self.further(settings, stored)
+        # Mathematics that we do not have is refused by name; a key that changes none is passed over, or harmless keys
+        # would shut most published folders out.
         for key, ours in self.fixed.items():
             settings.only(key, ours)
         if self.dropouts:
@@ -192,6 +197,7 @@ class Family(ABC):
 
     def settings(self, model: Any) -> dict[str, Any]:
         """The settings of config.json that say what the model is."""
+        # `inner` follows from other fields in some families, and is a key of config.json in all.
         values = model.model_dump() | {"inner": model.inner}
         settings = {key: values[field] for field, key in self.fields.items()}
         settings |= dict.fromkeys(self.dropouts, model.dropout) | dict(self.fixed)
@@ -203,26 +209,30 @@ class Family(ABC):
 
     def specs(self, model: Any) -> dict[str, ShardSpec]:
         """The spec of every parameter of a model, which is built without memory."""
+        # The model is asked for its shapes instead of a second list of them, which would drift from it.
         return shard_specs(load_entry(model.chain)(model, SerialKit(solo_mesh(torch.device("meta")))))
 
     def pairs(self, model: Any) -> list[TensorPair]:
-        """Every parameter of a model."""
+        """The pairs of all parameters of a model."""
         names, rows, specs = self.names(model), self.rows(model), self.specs(model)
         return [self.pair(name, spec.shape, model, names, rows) for name, spec in specs.items()]
 
     def pair(self, name: str, shape: TensorShape, model: Any, names: Names, rows: Mapping[str, int]) -> TensorPair:
-        """One parameter, by the table of names."""
+        """The pair of one parameter, by the table of names."""
         layer, _, kind = name.rpartition(".")
         assert layer in names, f"{name} has no counterpart in Hugging Face's {self.title}"
         theirs = names[layer]
         if not isinstance(theirs, str):
             return grouped(name, shape, [f"{one}.{kind}" for one in theirs])
+        # Tables and vectors lie the same way round on both sides: only linears are turned.
         if layer in rows or layer in self.tables or len(shape) == 1:
             unpadded = rows.get(layer, shape[0])
+            # Padding is ours alone: rows beyond theirs come in as zeros and do not go out.
             return TensorPair(name, shape, {f"{theirs}.{kind}": (unpadded, *shape[1:])}, padding=shape[0] - unpadded)
         if self.stores_out_in:
             return TensorPair(
                 name, shape, {f"{theirs}.{kind}": (shape[1], shape[0])}, lambda x: x.t(), lambda x: [x.t()]
             )
+        # GPT-2's [in, 3H] is our [in, 3, H] without the middle dim: the same memory.
         flat = (prod(shape),) if kind == "bias" else (shape[0], prod(shape[1:]))
         return TensorPair(name, shape, {f"{theirs}.{kind}": flat})

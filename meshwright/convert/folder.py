@@ -35,11 +35,13 @@ def folder_of(source: str) -> Path:
     Raises CheckpointError where the Hub does not give it.
     """
     path = Path(source).expanduser()
+    # A folder here is meant before the Hub's model of the same name; anything else is no name of the Hub.
     if path.is_dir() or not _HUB_NAME.fullmatch(source):
         return path
     from huggingface_hub import snapshot_download  # half a second that a folder need not wait for
 
     try:
+        # No pickle is asked for, so none can come.
         return Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
     except Exception as error:  # the library raises its client's errors as well
         why = str(error).strip().split("\n")[0]
@@ -117,6 +119,7 @@ class Source:
         indexed = (folder / INDEX).is_file() and not (folder / SINGLE).is_file()  # as transformers chooses
         files = _indexed(folder) if indexed else _single(folder)
         self._places = {full_name(stored): (path, stored) for stored, path in files.items()}
+        # Old folders lack the prefix of their names: the same tensor under both would be read by chance.
         if len(self._places) != len(files):
             raise CheckpointError(f"{folder} holds a tensor twice, under an old and a new name")
 
@@ -146,6 +149,7 @@ class Source:
             valid = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES.values())
             stored = f"is stored as {tensor.dtype}, which holds no weights"
             raise CheckpointError(f"{self.folder}: {name} {stored}; valid: {valid}")
+        # One number that is not finite makes every later loss not finite; here its file and name are still known.
         if wrong := int((~tensor.isfinite()).sum()):
             numbers = "1 number that is" if wrong == 1 else f"{wrong:,} numbers that are"
             where = f"{self._places[name][0]}: {name}"
@@ -157,6 +161,7 @@ def _single(folder: Path) -> dict[str, Path]:
     path = folder / SINGLE
     if path.is_file():
         return _names_in(path)
+    # Told apart from an empty folder, since the remedy is another.
     pickles = sorted(file.name for file in folder.glob("pytorch_model*.bin"))
     if pickles:
         remedy = "convert it to safetensors first, with transformers' save_pretrained in a place you trust"
@@ -173,10 +178,12 @@ def _indexed(folder: Path) -> dict[str, Path]:
         raise CheckpointError(f"{path} is no index of safetensors files: {error!r}") from error
     names: dict[str, set[str]] = {}
     for file in sorted(set(files.values())):
+        # An index is data of strangers: a name with a separator could mean any file of this machine.
         if not _FILE.fullmatch(file):
             raise CheckpointError(f"{path} names {file!r}, which is not a file of this folder")
         if not (folder / file).is_file():
             raise CheckpointError(f"{folder / file} is missing, and {INDEX} lists it")
+        # Each file's header is read once, however many tensors the index says it has.
         names[file] = set(_names_in(folder / file))
     for name, file in files.items():
         if name not in names[file]:
@@ -190,6 +197,8 @@ def _names_in(path: Path) -> dict[str, Path]:
             return dict.fromkeys(file.keys(), path)
     except (OSError, SafetensorError) as error:
         with path.open("rb") as file:
+            # A clone without git-lfs has pointers of some hundred bytes in place of weights, which is the likeliest
+            # reason.
             if file.read(len(_POINTER)) == _POINTER:
                 raise CheckpointError(
                     f"{path} is git-lfs's pointer to the weights: fetch them with git lfs pull"

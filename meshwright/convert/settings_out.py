@@ -53,12 +53,21 @@ def settings_texts(
     """The texts by file name. `published`: those that the weights and the tokenizer came with; `same_family`: whether
     the weights came from a model of this family; `names`: the exported tensors; `dtype`: as torch names it."""
     kept = json.loads(published[MODEL]) if MODEL in published else None
-    settings = family.settings(model) if kept is None else _changed(family, model, kept, names, same_family)
+    settings = family.settings(model)
+    if kept is not None:
+        # Both are our own words for a model, of the published file's and of the run's: where they agree the published
+        # key stays as it is written, and every other key of the file stays, too. A list of harmless keys would age.
+        before = family.settings(family.read(Settings(Path("the published config.json"), dict(kept)), names))
+        changed = {key: value for key, value in settings.items() if key not in before or before[key] != value}
+        other_class = {} if same_family else {key: settings[key] for key in _OF_A_CLASS if key in settings}
+        settings = {**kept, **changed, **other_class}
+    # Under the name that the file has; a new file takes the older one, which every transformers reads.
     key = next((name for name in DTYPE_KEYS if name in settings), DTYPE_KEYS[1])
     settings[key] = dtype
     texts = family.further_files(model) | dict(published)
     if tokenizer is not None:
         text, ids, tokens = family.with_tokenizer(model, tokenizer.text, tokenizer.tokenizer)
+        # A published id is believed here: what is missing is written, nothing is overwritten.
         settings |= {key: token for key, token in ids.items() if key not in settings}
         if _EOS in ids:
             settings, texts = _with_ends(settings, texts, tokenizer)
@@ -71,25 +80,18 @@ def settings_texts(
     return texts | {MODEL: as_text(settings)}
 
 
-def _changed(family: Family, model: Any, kept: Mapping[str, Any], names: Set[str], same_family: bool) -> dict[str, Any]:
-    """A published config.json's settings, with those in which the model is another than it says."""
-    before = family.settings(family.read(Settings(Path("the published config.json"), dict(kept)), names))
-    after = family.settings(model)
-    changed = {key: value for key, value in after.items() if key not in before or before[key] != value}
-    other_class = {} if same_family else {key: after[key] for key in _OF_A_CLASS if key in after}
-    return {**kept, **changed, **other_class}
-
-
 def _with_ends(
     settings: dict[str, Any], texts: dict[str, str], tokenizer: TokenizerOut
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """config.json's settings and the texts, in which transformers ends a text where `generate` here does."""
     generation = json.loads(texts[GENERATION]) if GENERATION in texts else None
+    # Without an eos_token_id there, transformers' generate takes config.json's.
     if generation is None or not ids_of(generation.get(_EOS)):
         return settings | _ended(settings, tokenizer, tokenizer.ends), texts
     texts = texts | {GENERATION: texts[GENERATION]}
     if ended := _ended(generation, tokenizer, tokenizer.ends):
         texts[GENERATION] = as_text(generation | ended)
+    # config.json then needs the end token alone; who reads it only asks where a text ends.
     return settings | _ended(settings, tokenizer, [tokenizer.tokenizer.end]), texts
 
 
@@ -99,6 +101,8 @@ def _ended(settings: Mapping[str, Any], tokenizer: TokenizerOut, wanted: Sequenc
     if set(wanted) <= set(there):
         return {}
     special = tokenizer.tokenizer.special_tokens
+    # transformers writes its class's default (LlamaConfig: 2) into every config.json: an id counts where the tokenizer
+    # has a special token under it.
     believed = [token for token in there if tokenizer.tokenizer.name_of(token) in special]
     ids = list(dict.fromkeys([*believed, *wanted]))
     return {_EOS: ids[0] if len(ids) == 1 else ids}

@@ -12,7 +12,7 @@ Both ways go tensor by tensor, into files of at most SHARD_BYTES (or one larger 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -46,7 +46,6 @@ from meshwright.data.files import ShowProgress, folder_lock, silent, staged_fold
 from meshwright.data.marks import MODEL, UNASKED
 from meshwright.data.marks_section import NO_BEGIN, AskedMarks
 from meshwright.data.published import FILES, with_template
-from meshwright.data.section import DataSection
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import CheckpointError, DataError, PluginError
 from meshwright.parameters.shard import Box, first_values
@@ -70,6 +69,7 @@ def family_of(settings: Settings, wanted: str | None = None) -> Family:
     there are."""
     every = families().values()
     known = list(dict.fromkeys(kind for family in every for kind in family.model_types))
+    # OpenAI's own GPT-2 folders have no model_type: a key that only one family writes tells it.
     untyped = (family.model_types[0] for family in every if family.told_by in settings.values)
     kind = settings.values.get("model_type", next(untyped, None))
     named = settings.values.get("architectures") or [""]
@@ -85,6 +85,8 @@ def family_of(settings: Settings, wanted: str | None = None) -> Family:
         names = ", ".join(family.name for family in suitable)
         raise settings.refused(f"model_type={kind} is no model.family={wanted}; valid: {names}")
     ends = str(named[0]) if isinstance(named, list) else ""
+    # Several families may be of one model_type (BERT's tasks): the class's name tells them apart, and the first is the
+    # plain one.
     of_class = (family for family in suitable if family.architecture and ends.endswith(family.architecture))
     return next(of_class, suitable[0])
 
@@ -93,6 +95,8 @@ def family_of(settings: Settings, wanted: str | None = None) -> Family:
 def new_folder(out: Path) -> Iterator[Path]:
     """A folder to write in, which becomes `out` if all goes well. Raises CheckpointError where `out` is taken."""
     try:
+        # Two conversions into one folder would mix their files; staged, so that a kill leaves nothing half done under
+        # the name.
         with folder_lock(out.absolute(), silent):
             if out.exists() and (out.is_file() or any(out.iterdir())):
                 raise CheckpointError(f"{out} exists; give another folder, or remove it")
@@ -158,7 +162,7 @@ def import_folder(
     if wanted is not None:
         _refuse_other(source, model, wanted, stored.names)
         model = wanted
-    pairs = _with_drawn(_pairs(settings, family, model, len(stored.names)), family, model, stored.names)
+    pairs = _pairs(settings, family, model, stored.names)
     _check_names(stored, family, pairs, family.copies(model))
     has_tokenizer = family.reads_text and (source / TOKENIZER_FILE).is_file()
     if has_tokenizer:
@@ -174,10 +178,14 @@ def import_folder(
         def read() -> Iterator[tuple[str, Tensor]]:
             for index, pair in enumerate(pairs):
                 report("weights", index / len(pairs))
-                yield (
-                    pair.name,
-                    _ours(stored, pair) if pair.drawn is None else first_values(pair.name, pair.drawn, seed),
-                )
+                if pair.drawn is not None:
+                    yield pair.name, first_values(pair.name, pair.drawn, seed)
+                    continue
+                theirs = [stored.weight(name, shape) for name, shape in pair.theirs.items()]
+                rows = pair.to_ours(*theirs).reshape(pair.shape[0] - pair.padding, *pair.shape[1:])
+                if pair.padding:  # zeros: the softmax masks padding out, and a look-up never reads it
+                    rows = torch.cat([rows, rows.new_zeros(pair.padding, *pair.shape[1:])])
+                yield pair.name, rows.contiguous()
 
         _write(folder, in_shards(read(), shard_bytes), model)
     return Imported(model, sum(prod(pair.shape) for pair in pairs), family.reads_text, has_tokenizer)
@@ -191,21 +199,11 @@ _HEAD_FIELDS = ("classes", "choices")
 """Fields that a task's run may have otherwise, where the folder has no head of that task."""
 
 
-def _with_drawn(pairs: list[TensorPair], family: Family, model: Model, stored: Set[str]) -> list[TensorPair]:
-    """The pairs, of which those that the folder lacks wholly, and may, are drawn."""
-    specs = family.specs(model)
-    return [
-        replace(pair, theirs={}, drawn=specs[pair.name])
-        if family.may_draw(pair.name) and not stored & pair.theirs.keys()
-        else pair
-        for pair in pairs
-    ]
-
-
 def _refuse_other(source: Path, model: Model, wanted: Model, stored: Set[str]) -> None:
     """Raises CheckpointError where a run's model would read the weights with another meaning."""
     tabled = [field.removeprefix("model.") for field, _ in model.tables]
     theirs, ours = model.model_dump(), wanted.model_dump()
+    # A head that the folder lacks is drawn: its size is the run's to choose, and none of the folder's.
     if not any(name.startswith("classifier.") for name in stored):
         theirs |= {field: ours[field] for field in _HEAD_FIELDS if field in theirs}
     for field in theirs | ours:
@@ -228,19 +226,32 @@ def in_shards(tensors: Iterable[tuple[str, Tensor]], most_bytes: int) -> Iterato
         yield shard
 
 
-def _pairs(settings: Settings, family: Family, model: Model, num_stored: int) -> list[TensorPair]:
-    """Every parameter. Raises CheckpointError where the settings are of no model that the folder could hold."""
-    if model.num_blocks > num_stored:  # before each of them is built
-        raise settings.refused(f"makes a model of {model.num_blocks} layers, and the folder holds {num_stored} tensors")
+def _pairs(settings: Settings, family: Family, model: Model, stored: Set[str]) -> list[TensorPair]:
+    """Every parameter, of which those that the folder lacks wholly, and may lack, are drawn.
+
+    Raises CheckpointError where the settings are of no model that the folder could hold.
+    """
+    if model.num_blocks > len(stored):  # before each of them is built: a forged number would take all memory
+        has = f"the folder holds {len(stored)} tensors"
+        raise settings.refused(f"makes a model of {model.num_blocks} layers, and {has}")
     try:
-        return family.pairs(model)
+        pairs = family.pairs(model)
     except RuntimeError as error:  # more numbers than can be counted
         raise settings.refused(f"its sizes cannot be those of a model: {error}") from error
+    specs = family.specs(model)
+    # Wholly: of a head that is there in part, nobody knows what the rest was, and `_check_names` refuses it.
+    return [
+        replace(pair, theirs={}, drawn=specs[pair.name])
+        if family.may_draw(pair.name) and not stored & pair.theirs.keys()
+        else pair
+        for pair in pairs
+    ]
 
 
 def _check_names(stored: Source, family: Family, pairs: list[TensorPair], copies: dict[str, str]) -> None:
     """Raises CheckpointError unless the folder holds each wanted tensor, and none that would be dropped in silence."""
     wanted = {name for pair in pairs for name in pair.theirs}
+    # Strict both ways: a tensor that is passed over in silence could be a bias that changes every output.
     extra = {name for name in stored.names - wanted if not family.passed_over.fullmatch(name)}
     for name in copies.keys() & extra:
         if not torch.equal(stored.read(name), stored.read(copies[name])):
@@ -253,15 +264,6 @@ def _check_names(stored: Source, family: Family, pairs: list[TensorPair], copies
             raise CheckpointError(f"{stored.folder} {what} {min(names)}{rest}")
 
 
-def _ours(stored: Source, pair: TensorPair) -> Tensor:
-    """One tensor in our dims, with rows of zeros where a table is padded."""
-    theirs = [stored.weight(name, shape) for name, shape in pair.theirs.items()]
-    rows = pair.to_ours(*theirs).reshape(pair.shape[0] - pair.padding, *pair.shape[1:])
-    if pair.padding:
-        rows = torch.cat([rows, rows.new_zeros(pair.padding, *pair.shape[1:])])
-    return rows.contiguous()
-
-
 def _write(folder: Path, shards: Iterator[dict[str, Tensor]], model: Model) -> None:
     """Write a checkpoint of step 0, whose config says what the weights are: the rest, data above all, is the
     fine-tuning run's to say."""
@@ -270,13 +272,20 @@ def _write(folder: Path, shards: Iterator[dict[str, Tensor]], model: Model) -> N
     hashes: list[int] = []
     for group, tensors in enumerate(shards):
         for name, tensor in tensors.items():
-            run = _run(name, tensor, group)
-            runs.append(run)
+            shape = tuple(tensor.shape)
+            runs.append(
+                run := StoredRun(
+                    name, "weight", shape, (0,) * len(shape), shape, str(tensor.dtype).removeprefix("torch."),
+                    f"weight/{name}", group=group, start=0, length=tensor.numel(),
+                )
+            )  # fmt: skip
+            # The root of a run that begins here is the root that any layout of it computes (bits/root.py).
             hashes.append(int(elements_hash(f"weight of {name}", run.shape, run.box, 0, tensor.flatten())))
         keys = [f"weight/{name}" for name in tensors]
         path = folder / f"rank-{group}.safetensors"
         files.append(write_shard(path, dict(zip(keys, tensors.values(), strict=True))))
         tensors.clear()  # before the next is read
+    # The config must say some precision; O0 in float32 reads every stored dtype, float64 alone would lose by it.
     double = all(run.dtype == "float64" for run in runs)
     precision = Precision(level="O0", dtype="float64" if double else "float32")
     data = data_for(model, **({"sequence": model.longest} if model.longest else {}))
@@ -286,13 +295,6 @@ def _write(folder: Path, shards: Iterator[dict[str, Tensor]], model: Model) -> N
     stored = (*files, *(stored_file(file) for file in beside))
     groups, roots = tuple((group,) for group in range(len(files))), Roots(root_text(hashes))
     Manifest(Progress(), Origin(dump), stored, groups, tuple(runs), roots).write(folder)
-
-
-def _run(name: str, tensor: Tensor, group: int) -> StoredRun:
-    """The manifest's words on a whole weight."""
-    shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-    box = (shape, (0,) * len(shape), shape)
-    return StoredRun(name, "weight", *box, dtype, f"weight/{name}", group=group, start=0, length=tensor.numel())
 
 
 def export_folder(
@@ -319,7 +321,10 @@ def export_folder(
     found = {name: checkpoint.file(name) for name in FILES}
     published = {name: file.read_text(encoding="utf-8") for name, file in found.items() if file is not None}
     kept = Settings(checkpoint.folder / MODEL) if MODEL in published else None
-    template = _template(checkpoint.folder, checkpoint.config.data)
+    template: ChatTemplate | None = None
+    # A template's file may be gone, as on another machine, which the command tells: weights go out without it.
+    with suppress(DataError):
+        template = checkpoint.config.data.chat_template(checkpoint.folder)
     if template is not None:
         published = with_template(published, template.text)
     wanted = DTYPES[dtype] if dtype is not None else _dtype_of(checkpoint, kept, pairs[0].name)
@@ -331,7 +336,7 @@ def export_folder(
     def read() -> Iterator[tuple[str, Tensor]]:
         for index, pair in enumerate(pairs):
             report("weights", index / len(pairs))
-            for name, tensor in _theirs(checkpoint, pair).items():
+            for name, tensor in _exported(checkpoint, pair).items():
                 yield name, tensor.to(wanted)
 
     with new_folder(out) as folder:
@@ -351,20 +356,13 @@ def _tokenizer_out(checkpoint: Checkpoint, template: ChatTemplate | None) -> Tok
     return TokenizerOut(file.read_text(encoding="utf-8"), tokenizer, () if closing is None else (closing,))
 
 
-def _template(folder: Path, data: DataSection) -> ChatTemplate | None:
-    """The template of a run on dialogues; None where it is gone, as on another machine, which the command tells."""
-    try:
-        return data.chat_template(folder)
-    except DataError:
-        return None
-
-
 def _dtype_of(checkpoint: Checkpoint, kept: Settings | None, parameter: str) -> torch.dtype:
     """The dtype that published settings name; else the run's precision; of an import without either, the stored one."""
     named = [] if kept is None else [kept.values.get(key) for key in DTYPE_KEYS]
     for dtype in DTYPES.values():
         if str(dtype).removeprefix("torch.") in named:
             return dtype
+    # Step 0 is an import as it came: its own dtype says more than the precision that its config had to name.
     if not checkpoint.manifest.progress.step:
         stored: torch.dtype = vars(torch)[checkpoint.dtype_of(parameter)]
         return stored
@@ -376,6 +374,7 @@ def _write_safetensors(folder: Path, shards: Iterator[dict[str, Tensor]]) -> Non
     held: list[list[str]] = []
     total = 0
     for number, tensors in enumerate(shards):
+        # Names hold the number of files, which is known when the last is written.
         save_file(tensors, folder / f"part-{number}", metadata={"format": "pt"})
         held.append(list(tensors))
         total += sum(tensor.nbytes for tensor in tensors.values())
@@ -392,8 +391,8 @@ def _write_safetensors(folder: Path, shards: Iterator[dict[str, Tensor]]) -> Non
     (folder / INDEX).write_text(as_text(index), encoding="utf-8")
 
 
-def _theirs(checkpoint: Checkpoint, pair: TensorPair) -> dict[str, Tensor]:
-    """One of our tensors as theirs, without the padding rows."""
+def _exported(checkpoint: Checkpoint, pair: TensorPair) -> dict[str, Tensor]:
+    """A pair's tensors in Hugging Face's shapes by name, of a checkpoint's tensor, without the padding rows."""
     shape, rows = checkpoint.shapes.get(pair.name), (pair.shape[0] - pair.padding, *pair.shape[1:])
     if shape not in (pair.shape, rows):  # older versions had no padding in positions
         raise CheckpointError(f"{checkpoint.folder}: {pair.name} is {shape}, and its config makes it {pair.shape}")

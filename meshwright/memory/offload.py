@@ -81,10 +81,13 @@ class Offloaded:
         self.tier = tier
         self.device = tier.device
         self._layout, _ = _layout(config, slots)
+        # Two halves make the bucket: one is stepped while the other is written back and fetched.
         half_bucket = config.memory.offload.bucket // 2
+        # No piece is longer than a slot: a small model does not stage a whole bucket.
         longest = max((slot.parameter.numel() for slot in slots), default=0)
         self._staging = Staging((WEIGHT, *self._kinds), min(half_bucket, longest), tier)
         self._pieces = list(_pieces(slots, self._staging.length))
+        # Slots are walked in the order of their numbers, so what follows a piece is known before any gradient is there.
         walk = [(index, piece) for index, pieces in enumerate(self._pieces) for piece in pieces]
         self._following = {before.number: after for (_, before), after in pairwise(walk)}
         self._ahead: Work | None = None
@@ -99,7 +102,9 @@ class Offloaded:
     def step(self, indices: Iterable[int], step: StepWeights) -> None:
         self._has_moments = True
         if self.device.type == "cpu":
+            # `indices` waits for each slot's gradients: meanwhile the thread steps the slots that are there.
             walks = [self._walkers.submit(self._walk, index, step) for index in indices]
+            # Every result is asked for: what the thread raised is raised here.
             for walk in walks:
                 walk.result()
         else:
@@ -111,6 +116,7 @@ class Offloaded:
     def tensors(self, index: int) -> dict[str, Tensor]:
         held = {WEIGHT: self.slots[index].parameter.detach()}
         for kind in self._layout[index]:
+            # Moments of zeros are not part of a checkpoint before the first step, as in torch's optimizers.
             if kind == WEIGHT or self._has_moments:
                 held[kind] = self._stored(index, kind)
         return held
@@ -140,6 +146,8 @@ class Offloaded:
         for piece in self._pieces[index]:
             fetched = self._ahead or self._fetch(index, piece)
             following = self._following.get(piece.number)
+            # Asked for before this piece is stepped; the lane keeps order, so the half that it fills has been written
+            # back.
             self._ahead = self._fetch(*following) if following else None
             fetched.wait()
             self._step_piece(index, piece, step)
@@ -156,6 +164,7 @@ class Offloaded:
         for kind, stored, staged in self._pairs(index, piece):
             stored.copy_(staged, non_blocking=True)
             start = self._layout[index][kind]
+            # Every kind begins on a page of its own, so no page that is given back holds a neighbour's elements.
             self.store.give_back(start + piece.start, start + piece.stop)
 
     def _pairs(self, index: int, piece: SlotPiece) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -169,6 +178,8 @@ class Offloaded:
         weight, gradient = slot.parameter.detach()[span], slot.parameter.grad[span]
         staged = WEIGHT in self._layout[index]
         if staged:
+            # Half precision: the float32 master is staged and stepped, the gradient widened, the weight rounded from
+            # it.
             half, narrow = weight, gradient
             weight = self._staging.room(piece.number, WEIGHT, length)
             gradient = self._staging.room(piece.number, GRADIENT, length)
@@ -179,7 +190,7 @@ class Offloaded:
             half.copy_(weight)
 
     def _stored(self, index: int, kind: str) -> Tensor:
-        """One kind of a slot's state, [n], where it is kept."""
+        """The memory [n] in the store of one kind of a slot's state."""
         start = self._layout[index][kind]
         return self.store.values[start : start + self.slots[index].parameter.numel()]
 
@@ -218,6 +229,7 @@ def _layout(config: Config, slots: Sequence[Slot]) -> tuple[list[dict[str, int]]
     starts, end = [], 0
     for slot in slots:
         own: dict[str, int] = {}
+        # A float32 weight is its own master, stays on the device, and has its moments alone in the store.
         master = (WEIGHT,) if slot.parameter.element_size() < 4 else ()
         for kind in (*master, *config.optimizer.update.states):
             own[kind] = end

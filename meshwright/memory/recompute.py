@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
     """function(*arguments), of which only the arguments are kept."""
+    # torch advises against its reentrant form, which also asks that some argument requires a gradient.
     return checkpoint(function, *arguments, use_reentrant=False)
 
 
@@ -34,6 +35,7 @@ def groups_of(layers: Sequence[int], every: int) -> tuple[Sequence[int], ...]:
 
 def best_group(stage_layers: int, network_layers: int) -> int:
     """The factor of a stage's layers nearest to the square root of the network's; of two as near, the smaller."""
+    # Factors alone: the paper's formula is of groups of equal length.
     factors = [size for size in range(1, stage_layers + 1) if stage_layers % size == 0]
     return min(factors, key=lambda size: abs(size - math.sqrt(network_layers)), default=1)
 
@@ -59,6 +61,7 @@ class LiveBytes(TorchDispatchMode):
         result = op(*args, **(kwargs or {}))
         given = [*tensors_in(args), *tensors_in(kwargs.values() if kwargs else ())]
         results = list(tensors_in((result,)))
+        # By storage, not by tensor: a view allocates nothing, and an operation in place gives back what it was given.
         there = {x.untyped_storage()._cdata for x in given}
         new = [x for x in results if x.untyped_storage()._cdata not in there]
         for x in new:
@@ -78,10 +81,12 @@ class LiveBytes(TorchDispatchMode):
     def _follow(self, x: Tensor) -> None:
         storage = x.untyped_storage()
         address, size = storage._cdata, storage.nbytes()
+        # Two results may share one storage.
         if address in self._storages:
             return
         self.live += size
         self.peak = max(self.peak, self.live)
+        # Addresses are used again once a storage is gone; numbers are not.
         self._number += 1
         number = self._number
         self.changed(number, size)
@@ -91,6 +96,7 @@ class LiveBytes(TorchDispatchMode):
             self.live -= size
             self.changed(number, -size)
 
+        # Weak, so that following a tensor does not keep it: its end is what is looked for.
         self._storages[address] = weakref.ref(storage, gone)
 
 

@@ -51,35 +51,38 @@ class Recorded:
 
 
 class ThreadLane:
-    """One thread."""
+    """A lane of one thread; on a GPU its copies go to a stream of their own, which the thread waits for."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        # One thread: copies keep the order in which they were handed in, on which a half's reuse rests.
         self._threads = ThreadPoolExecutor(1, "offload-copies")
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def submit(self, copy: Callable[[], None]) -> Work:
-        if self._stream is None:
+        if (stream := self._stream) is None:
             return Awaited(self._threads.submit(copy))
+        # Recorded by the caller: in the thread the current stream is another one, and the copy could read too early.
         computed = torch.cuda.current_stream(self.device).record_event()
-        return Awaited(self._threads.submit(self._on_stream, self._stream, computed, copy))
 
-    @staticmethod
-    def _on_stream(stream: torch.cuda.Stream, computed: torch.cuda.Event, copy: Callable[[], None]) -> None:
-        with torch.cuda.stream(stream):
-            stream.wait_event(computed)
-            copy()
-            stream.synchronize()
+        def on_stream() -> None:
+            with torch.cuda.stream(stream):
+                stream.wait_event(computed)
+                copy()
+                stream.synchronize()  # the thread's work is done when the copy is, not when it is enqueued
+
+        return Awaited(self._threads.submit(on_stream))
 
 
 class StreamLane:
-    """One stream, between host memory that is pinned and the device."""
+    """A lane of one stream, between pinned host memory and the device. The host never waits."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = torch.cuda.Stream(device)
 
     def submit(self, copy: Callable[[], None]) -> Work:
+        # What was computed before may be what is copied; the host goes on without waiting.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             copy()
@@ -120,4 +123,5 @@ class Staging:
 
     def room(self, number: int, kind: str, num_elements: int) -> Tensor:
         """The room of one kind for piece `number` of the walk: every second piece shares a half."""
+        # Pieces go through in order, so a half is free again when the piece before the last has been written back.
         return self._halves[number % 2][kind][:num_elements]

@@ -49,7 +49,10 @@ class HostStore:
             raise ConfigError.of("memory.offload.to", "host", rule, "disk, a smaller model, more ranks with sync=zero1")
         self.values = torch.zeros(num_elements)
         if device.type == "cuda" and num_elements:
-            _pin(self.values)
+            # Pinned where it lies: torch's own pinned allocator would round its size up to a power of two.
+            runtime, values = torch.cuda.cudart(), self.values
+            torch.cuda.check_error(runtime.cudaHostRegister(values.data_ptr(), needed, 0))
+            weakref.finalize(values, runtime.cudaHostUnregister, values.data_ptr())
 
     def give_back(self, start: int, stop: int) -> None:
         return None
@@ -61,22 +64,17 @@ class DiskStore:
     in_memory = False
 
     def __init__(self, num_elements: int, path: Path) -> None:
+        # A file of no bytes cannot be mapped, and a rank may own nothing.
         self._map = _mapped(path, max(1, num_elements) * ELEMENT_BYTES)
         self.values = torch.frombuffer(self._map, dtype=torch.float32, count=max(1, num_elements))[:num_elements]
 
     def give_back(self, start: int, stop: int) -> None:
         """The pages leave this process; the system writes them to the file when it likes."""
+        # madvise wants to begin on a page.
         first = start * ELEMENT_BYTES // mmap.PAGESIZE * mmap.PAGESIZE
         length = stop * ELEMENT_BYTES - first
         if length > 0:
             self._map.madvise(mmap.MADV_DONTNEED, first, length)
-
-
-def _pin(values: Tensor) -> None:
-    """Pin what is there: torch's own pinned allocator would round its size up to a power of two."""
-    runtime = torch.cuda.cudart()
-    torch.cuda.check_error(runtime.cudaHostRegister(values.data_ptr(), values.numel() * ELEMENT_BYTES, 0))
-    weakref.finalize(values, runtime.cudaHostUnregister, values.data_ptr())
 
 
 def _mapped(path: Path, size_bytes: int) -> mmap.mmap:
@@ -86,6 +84,7 @@ def _mapped(path: Path, size_bytes: int) -> mmap.mmap:
             _reserve(descriptor, size_bytes)
             return mmap.mmap(descriptor, size_bytes)
         finally:
+            # The mapping keeps the file alive; without a name nothing is left behind, however the run is killed.
             path.unlink()
             os.close(descriptor)
     except OSError as error:

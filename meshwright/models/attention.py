@@ -38,6 +38,7 @@ class AttentionCore(nn.Module):
 
         bias [1, A, T, S]: is added to the scores; what may not be seen for causality is in it, so `causal` is false.
         """
+        # `run` may keep the arguments alone and compute the scores again in the backward pass (recompute: selective).
         attended: Tensor = self.run(self._attend, query, key, value, mask, causal, bias)
         return attended
 
@@ -46,9 +47,11 @@ class AttentionCore(nn.Module):
     ) -> Tensor:
         if bias is not None:
             bias = bias.to(query.dtype)
+            # The least finite number, not -inf: a row in which nothing may be seen would be 0 / 0.
             mask = bias if mask is None else bias.masked_fill(~mask, torch.finfo(bias.dtype).min)
         elif mask is not None and mask.is_floating_point():
             mask = mask.to(query.dtype)  # autocast's queries are narrower than what passes between layers
         dropout = self.dropout if self.training else 0.0
+        # Ranks have different heads of one batch: with the common stream all heads would lose the same weights.
         with self.own_randomness(dropout):
             return self.context.attend(query, key, value, mask, dropout, causal, self.scale)

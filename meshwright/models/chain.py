@@ -24,12 +24,12 @@ RunPart = Callable[..., Any]
 
 
 def run_directly(part: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a part whose weights are there."""
+    """Run a part of the chain whose weights need not be gathered."""
     return function(*arguments)
 
 
 def at_once(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run it, and keep what autograd keeps."""
+    """Run the function, and keep what autograd keeps."""
     return function(*arguments)
 
 
@@ -45,7 +45,7 @@ class Chain(nn.Module, ABC):
         super().__init__()
         self.chunk = chunk
         self.context: Context = WHOLE_SEQUENCES
-        """Which tokens of its batches' sequences this rank holds."""
+        """The tokens of the batches' sequences that this rank holds."""
         self.groups: tuple[Sequence[int], ...] = (chunk.layers,)
         """The chunk's layers, in groups that are run by `run_group`. None reaches from one chunk of a stage into
         another."""
@@ -62,11 +62,12 @@ class Chain(nn.Module, ABC):
         if not (chunk or self.chunk).last:
             return hidden
         h = self.run_part(HEAD, self.final_states, hidden)
+        # Two parts of the head: an evaluation takes the states and leaves the loss.
         loss = self.run_part(HEAD, self.loss, h, batch, scales)
         return (self.with_layers_losses(loss, hidden, scales),)
 
     def hidden_states(self, batch: Batch, incoming: Hidden = (), chunk: Chunk | None = None) -> Hidden:
-        """Like `forward`, but the chain's end gives the normed hidden states [B, T, H] of which it computes losses."""
+        """The same as `forward`, but the chain's end returns the normed hidden states [B, T, H] that losses read."""
         hidden = self._through(batch, incoming, chunk)
         return (self.run_part(HEAD, self.final_states, hidden),) if (chunk or self.chunk).last else hidden
 
@@ -82,12 +83,15 @@ class Chain(nn.Module, ABC):
 
     def run_layers(self, hidden: Hidden, batch: Batch, chunk: Chunk) -> Hidden:
         for group in self.groups:
+            # A rank's groups are of all its chunks; those of the chunk that runs begin in it, since no group reaches
+            # over.
             if group and group[0] in chunk.layers:
                 hidden = self.run_group(partial(self._layers, group, batch), hidden)
         return hidden
 
     def _layers(self, group: Sequence[int], batch: Batch, hidden: Hidden) -> Hidden:
         for layer in group:
+            # By part, since zero3 gathers a part's weights here and gives them back behind it.
             hidden = self.run_part(layer, self.layer, self.blocks[str(layer)], hidden, batch)
         return hidden
 
@@ -97,7 +101,7 @@ class Chain(nn.Module, ABC):
 
     @abstractmethod
     def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
-        """One block on what passes from layer to layer."""
+        """The hidden tensors behind one block, from those in front of it."""
 
     @abstractmethod
     def final_states(self, hidden: Hidden) -> Tensor:
@@ -113,7 +117,7 @@ class Chain(nn.Module, ABC):
 
     @abstractmethod
     def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
-        """How many valid elements of each label are the likeliest answer."""
+        """The number of valid elements of each label that are the model's likeliest answer."""
 
     @staticmethod
     @abstractmethod
@@ -136,6 +140,7 @@ class Chain(nn.Module, ABC):
 
         6 a weight and token (PaLM, arXiv 2204.02311, appendix B).
         """
+        # A product is a multiplication and an addition, forward once and backward twice: 2 x 3.
         return int(6 * cls.products(config).total)
 
 

@@ -32,6 +32,7 @@ class KeyValueCache:
             self.layers.append((key, value))
         else:
             past_key, past_value = self.layers[layer]
+            # A new tensor each token: cheap beside the products of a whole pass, and nothing must be sized ahead.
             self.layers[layer] = (torch.cat([past_key, key], 2), torch.cat([past_value, value], 2))
         return self.layers[layer]
 
@@ -56,6 +57,7 @@ class Decoder(Chain):
         """The mask of documents is made once, and goes through the layers with the batch."""
         if "documents" in batch:
             dtype = autocast_dtype(hidden[0]) or hidden[0].dtype  # the queries'
+            # torch's CPU kernel would make an addend of a boolean mask in each layer, and keep it.
             batch = batch | {"seen": self.context.document_mask(batch["documents"], dtype)}
         return super().run_layers(hidden, batch, chunk)
 

@@ -62,6 +62,7 @@ class Network(Section):
 
     def padded(self, rows: int) -> int:
         """`rows` up to the next multiple of vocabulary_multiple."""
+        # Padded rows keep products in a GPU's fast kernels and make tables divisible, whatever the vocabulary.
         return math.ceil(rows / self.vocabulary_multiple) * self.vocabulary_multiple
 
     @property
@@ -163,6 +164,7 @@ class Transformer(Network):
     @property
     def inner(self) -> int:
         """N: the width of the feed-forward layer."""
+        # The original Transformer's ratio, which GPT-2 and BERT kept.
         return 4 * self.hidden
 
 
@@ -188,6 +190,7 @@ class TextTransformer(Transformer):
 
     @property
     def padded_rows(self) -> int:
+        # Whoever cuts rows must cut every table: what divides all of them is what counts.
         return math.gcd(*(self.padded(rows) for _, rows in self.tables))
 
     @property

@@ -33,6 +33,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
     """
     a, b, c = COEFFICIENTS
     x = matrix.t() if matrix.shape[0] > matrix.shape[1] else matrix  # the smaller side is squared
+    # By the Frobenius norm no singular value is above 1, where the iteration converges; a gradient of zeros stays zero.
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(ITERATIONS):
         square = x @ x.t()
@@ -45,6 +46,7 @@ def muon_step(
     weight_decay: float, steps_taken: int,
 ) -> None:  # fmt: skip
     """Step matrices [rows, columns] by Muon, flat weights by AdamW. A matrix's momentum is in the first state."""
+    # States hand hidden matrices over as [rows, columns] and all else flat (states.py): the dim tells which is which.
     flat = [index for index, weight in enumerate(weights) if weight.dim() == 1]
     if flat:
         lists = ([each[index] for index in flat] for each in (weights, gradients, *states))
@@ -53,6 +55,7 @@ def muon_step(
     for weight, gradient, average in zip(weights, gradients, states[0], strict=True):
         if weight.dim() == 2:
             average.lerp_(gradient, 1 - settings.momentum)
+            # Nesterov's form of momentum: the gradient counts once more beside the running average.
             direction = orthogonal(gradient.lerp(average, settings.momentum))
             weight.mul_(1 - rate * weight_decay)
             weight.add_(direction, alpha=-rate * AS_ADAMW * math.sqrt(max(weight.shape)))

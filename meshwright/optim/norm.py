@@ -40,14 +40,14 @@ def squares_of(slots: Sequence[Slot], fixed: FixedPoint | None = None) -> tuple[
         return tuple(exact_squares(gradient, fixed.scale) for gradient in gradients)
     if gradients and gradients[0].device.type == "cuda":
         return torch.stack(torch._foreach_norm(gradients, 2, torch.float64)).square_().unbind()
-    return tuple(_square_of(gradient) for gradient in gradients)
-
-
-def _square_of(gradient: Tensor) -> Tensor:
-    copies = gradient.device.type == "cpu" and gradient.dtype != torch.float64
-    pieces = gradient.split(PIECE) if copies else (gradient,)
-    norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
-    return torch.stack(norms).square().sum()
+    squares = []
+    for gradient in gradients:
+        # torch's CPU kernel makes a float64 copy of what it widens: by pieces the copy is small (PIECE).
+        copies = gradient.device.type == "cpu" and gradient.dtype != torch.float64
+        pieces = gradient.split(PIECE) if copies else (gradient,)
+        norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
+        squares.append(torch.stack(norms).square().sum())
+    return tuple(squares)
 
 
 def norm_of_squares(
@@ -57,17 +57,20 @@ def norm_of_squares(
     a gradient was too large for its sum, on whichever rank, which 8 bytes more in the world tell."""
     by_axes: defaultdict[tuple[str, ...], list[Tensor]] = defaultdict(list)
     for index, slot in enumerate(slots):
-        if _counts(slot, mesh):
+        # What both ends of the pipeline, or all ranks with a copy of a head, hold alike counts on the first of them.
+        if all(mesh.index(axis) == 0 for axis in slot.shared if axis not in slot.part_axes):
             by_axes[mesh.grid.ordered(axis for axis in slot.part_axes if axis not in (HEAD_COPIES, ENDS))].append(
                 squares[index]
             )
     digits = () if fixed is None else (len(SQUARE_DIGITS),)
     total = torch.zeros(digits, dtype=torch.float64, device=mesh.device)
+    # Sorted: all ranks call the same sums in the same order, whatever order their slots have.
     for axes, parts in sorted(by_axes.items()):
         part = torch.stack(parts).sum(0)
         if axes:
             mesh.comm(*axes).all_reduce(part)
         total += part
+    # Stages hold different parameters, so that PIPE is in no slot's part_axes; one sum adds them up.
     if PIPE in mesh.grid.names:
         mesh.comm(PIPE).all_reduce(total)
     if fixed is None:
@@ -75,8 +78,3 @@ def norm_of_squares(
     spoiled = fixed.spoiled.to(torch.float64)
     mesh.world.all_reduce(spoiled)
     return joined_squares(total, fixed.scale).sqrt().where(spoiled == 0, torch.nan)
-
-
-def _counts(slot: Slot, mesh: Mesh) -> bool:
-    """A slot of which both ends of the pipeline, or all ranks with a copy, hold the same part counts on the first."""
-    return all(mesh.index(axis) == 0 for axis in slot.shared if axis not in slot.part_axes)

@@ -143,13 +143,14 @@ class Optimizer:
         self.mesh = mesh
         self.held = make_states(config, self.slots)
         self.steps_taken = 0
-        """How many steps were applied (the count of Adam's bias correction); a pending one counts as applied."""
+        """Steps that were applied: the count of Adam's bias correction. A pending step counts as applied."""
         scale, fp16 = config.precision.loss_scale, config.precision.dtype == "fp16"
         self.scaler = LossScaler(scale.initial if fp16 else 1.0, scale.interval, fp16, scale.max_skips)
 
     @property
     def streams(self) -> bool:
         """Whether slots are stepped one by one as their gradients arrive, before the norm is known."""
+        # Clipping and loss scaling need the norm, hence the last gradient, before the first write.
         return self.held.streams and self.config.optimizer.clip is None and not self.scaler.dynamic
 
     def step(self, step: int, arrivals: Iterable[int] | None = None) -> StepResult:
@@ -169,14 +170,19 @@ class Optimizer:
         if self.streams:
             self.held.step(self._measured(arriving, squares), self._update(rate))
         elif self.mesh.device.type == "cuda":
+            # A GPU's sums are behind each other on its stream anyway, so one launch of all norms is the cheaper form.
             squares = dict(zip(sorted(arriving), squares_of(self.slots, self.fixed), strict=True))
         else:
             deque(self._measured(arriving, squares), maxlen=0)  # each while the next is under way
+        # Squares are of gradients times the loss scale: the norm is told, and clipped by, without it.
         norm = norm_of_squares(self.slots, squares, self.mesh, self.fixed) / self.scaler.scale
         finite = torch.isfinite(norm)
         skips = late and self.config.optimizer.update.skips
         if not self.streams and (skips or bool(finite)):
-            divisor = self._divisor(norm) if self.scaler.dynamic or self.config.optimizer.clip else None
+            clip, divisor = self.config.optimizer.clip, None
+            if self.scaler.dynamic or clip:
+                excess = (norm + CLIP_EPSILON) / clip if clip else torch.ones_like(norm)
+                divisor = self.scaler.scale * excess.clamp(min=1.0)  # one pass takes out the loss scale and clips
             if skips and divisor is not None:
                 divisor = divisor.where(finite, 1.0)  # a step that is skipped leaves its gradients to be looked at
             self.held.step(range(len(self.slots)), self._update(rate, divisor, (~finite).float() if skips else None))
@@ -186,9 +192,15 @@ class Optimizer:
     def conclude(self, pending: PendingStep, norm: float) -> StepResult:
         """The result of a step that was begun, of the number `norm`. Raises DivergedError as `step` does."""
         applied = math.isfinite(norm)
+        # `begin` had counted it; Adam's bias correction goes by steps that were applied.
         self.steps_taken -= not applied
         if not applied and not self.scaler.may_skip:
-            raise DivergedError(f"step {pending.step + 1}: the gradient norm is {norm}: {self._end()}")
+            end = "the run has diverged"
+            if (scaler := self.scaler).dynamic:
+                skipped = f"{scaler.skips + 1} steps in a row were skipped, down to a loss scale of {scaler.scale:g}"
+                end = f"{skipped} (precision.loss_scale.max_skips={scaler.max_skips})"
+            raise DivergedError(f"step {pending.step + 1}: the gradient norm is {norm}: {end}")
+        # The norm is one number on all ranks, so every rank's scale moves alike without a message.
         self.scaler.update(overflow=not applied)
         return StepResult(norm, pending.learning_rate, applied)
 
@@ -214,18 +226,6 @@ class Optimizer:
             (squares[index],) = squares_of([self.slots[index]], self.fixed)
             yield index
 
-    def _end(self) -> str:
-        scaler = self.scaler
-        if not scaler.dynamic:
-            return "the run has diverged"
-        skipped = f"{scaler.skips + 1} steps in a row were skipped, down to a loss scale of {scaler.scale:g}"
-        return f"{skipped} (precision.loss_scale.max_skips={scaler.max_skips})"
-
-    def _divisor(self, norm: Tensor) -> Tensor:
-        clip = self.config.optimizer.clip
-        excess = (norm + CLIP_EPSILON) / clip if clip else torch.ones_like(norm)
-        return self.scaler.scale * excess.clamp(min=1.0)
-
     def refresh(self) -> None:
         """Copy the masters into the half-precision weights."""
         self.held.refresh()
@@ -236,6 +236,7 @@ class Optimizer:
 
     def make_replicas_equal(self) -> list[str]:
         """Compare, by hash, the states that replicas hold alike; broadcast the first's where they differ: which."""
+        # A weight that was made equal before has masters that still differ: they follow first.
         self.held.update_masters()
         differing = []
         for index, slot in enumerate(self.slots):
@@ -243,6 +244,7 @@ class Optimizer:
             for kind, tensor in self.states(index).items():
                 here = tensor.to(self.mesh.device)  # the tensor itself, unless it is kept elsewhere
                 if make_equal(here, comm):
+                    # A hash tells that a slot differs, not where in it: all parameters of the slot are named.
                     differing += [f"{kind} of {place.name}" for place in slot.places]
                     tensor.copy_(here)
         self.refresh()

@@ -77,7 +77,7 @@ MOMENTUM = Update(
 
 @rule("optimizer.name", "model", "layout.data", "layout.context.size", "layout.tensor", "memory.offload.to")
 def needs_whole_matrices(config: Config) -> Iterator[Problem]:
-    """Where a rank steps parts of matrices, no rank can make a whole one orthogonal."""
+    """An optimizer that makes matrices orthogonal needs each of them whole on a rank."""
     name, sync, layout = config.optimizer.name, config.layout.data.sync, config.layout
     why = f"cuts the matrices that optimizer.name={name} steps whole"
     others = ", ".join(other for other, update in entries("optimizers").items() if not update.matrices)
@@ -85,9 +85,11 @@ def needs_whole_matrices(config: Config) -> Iterator[Problem]:
     if max(layout.data.size, layout.context.size) > 1 and layout.data.strategy.cuts_parameters:
         whole = ", ".join(other for other, entry in entries("syncs").items() if not entry.cuts_parameters)
         yield Problem("layout.data.sync", sync, why, whole + instead)
+    # One tensor [n, H, 2, N] of all experts is no matrix; its n matrices would each need a step of their own.
     if field := config.model.stacked_matrices:
         rule_text = f"steps a matrix a parameter, and {field} has one of all experts"
         yield Problem("optimizer.name", name, rule_text, others)
+    # Every kit cuts matrices, which is what a kit is for: its axes are reason enough.
     if layout.tensor.axes:
         yield Problem("layout.tensor.kind", layout.tensor.kind, why, "none" + instead)
     if config.memory.offload.to != "none":

@@ -52,6 +52,7 @@ def stepped_together(widened_bytes: Sequence[int]) -> Iterator[list[int]]:
     together: list[int] = []
     total = 0
     for index, size in enumerate(widened_bytes):
+        # A slot larger than the bound goes alone: it cannot be cut here.
         if together and total + size > WIDENED_BYTES:
             yield together
             together, total = [], 0
@@ -70,9 +71,12 @@ class InPlace:
         self._kinds = config.optimizer.update.states
         self._matrices = config.optimizer.update.matrices
         self.slots = slots
-        self.masters = [_master(slot.parameter) for slot in slots]
+        # A half-precision weight would swallow steps below its last bit: a float32 copy of it is stepped instead.
+        self.masters = [
+            nn.Parameter(x.detach().float()) if x.element_size() < 4 else x for x in (slot.parameter for slot in slots)
+        ]
         self._moments: list[dict[str, Tensor]] = [{} for _ in slots]
-        """By kind, each like its master. The first step makes them, or the checkpoint that is taken up."""
+        """The moments by kind, each [n] like its master; made by the first step, or by `prepare` for a checkpoint's."""
         self._has_moments = False
 
     @torch.no_grad()
@@ -81,17 +85,15 @@ class InPlace:
             assert self.slots[index].parameter.grad is not None, "a slot without a gradient"
         if not self._has_moments:
             self.prepare()
+        # Weight decay acts on matrices alone, and is one number a call: two calls at least.
         for matrix in (True, False):
             members = [index for index, slot in enumerate(self.slots) if slot.matrix == matrix]
-            for some in stepped_together([self._widened_bytes(index) for index in members]):
+            # float32 copies of all gradients at once would take as much as the masters; WIDENED_BYTES bounds them.
+            pairs = [(self.slots[index].parameter.grad, self.masters[index]) for index in members]
+            widened = [size_bytes(master) * (own is None or own.dtype != master.dtype) for own, master in pairs]
+            for some in stepped_together(widened):
                 self._step_together([members[place] for place in some], matrix, step)
         self.refresh()
-
-    def _widened_bytes(self, index: int) -> int:
-        """Bytes of a copy of a slot's gradient in its master's dtype; 0 where it has that already."""
-        gradient, master = self.slots[index].parameter.grad, self.masters[index]
-        assert gradient is not None, "a slot without a gradient"
-        return size_bytes(master) if gradient.dtype != master.dtype else 0
 
     def _step_together(self, members: list[int], matrix: bool, step: StepWeights) -> None:
         """Step slots that have the same weight decay, in one call."""
@@ -119,12 +121,15 @@ class InPlace:
 
     def refresh(self) -> None:
         for slot, master in zip(self.slots, self.masters, strict=True):
+            # A float32 slot is its own master: nothing to copy.
             if master is not slot.parameter:
                 slot.parameter.data.copy_(master.data)
 
     @torch.no_grad()
     def update_masters(self) -> None:
         for slot, master in zip(self.slots, self.masters, strict=True):
+            # A master that rounds to the weight knows digits that the weight has lost: only one that does not is
+            # replaced.
             if not torch.equal(master.to(slot.parameter.dtype), slot.parameter):
                 master.copy_(slot.parameter)
 
@@ -134,8 +139,3 @@ def _parts(slot: Slot, flat: Tensor) -> Iterator[Tensor]:
     for place in slot.places:
         part = flat[place.start : place.stop]
         yield part.view(place.shape[0], -1) if place.is_hidden else part
-
-
-def _master(parameter: nn.Parameter) -> nn.Parameter:
-    """The parameter itself, or a float32 copy of a half-precision one."""
-    return nn.Parameter(parameter.detach().float()) if parameter.element_size() < 4 else parameter

@@ -40,8 +40,10 @@ class Place:
     def clip(self, start: int, stop: int) -> Iterator[Place]:
         """The boxes of this place that lie in start..stop, counted from start."""
         position = max(start, self.start)
+        # A slice of flat memory may begin and end inside of a row: boxes are what checkpoints of any layout can read.
         for box in self.box.flat_parts(position - self.start, min(stop, self.stop) - self.start):
             stops = position - start + box.num_elements
+            # A piece of a matrix is no matrix: Muon must not make it orthogonal by itself.
             yield Place(self.name, self.shape, box, position - start, stops, self.is_hidden and box == self.box)
             position += box.num_elements
 
@@ -111,6 +113,7 @@ class Bucket:
         long as this one, in order; none where they all step the same."""
         parameter = nn.Parameter(self.values[start:stop])
         gradient = floats_in(self.gradients[start:stop])
+        # torch refuses a .grad of another dtype than the parameter's unless grad_dtype says so.
         parameter.grad_dtype = gradient.dtype
         parameter.grad = gradient
         places = tuple(part for place in self.places for part in place.clip(start, stop))
@@ -129,11 +132,12 @@ class Bucket:
 
 def floats_in(gradients: Tensor) -> Tensor:
     """The memory [n] in which a slot finds its gradient: float32 in the first half where sums are int64."""
+    # An arrived sum of integers becomes float32 in its own bytes: n int64 have room for 2n float32.
     return gradients.view(torch.float32)[: gradients.numel()] if gradients.dtype == torch.int64 else gradients
 
 
 def slice_axes(sum_axes: Iterable[str]) -> tuple[str, ...]:
-    """Those of a bucket's sum axes over which gradients that are kept as slices are sliced. The others' ranks hold the
+    """The sum axes of a bucket over which gradients that are kept as slices are sliced. Ranks along the others hold the
     same slice: the ends of a pipeline do not come to a tied table at the same time, and shard groups are copies."""
     return tuple(axis for axis in sum_axes if axis not in (ENDS, REPLICATE))
 
@@ -141,6 +145,7 @@ def slice_axes(sum_axes: Iterable[str]) -> tuple[str, ...]:
 def other_axes(grid: Grid, axes: Collection[str], shared: Iterable[str]) -> tuple[str, ...]:
     """All axes but the given ones and the stages, which hold different parameters; and the stand-ins of what is
     shared."""
+    # ENDS and HEAD_COPIES are no axes of the grid: they stand for the part of one whose ranks hold the same.
     return tuple(axis for axis in (*grid.names, *shared) if axis != PIPE and axis not in axes)
 
 
@@ -171,7 +176,7 @@ class BucketKey:
     chunks: tuple[int, ...] = ()
 
     def ranks(self, mesh: Mesh) -> int:
-        """How many sum it together."""
+        """The number of ranks that sum such a bucket together."""
         return len(mesh.grid.group(mesh.rank, *self.sum_axes))
 
 
@@ -190,19 +195,24 @@ def arranged(
     open_groups: dict[BucketKey, list[str]] = {}
     sizes: dict[BucketKey, int] = {}
     full: list[tuple[BucketKey, list[str]]] = []
+    # Backward passes finish gradients in about the reverse order of registration, so the first bucket to be full is the
+    # first to leave.
     for name, num_elements, dtype in reversed(list(parameters)):
         spec = specs[name]
         users = parts[name] if parts is not None else ()
         own = chunks[name] if chunks is not None else ()
+        # A spec's axes cost a walk over the grid: asked once a spec object, which layers of the same shape share.
         like = id(spec), dtype, users, own
         if like not in kinds:
             kinds[like] = BucketKey(dtype, spec.matrix, spec.sum_axes(mesh), mesh.grid.ordered(spec.axes), users, own)
         kind = kinds[like]
         open_groups.setdefault(kind, []).append(name)
         sizes[kind] = sizes.get(kind, 0) + num_elements * dtype.itemsize
+        # A part's bucket takes all of the part, however large: its weights are gathered and given back at once.
         if sizes[kind] >= bucket_bytes and parts is None:
             full.append((kind, open_groups.pop(kind)))
             del sizes[kind]
+    # The last part goes backward first. sorted is stable: without parts the order of readiness stays.
     return sorted([*full, *open_groups.items()], key=lambda group: -min(group[0].parts, default=0))
 
 
@@ -211,8 +221,9 @@ VECTOR = 16
 
 
 def padded(num_elements: int, ranks: int, *, exact: bool = False) -> int:
-    """How long a bucket of so many elements is: each of those that sum it can have an equal part, and where bits are
-    layout-free one of whole vectors."""
+    """The length of a bucket of so many elements, with padding: the ranks that sum it have equal parts, where bits are
+    layout-free of whole vectors."""
+    # Equal parts let reduce-scatter and all-gather take the bucket as it lies, without a table of lengths.
     unit = ranks * (VECTOR if exact else 1)
     return -(-num_elements // unit) * unit
 
@@ -240,8 +251,10 @@ def make_buckets(
     sizes = [(name, parameter.numel(), parameter.dtype) for name, parameter in members.items()]
     for kind, names in arranged(sizes, specs, mesh, bucket_bytes, parts, chunks):
         group, dtype = [(name, members[name]) for name in names], gradient_dtype(kind.dtype, widens)
+        # Integers have one sum whatever the order and the layout (bits/fixed.py).
         dtype = torch.int64 if exact else dtype
         length = padded(sum(parameter.numel() for _, parameter in group), kind.ranks(mesh), exact=exact)
+        # A group's zeros may lie in a window that its ranks of one node read: a copy into it would cost what it saves.
         comm = mesh.comm(*(kind.sum_axes if shares else ()))
         yield _make_bucket(kind, group, specs, mesh, comm.zeros(length, dtype, mesh.device), fill)
 
@@ -273,15 +286,18 @@ def _make_bucket(
     for name, declared in group:
         stop = start + declared.numel()
         view = values[start:stop].view(declared.shape)
+        # Values are drawn straight into the bucket, so that no rank ever holds a model beside its buckets.
         if fill is not None and declared.is_meta:
             parameter = fill(name, view)
         else:
             parameter = declared
             view.copy_(parameter.detach())
+            # The parameter object stays, so that layers and hooks which know it keep knowing it.
             parameter.data = view
         members.append(parameter)
         parameter.grad_dtype = floats_in(gradients[:0]).dtype
         spec, box = specs[name], specs[name].box(mesh.grid, mesh.rank)
+        # Muon steps whole matrices of hidden layers alone; tables and heads are AdamW's (optim/muon.py).
         is_hidden = spec.matrix and not spec.table and box.lengths == spec.shape
         places.append(Place(name, spec.shape, box, start, stop, is_hidden))
         start = stop

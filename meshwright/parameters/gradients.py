@@ -35,10 +35,10 @@ Views = Mapping[nn.Parameter, Tensor]
 """Each parameter's part of its bucket's gradients, in the parameter's shape."""
 
 OnGradient = Callable[[nn.Parameter], None]
-"""Told of a parameter when its gradient of a microbatch is there."""
+"""on_gradient(parameter): called when a microbatch's gradient of the parameter is there."""
 
 OnFirst = Callable[[nn.Parameter], None]
-"""Told of a parameter before its gradient is written, not added: its memory may have been given back."""
+"""on_first(parameter): called before a gradient is written, not added: its memory may have been given back."""
 
 
 class Gradients:
@@ -61,8 +61,13 @@ class Gradients:
         """Parameters that several chunks use, with the memory of each but the first, whose gradient comes last."""
         # Weak: Python's collector does not see hooks, and a model that is dropped would stay with its bucket's memory.
         told: WeakMethod[OnGradient] = WeakMethod(self._accumulated)
+
+        def tell(parameter: nn.Parameter) -> None:
+            if (accumulated := told()) is not None:
+                accumulated(parameter)
+
         for parameter in self._views if on_gradient else ():
-            parameter.register_post_accumulate_grad_hook(partial(_tell, told))
+            parameter.register_post_accumulate_grad_hook(tell)
 
     def add(
         self, parameter: nn.Parameter, like: Tensor, write: WriteGradient, *, may_wait: bool = True
@@ -71,8 +76,15 @@ class Gradients:
 
         Where the gradient is added up here, now or later, autograd is handed None, and fires its hooks all the same.
         """
-        if self.defers and may_wait:
-            self._defer(parameter, partial(self._write, parameter, like.shape, write))
+        if self._works is not None and may_wait:
+            if parameter in self._last_work:
+                # A table of which source and target are looked up has two works a microbatch: it is whole after the
+                # last of them, and a bucket that left after the first would sum half of a gradient.
+                index = self._last_work[parameter]
+                earlier = self._works[index]
+                self._works[index] = lambda final: earlier(False)
+            self._last_work[parameter] = len(self._works)
+            self._works.append(partial(self._write, parameter, like.shape, write))
         elif parameter in self._views:
             self._write(parameter, like.shape, write, final=False)
         else:
@@ -98,8 +110,10 @@ class Gradients:
                 self._on_first(parameter)
             if gradient is None:
                 view.zero_()
+            # It may be in its memory as another tensor object: equal addresses need no copy.
             elif gradient.data_ptr() != view.data_ptr():
                 view.copy_(gradient)
+        # In the order of the chunks, whatever order their backward passes took: the same last bits in every run.
         for apart in self._apart.get(parameter, {}).values():
             view.add_(apart)
             apart.zero_()
@@ -129,26 +143,21 @@ class Gradients:
             self._last_work.clear()
 
     def start(self, start: Callable[[], Moving]) -> Moving:
-        """Something that only a weight gradient needs: begun now, or where these are deferred when it is waited for."""
+        """Begin communication for weight gradients: now, or where these are deferred when it is waited for."""
+        # What W alone needs would delay what B sends to the stage before.
         return Moving(DONE, lambda: start().wait()) if self.defers else start()
-
-    def _defer(self, parameter: nn.Parameter, work: WeightWork) -> None:
-        assert self._works is not None
-        if parameter in self._last_work:  # a table of which source and target are looked up: only the last is final
-            index = self._last_work[parameter]
-            self._works[index] = partial(_not_final, self._works[index])
-        self._last_work[parameter] = len(self._works)
-        self._works.append(work)
 
     def _write(self, parameter: nn.Parameter, shape: torch.Size, write: WriteGradient, final: bool) -> None:
         """The gradient becomes .grad or is added to it. A deferred one is announced here, as no hook does."""
         if (apart := self._memory_apart(parameter)) is not None:
+            # Zeros lie there between steps (fill), so that adding needs no first time.
             write(apart.view(shape), 1)
             return
         adds = parameter.grad is not None
         if parameter.grad is None:
             if self._on_first:
                 self._on_first(parameter)
+            # autograd adopts the view as .grad: no memory is zeroed, allocated or copied for a first gradient.
             parameter.grad = self._views[parameter]
         write(parameter.grad.view(shape), int(adds))
         if final and self.on_gradient:
@@ -160,16 +169,6 @@ class Gradients:
             self.on_gradient(parameter)
 
     def _memory_apart(self, parameter: nn.Parameter) -> Tensor | None:
-        """Where the chunk at work adds up the gradient, if not in the parameter's own memory."""
+        """The memory in which the chunk at work adds up the gradient; None: the parameter's own."""
         apart = self._apart.get(parameter)
         return None if apart is None else apart.get(self.user)
-
-
-def _not_final(work: WeightWork, final: bool) -> None:
-    work(False)
-
-
-def _tell(told: WeakMethod[OnGradient], parameter: nn.Parameter) -> None:
-    """The hook of a parameter's gradients, for as long as they are there."""
-    if (accumulated := told()) is not None:
-        accumulated(parameter)

@@ -21,6 +21,7 @@ from meshwright.ranks.grid import ENDS, HEAD_COPIES, Grid
 from meshwright.ranks.mesh import Mesh
 
 BLOCK_ELEMENTS = 2**20
+"""Elements that one generator draws: 4 MiB of float32, the most that a rank draws and does not keep."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Box:
         return Box(starts, lengths) if all(length > 0 for length in lengths) else None
 
     def within(self, outer: Box) -> Box:
-        """The same part, counted from the corner of `outer`."""
+        """This box, counted from the corner of `outer`."""
         return Box(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.lengths)
 
     def flat_parts(self, start: int, stop: int) -> Iterator[Box]:
@@ -67,6 +68,7 @@ def _runs(lengths: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tup
     if start >= stop:
         return
     first, last = -(-start // inner), stop // inner
+    # first: the first row that begins in start..stop; last: the row in which stop lies.
     if first > last:  # begins and ends inside one row
         yield from row(last, start - last * inner, stop - last * inner)
         return
@@ -100,7 +102,7 @@ class Shard:
 
 
 Placements = Mapping[str, Shard]
-"""By mesh axis; an axis that is not named holds copies, or the whole at one owner."""
+"""A parameter's shards by mesh axis; an axis that is not named holds copies, or the whole at one owner."""
 
 
 @dataclass(frozen=True)
@@ -136,9 +138,11 @@ class ShardSpec:
         for axis, shard in self.placements.items():
             parts = grid.size(axis) // shard.copies
             assert lengths[shard.dim] % parts == 0, f"{self} is not divisible over {axis} of {grid}"
+            # Two axes may cut one dim: the later one cuts what the earlier has left, so offsets add up.
             lengths[shard.dim] //= parts
             offsets[shard.dim] += lengths[shard.dim] * (grid.index(rank, axis) // shard.copies)
         if self.owner is not None and grid.index(rank, self.owner[0]) != self.owner[1]:
+            # No rows, but declared: names, buckets and collectives are then the same on every rank of the axis.
             lengths[0] = 0
         return Box(tuple(offsets), tuple(lengths))
 
@@ -148,9 +152,13 @@ class ShardSpec:
 
         And, of a tied one, the pipeline's ends, which split its uses; of key-value heads, the ranks with a copy.
         """
+        # Both ends use a tied table, and each sees only its own part of the gradient.
         ends = (ENDS,) if self.tied else ()
         copies = (HEAD_COPIES,) if any(shard.copies > 1 for shard in self.placements.values()) else ()
+        # A rank with other tokens, or other heads of one norm, has another addend; one that cuts the parameter has
+        # another parameter. No third case.
         feeding = dict.fromkeys((*mesh.token_axes, *self.partial_over))
+        # In the grid's order: equal sets of axes are then one group, one bucket and one comm.
         return mesh.grid.ordered([*(axis for axis in feeding if axis not in self.axes), *copies, *ends])
 
 
@@ -177,6 +185,7 @@ class ShardedModule(nn.Module):
 
     def set_owner(self, owner: tuple[str, int] | None) -> None:
         """Let the layer's parameters live whole at (axis, index) and nowhere else on the axis; None: everywhere."""
+        # Declared anew, since the shapes change; no value has been drawn yet.
         for name, spec in self.specs.items() if owner is not None else ():
             self.declare(name, replace(spec, owner=owner))
 
@@ -190,6 +199,7 @@ class ShardedModule(nn.Module):
         layers = [layer for layer in module.modules() if isinstance(layer, ShardedModule)]
         for layer in layers:
             layer.set_owner(owner)
+        # Layers of ours have specs of their own; only what anyone's plain modules hold is given one here.
         declared = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
         for path, parameter in module.named_parameters(name):
             if id(parameter) in declared:
@@ -197,6 +207,7 @@ class ShardedModule(nn.Module):
             if parameter.dim() == 0:
                 raise ConfigError.of("branches", path, "is a parameter without a dim", "parameters of shape (1,)")
             spec = ShardSpec(tuple(parameter.shape), initial=None, matrix=parameter.dim() > 1, owner=owner)
+            # A clone: a view of no rows would keep the whole parameter's memory alive.
             parameter.data = parameter.data[spec.box(self.mesh.grid, self.mesh.rank).slices].clone()
             self.specs[path] = spec
 
@@ -252,6 +263,7 @@ def draw_values(out: Tensor, name: str, spec: ShardSpec, mesh: Mesh, seed: int) 
     for block, values in _blocks(spec.shape, initial, box, f"{seed}/{name}"):
         part = block.intersection(box)
         assert part is not None, f"{block} was drawn for {box}"
+        # Rounded last: a bf16 run then begins with the rounding of a float32 run's weights.
         out[part.within(box).slices] = values[part.within(block).slices].to(out)
 
 
@@ -267,15 +279,18 @@ def first_values(name: str, spec: ShardSpec, seed: int) -> Tensor:
 
 def _blocks(shape: tuple[int, ...], initial: Initial, wanted: Box, label: str) -> Iterator[tuple[Box, Tensor]]:
     """The blocks of the global tensor that meet `wanted`, with their values."""
+    # Blocks follow from the global shape alone, never from the layout: so every layout draws the same model.
     rows = max(1, BLOCK_ELEMENTS // max(1, math.prod(shape[1:])))
     first, last = wanted.offsets[0] // rows, (wanted.offsets[0] + wanted.lengths[0] - 1) // rows
     for index in range(first, last + 1):
         length = min(rows, shape[0] - index * rows)
         block = Box((index * rows, *(0 for _ in shape[1:])), (length, *shape[1:]))
+        # A CPU's generator on every device, since a GPU's would draw other numbers.
         generator = torch.Generator().manual_seed(seed_of(f"{label}/{index}"))
         yield block, torch.empty(block.lengths).normal_(initial.mean, initial.std, generator=generator)
 
 
 def seed_of(label: str) -> int:
     """A 63-bit seed made of a text: the same on every machine and in every Python process."""
+    # Python's own hash() of a text differs from process to process. 63 bits: the seed stays a positive int64.
     return int.from_bytes(hashlib.blake2b(label.encode(), digest_size=8).digest(), "little") >> 1

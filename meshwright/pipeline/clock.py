@@ -50,6 +50,8 @@ def simulate(
     schedule under which the stages wait for each other for ever.
     """
     placement = placement or ChunkPlacement(num_stages)
+    # Three microseconds a task instead of fourteen, with the same spans: a fixed order needs no events and no views. A
+    # pace that changes needs them, since it moves the end of tasks that have begun.
     if rule.fixed and pace is undisturbed:
         return _in_order(placement, _orders(placement, num_microbatches, rule), costs, latency)
     return _Simulation(placement, num_microbatches, rule, costs, latency, pace).run()
@@ -71,6 +73,7 @@ def _in_order(
     now, passed = [0.0 for _ in stages], [0 for _ in stages]
     come: list[dict[Arrival, float]] = [{} for _ in stages]
     needs = {
+        # Asked of the placement once, and not at each task.
         (stage, kind, chunk): kind is not TaskKind.WEIGHT and placement.sender(stage, kind, chunk) is not None
         for stage in stages
         for kind in TaskKind
@@ -84,14 +87,18 @@ def _in_order(
         for number in range(passed[stage], len(order)):
             task = order[number]
             if needs[stage, task.kind, task.chunk]:
+                # Left here until its message is sent: `going` takes the stage up again then.
                 if task not in come[stage]:
                     break
+                # A task and the message that lets a stage do it are equal (Arrival = Task), so a task finds its own
+                # message.
                 end = max(end, come[stage].pop(task))
             start, end = end, end + costs(stage, task)
             spans.append(task_span(stage, task, start, end))
             sent = placement.receiver(stage, task)
             if sent is not None:
                 to, message = sent
+                # A stage's message to itself, from one of its chunks to the next, crosses no link.
                 come[to][message] = end if to == stage else end + latency(stage, to, task)
                 going.add(to)
             passed[stage] = number + 1
@@ -155,7 +162,9 @@ class _Simulation:
             time = self.events[0].time
             free: set[int] = set()
             while self.events and self.events[0].time == time:
+                # All of a moment first: a stage that decides at that moment knows every message of it.
                 free |= self.happen(heapq.heappop(self.events))
+            # In a stated order: costs may be drawn at random as they are asked for.
             for index in sorted(free):
                 self.resume(time, index)
             self.keep_pace(time)
@@ -221,5 +230,7 @@ class _Simulation:
             return
         for index, stage in enumerate(self.stages):
             if stage.ending is not None:
+                # What is left of a task is work, not time: it is done at the new pace. The old event stays in the heap
+                # and is passed over (happen).
                 left = (stage.ending.time - time) * before
                 stage.ending = self.push(time + left / self.rate, index, None)

@@ -35,6 +35,7 @@ def stage_process(view: View, schedule: Schedule) -> StageProcess:
             arrived = yield WAIT
             assert arrived, f"woken without a message: {view}"
         else:
+            # Before the task is done, so that one that is not ready is refused while nothing has been sent.
             done = view.after(task)
             arrived = yield task
             view = done
@@ -52,6 +53,7 @@ def fixed_order(view: View, schedule: Schedule) -> tuple[Task, ...]:
         for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
         for chunk in range(placement.num_chunks)
     }
+    # What a stage sends to itself comes with the end of its own task, and not while it waits.
     come = {message: 0 for message, sender in senders.items() if sender not in (None, stage)}
     done = {(kind, chunk): 0 for kind in TaskKind for chunk in range(placement.num_chunks)}
     order: list[Task] = []
@@ -66,6 +68,7 @@ def fixed_order(view: View, schedule: Schedule) -> tuple[Task, ...]:
         else:
             arrived = []
             for (kind, chunk), number in come.items():
+                # Gradients come of microbatches that were sent on, and of no others.
                 most = count if kind is TaskKind.FORWARD else done[TaskKind.FORWARD, chunk]
                 if number == done[kind, chunk] and number < most:
                     arrived.append(Arrival(kind, number, chunk))
@@ -85,6 +88,7 @@ def _take(view: View, arrived: Iterable[Arrival], early: set[Arrival]) -> View:
         assert message.microbatch >= expected.microbatch, f"{message} came twice: {view}"
         assert message not in early, f"{message} came twice before its turn: {view}"
         early.add(message)
+        # A message that closes a gap brings those behind it into view at once.
         while expected in early:
             early.remove(expected)
             view = view.with_arrival(kind, chunk)

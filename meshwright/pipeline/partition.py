@@ -31,6 +31,7 @@ def balanced(costs: Costs, num_stages: int) -> tuple[int, ...]:
     Only the first and the last stage may have none.
     """
     num_layers = len(costs.layers)
+    # Sums from the beginning: a run of layers then costs one subtraction.
     sums = [0.0]
     for cost in costs.layers:
         sums.append(sums[-1] + cost)
@@ -50,6 +51,8 @@ def balanced(costs: Costs, num_stages: int) -> tuple[int, ...]:
             if found is not None and cost > found[0]:
                 break  # it costs more and more
             worst, squares, rest = best(stage + 1, stop)
+            # Tuples compare in order: the bottleneck first, then evenness, then the layers themselves, so that the
+            # answer is one.
             choice = max(cost, worst), cost**2 + squares, (stop - start, *rest)
             found = choice if found is None else min(found, choice)
         assert found is not None, f"{num_layers} layers are too few for {num_stages} stages"
@@ -65,6 +68,7 @@ def fastest(costs: Costs, placement: ChunkPlacement, rule: ScheduleRule, num_mic
     Where positions are so many that a step is expensive to simulate, the balanced cut stays.
     """
     simulated = min(num_microbatches, MOST_ROUNDS * placement.num_positions)
+    # A budget of simulated tasks, not of seconds: every rank, and the planner, must come to the same partition.
     left = SEARCHED_TASKS // (len(rule.kinds) * simulated * placement.num_positions)
     best = balanced(costs, placement.num_positions)
     if left == 0:
@@ -78,6 +82,7 @@ def fastest(costs: Costs, placement: ChunkPlacement, rule: ScheduleRule, num_mic
                 break
             left -= 1
             took = long_step_seconds(costs, moved, placement, rule, num_microbatches)
+            # Not for rounding's sake: partitions of equal time would use up what may be simulated.
             if took < seconds * (1 - 1e-9):
                 best, seconds, improved = moved, took, True
                 break
@@ -95,7 +100,10 @@ def long_step_seconds(
     work = [sum(costs.layers[layer] for layer in run) for run in ranges_of(partition)]
     work[0] += costs.embedding
     work[-1] += costs.head
+    # F, B and W of a layer take as much each.
     busiest = 3 * max(sum(work[position] for position in placement.positions(stage)) for stage in range(stages))
+    # At the pace of the last p simulated microbatches: the busiest stage's work in its place was up to 30 % off for
+    # 1F1B.
     seconds = step_seconds(costs, partition, placement, rule, rounds)
     before = step_seconds(costs, partition, placement, rule, rounds - stages)
     return seconds + (num_microbatches - rounds) * max(busiest, (seconds - before) / stages)
@@ -105,6 +113,7 @@ def _moves(partition: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """Partitions with one layer elsewhere, neighbours first. Only the first and the last position may have none."""
     ends = (0, len(partition) - 1)
     places = [(a, b) for a in range(len(partition)) for b in range(len(partition)) if a != b]
+    # Neighbours first: the search's budget goes to the smallest changes.
     for start, to in sorted(places, key=lambda pair: abs(pair[0] - pair[1])):
         if partition[start] > (0 if start in ends else 1):
             yield tuple(layers - (at == start) + (at == to) for at, layers in enumerate(partition))
@@ -124,6 +133,7 @@ def step_seconds(
         own = layers[position]
         if task.kind is TaskKind.FORWARD:
             return own + (3 * costs.head if position == last else 0.0)
+        # Its look-ups are free and its input needs no gradient: all it costs is in the last task of a microbatch.
         embedding = 3 * costs.embedding if position == 0 and task.kind is rule.kinds[-1] else 0.0
         return embedding + (own if rule.splits else 2 * own)
 

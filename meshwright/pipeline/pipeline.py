@@ -26,7 +26,7 @@ from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.task import Arrival, Task, TaskKind, View
 from meshwright.ranks.comm import NAP_SECONDS, Comm
 from meshwright.ranks.grid import PIPE
-from meshwright.ranks.mailbox import CutForms, Mailbox, Message, MessageMeta, Side, TensorMeta
+from meshwright.ranks.mailbox import CutForms, Mailbox, MessageMeta, Side, TensorMeta
 from meshwright.ranks.mesh import Mesh
 
 Seed = Callable[[int, int], None]
@@ -98,6 +98,7 @@ class Pipeline:
             nonlocal total
             index, stage = task.microbatch, self.stages[task.chunk]
             if task.kind is TaskKind.FORWARD:
+                # Before each forward pass: dropout then hangs on the microbatch alone, and not on the order of tasks.
                 seed(index, task.chunk)
                 outgoing = stage.forward(index, received.pop(task, ()), batches[index], scales)
                 if stage.is_last:
@@ -107,6 +108,8 @@ class Pipeline:
                 self.strategy.expect(index == last)
             if task.kind is TaskKind.BACKWARD:
                 return stage.backward(index, received.pop(task, ()), defers=self.rule.splits)
+            # A final gradient leaves for the other replicas; zero2 and zero3 sum in every microbatch, the others in the
+            # last.
             stage.weights(index, final=self.strategy.every_microbatch or index == last)
             return ()
 
@@ -130,8 +133,11 @@ class Pipeline:
     def _drive(self, rule: ScheduleRule, num_batches: int, act: Callable[[Task], Hidden], received: Received) -> None:
         """Run the rank's engine to its end. What arrives lies in `received` until a task takes it."""
         recorder = self.mesh.recorder
+        # A stage ahead of this one may send the next pass's first message before this pass ends: the epoch tells them
+        # apart.
         self._epoch += 1
         coming = {
+            # Receives are posted ahead, so their number is counted here; an evaluation has no gradients to receive.
             side: num_batches * sum(forms.inward or TaskKind.BACKWARD in rule.kinds for forms in subjects.values())
             for side, subjects in self.forms.items()
         }
@@ -153,13 +159,21 @@ class Pipeline:
                 arrived += self._pass_on(action, act(action), received)
                 end = self.watch.now()
                 self.done.append((action, start, end))
-                start, messages = end, self._messages_until_due()
+                start, messages = end, self.mailbox.poll()
+                # One task runs on the device and one waits behind it. Asked at once, the schedule would know none of
+                # the messages that come meanwhile; asked when the last task has ended, the device would idle.
+                while self.row.size > 1 and len(self.done) > 1 and not self.done[-2][-1].is_past():
+                    time.sleep(NAP_SECONDS)
+                    messages += self.mailbox.poll()
             else:
                 recorder.task = ""
                 messages = self.mailbox.wait()
                 start = self.watch.now()
             for message in messages:
-                arrived.append(self._arrival(message))
+                # A message's subject is the position before the cut that it crossed: activations cross it inward.
+                inward = self.forms[message.side][message.subject].inward
+                kind, to = (TaskKind.FORWARD, message.subject + 1) if inward else (TaskKind.BACKWARD, message.subject)
+                arrived.append(Arrival(kind, message.index, to // self.row.size))
                 received[arrived[-1]] = message.tensors
         recorder.task = ""
         self.mailbox.flush()
@@ -179,24 +193,11 @@ class Pipeline:
         self.mailbox.send(self.sides[to], task.microbatch, outgoing, subject)
         return []
 
-    def _messages_until_due(self) -> list[Message]:
-        """Messages that came until a task must be chosen: until the device has ended the task before the last."""
-        messages = self.mailbox.poll()
-        while self.row.size > 1 and len(self.done) > 1 and not self.done[-2][-1].is_past():
-            time.sleep(NAP_SECONDS)
-            messages += self.mailbox.poll()
-        return messages
-
-    def _arrival(self, message: Message) -> Arrival:
-        """The task that a message lets this rank do. Its subject is the position before the cut that it crossed."""
-        inward = self.forms[message.side][message.subject].inward
-        kind, to = (TaskKind.FORWARD, message.subject + 1) if inward else (TaskKind.BACKWARD, message.subject)
-        return Arrival(kind, message.index, to // self.row.size)
-
 
 def sides_of(stage: int, placement: ChunkPlacement) -> dict[int, Side]:
     """The stages that a stage sends to, and on which side they are."""
     count = placement.num_stages
+    # With two stages the neighbour before and the neighbour after are one rank: a line says which side it is.
     ring: dict[int, Side] = {(stage - 1) % count: "before", (stage + 1) % count: "after"} if placement.is_ring else {}
     line: dict[int, Side] = {stage - 1: "before", stage + 1: "after"}
     return ring or {other: side for other, side in line.items() if 0 <= other < count}
@@ -222,10 +223,12 @@ def agreed(schedule: Schedule, kinds: tuple[TaskKind, ...], peers: Comm, *, plan
     """
     if peers.size == 1:
         return schedule
+    # What was told is kept until its message is here: the leader may have it earlier than this rank.
     told: Task | None = None
 
     def lead(view: View) -> Task | None:
         task = schedule(view)
+        # A wait is not told: who follows waits for the next word anyway.
         if task is not None:
             peers.broadcast(torch.tensor(kinds.index(task.kind) + task.chunk * len(kinds)), 0)
         return task

@@ -37,6 +37,7 @@ class ChunkPlacement:
     @property
     def is_ring(self) -> bool:
         """Whether the last stage and the first are neighbours, who otherwise are none."""
+        # Two stages are neighbours on a line as well.
         return self.shape == "loop" and self.num_chunks > 1 and self.num_stages > 2
 
     @property
@@ -49,6 +50,7 @@ class ChunkPlacement:
         return self.num_stages - 1 - along if self.shape == "v" and chunk % 2 else along
 
     def position(self, stage: int, chunk: int) -> int:
+        # A v goes back through the stages in every second chunk: its turns are on the first and the last stage.
         along = self.num_stages - 1 - stage if self.shape == "v" and chunk % 2 else stage
         return chunk * self.num_stages + along
 

@@ -9,7 +9,6 @@ to be measured.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -50,6 +49,7 @@ class GpuMoment:
 
     def __call__(self) -> float:
         self.event.synchronize()
+        # elapsed_time is in milliseconds, between two events of one device: the only clock that the device has.
         return float(self.started + self.start.elapsed_time(self.event) / 1e3)
 
     def is_past(self) -> bool:
@@ -66,10 +66,11 @@ class Watch:
         """Moments count from here. The calendar is asked once, so that a clock that jumps moves no moment of a step."""
         self._started, self._from = time.time(), time.perf_counter()
         if self.device.type == "cuda":
+            # Recorded when the device is idle, so that this event and the host's two clocks are one moment.
             self._start = self._event()
 
     def now(self) -> Moment:
-        """This moment: when the device has done what it was given so far."""
+        """The moment at which the device has done what it was given so far."""
         if self.device.type == "cuda":
             return GpuMoment(self._event(), self._start, self._started)
         return HostMoment(self._started + time.perf_counter() - self._from)
@@ -136,14 +137,17 @@ class Timeline:
     @property
     def total_seconds(self) -> float:
         """The pipeline phase: from the first task of any stage to the end of the last."""
-        return _length(self.tasks)
+        if not (tasks := self.tasks):
+            return 0.0
+        return max(span.end_seconds for span in tasks) - min(span.start_seconds for span in tasks)
 
     @property
     def idle_shares(self) -> tuple[float, ...]:
-        """For each stage, which part of the pipeline phase it did no task."""
+        """The share of the pipeline phase, 0 to 1, in which each stage did no task."""
         total = self.total_seconds
         busy = [0.0] * self.num_stages
         for span in self.tasks:
+            # Phases may run under tasks: counted too, they would make a stage busier than whole.
             busy[span.stage] += span.seconds
         return tuple(1 - seconds / total if total > 0 else 0.0 for seconds in busy)
 
@@ -151,9 +155,3 @@ class Timeline:
     def idle_share(self) -> float:
         """The mean of all stages."""
         return sum(self.idle_shares) / self.num_stages
-
-
-def _length(spans: Sequence[Span]) -> float:
-    if not spans:
-        return 0.0
-    return max(span.end_seconds for span in spans) - min(span.start_seconds for span in spans)

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshwright.model import Batch, Hidden, Model, Scales
@@ -110,14 +109,18 @@ class Stage:
 
     def _forward(self, incoming: Hidden, batch: Batch, scales: Scales) -> tuple[Graph, Hidden]:
         for x in incoming:
+            # A received tensor is a leaf, so its gradient ends in x.grad, from where it is sent.
             x.requires_grad_()
         with self.autocast():
             outgoing = self.run_forward(self.model, batch, scales, incoming)
+        # The edges keep the graph, not the output's numbers: these were sent, and are the next stage's to hold.
         return Graph(incoming, tuple(get_gradient_edge(x) for x in outgoing)), tuple(x.detach() for x in outgoing)
 
     def backward(self, index: int, gradients: Hidden, *, defers: bool) -> Hidden:
         """B: what the stage before reads. `gradients`: of what F gave, from the stage after. `defers`: W follows."""
+        # Popped: the graph's activations go as soon as nothing but W's work needs them.
         graphs = self._graphs.pop(index)
+        # A table that two chunks use has memory for each; the layers are not told which chunk runs.
         self.gradients.user = self.number
         afters = [None] * len(graphs) if self.is_last else split(gradients, len(graphs))  # a loss's own gradient is 1
         works: list[list[WeightWork]] = []
@@ -131,7 +134,13 @@ class Stage:
                 torch.autograd.backward(graph.outgoing, after)
         if defers:
             self._works[index] = works
-        return joined([tuple(_gradient(x) for x in graph.incoming) for graph in graphs])
+        arrived = []
+        for graph in graphs:
+            assert all(x.grad is not None for x in graph.incoming), "a stage whose output does not depend on its input"
+            arrived.append(tuple(x.grad for x in graph.incoming if x.grad is not None))
+            for x in graph.incoming:
+                x.grad = None  # x may have to live until W, while its gradient is freed when it is sent
+        return joined(arrived)
 
     @torch.no_grad()
     def weights(self, index: int, *, final: bool) -> None:
@@ -162,10 +171,3 @@ def split(hidden: Hidden, parts: int) -> list[Hidden]:
 def joined(parts: Sequence[Hidden]) -> Hidden:
     """The rows of each tensor, of all parts."""
     return parts[0] if len(parts) == 1 else tuple(torch.cat(rows) for rows in zip(*parts, strict=True))
-
-
-def _gradient(x: Tensor) -> Tensor:
-    """Taken from x, which may have to live until W, while its gradient is freed when it is sent."""
-    gradient, x.grad = x.grad, None
-    assert gradient is not None, "a stage whose output does not depend on its input"
-    return gradient

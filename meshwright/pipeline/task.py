@@ -70,7 +70,7 @@ class Counters(NamedTuple):
     gradients: int = 0
 
     def num_done(self, kind: TaskKind) -> int:
-        """How many tasks of this kind are done."""
+        """The number of tasks of this kind that are done."""
         if kind is TaskKind.FORWARD:
             return self.forwards
         return self.backwards if kind is TaskKind.BACKWARD else self.weights
@@ -102,18 +102,29 @@ class View:
     is_last: bool = field(init=False)
     total: Counters = field(init=False)
     _from_others: tuple[tuple[bool, bool], ...] = field(init=False, repr=False)
+    """Whether each chunk's activations, and gradients, come from another stage."""
 
     def __post_init__(self) -> None:
+        # Past the frozen dataclass: what follows from the other fields is computed once, not at every look of a
+        # schedule.
         self.__dict__.update(
             num_stages=self.placement.num_stages,
             is_first=self.stage == 0,
             is_last=self.stage == self.placement.last_stage,
             total=Counters(*map(sum, zip(*self.chunks, strict=True))),
-            _from_others=tuple(map(self._comes_from_others, range(len(self.chunks)))),
+            _from_others=tuple(
+                (
+                    self.placement.sender(self.stage, TaskKind.FORWARD, chunk) not in (None, self.stage),
+                    TaskKind.BACKWARD in self.kinds
+                    and self.placement.sender(self.stage, TaskKind.BACKWARD, chunk) not in (None, self.stage),
+                )
+                for chunk in range(len(self.chunks))
+            ),
         )
         assert 0 <= self.stage < self.num_stages, f"stage {self.stage} of {self.num_stages}"
         assert self.num_microbatches >= 1, f"{self.num_microbatches} microbatches"
         assert self.limit >= 1, f"a limit of {self.limit} microbatches in flight: stage {self.stage} could never begin"
+        # Below a place a chunk, a microbatch could not come to the chain's end and back.
         assert TaskKind.BACKWARD not in self.kinds or self.limit >= len(self.chunks), f"{self.limit} places: {self}"
 
     @property
@@ -122,7 +133,7 @@ class View:
         return TaskKind.WEIGHT in self.kinds
 
     def num_done(self, kind: TaskKind) -> int:
-        """How many tasks of this kind are done, in all chunks."""
+        """The number of tasks of this kind that are done, in all chunks."""
         return self.total.num_done(kind)
 
     @property
@@ -140,6 +151,7 @@ class View:
     @property
     def in_flight(self) -> int:
         """Microbatches whose activations a chunk holds: begun, and their last task not done."""
+        # With W as a task, activations live until W: so the limit bounds what waits for it, too.
         return self.total.forwards - self.total.num_done(self.kinds[-1])
 
     @property
@@ -156,6 +168,7 @@ class View:
         if kind not in self.kinds:
             return False
         if kind is TaskKind.FORWARD:
+            # The chain's beginning has the batch, its end the loss: neither needs a message.
             given = self.num_microbatches if chunk == 0 and self.is_first else counts.activations
             return counts.forwards < given and self.in_flight < self.limit
         if kind is TaskKind.BACKWARD:
@@ -172,14 +185,9 @@ class View:
         count = 0
         for counts, (activations, gradients) in zip(self.chunks, self._from_others, strict=True):
             count += (self.num_microbatches - counts.activations) * activations
+            # A gradient comes of each microbatch that was sent on, and of no other.
             count += (counts.forwards - counts.gradients) * gradients
         return count
-
-    def _comes_from_others(self, chunk: int) -> tuple[bool, bool]:
-        """Whether a chunk's activations and its gradients come from another stage."""
-        kinds = TaskKind.FORWARD, TaskKind.BACKWARD
-        before, after = (self.placement.sender(self.stage, kind, chunk) for kind in kinds)
-        return before not in (None, self.stage), TaskKind.BACKWARD in self.kinds and after not in (None, self.stage)
 
     def after(self, task: Task) -> View:
         """The view when the task is done: its counter goes on, and the message that it took is gone."""
@@ -193,12 +201,13 @@ class View:
         return self._with(chunk, _DONE[kind], arrivals)
 
     def _with(self, chunk: int, counter: int, arrivals: tuple[Arrival, ...]) -> View:
-        """One of a chunk's counters has gone on. It is dataclasses.replace, several times as fast: a simulated step has
-        a hundred thousand views."""
+        """The view after one of a chunk's counters has gone on. It is dataclasses.replace, several times as fast: a
+        simulated step has a hundred thousand views."""
         view = object.__new__(View)
         state = view.__dict__
         state.update(self.__dict__)
         state["arrivals"] = arrivals
+        # Kept beside the chunks' counters: adding up at each look was much of a simulated task's time.
         state["total"] = _counted(self.total, counter)
         one = _counted(self.chunks[chunk], counter) if len(self.chunks) > 1 else state["total"]
         state["chunks"] = (*self.chunks[:chunk], one, *self.chunks[chunk + 1 :])
@@ -230,7 +239,7 @@ _COME = {TaskKind.FORWARD: 3, TaskKind.BACKWARD: 4}
 
 
 def _counted(counts: Counters, counter: int) -> Counters:
-    """One of the counters has gone on."""
+    """The counters after one of them has gone on."""
     values = [*counts]
     values[counter] += 1
     return Counters(*values)

@@ -19,7 +19,14 @@ TASK_ROW = "tasks"
 
 def write_trace(timeline: Timeline, path: Path) -> None:
     """Write the spans of one step. Raises MeshwrightError with the path where it cannot be written."""
-    events = [*_names(timeline), *_events(timeline)]
+    events: list[dict[str, Any]] = []
+    for stage in range(timeline.num_stages):
+        events.append({"ph": "M", "name": "process_name", "pid": stage, "args": {"name": f"stage {stage}"}})
+        # So that viewers keep the stages in their order.
+        events.append({"ph": "M", "name": "process_sort_index", "pid": stage, "args": {"sort_index": stage}})
+        for row, name in enumerate(_rows(timeline)):
+            events.append({"ph": "M", "name": "thread_name", "pid": stage, "tid": row, "args": {"name": name}})
+    events += _events(timeline)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
@@ -34,8 +41,15 @@ def read_trace(path: Path) -> Timeline:
     """
     try:
         events = json.loads(path.read_text())["traceEvents"]
+        # A stage that did nothing has a name and no span, so the names are what is counted.
         num_stages = sum(event["name"] == "process_name" for event in events)
-        spans = tuple(_span(event) for event in events if event["ph"] == "X")
+        spans = tuple(
+            Span(
+                event["pid"], event["name"], event["cat"], event["ts"] / 1e6, event["ts"] / 1e6 + event["dur"] / 1e6,
+                event["args"]["microbatch"], event["args"].get("chunk", 0),
+            )
+            for event in events if event["ph"] == "X"
+        )  # fmt: skip
     except OSError as error:
         raise DataError(f"the trace {path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
@@ -52,19 +66,9 @@ def _rows(timeline: Timeline) -> list[str]:
     return [TASK_ROW, *phases]
 
 
-def _names(timeline: Timeline) -> list[dict[str, Any]]:
-    """Events that name processes and rows in the viewer."""
-    events: list[dict[str, Any]] = []
-    for stage in range(timeline.num_stages):
-        events.append({"ph": "M", "name": "process_name", "pid": stage, "args": {"name": f"stage {stage}"}})
-        events.append({"ph": "M", "name": "process_sort_index", "pid": stage, "args": {"sort_index": stage}})
-        for row, name in enumerate(_rows(timeline)):
-            events.append({"ph": "M", "name": "thread_name", "pid": stage, "tid": row, "args": {"name": name}})
-    return events
-
-
 def _events(timeline: Timeline) -> list[dict[str, Any]]:
     rows = {name: row for row, name in enumerate(_rows(timeline))}
+    # From zero on: a float64 of microseconds since the epoch would end at a quarter of one.
     begin = min((span.start_seconds for span in timeline.spans), default=0.0)
     return [
         {
@@ -79,9 +83,3 @@ def _events(timeline: Timeline) -> list[dict[str, Any]]:
         }
         for span in timeline.spans
     ]
-
-
-def _span(event: dict[str, Any]) -> Span:
-    start_seconds, microbatch, chunk = event["ts"] / 1e6, event["args"]["microbatch"], event["args"].get("chunk", 0)
-    end_seconds = start_seconds + event["dur"] / 1e6
-    return Span(event["pid"], event["name"], event["cat"], start_seconds, end_seconds, microbatch, chunk)

@@ -36,11 +36,11 @@ from meshwright.subgraph.segment import AllCommon, OneCommon
 from meshwright.subgraph.translation import Translated, nearly_even
 
 Assignment = tuple[tuple[int, ...], ...]
-"""By sub-grid: the numbers of its branches, in order."""
+"""The numbers of each sub-grid's branches, in order."""
 
 
 def assign(costs: Sequence[float], num_subgrids: int) -> Assignment:
-    """Every branch to one sub-grid, and to each sub-grid at least one branch.
+    """Assign every branch to one sub-grid, and at least one branch to each sub-grid.
 
     `costs`: of the branches, in any unit. Branches of the same cost lie side by side: equal ones are assigned in runs,
     0 1 | 2 3. Raises ConfigError for fewer branches than sub-grids, and for costs that are no numbers from 0 up.
@@ -55,24 +55,20 @@ def assign(costs: Sequence[float], num_subgrids: int) -> Assignment:
     loads = [0.0] * num_subgrids
     for cost in sorted(set(costs), reverse=True):
         alike = [branch for branch, its_cost in enumerate(costs) if its_cost == cost]
-        shares = _shares(loads, [len(hand) for hand in hands], cost, len(alike))
-        left = iter(alike)
+        shares = [0] * num_subgrids
+        for _ in alike:
+            # Least loaded first; of equal loads who has fewest branches, since branches may cost nothing at all and
+            # each sub-grid must get one.
+            *_, least = min(
+                (load + share * cost, len(hand) + share, subgrid)
+                for subgrid, (load, hand, share) in enumerate(zip(loads, hands, shares, strict=True))
+            )
+            shares[least] += 1
+        left = iter(alike)  # dealt in runs: equal branches lie side by side, and their slices need no reordering
         for subgrid, share in enumerate(shares):
             hands[subgrid] += islice(left, share)
             loads[subgrid] += share * cost
     return tuple(tuple(sorted(hand)) for hand in hands)
-
-
-def _shares(loads: Sequence[float], held: Sequence[int], cost: float, count: int) -> list[int]:
-    """How many of `count` branches of one cost each sub-grid gets, one after another to the least loaded."""
-    shares = [0] * len(loads)
-    for _ in range(count):
-        *_, least = min(
-            (load + share * cost, have + share, subgrid)
-            for subgrid, (load, have, share) in enumerate(zip(loads, held, shares, strict=True))
-        )
-        shares[least] += 1
-    return shares
 
 
 Enter = Literal["split", "slice"]
@@ -136,6 +132,8 @@ class Branches(ShardedModule):
         self.exit = self._crossing(holders, out_shares if self.concats else None)
         owners = {branch: subgrid for subgrid, hand in enumerate(self.assignment) for branch in hand}
         for branch, module in enumerate(modules):
+            # Every rank declares every branch, its own with rows and the others' without: names and buckets are then
+            # the same everywhere.
             self.add_owned(str(branch), module, (axis, owners[branch]))
 
     def _crossing(self, holders: range, shares: Sequence[int] | None) -> Crossing:
@@ -143,6 +141,7 @@ class Branches(ShardedModule):
         size = self.mesh.size(self.axis)
         by_rank = [1] * size if shares is None else [sum(shares[branch] for branch in hand) for hand in self.assignment]
         if len(holders) not in (1, size) or len(set(by_rank)) > 1:
+            # Collectives of torch and MPI want equal parts of all ranks; what is uneven goes by messages.
             return Translated(self.mesh, self.axis, self.num_rows, holders, by_rank)
         if len(holders) < size:
             return OneCommon(self.mesh, self.num_rows, self.axis)
@@ -161,13 +160,19 @@ class Branches(ShardedModule):
         if len(x) != len(self.held):
             rule = f"rows are not the {len(self.held)} that rank {self.mesh.rank} holds of num_rows={self.num_rows}"
             raise ConfigError.of("x", len(x), rule, str(len(self.held)))
+        # The input of the first layer needs no gradient, but the ranks' steps back must be the same.
         x = _reached(x)
         parts = self._sliced(x) if self.slices else [self.entrance.enter(x)] * len(self.mine)
         results = [self.get_submodule(str(branch))(part) for branch, part in zip(self.mine, parts, strict=True)]
-        return self._joined(results) if self.concats else self._summed(results)
+        if self.concats:
+            return self._joined(results)
+        total = results[0]
+        for result in results[1:]:
+            total = total + result
+        return self.exit.leave(_reached(total))
 
     def _sliced(self, x: Tensor) -> Sequence[Tensor]:
-        """This rank's branches' parts of x, of all rows."""
+        """The parts of x, of all rows, that this rank's branches get."""
         total, count = x.shape[self.dim], len(self.order)
         widths = [total // count] * count if self.widths is None else list(self.widths)
         if sum(widths) != total:
@@ -175,6 +180,7 @@ class Branches(ShardedModule):
             raise ConfigError.of("widths", sum(widths), rule, f"{count} widths, together {total}")
         if not self._in_order:
             parts = x.split(widths, self.dim)
+            # Ranks get contiguous slices, so the parts are laid in the order in which ranks hold their branches.
             x = torch.cat([parts[branch] for branch in self.order], self.dim)
         return self.entrance.slice(x, self.dim).split([widths[branch] for branch in self.mine], self.dim)
 
@@ -190,12 +196,6 @@ class Branches(ShardedModule):
             return whole
         parts = dict(zip(self.order, whole.split([widths[branch] for branch in self.order], self.dim), strict=True))
         return torch.cat([parts[branch] for branch in sorted(self.order)], self.dim)
-
-    def _summed(self, results: Sequence[Tensor]) -> Tensor:
-        total = results[0]
-        for result in results[1:]:
-            total = total + result
-        return self.exit.leave(_reached(total))
 
     @property
     def _in_order(self) -> bool:

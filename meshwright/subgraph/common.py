@@ -28,6 +28,8 @@ class CommonLinear(SerialLinear):
     def forward(self, x: Tensor) -> Tensor:
         if self.segment.holds:
             return super().forward(x)
+        # Of no rows, but a function of x: the backward pass must come by here on this rank, since a collective waits
+        # for it on the next split.
         nothing = x.sum(-1)[..., *[None] * (self.weight.dim() - 1)].expand(*x.shape[:-1], *self.weight.shape[1:])
         return nothing.to(autocast_dtype(x) or x.dtype)  # as the product, which a split behind it sends
 
@@ -73,6 +75,7 @@ class AbsentTable(Absent):
 
     def forward(self, x: Tensor) -> Tensor:
         table = self.get_parameter("weight")
+        # Ids have no gradient: the graph of a rank without a table begins with these zeros.
         return table.new_zeros(*x.shape[: self.num_dims], table.shape[-1]).requires_grad_(torch.is_grad_enabled())
 
 
@@ -80,6 +83,7 @@ class AbsentHead(Absent):
     """A `Head` without tokens: a loss of 0, from which the backward pass begins on this rank too."""
 
     def forward(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:
+        # A sum of nothing is 0, and has a gradient of no rows to begin with.
         return h.sum()
 
     def num_correct(self, h: Tensor, labels: Tensor) -> int:

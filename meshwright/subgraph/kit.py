@@ -44,7 +44,7 @@ from meshwright.tensor.serial import SerialEmbedding, SerialHead, SerialNorm, Se
 
 
 class CommonPair:
-    """Both linears common. `core`: what stands between them is assigned; else it is common, too."""
+    """A pair of common linears. `core`: the layers between them are branches; else they are common, too."""
 
     def __init__(self, segment: Segment, *, core: bool) -> None:
         self.segment = segment
@@ -67,6 +67,7 @@ class BranchPair:
         return CutExpand(self.segment.mesh, hidden, _grouped(inner, groups), initial, self.segment, bias=bias)
 
     def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+        # Added after the branches' outputs are summed, so the bias is a common layer's: its owner computes it.
         spec = ShardSpec((hidden,), matrix=False, owner=self.segment.owner) if bias else None
         return CutContract(self.segment.mesh, inner, hidden, initial, self.segment, bias=spec)
 
@@ -87,10 +88,12 @@ class SubgraphKit:
         branches, common = BranchPair(self.segment), CommonPair(self.segment, core=False)
         core = settings.branch == "attention-core"
         self.branches: LinearPair = CommonPair(self.segment, core=True) if core else branches
+        # Attention takes `branches`, every other pair of linears the kit's own words: only `block` cuts these.
         self._slices: LinearPair = branches if settings.branch == "block" else common
 
     def _common(self, layer: ShardedModule, absent: Callable[[ShardedModule], Absent]) -> ShardedModule:
         """A common layer, or what stands for it where it does not live."""
+        # Declared also where it does not live, with no rows: names, buckets and checkpoints are the same on all ranks.
         layer.set_owner(self.segment.owner)
         return layer if self.segment.holds else absent(layer)
 
@@ -111,6 +114,8 @@ class SubgraphKit:
         return self._common(GroupNorm(self.mesh, channels, groups, epsilon, {}), AbsentNorm)
 
     def head_norm(self, width: int, epsilon: float) -> nn.Module:
+        # One weight for the heads of all branches: each rank's gradient is of its heads alone, hence summed over the
+        # axis.
         return RmsNorm(self.mesh, width, epsilon, ("branch",))
 
     def local_group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
@@ -141,6 +146,7 @@ class SubgraphKit:
         raise AssertionError("a rule refuses more ranks than heads")
 
     def local_heads(self, heads: int) -> int:
+        # Divisible: Subgraph.cuts has seen to it.
         return heads // self.mesh.size("branch")
 
     def slice_batch(self, x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @rule("layout.tensor", "model")
 def branches_share_nothing(config: Config) -> Iterator[Problem]:
-    """Where ranks have different buckets, one that both sum would leave in the middle of different exchanges."""
+    """A shared parameter in buckets that differ by rank would be summed between different exchanges, and hang."""
     tensor, shared = config.layout.tensor, config.model.shared_in_branches
     if isinstance(tensor, Subgraph) and tensor.common == "one" and tensor.size > 1 and shared:
         rule_text = f"gives the first rank all that branches share, and {shared} is shared inside of them"
@@ -52,7 +52,7 @@ class Subgraph(TensorSection):
 
     @property
     def rows(self) -> tuple[str, int]:
-        """Where one rank computes the common layers, it has all rows."""
+        """The split of a microbatch's rows outside of branches; none where one rank computes the common layers."""
         return ("layout.tensor.size=", self.size) if self.common == "all" else ("", 1)
 
     @property
@@ -68,6 +68,7 @@ class Subgraph(TensorSection):
         """Hidden widths and tables lie outside of branches and are whole."""
         branches, (_, *inner) = config.model.branches, config.model.widths
         for field, number in (branches, *(inner if self.branch == "block" else ())):
+            # Branches are dealt whole: a head, or a path, is computed by one rank.
             yield Cut(field, number, "layout.tensor.size", self.size)
 
     @classmethod

@@ -33,7 +33,7 @@ _Start = Callable[[Tensor], Moving]
 
 
 class _Cross(torch.autograd.Function):
-    """There in the forward pass, back in the backward pass."""
+    """A collective in the forward pass, and its adjoint in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: _Start, back: _Start) -> Tensor:
@@ -50,6 +50,8 @@ class Segment(ABC):
     """A `Boundary` with slices; one of the two forms. `owner`: where the common layers live."""
 
     axis: str
+    # The gathered input of a pair is kept for the backward pass, as in the paper: g times the activation at that place,
+    # for a third of the bytes.
     keeps = True
     holds: bool
     owner: tuple[str, int] | None
@@ -80,7 +82,7 @@ class Segment(ABC):
         """The rows that this rank holds."""
 
     def enter(self, x: Tensor) -> Tensor:
-        """Like start_enter, differentiable, as are the three below."""
+        """start_enter, waited for and differentiable, as are the three methods below."""
         return cross(x, self.start_enter, self._start_sum)
 
     def leave(self, x: Tensor) -> Tensor:
@@ -93,12 +95,13 @@ class Segment(ABC):
         return cross(x, partial(self.start_concat, dim=dim), partial(self.start_slice, dim=dim))
 
     def _start_sum(self, x: Tensor) -> Moving:
-        """Like start_leave; x is kept."""
+        """start_leave on a copy of x, which keeps x."""
+        # A reduction writes into its operand, and autograd may hand this very tensor to others.
         return self.start_leave(x.clone(memory_format=torch.contiguous_format))
 
 
 class AllCommon(Segment):
-    """Every rank computes the common layers, on its share of the rows."""
+    """The form in which every rank computes the common layers, on its share of the rows (D&SP)."""
 
     holds = True
     owner = None
@@ -135,6 +138,7 @@ class OneCommon(Segment):
         self.holds = mesh.index(axis) == 0
 
     def start_enter(self, x: Tensor) -> Moving:
+        # Who holds no rows sees dims and dtype of what comes from its own x, and the number of rows from num_rows.
         whole = x.contiguous() if self.holds else x.new_empty(self.num_rows, *x.shape[1:])
         return Moving(self.mesh.comm(self.axis).broadcast(whole, 0, wait=False), lambda: whole)
 
@@ -151,6 +155,7 @@ class OneCommon(Segment):
         comm, at, x = self.mesh.comm(self.axis), dim % x.dim(), x.contiguous()
         panels = x.new_empty(comm.size, *self.rows(x).shape)
         work = comm.gather(panels, x, 0, wait=False)
+        # Behind the wait: before it the panels hold nothing.
         return Moving(work, lambda: panels.movedim(0, at).flatten(at, at + 1))
 
     def rows(self, x: Tensor) -> Tensor:

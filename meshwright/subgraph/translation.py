@@ -29,7 +29,7 @@ from meshwright.ranks.comm import Comm
 from meshwright.ranks.mesh import Mesh
 
 RowLayout = tuple[Box, ...]
-"""By rank of an axis: the box that it holds, of some dims of a tensor; of the others it holds all."""
+"""The box of a tensor that each rank of an axis holds, in some of its dims; the other dims are whole."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Transfer:
 
 
 def plan_translation(source: RowLayout, target: RowLayout) -> tuple[Transfer, ...]:
-    """Who sends what to whom, by receiver, then by sender."""
+    """The messages of a translation, by receiver, then by sender; a rank's own part is one to itself."""
     return tuple(
         Transfer(sender, receiver, box)
         for receiver, wanted in enumerate(target)
@@ -52,7 +52,7 @@ def plan_translation(source: RowLayout, target: RowLayout) -> tuple[Transfer, ..
 
 
 def intervals(lengths: Sequence[int]) -> tuple[range, ...]:
-    """One behind the other: (2, 3) -> 0..2, 2..5."""
+    """Ranges of these lengths, one behind the other: (2, 3) -> 0..2, 2..5."""
     return tuple(range(stop - length, stop) for length, stop in zip(lengths, accumulate(lengths), strict=True))
 
 
@@ -75,31 +75,31 @@ def moved(x: Tensor, comm: Comm, source: RowLayout, target: RowLayout, dims: Seq
     waits for a turn that is not later than its own, and no cycle forms, however the transport sends.
     """
     mine, wanted = source[comm.index], target[comm.index]
+    # Both layouts are known to every rank, so nobody is asked who sends what.
     messages = plan_translation(source, target)
     sent = {message.receiver: message.box for message in messages if message.sender == comm.index}
     due = {message.sender: message.box for message in messages if message.receiver == comm.index}
     outgoing = {peer: _part(x, box.within(mine), dims).contiguous() for peer, box in sent.items()}
     incoming = {
-        peer: outgoing[peer] if peer == comm.index else x.new_empty(_shape(x, box, dims)) for peer, box in due.items()
+        # What stays on the rank is no message.
+        peer: outgoing[peer] if peer == comm.index else x.new_empty(_shape(x, box, dims))
+        for peer, box in due.items()
     }
     for turn in range(comm.size):
         peer = (turn - comm.index) % comm.size
         if peer != comm.index:
-            _meet(comm, peer, outgoing.get(peer), incoming.get(peer))
+            # Both have the same plan, so both make the same call: an exchange, or one sends and one receives.
+            ours, theirs = outgoing.get(peer), incoming.get(peer)
+            if ours is not None and theirs is not None:
+                comm.exchange(ours, peer, theirs, peer)
+            elif ours is not None:
+                comm.send(ours, peer)
+            elif theirs is not None:
+                comm.receive(theirs, peer)
     result = x.new_zeros(_shape(x, wanted, dims))
     for peer, box in due.items():  # in rank order: a sum that is the same every time
         _part(result, box.within(wanted), dims).add_(incoming[peer])
     return result
-
-
-def _meet(comm: Comm, peer: int, outgoing: Tensor | None, incoming: Tensor | None) -> None:
-    """Both call the same: an exchange, or one sends and one receives."""
-    if outgoing is not None and incoming is not None:
-        comm.exchange(outgoing, peer, incoming, peer)
-    elif outgoing is not None:
-        comm.send(outgoing, peer)
-    elif incoming is not None:
-        comm.receive(incoming, peer)
 
 
 def _part(x: Tensor, box: Box, dims: Sequence[int]) -> Tensor:
@@ -118,6 +118,7 @@ def _shape(x: Tensor, box: Box, dims: Sequence[int]) -> list[int]:
 class _Translate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Comm, source: RowLayout, target: RowLayout, dims: tuple[int, ...]) -> Tensor:
+        # Summands and copies change places on the way back: the adjoint of a sum is a copy.
         ctx.back = comm, target, source, dims
         return moved(x, comm, source, target, dims)
 
@@ -171,6 +172,7 @@ class Translated:
     def _layouts(self, unit: int) -> tuple[RowLayout, RowLayout]:
         """Rows of whole width; all rows of parts. `unit`: elements of a share."""
         widths = [share * unit for share in self.shares]
+        # Widths are of this tensor: shares are in any unit, and a slice and a concat may be of unlike widths.
         rows = tuple(Box((*box.offsets, 0), (*box.lengths, sum(widths))) for box in self.outside)
         parts = tuple(Box((0, part.start), (self.num_rows, len(part))) for part in intervals(widths))
         return rows, parts

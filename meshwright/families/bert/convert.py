@@ -31,6 +31,7 @@ OUTSIDE = {
     "segments": "bert.embeddings.token_type_embeddings",
     "transform": "cls.predictions.transform.dense",
     "transform_norm": "cls.predictions.transform.LayerNorm",
+    # The bias alone: the weight is the table of tokens.
     "head": "cls.predictions",
     "pooler": "bert.pooler.dense",
     "next_sentence_head": "cls.seq_relationship",
@@ -84,18 +85,22 @@ class BertFamily(Family):
         return {**OUTSIDE, **self.trunk_names(model)}
 
     def rows(self, model: BertTrunk) -> Mapping[str, int]:
+        # The head's bias has a row a token, hence the table's padding.
         words = dict.fromkeys(("tokens", "head"), model.vocabulary)
         return words | {"positions": model.positions, "segments": NUM_SEGMENTS, "next_sentence_head": NUM_ANSWERS}
 
     def full_name(self, stored: str) -> str:
+        # The first published folders came from TensorFlow's names.
         return re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", stored))
 
     def copies(self, model: BertTrunk) -> dict[str, str]:
+        # transformers stores the tied table, and the head's bias, a second time under the decoder's name.
         return {f"{_HEAD}.weight": _TABLE, f"{_HEAD}.bias": "cls.predictions.bias"}
 
     def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
         kind = settings.values.get("model_type", "bert")
         order = next(order for order, theirs in _MODEL_TYPES.items() if theirs == kind)
+        # config.json does not say whether there is a next-sentence head: its weights do.
         return {"norm_order": order, "next_sentence": _ANSWERS in stored}
 
     def architecture_of(self, model: BertTrunk) -> str:

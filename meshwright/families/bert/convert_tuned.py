@@ -33,6 +33,7 @@ class BertTaskFamily(BertFamily):
     """The end of the class's name in transformers."""
     head: ClassVar[tuple[str, str]]
     """Our layer of the head, and theirs."""
+    # The pretraining heads, and a pooler that this task may not have: a fine-tuning drops them, as transformers does.
     passed_over = re.compile(r"cls\..*|bert\.embeddings\.position_ids|bert\.pooler\..*")
 
     def names(self, model: BertTrunk) -> Names:
@@ -47,6 +48,7 @@ class BertTaskFamily(BertFamily):
         return {}
 
     def may_draw(self, name: str) -> bool:
+        # A BertForMaskedLM has no pooler; the trunk may never be drawn, or a wrong folder would pass as a fresh model.
         return name.partition(".")[0] in ("pooler", self.head[0])
 
     def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
@@ -58,6 +60,7 @@ class BertTaskFamily(BertFamily):
 
     def pair(self, name: str, shape: TensorShape, model: Any, names: Names, rows: Mapping[str, int]) -> TensorPair:
         ours, theirs = self.head
+        # `head` has a bias and keeps it; scores have none, so theirs is dropped and zeros go out.
         if name != f"{ours}.weight" or ours == "head":
             return super().pair(name, shape, model, names, rows)
         out = (shape[1], shape[0])
@@ -79,6 +82,7 @@ class BertPairsFamily(BertTaskFamily):
 
     def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
         named = settings.values.get("id2label")
+        # id2label counts classes where the weights of a classifier are there, and means nothing elsewhere.
         classes = {"classes": len(named)} if isinstance(named, dict) and "classifier.weight" in stored else {}
         return {**super().further(settings, stored), **classes}
 
@@ -96,6 +100,7 @@ class BertSpansFamily(BertTaskFamily):
     architecture, head = "ForQuestionAnswering", ("spans", "qa_outputs")
 
     def pair(self, name: str, shape: TensorShape, model: Any, names: Names, rows: Mapping[str, int]) -> TensorPair:
+        # The norm before the scores, which is the last block's own in the original order.
         layer = f"blocks.{model.layers - 1}.feed_forward_norm" if model.norm_order == "original" else "norm"
         if name != f"{layer}.weight":
             return super().pair(name, shape, model, names, rows)

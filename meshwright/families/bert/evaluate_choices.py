@@ -65,6 +65,7 @@ def _told(loaded: LoadedText, source: str, progress: ShowProgress) -> np.ndarray
     """(given, right) of all of a source's examples, [n, 2]. Raises DataError where there are none."""
     data = loaded.config.data
     assert isinstance(data, TaskSection), data
+    # --context may ask for another length than the run trained with.
     data = data.model_copy(update={"sequence": loaded.context})
     told = np.array(list(_answers(loaded, examples(loaded.config, data, source, loaded.tokenizer), progress)))
     if not len(told):
@@ -79,6 +80,7 @@ def pair_accuracy(loaded: LoadedText, source: str, progress: ShowProgress = sile
     facts["accuracy"] = float((given == right).mean())
     if len(pair_form(Path(source).expanduser()).classes) == 2:
         both, either = int((given * right).sum()), int(given.sum() + right.sum())
+        # Precision and recall of class 1 in one quotient: 2 TP / (2 TP + FP + FN).
         facts["f1"] = 2 * both / either if either else 0.0
     return facts
 
@@ -88,6 +90,7 @@ def race_accuracy(loaded: LoadedText, source: str, progress: ShowProgress = sile
     model = loaded.config.model
     assert isinstance(model, BertChoice), model
     given, right = _told(loaded, source, progress).T
+    # In the order of the files, which is the examples' own.
     levels = np.array([asked.level for asked in race_questions(Path(source).expanduser(), model.choices)])
     facts: Facts = {"data": source, "questions": len(right), "correct": int((given == right).sum())}
     facts["accuracy"] = float((given == right).mean())

@@ -43,6 +43,7 @@ def masked_accuracy(
         batch = to_device(samples.held_out(first, min(rows, len(samples) - first)), loaded.device)
         h = loaded.model.trunk(batch)
         for column, name in enumerate(labels):
+            # One label's scale is 1 and the others' 0: the losses come apart without a second kind of loss.
             sums[2, column] += loaded.model.loss(h, batch, {other: float(other == name) for other in labels}).cpu()
         sums[0] += torch.tensor(counts_of(batch, labels))
         sums[1] += torch.tensor(loaded.model.num_correct(h, batch))
@@ -54,9 +55,10 @@ def masked_accuracy(
     return facts
 
 
-def _measure(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
+def measure(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
+    """The checkpoint's folder, and the accuracy on the question's data, or on what the run held out."""
     loaded = load_text(question.checkpoint, question.device, question.context, "masked")
     return loaded.folder, masked_accuracy(loaded, stream_for(loaded, question.data, progress), progress)
 
 
-MASKED = Task(_measure, ("context",))
+MASKED = Task(measure, ("context",))

@@ -55,6 +55,7 @@ def f1(given: str, wanted: str) -> float:
     """The harmonic mean of the shares of their words that both have."""
     ours, theirs = normalised(given).split(), normalised(wanted).split()
     if not ours or not theirs:
+        # The official script's rule for an answer of no words.
         return float(ours == theirs)
     common = sum((Counter(ours) & Counter(theirs)).values())
     return 2 * common / (len(ours) + len(theirs))
@@ -74,24 +75,28 @@ def answer_of(question: SquadQuestion, scored: Sequence[Scored], *, may_be_none:
     best, text = -np.inf, ""
     for at, (window, starts, ends) in enumerate((one.window, one.starts, one.ends) for one in scored):
         count, shift = len(window.places), window.shift
+        # A span counts once, in the window that shows most around its first token.
         own = starts[shift : shift + count].copy()
-        own[[_shown_best(scored, window.begin + place) != at for place in range(count)]] = -np.inf
+        own[[_max_context_window(scored, window.begin + place) != at for place in range(count)]] = -np.inf
+        # Twenty of each, not all pairs, as published figures have it.
         firsts = np.argsort(-own, kind="stable")[:BEST]
         lasts = np.argsort(-ends[shift : shift + count], kind="stable")[:BEST]
         for first, last in product(firsts.tolist(), lasts.tolist()):
             score = own[first] + ends[shift + last]
             if first <= last < first + LONGEST and score > best:
                 best, text = score, question.passage[window.places[first][0] : window.places[last][1]]
+    # The least of all windows, as in BERT's script: one window that sees an answer is enough.
     nothing = min(float(one.starts[0] + one.ends[0]) for one in scored)
     return "" if may_be_none and nothing > best else text
 
 
-def _shown_best(scored: Sequence[Scored], place: int) -> int:
-    """The window that shows most around a passage's token."""
+def _max_context_window(scored: Sequence[Scored], place: int) -> int:
+    """The window with the most context around a passage's token, as BERT's own evaluation chooses."""
 
     def around(window: SquadWindow) -> float:
         inside = place - window.begin
         after = len(window.places) - 1 - inside
+        # The lesser side counts; of equal ones a longer window wins by BERT's own hundredth.
         return min(inside, after) + 0.01 * len(window.places) if inside >= 0 and after >= 0 else -np.inf
 
     return max(range(len(scored)), key=lambda at: around(scored[at].window))
@@ -109,6 +114,7 @@ def squad_scores(loaded: LoadedText, source: str, progress: ShowProgress = silen
     matches, overlaps = [], []
     for done, (question, scored) in enumerate(_scored(loaded, questions, data.stride), start=1):
         given = answer_of(question, scored, may_be_none=has_none)
+        # Answers of articles and punctuation alone are no answers to the official script.
         wanted = [text for text, _ in question.answers if normalised(text)] or [""]
         matches.append(max(exact_match(given, text) for text in wanted))
         overlaps.append(max(f1(given, text) for text in wanted))

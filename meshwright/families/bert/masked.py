@@ -45,6 +45,7 @@ class MaskedSamples(ShuffledSamples):
         self._tokens, self._specials, self._sequence, self._seed = tokens, specials, sequence, seed
         self._next_sentence = next_sentence
         least = 2 if next_sentence else 1  # tokens of text in a sample, and so of its separators
+        # [CLS], and a [SEP] behind each text.
         longest = sequence - 1 - least
         if longest < least:
             rule = "has no room for a sample between BERT's special tokens"
@@ -52,6 +53,7 @@ class MaskedSamples(ShuffledSamples):
         self._starts, self._lengths = runs(tokens, specials.end, least, longest)
         if len(self._starts) < least:
             raise DataError(f"{name}: has {len(tokens)} tokens, too few for BERT's samples; give more text")
+        # A random replacement is never a special token, which no text has.
         self._text = np.setdiff1d(np.arange(specials.vocabulary_size), sorted(specials.all))
         super().__init__(len(self._starts), seed)
 
@@ -61,7 +63,9 @@ class MaskedSamples(ShuffledSamples):
         return {name: torch.from_numpy(np.stack([row[name] for row in samples])) for name in dict.fromkeys(names)}
 
     def _sample(self, run: int, label: str) -> dict[str, np.ndarray]:
-        """One row of every entry, all int64."""
+        """A sample: one row of every entry of the batch, all int64."""
+        # A generator a sample, of its number alone: no state, so any rank makes any sample, in any order and after a
+        # resume.
         draws = np.random.Generator(np.random.PCG64(seed_of(f"{self._seed}/masked/{label}")))
         specials, text = self._specials, self._run(run)
         row = {
@@ -73,7 +77,13 @@ class MaskedSamples(ShuffledSamples):
         parts = [text]
         if self._next_sentence:
             cut, answer = 1 + below(draws, len(text) - 1), below(draws, 2)
-            second = self._elsewhere(draws, run, len(text) - cut) if answer else text[cut:]
+            second = text[cut:]
+            if answer:
+                other = below(draws, len(self) - 1)
+                elsewhere = self._run(other + (other >= run))  # any run but this one
+                # As many tokens as the true second text has, if there are so many: its length gives nothing away.
+                start = below(draws, max(0, len(elsewhere) - len(second)) + 1)
+                second = elsewhere[start : start + len(second)]
             parts = [text[:cut], second]
             row["next_sentence"] = np.array([answer], dtype=np.int64)
         row["tokens"][0] = specials.first
@@ -85,23 +95,18 @@ class MaskedSamples(ShuffledSamples):
             row["segments"][end : end + len(part) + 1] = segment
             end += len(part) + 1
         row["mask"][:end] = 1
-        self._ask(draws, row, np.concatenate(places))
+        self._mask_tokens(draws, row, np.concatenate(places))
         return row
 
     def _run(self, run: int) -> np.ndarray:
         start = self._starts[run]
         return self._tokens[start : start + self._lengths[run]]
 
-    def _elsewhere(self, draws: np.random.Generator, run: int, count: int) -> np.ndarray:
-        """`count` tokens (if there are as many) from anywhere in another run."""
-        other = below(draws, len(self) - 1)
-        text = self._run(other + (other >= run))
-        start = below(draws, max(0, len(text) - count) + 1)
-        return text[start : start + count]
-
-    def _ask(self, draws: np.random.Generator, row: dict[str, np.ndarray], places: np.ndarray) -> None:
-        """Choose among the places of text, and replace: in place."""
+    def _mask_tokens(self, draws: np.random.Generator, row: dict[str, np.ndarray], places: np.ndarray) -> None:
+        """Choose the predicted tokens among the places of text, and replace 80 % and 10 % of them: in place."""
+        # At least one, or a short text would count no label and teach nothing.
         num = max(1, round(ASKED_SHARE * len(places)))
+        # The order of one uniform draw each: numpy's own choice() may draw otherwise in another version.
         asked = places[np.argsort(draws.random(len(places)), kind="stable")[:num]]
         true = row["tokens"][asked]
         fate, others = draws.random(num), self._text[(draws.random(num) * len(self._text)).astype(np.int64)]
@@ -133,6 +138,7 @@ def runs(tokens: np.ndarray, end: int, least: int, longest: int) -> tuple[np.nda
     tokens [n].
     """
     ends = np.concatenate([document_ends(tokens, end), [len(tokens)]])
+    # The end token between documents belongs to no run.
     begins = np.concatenate([[0], ends[:-1] + 1]).astype(np.int64)
     counts = -(-(ends - begins) // longest)  # runs of each document
     document = np.repeat(np.arange(len(ends)), counts)

@@ -96,6 +96,8 @@ class BERT(Chain):
         super().__init__(chunk)
         hidden, initial = model.hidden, Initial(0.02)
         self.norm_first = model.norm_order == "megatron"
+        # The masked-language-model head reads the embeddings' table; tasks have heads of their own and need no copy on
+        # the last stage.
         if chunk.first or (chunk.last and self.ties):
             self.tokens = kit.embedding(model.padded_vocabulary, hidden, initial)
         if chunk.first:
@@ -121,6 +123,7 @@ class BERT(Chain):
         hidden, initial = model.hidden, Initial(0.02)
         self.transform = kit.transform(hidden, hidden, initial)
         self.transform_norm = kit.norm(hidden, model.norm_epsilon)
+        # The share of labelled tokens is told: where it is small, the head computes these alone.
         shape = HeadShape(hidden, model.vocabulary, model.padded_vocabulary, initial, bias=True, labelled=ASKED_SHARE)
         self.head = kit.head_loss(shape, self.tokens)
         if model.next_sentence:
@@ -135,6 +138,7 @@ class BERT(Chain):
         return (self.dropout(h if self.norm_first else self.norm(h)),)  # [B, T, H]
 
     def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
+        # Padding is hidden from every token; what padding itself sees is read by nobody.
         seen = batch["mask"].bool()[:, None, None, :]  # [B, 1, 1, T]
         return (block(*hidden, seen),)
 
@@ -143,6 +147,8 @@ class BERT(Chain):
         return self.norm(h) if self.norm_first else h
 
     def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
+        # A scale of 0 is a label that is not asked for, as in an evaluation of one label at a time: its head need not
+        # run.
         total = h.new_zeros(())
         if scales["labels"]:
             total = total + self.head(self.transformed(h), batch["labels"], scales["labels"])
@@ -163,6 +169,8 @@ class BERT(Chain):
 
     def pooled(self, h: Tensor) -> Tensor:
         """The input of a head of whole texts, made of the first token: [B, 1, H]."""
+        # h[:, :1], not h[:, 0]: where a context cuts sequences each rank gives its part's first token, and only the
+        # first of these has a label.
         return torch.tanh(self.pooler(h[:, :1]))
 
     @staticmethod
@@ -171,6 +179,7 @@ class BERT(Chain):
         model, sequence = config.model, config.data.lengths.source
         assert isinstance(model, Bert), model
         layer = sequence * (12 * model.hidden**2 + 2 * sequence * model.hidden)
+        # The head computes logits of labelled tokens alone.
         classes = round(ASKED_SHARE * sequence) * model.padded_vocabulary * model.hidden
         return Costs(0, (layer,) * model.layers, sequence * model.hidden**2 + classes)
 

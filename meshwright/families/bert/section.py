@@ -39,7 +39,7 @@ class BertTrunk(TextTransformer):
 
     @property
     def padded_rows(self) -> int:
-        """Its two segments, and the classes of its heads, are padded tables of their own."""
+        """A BERT's two segments, and the classes of its heads, are padded tables as well."""
         return self.vocabulary_multiple
 
     @property

@@ -26,6 +26,7 @@ class Specials:
     @property
     def all(self) -> frozenset[int]:
         """Tokens that are no text: never masked, never a random replacement."""
+        # The end token, too, which in other vocabularies than BERT's is none of the four.
         return frozenset((self.padding, self.first, self.separator, self.mask, self.end))
 
 

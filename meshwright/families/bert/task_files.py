@@ -48,6 +48,7 @@ class LabelledPair:
 
 def pair_form(path: Path) -> PairForm:
     """The form of a tsv file, by its first line. Raises DataError."""
+    # GLUE's test files lack the label's column, and are no form that can be trained on.
     columns = next(_lines(path), "").split("\t")
     for form in PAIR_FORMS:
         if {form.first, form.second, form.label} <= set(columns):
@@ -79,6 +80,7 @@ def _lines(path: Path) -> Iterator[str]:
     try:
         with path.open("rb") as file:
             for line in file:
+                # Not splitlines(): texts hold other line separators of Unicode, which end no record.
                 yield line.decode().rstrip("\r\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: is no UTF-8 text; convert it to UTF-8") from error
@@ -123,6 +125,7 @@ def _question(path: Path, title: str, passage: str, entry: Mapping[str, Any]) ->
     for answer in answers:
         text, start = checked_text(answer["text"], where), answer["answer_start"]
         there = passage[start : start + len(text)] if isinstance(start, int) and start >= 0 else ""
+        # A shifted offset (bytes for characters, a cleaned passage) would teach other words than the answer's.
         if not text or there != text:
             stands = f"where the passage has {there!r:.60}"
             raise DataError(f"{where}: its answer {text!r:.60} is not at character {start}, {stands}")
@@ -162,6 +165,7 @@ def race_questions(folder: Path, choices: int) -> Iterator[RaceQuestion]:
         except (KeyError, TypeError, ValueError) as error:
             wanted = "a passage of RACE with article, questions, options and answers, as many of each"
             raise DataError(f"{path}: is not {wanted}") from error
+        # From the folder's end: a path above may have such a name by chance.
         level = next((part for part in reversed(path.parent.parts) if part in ("middle", "high")), "")
         for number, (question, options, answer) in enumerate(asked, start=1):
             where = f"{path} question {number}"

@@ -84,6 +84,7 @@ class SquadWindow(NamedTuple):
 def squad_windows(question: SquadQuestion, tokenizer: Tokenizer, sequence: int, stride: int) -> list[SquadWindow]:
     """The windows over a question's passage, each with the question before it. Raises DataError where none fits."""
     asked = tokenizer.encode(question.question.strip())[:LONGEST_QUESTION]
+    # [CLS] and two [SEP].
     room = sequence - 3 - len(asked)
     if room < 1:
         raise DataError(f"question {question.id}: its {len(asked)} tokens leave no room in data.sequence={sequence}")
@@ -93,13 +94,16 @@ def squad_windows(question: SquadQuestion, tokenizer: Tokenizer, sequence: int, 
         windows.append(SquadWindow(TaskRow(asked, ids[start : start + room]), places[start : start + room], start))
         if start + room >= len(ids):
             return windows
+        # Never beyond what the window held, or tokens between two windows would be in none.
         start += min(stride, room)
 
 
 def squad_labels(window: SquadWindow, question: SquadQuestion) -> tuple[int, int]:
     """The places in the row where the first answer begins and ends; twice 0, where the window does not hold it."""
+    # Training learns the first annotator's answer; an evaluation takes the best of all.
     for text, start in question.answers[:1]:
         end = start + len(text)
+        # By characters: the answer's place is of the text, and tokens may reach over its ends.
         inside = [at for at, (begin, stop) in enumerate(window.places) if begin < end and stop > start]
         if inside and window.places[inside[0]][0] <= start and window.places[inside[-1]][1] >= end:
             return inside[0] + window.shift, inside[-1] + window.shift
@@ -107,15 +111,17 @@ def squad_labels(window: SquadWindow, question: SquadQuestion) -> tuple[int, int
 
 
 def pair_row(first: Sequence[int], second: Sequence[int], sequence: int) -> TaskRow:
-    """Both texts, of which the longer loses tokens until they fit."""
+    """Two texts in a row of `sequence` tokens: the longer text loses tokens until both fit."""
     a, b, room = len(first), len(second), sequence - 3
+    # Token by token from the longer one, as BERT's own code has it: both keep what they can.
     while a + b > room:
         a, b = (a - 1, b) if a > b else (a, b - 1)
     return TaskRow(first[:a], second[:b])
 
 
 def choice_rows(passage: Sequence[int], choices: Sequence[Sequence[int]], sequence: int) -> tuple[TaskRow, ...]:
-    """The passage with each choice, which it makes room for."""
+    """A row for each choice, behind the passage, whose end makes room for the choice."""
+    # At least one token of the passage stays.
     cut = [choice[: min(LONGEST_CHOICE, sequence - 4)] for choice in choices]
     return tuple(TaskRow(passage[: sequence - 3 - len(choice)], choice) for choice in cut)
 
@@ -171,6 +177,7 @@ def task_folder(config: Config, data: TaskSection, cache: Path, progress: ShowPr
         kind = tokenizer_kind(data.tokenizer)
         tokenizer = [kind, file_sha256(Path(data.tokenizer).expanduser())] if kind == "file" else [kind]
         sources = [source_identity(source) for source in (data.source, data.held_out) if source is not None]
+        # All that the rows depend on: a change of any gives another folder, and no stale one is read.
         facts = [_FORMAT, sources, tokenizer, data.validation, _fields(config, data)]
         out = cache / f"task-{hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]}"
         if not (out / _HEADER).is_file():
@@ -261,7 +268,10 @@ def _write(folder: Path, config: Config, data: TaskSection, progress: ShowProgre
     splits: dict[Split, list[TaskExample]] = {"train": [], "validation": []}
     for source, split in ((data.source, "train"), (data.held_out, "validation")):
         for example in examples(config, data, source, tokenizer) if source is not None else ():
-            held_out = split == "validation" or (data.held_out is None and _share_of(example.group) < data.validation)
+            # A number from 0 to 1 of the group's hash: equal passages are held out together, in any order of the file.
+            digest = hashlib.blake2b(example.group.encode(), digest_size=8).digest()
+            share = int.from_bytes(digest, "little") / 2**64
+            held_out = split == "validation" or (data.held_out is None and share < data.validation)
             splits["validation" if held_out else "train"].append(example)
             progress(f"reading: {len(splits['train'])} samples", None)
     for name, some in splits.items():
@@ -269,6 +279,7 @@ def _write(folder: Path, config: Config, data: TaskSection, progress: ShowProgre
             raise DataError(f"{data.source}: leaves no sample for the {name} split; give more, or data.held_out")
         for array, values in zip(_ARRAYS, _arrays(some, specials, data.sequence), strict=True):
             np.save(folder / f"{name}-{array}.npy", values)
+    # Before the header exists: it holds the other files' hashes, and not its own.
     files = sorted(path.name for path in folder.iterdir())
     header = {
         "format": _FORMAT,
@@ -282,16 +293,12 @@ def _write(folder: Path, config: Config, data: TaskSection, progress: ShowProgre
     (folder / _HEADER).write_text(json.dumps(header, indent=2) + "\n", encoding="utf-8")
 
 
-def _share_of(group: str) -> float:
-    """A number from 0 to 1 that a text's hash gives: equal texts are held out together, in any order of the file."""
-    return int.from_bytes(hashlib.blake2b(group.encode(), digest_size=8).digest(), "little") / 2**64
-
-
 def _arrays(
     some: Sequence[TaskExample], specials: Specials, sequence: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Tokens [N, K, T], ends [N, K, 2], answers [N, labels]."""
     shape = (len(some), len(some[0].rows))
+    # Half the bytes for every vocabulary of BERT.
     dtype = np.uint16 if specials.vocabulary_size <= 2**16 else np.uint32
     tokens = np.full((*shape, sequence), specials.padding, dtype=dtype)
     ends = np.zeros((*shape, 2), dtype=np.int32)

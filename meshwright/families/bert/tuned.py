@@ -90,6 +90,7 @@ class SpansBERT(TaskBERT):
 
     def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
         scores = self.spans(h)
+        # Each label has a scale of its own, by the number of its valid elements in the global batch.
         halves = [_loss(scores[..., at], batch[name]) * (scales[name] / 2) for at, name in enumerate(self.labels)]
         return halves[0] + halves[1]
 
@@ -118,6 +119,7 @@ class ChoiceBERT(TaskBERT):
 
     def scores(self, h: Tensor, batch: Batch) -> Tensor:
         """[B, K]."""
+        # [B K, 1, 1]: the pooled first token's one score of each row.
         scores: Tensor = self.score(self.pooled(h))[:, 0, 0]
         return scores.view(batch["tokens"].shape[:2])
 
@@ -149,6 +151,7 @@ def _choices(config: Config) -> int:
 
 def _loss(scores: Tensor, labels: Tensor) -> Tensor:
     """The summed cross entropy of scores [B, n] with labels [B, 1], in float32 or better."""
+    # In half precision the sum of exponentials over a sequence would lose its small terms.
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
     return F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORED, reduction="sum")
 

@@ -37,7 +37,9 @@ class GptAttention(nn.Module):
         query, key, value = split_heads(self.query_key_value(h), self.heads)  # [B, A, T, E]
         if cache is not None:
             key, value = cache.extend(self.layer, key, value)
+        # One token sees all that is cached; a mask of documents is causal itself.
         causal = query.shape[2] > 1 and seen is None
+        # A causal mask of several queries behind a cache would need an offset, which the kernels do not have.
         assert not causal or key.shape == query.shape, "only one token at a time can follow a cache"
         return self.output(self.core(query, key, value, seen, causal).transpose(1, 2).flatten(2))
 
@@ -48,6 +50,8 @@ class GptFeedForward(nn.Module, UsesIslands):
     def __init__(self, model: Gpt2, kit: Kit) -> None:
         super().__init__()
         self.expand = kit.expand(model.hidden, model.inner, Initial(0.02))
+        # 2 L addends meet in the residual sum: GPT-2 begins them smaller by sqrt(2 L), so that the sum does not grow
+        # with depth.
         self.contract = kit.contract(model.inner, model.hidden, Initial(0.02 / math.sqrt(2 * model.layers)))
 
     def forward(self, h: Tensor) -> Tensor:
@@ -77,6 +81,7 @@ class GPT(Decoder):
         chunk = chunk or Chunk.whole(model.layers)
         super().__init__(chunk)
         hidden, initial = model.hidden, Initial(0.02)
+        # The last stage has its own copy of a tied table; the gradients of both are summed (ENDS).
         if chunk.first or (chunk.last and model.tied):
             self.tokens = kit.embedding(model.padded_vocabulary, hidden, initial)
         if chunk.first:
@@ -112,5 +117,7 @@ class GPT(Decoder):
         """Attention counts whole, though it is causal."""
         model, sequence = config.model, config.data.lengths.source
         assert isinstance(model, Gpt2), model
+        # 12 H^2: query, key, value 3, output 1, feed-forward 8. 2 T H: scores and weighted values.
         layer = sequence * (12 * model.hidden**2 + 2 * sequence * model.hidden)
+        # Padded rows are multiplied like any; look-ups multiply nothing.
         return Costs(0, (layer,) * model.layers, sequence * model.padded_vocabulary * model.hidden)

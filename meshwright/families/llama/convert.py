@@ -45,7 +45,7 @@ _EXPERTS = {
     "mixtral": ("block_sparse_moe", ("w1", "w3"), ("w2",)),
     "qwen3_moe": ("mlp", ("gate_proj", "up_proj"), ("down_proj",)),
 }
-"""Those with experts: the module of router and experts, an expert's linears that are our expand, and our contract."""
+"""By model_type with experts: the module of router and experts; an expert's linears in our expand, and contract."""
 _ORIGINAL = "original_max_position_embeddings"
 _ROPE_KEYS = {
     "rope_theta": "theta",
@@ -58,7 +58,7 @@ _ROPE_KEYS = {
     "attention_factor": "attention_factor",
     "truncate": "truncate",
 }
-"""Their keys of a rotation, and our fields."""
+"""transformers' keys of a rotation, and our fields."""
 _SAME = {"default": "plain", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 _NEEDED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
 """The keys without which transformers computes no such rotation."""
@@ -77,15 +77,15 @@ _ELSEWHERE: dict[str, object] = {
 }
 """Settings of like models that change what is computed, and the one value that ours has."""
 _COUNTS = ("num_local_experts", "num_experts")
-"""Where the number of experts is, one or both."""
+"""The keys that hold the number of experts: one of them, or both."""
 _WITH_EXPERTS: dict[str, object] = {"router_jitter_noise": 0.0, "decoder_sparse_step": 1, "mlp_only_layers": []}
 """Settings of those with experts, as `_ELSEWHERE` has them."""
 _SHARED = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
-"""Where an expert is that every token takes beside its own, as Qwen2-MoE and DeepSeek have it: ours has none."""
+"""The keys of an expert that every token takes beside its own (Qwen2-MoE, DeepSeek), which our layers do not have."""
 _GROUPED = ("qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe")
-"""Those whose key-value heads are not as many as the queries' where nothing is said."""
+"""The model_types that have fewer key-value heads than queries where config.json does not say how many."""
 _READERS = {"attention_bias": ("llama", "qwen3", "qwen3_moe"), "mlp_bias": ("llama",)}
-"""The classes that read these keys."""
+"""The model_types whose classes read these keys."""
 _BIASES = {"attention_bias": ("query-key-value", "output"), "mlp_bias": ("feed-forward",)}
 
 
@@ -150,6 +150,8 @@ class LlamaFamily(Family):
         hidden = shape[:-1]  # a bias has none
 
         def to_ours(*parts: Tensor) -> Tensor:
+            # Ordered by key-value head, each with its queries: an equal cut of our columns is then a cut into whole
+            # heads.
             heads = [part.unflatten(0, (model.num_key_value_heads, -1)) for part in parts]
             return torch.cat(heads, 1).flatten(0, 1).t()
 
@@ -168,23 +170,19 @@ class LlamaFamily(Family):
         for key in _SHARED:
             settings.only(key, None, 0)
         self._refuse_windows(settings)
+        # Their classes fill in a number of their own here, which differs: guessed wrongly it would reshape every head.
         if kind in _GROUPED and values.get("num_key_value_heads") is None:
             raise settings.refused(f"lacks num_key_value_heads, which a {kind} has")
         found: dict[str, object] = {"rope": _rope(settings), "head_norms": kind in ("qwen3", "qwen3_moe")}
         found |= _experts(settings)
-        biased = {key: names for key, names in _BIASES.items() if self._has(settings, key)}
-        names = tuple(name for some in biased.values() for name in some)
+        names: tuple[str, ...] = ()
+        for key, some in _BIASES.items():
+            if kind in _READERS[key]:  # a class that does not read the key has no biases, whatever its file says
+                settings.only(key, False, True)
+                names += some if values.get(key, False) else ()
         if kind == "qwen3" and "head_dim" not in values:
             found["head_width"] = 128  # as its class fills it in
         return found | {"biases": ("query-key-value",) if kind == "qwen2" else names}
-
-    @staticmethod
-    def _has(settings: Settings, key: str) -> bool:
-        """Whether the linears have biases; a class that does not read the key has none."""
-        if settings.values["model_type"] not in _READERS[key]:
-            return False
-        settings.only(key, False, True)
-        return bool(settings.values.get(key, False))
 
     @staticmethod
     def _refuse_windows(settings: Settings) -> None:
@@ -194,6 +192,7 @@ class LlamaFamily(Family):
         if other := [one for one in layers if one != "full_attention"]:
             raise settings.refused(f"layer_types has {shown(other[0])}, which is not supported; valid: full_attention")
         settings.only("use_sliding_window", False)
+        # A window as long as the positions hides nothing, and is no reason to refuse.
         window = values.get("sliding_window", 4096 if kind == "mistral" else None)
         positions = values.get("max_position_embeddings")
         if (
@@ -210,6 +209,8 @@ class LlamaFamily(Family):
         settings = {key: bool(set(names) & biases) for key, names in _BIASES.items()}
         wanted = {name for key, names in _BIASES.items() if settings[key] for name in names}
         unread = {names for key, names in _BIASES.items() if settings[key] and kind not in _READERS[key]}
+        # A key stands for several linears at once, so not every choice of biases can be said; weights that no class
+        # would read right do not go out.
         if kind != "qwen2" and (wanted != biases or unread):
             raise CheckpointError(
                 f"no class of transformers has {kind}'s layers with model.biases={shown(model.biases)}"
@@ -245,11 +246,12 @@ def _kind_of(model: Llama) -> str:
     """The model_type that a model is exported as."""
     if model.experts is not None:
         return "qwen3_moe" if model.head_norms else "mixtral"
+    # The class follows from what the layers have: norms of heads, or biases of query, key and value alone.
     return "qwen3" if model.head_norms else "qwen2" if model.biases == ("query-key-value",) else "llama"
 
 
 def _pair_of_experts(name: str, shape: TensorShape, linears: str | Sequence[str]) -> TensorPair:
-    """Ours of all experts, [n, in, ..., out], and theirs, [out, in] for each of an expert's linears."""
+    """The pair of all experts' tensor, ours [n, in, ..., out], with Hugging Face's [out, in] of each linear."""
 
     def to_ours(*parts: Tensor) -> Tensor:
         return torch.stack(parts).unflatten(0, (shape[0], -1)).movedim(-1, 1)  # [n, in, linears, out]
@@ -262,7 +264,7 @@ def _pair_of_experts(name: str, shape: TensorShape, linears: str | Sequence[str]
 
 
 def _experts(settings: Settings) -> dict[str, object]:
-    """Our fields of experts; none of a model without. Raises CheckpointError for settings that ours has not."""
+    """Our fields of experts, if the model has some. Raises CheckpointError for settings that ours has not."""
     values, kind = settings.values, settings.values["model_type"]
     if kind not in _EXPERTS:
         for key in _COUNTS:
@@ -271,6 +273,7 @@ def _experts(settings: Settings) -> dict[str, object]:
     for key, ours in _WITH_EXPERTS.items():
         settings.only(key, ours)
     settings.only("output_router_logits", False, True, None)
+    # A set: where both keys are there they must say the same.
     counts = {values[key] for key in _COUNTS if key in values}
     if len(counts) != 1 or "num_experts_per_tok" not in values:
         raise settings.refused(f"has no number of experts: {' or '.join(_COUNTS)}, and num_experts_per_tok")
@@ -289,7 +292,7 @@ def _experts(settings: Settings) -> dict[str, object]:
 
 
 def _experts_settings(model: Llama) -> dict[str, object]:
-    """Their settings of experts; none of a model without."""
+    """transformers' settings of a model's experts; nothing for a model without experts."""
     experts = model.experts
     if experts is None:
         return {}
@@ -325,10 +328,13 @@ def _rope(settings: Settings) -> dict[str, object]:
     if kind not in _SAME:
         raise settings.refused(f"{where}: rope_type={shown(kind)} is not supported; valid: {', '.join(_SAME)}")
     if kind in ("llama3", "yarn"):
+        # Outside of the section before inside of it, as transformers reads them; where neither is there the positions
+        # are the original ones.
         inside = theirs.get(_ORIGINAL, values.get("max_position_embeddings"))
         theirs[_ORIGINAL] = values.get(_ORIGINAL, inside)
     if lacking := [key for key in _NEEDED.get(kind, ()) if key not in theirs]:
         raise settings.refused(f"{where}: rope_type={kind} lacks {', '.join(lacking)}")
+    # Said though it changes nothing.
     if theirs.get("partial_rotary_factor") == 1.0:
         del theirs["partial_rotary_factor"]
     known = {key: ours for key, ours in _ROPE_KEYS.items() if ours in ROPES[_SAME[kind]].model_fields}

@@ -40,6 +40,7 @@ class LlamaAttention(nn.Module):
         super().__init__()
         self.layer = layer
         groups = HeadGroups(model.num_key_value_heads, model.members_of_branch, model.width_of_head)
+        # More ranks than key-value heads: several ranks share one, each with some of its queries (tensor/copies.py).
         own = kit.local_heads(groups.count)
         self.queries = kit.local_heads(model.heads) // max(own, 1)
         self.parts = (max(own, 1), self.queries + 2, groups.width)
@@ -61,6 +62,7 @@ class LlamaAttention(nn.Module):
         heads = self.query_key_value(h).unflatten(-1, self.parts)  # [B, T, K, G + 2, E]
         query, key, value = heads.split((self.queries, 1, 1), 3)
         if self.head_norms:
+            # Before the rotation, as Qwen3 has it: the norm's weight, an element's each, does not commute with it.
             query, key = self.query_norm(query), self.key_norm(key)
         query, key, value = (
             part.flatten(2, 3).transpose(1, 2) for part in (rotate(query, rotation), rotate(key, rotation), value)
@@ -129,6 +131,7 @@ class LlamaModel(Decoder):
     def __init__(self, model: Llama, kit: Kit, chunk: Chunk | None = None) -> None:
         super().__init__(chunk or Chunk.whole(model.layers))
         self.rope, self.head_width = model.rope, model.width_of_head
+        # The mean over layers: what passes on is their sum.
         self.balance = model.experts.balance / model.layers if model.experts is not None else 0.0
         """The factor of the balances' sum in the loss."""
         hidden, initial = model.hidden, Initial(0.02)
@@ -150,6 +153,8 @@ class LlamaModel(Decoder):
         h = self.dropout(self.tokens(tokens))
         if not self.balance:
             return (h,)
+        # A sum over layers of numbers near one, of which half precision would lose digits. It requires a gradient,
+        # since a stage is asked for the gradient of all that it was given.
         wide = torch.promote_types(h.dtype, torch.float32)
         return h, torch.zeros(tokens.shape[0], dtype=wide, device=h.device, requires_grad=True)
 
@@ -157,6 +162,7 @@ class LlamaModel(Decoder):
         """The rotation is computed once, and goes through the layers with the batch."""
         tokens = batch["tokens"]
         places = self.context.positions(0, tokens.shape[1], tokens.device)
+        # Once a microbatch and not once a layer.
         rotation = self._rotation(places, batch.get("documents"))
         return super().run_layers(hidden, batch | rotation._asdict() | {"places": places}, chunk)
 
@@ -169,6 +175,7 @@ class LlamaModel(Decoder):
         return super().final_states(hidden[:1])
 
     def with_layers_losses(self, loss: Tensor, hidden: Hidden, scales: Scales) -> Tensor:
+        # The balance is a mean over sequences, so its scale counts samples and not tokens.
         return loss + hidden[1].sum() * (self.balance * scales[SAMPLES]) if self.balance else loss
 
     def hidden(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
@@ -196,6 +203,8 @@ class LlamaModel(Decoder):
         width, pairs = model.heads * model.width_of_head, 2 * model.num_key_value_heads * model.width_of_head
         experts = model.experts
         taken, scores = (1, 0) if experts is None else (experts.per_token, experts.count)
+        # 2 width: queries and the output; pairs: keys and values; 3 N: gate, up and down of each expert taken; scores:
+        # the router.
         weights = model.hidden * (2 * width + pairs + 3 * taken * model.inner + scores)
         layer = sequence * (weights + 2 * sequence * width)
         return Costs(0, (layer,) * model.layers, sequence * model.padded_vocabulary * model.hidden)

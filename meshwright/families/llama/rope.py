@@ -37,27 +37,27 @@ def rotation_of(rope: PlainRope, width: int, positions: Tensor) -> Rotation:
 
 
 def inverse_frequencies(rope: PlainRope, width: int) -> tuple[Tensor, float]:
-    """Each pair's angle by position, float32 [E/2], and the factor of cosines and sines."""
+    """The angle of each pair by position, float32 [E/2], in radians; and the factor of cosines and sines."""
+    # On a CPU whatever the device, and in float32: the numbers that transformers has.
     powers: Tensor = rope.theta ** (torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width)
     plain = 1.0 / powers
     match rope:
         case LinearRope():
             return plain / rope.factor, 1.0
         case Llama3Rope():
-            return _by_wavelength(rope, plain), 1.0
+            # Long waves are divided, short ones kept; how much of one between is kept grows with the turns that it
+            # makes in the original positions.
+            low, high = rope.low_frequency, rope.high_frequency
+            waves = 2 * math.pi / plain
+            kept = (rope.original / waves - low) / (high - low)
+            mixed = (1 - kept) * plain / rope.factor + kept * plain
+            scaled = torch.where(waves > rope.original / low, plain / rope.factor, mixed)
+            return torch.where(waves < rope.original / high, plain, scaled), 1.0
         case YarnRope():
-            return _by_turns(rope, powers), _temperature(rope)
+            # YaRN's temperature of the scores: queries and keys are each multiplied by the factor.
+            factor = rope.attention_factor
+            return _by_turns(rope, powers), 0.1 * math.log(rope.factor) + 1.0 if factor is None else factor
     return plain, 1.0
-
-
-def _by_wavelength(rope: Llama3Rope, plain: Tensor) -> Tensor:
-    """Llama 3.1's: how much of a frequency is kept grows with the turns that it makes in the original positions."""
-    low, high = rope.low_frequency, rope.high_frequency
-    waves = 2 * math.pi / plain
-    kept = (rope.original / waves - low) / (high - low)
-    mixed = (1 - kept) * plain / rope.factor + kept * plain
-    scaled = torch.where(waves > rope.original / low, plain / rope.factor, mixed)
-    return torch.where(waves < rope.original / high, plain, scaled)
 
 
 def _by_turns(rope: YarnRope, powers: Tensor) -> Tensor:
@@ -78,12 +78,8 @@ def _by_turns(rope: YarnRope, powers: Tensor) -> Tensor:
     return 1.0 / (rope.factor * powers) * (1 - kept) + 1.0 / powers * kept
 
 
-def _temperature(rope: YarnRope) -> float:
-    return 0.1 * math.log(rope.factor) + 1.0 if rope.attention_factor is None else rope.attention_factor
-
-
 class _Rotate(torch.autograd.Function):
-    """Keeps the rotation alone, which all layers share."""
+    """A rotation that keeps the tables of cosines and sines alone for its backward pass; all layers share these."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
@@ -94,6 +90,7 @@ class _Rotate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         cosines, sines = ctx.saved_tensors
+        # A rotation's gradient is the rotation back.
         return _turned(gradient, cosines, -sines), None, None
 
 
@@ -102,6 +99,7 @@ def _turned(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     first, second = wide.chunk(2, -1)
     y = torch.empty(x.shape, dtype=wide.dtype, device=x.device)
     y1, y2 = y.chunk(2, -1)
+    # Into halves of one result: cat would copy both once more.
     torch.mul(first, cosines, out=y1).addcmul_(second, sines, value=-1)
     torch.mul(second, cosines, out=y2).addcmul_(first, sines)
     return y.to(x.dtype)

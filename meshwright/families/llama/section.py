@@ -146,6 +146,7 @@ def tokens_have_experts(config: Config) -> Iterator[Problem]:
 def ranks_have_whole_experts(config: Config) -> Iterator[Problem]:
     count, expert = config.model.num_experts, config.layout.data.expert
     if count % expert:
+        # Experts are dealt over ranks of the data axis, so its size must be a multiple, too.
         valid = listed([size for size in divisors(count) if config.layout.data.size % size == 0])
         yield Problem(EXPERT_FIELD, expert, f"does not divide model.experts.count={count}", valid)
 
@@ -222,6 +223,7 @@ class Llama(TextTransformer):
     @property
     def branches(self) -> tuple[str, int]:
         """A key-value head with its queries."""
+        # A message names the field that the user wrote.
         field = "model.heads" if self.key_value_heads is None else "model.key_value_heads"
         return field, self.num_key_value_heads
 
@@ -236,6 +238,7 @@ class Llama(TextTransformer):
     @property
     def droppable_pairs(self) -> int:
         experts = self.experts
+        # Dropless experts have no capacity, and no count to report.
         return self.layers * experts.per_token if experts is not None and experts.capacity is not None else 0
 
     @property

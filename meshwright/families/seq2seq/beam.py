@@ -75,9 +75,9 @@ class _Search:
     """The sources that are still searched, and what lives of each, best first."""
 
     sources: Tensor
-    """Their numbers [S]."""
+    """The sources' numbers [S]."""
     limits: Tensor
-    """[S]"""
+    """The most tokens of each source's answer [S]."""
     tokens: Tensor
     """[S, K, n], the start token first."""
     sums: Tensor
@@ -107,6 +107,7 @@ def beam_search(step: _Step, start: int, end: int, limits: Tensor, beam: Beam) -
         torch.full((count,), places, device=device),
         torch.full((count,), -torch.inf, device=device),
     )
+    # One place lives at first: K equal ones would find the same K continuations K times.
     search.sums[:, 0] = 0.0
     answers = [Answer([], -torch.inf, False)] * count
     origins = torch.arange(count, device=device).repeat_interleave(places)
@@ -114,7 +115,10 @@ def beam_search(step: _Step, start: int, end: int, limits: Tensor, beam: Beam) -
         log_probabilities = step(search.tokens.flatten(0, 1), origins)
         search, origins = _advanced(search, log_probabilities)
         search = _collected(search, answers, end, beam)
-        going = _going(search, beam)
+        length = search.tokens.shape[2] - 1
+        # A living sum only falls, and the penalty is largest at the limit: what cannot win there can win nowhere.
+        within_reach = search.sums.amax(1) / beam.penalty(search.limits)
+        going = (length < search.limits) & (within_reach > search.best)
         search, origins = search.only(going), origins[going].flatten()
     return answers
 
@@ -126,6 +130,7 @@ def _advanced(search: _Search, log_probabilities: Tensor) -> tuple[_Search, Tens
     vocabulary = log_probabilities.shape[1]
     sums, chosen = (search.sums.flatten().unsqueeze(1) + log_probabilities).view(num_sources, -1).topk(places)
     numbers = torch.arange(places, device=chosen.device)
+    # topk is sorted, so the places beyond the open ones are the least likely.
     sums = sums.masked_fill(numbers >= search.open.unsqueeze(1), -torch.inf)
     first = torch.arange(num_sources, device=chosen.device).unsqueeze(1) * places
     rows = first + chosen // vocabulary
@@ -141,6 +146,7 @@ def _collected(search: _Search, answers: list[Answer], end: int, beam: Beam) -> 
     ended = (search.tokens[:, :, -1] == end) & (search.sums > -torch.inf)
     ended_best, place = scores.masked_fill(~ended, -torch.inf).max(1)
     best = torch.maximum(search.best, ended_best)
+    # A cut answer has no end to be judged by: it counts where nothing else does.
     cut = (search.limits <= length) & (best == -torch.inf)
     place = torch.where(cut, scores.argmax(1), place)
     for index in ((ended_best > search.best) | cut).nonzero().flatten().tolist():
@@ -151,10 +157,3 @@ def _collected(search: _Search, answers: list[Answer], end: int, beam: Beam) -> 
         )
     sums = search.sums.masked_fill(ended, -torch.inf)
     return replace(search, sums=sums, open=search.open - ended.sum(1), best=best)
-
-
-def _going(search: _Search, beam: Beam) -> Tensor:
-    """The sources [S] that have a living hypothesis that may still grow, and win."""
-    length = search.tokens.shape[2] - 1
-    within_reach = search.sums.amax(1) / beam.penalty(search.limits)
-    return (length < search.limits) & (within_reach > search.best)

@@ -45,7 +45,7 @@ class Initials:
 
 @dataclass(frozen=True)
 class Recipe:
-    """In what the blocks of two families differ. `width`: of all heads together.
+    """The differences between the blocks of two families. `width`: of all heads together.
 
     `norm_first`: at the input of a sub-layer. `bias`: of linears. `scale`: of the scores, None: 1/√E. `inner_dropout`:
     on attention's weights and in feed-forwards.
@@ -80,12 +80,13 @@ class DecoderCache:
 
     def select(self, rows: Tensor) -> None:
         """Go on with these rows [n] of the batch, in this order; a row may come again."""
+        # Beam search keeps several continuations of one hypothesis, and drops others.
         self.target.layers = [(key[rows], value[rows]) for key, value in self.target.layers]
         self.source = [(key[rows], value[rows]) for key, value in self.source]
 
 
 class SelfAttention(nn.Module):
-    """Over this rank's heads."""
+    """Self-attention over this rank's heads."""
 
     def __init__(self, recipe: Recipe, kit: Kit) -> None:
         super().__init__()
@@ -104,6 +105,7 @@ class SelfAttention(nn.Module):
         query, key, value = split_heads(self.query_key_value(h), self.heads)  # [B, A, T, E]
         if keep is not None:
             key, value = keep(key, value)
+        # A bias has causality in it already (target_bias).
         causal = seen is None and bias is None and query.shape[2] > 1
         assert not causal or key.shape == query.shape, "only one token at a time can follow a cache"
         return self.output(self.core(query, key, value, seen, causal, bias).transpose(1, 2).flatten(2))
@@ -123,6 +125,7 @@ class CrossAttention(nn.Module):
 
     def forward(self, h: Tensor, seen: Tensor, pair: Callable[[], KeyValue]) -> Tensor:
         """`pair`: gives keys and values."""
+        # split_heads wants a dim of groups, and there is one.
         (query,) = split_heads(self.query(h).unsqueeze(2), self.heads)  # [B, A, T, E]
         key, value = pair()  # [B, A, S, E]
         return self.output(self.core(query, key, value, seen, False).transpose(1, 2).flatten(2))
@@ -146,6 +149,7 @@ class CoderFeedForward(nn.Module):
     def forward(self, h: Tensor) -> Tensor:
         inner = F.relu(self.expand(h))
         dropout = self.dropout if self.training else 0.0
+        # Ranks hold different columns here: with the common stream all would drop the same ones.
         with self.own_randomness(dropout):
             inner = F.dropout(inner, dropout)
         return self.contract(inner)
@@ -176,6 +180,7 @@ class EncoderBlock(CoderBlock):
         super().__init__(recipe, kit)
         self.feed_forward_norm = recipe.norm()
         self.feed_forward = CoderFeedForward(recipe, kit)
+        # With norms behind the sums the memory has been normed; with norms in front nothing has normed the last sum.
         self.final_norm = recipe.norm() if last and recipe.norm_first else None
 
     def advance(self, hidden: Hidden, seen: Tensor) -> Hidden:
@@ -213,6 +218,7 @@ class DecoderBlock(CoderBlock):
         pair = partial(self.cross.pair, memory)
         keep = None
         if cache is not None:
+            # The source's keys and values do not change from token to token, so they are made once.
             pair, keep = partial(cache.of_source, self.index, pair), partial(cache.target.extend, self.index)
         h = self.add(h, self.attention_norm, lambda x: self.attention(x, None, bias, keep))
         h = self.add(h, self.cross_norm, lambda x: self.cross(x, seen, pair))
@@ -224,6 +230,7 @@ def encoder_decoder_blocks(recipe: Recipe, kit: Kit, chunk: Chunk) -> nn.ModuleD
     half = recipe.model.layers
 
     def make(layer: int) -> nn.Module:
+        # One chain for both halves, so that a pipeline may cut anywhere.
         return EncoderBlock(recipe, kit, layer == half - 1) if layer < half else DecoderBlock(recipe, kit, layer - half)
 
     return blocks_of(chunk, make)

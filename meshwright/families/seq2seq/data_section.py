@@ -46,6 +46,7 @@ def pairs_have_a_form(config: Config) -> Iterator[Problem]:
         return
     form = STDLIB if data.source == STDLIB else suffix(data.source)
     prepared = (Path(data.source).expanduser() / PREPARED).is_file()
+    # Forms that hold both texts of a pair; a plain text file needs its partner.
     alone = form in (STDLIB, ".tsv", ".jsonl") or prepared
     if data.target is not None and alone:
         rule_text = f"has no effect: data.source={data.source} holds both texts of a pair"
@@ -72,6 +73,7 @@ def buckets_differ_in_length(config: Config) -> Iterator[Problem]:
 @rule("data.buckets", "layout.pipeline.size")
 def stages_send_one_shape(config: Config) -> Iterator[Problem]:
     data, size = _pairs(config), config.layout.pipeline.size
+    # Receives are posted ahead of the messages, so their shape must be known before the batch is.
     if data.buckets > 1 and size > 1:
         rule_text = f"makes batches of many lengths, and layout.pipeline.size={size} stages send messages of one"
         yield Problem("data.buckets", data.buckets, rule_text, "1, or layout.pipeline.size=1")
@@ -81,6 +83,7 @@ def stages_send_one_shape(config: Config) -> Iterator[Problem]:
 def buckets_are_cut_evenly(config: Config) -> Iterator[Problem]:
     data = _pairs(config)
     for cut in config.layout.tensor.cuts(config) if data.buckets > 1 else ():
+        # Every bucket's length is a multiple of BUCKET_MULTIPLE, and of nothing more.
         if cut.field == "data.sequence" and BUCKET_MULTIPLE % cut.parts:
             rule_text = f"does not divide the lengths of data.buckets={data.buckets}, as sequence_parallel asks"
             yield Problem(cut.by, cut.parts, rule_text, listed(divisors(BUCKET_MULTIPLE)))

@@ -25,7 +25,7 @@ from meshwright.tensor.kit import Head
 
 
 class _Together(torch.autograd.Function):
-    """Every input has a gradient, zeros where its output is not read."""
+    """The identity, under which every input has a gradient: zeros where nothing reads its output."""
 
     @staticmethod
     def forward(ctx: Any, *hidden: Tensor) -> Hidden:
@@ -67,6 +67,8 @@ class EncoderDecoderChain(Chain):
     def embed(self, batch: Batch) -> Hidden:
         source, target = batch["source"], batch["target"]
         biases = (*self.source_bias(source.shape[1]), *self.target_bias(0, target.shape[1]))
+        # The target waits beside the encoder's states, since any stage may hold the first decoder block: bytes, but no
+        # wait.
         return (self.embed_tokens(source, 0), self.embed_tokens(target, 0), *biases)
 
     def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
@@ -123,6 +125,8 @@ def pair_products(config: Config, width: int) -> Costs:
     """Multiplications of weights and in attention in a pair's forward pass; `width`: of a block's heads together."""
     model, (read, written) = config.model, config.data.lengths
     assert isinstance(model, EncoderDecoder), model
+    # 4 linears of a self-attention; in cross-attention 2 of the target (query, output) and 2 of the source (key,
+    # value).
     linear, feed_forward = model.hidden * width, 2 * model.hidden * model.inner
     encoder = read * (4 * linear + 2 * read * width + feed_forward)
     cross = written * (2 * linear + 2 * read * width) + read * 2 * linear

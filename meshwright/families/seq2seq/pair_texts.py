@@ -32,6 +32,7 @@ def asked_pairs(loaded: LoadedSequence, data: str | None, target: str | None) ->
     learned = PairData.of(loaded.config.data)
     if data is not None:
         given = (learned or PairData(kind="pairs")).model_copy(update={"source": data, "target": target})
+        # A model that learned spans may be asked for pairs, where the file can be nothing else.
         return given if learned or PairData.claims(given.model_dump()) else None
     if target is not None:
         raise ConfigError.of("--target", target, "has no partner", "with --data, the file of its sources")
@@ -51,6 +52,7 @@ def pairs_for(
     else:
         corpus, name = held_out(loaded, data, asked or PairData(kind="pairs"), progress, "pairs")
         tokens = corpus.tokens("validation")
+        # The last piece is what stands behind the last end token: nothing.
         documents = np.split(tokens, document_ends(tokens, corpus.header.end) + 1)[:-1]
         texts = [corpus.tokenizer.decode(document[:-1].tolist()) for document in documents]
         pairs = list(zip(texts[::2], texts[1::2], strict=True))  # a source and its target in turn

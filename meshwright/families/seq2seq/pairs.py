@@ -90,6 +90,8 @@ def claims_pairs(data: Mapping[str, Any]) -> bool:
 
 
 def _partners(source: Path, target: Path) -> Iterator[Pair]:
+    # zip would drop the rest in silence; a line that is missing in the middle shows at the end, where it has shifted
+    # all pairs behind it.
     for number, (left, right) in enumerate(zip_longest(_lines(source), _lines(target)), start=1):
         if left is None or right is None:
             longer, shorter = (target, source) if left is None else (source, target)
@@ -102,6 +104,7 @@ def _columns(path: Path) -> Iterator[Pair]:
         columns = line.split("\t")
         if len(columns) == 2:
             yield columns[0], columns[1]
+        # A blank line is no mistake: editors leave one at the end.
         elif line.strip():
             raise DataError(f"{path} line {number}: has {len(columns)} columns; wanted: source, tab, target")
 
@@ -110,6 +113,7 @@ def _records(path: Path, languages: tuple[str, str] | None) -> Iterator[Pair]:
     keys = languages or _KEYS
     wanted = f'{{"{keys[0]}": ..., "{keys[1]}": ...}}'
     for where, record in json_records(_lines(path), path, wanted):
+        # WMT's records lie one level deeper.
         texts = record.get(TRANSLATION, record)
         if not isinstance(texts, dict):
             raise DataError(f"{where}: `{TRANSLATION}` is no JSON object; wanted {wanted}")
@@ -154,8 +158,10 @@ def function_pairs(text: str) -> Iterator[Pair]:
         return
     lines = text.splitlines(keepends=True)
     functions = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    # ast.walk goes level by level; pairs are in the order of the text.
     for function in sorted(functions, key=lambda node: (node.lineno, node.col_offset)):
         documented = ast.get_docstring(function)
+        # Without its docstring there would be nothing to read.
         if documented is None or len(function.body) == 1:
             continue
         docstring = function.body[0]

@@ -43,16 +43,30 @@ class PairOrder:
         self._streams = [
             Sampler(len(members), seed_of(f"{seed}/pairs/{bucket}")) for bucket, members in enumerate(self._members)
         ]
+        # At least one, or the pairs of a small bucket would never be learned.
         self._batches = np.array([max(1, round(len(members) / batch)) for members in self._members])
-        self._held_out, self._held_out_edges = self._in_buckets(bucket_of)
+        # Held out: sorted by bucket and cut into batches, these in a seeded order, so that a validation of few batches
+        # has all lengths. The pairs behind the last whole batch stay behind: a batch of fewer is the last one.
+        whole = len(bucket_of) // batch
+        by_bucket = np.argsort(bucket_of[: whole * batch], kind="stable").reshape(whole, batch)
+        if whole:
+            by_bucket = by_bucket[Permutation(whole, 0, 0)(np.arange(whole))]
+        self._held_out = np.concatenate([by_bucket.flatten(), np.arange(whole * batch, len(bucket_of))])
+        longest = np.maximum.reduceat(bucket_of[self._held_out], np.arange(0, len(bucket_of), batch))
+        self._held_out_edges = self.edges[longest]
 
     def samples(self, first: int, count: int) -> tuple[np.ndarray, int]:
         """(pairs [count], length) of samples first ... first + count - 1; of many batches: the longest one's length."""
         pairs, length, number = np.empty(count, dtype=np.int64), 0, first
+        num_batches, ends = int(self._batches.sum()), np.cumsum(self._batches)
         while number < first + count:
             batch, offset = divmod(number, self._batch)
             taken = min(self._batch - offset, first + count - number)
-            bucket, nth = self._bucket_batch(batch)
+            epoch, place = divmod(batch, num_batches)
+            slot = int(Permutation(num_batches, self._seed, epoch)(np.array([place]))[0])
+            bucket = int(np.searchsorted(ends, slot, side="right"))
+            within = slot - int(ends[bucket] - self._batches[bucket])
+            nth = epoch * int(self._batches[bucket]) + within  # among all of the bucket's batches, of all epochs
             members = self._members[bucket]
             pairs[number - first : number - first + taken] = members[
                 self._streams[bucket].rows(nth * self._batch + offset, taken)
@@ -67,29 +81,6 @@ class PairOrder:
         length = max((int(self._held_out_edges[batch]) for batch in batches), default=0)
         return self._held_out[first : first + count], length
 
-    def _bucket_batch(self, batch: int) -> tuple[int, int]:
-        """(bucket, number among all batches of this bucket) of a batch of the run."""
-        num_batches = int(self._batches.sum())
-        epoch, place = divmod(batch, num_batches)
-        slot = int(Permutation(num_batches, self._seed, epoch)(np.array([place]))[0])
-        ends = np.cumsum(self._batches)
-        bucket = int(np.searchsorted(ends, slot, side="right"))
-        within = slot - int(ends[bucket] - self._batches[bucket])
-        return bucket, epoch * int(self._batches[bucket]) + within
-
-    def _in_buckets(self, bucket_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(pairs [n], edges [batches]): sorted by bucket and cut into batches, these in a seeded order.
-
-        The pairs behind the last whole batch stay behind: a batch of fewer is the last one.
-        """
-        whole = len(bucket_of) // self._batch
-        by_bucket = np.argsort(bucket_of[: whole * self._batch], kind="stable").reshape(whole, self._batch)
-        if whole:
-            by_bucket = by_bucket[Permutation(whole, 0, 0)(np.arange(whole))]
-        pairs = np.concatenate([by_bucket.flatten(), np.arange(whole * self._batch, len(bucket_of))])
-        longest = np.maximum.reduceat(bucket_of[pairs], np.arange(0, len(pairs), self._batch))
-        return pairs, self.edges[longest]
-
 
 def bucket_edges(lengths: np.ndarray, sequence: int, buckets: int) -> np.ndarray:
     """[at most `buckets`] ascending lengths, each the longest of an equal share of the pairs, rounded up."""
@@ -98,4 +89,5 @@ def bucket_edges(lengths: np.ndarray, sequence: int, buckets: int) -> np.ndarray
     ascending = np.sort(lengths)
     lasts = np.ceil(len(lengths) * np.arange(1, buckets + 1) / buckets).astype(np.int64) - 1
     rounded = -(-ascending[np.maximum(lasts, 0)] // BUCKET_MULTIPLE) * BUCKET_MULTIPLE
+    # Edges that coincide are one bucket.
     return np.unique(np.minimum(rounded, sequence)).astype(np.int64)

@@ -43,6 +43,7 @@ def sequence_batch(
     for row, (read, written) in enumerate(zip(sources, targets, strict=True)):
         source[row, : len(read)] = read
         source_mask[row, : len(read)] = 1
+        # The decoder reads what it has written so far: the target one place to the right, behind the start token.
         target[row, 1 : len(written)] = written[:-1]
         labels[row, : len(written)] = written
     entries = {"source": source, "source_mask": source_mask, "target": target, "labels": labels}
@@ -69,6 +70,7 @@ class PairSamples:
         """
         self._tokens, self._specials = tokens, specials
         ends = document_ends(tokens, specials.end) + 1
+        # Texts lie in turn, so one that is missing would make sources of all later targets.
         if len(ends) % 2:
             raise DataError(f"{name}: has {len(ends)} texts, which do not pair up; prepare it again")
         starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
@@ -94,14 +96,15 @@ class PairSamples:
         assert 0 <= first <= first + count <= len(self), (first, count, len(self))
         return self._read(*self._order.held_out(first, count))
 
-    def _read(self, pairs: np.ndarray, length: int) -> Batch:
-        sides = [[self._side(pair, side) for pair in pairs.tolist()] for side in (0, 1)]
-        return sequence_batch(sides[0], sides[1], self._specials, Lengths(length, length))
-
-    def _side(self, pair: int, side: int) -> np.ndarray:
-        """The ids of a text with its end token."""
-        start = self._starts[pair, side]
-        return self._tokens[start : start + self._lengths[pair, side]]
+    def _read(self, pairs: np.ndarray, rows: int) -> Batch:
+        sides = [
+            [
+                self._tokens[start : start + length]
+                for start, length in zip(self._starts[pairs, side], self._lengths[pairs, side], strict=True)
+            ]
+            for side in (0, 1)
+        ]
+        return sequence_batch(sides[0], sides[1], self._specials, Lengths(rows, rows))
 
 
 def pair_samples(data: PairData, config: Config, packed: PackedCorpus, split: Split) -> tuple[Samples, str]:

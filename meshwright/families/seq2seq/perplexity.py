@@ -61,9 +61,11 @@ def _pair_batches(loaded: LoadedSequence, data: str | None, target: str | None, 
     given = pairs_for(loaded, data, target, progress)
     encode, end = loaded.tokenizer.encode, [loaded.specials.end]
     sides = [[np.array(encode(text) + end) for text in pair] for pair in given.pairs]
+    # Pairs of like length share a pass: little padding.
     short = sorted((pair for pair in sides if _longer(pair) <= loaded.context), key=_longer)
     if not short:
         raise DataError(f"{given.name}: has no pair of at most {loaded.context} tokens a side; see --context")
+    # By the longest: the last pass must fit as the first does.
     rows = max(1, BATCH_TOKENS // _longer(short[-1]))
 
     def batches() -> Iterator[Batch]:

@@ -67,6 +67,7 @@ def distances_have_buckets(config: Config) -> Iterator[Problem]:
     assert isinstance(model, T5), model
     buckets, most = model.distance_buckets, model.distance_max
     near = buckets // 2
+    # Half of the buckets for each direction, half of these exact: below four a half would be empty.
     if buckets < 4:
         rule_text = "is not enough for near and far, ahead and behind"
         yield Problem("model.distance_buckets", buckets, rule_text, "4 or more")

@@ -34,7 +34,7 @@ from meshwright.tools.generate import Generated, Request, refuse
 _SENTINEL = re.compile(re.escape(SENTINEL).replace(r"\{\}", r"(\d\d?)"))
 
 MORE = 50
-"""So many tokens more than its source an answer may have (Vaswani et al., section 6.1)."""
+"""Tokens that an answer may have beyond its source's (Vaswani et al., section 6.1)."""
 
 
 def source_ids(loaded: LoadedSequence, text: str) -> list[int]:
@@ -75,6 +75,7 @@ def answers(
         rows = max(1, batch_tokens // (len(sources[order[first]]) * beam.beams))
         chosen = order[first : first + rows]
         read = [np.array(sources[index]) for index in chosen]
+        # Targets that hold their end alone: the decoder is asked token by token.
         empty = [np.array([loaded.specials.end])] * len(read)
         batch = to_device(sequence_batch(read, empty, loaded.specials, Lengths(len(read[0]), 1)), loaded.device)
         limits = torch.tensor([most or min(len(ids) + MORE, loaded.context) for ids in read], device=loaded.device)
@@ -97,7 +98,9 @@ class _Decoder:
         self._cache.select(origins)
         self._mask, self._memory = self._mask[origins], self._memory[origins]
         h = self._loaded.model.decode(tokens[:, -1:], self._memory, self._mask, self._cache)  # [R, 1, H]
+        # Rows of padding, and tokens that the tokenizer does not have, are no answers.
         logits = self._loaded.head.logits(h[:, 0])[:, : specials.vocabulary_size]
+        # Neither is ever a label, so their logits are untrained: by chance they could win.
         never = torch.tensor([specials.padding, specials.start], device=logits.device)
         return logits.index_fill(1, never, -torch.inf).log_softmax(-1)
 
@@ -120,6 +123,7 @@ def bleu(
         raise DataError(f"BLEU needs sacrebleu, which is not installed: {remedy}") from error
     pairs = held_out.pairs[:samples]
     whole = [source_ids(loaded, source) for source, _ in pairs]
+    # The end token stays: without it the encoder has seen no source like it.
     read = [ids if len(ids) <= loaded.context else [*ids[: loaded.context - 1], ids[-1]] for ids in whole]
     texts = [text_of(loaded, answer.tokens) for answer in answers(loaded, read, beam, progress=progress)]
     metric = Metric()
@@ -155,11 +159,12 @@ def answer(checkpoint: Path, request: Request, device: str, context: int | None)
     return Generated(loaded.folder, "", iter([text_of(loaded, found.tokens)]))
 
 
-def _measure(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
+def measure(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
+    """The checkpoint's folder, and BLEU on the question's pairs, or on those that the run held out."""
     beam = beam_of(question.beams, question.length_penalty)
     loaded = load_sequence(question.checkpoint, question.device, question.context)
     pairs = pairs_for(loaded, question.data, question.target, progress)
     return loaded.folder, bleu(loaded, pairs, beam, question.samples, progress)
 
 
-BLEU = Task(_measure, ("target", "context", "samples", "beams", "length-penalty"))
+BLEU = Task(measure, ("target", "context", "samples", "beams", "length-penalty"))

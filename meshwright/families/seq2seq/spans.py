@@ -54,12 +54,14 @@ class SpanSamples(ShuffledSamples):
 
     def _sample(self, window: int, label: str) -> tuple[np.ndarray, np.ndarray]:
         """(source, target) of a window, both with their end tokens."""
+        # Of the sample's number alone: any rank makes any sample, in any order and after a resume.
         draws = np.random.Generator(np.random.PCG64(seed_of(f"{self._seed}/spans/{label}")))
         size, spans = self._window, self._window.spans
         text = self._tokens[window * size.text : (window + 1) * size.text].astype(np.int64)
         stays, goes = parts_of(draws, size.text - size.cut, spans), parts_of(draws, size.cut, spans)
         source, target = [], []
         at = 0
+        # What stays comes first, so no two sentinels ever stand side by side in the source.
         for sentinel, stay, go in zip(self._specials.sentinels[:spans], stays, goes, strict=True):
             source += [text[at : at + stay], [sentinel]]
             target += [[sentinel], text[at + stay : at + stay + go]]
@@ -77,5 +79,7 @@ def span_samples(data: SpanData, config: Config, packed: PackedCorpus, split: Sp
 def parts_of(draws: np.random.Generator, number: int, parts: int) -> list[int]:
     """`number` as a sum of `parts` whole numbers of at least one, every way as likely."""
     assert number >= parts, (number, parts)
+    # parts - 1 of the number - 1 places between units, each set of places as likely: sorting uniform draws chooses
+    # them.
     cuts = np.sort(np.argsort(draws.random(number - 1), kind="stable")[: parts - 1]) + 1
     return np.diff(np.concatenate([[0], cuts, [number]])).tolist()

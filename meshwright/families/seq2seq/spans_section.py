@@ -40,6 +40,7 @@ def window_of(sequence: int, sentinels: int) -> Window:
         rule = "has no room for a text and its spans"
         raise ConfigError.of("data.sequence", sequence, rule, f"{max(Window(2).lengths)} or more")
     window = Window(2)
+    # Step by step: lengths are rounded, so no formula gives the window of a sequence.
     while max(Window(window.text + 1).lengths) <= sequence:
         window = Window(window.text + 1)
         if window.spans > sentinels:

@@ -44,6 +44,7 @@ def sequence_specials(tokenizer: Tokenizer, names: Sequence[str], sentinels: int
     `names`: the model's, padding first and what begins a target last.
     """
     ids, size = ids_of(tokenizer, [*names, *map(SENTINEL.format, range(sentinels))])
+    # T5 has one name, so that its padding begins a target, too.
     return SequenceSpecials(ids[0], ids[len(names) - 1], tokenizer.end, tuple(ids[len(names) :]), size)
 
 
@@ -62,6 +63,7 @@ def specials_with_room(model: Network, tokenizer: Tokenizer) -> SequenceSpecials
 
     Raises DataError where it has none for the others.
     """
+    # A published T5 has rows for sentinels; a model of translation need not.
     for sentinels in (SENTINELS, 0):
         specials = sequence_specials(tokenizer, model.special_tokens, sentinels)
         if specials.vocabulary_size <= model.num_tokens:

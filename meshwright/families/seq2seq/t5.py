@@ -39,6 +39,7 @@ class T5Model(EncoderDecoderChain):
             self.dropout = nn.Dropout(model.dropout)
         if self.chunk.first:
             shape = (model.distance_buckets, model.heads)
+            # On the first stage alone: biases travel with the hidden states to all blocks.
             self.encoder_distances = kit.local(shape, 1, near, matrix=False)
             self.decoder_distances = kit.local(shape, 1, near, matrix=False)
         self.blocks = encoder_decoder_blocks(_recipe(model, kit), kit, self.chunk)
@@ -55,7 +56,10 @@ class T5Model(EncoderDecoderChain):
     def source_bias(self, count: int) -> Hidden:
         table = self.encoder_distances()  # [buckets, A]
         places = torch.arange(count, device=table.device)
-        return (_biases(table, self._encoder_buckets(places - places[:, None])),)
+        ahead, half = places - places[:, None], self.model.distance_buckets // 2
+        # Both directions are seen, so each has half of the buckets.
+        buckets = distance_buckets(ahead.abs(), half, self.model.distance_max) + half * (ahead > 0)
+        return (_biases(table, buckets),)
 
     def target_bias(self, start: int, count: int) -> Hidden:
         table = self.decoder_distances()
@@ -63,15 +67,13 @@ class T5Model(EncoderDecoderChain):
         ahead = places - places[start:, None]  # [count, start + count]
         behind = ahead.neg().clamp(min=0)
         biases = _biases(table, distance_buckets(behind, self.model.distance_buckets, self.model.distance_max))
+        # Causality is in the bias, since torch's kernels take a mask or `causal`, not both.
         return (biases.masked_fill(ahead > 0, torch.finfo(biases.dtype).min),)
 
     def normed(self, h: Tensor) -> Tensor:
+        # The table begins with values about 1: unscaled logits would begin about sqrt(H) large.
         normed: Tensor = self.dropout(self.norm(h)) * self.model.hidden**-0.5
         return normed
-
-    def _encoder_buckets(self, ahead: Tensor) -> Tensor:
-        half = self.model.distance_buckets // 2
-        return distance_buckets(ahead.abs(), half, self.model.distance_max) + half * (ahead > 0)
 
     @staticmethod
     def products(config: Config) -> Costs:
@@ -85,6 +87,7 @@ def distance_buckets(distances: Tensor, num_buckets: int, most: int) -> Tensor:
     """The bucket of each distance >= 0 of one direction: half are exact, the others as even steps of its logarithm."""
     exact = num_buckets // 2
     steps = torch.log(distances.clamp(min=1).float() / exact) / math.log(most / exact) * (num_buckets - exact)
+    # The logarithm of 0 and of near distances is not taken: `where` takes these as they are.
     far = (exact + steps.long()).clamp(max=num_buckets - 1)
     return torch.where(distances < exact, distances, far)
 
@@ -114,6 +117,7 @@ def _recipe(model: T5, kit: Kit) -> Recipe:
         norm=lambda: kit.rms_norm(hidden, model.norm_epsilon),
         norm_first=True,
         bias=False,
+        # The small first values of queries stand in for 1/sqrt(E).
         scale=1.0,
         inner_dropout=model.dropout,
         initials=initials,

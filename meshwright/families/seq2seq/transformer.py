@@ -44,8 +44,10 @@ class TransformerModel(EncoderDecoderChain):
             self.head = kit.head_loss(shape, self.tokens)
 
     def embed_tokens(self, ids: Tensor, start: int) -> Tensor:
+        # Section 3.4: the shared table begins small for the head, and is scaled up for the embeddings.
         rows = self.tokens(ids) * math.sqrt(self.hidden)
         places = sinusoids(start, ids.shape[1], self.hidden, ids.device).to(rows.dtype)
+        # Positions are computed whole on each rank, which takes the columns that its kit holds.
         h: Tensor = self.dropout(rows + self.slice_hidden(places))
         return h
 
@@ -60,6 +62,7 @@ class TransformerModel(EncoderDecoderChain):
 
 def sinusoids(start: int, count: int, hidden: int, device: torch.device) -> Tensor:
     """The encodings of positions start... [count, H], float64: sines in the even, cosines in the odd columns."""
+    # float64: in float32 the angle of a late position has lost digits of its fraction of a turn.
     positions = torch.arange(start, start + count, device=device, dtype=torch.float64)
     columns = torch.arange(hidden, device=device)
     exponents = (columns - columns % 2).to(torch.float64) / hidden

@@ -114,9 +114,10 @@ class VitFamily(Family):
 
 
 def _patches(name: str, shape: TensorShape, model: Vit) -> TensorPair:
-    """Theirs: a convolution's weight and bias."""
+    """The pair of our patches with the weight and bias of Hugging Face's convolution."""
 
     def to_ours(weight: Tensor, bias: Tensor) -> Tensor:
+        # A convolution whose stride is its kernel is a linear of each patch's pixels.
         return torch.cat([weight.flatten(1).t(), bias.unsqueeze(0)])
 
     def to_theirs(whole: Tensor) -> Sequence[Tensor]:
@@ -128,9 +129,10 @@ def _patches(name: str, shape: TensorShape, model: Vit) -> TensorPair:
 
 
 def _positions(name: str, shape: TensorShape, model: Vit) -> TensorPair:
-    """Theirs: the class token, and the positions."""
+    """The pair of our positions with Hugging Face's class token and positions."""
 
     def to_ours(token: Tensor, positions: Tensor) -> Tensor:
+        # Only their sum is ever computed, so the two cannot be told apart again.
         return torch.cat([token[0] + positions[0, :1], positions[0, 1:]])
 
     def to_theirs(table: Tensor) -> Sequence[Tensor]:

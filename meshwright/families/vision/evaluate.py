@@ -40,6 +40,7 @@ def image_accuracy(loaded: Loaded, data: str | None, progress: ShowProgress = si
     source = open_source(name)
     source.check_classes(name, model)
     numbers = np.arange(len(source.labels))
+    # Images that the run has learned from would make its accuracy look better than it is.
     if name == trained_on.source or source.held_out is not None:
         numbers = source.split(trained_on.validation)["validation"]
     correct, total = 0, 0.0
@@ -61,9 +62,10 @@ def image_accuracy(loaded: Loaded, data: str | None, progress: ShowProgress = si
     }
 
 
-def _measure(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
+def measure(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
+    """The checkpoint's folder, and the accuracy on the question's images, or on those that the run held out."""
     loaded = load_model(question.checkpoint, question.device, "images")
     return loaded.folder, image_accuracy(loaded, question.data, progress)
 
 
-IMAGES = Task(_measure)
+IMAGES = Task(measure)

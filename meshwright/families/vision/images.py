@@ -86,6 +86,7 @@ class ImageSource:
             held_out = np.zeros(len(self.labels), dtype=bool)
             for label in np.unique(self.labels):  # of each class its share, to the nearest whole image
                 members = np.flatnonzero(self.labels == label)
+                # A seed of its own, not the run's: runs of every seed share one packed folder and one held-out set.
                 order = Permutation(len(members), _SPLIT_SEED, int(label))(np.arange(len(members)))
                 held_out[members[order[: round(len(members) * share)]]] = True
         parts: dict[Split, np.ndarray] = {"train": np.flatnonzero(~held_out), "validation": np.flatnonzero(held_out)}
@@ -101,6 +102,7 @@ def open_source(source: str) -> ImageSource:
     if source != DIGITS:
         return _folder(Path(source).expanduser())
     dataset: Any = _library("sklearn.datasets", "scikit-learn").load_digits()
+    # scikit-learn's grey levels go to 16.
     pixels = np.round(dataset.images * (255 / 16)).astype(np.uint8)  # [n, 8, 8], grey levels 0..16
     image = _library("PIL.Image", "pillow")
 
@@ -138,6 +140,7 @@ def _folder(folder: Path) -> ImageSource:
         except (OSError, SyntaxError, ValueError, image.DecompressionBombError) as error:
             raise DataError(f"{path}: cannot be decoded ({error}); mend or remove it") from error
 
+    # Sizes and times stand for the content: reading every image would take as long as packing it again.
     facts = [(str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     identity = hashlib.sha256(json.dumps([str(folder.resolve()), facts]).encode()).hexdigest()
     fixed = np.array(held_out) if is_split else None
@@ -164,6 +167,7 @@ def _class_files(folder: Path) -> dict[str, list[Path]]:
 def _squared(picture: Any, size: int, channels: int) -> np.ndarray:
     """Upright, in the wanted channels, its shorter side `size`, the middle of the longer: [C, S, S]."""
     operations = _library("PIL.ImageOps", "pillow")
+    # A camera's picture may lie on its side, with a note that says so.
     upright = operations.exif_transpose(picture).convert(_MODES[channels])
     fitted = operations.fit(upright, (size, size), method=_library("PIL.Image", "pillow").Resampling.BILINEAR)
     return np.ascontiguousarray(np.asarray(fitted).reshape(size, size, channels).transpose(2, 0, 1))
@@ -229,11 +233,13 @@ def images_for(data: ImageData, model: ImageNetwork, cache: Path, progress: Show
     if source.held_out is not None and data.validation != ImageData.model_fields["validation"].default:
         rule = f"has no effect: {data.source} has a validation folder"
         raise ConfigError.of("data.validation", data.validation, rule, "leave it out")
+    # All that the packed pixels depend on names the folder: no stale one is ever found.
     facts = [_FORMAT, source.identity, model.image, model.channels, data.validation]
     out = cache / f"images-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
     try:
         with folder_lock(out, progress):
             if (out / HEADER).is_file():
+                # Whole, once a run: a flipped bit in a pixel would be learned without a sound.
                 return open_images(out, verify=True)
             with staged_folder(out) as folder:
                 _write(folder, source, data.validation, model, progress)

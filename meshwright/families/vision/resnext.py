@@ -85,6 +85,7 @@ def block_shapes(model: ResNeXt) -> list[BlockShape]:
     for stage, num_blocks in enumerate(model.stage_blocks):
         inner, outputs = model.paths * model.path_width * 2**stage, 4 * model.hidden * 2**stage
         for index in range(num_blocks):
+            # A stage begins by halving the side, the first one apart.
             stride = 2 if stage > 0 and index == 0 else 1
             shapes.append(BlockShape(channels, inner, outputs, side, stride))
             channels, side = outputs, shapes[-1].reduced_side
@@ -121,6 +122,7 @@ class Stem(nn.Module):
         pixels = images.to(next(self.parameters()).dtype) / 127.5 - 1  # 0..255 -> -1..1
         kernel = self.shape.kernel
         rows = F.unfold(pixels, kernel, padding=kernel // 2, stride=self.shape.stride).transpose(1, 2)
+        # unfold and a linear are the convolution, in a word that every kit has.
         h = F.relu(self.norm(self.patches(rows))).to(pixels.dtype)  # [B, S·S, H]
         return sequence_of(F.max_pool2d(image_of(h), 3, 2, 1)) if self.shape.pools else h
 
@@ -151,6 +153,7 @@ class ResNeXtBlock(nn.Module):
         self.stride, self.paths = shape.stride, kit.local_heads(model.paths)
         self.expand = kit.branches.expand(shape.inputs, inner, he(shape.inputs), bias=False)
         self.expand_norm = kit.local_group_norm(inner, model.paths, epsilon)
+        # Cut along the paths, so that a rank has whole ones; `local` because no other rank reads them.
         self.kernels = kit.local((inner, width, KERNEL, KERNEL), 0, he(width * KERNEL**2), matrix=True)
         self.kernels_norm = kit.local_group_norm(inner, model.paths, epsilon)
         self.contract = kit.branches.contract(inner, shape.outputs, he(inner), bias=False)
@@ -208,8 +211,13 @@ class ResNeXtModel(Chain):
         assert isinstance(model, ResNeXt), model
         shapes = block_shapes(model)
         begin = conv_side(model) ** 2 * stem_inputs(model) * model.hidden
-        layers = tuple(_block_products(shape, model.paths) for shape in shapes)
-        return Costs(begin, layers, shapes[-1].outputs * model.padded(model.classes))
+        layers = []
+        for shape in shapes:
+            kernels = shape.inner * shape.inner // model.paths * KERNEL**2  # each path sees its own channels
+            shortcut = shape.inputs * shape.outputs * shape.changes
+            behind = kernels + shape.inner * shape.outputs + shortcut  # behind the stride
+            layers.append(shape.side**2 * shape.inputs * shape.inner + shape.reduced_side**2 * behind)
+        return Costs(begin, tuple(layers), shapes[-1].outputs * model.padded(model.classes))
 
     @staticmethod
     def tokens_per_sample(config: Config) -> int:
@@ -227,10 +235,3 @@ class ResNeXtModel(Chain):
 def stem_inputs(model: ResNeXt) -> int:
     """Pixels under the stem's kernel."""
     return model.channels * STEMS[model.stem].kernel ** 2
-
-
-def _block_products(shape: BlockShape, paths: int) -> int:
-    kernels = shape.inner * shape.inner // paths * KERNEL**2
-    shortcut = shape.inputs * shape.outputs * shape.changes
-    behind = kernels + shape.inner * shape.outputs + shortcut
-    return shape.side**2 * shape.inputs * shape.inner + shape.reduced_side**2 * behind

@@ -97,6 +97,7 @@ class ViT(Chain):
     def embed(self, batch: Batch) -> Hidden:
         """[B, T, H] of the class token and the patches."""
         images = batch["images"]
+        # uint8 until here: batches travel and lie in memory at a byte a pixel.
         pixels = images.to(next(self.parameters()).dtype) / 127.5 - 1  # 0..255 -> -1..1
         positions = torch.arange(self.num_tokens, device=images.device)
         return (self.dropout(self.patches(patch_rows(pixels, self.patch)) + self.positions(positions)),)
@@ -109,6 +110,7 @@ class ViT(Chain):
         return h
 
     def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
+        # h[:, :1] and not h[:, 0]: labels are [B, 1], a token's each.
         loss: Tensor = self.head(h[:, :1], batch["labels"], scales["labels"])
         return loss
 
@@ -147,4 +149,5 @@ def patch_rows(pixels: Tensor, patch: int) -> Tensor:
     """[B, C, S, S] -> [B, T, C·P·P + 1], row after row of patches behind the class token's zeros."""
     cut = pixels.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))  # [B, C, S/P, P, S/P, P]
     rows = cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # [B, T - 1, C·P·P]
+    # The one meets the weight's last row, the patches' bias; the class token's row has no one, hence no bias.
     return F.pad(F.pad(rows, (0, 1), value=1.0), (0, 0, 1, 0))
