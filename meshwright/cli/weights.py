@@ -208,6 +208,7 @@ def generate(
     if as_json:
         print(json.dumps({"checkpoint": str(generated.folder), "prompt": prompt, "text": "".join(generated.parts)}))
         return
+    # Flushed: text is read as it comes, and a pipe would hold it back.
     print(generated.begun, end="", flush=True)
     for part in generated.parts:
         print(part, end="", flush=True)
@@ -268,6 +269,7 @@ def convert_export(
         folder = export_folder(checkpoint, out, show, dtype=dtype)
     print(json.dumps({"checkpoint": str(folder), "out": str(out)}) if as_json else f"{out}: exported from {folder}")
     try:
+        # The export is whole without it, so that this is a remark and no failure.
         Checkpoint(folder).config.data.chat_template(folder)
     except DataError as error:
         print(f"the run's chat template is not in it, since it cannot be read any more: {error}", file=sys.stderr)
