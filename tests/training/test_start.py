@@ -42,7 +42,7 @@ def launch(*job, **how):
     print("torch" in sys.modules, "meshwright.parts" in sys.modules)
     return []
 
-function.launch = launch
+function.launch_start = launch
 mw.train(mw.load("run.yaml"), "out")
 """
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from meshwright.config import Config
 from meshwright.config.layout import ContextParallel, Layout
 from meshwright.data.files import ShowProgress, silent
+from meshwright.registry import entries
 from meshwright.section import divisors, with_field
 from meshwright.tensor.section import Whole
 from meshwright.tools.plan.answer import verdict
@@ -200,7 +201,8 @@ class Scout:
         """The estimated memory of a layout that may fit, and may be fast enough, in whatever order of axes."""
         if self.models.recomputes_for_nothing(config) or not self._may_be_fast(config, found, cutoff):
             return ()
-        if not self._has_room(config, found):
+        # The bytes of weights alone are asked first: they rule out whole families, and cost less than activations.
+        if not self._has_room(config, found) or self._gathers_for_nothing(config):
             return ()
         memory = self.models.estimated_memory(config)
         if memory.total <= self.device_bytes:
@@ -211,6 +213,23 @@ class Scout:
         if memory.total <= (1 + WORTH_HAVING) * self.device_bytes:
             found.include_lacking((self.models.estimated_seconds(config), config, memory))
         return ()
+
+    def _gathers_for_nothing(self, config: Config) -> bool:
+        """Whether a stage gathers weights in each of its tasks that could stay: zero2, which sends less, fits as well.
+
+        A stage does not know which of its chunks comes next and gathers a chunk's weights in each task
+        (data_parallel/gathering.py), so zero3 beside stages is only ever the fastest where whole weights do not fit.
+        """
+        if not config.layout.data.strategy.gathers or config.layout.pipeline.size == 1:
+            return False
+        name = next(
+            name for name, sync in entries("syncs").items() if sync.candidate and sync.slices and not sync.gathers
+        )
+        whole = with_field(config, "layout.data.sync", name)
+        if self.models.weights_memory(whole).total > self.device_bytes:
+            return False
+        # An estimate is SURE of what is held; a layout that is judged to fit leaves more than the rest free.
+        return verdict(self.models.estimated_memory(whole), self.job.cluster) == "fits"
 
     def _has_room(self, config: Config, found: Outlook) -> bool:
         """Whether weights, gradients and states fit alone."""

@@ -7,8 +7,7 @@
 | layout.pipeline.size       | divisors of the devices that are left                                                  |
 | layout.data.size           | what is left then                                                                      |
 | memory.offload.to          | none, host                                                                             |
-| layout.data.sync           | allreduce; zero1 and zero2 where gradients are summed at all, there without stages     |
-|                            | zero3 as well                                                                          |
+| layout.data.sync           | allreduce; zero1, zero2 and zero3 where gradients are summed at all                    |
 | layout.data.shard          | null; of slices over more than a node the most of a rank's neighbours that share one   |
 | layout.data.expert         | 1; of a model with experts the most of a rank's neighbours, and the most of all        |
 | layout.order               | orders of data, pipe and the tensor section's axes that put others together on a node  |
@@ -210,14 +209,16 @@ def _rules_after(index: int) -> tuple[Rule, ...]:
     """The rules that read the field of a choice and of none after it."""
 
     def last(rule: Rule) -> int:
-        touched = (i for i, choice in enumerate(CHOICES) for read in rule.reads if _overlap(read, choice.field))
+        # A rule that reads layout.tensor reads layout.tensor.kind, and the other way around.
+        touched = (
+            i
+            for i, choice in enumerate(CHOICES)
+            for read in rule.reads
+            if f"{read}.".startswith(f"{choice.field}.") or f"{choice.field}.".startswith(f"{read}.")
+        )
         return max(touched, default=-1)
 
     return tuple(rule for rule in RULES if last(rule) == index)
-
-
-def _overlap(one: str, other: str) -> bool:
-    return one == other or one.startswith(other + ".") or other.startswith(one + ".")
 
 
 def _contexts(config: Config, job: SearchJob) -> Iterator[ContextParallel]:
@@ -318,15 +319,11 @@ def _limits(config: Config, job: SearchJob) -> list[int | str]:
 
 
 def _syncs(config: Config, job: SearchJob) -> tuple[str, ...]:
-    """A stage gathers all of its layers in each task: beside stages only a run that names it has its weights sliced."""
-    sizes, stages = dict(config.layout.axes), config.layout.pipeline.size
+    """The strategies that a planner tries; of ranks that sum nothing together they are all the first."""
+    sizes = dict(config.layout.axes)
     summed = math.prod(sizes[axis] for axis in config.layout.token_axes)
     sharded = is_fixed("layout.data.shard", job.fixed) and job.run.layout.data.shard is not None
-    tried = tuple(
-        name
-        for name, sync in entries("syncs").items()
-        if sync.candidate and not (sync.gathers and stages > 1) and (sync.slices or not sharded)
-    )
+    tried = tuple(name for name, sync in entries("syncs").items() if sync.candidate and (sync.slices or not sharded))
     return tried if summed > 1 else tried[:1]
 
 

@@ -52,7 +52,7 @@ def test_what_is_written_is_what_was_measured(tmp_path: Path, capsys: pytest.Cap
     assert max(part for _, part in made.device.efficiency) == 1.0
     check(made, "torch", 3)
     assert 10**8 < (made.links["torch"].reserved_bytes or 0) < 10**9
-    assert 0 < made.device.python_seconds_per_part < 0.01
+    assert made.device.python_seconds_per_part > 0
     assert made.turns is not None
     [(ranks, times)] = made.turns
     assert (ranks, times >= 1) == (3, True)

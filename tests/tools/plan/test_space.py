@@ -64,7 +64,7 @@ def everything(run: Config, devices: int) -> Iterator[Config]:
         made = Config.model_validate(tree)
         if made.layout.world_size != devices:
             continue
-        syncs = ("allreduce", "zero1", "zero2", *(["zero3"] if pipe == 1 else []))
+        syncs = ("allreduce", "zero1", "zero2", "zero3")
         here = pipe == 1 and data > 2 and not made.layout.tensor.axes  # slices that two ranks of a node share
         shared = [(sync, 2) for sync in syncs[2:] if here]
         for (sync, shard), micro, recompute, to in product(
