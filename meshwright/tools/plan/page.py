@@ -101,10 +101,11 @@ class Scatter:
 
 def write_plan_page(result: SearchResult, path: Path, name: str = "") -> None:
     """`name`: of the run or its model, for the title. Raises ConfigError where it cannot be written."""
+    # Everything on one page, escaped: names of runs and clusters are the user's.
     templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
     best, job, run = result.predictions[0], result.job, result.job.run
     model = run.model
-    losers = [(strategy_text(one.strategy), layout_text(one.config), why(one, best)) for one in result.losers]
+    losers = [(strategy_text(one.strategy), layout_text(one.config), why(one, best)) for one in result.runner_ups]
     shown = (*result.predictions, *result.tight)
     page = templates.get_template("page.html").render(
         title=f"{name}: " * bool(name) + f"layouts for {job.devices:,} devices of {job.cluster.name}",
@@ -122,7 +123,7 @@ def write_plan_page(result: SearchResult, path: Path, name: str = "") -> None:
         rows=[_row(one, result) for one in shown],
         charts=(_seconds(shown), _memory(shown)),
         scatter=_scatter(result),
-        losers=[*losers, *((strategy_text(one), "", NOT_LOOKED_AT) for one in result.unseen)],
+        losers=[*losers, *((strategy_text(one), "", NOT_LOOKED_AT) for one in result.not_reached)],
         paste=words_to_paste(best.config, run),
         run=dump_config(best.config),
         looked_at=looked_at(result),
@@ -149,8 +150,8 @@ def _row(one: Prediction, result: SearchResult) -> tuple[str, ...]:
 def _scatter(result: SearchResult) -> Scatter:
     """All that was predicted, by seconds from left to right and by memory from below."""
     device, width, height = result.job.cluster.device.memory_bytes, Scatter.width, Scatter.height
-    slowest = max(one.seconds for one in result.every)
-    fastest = min(one.seconds for one in result.every)
+    slowest = max(one.seconds for one in result.predicted)
+    fastest = min(one.seconds for one in result.predicted)
     # At least a twentieth of the slowest, or layouts that are nearly equal would look far apart.
     span, room = max(slowest - fastest, 0.05 * slowest), device * 1.05
 
@@ -158,7 +159,7 @@ def _scatter(result: SearchResult) -> Scatter:
         return 80 + (width - 120) * (seconds - fastest) / span, 15 + (height - 55) * (1 - size / room)
 
     dots = []
-    for one in result.every:
+    for one in result.predicted:
         x, y = place(one.seconds, one.worst_memory)
         told = f"{layout_text(one.config)}: {seconds_text(one.seconds)}, {bytes_text(one.worst_memory)}"
         dots.append(Dot(x, y, verdict(one.fullest, one.cluster), told))

@@ -60,6 +60,7 @@ def planned_run(run: Path | None, named: NamedRun, words: Sequence[str], cluster
         raise ConfigError.of("run", "nothing", "is given", "RUN.yaml, or --model NAME --sequence N --batch N")
     if run is None:
         return named.config(words, cluster), words
+    # What the run's data reads need not be here: only shapes matter to a plan.
     return load_undecided(run, words, elsewhere=True), words
 
 

@@ -39,8 +39,8 @@ from meshwright.section import field_of, with_field
 from meshwright.tensor.section import TensorSection, Whole
 from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.estimate import Estimates
+from meshwright.tools.plan.evaluator import Keep
 from meshwright.tools.plan.predict import Planner, Prediction
-from meshwright.tools.plan.scout import Keep
 from meshwright.tools.plan.search import layout_text, search
 from meshwright.tools.report.scaling import Line, draw_scaling
 
