@@ -73,6 +73,7 @@ def data_prepare(
 
     with progress() as show:
         if pairs or target is not None or languages is not None:
+            # Asked of the registry: which kind of data packs pairs is a family's matter, and it may not be installed.
             kinds = (kind for kind, section in entries("data").items() if section.packs == "pairs")
             if (kind := next(kinds, None)) is None:
                 raise ConfigError.of("--pairs", True, "are records of no kind of data that is here", "texts")
@@ -100,6 +101,7 @@ def _prepare_run(run: Path, overrides: Sequence[str], out: Path, as_json: bool) 
     config = parse_run(file.tree, file.words)
     with progress() as show:
         folder = config.data.pack(config, out, show)
+        # Opened as a run would, so that a mistake shows here and not in a job.
         notes = config.data.open(config, folder).notes
     if as_json:
         print(json.dumps({"out": str(out), "kind": config.data.kind, "notes": notes}))

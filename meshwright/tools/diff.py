@@ -69,6 +69,7 @@ def difference(one: Path, other: Path) -> Difference:
     if not common:
         raise DataError(f"{one} and {other} have no step in common")
     step, numbers = None, dict[str, tuple[Any, Any]]()
+    # The first difference alone: whatever comes after follows from it.
     for step_now in common:
         both = [lines[step_now] for lines in histories]
         numbers = {

@@ -88,6 +88,7 @@ def _draw_bars(axes: Axes, panel: Panel, colours: Mapping[str, str]) -> None:
     )
     for place, name in enumerate(names):
         bar = panel.bars[name]
+        # Without a prediction the one bar stands in the middle of its line.
         offset = 0.0 if bar.predicted is None else _BAR / 2
         axes.barh(place - offset, bar.measured, _BAR, color=colours[name], zorder=2)
         end = bar.measured

@@ -55,6 +55,7 @@ class SkyPilot(Engine):
     def text(self, submission: Submission) -> str:
         self._check_settings(submission)
         per_node = submission.ranks_per_node
+        # A run that was asked to stop is started again as often as it takes, one that fails only so often.
         recovery = {"max_restarts_on_errors": self.restarts, "recover_on_exit_codes": [STOPPED_EXIT_CODE]}
         resources: Tree = {"infra": self.infra, "cpus": f"{per_node * self.cpus}+"}
         # SkyPilot takes whole GiB, at least so many: rounded up.
