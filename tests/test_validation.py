@@ -90,7 +90,7 @@ def test_a_fit_changes_the_cluster_for_its_paper_alone() -> None:
         fitted.cluster.links["torch"].levels[1].bandwidth_bytes_per_second
         < by_file.cluster.links["torch"].levels[1].bandwidth_bytes_per_second
     )
-    assert fitted.cluster.device.peak == by_file.cluster.device.peak
+    assert fitted.cluster.device.peak_flops_per_second == by_file.cluster.device.peak_flops_per_second
     assert [name for name in COMPARE if load_paper(name).has_fit] == ["tesseract", "axonn"]
 
 

@@ -76,6 +76,7 @@ def _refuse_options(words: Sequence[str], known: Collection[str]) -> None:
             continue
         from meshwright.config.messages import word_for_option
 
+        # The value may stand behind the option; an option behind it, or a field, is no value.
         if not equals:
             value = "true" if after.startswith("--") or "=" in after else after
         if answer := word_for_option(option, value):
@@ -126,6 +127,7 @@ def main() -> None:
     except MeshwrightError as error:
         text = str(error)
         if isinstance(error, ConfigError) and len(error.problems) > 1:
+            # All mistakes at once, each on its line: nobody should have to start a run as often as it has mistakes.
             text = "\n  ".join([f"{len(error.problems)} mistakes", *map(str, error.problems)])
         print(f"meshwright: {text}", file=PatientStream(sys.stderr))
         sys.exit(error.exit_code)
@@ -155,6 +157,7 @@ def progress() -> Iterator[Callable[[str, float | None], None]]:
     if not sys.stderr.isatty():
         yield progress_lines(cast(TextIO, PatientStream(sys.stderr)), time.monotonic)
         return
+    # rich is imported where a bar is drawn: help and completion are asked often, and must answer at once.
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -185,7 +188,8 @@ def print_result(report: _ResultModule, result: object, as_json: bool, written: 
         print("written: " + ", ".join(map(str, written)))
 
 
-def _print_version(asked: bool) -> None:
+def print_version(asked: bool) -> None:
+    """Print the versions of Meshwright, torch and Python, and leave, where `--version` asked for them."""
     if asked:
         print(f"meshwright {__version__}, torch {metadata.version('torch')}, Python {platform.python_version()}")
         raise typer.Exit
@@ -194,7 +198,7 @@ def _print_version(asked: bool) -> None:
 @app.callback(help=HELP)
 def options(
     version: Annotated[
-        bool, Option("--version", help="Say which version this is.", callback=_print_version, is_eager=True)
+        bool, Option("--version", help="Say which version this is.", callback=print_version, is_eager=True)
     ] = False,
 ) -> None:
     """Options before any command."""

@@ -47,17 +47,16 @@ def complete_word(ctx: typer.Context, incomplete: str) -> list[str]:
     words = list(_names(schema, incomplete))
     while len(words) == 1:  # a shell ends a single word with a space, and this one goes on
         field = words[0].removesuffix("=")
-        more = list(_names(schema, words[0])) if words[0].endswith(".") else _assigned(schema, field)
+        if words[0].endswith("."):
+            more = list(_names(schema, words[0]))
+        else:
+            # Each value that the field lists, and the word without one, for a value that nobody lists.
+            more = [f"{field}={value}" for value in _values(schema, field, "")]
+            more = more if len(more) > 1 else [f"{field}=", *more]
         if words == more:
             break
         words = more
     return words
-
-
-def _assigned(schema: Schema, field: str) -> list[str]:
-    """The words that give a field each of its values, and the word without one, for a value that nobody lists."""
-    values = [f"{field}={value}" for value in _values(schema, field, "")]
-    return values if len(values) > 1 else [f"{field}=", *values]
 
 
 def _names(schema: Schema, incomplete: str) -> Iterator[str]:

@@ -42,6 +42,7 @@ def config(
     from meshwright.config import reference, reference_page
 
     if page:
+        # docs/config.md is this output, which a test compares.
         print(reference_page.page(), end="")
         return
     topic = reference.topic_of(field)

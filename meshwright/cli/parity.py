@@ -40,6 +40,7 @@ def parity(
     results = []
     with progress() as show:
         for number, check in enumerate(checks):
+            # Each check runs to its end, also where another has failed: one run tells all that is wrong.
             show(check.title, number / len(checks))
             results.append(run_check(check, precision))
     from meshwright.parity import report

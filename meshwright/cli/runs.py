@@ -40,6 +40,7 @@ def _load(run: Path, overrides: Sequence[str] | None) -> Config:
     from meshwright.config.load import parse_run, read_run
 
     file = read_run(run, overrides or ())
+    # A run whose layout is decided must not wait for the planner's imports.
     if not file.auto:
         return parse_run(file.tree, file.words)
     from meshwright.tools.plan.auto import planned_config
@@ -159,6 +160,7 @@ def verify(
 
     with progress() as show:
         verdict = run_verification(config, steps=steps, as_configured=as_configured, report=show)
+    # Printed before check() raises: the table says what the error counts.
     print_result(table, verdict, as_json)
     verdict.check()
 
@@ -359,10 +361,12 @@ def submit(
     """
     from meshwright.tools.submit import job
 
+    # Before anything is checked: settings that must be set are what is asked about.
     if job.HELP in (settings or ()):
         print(job.settings_table(job.engine_class(on)))
         return
     engine = job.engine_of(on, settings or ())
+    # Where folders are shared a relative path is this shell's; elsewhere it is the nodes'.
     where = (out.absolute() if engine.shares_folders else out) if out else engine.folder / run.stem
     submission = job.submission_of(engine, run, overrides or (), where, nodes)
     file = to or Path(f"{submission.name}{engine.suffix}")

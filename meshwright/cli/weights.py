@@ -73,6 +73,7 @@ def data_prepare(
 
     with progress() as show:
         if pairs or target is not None or languages is not None:
+            # Asked of the registry: which kind of data packs pairs is a family's matter, and it may not be installed.
             kinds = (kind for kind, section in entries("data").items() if section.packs == "pairs")
             if (kind := next(kinds, None)) is None:
                 raise ConfigError.of("--pairs", True, "are records of no kind of data that is here", "texts")
@@ -100,6 +101,7 @@ def _prepare_run(run: Path, overrides: Sequence[str], out: Path, as_json: bool) 
     config = parse_run(file.tree, file.words)
     with progress() as show:
         folder = config.data.pack(config, out, show)
+        # Opened as a run would, so that a mistake shows here and not in a job.
         notes = config.data.open(config, folder).notes
     if as_json:
         print(json.dumps({"out": str(out), "kind": config.data.kind, "notes": notes}))
@@ -208,6 +210,7 @@ def generate(
     if as_json:
         print(json.dumps({"checkpoint": str(generated.folder), "prompt": prompt, "text": "".join(generated.parts)}))
         return
+    # Flushed: text is read as it comes, and a pipe would hold it back.
     print(generated.begun, end="", flush=True)
     for part in generated.parts:
         print(part, end="", flush=True)
@@ -268,6 +271,7 @@ def convert_export(
         folder = export_folder(checkpoint, out, show, dtype=dtype)
     print(json.dumps({"checkpoint": str(folder), "out": str(out)}) if as_json else f"{out}: exported from {folder}")
     try:
+        # The export is whole without it, so that this is a remark and no failure.
         Checkpoint(folder).config.data.chat_template(folder)
     except DataError as error:
         print(f"the run's chat template is not in it, since it cannot be read any more: {error}", file=sys.stderr)

@@ -69,6 +69,7 @@ def difference(one: Path, other: Path) -> Difference:
     if not common:
         raise DataError(f"{one} and {other} have no step in common")
     step, numbers = None, dict[str, tuple[Any, Any]]()
+    # The first difference alone: whatever comes after follows from it.
     for step_now in common:
         both = [lines[step_now] for lines in histories]
         numbers = {
@@ -94,6 +95,7 @@ def differing_parts(one: Checkpoint, other: Checkpoint) -> tuple[Part, ...]:
     found = []
     if None not in (a.data for a in roots) and roots[0].data != roots[1].data:
         found.append(Part("the order of data", 1, 1, (), ()))
+    # Equal roots say that all tensors are equal, without reading one of them.
     if roots[0].state is not None and roots[0].state == roots[1].state:
         return tuple(found)
     held = {**one.manifest.parts, **other.manifest.parts}
@@ -104,6 +106,7 @@ def differing_parts(one: Checkpoint, other: Checkpoint) -> tuple[Part, ...]:
             found.append(Part(name, box.num_elements, box.num_elements, box.offsets, tuple(n - 1 for n in shape)))
             continue
         a, b = (side.read(parameter, kind, box) for side in (one, other))
+        # Compared as integers: a NaN equals itself, and 0.0 is not -0.0.
         words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         if a.dtype == b.dtype:
             where = (a.view(words[a.element_size()]) != b.view(words[b.element_size()])).nonzero()

@@ -72,11 +72,16 @@ class Diagnosis:
 
 def examine(working_folder: Path | None = None) -> Diagnosis:
     """Look at this interpreter and machine. `working_folder`: where runs will be written (default: the current one)."""
+    libraries = []
+    for name, package in required_libraries().items():
+        version = _version(name)
+        command = "" if version else pip_command(package)
+        libraries.append(Finding(_LIBRARIES, name, version, version or "not installed", command))
     findings = [
         *_python(),
         *_machine(),
         *_backends(),
-        *(_library(name, package) for name, package in required_libraries().items()),
+        *libraries,
         _disk("cache", cache_folder()),
         _disk("working", (working_folder or Path.cwd()).absolute()),
     ]
@@ -171,6 +176,7 @@ def _machine() -> Iterator[Finding]:
         each = [torch.cuda.get_device_properties(index).total_memory for index in range(len(names))]
         texts = [f"{name} ({size_text(size)})" for name, size in zip(names, each, strict=True)]
         yield Finding("machine", "gpus", names, ", ".join(texts))
+    # A driver, and a torch that sees no GPU: most likely a build for CPUs.
     elif shutil.which("nvidia-smi") is not None:
         text = "a driver is here, but this torch sees no GPU"
         yield Finding("machine", "gpus", [], text, pip_command("--force-reinstall", "torch"))
@@ -196,11 +202,6 @@ def _backends() -> Iterator[Finding]:
     yield Finding("backends", "mpiexec", path, text, "" if path else add)
 
 
-def _library(name: str, package: str) -> Finding:
-    version = _version(name)
-    return Finding(_LIBRARIES, name, version, version or "not installed", "" if version else pip_command(package))
-
-
 def _disk(name: str, folder: Path) -> Finding:
     """Free space of the disk that will hold the folder, which need not exist yet."""
     existing = folder
@@ -220,6 +221,7 @@ def _version(distribution: str) -> str | None:
 def _mpi_library() -> tuple[str | None, str]:
     """(the MPI library's name and version, "") or (None, why it cannot be used)."""
     try:
+        # In a process of its own: an MPI library that cannot be loaded may end the process that tries.
         answer = subprocess.run(
             [sys.executable, "-c", _ASK_MPI], capture_output=True, text=True, timeout=_MPI_SECONDS, check=False
         )

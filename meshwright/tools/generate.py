@@ -116,15 +116,6 @@ def refuse(options: dict[str, float | None], family: str, how: str, valid: str) 
             raise ConfigError.of(option, value, f"has no effect on a {family}, {how}", valid)
 
 
-def _chosen(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """A token picked from logits [V]."""
-    if sampling.temperature == 0:
-        return int(logits.argmax())
-    scores = logits.cpu().double() / sampling.temperature
-    likely, ids = scores.topk(min(sampling.top_k or len(scores), len(scores)))
-    return int(ids[torch.multinomial(likely.softmax(-1), 1, generator=generator)])
-
-
 def generate_tokens(
     loaded: LoadedText, prompt: list[int], most: int, sampling: Sampling, ends: Sequence[int] = ()
 ) -> Iterator[int]:
@@ -139,13 +130,21 @@ def generate_tokens(
     fresh = tokens if len(tokens) <= loaded.context else _kept(tokens, loaded.context)
     cache = KeyValueCache()
     for _ in range(most):
-        token = _chosen(_next_logits(loaded, fresh, cache), sampling, generator)
+        logits = _next_logits(loaded, fresh, cache)
+        if sampling.temperature == 0:
+            token = int(logits.argmax())
+        else:
+            # On the host and in float64, so that a seed's draws are the same from every device.
+            scores = logits.cpu().double() / sampling.temperature
+            likely, ids = scores.topk(min(sampling.top_k or len(scores), len(scores)))
+            token = int(ids[torch.multinomial(likely.softmax(-1), 1, generator=generator)])
         if token in stops:
             return
         yield token
         tokens = [*tokens[-loaded.context :], token]
         fresh = [token]
         if cache.num_tokens == loaded.context:
+            # Cached keys have positions in them, so the half that stays is computed anew, at the positions 0, 1, ...
             fresh, cache = _kept(tokens, loaded.context), KeyValueCache()
 
 
@@ -186,6 +185,7 @@ def whole_characters(tokenizer: Tokenizer, before: list[int], tokens: Iterator[i
     for token in tokens:
         fresh.append(token)
         text = _behind(tokenizer, known, fresh)
+        # A character of several tokens decodes to the replacement character until its last byte is there.
         if text and not text.endswith(_UNFINISHED):
             yield text
             known, fresh = fresh, []

@@ -17,7 +17,7 @@ and for a continuation up to a word that ends it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -81,12 +81,6 @@ class CheckpointLM(LM):
             raise DataError(f"{folder}: has no chat template, nor had its tokenizer: template=FILE")
         return own
 
-    @cached_property
-    def _ends(self) -> tuple[int, ...]:
-        """The special token that closes an answer, by the template."""
-        closes = closing_token(self._template, self.loaded.tokenizer)
-        return () if closes is None else (closes,)
-
     @property
     def tokenizer_name(self) -> str:
         """A name that another tokenizer or template does not have: the harness keeps requests under it."""
@@ -121,20 +115,25 @@ class CheckpointLM(LM):
 
     def generate_until(self, requests: list[Any]) -> list[str]:
         """A continuation of each request's context, up to what ends it."""
-        return continuations(self.loaded, [self._asked(*request.args) for request in requests], self._rows)
-
-    def _asked(self, context: str, options: Mapping[str, Any]) -> Opening:
-        """Stops are words that are not part of it; only greedy decoding, or a temperature with the seed 1."""
-        until = options.get("until") or []
-        sampled = options.get("do_sample", False) or options.get("temperature", 0) > 0
-        tokenizer = self.loaded.tokenizer
-        return Opening(
-            tokenizer.encode_marked(context)[0] if self._chats else [*tokenizer.opening, *tokenizer.encode(context)],
-            int(options.get("max_gen_toks") or options.get("max_tokens") or HARNESS_TOKENS),
-            (until,) if isinstance(until, str) else tuple(until),
-            self._ends if self._chats else (),
-            Sampling(float(options.get("temperature") or 1.0)) if sampled else Sampling(),
-        )
+        openings, tokenizer = [], self.loaded.tokenizer
+        # A chat's answer also ends at the special token that closes a turn, which no task can know of.
+        closes = closing_token(self._template, tokenizer) if self._chats else None
+        for request in requests:
+            context, options = request.args
+            until = options.get("until") or []
+            # Tasks say temperature, do_sample or both. Greedy decoding, or a temperature with the seed 1: nothing else
+            # would give the same result twice.
+            sampled = options.get("do_sample", False) or options.get("temperature", 0) > 0
+            marked = tokenizer.encode_marked(context)[0] if self._chats else None
+            opening = Opening(
+                [*tokenizer.opening, *tokenizer.encode(context)] if marked is None else marked,
+                int(options.get("max_gen_toks") or options.get("max_tokens") or HARNESS_TOKENS),
+                (until,) if isinstance(until, str) else tuple(until),
+                () if closes is None else (closes,),
+                Sampling(float(options.get("temperature") or 1.0)) if sampled else Sampling(),
+            )
+            openings.append(opening)
+        return continuations(self.loaded, openings, self._rows)
 
 
 def measure_tasks(
@@ -150,6 +149,7 @@ def measure_tasks(
         where = "of the harness" if folder is None else f"in {folder}"
         valid = "python -m meshwright.tools.harness ls tasks lists them" if folder is None else str(known.all_tasks)
         raise ConfigError.of("--task", f"lm-eval:{','.join(unknown)}", f"is no task {where}", valid)
+    # Without standard errors, for which the harness would draw 100,000 samples a metric.
     told = lm_eval.simple_evaluate(
         model=model, tasks=list(names), task_manager=known, limit=limit, bootstrap_iters=0, apply_chat_template=chat,
         log_samples=False,

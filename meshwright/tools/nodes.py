@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
@@ -147,32 +147,25 @@ def with_links(base: Cluster, report: NodesReport) -> Cluster:
 def measure_nodes(rank: Rank, folders: Sequence[str]) -> dict[str, Any]:
     """One rank's part: what it is, its pairs in the order that all ranks follow, the folders."""
     mesh = rank.mesh
-    ranks = [NodeRank(**json.loads(text)) for text in all_texts(_fact(mesh), mesh.world)]
+    address = mesh.transport.peers.address if isinstance(mesh.transport, TorchTransport) else ""
+    mesh.world.barrier()  # all leave it at about one moment, so that what their calendars then say can be compared
+    own = NodeRank(mesh.rank, socket.gethostname(), chosen_interface(), address, time.time())
+    ranks = [NodeRank(**json.loads(text)) for text in all_texts(json.dumps(asdict(own)), mesh.world)]
     hosts = [one.host for one in ranks]
     first = ranks[0].clock_seconds
-    pairs = [_measured(mesh, pair, hosts) for pair in _pairs(hosts)]
+    places: dict[str, list[int]] = {}
+    for number, host in enumerate(hosts):
+        places.setdefault(host, []).append(number)
+    # The first two ranks of each host, then the first ranks of each two hosts: one pair at a time, in one order.
+    measured = [(here[0], here[1]) for here in places.values() if len(here) > 1]
+    measured += combinations([here[0] for here in places.values()], 2)
+    pairs = [_measured(mesh, pair, hosts) for pair in measured]
     told = [json.loads(text) for text in all_texts(json.dumps(pairs), mesh.world)]
     return {
         "ranks": [asdict(one) | {"clock_seconds": round(one.clock_seconds - first, 3)} for one in ranks],
         "pairs": [told[pair["ranks"][0]][index] for index, pair in enumerate(pairs)],
         "folders": {folder: ranks_without(mesh, Path(folder)) for folder in folders},
     }
-
-
-def _fact(mesh: Mesh) -> str:
-    """This rank as JSON; its clock is read as all leave a barrier."""
-    address = mesh.transport.peers.address if isinstance(mesh.transport, TorchTransport) else ""
-    mesh.world.barrier()
-    return json.dumps(asdict(NodeRank(mesh.rank, socket.gethostname(), chosen_interface(), address, time.time())))
-
-
-def _pairs(hosts: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """The first ranks of each two hosts, and the first two of each host."""
-    places: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        places.setdefault(host, []).append(rank)
-    yield from ((own[0], own[1]) for own in places.values() if len(own) > 1)
-    yield from combinations([own[0] for own in places.values()], 2)
 
 
 def _measured(mesh: Mesh, pair: tuple[int, int], hosts: Sequence[str]) -> dict[str, Any]:
@@ -188,6 +181,7 @@ def _measured(mesh: Mesh, pair: tuple[int, int], hosts: Sequence[str]) -> dict[s
         rate = _FIRST_BYTES / max(once.item(), theirs.item())
         size = min(_MOST_BYTES, max(_FIRST_BYTES, int(rate * _PAIR_SECONDS / (_ROUNDS + 1))))
         seconds = _exchange_seconds(mesh.world, other, size, 1, _ROUNDS)
+        # Less the latency, but never by more than nine tenths: of small messages on a fast link little would be left.
         bandwidth = size / max(seconds - latency, seconds / 10)
     mesh.world.barrier()
     return asdict(NodePair(pair, (hosts[pair[0]], hosts[pair[1]]), latency, bandwidth))

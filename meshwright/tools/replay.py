@@ -71,6 +71,8 @@ def replay(out: Path, step: int, words: Sequence[str] = ()) -> Replayed:
     def again() -> Lines:
         with temporary_folder() as folder:
             if checkpoint is not None:
+                # In a folder of its own, from a copy: the run's checkpoints stay as they are, whatever the replay
+                # writes.
                 shutil.copytree(checkpoint, folder / CHECKPOINTS / checkpoint.name)
                 for file in (IDENTITY, CONFIG):
                     shutil.copy(out / file, folder / file)
@@ -78,19 +80,21 @@ def replay(out: Path, step: int, words: Sequence[str] = ()) -> Replayed:
             return {int(line["step"]): line for line in read_history(folder / METRICS)}
 
     one = again()
-    parted = _parted(run, one, first, step)
+    parted = _first_difference(run, one, first, step)
     if parted is None:
         return Replayed("equal", first, step, None, {})
+    # Only now: a step that is equal needs no second replay to say who is wrong.
     two = again()
     names = [name for name in NUMBERS if name in run[parted]]
     numbers = {name: [lines[parted].get(name) for lines in (run, one, two)] for name in names}
-    alike = _parted(one, two, first, step) is None
+    alike = _first_difference(one, two, first, step) is None
     return Replayed("program" if alike else "machine", first, step, parted, numbers)
 
 
-def _parted(one: Lines, other: Lines, first: int, last: int) -> int | None:
+def _first_difference(one: Lines, other: Lines, first: int, last: int) -> int | None:
     """The first step in which two runs have another loss, norm or root; None: none."""
     for step in range(first, last + 1):
+        # repr: to the last bit, and a NaN equals itself.
         if any(repr(one[step].get(name)) != repr(other[step].get(name)) for name in NUMBERS):
             return step
     return None

@@ -50,6 +50,7 @@ class TracedHead(SerialHead):
     """Whole logits, and torch's cross entropy."""
 
     def __init__(self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None) -> None:
+        # The real head goes through chunks and computes its own gradient: neither is in a forward graph of operators.
         super().__init__(mesh, shape, tied, {}, {})
         self.smoothing = shape.smoothing
 
@@ -97,6 +98,7 @@ class TracedModel:
 
     def cut_by(self, region: Region) -> tuple[Branch, ...]:
         """The values of layout.tensor.branch under which a sub-graph layout assigns this region's branches."""
+        # Both linears must be of the same pair: a region between two pairs no layout cuts.
         asked = {self.pairs.get(path) for path in region.linears}
         if asked == {"branches"}:
             return ("attention", "block") if region.cuts_linears else ("attention-core",)
@@ -134,6 +136,7 @@ def bound(total: float, regions: Sequence[Dealt], num_subgrids: int) -> Bound:
 
 def most_loaded(costs: Sequence[float], num_subgrids: int) -> float:
     """The cost of the sub-grid that has most; with fewer branches than sub-grids some have nothing."""
+    # The kit's own way of dealing branches, so that the bound is of layouts that can be run.
     shares = assign(costs, min(num_subgrids, len(costs)))
     return max(sum(costs[branch] for branch in share) for share in shares)
 
@@ -198,6 +201,7 @@ def _grouped(model: TracedModel, regions: Sequence[Region], grids: Sequence[int]
     alike: dict[tuple[object, ...], list[Region]] = {}
     for region in regions:
         names = tuple(map(unnumbered, region.names))
+        # Equal flops, too: a first layer that is wider than the others is a finding of its own.
         key = (region.form, unnumbered(region.where), region.enter, region.leave, region.flops, names)
         alike.setdefault((*key, model.cut_by(region)), []).append(region)
     total = model.graph.total_flops

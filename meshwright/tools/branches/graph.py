@@ -83,6 +83,8 @@ class OperatorGraph:
         """By operator: the nearest one that all ways from the batch to it go through; the batch's is itself."""
         dominators = [BATCH]
         for operator in self.operators[1:]:
+            # One pass suffices: operators stand behind what they read (Cooper, Harvey, Kennedy, 2001, without the
+            # loop).
             dominators.append(_meeting(operator.inputs, dominators))
         return tuple(dominators)
 
@@ -95,6 +97,7 @@ def _meeting(numbers: Iterable[int], dominators: Sequence[int]) -> int:
     """Where the ways up the tree of dominators meet: a dominator's number is less than those of the operators below."""
     waiting = set(numbers)
     while len(waiting) > 1:
+        # The highest number cannot dominate the others, so its own dominator takes its place.
         highest = max(waiting)
         waiting.remove(highest)
         waiting.add(dominators[highest])

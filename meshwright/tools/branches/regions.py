@@ -73,6 +73,7 @@ def find_split_joins(graph: OperatorGraph) -> SplitJoins:
     """All regions of a graph in which two branches or more compute, and how many others there are."""
     regions: list[Region] = []
     lone, absorbed = 0, set[int]()
+    # From the end, so that the last of a chain of sums comes first and takes the others into its join.
     for number in reversed(range(1, len(graph.operators))):
         if number in absorbed or len(set(graph.operators[number].inputs)) < 2:
             continue
@@ -80,9 +81,12 @@ def find_split_joins(graph: OperatorGraph) -> SplitJoins:
         joins = _summed(graph, number, split)
         absorbed |= joins
         given = {read for join in joins for read in graph.operators[join].inputs} - joins
-        candidates = [_region(graph, start, number, pieces) for start, pieces in _splits(graph, split, given)]
-        computing = [region for region in candidates if len(region.flops) > 1]
-        regions += computing
+        computing = 0
+        for start, pieces in _splits(graph, split, given):
+            branches = [piece for piece in pieces if graph.flops_of(piece) > 0]  # views and masks alone are no branch
+            if len(branches) > 1:
+                regions.append(_split_join(graph, start, number, branches))
+                computing += 1
         lone += not computing and split in given
     return SplitJoins(tuple(reversed(regions)), lone)
 
@@ -108,6 +112,7 @@ def _splits(graph: OperatorGraph, split: int, given: set[int]) -> Iterator[tuple
     yield split, pieces
     for piece in pieces:
         ends = given & piece
+        # Branches that meet nothing but the join itself have no split of their own.
         if len(ends) > 1 and (inner := graph.dominator_of(ends)) != split:
             yield from _splits(graph, inner, ends)
 
@@ -125,45 +130,35 @@ def _pieces(graph: OperatorGraph, split: int, given: Iterable[int]) -> list[set[
     for number in sorted(between):
         piece_of[number] = {number}
         for read in graph.operators[number].inputs:
-            if read in between:
-                _merge(piece_of, number, read)
+            if read not in between:
+                continue
+            small, large = sorted((piece_of[number], piece_of[read]), key=len)
+            if small is not large:  # the smaller goes into the larger, so that an operator moves few times
+                large |= small
+                piece_of.update(dict.fromkeys(small, large))
     return sorted({id(piece): piece for piece in piece_of.values()}.values(), key=min)
 
 
-def _merge(piece_of: dict[int, set[int]], a: int, b: int) -> None:
-    """Make one piece of two: the smaller goes into the larger."""
-    small, large = sorted((piece_of[a], piece_of[b]), key=len)
-    if small is not large:
-        large |= small
-        piece_of.update(dict.fromkeys(small, large))
-
-
-def _region(graph: OperatorGraph, split: int, join: int, pieces: list[set[int]]) -> Region:
-    """The region of the pieces that compute."""
-    branches = [piece for piece in pieces if graph.flops_of(piece) > 0]
+def _split_join(graph: OperatorGraph, split: int, join: int, branches: list[set[int]]) -> Region:
+    """The region of these branches. A branch is named from its first module that computes to its last."""
     joined = graph.operators[join]
     leave = _NAMES.get(joined.name, joined.name)
-    flops = tuple(map(graph.flops_of, branches))
-    names = tuple(_name(graph, piece) for piece in branches)
-    return Region("split/join", joined.path, _enter(graph, split, branches), leave, flops, names)
-
-
-def _enter(graph: OperatorGraph, split: int, branches: list[set[int]]) -> str:
-    """slice where every branch begins with a part of the split's result."""
-    if split == BATCH:
-        return "inputs"
-    firsts = (number for piece in branches for number in piece if split in graph.operators[number].inputs)
-    return "slice" if all(graph.operators[first].name in SLICES for first in firsts) else "split"
-
-
-def _name(graph: OperatorGraph, piece: set[int]) -> str:
-    """A branch's name: from its first module that computes to its last."""
-    computing = [graph.operators[number] for number in sorted(piece) if graph.operators[number].flops]
-    paths = list(dict.fromkeys(operator.path for operator in computing if operator.path))
-    if len(paths) > 1:
-        return f"{paths[0]} ... {paths[-1]}"
-    names = dict.fromkeys(operator.name for operator in computing)
-    return ": ".join([*paths, ", ".join(names)])
+    enter = "inputs"
+    if split != BATCH:
+        # Each branch reads its own part where all of them begin with a slice of the split's result: nothing needs to be
+        # copied to a rank that computes one of them.
+        firsts = (number for piece in branches for number in piece if split in graph.operators[number].inputs)
+        enter = "slice" if all(graph.operators[first].name in SLICES for first in firsts) else "split"
+    names = []
+    for piece in branches:
+        computing = [graph.operators[number] for number in sorted(piece) if graph.operators[number].flops]
+        paths = list(dict.fromkeys(operator.path for operator in computing if operator.path))
+        if len(paths) > 1:
+            names.append(f"{paths[0]} ... {paths[-1]}")
+        else:  # one module, or functions of the model itself: which operators they are tells more
+            operators = dict.fromkeys(operator.name for operator in computing)
+            names.append(": ".join([*paths, ", ".join(operators)]))
+    return Region("split/join", joined.path, enter, leave, tuple(map(graph.flops_of, branches)), tuple(names))
 
 
 CORES: dict[OperatorKind, RegionForm] = {OperatorKind.HEADS: "heads", OperatorKind.GROUPS: "groups"}
@@ -201,6 +196,7 @@ def _pairs(graph: OperatorGraph, second: int) -> Iterator[_LinearPair]:
     while waiting:
         number = waiting.pop()
         kind = graph.operators[number].kind
+        # What mixes channels, or comes from outside, belongs to no single branch: then this linear ends no pair.
         if number == BATCH or kind is OperatorKind.OTHER:
             return
         if kind is OperatorKind.LINEAR:
@@ -209,6 +205,7 @@ def _pairs(graph: OperatorGraph, second: int) -> Iterator[_LinearPair]:
             between.add(number)
             waiting += graph.operators[number].inputs
     inside = between | {second}
+    # A value that somebody else reads as well would have to be whole, so its operators cannot be cut into branches.
     if all(inside.issuperset(graph.readers[number]) for number in firsts | between):
         yield _LinearPair(frozenset(firsts), frozenset(between), second)
 
@@ -216,6 +213,7 @@ def _pairs(graph: OperatorGraph, second: int) -> Iterator[_LinearPair]:
 def _regions_of(graph: OperatorGraph, pair: _LinearPair) -> Iterator[Region]:
     operators = graph.operators
     cores = {CORES[operators[number].kind] for number in pair.between if operators[number].kind in CORES}
+    # A group norm's groups and attention's heads must not be cut: branches are as many as divide all of them.
     count = math.gcd(operators[pair.second].width, *(operators[number].width for number in pair.between))
     if count < 2:
         return
@@ -226,17 +224,14 @@ def _regions_of(graph: OperatorGraph, pair: _LinearPair) -> Iterator[Region]:
         core = next(number for number in sorted(pair.between) if operators[number].kind in CORES)
         yield Region(form, operators[core].path, "slice", "concat", _alike(between, count), (ONE[form],), linears)
     whole = _alike(between + graph.flops_of({*pair.firsts, pair.second}), count)
-    yield Region(form, _common_path(linears), "split", "sum", whole, (ONE[form],), linears, cuts_linears=True)
+    # The innermost module that holds all of them; where that is the model itself, from the first to the last.
+    paths = [path.split(".") for path in linears]
+    common = 0
+    while all(len(path) > common and path[common] == paths[0][common] for path in paths):
+        common += 1
+    where = ".".join(paths[0][:common]) or f"{linears[0]} ... {linears[-1]}"
+    yield Region(form, where, "split", "sum", whole, (ONE[form],), linears, cuts_linears=True)
 
 
 def _alike(flops: int, count: int) -> tuple[float, ...]:
     return (flops / count,) * count
-
-
-def _common_path(paths: tuple[str, ...]) -> str:
-    """The innermost module that holds all of them; of the model itself, from the first to the last."""
-    parts = [path.split(".") for path in paths]
-    common = 0
-    while all(len(path) > common and path[common] == parts[0][common] for path in parts):
-        common += 1
-    return ".".join(parts[0][:common]) or f"{paths[0]} ... {paths[-1]}"

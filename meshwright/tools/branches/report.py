@@ -82,25 +82,21 @@ def _regions(findings: Findings) -> Table:
     )
     for group in findings.groups:
         region = group.region
-        each = region.flops if region.form == "split/join" else region.flops[:1]
+        if region.form == "split/join":  # a line a branch, without the numbers that differ between places
+            each = region.flops
+            names = [name if len(group.places) == 1 else unnumbered(name) for name in region.names]
+        else:  # a thousand like heads or columns are one line
+            each, names = region.flops[:1], [f"{len(region.flops):,} {region.form}"]
         table.add_row(
             place_text(group.places),
             f"{region.enter}, {region.leave}",
-            "\n".join(_names(group)),
+            "\n".join(names),
             "\n".join(map(flops_text, each)),
             f"{group.total_flops / findings.total_flops:.1%}",
             ", ".join(group.cut_by) or "-",
             *_bounds_texts(group.bounds),
         )
     return table
-
-
-def _names(group: RegionGroup) -> list[str]:
-    """A line a branch; of like ones one for all."""
-    region = group.region
-    if region.form != "split/join":
-        return [f"{len(region.flops):,} {region.form}"]
-    return [name if len(group.places) == 1 else unnumbered(name) for name in region.names]
 
 
 def _layouts(findings: Findings) -> Table:
@@ -128,6 +124,7 @@ def _bounds_texts(bounds: dict[int, Bound]) -> tuple[str, str]:
 def place_text(places: tuple[str, ...]) -> str:
     """blocks.0.attention, blocks.1.attention -> `blocks.0-1.attention`; `-` is the model itself."""
     numbers = [int(match[0]) for match in map(_FIRST_NUMBER.search, places) if match]
+    # Without a number in each path there is no run of blocks to write shortly.
     if len(places) == 1 or len(numbers) < len(places):
         return places[0] or "-"
     runs: list[list[int]] = []

@@ -72,22 +72,22 @@ class _Builder:
             for derived in (self.of_batch, self.of_weights):
                 if not derived.isdisjoint(node.all_input_nodes):
                     derived.add(node)
-            inputs = self._inputs(node)
+            # A node reads activations; or it makes the first of them, where ids or pixels of the batch meet a weight.
+            reads = node.all_input_nodes
+            inputs = tuple(dict.fromkeys(self.numbers[read] for read in reads if read in self.numbers))
+            meets = any(read in self.of_batch for read in reads) and any(read in self.of_weights for read in reads)
+            if not inputs and meets and (operator_name(node) == "embedding" or self._product_flops(node) > 0):
+                inputs = (BATCH,)
             if inputs and _is_floating(node):
                 self.numbers[node] = len(operators)
                 kind, width = self._kind(node)
-                operators.append(Operator(operator_name(node), _path(node), inputs, self._flops(node), kind, width))
+                stack = list(node.meta["nn_module_stack"].values())
+                path = stack[-1][0] if stack else ""  # the innermost module that the node is part of
+                operators.append(Operator(operator_name(node), path, inputs, self._flops(node), kind, width))
             else:
+                # Masks and what is made of weights alone: work that no branch has a part in.
                 beside += self._flops(node)
         return OperatorGraph(tuple(operators), beside)
-
-    def _inputs(self, node: fx.Node) -> tuple[int, ...]:
-        """The activations that a node reads; the batch's number where it makes the first of them; () for none."""
-        reads = node.all_input_nodes
-        activations = tuple(dict.fromkeys(self.numbers[read] for read in reads if read in self.numbers))
-        meets = any(read in self.of_batch for read in reads) and any(read in self.of_weights for read in reads)
-        makes = operator_name(node) == "embedding" or self._product_flops(node) > 0
-        return activations or ((BATCH,) if meets and makes else ())
 
     def _kind(self, node: fx.Node) -> tuple[OperatorKind, int]:
         """A node's meaning to branches, and its width."""
@@ -96,7 +96,9 @@ class _Builder:
             return OperatorKind.HEADS, _shape(arguments[0])[-3]
         if name in _CONVOLUTIONS:
             groups = _argument(node, "groups")
+            # A convolution of one group makes every output of all inputs, as a linear does.
             return (OperatorKind.GROUPS, groups) if groups > 1 else (OperatorKind.LINEAR, _shape(arguments[1])[1])
+        # A product of two activations is no linear: neither factor is a weight.
         if name in WEIGHT_AT and arguments[WEIGHT_AT[name]] not in self.numbers:
             return OperatorKind.LINEAR, _shape(arguments[WEIGHT_AT[name] - 1])[-1]
         if name == "group_norm":
@@ -113,7 +115,13 @@ class _Builder:
         """The flops that torch counts, on meta tensors; 0 where the node is no product."""
         if not isinstance(node.target, torch._ops.OpOverload) or _is_local(node):
             return 0
-        arguments = fx.node.map_arg((node.args, node.kwargs), _on_meta)
+
+        def on_meta(read: fx.Node) -> Any:
+            value = read.meta["val"]
+            return torch.empty_like(value, device="meta") if torch.is_tensor(value) else value
+
+        # The operator runs once more on tensors without numbers, under torch's own counter: no second list of formulas.
+        arguments = fx.node.map_arg((node.args, node.kwargs), on_meta)
         key = repr((node.target, arguments))
         if key not in self.products:
             args, kwargs = arguments
@@ -123,23 +131,12 @@ class _Builder:
         return self.products[key]
 
 
-def _on_meta(node: fx.Node) -> Any:
-    value = node.meta["val"]
-    return torch.empty_like(value, device="meta") if torch.is_tensor(value) else value
-
-
 def operator_name(node: fx.Node) -> str:
     """`add` of aten.add.Tensor."""
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target.overloadpacket.__name__
     assert node.target is operator.getitem, f"{node}: {node.target} is none of torch's operators"
     return "getitem"
-
-
-def _path(node: fx.Node) -> str:
-    """The innermost module that the node is part of."""
-    stack = list(node.meta["nn_module_stack"].values())
-    return stack[-1][0] if stack else ""
 
 
 def _argument(node: fx.Node, name: str) -> int:

@@ -47,8 +47,18 @@ def fit_device(kind: Literal["cpu", "cuda"], memory: int, points: Mapping[str, P
     curve = max(products, key=lambda name: len(products[name]))
     peak = max(rate for _, rate in products[curve])
     efficiency = tuple((side, rounded(rate / peak)) for side, rate in products[curve])
+    # Another dtype has few points, or one: it is taken to follow the same curve below its own peak.
     peaks = {name: rounded(rates[-1][1] / interpolated(efficiency, rates[-1][0])) for name, rates in products.items()}
     attention = [flops / seconds / peak for flops, seconds in points["attention"]]
+    elements = {}
+    for name in ("special", "random"):  # on top of launch and bytes: the mean over the kernels of a kind
+        beyond = []
+        for count, seconds in points[name]:
+            touched = count * SPECIAL_BYTES
+            # `tiny` and not `launch`: these kernels are timed out of autograd, whose part the launch has in it.
+            rest = seconds - points["tiny"][0][1] - touched / interpolated(bandwidth, touched)
+            beyond.append(max(0.0, rest / count))
+        elements[name] = rounded(statistics.mean(beyond))
     return Device.model_validate(
         {
             "kind": kind,
@@ -60,7 +70,7 @@ def fit_device(kind: Literal["cpu", "cuda"], memory: int, points: Mapping[str, P
             "attention": rounded(min(1.0, statistics.mean(attention))) if attention else None,
             "bandwidth": bandwidth,
             "launch": rounded(launch),
-            "elements": {name: _element_seconds(name, points, bandwidth) for name in ("special", "random")},
+            "elements": elements,
             "host_link": rounded(points["host link"][0][0] / points["host link"][0][1]),
             "disk": rounded(points["disk"][0][0] / points["disk"][0][1]),
         }
@@ -69,32 +79,22 @@ def fit_device(kind: Literal["cpu", "cuda"], memory: int, points: Mapping[str, P
 
 def _rates(kind: Literal["cpu", "cuda"], dtype: str, points: Points, bandwidth: Curve) -> Points:
     """Flops a second of products of each side; of a CPU's in the time that its memory leaves them."""
-
-    def computing(side: float, seconds: float) -> float:
-        return _beyond(seconds, _memory_seconds(dtype, int(side), bandwidth)) if kind == "cpu" else seconds
-
-    return [(side, 2 * side**3 / computing(side, seconds)) for side, seconds in points]
-
-
-def _memory_seconds(dtype: str, side: int, bandwidth: Curve) -> float:
-    """Seconds of a CPU's memory for the mean product of a side."""
-    batch, shapes = product_batch("cpu", side), product_shapes(side)
-    touched = [batch * (m * n + m * k + n * k) * DTYPES[dtype].itemsize for m, n, k in shapes]
-    return statistics.mean(size / interpolated(bandwidth, size) for size in touched) / batch
+    rates = []
+    for side, seconds in points:
+        computing = seconds
+        if kind == "cpu":
+            # A core loads its operands or multiplies, one or the other, so the memory's seconds are taken out here and
+            # added again by plan/timing.py. A GPU loads the next tiles under the product: there the longer one counts.
+            batch, shapes = product_batch("cpu", int(side)), product_shapes(int(side))
+            touched = [batch * (m * n + m * k + n * k) * DTYPES[dtype].itemsize for m, n, k in shapes]
+            memory = statistics.mean(size / interpolated(bandwidth, size) for size in touched) / batch
+            computing = _beyond(seconds, memory)
+        rates.append((side, 2 * side**3 / computing))
+    return rates
 
 
 def _beyond(seconds: float, known: float) -> float:
     return max(seconds - known, seconds * LEAST_PART)
-
-
-def _element_seconds(name: str, points: Mapping[str, Points], bandwidth: Curve) -> float:
-    """Seconds that an element takes on top of launch and bytes: the mean over the kernels of a kind."""
-    extra = []
-    for elements, seconds in points[name]:
-        touched = elements * SPECIAL_BYTES
-        beyond = seconds - points["tiny"][0][1] - touched / interpolated(bandwidth, touched)
-        extra.append(max(0.0, beyond / elements))
-    return rounded(statistics.mean(extra))
 
 
 def fit_links(measured: Mapping[int, Mapping[str, Points]], overlaps: float) -> Links:
@@ -110,6 +110,7 @@ def fit_links(measured: Mapping[int, Mapping[str, Points]], overlaps: float) -> 
 
 def fit_level(points: Points) -> Level:
     """The line seconds = latency + bytes / bandwidth with the least relative errors, neither of them below zero."""
+    # Relative errors: else the largest payload alone would decide the line, and latency could be anything.
     weights = [1 / seconds**2 for _, seconds in points]
     sums = [
         sum(w * size**power * seconds**other for w, (size, seconds) in zip(weights, points, strict=True))
@@ -119,6 +120,7 @@ def fit_level(points: Points) -> Level:
     divisor = one * xx - x * x
     latency, slope = ((y * xx - x * xy) / divisor, (one * xy - x * y) / divisor) if divisor > 0 else (0.0, 0.0)
     if latency < 0 or slope <= 0:
+        # A line below zero at either end is noise: then through the origin, by bandwidth alone.
         latency, slope = 0.0, xy / xx
     return Level(latency_seconds=rounded(latency), bandwidth_bytes_per_second=rounded(1 / slope))
 

@@ -100,6 +100,7 @@ def calibrate(out: Path, machine: MeasuredMachine, effort: Effort, report: ShowP
     with writer_of(out) as write:
         runs = _Runs(out.absolute().parent, machine, effort, report)
         each = runs.launch("device", machine.devices, "torch")
+        # Each core's rank has its part of the machine's memory, a GPU's all of its device's.
         memory = memory_bytes() // machine.devices if machine.kind == "cpu" else each[0]["memory"]
         device = fit_device(machine.kind, memory, merged([of["points"] for of in each]))
         links: dict[TransportName, Links] = {}
@@ -131,6 +132,7 @@ def calibrate(out: Path, machine: MeasuredMachine, effort: Effort, report: ShowP
             links=cast(Any, links),
         )
         if machine.kind == "cpu":
+            # Last, since both are differences between a run and what the planner predicts of it by this very file.
             for backend in machine.backends:
                 reserved = runs.reserved_bytes(cluster, backend)
                 links[backend] = links[backend].model_copy(update={"reserved_bytes": reserved})
@@ -161,6 +163,7 @@ class _Runs:
         """The host's seconds for a pass through a part of the chain, beyond the kernels that the planner times: what a
         step of a small model takes longer than predicted, over its passes, forward and backward."""
         config, made = self.measured(HOST_RUN, "host", HOST_STEPS)
+        # The first half of the steps warms up.
         beyond = lower_quartile(made.seconds[HOST_STEPS // 2 :]) - Planner(cluster).predict(config).seconds
         return rounded(max(0.0, beyond) / (2 * config.num_microbatches * (config.model.num_blocks + 2)))
 
@@ -182,6 +185,7 @@ class _Runs:
         job = Ranks(((PIPE, ranks),), backend, self.machine.kind, name="calibrate")
         more: dict[str, Any] = {"disk": self.disk}
         if what == "links":
+            # What goes on under computation is one figure of a backend, taken among the fewest ranks.
             more = {"overlap": ranks == min(self.machine.ranks, default=0)}
         results: list[dict[str, Any]] = run(function, job, effort=asdict(self.effort), **more)
         self.done += 1
@@ -208,13 +212,12 @@ def measure_all_links(rank: Rank, effort: Mapping[str, Any], overlap: bool) -> d
 
 def source_of(machine: MeasuredMachine) -> str:
     """The sentence of the file that says what was measured, with what and when."""
-    device = torch.cuda.get_device_name() if machine.kind == "cuda" else _cpu_name()
+    if machine.kind == "cuda":
+        device = torch.cuda.get_device_name()
+    else:
+        lines: Sequence[str] = CPU_FACTS.read_text().splitlines() if CPU_FACTS.is_file() else ()
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        device = f"core of {names[0]}" if names else "CPU core"
     day = datetime.now(UTC).date().isoformat()
     text = f"meshwright calibrate, {day}: {machine.devices} x {device}, torch {torch.__version__}"
     return text if machine.ranks else text + "; a lone GPU: the level is its link to the host"
-
-
-def _cpu_name() -> str:
-    lines: Sequence[str] = CPU_FACTS.read_text().splitlines() if CPU_FACTS.is_file() else ()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"core of {names[0]}" if names else "CPU core"

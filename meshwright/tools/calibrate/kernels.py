@@ -71,7 +71,13 @@ def measure_device(effort: Effort, timer: CallTimer, folder: Path) -> dict[str, 
     points: dict[str, Points] = {
         "launch": [(1, _chain_seconds(timer, 4))],
         "tiny": [(1, timer.seconds(lambda: tiny + tiny))],
-        "reserved": [(_context_bytes(device) if device.type == "cuda" else 0, 0.0)],
+    }
+    context = 0
+    if device.type == "cuda":  # held beside torch's segments; asked now, when the first kernels have been loaded
+        free, total = torch.cuda.mem_get_info(device)
+        context = total - free - torch.cuda.memory_reserved(device)
+    points |= {
+        "reserved": [(context, 0.0)],
         "staged": [(staged, 0.0)],
         f"product {curve}": [(side, _product_seconds(timer, side, DTYPES[curve])) for side in effort.sides],
     }
@@ -86,10 +92,21 @@ def measure_device(effort: Effort, timer: CallTimer, folder: Path) -> dict[str, 
     points["attention"] = list(_attentions(effort, timer, DTYPES[curve]))
     points["stream"] = [(size, _chain_seconds(timer, size // 12)) for size in effort.stream_bytes]
     rows = SPECIAL_ELEMENTS // 256, 256
-    points["special"] = [(SPECIAL_ELEMENTS, _special_seconds(timer, special, rows)) for special in _SPECIAL]
+
+    def special_call(special: Callable[[Tensor], Tensor]) -> Callable[[], object]:
+        x = torch.randn(rows, device=device)
+        return lambda: special(x)
+
+    points["special"] = [
+        (SPECIAL_ELEMENTS, timer.cold_seconds(4 * SPECIAL_ELEMENTS, partial(special_call, special)))
+        for special in _SPECIAL
+    ]
     x = torch.empty(rows, device=device)
     points["random"] = [(SPECIAL_ELEMENTS, timer.seconds(lambda: torch.empty_like(x).bernoulli_(0.9)))]
-    points["host link"] = [_host_copy(effort, timer)]
+    host = torch.zeros(effort.copy_bytes // 4, pin_memory=device.type == "cuda")  # pinned, as an offloaded optimizer's
+    there = torch.zeros_like(host, device=device)
+    copied = timer.seconds(lambda: there.copy_(host, non_blocking=True))
+    points["host link"] = [(effort.copy_bytes, copied)]
     points["disk"] = [_disk(effort, timer, folder)]
     return points
 
@@ -101,17 +118,10 @@ def curve_dtype(device: torch.device) -> str:
     return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
-def _special_seconds(timer: CallTimer, special: Callable[[Tensor], Tensor], shape: tuple[int, int]) -> float:
-    def make() -> Callable[[], object]:
-        x = torch.randn(shape, device=timer.device)
-        return lambda: special(x)
-
-    return timer.cold_seconds(4 * math.prod(shape), make)
-
-
 def _chain_seconds(timer: CallTimer, num_elements: int) -> float:
     """A kernel of a chain y = y b, forward or backward: it reads two tensors of [num_elements] and writes one. The
     results of the forward pass are kept to the end, as activations are."""
+    # Long enough that autograd's start does not show, short enough that what is kept lies in no cache.
     length = max(2, min(CHAIN, timer.cold_bytes // (4 * num_elements)))
     x, b, dy = (torch.ones(num_elements, device=timer.device) for _ in range(3))
     x.requires_grad_()
@@ -187,13 +197,6 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> None:
     torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), dy)
 
 
-def _host_copy(effort: Effort, timer: CallTimer) -> tuple[float, float]:
-    on_gpu = timer.device.type == "cuda"
-    host = torch.zeros(effort.copy_bytes // 4, pin_memory=on_gpu)
-    device = torch.zeros_like(host, device=timer.device)
-    return effort.copy_bytes, timer.seconds(lambda: device.copy_(host, non_blocking=True))
-
-
 def _disk(effort: Effort, timer: CallTimer, folder: Path) -> tuple[float, float]:
     """A file written and read by all ranks at once: they share the disk, and each gets its part of the rate."""
     content = os.urandom(effort.copy_bytes)
@@ -202,17 +205,12 @@ def _disk(effort: Effort, timer: CallTimer, folder: Path) -> tuple[float, float]
         start = time.perf_counter()
         file.write(content)
         file.flush()
+        # Durable, or a page cache would be timed.
         os.fsync(file.fileno())
         forget_cached(file.fileno())  # else it would be read from memory
         file.seek(0)
         file.read()
         return 2 * effort.copy_bytes, time.perf_counter() - start
-
-
-def _context_bytes(device: torch.device) -> int:
-    """Bytes that a process holds on a GPU beside torch's segments."""
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free - torch.cuda.memory_reserved(device)
 
 
 def _staged_bytes() -> int:

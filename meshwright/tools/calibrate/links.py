@@ -57,31 +57,29 @@ class Conversation:
 
     def seconds(self, call: TimedCall) -> float:
         """Seconds of a call in an undisturbed round, as this rank sees them."""
-        return self.undisturbed(lambda calls: self._round(call, calls))
+
+        def one_round(calls: int) -> float:
+            self.comm.barrier()  # or a rank would be timed waiting for one that has not begun
+            wait_for_device(self.device)
+            start = time.perf_counter()
+            for index in range(calls):
+                call(index)
+            wait_for_device(self.device)
+            return (time.perf_counter() - start) / calls
+
+        return self.undisturbed(one_round)
 
     def undisturbed(self, one_round: Callable[[int], float]) -> float:
         """Time `one_round` that makes so many calls by itself, and gives the seconds of one."""
         one_round(2)  # connections, buffers
-        calls = self._agreed(one_round(2))
-        return lower_quartile([one_round(calls) for _ in range(ROUNDS)])
-
-    def _agreed(self, once: float) -> int:
-        """The number of calls of about `once` seconds that make a round. Ends the rank where the job is to stop."""
-        wanted = max(1, min(MOST_CALLS, math.ceil(self.point_seconds / ROUNDS / once)))
+        # All ranks make as many calls, or they would hang: the first says how many, by its own clock. No calls mean
+        # that the job was asked to stop, which every rank learns at the same place.
+        wanted = max(1, min(MOST_CALLS, math.ceil(self.point_seconds / ROUNDS / one_round(2))))
         calls = torch.tensor([0 if self.stop.requested else wanted])
         self.comm.broadcast(calls, root=0)
         if not calls.item():
             sys.exit()
-        return int(calls.item())
-
-    def _round(self, call: TimedCall, calls: int) -> float:
-        self.comm.barrier()
-        wait_for_device(self.device)
-        start = time.perf_counter()
-        for index in range(calls):
-            call(index)
-        wait_for_device(self.device)
-        return (time.perf_counter() - start) / calls
+        return lower_quartile([one_round(int(calls.item())) for _ in range(ROUNDS)])
 
 
 def measure_links(effort: Effort, mesh: Mesh, stop: StopRequest) -> dict[str, Points]:
@@ -106,6 +104,7 @@ def measure_overlap(effort: Effort, mesh: Mesh, stop: StopRequest) -> float:
     a, b = (torch.randn(effort.dtype_side, effort.dtype_side, device=mesh.device) for _ in range(2))
     alone = conversation.seconds(lambda _: comm.all_reduce(x))
     product = conversation.seconds(lambda _: torch.matmul(a, b))
+    # Twice the sum's time, so that all of it could be hidden; the same number on all ranks, which meet in the sum.
     count = torch.tensor([math.ceil(2 * alone / product)])
     comm.broadcast(count, root=0)
 
@@ -119,6 +118,7 @@ def measure_overlap(effort: Effort, mesh: Mesh, stop: StopRequest) -> float:
         work.wait()
 
     work_seconds = conversation.seconds(lambda _: compute())
+    # What both take one after the other, less what they take together.
     hidden = alone + work_seconds - conversation.seconds(beside)
     return min(1.0, max(0.0, hidden / alone))
 
@@ -136,6 +136,7 @@ def measure_turns(effort: Effort, mesh: Mesh, stop: StopRequest) -> float:
     x = torch.zeros(MEETING_BYTES // _ELEMENT_BYTES)
     side = effort.dtype_side
     count = math.ceil(effort.cold_bytes / (3 * _ELEMENT_BYTES * side**2))
+    # As many operands as caches do not hold take turns, as a run's weights do.
     factors = cycle([(torch.randn(side, side), torch.randn(side, side), torch.zeros(side, side)) for _ in range(count)])
 
     def work(products: int) -> None:
@@ -161,6 +162,7 @@ def measure_turns(effort: Effort, mesh: Mesh, stop: StopRequest) -> float:
     if mesh.index(PIPE) < usable_cores():
         own = lower_quartile([processor_seconds(products) for _ in range(TURNS_ROUNDS)])
     comm.barrier()
+    # The sum's own time is not work that sharing made longer.
     meeting = conversation.seconds(lambda _: comm.all_reduce(x))
     return max(1.0, (conversation.seconds(work_and_meet) - meeting) / (products * own))
 
@@ -213,6 +215,7 @@ class Exchange:
 
     def _there_and_back(self, conversation: Conversation, xs: Sequence[Tensor], calls: int) -> float:
         expected = calls if self.paired else 0
+        # Posted before the clock starts, as a pipeline posts a step's receives.
         counts = {"before": 0, "after": 0} | {self.side: expected}
         self.mailbox.open(self.epoch, both_sides(TensorMeta(tuple(xs[0].shape), xs[0].dtype)), **counts)
         self.epoch += 1

@@ -26,6 +26,7 @@ def writer_of(out: Path) -> Iterator[Callable[[Cluster], None]]:
     partial = out.with_name(f".{out.name}.partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
+        # A calibration takes minutes: that its file cannot be written is said before.
         partial.touch()
     except OSError as error:
         raise ConfigError.of("--out", out, f"cannot be written ({error.strerror})", valid) from error
@@ -50,12 +51,13 @@ class _Dumper(yaml.SafeDumper):
     """A curve stands on one line."""
 
 
-def _tuple(dumper: _Dumper, values: tuple[object, ...]) -> yaml.Node:
-    curve = all(type(value) is tuple or type(value) is float for value in values)
-    return dumper.represent_sequence("tag:yaml.org,2002:seq", values, flow_style=curve)
-
-
-_Dumper.add_representer(tuple, _tuple)
+_Dumper.add_representer(
+    tuple,
+    lambda dumper, values: dumper.represent_sequence(
+        # Points and curves are floats and tuples; a level's links are mappings, a line each.
+        "tag:yaml.org,2002:seq", values, flow_style=all(type(value) in (tuple, float) for value in values)
+    ),
+)  # fmt: skip
 
 
 def as_dict(cluster: Cluster, out: Path) -> dict[str, object]:
@@ -67,12 +69,12 @@ def render(cluster: Cluster, out: Path) -> None:
     """Print the device, and the verbs of each backend."""
     console = table_console()
     device = cluster.device
-    peaks = ", ".join(f"{dtype} {rate / 1e9:,.1f}" for dtype, rate in device.peak.items())
+    peaks = ", ".join(f"{dtype} {rate / 1e9:,.1f}" for dtype, rate in device.peak_flops_per_second.items())
     curve = ", ".join(f"{side:.0f}: {part:.0%}" for side, part in device.efficiency)
     host, disk = device.host_link_bytes_per_second, device.disk_bytes_per_second
     streams = ", ".join(f"{_size(size)}: {rate / 1e9:.1f}" for size, rate in device.bandwidth_bytes_per_second)
-    elements = ", ".join(f"{kind} {seconds * 1e9:.2f}" for kind, seconds in device.elements.items())
-    attention = "none fused" if device.attention is None else f"{device.attention:.0%}"
+    elements = ", ".join(f"{kind} {seconds * 1e9:.2f}" for kind, seconds in device.seconds_per_element.items())
+    attention = "none fused" if device.attention_efficiency is None else f"{device.attention_efficiency:.0%}"
     for line in (
         f"{cluster.devices_per_node} devices ({device.kind}), {device.memory_bytes / 2**30:.1f} GiB each",
         f"Gflop/s: {peaks}; of it by the side of a product: {curve}; a fused attention: {attention}",
@@ -92,6 +94,7 @@ def _table(backend: str, links: Links) -> Table:
     title = f"{backend}: {level.latency_seconds * 1e6:,.0f} us + bytes / {rate:.2f} GB/s; "
     title += f"{links.overlaps:.0%} of a sum is hidden under computation"
     payloads = [size for size, _ in links.measured[0].points]
+    # Every k-th, so that the smallest and the largest regimes are both in a table of four columns.
     shown = payloads[:: -(-len(payloads) // _COLUMNS)]
     table = Table("verb", "ranks", *(Column(f"{_size(size)}, us", justify="right") for size in shown), title=title)
     for row in links.measured:

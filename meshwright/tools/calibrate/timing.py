@@ -91,6 +91,7 @@ class CallTimer:
         self.meet()
         for _ in range(WARM_UPS):
             call()
+        # A clock's own call, and its steps, must not show in a sample.
         repeats = math.ceil(SAMPLE_SECONDS / self._sample(call, 1))
         samples: list[float] = []
         end = time.perf_counter() + self.point_seconds
@@ -109,6 +110,7 @@ class CallTimer:
         return self.seconds(call)
 
     def _sample(self, call: Callable[[], object], repeats: int) -> float:
+        # A GPU works beside its host, whose processor time says nothing of the device.
         clock = time.perf_counter if self.device.type == "cuda" else time.thread_time
         wait_for_device(self.device)
         start = clock()
@@ -133,6 +135,7 @@ def meeting(comm: Comm, device: torch.device, stop: StopRequest) -> Callable[[],
     """A function in which all ranks wait for each other; where any of them was asked to stop, all leave the job."""
 
     def meet() -> None:
+        # One rank that left alone would leave the others waiting in a collective.
         asked = torch.tensor([float(stop.requested)], device=device)
         comm.all_reduce(asked)
         if asked.item():

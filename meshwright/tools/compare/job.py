@@ -143,6 +143,7 @@ def _num_runs(rows: Sequence[Measurement]) -> int:
 
 def _here(config: Config) -> Config:
     """The config as it is run: all ranks on this machine, and none of them started again."""
+    # The nodes of the cluster that was planned for are not here.
     layout = config.layout.model_copy(update={"ranks_per_node": "auto"})
     return with_field(config.model_copy(update={"layout": layout}), "restarts.times", 0)
 
@@ -168,6 +169,7 @@ def _checked(contenders: Sequence[Contender], order: Order) -> list[Config]:
     names = [contender.name for contender in contenders]
     assert names, "nothing to compare"
     assert len(set(names)) == len(names), f"two layouts of one name: {names}"
+    # The learning rate's schedule ends there: more steps would be of no run.
     most = contenders[0].config.steps
     if not WARMUP_STEPS < order.steps <= most:
         rule = f"is no number of steps: the first {WARMUP_STEPS} are not timed"
@@ -187,6 +189,7 @@ def _checked(contenders: Sequence[Contender], order: Order) -> list[Config]:
 
 def _make_folder(out: Path) -> None:
     """Raises ConfigError where it holds something, or cannot be made."""
+    # A comparison takes minutes, and its folder has runs, a page and a picture: none may be mixed with older ones.
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError.of("--out", out, "is not empty", "a new folder")
     try:

@@ -84,6 +84,7 @@ def contenders_of(question: LayoutRequest, cluster: Cluster | None, report: Show
         return contenders
     if cluster is None:
         raise ConfigError.of("--top", top, "needs a cluster to plan for", "--cluster NAME or FILE, or --layouts")
+    # A comparison runs here, so what is planned is for the devices here.
     devices = devices or torch.cuda.device_count() or usable_cores()
     plans = search(load_undecided(run, words), cluster, devices, top, fixed=fixed_fields(words), report=report)
     for place, prediction in enumerate(plans.predictions, 1):
@@ -113,7 +114,12 @@ def from_files(run: Path, overrides: Sequence[str], files: Iterable[Path]) -> li
     Raises ConfigError with every mistake of every file, each under its file's name.
     """
     tree = read_run(run).tree
-    task = _task(_without_layout(run, overrides))
+    # The task is read of the run without its own layout, which may be wrong or `auto` while those of the files are not.
+    bare = {key: value for key, value in deepcopy(tree).items() if key not in OWN}
+    if isinstance(bare.get("batch"), dict):
+        bare["batch"] = {key: value for key, value in bare["batch"].items() if key != "micro"}
+    kept = [word for word in overrides if word.partition("=")[0].partition(".")[0] not in OWN]
+    task = _task(parse_config(bare, [word for word in kept if not word.startswith("batch.micro")]))
     contenders: list[Contender] = []
     problems: list[Problem] = []
     for path in files:
@@ -121,7 +127,10 @@ def from_files(run: Path, overrides: Sequence[str], files: Iterable[Path]) -> li
             where = str(path) if name == path.stem else f"{path}, {name}"
             try:
                 laid_over = [*leaves_of(piece), *({"layout"} & piece.keys())]
-                config = parse_run(_laid_over(tree, piece), overrides, laid_over=laid_over)
+                merged = _merged(tree, {key: value for key, value in piece.items() if key != "layout"})
+                # `layout` is replaced whole: half of one over another would mix kinds.
+                merged |= {"layout": deepcopy(piece["layout"])} if "layout" in piece else {}
+                config = parse_run(merged, overrides, laid_over=laid_over)
             except ConfigError as error:
                 mistakes = list(error.problems)
             else:
@@ -131,21 +140,6 @@ def from_files(run: Path, overrides: Sequence[str], files: Iterable[Path]) -> li
     if problems:
         raise ConfigError(problems)
     return _numbered(contenders)
-
-
-def _without_layout(run: Path, overrides: Sequence[str]) -> Config:
-    """The run without a layout, which all layouts compute. Raises ConfigError as load_config does."""
-    tree = {key: value for key, value in read_run(run).tree.items() if key not in OWN}
-    if isinstance(tree.get("batch"), dict):
-        tree["batch"] = {key: value for key, value in tree["batch"].items() if key != "micro"}
-    kept = [word for word in overrides if word.partition("=")[0].partition(".")[0] not in OWN]
-    return parse_config(tree, [word for word in kept if not word.startswith("batch.micro")])
-
-
-def _laid_over(tree: dict[str, Any], piece: dict[str, Any]) -> dict[str, Any]:
-    """A run's tree with a layout's piece over it: `layout` replaced whole, other sections key by key."""
-    merged = _merged(tree, {key: value for key, value in piece.items() if key != "layout"})
-    return merged | ({"layout": deepcopy(piece["layout"])} if "layout" in piece else {})
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -195,6 +189,7 @@ def _foreign(own: dict[str, Any], run: dict[str, Any]) -> Iterator[Problem]:
 def _numbered(contenders: Sequence[Contender]) -> list[Contender]:
     """Entries of a name that another has too get a number, past numbers that others have."""
     names = Counter(contender.name for contender in contenders)
+    # A name that stands once keeps it: no number may be given that somebody has chosen.
     taken = {name for name, times in names.items() if times == 1}
     numbered = []
     for contender in contenders:

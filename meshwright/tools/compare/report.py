@@ -21,7 +21,6 @@ from rich.table import Table as RichTable
 from meshwright.config import dump_tree
 from meshwright.tools.compare.layouts import OWN
 from meshwright.tools.compare.result import WARMUP_STEPS, Comparison, Measurement, StageBytes, sent_by_axis
-from meshwright.tools.plan.predict import Prediction
 from meshwright.tools.report import table_console
 from meshwright.tools.report.comparison import Bar, Panel, draw_comparison
 from meshwright.training.phases import PHASES
@@ -74,17 +73,17 @@ def times_table(comparison: Comparison) -> Table:
         cells += [milliseconds(row.predicted.seconds) if row.predicted else "-", error] * predicted
         cells += [f"{row.seconds / comparison.fastest.seconds:.2f}", megabytes(row.peak_bytes)]
         cells += [megabytes(row.predicted.measured_memory) if row.predicted else "-"] * predicted
-        table.add(row, *cells, _agreement(comparison, row))
+        # Losses of one task are equal but for rounding, unless dropout draws other masks in each layout.
+        if row is comparison.measured[0]:
+            losses = Cell("(the reference)")
+        elif comparison.drops_out:
+            losses = Cell(f"{comparison.difference(row):.1e} (dropout)")
+        elif comparison.agrees(row):
+            losses = Cell(f"{comparison.difference(row):.1e}")
+        else:
+            losses = Cell(f"{comparison.difference(row):.1e}: MORE THAN ROUNDING", bad=True)
+        table.add(row, *cells, losses)
     return table
-
-
-def _agreement(comparison: Comparison, row: Measurement) -> Cell:
-    if row is comparison.measured[0]:
-        return Cell("(the reference)")
-    text = f"{comparison.difference(row):.1e}"
-    if comparison.drops_out:
-        return Cell(f"{text} (dropout)")
-    return Cell(text) if comparison.agrees(row) else Cell(f"{text}: MORE THAN ROUNDING", bad=True)
 
 
 def phases_table(comparison: Comparison) -> Table:
@@ -101,6 +100,7 @@ def phases_table(comparison: Comparison) -> Table:
 
 def held_table(comparison: Comparison) -> Table:
     """Weights, gradients and states; and the parts that a prediction adds to them, which nothing measures by part."""
+    # A rank can count its weights, gradients and states; what else its process holds has no owner there.
     beside = [f"{part}, predicted" for part in BESIDE] if comparison.predicted else []
     columns = ["layout" + _legend(comparison), "of", "weights", "gradients", "states", *beside]
     table = Table("What a rank holds, MB", columns)
@@ -168,22 +168,23 @@ def sentences(comparison: Comparison) -> list[str]:
         said.append(comparison.unpredicted)
     else:
         said += [f"{row.name} was not predicted: {row.unpredicted}" for row in comparison.rows if row.unpredicted]
+    # A calibrated device is a core; a rank of several threads is several of them, which the cluster file does not say.
     if wide := ", ".join(row.name for row in comparison.predicted if row.threads > 1):
         said.append(f"A rank of {wide} has several threads, and was predicted on one core; threads=1 is alike.")
     if len(rows) > 1:
-        said.append(_losses_sentence(comparison))
+        first, *others = rows
+        if comparison.drops_out:
+            said.append("Losses need not agree: model.dropout is on, and no two layouts share its masks.")
+        elif names := ", ".join(row.name for row in others if not comparison.agrees(row)):
+            said.append(
+                f"Losses of {names} differ from those of {first.name} by more than rounding: see `meshwright verify`."
+            )
+        else:
+            worst = max(map(comparison.difference, others))
+            said.append(f"All losses agree with those of {first.name} to {worst:.1e}, step by step.")
+    # Only the first line of a failure: the whole of it comes with the command's error (job.require_all).
     said += [f"{row.name} failed: {row.failure.splitlines()[0]}" for row in comparison.rows if row.failure]
     return [*said, comparison.interrupted] if comparison.interrupted else said
-
-
-def _losses_sentence(comparison: Comparison) -> str:
-    first, *others = comparison.measured
-    if comparison.drops_out:
-        return "Losses need not agree: model.dropout is on, and no two layouts share its masks."
-    if names := ", ".join(row.name for row in others if not comparison.agrees(row)):
-        return f"Losses of {names} differ from those of {first.name} by more than rounding: see `meshwright verify`."
-    worst = max(map(comparison.difference, others))
-    return f"All losses agree with those of {first.name} to {worst:.1e}, step by step."
 
 
 def render(comparison: Comparison) -> None:
@@ -215,6 +216,7 @@ def html_of(comparison: Comparison, picture: bytes) -> str:
         tables=[kind(comparison) for kind in kinds],
         said=sentences(comparison),
         layouts=layouts,
+        # Inside of the page, so that it can be sent as one file.
         picture=b64encode(picture).decode(),
     )
 
@@ -256,7 +258,15 @@ def as_dict(comparison: Comparison) -> dict[str, Any]:
 
 
 def _row_dict(comparison: Comparison, row: Measurement) -> dict[str, Any]:
-    config = row.contender.config
+    config, predicted = row.contender.config, None
+    if (prediction := row.predicted) is not None:
+        stages = zip(prediction.memory, prediction.traffic, strict=True)
+        predicted = {
+            "seconds": prediction.seconds,
+            "phases": prediction.phases,
+            "stages": [{"memory": asdict(memory), "sent": sent_by_axis(traffic)} for memory, traffic in stages],
+            "peak_bytes": prediction.measured_memory,
+        }
     facts: dict[str, Any] = {
         "name": row.name,
         "origin": row.contender.origin,
@@ -267,7 +277,7 @@ def _row_dict(comparison: Comparison, row: Measurement) -> dict[str, Any]:
         "failure": row.failure or None,
         "unpredicted": row.unpredicted or None,
         "rounds": len(row.runs),
-        "predicted": _prediction_dict(row.predicted) if row.predicted is not None else None,
+        "predicted": predicted,
         "measured": None,
     }
     if row.runs:
@@ -288,16 +298,6 @@ def _row_dict(comparison: Comparison, row: Measurement) -> dict[str, Any]:
             "stages": [asdict(facts) for facts in row.stages],
         }
     return facts
-
-
-def _prediction_dict(predicted: Prediction) -> dict[str, Any]:
-    stages = zip(predicted.memory, predicted.traffic, strict=True)
-    return {
-        "seconds": predicted.seconds,
-        "phases": predicted.phases,
-        "stages": [{"memory": asdict(memory), "sent": sent_by_axis(traffic)} for memory, traffic in stages],
-        "peak_bytes": predicted.measured_memory,
-    }
 
 
 def _plain(number: float) -> float | str:

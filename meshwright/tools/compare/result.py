@@ -85,6 +85,7 @@ class Measurement:
     def phases(self) -> dict[str, float]:
         """Median seconds of each phase, on rank 0."""
         lines = [phases for run in self.runs for phases in run.phases[WARMUP_STEPS:]]
+        # Medians by phase, whose sum is no step's time: one slow phase of one step is no layout's property.
         return {phase: statistics.median(line[phase] for line in lines) for phase in PHASES}
 
     @property
@@ -107,6 +108,7 @@ class Measurement:
     @property
     def held(self) -> dict[str, StageBytes]:
         """Weights, gradients and states in bytes, of the stage that holds most of all together."""
+        # One stage for all three parts, or the table would add up memory of different ranks.
         stage = _largest([sum(facts.held.values()) for facts in self.stages], ()).stage
         memory = asdict(self.predicted.memory[stage]) if self.predicted is not None else {}
         return {part: StageBytes(stage, size, memory.get(part)) for part, size in self.stages[stage].held.items()}
@@ -171,6 +173,7 @@ class Comparison:
     @property
     def predicted_fastest(self) -> Measurement | None:
         """The one that was predicted to be the fastest; None where not all were predicted, or there is but one."""
+        # Of layouts some of which nobody predicted, nothing was said about the fastest.
         if len(self.predicted) < len(self.measured) or len(self.measured) < 2:
             return None
         return min(self.predicted, key=lambda row: row.predicted.seconds if row.predicted else math.inf)
@@ -188,9 +191,11 @@ class Comparison:
 
     def difference(self, row: Measurement) -> float:
         """The greatest relative difference of its losses to the first layout's first run, of all steps and rounds."""
+        # Every round begins with the same weights and data, so all runs have this one's losses.
         reference = self.measured[0].runs[0].losses
         pairs = [pair for run in row.runs for pair in zip(run.losses, reference, strict=True)]
         differences = [abs(ours - theirs) / (abs(theirs) or 1.0) for ours, theirs in pairs]
+        # max() would pass over a NaN by luck of the order.
         return max(math.inf if math.isnan(difference) else difference for difference in differences)
 
     def allowed(self, row: Measurement) -> float:

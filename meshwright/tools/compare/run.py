@@ -86,6 +86,7 @@ def measure_run(config: Config, data: Path, folder: Path, steps: int) -> Measure
     (folder / "config.yaml").write_text(run_text(config), encoding="utf-8")
     config = resolve(config, this_machine()).config
     ranks = Ranks.of(config, name="compare")
+    # Resolved before ranks start, by the launcher's own view of the machine, as train does.
     facts = run(run_on_rank, ranks, config=config, data=data, folder=folder.absolute(), steps=steps)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return MeasuredRun(
@@ -105,6 +106,7 @@ def run_on_rank(rank: Rank, config: Config, data: Path, folder: Path, steps: int
     metrics = MetricsWriter(folder, 0) if mesh.rank == 0 else None
     for _ in range(steps):
         lines, stopping = trainer.turn(rank.stop)
+        # A GPU's record of a step is settled in the next one: the last has none.
         lines += trainer.flush() if trainer.step == steps else ()
         if metrics is not None:
             for line in lines:
@@ -152,6 +154,7 @@ def count_sent(parts: Parts, train: Samples, samples: int) -> tuple[SentCalls, .
     sent = []
     for (axis, verb), entry in sorted(ledger.traffic.items()):
         calls, sent_bytes = before.get((axis, verb), (0, 0))
+        # An axis that only the norm and the report use has sent nothing here.
         if entry.calls > calls:
             sent.append(SentCalls(axis, verb, entry.calls - calls, entry.sent_bytes - sent_bytes))
     return tuple(sent)

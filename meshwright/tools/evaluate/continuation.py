@@ -40,23 +40,20 @@ def continuations(loaded: LoadedText, openings: Sequence[Opening], rows: int | N
         if length and length + one.most <= loaded.context and one.sampling.temperature == 0:
             together[length, one.most].append(at)
         else:
-            answers[at] = _alone(loaded, one)
+            # Its context slides, or each token is drawn with its own seed: no batch would give it the same tokens.
+            prompt, answers[at] = list(one.prompt), ""
+            tokens = generate_tokens(loaded, prompt, one.most, one.sampling, one.ends)
+            for text in accumulate(whole_characters(loaded.tokenizer, prompt, tokens)):
+                ended = _before_stop(text, one.stops)
+                answers[at] = text if ended is None else ended
+                if ended is not None:
+                    break
     for (length, most), places in together.items():
         size = min(rows or len(places), max(1, BATCH_TOKENS // (length + most)))
         for start in range(0, len(places), size):
             chosen = places[start : start + size]
             answers |= zip(chosen, _together(loaded, [openings[at] for at in chosen]), strict=True)
     return [answers[at] for at in range(len(openings))]
-
-
-def _alone(loaded: LoadedText, asked: Opening) -> str:
-    """The continuation of one prompt, whose context slides."""
-    prompt, text = list(asked.prompt), ""
-    tokens = generate_tokens(loaded, prompt, asked.most, asked.sampling, asked.ends)
-    for text in accumulate(whole_characters(loaded.tokenizer, prompt, tokens)):
-        if (ended := _before_stop(text, asked.stops)) is not None:
-            return ended
-    return text
 
 
 @torch.inference_mode()
@@ -84,6 +81,7 @@ def _together(loaded: LoadedText, openings: Sequence[Opening]) -> list[str]:
         if not stays:
             break
         if len(stays) < len(alive):
+            # Rows that have ended leave the batch, and their keys and values the cache.
             cache.layers = [(key[stays], value[stays]) for key, value in cache.layers]
         alive = [alive[place] for place in stays]
         fresh = torch.tensor([[made[row][-1]] for row in alive], device=loaded.device)

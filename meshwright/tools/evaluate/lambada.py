@@ -45,7 +45,19 @@ def cloze_accuracy(loaded: LoadedText, source: str, progress: ShowProgress = sil
 
     Raises DataError on a passage of less than two words, or a last word longer than the model's context.
     """
-    questions = [_cloze(loaded, text, f"{source} passage {at}") for at, text in enumerate(passages(source), start=1)]
+    questions, tokenizer = [], loaded.tokenizer
+    for at, text in enumerate(passages(source), start=1):
+        words = text.rsplit(maxsplit=1)
+        if len(words) < 2:
+            rule = "is a single word; wanted a context and the word to name behind it"
+            raise DataError(f"{source} passage {at}: {rule}")
+        # The word with its space, apart from its context: a pair that crosses the two would give part of it away.
+        context, word = tokenizer.encode(words[0].strip()), tokenizer.encode(f" {words[1]}")
+        if len(word) > loaded.context:
+            rule = f"its last word has {len(word)} tokens, and the model sees {loaded.context}"
+            raise DataError(f"{source} passage {at}: {rule}")
+        inputs = [*tokenizer.opening, *context, *word[:-1]]
+        questions.append(_Cloze(inputs[-loaded.context :], word))
     if not questions:
         raise DataError(f"{source}: holds no passage")
     questions.sort(key=lambda question: -len(question.inputs))  # a batch's first is its longest; little padding
@@ -54,8 +66,8 @@ def cloze_accuracy(loaded: LoadedText, source: str, progress: ShowProgress = sil
         longest = len(questions[done].inputs)
         batch = questions[done : done + max(1, BATCH_TOKENS // longest)]
         end = loaded.tokenizer.end  # padding to the right: nothing before it can see it
-        inputs = torch.tensor([question.inputs + [end] * (longest - len(question.inputs)) for question in batch])
-        h = loaded.model.hidden(inputs.to(loaded.device))  # [B, T, H]
+        padded = torch.tensor([question.inputs + [end] * (longest - len(question.inputs)) for question in batch])
+        h = loaded.model.hidden(padded.to(loaded.device))  # [B, T, H]
         for row, question in zip(h, batch, strict=True):
             stop = len(question.inputs)
             logits = loaded.head.logits(row[stop - len(question.target) : stop])  # [t, V]
@@ -74,19 +86,10 @@ def cloze_accuracy(loaded: LoadedText, source: str, progress: ShowProgress = sil
     }
 
 
-def _cloze(loaded: LoadedText, text: str, where: str) -> _Cloze:
-    words = text.rsplit(maxsplit=1)
-    if len(words) < 2:
-        raise DataError(f"{where}: is a single word; wanted a context and the word to name behind it")
-    context, target = loaded.tokenizer.encode(words[0].strip()), loaded.tokenizer.encode(f" {words[1]}")
-    if len(target) > loaded.context:
-        raise DataError(f"{where}: its last word has {len(target)} tokens, and the model sees {loaded.context}")
-    return _Cloze([*loaded.tokenizer.opening, *context, *target[:-1]][-loaded.context :], target)
-
-
-def _measure(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
+def measure_lambada(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
+    """The step folder, and the result of `cloze_accuracy`. Raises as `load_text` and that."""
     loaded = load_text(question.checkpoint, question.device, question.context)
     return loaded.folder, cloze_accuracy(loaded, str(question.data), progress)
 
 
-LAMBADA = Task(_measure, ("context",), needs_data="a jsonl file with `text`, or a passage a line")
+LAMBADA = Task(measure_lambada, ("context",), needs_data="a jsonl file with `text`, or a passage a line")

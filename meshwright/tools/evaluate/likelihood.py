@@ -42,6 +42,7 @@ def likelihoods(
 
     asked = []
     for context, continuation in pairs:
+        # Spaces go to the continuation, since tokens begin with their space: " word" is one token, "word" another.
         cut = len(context.rstrip())
         before = encode(context[:cut]) if cut else []
         whole = encode(context + continuation)

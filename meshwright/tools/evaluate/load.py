@@ -87,6 +87,7 @@ def load_text(path: Path, device: str = "auto", context: int | None = None, read
     if tokenizer.vocabulary_size > vocabulary:
         size = tokenizer.vocabulary_size
         raise CheckpointError(f"{file} is of another model: it has {size} tokens, and the model knows {vocabulary}")
+    # Positions beyond the training's sequence were never trained.
     context = context or config.data.lengths.source
     return LoadedText(**_built(checkpoint, where), tokenizer=tokenizer, context=context)
 
@@ -117,6 +118,7 @@ def _built(checkpoint: Checkpoint, device: torch.device) -> dict[str, Any]:
     """The fields of Loaded."""
     config, mesh = checkpoint.config, solo_mesh(device)
     model = make_chain(config, SerialKit(mesh))
+    # Masters of O1 and O2 are float32: the rounding of a run's half-precision passes is no part of what it learned.
     model.to(DTYPES[config.precision.dtype] if config.precision.level == "O0" else torch.float32)
     load_weights(model, shard_specs(model), mesh, checkpoint)
     steps = checkpoint.manifest.progress.step

@@ -64,6 +64,7 @@ def text_perplexity(
         own = torch.from_numpy(places >= counted[first : first + rows, None]).to(loaded.device)
         inputs = torch.from_numpy(stream.tokens[places].astype(np.int64)).to(loaded.device)
         labels = torch.from_numpy(stream.tokens[places + 1].astype(np.int64)).to(loaded.device)
+        # Begin and end tokens are the format's, not the text's: nobody asked the model for them.
         mask = own & ~torch.isin(labels, marks)
         loss, num = summed_loss(loaded, loaded.model.hidden(inputs), labels, mask)
         total, num_tokens = total + loss, num_tokens + num
@@ -99,10 +100,10 @@ def measure_text(question: Question, progress: ShowProgress) -> tuple[Path, Fact
     return loaded.folder, text_perplexity(loaded, stream, question.stride, progress)
 
 
-def _measure(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
-    """The perplexity as the checkpoint's family has it measured."""
+def measure_perplexity(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
+    """The step folder, and the perplexity as the checkpoint's family has it measured."""
     measured: tuple[Path, Facts] = load_entry(config_at(question.checkpoint).model.measured_by)(question, progress)
     return measured
 
 
-PERPLEXITY = Task(_measure, ("target", "stride", "context"))
+PERPLEXITY = Task(measure_perplexity, ("target", "stride", "context"))

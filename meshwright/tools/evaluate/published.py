@@ -9,7 +9,8 @@ from meshwright.tools.evaluate.load import Facts
 from meshwright.tools.evaluate.tasks import Question, Task
 
 
-def _measure(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
+def measure_published(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
+    """The step folder, and the harness' metrics of the tasks that `question.task` names. Raises as `measure_tasks`."""
     from meshwright.tools.harness import CheckpointLM, measure_tasks  # an extra, and seconds
 
     model = CheckpointLM(question.checkpoint, question.device, question.context)
@@ -17,4 +18,4 @@ def _measure(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
     return model.loaded.folder, measure_tasks(model, names, question.data, question.samples, chat=question.chat is True)
 
 
-LM_EVAL = Task(_measure, ("context", "samples", "chat"), takes_names=True)
+LM_EVAL = Task(measure_published, ("context", "samples", "chat"), takes_names=True)

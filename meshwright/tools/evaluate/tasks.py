@@ -64,6 +64,7 @@ def measure(name: str, question: Question, progress: ShowProgress) -> tuple[Path
     if task.needs_data and question.data is None:
         raise ConfigError.of("--task", name, "needs --data", task.needs_data)
     for option, value in question.options.items():
+        # No option without an effect: silence would let somebody believe a number that it did not change.
         if value is not None and option not in task.options:
             suitable = ", ".join(other for other, known in shown.items() if option in known.options)
             raise ConfigError.of(f"--{option}", value, f"has no effect on --task {name}", f"--task {suitable}")
@@ -79,13 +80,10 @@ def finite(facts: Facts) -> dict[str, Fact]:
 
 def table_of(facts: Mapping[str, Fact]) -> str:
     """One fact a line."""
-    width = max(map(len, facts))
-    return "\n".join(f"{key.replace('_', ' '):<{width}}  {_shown(value)}" for key, value in facts.items())
-
-
-def _shown(value: Fact) -> str:
-    if value is None:
-        return "not finite"
-    if isinstance(value, float):
-        return f"{value:.4f}" if 1e-3 <= abs(value) < 1e6 else f"{value:.4g}"
-    return f"{value:,}" if isinstance(value, int) else value
+    width, lines = max(map(len, facts)), []
+    for key, value in facts.items():
+        shown = value if isinstance(value, str) else "not finite" if value is None else f"{value:,}"
+        if isinstance(value, float):  # four places, but for what would be all zeros or a row of digits
+            shown = f"{value:.4f}" if 1e-3 <= abs(value) < 1e6 else f"{value:.4g}"
+        lines.append(f"{key.replace('_', ' '):<{width}}  {shown}")
+    return "\n".join(lines)

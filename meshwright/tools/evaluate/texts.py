@@ -53,6 +53,7 @@ def stream_for(loaded: LoadedText, data: str | None, progress: ShowProgress = si
     corpus, name = held_out(loaded, data, trained_on, progress)
     tokens = corpus.tokens("validation")
     begins = corpus.header.begin is not None
+    # The first token needs something before it: the mark that begins a text, or the end of the one before.
     first = np.array([] if begins else [corpus.header.end], dtype=tokens.dtype)
     return TokenStream(np.concatenate([first, tokens]), corpus.header.validation.words, name)
 

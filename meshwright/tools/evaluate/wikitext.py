@@ -64,19 +64,22 @@ def wikitext_stream(loaded: LoadedText, source: str) -> TokenStream:
         published = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as a file of Wikitext: {error}") from error
+    # As the published numbers count: between spaces, with a line's end as a token of its own.
     words = len(published.strip().split(" "))
     encoded = [token for part in pieces(plain_text(published)) for token in loaded.tokenizer.encode(part)]
     if words < 2 or len(encoded) < 2:
         raise DataError(f"{path}: holds no text")
+    # Behind a begin token the first token is predicted as well, so every corpus token counts.
     if loaded.tokenizer.begin is not None:
         return TokenStream(np.array([loaded.tokenizer.begin, *encoded], dtype=np.int64), words, source)
     return TokenStream(np.array(encoded, dtype=np.int64), words - 1, source)
 
 
-def _measure(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
+def measure_wikitext(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
+    """The step folder, and the perplexity over the corpus' own tokens. Raises as `load_text` and `wikitext_stream`."""
     loaded = load_text(question.checkpoint, question.device, question.context)
     stream = wikitext_stream(loaded, str(question.data))
     return loaded.folder, text_perplexity(loaded, stream, question.stride, progress)
 
 
-WIKITEXT = Task(_measure, ("stride", "context"), needs_data="the published file, such as wiki.test.tokens")
+WIKITEXT = Task(measure_wikitext, ("stride", "context"), needs_data="the published file, such as wiki.test.tokens")

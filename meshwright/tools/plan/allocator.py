@@ -97,6 +97,7 @@ class Allocator:
     def _cached(self, size: int, is_small: bool) -> MemoryBlock | None:
         """The best fit among free blocks."""
         free = self._free[is_small]
+        # Sorted by (size, address): the first that is large enough is the best fit at the lowest address.
         index = bisect_left(free, (size, 0))
         if index == len(free):
             return None
@@ -148,22 +149,19 @@ class CachingAllocator(Allocator):
         else:
             whole = -(-size // OWN_SEGMENT_ROUNDED_TO) * OWN_SEGMENT_ROUNDED_TO
         if self._limit is not None and self.reserved + whole > self._limit:
-            self._release_cached()
+            # As torch does before it refuses: segments of which no block is in use go back to the device.
+            for free in self._free.values():
+                for _, address in list(free):
+                    block = self._at[address]
+                    if block.before is None and block.after is None:
+                        self._take(block)
+                        self.reserved -= block.size
             if self.reserved + whole > self._limit:
                 raise OutOfDeviceMemory(f"{whole} bytes beside {self.reserved} of {self._limit}")
         self.reserved += whole
         block = MemoryBlock(self._end, whole, is_small)
         self._end += whole
         return block
-
-    def _release_cached(self) -> None:
-        """Give back all segments that are free as a whole."""
-        for free in self._free.values():
-            for _, address in list(free):
-                block = self._at[address]
-                if block.before is None and block.after is None:
-                    self._take(block)
-                    self.reserved -= block.size
 
 
 class Heap(Allocator):
@@ -199,6 +197,7 @@ class Heap(Allocator):
             super()._give(block)
             return
         block.is_free = True
+        # A free piece at the end of the heap is one with what lies beyond, so it is no piece at all.
         self._end, self._last = block.address, block.before
         if self._last is not None:
             self._last.after = None

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.config import Config
 from meshwright.errors import ConfigError
 from meshwright.models.chain import chain_of
 from meshwright.tools.plan.buckets import Memory, bytes_text
@@ -54,11 +53,11 @@ def parse_tokens(text: str | None) -> float | None:
 
 def verdict(memory: Memory, cluster: Cluster) -> Fullness:
     """Whether a rank's memory fits: `tight` where it would not if processes hold as much more than is predicted as they
-    were measured to (Device.unseen)."""
+    were measured to (Device.unpredicted_share)."""
     device = cluster.device
     if memory.total > device.memory_bytes:
         return "does not fit"
-    return "tight" if memory.total * (1 + device.unseen) > device.memory_bytes else "fits"
+    return "tight" if memory.total * (1 + device.unpredicted_share) > device.memory_bytes else "fits"
 
 
 def answer(best: Prediction, layout: str, training: Training) -> str:
@@ -79,18 +78,19 @@ def answer(best: Prediction, layout: str, training: Training) -> str:
 
 def sureness(cluster: Cluster, hidden: int) -> str:
     """How far such predictions were from what was measured; of models as wide as this one, or not."""
-    known, unseen = cluster.checked, f"processes may hold {cluster.device.unseen:.0%} more memory than is predicted"
+    known, more = cluster.checked, cluster.device.unpredicted_share
+    memory = f"processes may hold {more:.0%} more memory than is predicted"
     if known is None:
-        return f"Nobody has compared predictions for {cluster.name} with measured steps; {unseen}."
+        return f"Nobody has compared predictions for {cluster.name} with measured steps; {memory}."
     kind = "fitted to these rows" if known.fitted else "nothing fitted"
     least, most = known.hidden
     wide = f"at hidden {least:,}" + (f" to {most:,}" if most > least else "")
-    met = f"{known.rows} measured rows of {known.of} {wide} were met to {known.error:.0%} on average ({kind})"
+    compared = f"{known.rows} measured rows of {known.of} {wide} were met to {known.error:.0%} on average ({kind})"
     if not least <= hidden <= most:
-        met += f", which says little of hidden {hidden:,}" + (
+        compared += f", which says little of hidden {hidden:,}" + (
             ": small kernels are predicted too fast" if hidden < least and cluster.device.kind == "cuda" else ""
         )
-    return f"How sure: {met}; {unseen}."
+    return f"How sure: {compared}; {memory}."
 
 
 def is_difference(share: float, cluster: Cluster) -> bool:
@@ -107,7 +107,7 @@ def tight_sentence(tight: Prediction, best: Prediction, layout: str) -> str:
     worth = f"{gain:.1%} less" + ("" if is_difference(gain, cluster) else f", {NO_DIFFERENCE}")
     return (
         f"Tight: {layout}: {seconds_text(tight.seconds)} ({worth}), {bytes_text(tight.worst_memory)}: it does not fit "
-        f"if processes hold {cluster.device.unseen:.0%} more than is predicted."
+        f"if processes hold {cluster.device.unpredicted_share:.0%} more than is predicted."
     )
 
 
@@ -117,6 +117,7 @@ def alike_sentence(predictions: Sequence[Prediction]) -> str | None:
     if best.cluster.checked is None:
         return f"How small a difference between layouts is real on {best.cluster.name} nobody has measured."
     alike = sum(not is_difference(one.seconds / best.seconds - 1, best.cluster) for one in predictions)
+    # One alone is the first itself.
     if alike < 2:
         return None
     error = best.cluster.checked.error
@@ -131,6 +132,7 @@ def seconds_text(seconds: float) -> str:
 def duration_text(seconds: float) -> str:
     """`3 days and 2 hours`, `4 hours and 10 minutes`, `50 minutes`."""
     for size, unit, part, smaller in ((_DAY, "day", _HOUR, "hour"), (_HOUR, "hour", _MINUTE, "minute")):
+        # Rounded first, so that 23.99 hours are one day and not 24 hours.
         if round(seconds / part) * part >= size:
             whole, rest = divmod(round(seconds / part), size // part)
             text = _counted(whole, unit)
@@ -160,14 +162,21 @@ def changes(best: Prediction, models: Estimates) -> tuple[Change, ...]:
     """The seconds of the best layout with links of twice the bandwidth, and with devices of twice the speed."""
     cluster = best.cluster
     device = cluster.device
-    quick = device.model_copy(update={"peak": {dtype: 2 * peak for dtype, peak in device.peak.items()}})
+    peaks = {dtype: 2 * peak for dtype, peak in device.peak_flops_per_second.items()}
+    quick = device.model_copy(update={"peak_flops_per_second": peaks})
     variants = {
         "links of twice the bandwidth": cluster.model_copy(
             update={"links": {name: _doubled(links) for name, links in cluster.links.items()}}
         ),
         "devices that multiply twice as fast": cluster.model_copy(update={"device": quick}),
     }
-    return tuple(Change(what, _again(best.config, variant, models.planner)) for what, variant in variants.items())
+    found = []
+    for what, variant in variants.items():
+        other = Planner(variant)
+        # Programs and buckets do not depend on how fast a cluster is, so nothing is recorded again.
+        other.recordings, other.buckets = models.planner.recordings, models.planner.buckets
+        found.append(Change(what, other.predict(best.config).seconds))
+    return tuple(found)
 
 
 def _doubled(links: Links) -> Links:
@@ -187,10 +196,3 @@ def _doubled(links: Links) -> Links:
         for each in links.measured
     )
     return links.model_copy(update={"levels": levels, "measured": measured})
-
-
-def _again(config: Config, cluster: Cluster, planner: Planner) -> float:
-    """The layout's seconds on another cluster, from the recordings that are there."""
-    other = Planner(cluster)
-    other.recordings, other.buckets = planner.recordings, planner.buckets
-    return other.predict(config).seconds

@@ -33,9 +33,16 @@ def planned_config(run: RunTree, overrides: Sequence[str] = (), report: ShowProg
     config = parse_run(run.tree, overrides, undecided=DECIDED)
     machine = this_machine()
     cores = machine.gpus if config.device != "cpu" and machine.gpus else machine.cores
+    # A launcher's ranks are there; their number is no choice any more.
     devices = machine.world_size if machine.joined else asked.get("devices") or cores
     config = with_field(config, "layout.ranks_per_node", machine.ranks_here(devices))
-    cluster = load_cluster(asked.get("cluster") or _calibrated())
+    name = asked.get("cluster")
+    if not name and not CALIBRATED.is_file():
+        rule = "says nothing of where to run: layout: auto asks for plan: {cluster: ...}, or for cluster.yaml here"
+        valid = f"meshwright calibrate (writes {CALIBRATED}), or {', '.join(cluster_names())}"
+        raise ConfigError.of("plan.cluster", "none", rule, valid)
+    cluster = load_cluster(name or str(CALIBRATED))
+    # The launcher has placed the ranks already: no layout may assume other nodes.
     fixed = fixed_fields(overrides) | {"layout.ranks_per_node"}
     return search(config, cluster, devices, 1, fixed=fixed, report=report).predictions[0].config
 
@@ -53,11 +60,3 @@ def _asked(section: Any) -> dict[str, Any]:
     if not isinstance(section.get("cluster", ""), str):
         raise ConfigError.of("plan.cluster", section["cluster"], "is no text", "a cluster's name or file")
     return section
-
-
-def _calibrated() -> str:
-    if not CALIBRATED.is_file():
-        rule = "says nothing of where to run: layout: auto asks for plan: {cluster: ...}, or for cluster.yaml here"
-        valid = f"meshwright calibrate (writes {CALIBRATED}), or {', '.join(cluster_names())}"
-        raise ConfigError.of("plan.cluster", "none", rule, valid)
-    return str(CALIBRATED)

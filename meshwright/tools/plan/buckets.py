@@ -95,9 +95,11 @@ class PlannedBucket:
         the norm is (norm.py)."""
         moments = len(config.optimizer.update.states)
         size, gradient = self.kind.dtype.itemsize, self.summed_in.itemsize
+        # The norm reads the gradient; the step reads it, and reads and writes master or weight and every moment.
         each = gradient + max(SINGLE, size) * (2 + 2 * moments + 1)
         if gradient < SINGLE:
             each += gradient + SINGLE
+        # Written once and read once: the CPU's norm is of a wide copy.
         if device_type == "cpu" and gradient < torch.float64.itemsize:
             each += 2 * torch.float64.itemsize
         if self.master_bytes:
@@ -129,10 +131,12 @@ class Buckets:
         items = [(parameter.name, parameter.num_elements, parameter.dtype) for parameter in parameters]
         sync = config.layout.data.strategy
         policy = load_entry(sync.policy)()
+        # Gradients that come with B, or from two chunks, are whole only when the step's last microbatch is through.
         late = {parameter.name for parameter in parameters if parameter.comes_with_b or len(parameter.chunks) > 1}
         buckets = []
         using = {parameter.name: parameter.parts for parameter in parameters} if sync.gathers else None
         back = {parameter.name: parameter.parts_back for parameter in parameters}
+        # With slices a chunk fills buckets of its own, else a bucket would wait for the other chunk's backward pass.
         several = sync.slices and config.layout.pipeline.chunks > 1
         chunks = {parameter.name: parameter.chunks for parameter in parameters} if several else None
         sizes_of_axes, widens, comms = tuple(sorted(config.layout.axes)), config.widens_gradients, {}
@@ -142,6 +146,7 @@ class Buckets:
             index = comms[kind].index  # a root does more than the others
             num_elements = padded(sum(sizes[name] for name in names), comms[kind].size)
             summed_in = gradient_dtype(kind.dtype, widens)
+            # Not the order of axes: what a sum sends is the same in every order, only its seconds differ (network.py).
             key = (
                 config.layout.data.sync, kind.dtype, summed_in, kind.sum_axes, index, num_elements, sizes_of_axes,
                 config.copies,
@@ -150,6 +155,7 @@ class Buckets:
                 axes = slice_axes(kind.sum_axes) if sync.slices else kind.sum_axes
                 self._programs[key] = _programs(policy, kind, axes, summed_in, num_elements, mesh, recorder)
             stepped, *programs = self._programs[key]
+            # A bucket whose gradients are late keeps them whole, and is summed once at the step's end.
             waits = not late.isdisjoint(names)
             sums = config.num_microbatches if sync.slices and not waits else 1
             read_back = frozenset(part for name in names for part in back[name])
@@ -191,6 +197,7 @@ def _programs(
     gradients = torch.empty_like(values, dtype=summed_in)
     bucket = Bucket(values, gradients, (), (), kind.matrix, kind.sum_axes, kind.cut_axes)
     comm = mesh.comm(*axes)
+    # On meta tensors the policy sends nothing; its comm writes the program.
     start, stop = policy.owned(bucket, comm)
     with recorder.program(mesh.ledger) as recorded:
         policy.reduce(bucket, comm).wait()
@@ -202,6 +209,7 @@ def _programs(
         mesh.comm(*(axis for axis in kind.sum_axes if axis not in axes)).all_reduce(gradients[start:stop])
     across = recorded()
     with recorder.program(mesh.ledger) as recorded:
+        # What zero3 gathers before a task: the whole bucket of its ranks' slices.
         comm.all_gather(values, values[: values.numel() // comm.size])
     return stop - start, reduce, publish, across, recorded()
 
@@ -287,7 +295,16 @@ def memory_of(
     """The memory of a rank with these buckets, whose tasks hold so much at most."""
     weights = sum(bucket.size_bytes for bucket in buckets)
     gradients = sum(bucket.gradient_bytes for bucket in buckets)
-    most = max(peak.total_bytes + passing_bytes(buckets), _widened_bytes(config, buckets, software))
+    widened = 0
+    if config.memory.offload.to == "none":
+        # The optimizer's float32 copies of half-precision gradients, which exist when the tasks' memory is gone: so the
+        # larger of the two counts, not the sum. Matrices and vectors are stepped apart (Muon takes whole matrices).
+        for matrix in (True, False):
+            own = [bucket for bucket in buckets if bucket.kind.matrix == matrix]
+            sizes = [bucket.stepped_elements * SINGLE if bucket.summed_in.itemsize < SINGLE else 0 for bucket in own]
+            groups = software.stepped_together(sizes)
+            widened = max([widened, *(sum(sizes[index] for index in some) for some in groups)])
+    most = max(peak.total_bytes + passing_bytes(buckets), widened)
     activations = min(peak.activation_bytes, most)
     return Memory(
         weights, gradients, state_bytes(config, slots_of(buckets)), activations, most - activations, context_bytes
@@ -298,6 +315,7 @@ def passing_bytes(buckets: Sequence[PlannedBucket]) -> int:
     """Bytes that a backward pass has whole of buckets of which slices are kept: of gradients (Sharded.gradient_bytes),
     and of the weights of two parts (Gathering.weight_bytes)."""
     late = sum(bucket.whole_gradient_bytes for bucket in buckets if bucket.waits)
+    # whole_bytes counts by kind of memory: buckets of different parts reuse one another's.
     kinds = (replace(bucket.kind, parts=(), chunks=()) for bucket in buckets)
     sizes = zip(kinds, buckets, strict=True)
     gradients = whole_bytes((kind, bucket.whole_gradient_bytes) for kind, bucket in sizes if not bucket.waits)
@@ -311,15 +329,3 @@ def passing_bytes(buckets: Sequence[PlannedBucket]) -> int:
 def slots_of(buckets: Sequence[PlannedBucket]) -> list[tuple[int, torch.dtype]]:
     """Elements and type of what a rank's optimizer steps."""
     return [(bucket.stepped_elements, bucket.kind.dtype) for bucket in buckets]
-
-
-def _widened_bytes(config: Config, buckets: Sequence[PlannedBucket], software: Software) -> int:
-    """Float32 gradients of half-precision ones, which states in place make of those that they step together."""
-    if config.memory.offload.to != "none":
-        return 0
-    most = 0
-    for matrix in (True, False):
-        own = [bucket for bucket in buckets if bucket.kind.matrix == matrix]
-        sizes = [bucket.stepped_elements * SINGLE if bucket.summed_in.itemsize < SINGLE else 0 for bucket in own]
-        most = max([most, *(sum(sizes[index] for index in some) for some in software.stepped_together(sizes))])
-    return most

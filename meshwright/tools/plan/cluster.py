@@ -32,13 +32,13 @@ _Seconds = Annotated[float, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0)]
 
 
-def _rising(curve: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float], ...]:
+def _check_rising(curve: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float], ...]:
     if any(after <= before for (before, _), (after, _) in pairwise(curve)):
         raise ValueError("has points whose first numbers do not rise")
     return curve
 
 
-Curve = Annotated[tuple[tuple[Rate, Rate], ...], Field(min_length=1), AfterValidator(_rising)]
+Curve = Annotated[tuple[tuple[Rate, Rate], ...], Field(min_length=1), AfterValidator(_check_rising)]
 Multiplies = Literal["float32", "tf32", "float64", "bf16", "fp16"]
 if TYPE_CHECKING:
     Verb: TypeAlias = str
@@ -47,14 +47,14 @@ else:
 
 
 class Device(Section):
-    """`peak`: flops a second by dtype, tf32 being float32's in tensor cores, where there are any. `efficiency`: the
-    part of it that a matrix product of m x n x k reaches, over the cube root of mnk; `attention`: a fused attention's,
-    where torch has one there, of a causal one half the products counted; None: it has none, and attends step by step.
-    `bandwidth`: bytes a second of memory over the bytes that a kernel touches.
-    `launch`: seconds before one begins when it has been issued. `issue`: seconds of the host to issue one, from Python
-    and op by op; 0 where the host is the device. There `part`: its seconds for a pass through a part of the chain (a
-    layer, the head) beyond the kernels: Python, autograd. `elements`: seconds that an element takes on top of its
-    bytes, in kernels of a kind (recorder.py).
+    """A device's figures, by the keys of its file. `peak`: flops a second by dtype, tf32 being float32's in tensor
+    cores, where there are any. `efficiency`: the share of it that a matrix product of m x n x k reaches, over the cube
+    root of mnk; `attention`: a fused attention's, where torch has one there, of a causal one half the products counted;
+    None: the device has none, and attends step by step. `bandwidth`: bytes a second of memory over the bytes that a
+    kernel touches. `launch`: seconds before a kernel begins when it has been issued. `issue`: seconds of the host to
+    issue one, from Python and op by op; 0 where the host is the device. There `part`: the host's seconds for a pass
+    through a part of the chain (a layer, the head) beyond the kernels: Python, autograd. `elements`: seconds that an
+    element takes on top of its bytes, in kernels of a kind (recorder.py).
     """
 
     kind: Literal["cpu", "cuda"]
@@ -66,24 +66,25 @@ class Device(Section):
     staged_bytes: Annotated[int, Field(ge=0)] = Field(default=0, alias="staged")
     """Bytes more that a pipeline's rank holds on a CPU: to plan its stages it runs meta tensors, which torch does in
     Python, with modules of its compiler."""
-    unseen: Annotated[float, Field(ge=0, le=1)] = 0.1
+    unpredicted_share: Annotated[float, Field(ge=0, le=1)] = Field(default=0.1, alias="unseen")
     """The share that a process may hold beyond what is predicted, within which of `memory` a layout is tight."""
-    peak: dict[Multiplies, Rate]
+    peak_flops_per_second: dict[Multiplies, Rate] = Field(alias="peak")
     efficiency: Curve
-    attention: Annotated[float, Field(gt=0, le=1)] | None = None
+    attention_efficiency: Annotated[float, Field(gt=0, le=1)] | None = Field(default=None, alias="attention")
     bandwidth_bytes_per_second: Curve = Field(alias="bandwidth")
     launch_seconds: _Seconds = Field(default=0.0, alias="launch")
     issue_seconds: _Seconds = Field(default=0.0, alias="issue")
     python_seconds_per_part: _Seconds = Field(default=0.0, alias="part")
-    elements: dict[Literal["special", "random"], _Seconds] = Field(default_factory=dict)
+    seconds_per_element: dict[Literal["special", "random"], _Seconds] = Field(default_factory=dict, alias="elements")
     host_link_bytes_per_second: Rate = Field(alias="host_link")
     """Between the device's memory and the host's, each way."""
     disk_bytes_per_second: Rate = Field(default=1e9, alias="disk")
 
     def peak_of(self, dtype: str, *, tf32: bool) -> float | None:
         """The flops a second of products in a dtype; `tf32`: float32 ones may run in TF32 (precision.tf32)."""
-        name = "tf32" if tf32 and dtype == "float32" and "tf32" in self.peak else dtype
-        return next((rate for known, rate in self.peak.items() if known == name), None)
+        peak = self.peak_flops_per_second
+        name = "tf32" if tf32 and dtype == "float32" and "tf32" in peak else dtype
+        return next((rate for known, rate in peak.items() if known == name), None)
 
 
 class Level(Section):
@@ -107,6 +108,8 @@ class Level(Section):
         devices in each."""
         shared = self.bandwidth_bytes_per_second / num_senders
         if self.kind == "mesh" and self.joins is not None:
+            # A group of two on four pairwise linked GPUs has only its own link of three; a ring would say too little
+            # here, a switch too much.
             shared *= (num_units - 1) / (self.joins - 1)
         card = self.device_bandwidth_bytes_per_second
         return shared if card is None else min(shared, num_devices * card)
@@ -173,6 +176,7 @@ class Cluster(Section):
 
     def context(self, transport: TransportName) -> int:
         """Bytes that every process over a transport holds on its device."""
+        # MPI's libraries take other memory than gloo's, so a measured figure of the transport goes first.
         reserved = self.links[transport].reserved_bytes if transport in self.links else None
         return (self.device.reserved_bytes if reserved is None else reserved) + self.device.workspaces_bytes
 
@@ -181,9 +185,12 @@ class Cluster(Section):
         if self.cores is None:
             return 1.0
         shared = max(1.0, ranks_per_node / self.cores)
+        # Ranks that share cores and meet often lose more than their share: 2.3 in place of 2 was measured.
         if self.turns is None or ranks_per_node < 2:
             return shared
+        # A rank alone has a core of its own, also where nobody measured one.
         lone = () if self.turns[0][0] <= 1 else ((1.0, 1.0),)
+        # More ranks than were measured take turns in proportion.
         beyond = max(1.0, ranks_per_node / self.turns[-1][0])
         return max(shared, beyond * interpolated((*lone, *self.turns), ranks_per_node))
 
@@ -205,6 +212,7 @@ def load_cluster(name: str) -> Cluster:
 
     Raises ConfigError with all mistakes at once, or with the names where there is no such cluster.
     """
+    # A name never reads a file of the folder that one happens to be in.
     path = Path(name) if name.endswith((".yaml", ".yml")) else shipped("clusters").get(name)
     if path is None or not path.is_file():
         raise ConfigError.of("--cluster", name, "is no cluster that we have, and no file", ", ".join(cluster_names()))

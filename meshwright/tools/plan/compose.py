@@ -58,6 +58,7 @@ class Cost:
         return Cost(
             self.seconds + other.seconds,
             self.kept_bytes + other.kept_bytes,
+            # The second task's peak stands on what the first one left.
             max(self.peak_bytes, self.kept_bytes + other.peak_bytes),
             self.flops + other.flops,
         )
@@ -106,6 +107,7 @@ class Unit:
             min(read_bytes, self.recording.kept_input_bytes),
             min(gradient_bytes, self.recording.kept_gradient_bytes),
         )
+        # Where nothing is split, no W comes, and a recording keeps nothing for it: B frees all.
         return sum(waits) if kind is TaskKind.WEIGHT else read_bytes + gradient_bytes - sum(waits)
 
 
@@ -139,6 +141,8 @@ class ChunkPlan:
         costs = [unit.cost(kind, which, seconds) for unit in order]
         comes, leaves = self.handed_bytes is None, not self.hands_on
         if kind is TaskKind.FORWARD:
+            # A received activation was allocated by the mailbox before the task, a sent one leaves with it; of a
+            # stage's own neighbouring chunk neither is true.
             sent, received = order[-1].recording.output_bytes * leaves, self.incoming_bytes * comes
             costs[-1] = costs[-1].freeing(sent - received)
             dropped = [
@@ -149,6 +153,7 @@ class ChunkPlan:
                 ),
             ]
             return [cost.freeing(input_bytes) for cost, input_bytes in zip(costs, dropped, strict=True)]
+        # B frees what its parts were given to read; whoever does not read its input had it freed in F already.
         given = [before.recording.output_bytes if unit.recording.holds_input else 0 for unit, before in pairwise(order)]
         given.append(self.incoming_bytes if self.handed_bytes is None else self.handed_bytes)
         costs = [cost.freeing(unit.freed(kind, read)) for cost, unit, read in zip(costs, order, given, strict=True)]
@@ -168,6 +173,8 @@ class StagePlan:
     def apart_bytes(self, config: Config) -> int:
         """Bytes of the second memory in which a stage of both ends adds up a tied table's gradients (gradients.py)."""
         ends = {EMBEDDINGS, HEAD}
+        # One chunk adds both uses up in one memory; two chunks come in an order that messages choose, and would round
+        # differently.
         tied = [each for each in self.parameters if ends <= set(each.parts)] if len(self.chunks) > 1 else []
         return sum(each.gradient_bytes(config) for each in tied)
 
@@ -181,7 +188,13 @@ def compose_stages(config: Config, recordings: Recordings, partition: Sequence[i
     for position, whole in enumerate(chunks_of(partition)):
         stage, incoming = placement.stage_of(position), forms
         units: list[Unit] = []
-        for chunk in _parts(config, whole):
+        every = 1
+        if config.memory.recompute not in ("none", "selective"):
+            every = recomputed_group(config, len(whole.layers))
+        parts = [Chunk(range(0), True, False)] if whole.first else []
+        parts += [Chunk(group, False, False) for group in groups_of(whole.layers, every)]
+        parts += [Chunk(range(0), False, True)] if whole.last else []
+        for chunk in parts:
             unit = _unit(config, recordings, chunk, forms)
             forms = unit.recording.outgoing
             units.append(unit)
@@ -191,12 +204,14 @@ def compose_stages(config: Config, recordings: Recordings, partition: Sequence[i
                 parameters[stage][parameter.name] = used(parameter, before, chunk, number)
         plan = ChunkPlan(tuple(units), incoming, () if whole.last else forms)
         if plans and placement.stage_of(position - 1) == stage:
+            # In a v the middle positions lie on one stage: no message, the activation stays where it is.
             plan = replace(plan, handed_bytes=plans[-1].units[-1].recording.output_bytes)
             plans[-1] = replace(plans[-1], hands_on=True)
         plans.append(plan)
     return [
         StagePlan(
             tuple(plans[position] for position in placement.positions(stage)),
+            # Buckets are filled in the model's order, whatever the order of a stage's chunks.
             tuple(sorted(own.values(), key=lambda parameter: outline.order[parameter.name])),
         )
         for stage, own in enumerate(parameters)
@@ -214,22 +229,15 @@ def used(parameter: Parameter, before: Parameter | None, chunk: Chunk, number: i
     return replace(parameter, parts=(*parts, part), parts_back=(*parts_back, *back), chunks=chunks)
 
 
-def _parts(config: Config, chunk: Chunk) -> list[Chunk]:
-    """The chunk's parts: its beginning, its layers, in groups where they are recomputed, its end."""
-    every = 1
-    if config.memory.recompute not in ("none", "selective"):
-        every = recomputed_group(config, len(chunk.layers))
-    parts = [Chunk(range(0), True, False)] if chunk.first else []
-    parts += [Chunk(group, False, False) for group in groups_of(chunk.layers, every)]
-    return parts + ([Chunk(range(0), False, True)] if chunk.last else [])
-
-
 def _unit(config: Config, recordings: Recordings, chunk: Chunk, incoming: Forms) -> Unit:
+    """The unit of a chunk's part, recorded whole where that is small, else extended from recordings of two and one."""
     count, layers = len(chunk.layers), chunk.layers
     alike, whole = {recordings.outline(config).alike[layer] for layer in layers}, partial(recordings.of, config, chunk)
+    # Groups of unlike layers do not grow by one layer's share: these are recorded as they are.
     if count <= 2 or len(alike) > 1:
         recording = whole(incoming)
         return Unit(recording, recording.parameters, partial(whole, incoming))
+    # Each layer once, though their programs are one recording: the parameters have names of their own.
     ones = [recordings.of(config, Chunk(range(layer, layer + 1), False, False), incoming) for layer in layers]
     two = recordings.of(config, Chunk(layers[:2], False, False), incoming)
     parameters = tuple(parameter for one in ones for parameter in one.parameters)
@@ -248,9 +256,18 @@ class Composition:
         self.peers = "+".join(name for name in self.grid.names if name in config.layout.peer_axes)
         self.counts = microbatches_by_place(config.num_microbatches)
         names = [{parameter.name for parameter in stage.parameters} for stage in stages]
+        # Embeddings and head at the two ends: with one stage their gradients are added up locally, not sent.
         self.tied = tied = names[0] & names[-1] if len(stages) > 1 else set()
+        # Stages of equal work run the same recordings as often, and have or lack a tied parameter alike: their costs,
+        # buckets and memory are counted once, since most stages of a long pipeline are alike.
         first: dict[Hashable, int] = {}
-        self.like = [first.setdefault(_work(own, tied), stage) for stage, own in enumerate(stages)]
+        self.like = []
+        for stage, own in enumerate(stages):
+            work = tuple(
+                tuple((id(unit.recording.programs), unit.layers) for unit in chunk.units) for chunk in own.chunks
+            )
+            shared = any(parameter.name in tied for parameter in own.parameters)
+            self.like.append(first.setdefault((work, shared), stage))
         self.buckets: dict[int, list[PlannedBucket]] = {
             stage: buckets.of(config, self.rank(stage), stages[stage].parameters, tied) for stage in first.values()
         }
@@ -283,12 +300,14 @@ class Composition:
                 for index in gathered:
                     include(total, self.buckets[self.like[stage]][index].gather.traffic, times)
         ledger, messages = Ledger(), self.messages(stage)
+        # Messages are the same in each microbatch, so one is recorded and counted so many times.
         with ledger.repeated(count):
             for other, side in sides_of(stage, self.placement).items():
                 for size in messages[side]:
                     ledger.record(PIPE, MESSAGE, size, other - stage)
         if self.agrees:
             with ledger.repeated(count * len(self.kinds) * len(chunks)):
+                # The stage's first rank tells its peers which task is next, in 8 bytes.
                 ledger.record(self.peers, "broadcast", 8 * (self.grid.size(*self.peers.split("+")) - 1), 0)
         include(total, ledger.traffic)
         for bucket in self.buckets[self.like[stage]]:
@@ -314,12 +333,14 @@ class Composition:
         if like not in self._gathers:
             groups = [[unit_layers(unit) for unit in chunk.units] for chunk in self.stages[like].chunks]
             recomputes = self.config.memory.recompute not in ("none", "selective")
+            # Weights that a part left gathered are found by the next, so the walk depends on the order of parts.
             self._gathers[like] = gathered_buckets(self.buckets[like], groups, len(self.counts), recomputes)
         return self._gathers[like][which]
 
     @property
     def most_flops(self) -> float:
         """Floating-point operations of products of the busiest rank in a step."""
+        # The busiest stage sets the pace; of stages that are alike one stands for all.
         return max(
             sum(times * chunk.cost(kind, which).flops
                 for which, times in enumerate(self.counts)
@@ -354,6 +375,7 @@ def gathered_buckets(
     chunks = [
         Chunk(own, number == 0 and EMBEDDINGS in of, number == last and HEAD in of) for number, own in enumerate(layers)
     ]
+    # The run's own bookkeeping (data_parallel/gathering.py), so that planned and real gathers cannot differ.
     walk = Walk(of, kept, chunks)
     places_gathered: list[Gathered] = []
     for _ in range(places):
@@ -366,6 +388,7 @@ def gathered_buckets(
             units = [list(group) for group in groups[number] if group]
             ends = [EMBEDDINGS] * chunk.first, [HEAD] * chunk.last
             for group in filter(None, (ends[1], *reversed(units), ends[0])):
+                # A group's last layer goes backward first; a recomputed group then reads its weights forward once more.
                 backward += walk.backward(group[-1]).sent
                 if recomputes and group in units:
                     backward += [index for part in group for index in walk.forward(part).sent]
@@ -378,6 +401,7 @@ def gathered_buckets(
 def include(total: Sent, more: Mapping[tuple[str, str], Traffic], times: int = 1) -> None:
     """Add so many times what is in `more`."""
     for key, entry in more.items():
+        # Traffic is mutable and shared by recordings: copies are added, never the recording's own.
         total.setdefault(key, Traffic()).include(entry.scaled(times))
 
 
@@ -385,10 +409,3 @@ def microbatches_by_place(num_microbatches: int) -> list[int]:
     """The number of microbatches at each place of the step."""
     places = [place(index, num_microbatches) for index in range(num_microbatches)]
     return [places.count(which) for which in range(max(places) + 1)]
-
-
-def _work(stage: StagePlan, tied: set[str]) -> Hashable:
-    """A key that stages of equal work share: their chunks' programs, how often, and whether a parameter is tied."""
-    shared = any(parameter.name in tied for parameter in stage.parameters)
-    chunks = tuple(tuple((id(unit.recording.programs), unit.layers) for unit in chunk.units) for chunk in stage.chunks)
-    return chunks, shared

@@ -30,14 +30,13 @@ from meshwright.tools.plan.timed_parts import TimedParts, strides
 from meshwright.tools.plan.timed_run import TimedRun
 
 SURE = 0.95
-"""The part of an estimate that the search takes for certain."""
+"""The share of an estimate that the search takes for a lower bound of the prediction."""
 
-AGAIN = 0.9
-"""The part of a group's forward pass that is recomputed at least: its last layer's is cut short."""
+MIN_RECOMPUTED_SHARE = 0.9
+"""The least share of a group's forward pass that is recomputed: the last layer is not computed again to its end."""
 
-
-SPARED = 0.99
-"""The share of a layer's memory that is kept where attention is recomputed, from which on that spares nothing."""
+MAX_KEPT_SHARE = 0.99
+"""Recomputing attention saves memory where a layer keeps less than this share of its activations with it."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +103,7 @@ class Estimates:
         """SURE of about what a step takes."""
         passes, ending = self._passes_of(config), self._ending_of(config)
         sums = config.num_microbatches if config.layout.data.strategy.slices else 1
+        # Slices are summed for every microbatch, whole gradients once, under the last task of the phase.
         summed = passes.seconds + sums * max(0.0, ending.reduce - ending.overlaps * passes.last)
         summed += max(0.0, 2 * config.num_microbatches * ending.gather - ending.publishes * passes.seconds)
         published = max(0.0, ending.publish - ending.publishes * passes.forward)
@@ -115,6 +115,7 @@ class Estimates:
         count, layout = config.num_microbatches, config.layout
         key = layout.layer, strides(config), config.micro, config.widens_gradients, in_groups(config)
         if key not in self._work_of_model:
+            # The whole model as one stage: shared equally, it is less than the slowest stage's work.
             one = self._work(config, self._shapes(config, (config.model.num_blocks,))[0], split=False)
             self._work_of_model[key] = one.forward + one.backward
         return SURE * count * self._work_of_model[key] / layout.pipeline.size
@@ -131,7 +132,7 @@ class Estimates:
 
     def recomputes_for_nothing(self, config: Config) -> bool:
         """Whether attention is recomputed whose kernel keeps nothing that would be worth it."""
-        return config.memory.recompute == "selective" and self.parts.kept_share(config) > SPARED
+        return config.memory.recompute == "selective" and self.parts.kept_share(config) > MAX_KEPT_SHARE
 
     def weights_memory(self, config: Config) -> Memory:
         """The memory of the stage with most parameters before anything is computed. The order of axes is no matter."""
@@ -151,6 +152,7 @@ class Estimates:
         )  # fmt: skip
         if key not in self._weights:
             check(config)
+            # Memory does not depend on the order of axes: one entry serves all of a layout's orders.
             usual = config.model_copy(update={"layout": layout.model_copy(update={"order": "auto"})})
             parameters, context = self._fullest_stage(usual), self.planner.context(usual)
             weights = 0 if layout.data.strategy.gathers else sum(each.weight_bytes for each in parameters)
@@ -180,7 +182,7 @@ class Estimates:
             backward = [chunk.backward for chunk in chunks]
             weights = [chunk.weights for chunk in chunks]
             limits = [rule_of(config).limit_at(stage, placement, count) for stage in range(placement.num_stages)]
-            hops = self._hops(config, [chunk.outgoing_bytes for chunk in chunks[:-1]])
+            hops = self._message_seconds(config, [chunk.outgoing_bytes for chunk in chunks[:-1]])
             seconds = pipeline_seconds(forward, backward, weights, hops, limits, count, placement)
             self._passes[key] = _Passes(seconds, sum(forward) + sum(hops), max(weights if splits(config) else backward))
         return self._passes[key]
@@ -200,7 +202,7 @@ class Estimates:
     def _work(self, config: Config, shape: StageShape, *, split: bool) -> _Work:
         parts = self.parts.of(config)
         stage = [(parts[place], times) for place, times in shape]
-        again = AGAIN * sum(times * timed.forward for timed, times in stage if timed.part.is_layer)
+        again = MIN_RECOMPUTED_SHARE * sum(times * timed.forward for timed, times in stage if timed.part.is_layer)
         return _Work(
             sum(times * timed.forward for timed, times in stage),
             sum(times * (timed.inputs if split else timed.backward) for timed, times in stage)
@@ -209,8 +211,9 @@ class Estimates:
             stage[-1][0].part.outgoing_bytes,
         )
 
-    def _hops(self, config: Config, sizes: Sequence[int]) -> list[float]:
+    def _message_seconds(self, config: Config, sizes: Sequence[int]) -> list[float]:
         """Seconds of a message from each position to the next; to one of the same stage none."""
+        # An estimate asks rank 0's pipeline alone; a prediction, each stage's first rank.
         placement = placement_of(config)
         key = config.layout.nesting, placement, tuple(sizes)
         if key not in self._messages:
@@ -233,6 +236,7 @@ class Estimates:
             sums = [run.sum(bucket, 0.0) for bucket in run.buckets[0]]
             gathers = sorted(run.seconds(bucket.gather) for bucket in run.buckets[0] if bucket.gathers)
             self._endings[key] = _Ending(
+                # Weights of two parts stay gathered from pass to pass; the largest ones are taken for these.
                 sum(gathers[:-2]),
                 sum(one.reduce for one in sums), sum(max(one.steps, one.lane) for one in sums),
                 sum(one.publish for one in sums), run.norm(), run.overlap("sums"), run.overlap("gathers"),
@@ -288,6 +292,7 @@ class Estimates:
     def _parameters_by_part(self, config: Config) -> dict[int, tuple[Parameter, ...]]:
         """Parameters by position: -1 the embeddings, i the first of each run of equal layers, num_blocks the head."""
         layout = config.layout
+        # Built by the real kit, since only a kit knows how its axes cut a parameter; once for each way to cut a layer.
         if layout.layer not in self._parameters:
             axes = tuple((name, 1 if name in (*REPLICA_AXES, PIPE) else size) for name, size in layout.axes)
             grid = Grid(axes, config.copies)

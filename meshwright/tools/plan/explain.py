@@ -8,7 +8,6 @@ rest where it is whole, a third each where B and W are split. Messages take no t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from meshwright.errors import ConfigError
 from meshwright.machine import Machine
 from meshwright.model import Chunk
 from meshwright.models.chain import chain_of, split_name
-from meshwright.parameters.shard import Shard, ShardSpec
 from meshwright.parts import build_kit, build_model, rule_of
 from meshwright.pipeline.clock import simulate
 from meshwright.pipeline.partition import ranges_of
@@ -125,6 +123,7 @@ def compose(config: Config) -> Explained:
         partition = (config.model.num_blocks,)
     run = Composition(config, compose_stages(config, recordings, partition), Buckets())
     traffic = (run.traffic(stage) for stage in range(len(run.stages)))
+    # An axis of one rank sends nothing, and would stand in the table with zeros.
     sent = ({key: entry for key, entry in ledger.items() if entry.calls} for ledger in traffic)
     return Explained(run, ranges_of(partition), machine, recordings, tuple(sent))
 
@@ -142,10 +141,12 @@ def forecast(explained: Explained) -> Forecast:
     shares = tuple(sum(work[position] for position in placement.positions(stage)) for stage in stages)
 
     def timeline(rule: ScheduleRule) -> Timeline:
+        # B and W are as long as F each; where nothing is split, B does the work of both.
         backward = 1 if rule.splits else 2
 
         def seconds(stage: int, task: Task) -> float:
             own = work[placement.position(stage, task.chunk)]
+            # So the clock's second is a forward pass of the whole model, whatever the schedule.
             return own * (backward if task.kind is TaskKind.BACKWARD else 1)
 
         return simulate(len(stages), count, rule, seconds, lambda start, end, message: 0.0, placement=placement)
@@ -154,6 +155,7 @@ def forecast(explained: Explained) -> Forecast:
     rules = {name: own} | {
         other: rule
         for other, rule in entries("schedules").items()
+        # A schedule that knows no chunks could not run this layout at all.
         if other != name and (not chunked or placement.shape in rule.shapes)
     }
     limits = tuple(own.limit_at(stage, placement, count) for stage in stages)
@@ -169,7 +171,8 @@ def render(explained: Explained) -> None:
     if explained.num_nodes > 1:
         console.print(f"{explained.num_nodes} nodes of {explained.ranks_per_node} ranks, neighbours together")
     console.print(config.batch_summary)
-    console.print(f"{_num_elements(specs.values()):,} parameters, {_on_a_rank(run.stages[0]):,} on a rank")
+    whole = sum(math.prod(spec.shape) for spec in specs.values())  # by name: a tied table on two stages counts once
+    console.print(f"{whole:,} parameters, {_on_a_rank(run.stages[0]):,} on a rank")
     console.print(
         f"a step: {config.batch.global_} samples, {config.num_microbatches} microbatches of {config.micro} a replica, "
         f"{_rows(run):,} tokens of each on a rank"
@@ -215,10 +218,6 @@ def _on_a_rank(stage: StagePlan) -> int:
     return sum(parameter.num_elements for parameter in stage.parameters)
 
 
-def _num_elements(specs: Iterable[ShardSpec]) -> int:
-    return sum(math.prod(spec.shape) for spec in specs)
-
-
 def _rows(run: Composition) -> int:
     """Tokens of a microbatch that a rank computes between two pairs."""
     config = run.config
@@ -234,24 +233,24 @@ def _weights(run: Composition) -> Table:
     )
     mesh = planned_mesh(run.grid, 0, run.config.layout.token_axes)
     for parameter in run.stages[0].parameters:
+        # All blocks are cut alike; embeddings and head have no number.
         if split_name(parameter.name)[0] not in (None, 0):
             continue
         spec = replace(parameter.spec, tied=True) if parameter.name in run.tied else parameter.spec
-        cut = ", ".join(_cut(axis, shard) for axis, shard in spec.placements.items())
+        cut = ", ".join(
+            f"dim {shard.dim} over {axis}" + (f" in {shard.copies} copies" if shard.copies > 1 else "")
+            for axis, shard in spec.placements.items()
+        )
         summed = ", ".join(spec.sum_axes(mesh))
         table.add_row(parameter.name, _shape(spec.shape), _shape(parameter.shape), cut or "-", summed or "-")
     return table
-
-
-def _cut(axis: str, shard: Shard) -> str:
-    """How an axis cuts a parameter."""
-    return f"dim {shard.dim} over {axis}" + (f" in {shard.copies} copies" if shard.copies > 1 else "")
 
 
 def _products(explained: Explained) -> Table:
     """The operand that stays in place in each 2-D product; no row where there are none."""
     run, config = explained.run, explained.run.config
     mesh = planned_mesh(run.grid, 0, config.layout.token_axes)
+    # One layer shows them all; the head is built where the first stage holds it, too.
     chunk = Chunk(explained.layers[0][:1], True, len(run.stages) == 1)
     model, rows = build_model(config, build_kit(config, mesh), mesh, chunk), _rows(run)
     linears = {name: each for name, each in model.named_modules() if isinstance(each, TesseractLinear)}
@@ -259,6 +258,7 @@ def _products(explained: Explained) -> Table:
     for name, linear in linears.items():
         form, choice = linear.weights.form, linear.choice(rows)
         kept = ", weights kept over the step" if form.keeps else ""
+        # All of a run's linears have the same form: it is decided once, by the fullest rank.
         table.title = f"What stays ({'streamed in panels' if form.streams else 'gathered whole'}{kept})"
         dy, dw = choice.dx.replace("Y", "dY"), choice.dw.replace("Y", "dY")
         sent = linear.sizes(rows).sent(choice, form)

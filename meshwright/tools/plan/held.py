@@ -3,7 +3,7 @@ whose weight gradients wait (estimate.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 
 from meshwright.config import Config
 from meshwright.parts import placement_of, recomputed_group, rule_of
@@ -13,8 +13,9 @@ from meshwright.ranks.mailbox import AHEAD
 from meshwright.tools.plan.recordings import splits
 from meshwright.tools.plan.timed_parts import EstimatedPart, TimedParts
 
-PUT_OFF = 0.5
-"""The part of the bytes that are put off with W that the search takes for certain; who waits is a guess."""
+MIN_DEFERRED_SHARE = 0.5
+"""The share of what deferred weight gradients may hold that the search takes for certain: which stage defers how many
+is a guess."""
 
 StageShape = tuple[tuple[int, int], ...]
 """A stage: each of its parts by position (`TimedParts.distinct`), and how many it has of it."""
@@ -31,6 +32,8 @@ class HeldBytes:
         """The activations that the fullest stage keeps, and all that it holds of microbatches at most."""
         parts, placement = self.parts.untimed(config), placement_of(config)
         kept, total, deferring = 0.0, 0.0, self._deferring(config, partition, placement)
+        # Candidates for the fullest: the first holds most microbatches, the longest most layers, a deferring one most
+        # W.
         for stage in {0, placement.stage_of(partition.index(max(partition))), *deferring}:
             own = placement.positions(stage)
             works = [[(parts[place], times) for place, times in shapes[position]] for position in own]
@@ -40,10 +43,27 @@ class HeldBytes:
                 whole = sum(times * part.kept_bytes for work in works for part, times in work if part.is_layer)
                 limit = rule_of(config).limit_at(stage, placement, config.num_microbatches)
                 most = min(limit, config.num_microbatches * placement.num_chunks)
-                keeps += PUT_OFF * max(0, most - in_flight) * deferring[stage] * whole / placement.num_chunks
-            beside = max(self._message_bytes(config, parts, shapes, position) for position in own)
+                deferred = max(0, most - in_flight) * deferring[stage] * whole / placement.num_chunks
+                keeps += MIN_DEFERRED_SHARE * deferred
+            # Messages of both sides have memory before they come (mailbox.py).
+            ahead = min(AHEAD[self.parts.planner.cluster.device.kind], config.num_microbatches)
+            beside = max(
+                ahead
+                * (
+                    (parts[shapes[at - 1][-1][0]].outgoing_bytes if at else 0)
+                    + (parts[shapes[at][-1][0]].outgoing_bytes if at < len(shapes) - 1 else 0)
+                )
+                for at in own
+            )
+            # A recomputed group of layers holds all of its activations again when its backward pass begins.
+            recomputed = 0.0
+            for work in works if in_groups(config) else ():
+                layers = [(part.kept_bytes, times) for part, times in work if part.is_layer]
+                if layers:
+                    group = recomputed_group(config, sum(times for _, times in layers))
+                    recomputed = max(recomputed, group * min(size for size, _ in layers))
             kept = max(kept, keeps)
-            total = max(total, keeps + beside + max(self._again_bytes(config, work) for work in works))
+            total = max(total, keeps + beside + recomputed)
         return kept, total
 
     def _deferring(self, config: Config, partition: tuple[int, ...], placement: ChunkPlacement) -> dict[int, float]:
@@ -72,15 +92,6 @@ class HeldBytes:
             }
         return self._deferrals[key]
 
-    def _message_bytes(
-        self, config: Config, parts: Mapping[int, EstimatedPart], shapes: Sequence[StageShape], position: int
-    ) -> int:
-        """Bytes of the messages that a chunk waits for from both sides, whose memory is there before they come."""
-        ahead = min(AHEAD[self.parts.planner.cluster.device.kind], config.num_microbatches)
-        before = parts[shapes[position - 1][-1][0]].outgoing_bytes if position else 0
-        after = parts[shapes[position][-1][0]].outgoing_bytes if position < len(shapes) - 1 else 0
-        return ahead * (before + after)
-
     def _kept_bytes(self, config: Config, stage: Sequence[tuple[EstimatedPart, int]]) -> float:
         """Bytes that a forward pass keeps on a stage of so many of each part; a recomputed group keeps one input."""
         setting = config.memory.recompute
@@ -91,13 +102,6 @@ class HeldBytes:
             return self.parts.kept_share(config) * sum(times * part.kept_bytes for part, times in layers)
         num_layers = sum(times for _, times in layers)
         return sum(times * part.outgoing_bytes for part, times in layers) / max(1, recomputed_group(config, num_layers))
-
-    def _again_bytes(self, config: Config, stage: Sequence[tuple[EstimatedPart, int]]) -> float:
-        """Bytes that a recomputed group of layers holds again when its backward pass begins."""
-        layers = [(part.kept_bytes, times) for part, times in stage if part.is_layer]
-        if not (in_groups(config) and layers):
-            return 0.0
-        return recomputed_group(config, sum(times for _, times in layers)) * min(kept for kept, _ in layers)
 
 
 def in_groups(config: Config) -> bool:

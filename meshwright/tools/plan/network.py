@@ -106,10 +106,12 @@ class Tiers:
         offsets = grid.group(0, *axes)
         if len(offsets) == 1:
             return [_Shape(1, (), close=True)]
-        if not {HEAD_COPIES, ENDS} & set(axes) and self._even(grid):
+        if not {HEAD_COPIES, ENDS} & set(axes) and self._is_even(grid):
+            # All groups lie alike, so rank 0's stands for them, and a unit is shared by as many as fill it.
             groups = [_Group(self, offsets)]
             sharing = [size // groups[0].members(n) for n, size in enumerate(self.sizes)]
             return [groups[0].shape(lambda level, unit: sharing[level])]
+        # Stand-ins: ENDS is the first and the last stage, HEAD_COPIES a run of neighbours on the axis that is copied.
         kept = {*axes, PIPE} if ENDS in axes else set(axes)
         runs = [0]  # of an axis, where each group is a run of neighbours on it
         if grid.copies and HEAD_COPIES in axes and grid.copies[0] not in axes:
@@ -127,12 +129,14 @@ class Tiers:
 
     def step(self, grid: Grid, sender: int, receiver: int) -> _Shape:
         """Two ranks as a group, while every rank in the sender's unit sends as far along the pipe as it does."""
+        # Stages meet at the innermost level that joins them, so a neighbour on the same node costs no network.
         number = self.meeting(sender, receiver)
         level, size = self.levels[number], self.sizes[number]
         far = grid.coordinates(receiver)[PIPE] - grid.coordinates(sender)[PIPE]
         first = sender // size * size
         unit = range(first, min(first + size, grid.world_size))
         places = [(rank, grid.coordinates(rank)) for rank in unit]
+        # All senders of the unit share its links while the pipeline is full.
         sends = [(rank, place | {PIPE: place[PIPE] + far}) for rank, place in places]
         crossing = sum(
             self.meeting(rank, grid.rank(to)) == number for rank, to in sends if 0 <= to[PIPE] < grid.size(PIPE)
@@ -140,8 +144,12 @@ class Tiers:
         span = _Span(2, 1, 1, 2, level.latency_seconds, level.share(crossing, 2, 1), level.kind == "ring")
         return _Shape(2, (span,), close=number == 0 or abs(receiver - sender) == 1)
 
-    def _even(self, grid: Grid) -> bool:
-        """True where units and the grid's inner axes divide each other all the way, so that all groups lie alike."""
+    def _is_even(self, grid: Grid) -> bool:
+        """True where units and the grid's inner axes divide each other all the way, so that all groups lie alike.
+
+        Then one group answers for a million ranks. Nodes of six are the counterexample: rank 0's group of four stays
+        inside of a node, and the next one crosses.
+        """
         for size in self.sizes:
             left = min(size, grid.world_size)
             for _, axis in reversed(grid.nesting):
@@ -225,6 +233,7 @@ class ClusterNetwork:
         self._seconds: dict[tuple[str, str, int], float] = {}
         self._shapes_of_steps: dict[tuple[int, int], _Shape] = {}
         outermost = self._tiers.sizes[-1]
+        # On one node all ranks share its cores; between nodes only those of one do.
         self._slowdown = cluster.oversubscription(min(grid.world_size, outermost) if outermost > 1 else grid.world_size)
 
     def collective(self, axes: str, verb: str, payload_bytes: int) -> float:
@@ -263,8 +272,10 @@ class ClusterNetwork:
         numbers = sorted(ranks for name, ranks in self._measured if name == verb)
         fewer = [number for number in numbers if number <= num_ranks]
         more = [number for number in numbers if number >= num_ranks]
+        # No extrapolation over ranks: beyond them algorithms change, which the model knows.
         if not fewer or not more:
             return None
+        # Each measurement has its own ranks' share of the cores in it already: that is taken out, this run's put in.
         cores = self._cluster.oversubscription
         points = [
             (number, timed(self._measured[verb, number], payload_bytes) * self._slowdown / cores(number))
@@ -280,6 +291,7 @@ def timed(points: Sequence[tuple[float, float]], x: float) -> float:
         return points[0][1]
     x0, y0 = points[after - 1]
     if after == len(points):
+        # Beyond the largest payload its bandwidth holds.
         return y0 * x / x0
     x1, y1 = points[after]
     return y0 * exp(log(y1 / y0) * log(x / x0) / log(x1 / x0))
@@ -296,6 +308,7 @@ def _least_bandwidth(shape: _Shape) -> float:
 
 def _ring_latency(shape: _Shape) -> float:
     """The latencies between the first and the last of a ring that is cut open at its quickest step."""
+    # n ranks make n steps around, of which a collective takes n - 1 (NCCL's tuning.cc counts inner and outer apart).
     return sum(span.hops * span.latency for span in shape.spans) - min(span.latency for span in shape.spans)
 
 
@@ -314,7 +327,11 @@ def _all_gather(shape: _Shape, payload_bytes: float) -> float:
 
 
 def _all_reduce(shape: _Shape, payload_bytes: float) -> float:
-    """Inside of each unit a reduce-scatter, its mirror afterwards; between them the same one level further out."""
+    """Twice a reduce-scatter: around one ring, or level by level.
+
+    Level by level each unit sums inside, one level further out the same goes on with the sums, and the results come
+    back. A tree moves the whole payload at each step and wins where latency counts: small payloads, many units.
+    """
     levels = sum(min(_ring_of_units(span, payload_bytes), _tree_of_units(span, payload_bytes)) for span in shape.spans)
     return 2 * min(_ring(shape, payload_bytes), levels)
 
@@ -327,8 +344,10 @@ def _broadcast(shape: _Shape, payload_bytes: float) -> float:
 def _all_to_all(shape: _Shape, payload_bytes: float) -> float:
     """Each rank exchanges 1/n of its payload with each other. On a ring of u units its parts pass (u/2)^2 links in
     all, where a switch's pass u - 1."""
+    # Messages to one peer after another, no tree: nothing of a payload is common to two of its receivers.
     seconds = 0.0
     for span in shape.spans:
+        # Every other link of a switch is one hop.
         farther = span.units**2 // 4 / (span.units - 1) if span.ring else 1.0
         part = span.members * payload_bytes / shape.size
         seconds += span.peers * (farther * part / span.bandwidth + span.latency)
@@ -404,12 +423,12 @@ def volumes(
                 )
                 for peer, part in entry.by_peer.items()
             ]
-        split[axis, verb] = sum((_split(rank, ranks_per_node, *send) for send in sends), Volume())
+        volume = Volume()
+        for receivers, messages, sent_bytes in sends:
+            elsewhere = sum(receiver // ranks_per_node != rank // ranks_per_node for receiver in receivers)
+            # Bytes in equal parts to all but the rank itself, messages to itself as well (SUPER counts them).
+            between = sent_bytes * elsewhere // max(1, sum(receiver != rank for receiver in receivers))
+            inside = messages * (len(receivers) - elsewhere)
+            volume += Volume(inside, messages * elsewhere, sent_bytes - between, between)
+        split[axis, verb] = volume
     return split
-
-
-def _split(rank: int, ranks_per_node: int, receivers: Sequence[int], messages: int, sent_bytes: int) -> Volume:
-    """The volume of so many messages to each receiver, bytes in equal parts to all but the rank itself."""
-    elsewhere = sum(receiver // ranks_per_node != rank // ranks_per_node for receiver in receivers)
-    between = sent_bytes * elsewhere // max(1, sum(receiver != rank for receiver in receivers))
-    return Volume(messages * (len(receivers) - elsewhere), messages * elsewhere, sent_bytes - between, between)

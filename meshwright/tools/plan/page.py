@@ -101,21 +101,30 @@ class Scatter:
 
 def write_plan_page(result: SearchResult, path: Path, name: str = "") -> None:
     """`name`: of the run or its model, for the title. Raises ConfigError where it cannot be written."""
+    # Everything on one page, escaped: names of runs and clusters are the user's.
     templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
-    best, job = result.predictions[0], result.job
-    losers = [(strategy_text(one.strategy), layout_text(one.config), why(one, best)) for one in result.losers]
+    best, job, run = result.predictions[0], result.job, result.job.run
+    model = run.model
+    losers = [(strategy_text(one.strategy), layout_text(one.config), why(one, best)) for one in result.runner_ups]
     shown = (*result.predictions, *result.tight)
     page = templates.get_template("page.html").render(
         title=f"{name}: " * bool(name) + f"layouts for {job.devices:,} devices of {job.cluster.name}",
         cluster=job.cluster,
-        about=_about(result),
+        about={
+            "model": f"{model.family}, {model.num_blocks} layers of hidden {model.hidden:,}",
+            "sequence": f"{run.data.lengths.source:,} tokens" if run.data.lengths.source else "none",
+            "batch": f"{run.batch.global_:,} samples a step",
+            "precision": f"{run.precision.level} {run.precision.dtype}",
+            "devices": f"{job.devices:,} of {job.cluster.name}",
+            "planned": date.today().isoformat(),
+        },
         stopped=STOPPED if result.stopped else "",
         said=[line for line in plan_sentences(result) if line != STOPPED],
         rows=[_row(one, result) for one in shown],
         charts=(_seconds(shown), _memory(shown)),
         scatter=_scatter(result),
-        losers=[*losers, *((strategy_text(one), "", NOT_LOOKED_AT) for one in result.unseen)],
-        paste=words_to_paste(best.config, job.run),
+        losers=[*losers, *((strategy_text(one), "", NOT_LOOKED_AT) for one in result.not_reached)],
+        paste=words_to_paste(best.config, run),
         run=dump_config(best.config),
         looked_at=looked_at(result),
         words=WORDS,
@@ -125,20 +134,6 @@ def write_plan_page(result: SearchResult, path: Path, name: str = "") -> None:
         path.write_text(page, encoding="utf-8")
     except OSError as error:
         raise ConfigError.of("--page", path, f"cannot be written ({error.strerror})", "a path that can") from error
-
-
-def _about(result: SearchResult) -> dict[str, str]:
-    """The question: which model, how long, how many, where, when."""
-    run, job = result.job.run, result.job
-    model = run.model
-    return {
-        "model": f"{model.family}, {model.num_blocks} layers of hidden {model.hidden:,}",
-        "sequence": f"{run.data.lengths.source:,} tokens" if run.data.lengths.source else "none",
-        "batch": f"{run.batch.global_:,} samples a step",
-        "precision": f"{run.precision.level} {run.precision.dtype}",
-        "devices": f"{job.devices:,} of {job.cluster.name}",
-        "planned": date.today().isoformat(),
-    }
 
 
 def _row(one: Prediction, result: SearchResult) -> tuple[str, ...]:
@@ -155,15 +150,16 @@ def _row(one: Prediction, result: SearchResult) -> tuple[str, ...]:
 def _scatter(result: SearchResult) -> Scatter:
     """All that was predicted, by seconds from left to right and by memory from below."""
     device, width, height = result.job.cluster.device.memory_bytes, Scatter.width, Scatter.height
-    slowest = max(one.seconds for one in result.every)
-    fastest = min(one.seconds for one in result.every)
+    slowest = max(one.seconds for one in result.predicted)
+    fastest = min(one.seconds for one in result.predicted)
+    # At least a twentieth of the slowest, or layouts that are nearly equal would look far apart.
     span, room = max(slowest - fastest, 0.05 * slowest), device * 1.05
 
     def place(seconds: float, size: float) -> tuple[float, float]:
         return 80 + (width - 120) * (seconds - fastest) / span, 15 + (height - 55) * (1 - size / room)
 
     dots = []
-    for one in result.every:
+    for one in result.predicted:
         x, y = place(one.seconds, one.worst_memory)
         told = f"{layout_text(one.config)}: {seconds_text(one.seconds)}, {bytes_text(one.worst_memory)}"
         dots.append(Dot(x, y, verdict(one.fullest, one.cluster), told))
@@ -194,6 +190,7 @@ def _memory(predictions: tuple[Prediction, ...]) -> StackedBars:
         parts = one.fullest.parts
         told = {name: bytes_text(size) for name, size in parts.items()}
         total, fullness = bytes_text(one.worst_memory), verdict(one.fullest, one.cluster)
+        # The device's edge stands a little inside of the picture, so that a tight bar is seen to end before it.
         bars.append(_bar(one, parts, device / 0.97, told, total, fullness))
     return StackedBars("The fullest device's memory, by part", _PARTS, tuple(bars), 97.0)
 

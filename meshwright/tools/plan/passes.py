@@ -97,7 +97,10 @@ def tasks_of_stages(config: Config, costs: TaskCosts, latency: Latency, some: in
     """Each stage's tasks of a step that has only `some` microbatches, in the order in which they begin."""
     phase = phase_of(config, costs, latency)
     spans = phase.simulated(some).timeline.spans
-    return [[_task_of(span) for span in spans if span.stage == stage] for stage in range(phase.stages)]
+    tasks: list[list[Task]] = [[] for _ in range(phase.stages)]
+    for span in spans:
+        tasks[span.stage].append(Task(TaskKind(span.name[0]), span.microbatch or 0, span.chunk))
+    return tasks
 
 
 class PipelinePhase:
@@ -115,7 +118,7 @@ class PipelinePhase:
         self.rule, self.placement, self.stages = rule, placement, placement.num_stages
         self.count, self.pace = count, pace
         self.tasks_of_one = placement.num_positions * len(rule.kinds)
-        self.costs = cache(lambda *key: _in_ticks(costs(*key)))
+        self.costs = cache(lambda *key: replace(cost := costs(*key), seconds=_ticks(cost.seconds)))
         self.latency = cache(lambda start, end: _ticks(latency(start, end)))
         self.fills = rule.limit_at(0, placement, count) == count * placement.num_chunks
 
@@ -138,6 +141,7 @@ class PipelinePhase:
             shorter = self.simulated(some) if before else self.beginning
             if some == self.count:
                 return shorter.shown()
+            # Under GPipe the state never comes back: microbatches pile up between the stages.
             known = None if self.fills else self.repeated(some, shorter)
             if known is None and before is not None and self.is_saturated(some, shorter, *before):
                 known = self.line(some, shorter, *before)
@@ -155,6 +159,7 @@ class PipelinePhase:
         some, more = positions + min(positions, 16) + 8, positions // 2 + 8
         left_out = _ROUND if self.placement.num_chunks == 1 else lcm(_ROUND, stages)
         while some < self.count:
+            # So that what is left out is whole periods, and the last microbatches keep their places.
             some += (self.count - some) % left_out
             yield some
             some, more = some + more, 2 * more
@@ -166,6 +171,7 @@ class PipelinePhase:
         begun: list[list[Cost]] = [[] for _ in range(self.stages)]
 
         def seconds(stage: int, task: Task) -> float:
+            # The last simulated microbatch is the step's last, whose gradients become whole.
             index = task.microbatch if task.microbatch < some - 1 else self.count - 1
             cost = self.costs(at(stage, task.chunk), task.kind, place(index, self.count))
             begun[stage].append(cost)  # a stage's tasks begin in the order in which the clock asks
@@ -180,7 +186,15 @@ class PipelinePhase:
         for span in timeline.spans:  # in the order in which they begin
             last[span.stage] = span
             busy[span.stage] += span.seconds
-        return Passes(timeline.total_seconds, timeline, tuple(last), tuple(map(_peak, begun)), tuple(busy))
+        peaks = []
+        for costs in begun:
+            live = kept = most = 0
+            for cost in costs:
+                most = max(most, live + cost.peak_bytes)  # a task's peak stands on what those before it have kept
+                live += cost.kept_bytes
+                kept = max(kept, live)
+            peaks.append(Peak(kept, most))
+        return Passes(timeline.total_seconds, timeline, tuple(last), tuple(peaks), tuple(busy))
 
     def repeated(self, some: int, shorter: Passes) -> Passes | None:
         """The whole step, if the shorter one has come to repeat itself before its first stage took its last one in."""
@@ -188,6 +202,7 @@ class PipelinePhase:
         if period is None:
             return None
         microbatches, seconds, busy = period
+        # What is left out must be whole periods, so the rest is simulated.
         if rest := (self.count - some) % microbatches:
             shorter = self.simulated(some + rest)
         times = (self.count - some - rest) // microbatches
@@ -217,6 +232,7 @@ class PipelinePhase:
         peaks = longer.peaks
         seconds = as_before = beyond(longer.seconds, shorter.seconds)
         if self.pace is undisturbed:
+            # No step can be faster than its slowest stage, whatever two lengths that are too short may say.
             seconds = max(seconds, (self.count - some) * self.slowest)
         delays = [seconds] * self.stages
         if self.fills:  # a stage whose backward passes are fast ends before the others, and ever longer before them
@@ -231,10 +247,6 @@ class PipelinePhase:
             )
         busy = [beyond(*both) for both in zip(longer.busy, shorter.busy, strict=True)]
         return longer.continued(delays, busy, peaks)
-
-
-def _task_of(span: Span) -> Task:
-    return Task(TaskKind(span.name[0]), span.microbatch or 0, span.chunk)
 
 
 def _period(timeline: Timeline, *, exact: bool) -> tuple[int, float, list[float]] | None:
@@ -252,10 +264,12 @@ def _period(timeline: Timeline, *, exact: bool) -> tuple[int, float, list[float]
     now = taken[-1].start_seconds
     starts = {key: [span.start_seconds for span in spans] for key, spans in tasks.items()}
     begun = {key: bisect_left(times, now) for key, times in starts.items()}
+    # All before are done everywhere and act on nothing any more.
     oldest = max(0, min(begun.values()) - 1)
     slack = 0.0 if exact else _ALIKE * now
     for microbatches in range(1, oldest):
         seconds = now - taken[-1 - microbatches].start_seconds
+        # Counters first, which fail early and cost a bisection each.
         same = all(
             bisect_left(times, now - seconds - slack) == begun[key] - microbatches for key, times in starts.items()
         ) and all(
@@ -274,18 +288,5 @@ def _period(timeline: Timeline, *, exact: bool) -> tuple[int, float, list[float]
     return None
 
 
-def _peak(costs: Sequence[Cost]) -> Peak:
-    live = kept = most = 0
-    for cost in costs:
-        most = max(most, live + cost.peak_bytes)
-        live += cost.kept_bytes
-        kept = max(kept, live)
-    return Peak(kept, most)
-
-
 def _ticks(seconds: float) -> float:
     return round(seconds * _TICKS) / _TICKS
-
-
-def _in_ticks(cost: Cost) -> Cost:
-    return replace(cost, seconds=_ticks(cost.seconds))

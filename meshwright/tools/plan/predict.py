@@ -128,12 +128,14 @@ class Planner:
         tensors what its process holds, where they fit."""
         run = self._run(config)
         memory = run.memory(run.passes(brief=True))
+        # A replay costs 0.1 s: what tensors alone rule out does not see it.
         if all(each.total <= self.cluster.device.memory_bytes for each in memory):
             memory = held_by_processes(run, memory, run.sent)
         return max(memory, key=lambda each: each.total)
 
     def _run(self, config: Config) -> TimedRun:
         """The resolved run; the last one is at hand."""
+        # A search asks for least_memory first, then for the prediction of the same layout.
         if self._last is None or self._last[0] != config:
             check(config)
             resolved = self.resolved(config)
@@ -144,6 +146,7 @@ class Planner:
         """A rank's pace. On a machine (with `cores`) all ranks share it, elsewhere as many as a node has."""
         ranks = config.layout.world_size
         if self.cluster.cores is None:
+            # Between nodes ranks share no cores.
             ranks = min(ranks, self.cluster.devices_per_node)
         key = ranks, config.precision.tf32, devices_per_host
         if key not in self._timers:
@@ -161,6 +164,7 @@ class Planner:
         """The run's; of `auto` the one that it becomes on a machine like the cluster."""
         if config.layout.transport != "auto":
             return config.layout.transport
+        # As the run's own auto decides: MPI on CPUs where there is any, never for what lives inside torch.distributed.
         carried = self.cluster.device.kind == "cpu" and config.layout.data.strategy.over_mpi
         return "mpi" if carried and "mpi" in self.cluster.links else "torch"
 
@@ -171,6 +175,7 @@ class Planner:
     def resolved(self, config: Config) -> Config:
         """The config as a run resolves it on a machine like the cluster, where each rank has a device's memory."""
         device = self.cluster.device
+        # What the run would read of its own machine, of which a device's share beside its context is free.
         machine = Machine(
             cores=self.cluster.cores or 1, memory=device.memory_bytes - self.context(config), shared=False
         )
@@ -188,6 +193,7 @@ class Planner:
         placement, count = placement_of(config), config.num_microbatches
         key = costs, placement, pipeline.schedule, pipeline.limit, count
         if key not in self._partitions:
+            # The run's own function, so that planned and real stages are the same.
             self._partitions[key] = fastest(costs, placement, rule_of(config), count)
         return self._partitions[key]
 
@@ -221,6 +227,7 @@ class Planner:
     def microbatch_bytes(self, config: Config) -> Sequence[int]:
         """Counted by the run's own function, so that both decide alike: recordings differ by some percent."""
         layout, device = config.layout, self.cluster.device
+        # Replicas hold the same microbatches, so their number is no part of the key.
         axes = tuple(axis for axis in layout.axes if axis[0] not in REPLICA_AXES)
         key = (
             config.model, config.data, config.precision, config.micro, config.memory, layout.layer, axes,
@@ -233,6 +240,7 @@ class Planner:
     def stages(self, config: Config) -> list[StagePlan]:
         """A layout's stages. Until somebody has decided how 2-D operands travel, they keep no gathered weights."""
         if config.memory.summa == "auto":
+            # What decides the operands' way asks for the stages' memory first.
             config = with_field(config, "memory.summa", "whole")
         return compose_stages(config, self.recordings, self.partition(config))
 

@@ -60,6 +60,7 @@ def planned_run(run: Path | None, named: NamedRun, words: Sequence[str], cluster
         raise ConfigError.of("run", "nothing", "is given", "RUN.yaml, or --model NAME --sequence N --batch N")
     if run is None:
         return named.config(words, cluster), words
+    # What the run's data reads need not be here: only shapes matter to a plan.
     return load_undecided(run, words, elsewhere=True), words
 
 
@@ -69,11 +70,13 @@ def words_to_paste(best: Config, run: Config) -> str:
     fields = [choice.field for choice in CHOICES]
     before = dict(_leaves("", run.model_dump(mode="json", by_alias=True)))
     after = {name: value for name, value in _leaves("", dump_tree(best)) if is_fixed(name, fields)}
-    return " ".join(
-        shlex.quote(f"{name}={_flow(value)}")
-        for name, value in after.items()
-        if name not in before or before[name] != value
-    )
+    words = []
+    for name, value in after.items():
+        if name not in before or before[name] != value:
+            # YAML in one word, without the "..." that ends a plain scalar's document.
+            flow = yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("...")
+            words.append(shlex.quote(f"{name}={flow.strip().replace(', ', ',')}"))
+    return " ".join(words)
 
 
 def _leaves(prefix: str, tree: Any) -> Iterator[tuple[str, Any]]:
@@ -82,12 +85,6 @@ def _leaves(prefix: str, tree: Any) -> Iterator[tuple[str, Any]]:
             yield from _leaves(f"{prefix}.{name}" if prefix else name, inner)
     else:
         yield prefix, tree
-
-
-def _flow(value: object) -> str:
-    """A value as YAML in one word."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("...")
-    return text.strip().replace(", ", ",")
 
 
 @contextmanager

@@ -149,13 +149,20 @@ class Recorder(LiveBytes):
         self, op: Any, args: tuple[Any, ...], given: list[Tensor], results: list[Tensor], new: list[Tensor]
     ) -> None:
         name, mutates, overwrites = _facts(op)
+        # A view makes no storage and writes nothing: torch launches no kernel for it.
         if name not in NOTHING and (new or mutates or not results):
+            # An out= overload is also given what it writes, last, and does not read it.
             given = given[: len(given) - len(results)] if overwrites else given
-            causal = name in ATTENTIONS and _is_causal(op, args)
-            kernel = _kernel(name, args, given, results, self._ledger.times, causal=causal)
+            kernel = _kernel(op, name, args, given, results, self._ledger.times)
             if name == "add" and self._dropped in {x.untyped_storage()._cdata for x in given}:
-                kernel = _fused(self._events.pop(), kernel, _size_bytes(results[0]))
+                # One kernel for dropout and the residual's sum: what the first would write and the second read back
+                # never goes through memory. Here and not on tensors, since a dropout may have no sum after it.
+                dropout = self._events.pop()
+                assert isinstance(dropout, Kernel)
+                touched = dropout.touched_bytes + kernel.touched_bytes - 2 * _size_bytes(results[0])
+                kernel = replace(dropout, touched_bytes=touched)
             self._events.append(kernel)
+            # native_dropout gives its output and its mask; the sum reads the first.
             drops = self._fuses_dropout and name == "native_dropout"
             self._dropped = results[0].untyped_storage()._cdata if drops else None
 
@@ -178,6 +185,7 @@ class Recorder(LiveBytes):
     @contextmanager
     def program(self, ledger: Ledger) -> Iterator[Callable[[], Program]]:
         """Record what is done inside; the function that it gives makes the program of it, afterwards."""
+        # Peak and kept bytes are counted from what is alive now: earlier tasks' activations are theirs.
         before = self.live
         self._events, self.peak, self._ledger, self._dropped = [], before, ledger, None
         ledger.traffic.clear()
@@ -194,58 +202,44 @@ class Recorder(LiveBytes):
 
 @cache
 def _facts(op: Any) -> tuple[str, bool, bool]:
-    """An operation's name, whether it writes to what it is given, and whether it reads none of what it writes, which is
-    given last."""
-    schema = op._schema
+    """(name, whether it mutates an argument, whether it is an out= overload, whose last arguments are written alone)"""
+    schema = op._schema  # asked of torch once an operation: a search records millions of calls
     return schema.name.removeprefix("aten::"), schema.is_mutable, bool(_OUT.fullmatch(schema.overload_name))
-
-
-def _is_causal(op: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a fused attention leaves out what lies above the diagonal; trailing defaults are not among `args`."""
-    index = [argument.name for argument in op._schema.arguments].index("is_causal")
-    return index < len(args) and bool(args[index])
-
-
-def _kernel(
-    name: str, args: tuple[Any, ...], given: list[Tensor], results: list[Tensor], times: int, *, causal: bool
-) -> Kernel:
-    moved = _moved(name, given, results)
-    touched = sum(_size_bytes(x) for x in moved)
-    largest = max((x.numel() for x in moved), default=0)
-    dtype = _DTYPES.get((results or given)[0].dtype, "float32") if results or given else "float32"
-    flops, side = _products(name, args)
-    if causal:
-        flops /= 2
-    return Kernel(_kind(name), flops, touched, largest, dtype, side, times)
-
-
-def _fused(first: _Event, second: Kernel, passed_bytes: int) -> Kernel:
-    """One kernel for two, where the second reads what the first writes: so many bytes, which neither moves then."""
-    assert isinstance(first, Kernel)
-    return replace(first, touched_bytes=first.touched_bytes + second.touched_bytes - 2 * passed_bytes)
-
-
-def _moved(name: str, given: list[Tensor], results: list[Tensor]) -> list[Tensor]:
-    """Tensors of the sizes that are read and written."""
-    if name in LOOKUPS:
-        return [*given[1:], *results, *results]
-    if name in UPDATES:
-        return [*given[1:], *given[-1:], *given[-1:]]
-    return [*given, *results]
 
 
 _DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def _kind(name: str) -> KernelKind:
-    if name in _PRODUCTS or name in CONVOLUTIONS:
-        return "product"
+def _kernel(
+    op: Any, name: str, args: tuple[Any, ...], given: list[Tensor], results: list[Tensor], times: int
+) -> Kernel:
+    """The kernel of an operation: its kind, its floating-point operations, the bytes that it reads and writes."""
+    if name in LOOKUPS:  # of a table it reads the rows that it copies, and no others
+        moved = [*given[1:], *results, *results]
+    elif name in UPDATES:  # of a table it reads and writes the rows of the last argument
+        moved = [*given[1:], *given[-1:], *given[-1:]]
+    else:
+        moved = [*given, *results]
+    touched = sum(_size_bytes(x) for x in moved)
+    largest = max((x.numel() for x in moved), default=0)
+    dtype = _DTYPES.get((results or given)[0].dtype, "float32") if results or given else "float32"
+    flops, side = _products(name, args)
     if name in ATTENTIONS:
-        return "attention"
-    made = name.removesuffix("_")  # in place, or anew
-    if made in SPECIAL:
-        return "special"
-    return "random" if made in RANDOM else "element"
+        # A fused causal attention leaves out the tiles above the diagonal, half of its products.
+        causal = [argument.name for argument in op._schema.arguments].index("is_causal")
+        if causal < len(args) and args[causal]:  # trailing defaults are not among `args`, and is_causal's is False
+            flops /= 2
+    fresh = name.removesuffix("_")  # the same function in place has the same kernel
+    kind: KernelKind = "element"
+    if name in _PRODUCTS or name in CONVOLUTIONS:
+        kind = "product"
+    elif name in ATTENTIONS:
+        kind = "attention"
+    elif fresh in SPECIAL:
+        kind = "special"
+    elif fresh in RANDOM:
+        kind = "random"
+    return Kernel(kind, flops, touched, largest, dtype, side, times)
 
 
 def _products(name: str, args: tuple[Any, ...]) -> tuple[float, float]:
@@ -256,11 +250,13 @@ def _products(name: str, args: tuple[Any, ...]) -> tuple[float, float]:
         columns = args[first + 1].shape[-1]
         return 2.0 * math.prod(batch) * rows * inner * columns, float(rows * inner * columns) ** (1 / 3)
     if name in ATTENTIONS:
+        # Forward Q K' and P V; backward recomputes the scores and makes dQ, dK, dV and dP: five products for two.
         first, times = ATTENTIONS[name]
         query, key = args[first], args[first + 1]
         batch, heads, rows, width = query.shape
         return times * 4.0 * batch * heads * rows * key.shape[2] * width, float(rows * width * key.shape[2]) ** (1 / 3)
     if name in CONVOLUTIONS:
+        # As matrix products over patches: [B x positions, channels a group x kernel] times [.., channels out].
         times = CONVOLUTIONS[name]
         x, weight = args[times - 1], args[times]
         rows, inner = x.shape[0] * math.prod(x.shape[2:]), math.prod(weight.shape[1:])
@@ -298,7 +294,7 @@ def _interpolated_event(one: _Event, other: _Event, share: float) -> _Event | No
     """None for events of two kinds."""
 
     def between(small: float, large: float) -> float:
-        return max(0.0, small + share * (large - small))
+        return max(0.0, small + share * (large - small))  # before the small one a line may fall below nothing
 
     if type(one) is not type(other):
         return None
@@ -311,11 +307,13 @@ def _interpolated_event(one: _Event, other: _Event, share: float) -> _Event | No
             round(between(one.touched_bytes, other.touched_bytes)),
             round(between(one.elements, other.elements)),
             one.dtype,
+            # mnk grows in proportion to samples, its cube root does not.
             between(one.side**3, other.side**3) ** (1 / 3),
             one.times,
         )
     if isinstance(one, Start) and isinstance(other, Start):
         if (one.axes, one.verb, one.times) != (other.axes, other.verb, other.times):
             return None
+        # The verb and the comm are the layout's; only what travels grows with samples.
         return replace(one, payload_bytes=round(between(one.payload_bytes, other.payload_bytes)))
     return one

@@ -46,6 +46,7 @@ DISTINCT = 3
 """Places in a step that a microbatch can have: first, between, last."""
 
 _ALL = 2**60
+# A recording's bucket holds every parameter: only the views into which linears write their gradients matter there.
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,12 @@ class Recording:
         """This part so many layers further on."""
         if layers == 0:
             return self
-        moved = (replace(parameter, name=_moved(parameter.name, layers)) for parameter in self.parameters)
-        return replace(self, parameters=tuple(moved))
+        moved = []
+        for parameter in self.parameters:
+            layer, inner = split_name(parameter.name)
+            name = parameter.name if layer is None else f"blocks.{layer + layers}.{inner}"
+            moved.append(replace(parameter, name=name))
+        return replace(self, parameters=tuple(moved))  # the programs are shared: equal layers send and hold the same
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,7 @@ class Outline:
 
 def place(microbatch: int, num_microbatches: int) -> int:
     """Which of a part's programs a microbatch runs."""
+    # The last makes gradients whole, also where it is the first or second of a short step.
     if microbatch == num_microbatches - 1:
         return min(num_microbatches, DISTINCT) - 1
     return min(microbatch, 1)
@@ -156,9 +162,10 @@ class Recordings:
             alike = self.outline(config).alike
             first = alike[chunk.layers[0]]
             if all(alike[layer] == first for layer in chunk.layers):  # then those after the first of its kind are too
+                # The programs of like layers are one; only the parameters' names differ.
                 further = chunk.layers[0] - first
                 chunk = replace(chunk, layers=range(first, first + len(chunk.layers)))
-        key = (chunk, incoming, *_what_matters(config))
+        key = (chunk, incoming, *_recording_key(config))
         if key not in self._recorded:
             software = self._software
             recorder, on_device = software.recorder(), software.on_device(self._kind)
@@ -175,12 +182,15 @@ def parameters_in(model: nn.Module) -> tuple[Parameter, ...]:
     )
 
 
-def _what_matters(config: Config) -> tuple[Hashable, ...]:
+def _recording_key(config: Config) -> tuple[Hashable, ...]:
     """All of a config that changes a part's programs."""
     layout, recompute = config.layout, config.memory.recompute
     replicas = layout.data if layout.data.strategy.unplanned else None  # whose forward passes wait for each other
+    # Numbers of replicas and of stages change no part: one recording serves them all, which makes a search possible.
     axes = tuple(axis for axis in layout.axes if axis[0] not in (*REPLICA_AXES, PIPE))
+    # The size of recomputed groups is in the chunk already.
     groups = recompute if recompute in ("none", "selective") else "groups"
+    # One microbatch is first and last at once, of two none lies between.
     microbatches = min(config.num_microbatches, DISTINCT)
     return (
         config.model, config.data, layout.layer, axes, config.micro, config.precision.level, config.precision.dtype,
@@ -189,6 +199,7 @@ def _what_matters(config: Config) -> tuple[Hashable, ...]:
 
 
 def _outline(config: Config) -> Outline:
+    # Whole parameters, so that the outline is the same under every layout.
     kit, costs = SerialKit(solo_mesh(torch.device("meta"))), chain_of(config).products(config)
     model = make_chain(config, kit)
     parts: dict[int, list[Hashable]] = {layer: [cost] for layer, cost in enumerate(costs.layers)}
@@ -197,30 +208,19 @@ def _outline(config: Config) -> Outline:
         layer, inner = split_name(name)
         if layer is not None:
             parts[layer].append((inner, tuple(parameter.shape)))
-    first: dict[Hashable, int] = {}
-    alike = tuple(first.setdefault(tuple(part), layer) for layer, part in parts.items())
+    alike: list[int] = []
+    for layer, part in parts.items():
+        # Only neighbours count as alike, so that a chunk of like layers is always some layers after a recorded one.
+        goes_on = layer > 0 and parts[layer - 1] == part
+        alike.append(alike[-1] if goes_on else layer)
     specs = [shard_specs(make_chain(config, kit, link)) for link in links(config.model.num_blocks)]
-    return Outline(_contiguous(alike), {name: index for index, name in enumerate(names)}, parameters_of(*specs))
-
-
-def _contiguous(alike: tuple[int, ...]) -> tuple[int, ...]:
-    """Only neighbours count as alike, so that what is like a run's first layer lies behind it."""
-    runs: list[int] = []
-    for layer, first in enumerate(alike):
-        goes_on = layer > 0 and alike[layer - 1] == first
-        runs.append(runs[-1] if goes_on else layer)
-    return tuple(runs)
-
-
-def _moved(name: str, layers: int) -> str:
-    layer, inner = split_name(name)
-    return name if layer is None else f"blocks.{layer + layers}.{inner}"
+    return Outline(tuple(alike), {name: index for index, name in enumerate(names)}, parameters_of(*specs))
 
 
 def _record(
     config: Config, recorder: Recorder, on_device: AsOnDevice, chunk: Chunk, incoming: Forms, imbalance: float
 ) -> Recording:
-    """Run a part's tasks for each place of a microbatch."""
+    """Run a part's tasks for each place of a microbatch, on one replica and stage: compose.py adds what these send."""
     layout = config.layout
     alone = (PIPE,) if layout.data.strategy.unplanned else (*REPLICA_AXES, PIPE)
     grid = Grid(tuple((name, 1 if name in alone else size) for name, size in layout.axes), config.copies)
@@ -234,14 +234,14 @@ def _record(
     with_b: set[str] = set()
 
     def announced(parameter: nn.Parameter) -> None:
-        if gradients.defers:
+        if gradients.defers:  # W is put off, so this gradient came with B, as a norm's does
             with_b.add(names[parameter])
 
     gradients = Gradients(gradient_views(buckets), announced)
     use_gradients(model, gradients)
     sync = layout.data.strategy
     strategy = load_entry(sync.synchroniser)([], mesh, load_entry(sync.policy)())
-    strategy.expect(False)
+    strategy.expect(False)  # no bucket leaves: sums of gradients are programs of their own (buckets.py)
     run, leads = strategy.forward if chunk.last else run_model, layout.tensor.leading_ranks
     stage = Stage(model, gradients, run=run, autocasts=autocasts_of(config, mesh))
     programs: dict[TaskKind, list[Program]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}
@@ -255,10 +255,10 @@ def _record(
             outgoing = stage.forward(index, given, batch, scales)
         programs[TaskKind.FORWARD].append(replace(recorded(), leads=leads))
         forms = () if chunk.last else tuple(TensorMeta(tuple(x.shape), x.dtype) for x in outgoing)
-        recomputes = model.run_group is recomputed and len(chunk.layers) > 0
+        recomputes = model.run_group is recomputed and len(chunk.layers) > 0  # its second forward pass reads it again
         holds_input = recomputes or any(x.untyped_storage()._cdata in saved for x in given)
         alive = recorder.live
-        del outgoing
+        del outgoing  # what goes now is what its reader will free, not what autograd keeps
         output_bytes = alive - recorder.live
         leaving[TaskKind.FORWARD].append(frozenset(number for number, _ in recorder.taken_memory()))
         coming = tuple(torch.empty(form.shape, dtype=form.dtype, device="meta") for form in forms)
@@ -266,17 +266,17 @@ def _record(
             returned = stage.backward(index, coming, defers=splits(config))
         programs[TaskKind.BACKWARD].append(replace(recorded(), leads=leads))
         watched = [[weakref.ref(x.untyped_storage()) for x in tensors] for tensors in (given, coming)]
-        del returned, coming, given
+        del returned, coming, given  # what the weak references still see, pending weight gradients hold
         leaving[TaskKind.BACKWARD].append(frozenset(number for number, _ in recorder.taken_memory()))
-        kept_input, kept_gradient = (sum(_alive_bytes(ref()) for ref in refs) for refs in watched)
+        kept_input, kept_gradient = (sum(x.nbytes() for ref in refs if (x := ref()) is not None) for refs in watched)
         if splits(config):
             with recorder.program(mesh.ledger) as recorded:
                 stage.weights(index, final=index == count - 1)
             programs.setdefault(TaskKind.WEIGHT, []).append(replace(recorded(), leads=leads))
     by_kind = {kind: tuple(each) for kind, each in programs.items()}
-    parameters = _with_facts(model, chunk, buckets, saved, with_b)
     left = {kind: tuple(each) for kind, each in leaving.items()}
-    return Recording(by_kind, parameters, forms, output_bytes, holds_input, kept_input, kept_gradient, left)
+    held = _with_facts(model, chunk, buckets, saved, with_b)
+    return Recording(by_kind, held, forms, output_bytes, holds_input, kept_input, kept_gradient, left)
 
 
 def _with_facts(
@@ -304,7 +304,3 @@ def _seeing(saved: dict[int, set[int]]) -> torch.autograd.graph.saved_tensors_ho
         return x
 
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
-
-
-def _alive_bytes(storage: torch.UntypedStorage | None) -> int:
-    return 0 if storage is None else storage.nbytes()

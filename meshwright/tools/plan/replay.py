@@ -19,10 +19,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from meshwright.memory.offload import state_bytes
+from meshwright.memory.offload import SINGLE, state_bytes
 from meshwright.pipeline.task import Task, TaskKind
 from meshwright.tools.plan.allocator import Allocator, MemoryBlock
-from meshwright.tools.plan.buckets import PlannedBucket, passing_bytes, slots_of
+from meshwright.tools.plan.buckets import passing_bytes, slots_of
 from meshwright.tools.plan.compose import ChunkPlan, Composition
 from meshwright.tools.plan.recorder import MemoryEvents
 from meshwright.tools.plan.recordings import Recording, place
@@ -56,10 +56,18 @@ class StageReplay:
         """Replay steps of these tasks, of a step of at least that many microbatches. Raises OutOfDeviceMemory."""
         self._build()
         for step in range(REPLAYED_STEPS):
-            self._open(tasks)
+            for name, kind in (("activation", TaskKind.FORWARD), ("gradient", TaskKind.BACKWARD)):
+                own = [(task, self._message_bytes(task)) for task in tasks if task.kind is kind]
+                # Memory is posted before anybody knows which message comes: each has room for the largest (mailbox.py).
+                most = max((size for _, size in own), default=0)
+                keys = [((name, task.chunk, task.microbatch), most) for task, size in own if size]
+                self._messages[name] = iter(keys)
+                for _ in range(self._ahead):
+                    self._take(*next(self._messages[name], _NOTHING))
             passing = self._taken("passing", passing_bytes(self._buckets))
             for task in tasks:
                 last = task.microbatch == num_microbatches - 1
+                # The last of the few stands for the step's last, whose gradients become whole.
                 index = self._run.config.num_microbatches - 1 if last else task.microbatch
                 self._task(task, place(index, self._run.config.num_microbatches))
             self._drop(passing)
@@ -73,6 +81,7 @@ class StageReplay:
         for index, bucket in enumerate(self._buckets):
             self._take(("values", index), bucket.size_bytes)
             self._take(("gradients", index), bucket.gradient_bytes)
+            # As the run builds: only one bucket at a time is there twice, in its parameters and by itself.
             self._drop(("parameter", name) for name in bucket.names)
         if config.memory.offload.to == "none":
             for index, bucket in enumerate(self._buckets):
@@ -82,15 +91,6 @@ class StageReplay:
             self._take(("staging", 0), half)
             self._take(("staging", 1), half)
         self._take(("tied",), self._plan.apart_bytes(config))
-
-    def _open(self, tasks: Sequence[Task]) -> None:
-        """The messages of a step, in the order in which tasks read them; the first ones have memory."""
-        for name, kind in (("activation", TaskKind.FORWARD), ("gradient", TaskKind.BACKWARD)):
-            own = [(task, self._message_bytes(task)) for task in tasks if task.kind is kind]
-            most = max((size for _, size in own), default=0)
-            self._messages[name] = iter([((name, task.chunk, task.microbatch), most) for task, size in own if size])
-            for _ in range(self._ahead):
-                self._take(*next(self._messages[name], _NOTHING))
 
     def _message_bytes(self, task: Task) -> int:
         """Bytes of the message that a task begins with."""
@@ -104,29 +104,29 @@ class StageReplay:
         if task.kind is not TaskKind.WEIGHT and self._message_bytes(task):  # it has come, and others may
             self._take(*next(self._messages["activation" if task.kind is TaskKind.FORWARD else "gradient"], _NOTHING))
         if task.kind is TaskKind.FORWARD:
-            self._forward(chunk, units, task, which)
+            for index, unit in enumerate(units):
+                self._replay(task, index, unit, which)
+                if index and not unit.recording.holds_input:  # else its backward pass reads it, and frees it then
+                    self._drop(self._given(units[index - 1], task.kind, task.chunk, index - 1, task.microbatch, which))
+            if not chunk.hands_on:  # what the last part gives was sent
+                self._drop(self._given(units[-1], task.kind, task.chunk, len(units) - 1, task.microbatch, which))
             return
         for index in reversed(range(len(units))):
             unit = units[index]
             self._replay(task, index, unit, which)
+            # What pending weight gradients need of a part's input, or of the gradient that came back, goes after W.
             waits = {TaskKind.BACKWARD: unit.recording, TaskKind.WEIGHT: None}[task.kind]
             if waits is None or not waits.kept_input_bytes:
-                self._drop(self._read(chunk, units, task, index, which))
+                self._drop(self._inputs(chunk, units, task, index, which))
             if waits is None or not waits.kept_gradient_bytes:
-                self._drop(self._came_back(chunk, units, task, index, which))
+                self._drop(self._gradients(chunk, units, task, index, which))
         if chunk.handed_bytes is None and task.kind is TaskKind.BACKWARD:  # what goes back was sent
             self._drop(self._given(units[0], TaskKind.BACKWARD, task.chunk, 0, task.microbatch, which))
 
-    def _forward(self, chunk: ChunkPlan, units: Sequence[_Unit], task: Task, which: int) -> None:
-        for index, unit in enumerate(units):
-            self._replay(task, index, unit, which)
-            if index and not unit.recording.holds_input:
-                self._drop(self._given(units[index - 1], task.kind, task.chunk, index - 1, task.microbatch, which))
-        if not chunk.hands_on:
-            self._drop(self._given(units[-1], task.kind, task.chunk, len(units) - 1, task.microbatch, which))
-
-    def _read(self, chunk: ChunkPlan, units: Sequence[_Unit], task: Task, index: int, which: int) -> Iterable[Hashable]:
-        """The storages of what a unit was given to read."""
+    def _inputs(
+        self, chunk: ChunkPlan, units: Sequence[_Unit], task: Task, index: int, which: int
+    ) -> Iterable[Hashable]:
+        """The storages of a unit's input: of the unit before, of a message, or of the stage's own chunk before."""
         if index:
             return self._given(units[index - 1], TaskKind.FORWARD, task.chunk, index - 1, task.microbatch, which)
         if chunk.handed_bytes is None:
@@ -134,10 +134,10 @@ class StageReplay:
         before = self._units[task.chunk - 1]
         return self._given(before[-1], TaskKind.FORWARD, task.chunk - 1, len(before) - 1, task.microbatch, which)
 
-    def _came_back(
+    def _gradients(
         self, chunk: ChunkPlan, units: Sequence[_Unit], task: Task, index: int, which: int
     ) -> Iterable[Hashable]:
-        """The storages of the gradient that came back to a unit."""
+        """The storages of the gradient of a unit's output, mirrored: of the unit after, a message, the chunk after."""
         if index < len(units) - 1:
             return self._given(units[index + 1], TaskKind.BACKWARD, task.chunk, index + 1, task.microbatch, which)
         if not chunk.hands_on:
@@ -175,7 +175,11 @@ class StageReplay:
                 for kind in config.optimizer.update.states:
                     self._take((kind, index), bucket.stepped_elements * single)
             for matrix in (True, False):
-                widened = [_widened_bytes(bucket) for bucket in self._buckets if bucket.kind.matrix == matrix]
+                own_buckets = [bucket for bucket in self._buckets if bucket.kind.matrix == matrix]
+                widened = [
+                    bucket.stepped_elements * SINGLE if bucket.summed_in.itemsize < SINGLE else 0
+                    for bucket in own_buckets
+                ]
                 for some in self._software.stepped_together(widened):
                     self._drop([key for place in some for key in self._taken(("widened", place), widened[place])])
         for bucket in self._buckets:
@@ -209,24 +213,16 @@ class _Unit:
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
-        self.crossing = _crossing(recording)
+        # A layer's gathered weights are an example: the first microbatch of a step finds none, the last leaves none.
+        came: dict[int, int] = {}
+        went: dict[int, int] = {}
+        for kind, programs in recording.programs.items():
+            for which, program in enumerate(programs):
+                for number, size in program.memory:
+                    (came if size > 0 else went)[number] = which
+                for number in recording.leaving.get(kind, [()] * len(programs))[which]:
+                    went[number] = which
+        self.crossing = frozenset(number for number, which in came.items() if went.get(number) != which)
 
     def key(self, number: int, chunk: int, index: int, microbatch: int) -> Hashable:
         return (chunk, index, number) if number in self.crossing else (chunk, index, number, microbatch)
-
-
-def _crossing(recording: Recording) -> frozenset[int]:
-    """A layer's gathered weights are an example: the first microbatch of a step finds none, the last leaves none."""
-    came: dict[int, int] = {}
-    went: dict[int, int] = {}
-    for kind, programs in recording.programs.items():
-        for which, program in enumerate(programs):
-            for number, size in program.memory:
-                (came if size > 0 else went)[number] = which
-            for number in recording.leaving.get(kind, [()] * len(programs))[which]:
-                went[number] = which
-    return frozenset(number for number, which in came.items() if went.get(number) != which)
-
-
-def _widened_bytes(bucket: PlannedBucket) -> int:
-    return bucket.stepped_elements * 4 if bucket.summed_in.itemsize < 4 else 0

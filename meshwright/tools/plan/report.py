@@ -26,9 +26,9 @@ from meshwright.tools.plan.answer import (
     verdict,
 )
 from meshwright.tools.plan.buckets import bytes_text
+from meshwright.tools.plan.evaluator import RunnerUp
 from meshwright.tools.plan.predict import Prediction
 from meshwright.tools.plan.question import words_to_paste
-from meshwright.tools.plan.scout import Loser
 from meshwright.tools.plan.search import SearchResult, layout_text
 from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PHASES, PIPELINE
 from meshwright.training.pictures import draw_timelines
@@ -43,6 +43,7 @@ _WIDTH = 120
 
 def check_new(option: str, path: Path | None) -> None:
     """Raises ConfigError where a file is there already: what somebody has planned, or written, is not replaced."""
+    # Asked before a search of minutes, so that its answer is not lost for a file's name.
     if path is not None and path.exists():
         raise ConfigError.of(option, path, "is there already", "another file, or remove it")
 
@@ -74,16 +75,16 @@ def as_dict(result: SearchResult) -> dict[str, Any]:
     """The search as plain values for a script: seconds, bytes, floating-point operations a second and device."""
     best, job = result.predictions[0], result.job
     training = result.training
-    losers = [
+    runner_ups = [
         {
-            "strategy": loser.strategy,
-            "layout": layout_text(loser.config),
-            "seconds": None if loser.prediction is None else loser.prediction.seconds,
-            "memory": loser.memory.parts,
-            "why": why(loser, best),
-            "config": _decided(loser.config),
+            "strategy": runner_up.strategy,
+            "layout": layout_text(runner_up.config),
+            "seconds": None if runner_up.prediction is None else runner_up.prediction.seconds,
+            "memory": runner_up.memory.parts,
+            "why": why(runner_up, best),
+            "config": _decided(runner_up.config),
         }
-        for loser in result.losers
+        for runner_up in result.runner_ups
     ]
     return {
         "cluster": job.cluster.name,
@@ -98,9 +99,9 @@ def as_dict(result: SearchResult) -> dict[str, Any]:
         "counts": asdict(result.counts),
         "layouts": [figures_of(one) | {"config": _decided(one.config)} for one in result.predictions],
         "tight": [figures_of(one) | {"config": _decided(one.config)} for one in result.tight],
-        "losers": losers,
-        "not_looked_at": list(result.unseen),
-        "absent": {kind: str(problem) for kind, problem in result.absent.items()},
+        "losers": runner_ups,
+        "not_looked_at": list(result.not_reached),
+        "absent": {kind: str(problem) for kind, problem in result.illegal.items()},
     }
 
 
@@ -114,9 +115,9 @@ def render(result: SearchResult) -> None:
     console.print(_fastest(result))
     console.print(f"memory of the first: {best.fullest.text}")
     console.print(f"as its process holds it: {best.fullest.held_text}")
-    if result.losers or result.unseen:
-        console.print(_losers(result))
-    for kind, problem in result.absent.items():
+    if result.runner_ups or result.not_reached:
+        console.print(_runner_ups(result))
+    for kind, problem in result.illegal.items():
         console.print(f"no legal layout of kind {kind}: {problem}")
     console.print(looked_at(result))
     if words := words_to_paste(best.config, result.job.run):
@@ -137,10 +138,11 @@ def plan_sentences(result: SearchResult) -> list[str]:
     said.append(sureness(job.cluster, best.config.model.hidden))
     for change in result.changes:
         share = change.seconds / best.seconds - 1
+        # Below half a percent a rounded figure would say +0 %.
         told = "as long" if abs(share) < 0.005 else f"{share:+.0%}"
         said.append(f"With {change.what}: {seconds_text(change.seconds)} ({told}).")
-    if result.lacking is not None:
-        seconds, config, memory = result.lacking
+    if result.nearly_fits is not None:
+        seconds, config, memory = result.nearly_fits
         more = bytes_text(memory.total - job.cluster.device.memory_bytes)
         about = f"{layout_text(config)} would fit, and take about {seconds_text(seconds)}"
         said.append(f"With {more} more a device: {about}.")
@@ -163,6 +165,7 @@ def figures_of(one: Prediction) -> dict[str, Any]:
     """Floating-point operations are those of the model's products: what is recomputed does not count."""
     config, family = one.config, chain_of(one.config)
     samples_per_second = config.batch.global_ / one.seconds
+    # The model's products alone, as papers count MFU: recomputing is no work that anybody asked for.
     flops = family.flops_per_sample(config) * samples_per_second / config.layout.world_size
     peak = one.cluster.device.peak_of(config.precision.dtype, tf32=config.precision.tf32)
     assert peak is not None, f"{config.precision.dtype} was predicted without a peak"
@@ -197,17 +200,17 @@ def _fastest(result: SearchResult) -> Table:
     return table
 
 
-def _losers(result: SearchResult) -> Table:
+def _runner_ups(result: SearchResult) -> Table:
     table = Table(
         "strategy", Column("its best", overflow="fold"), Column("step", justify="right"),
         Column("why", overflow="fold"),
         title="The best of each other strategy, and why it loses",
     )  # fmt: skip
-    for loser in result.losers:
-        seconds = "-" if loser.prediction is None else seconds_text(loser.prediction.seconds)
-        named = strategy_text(loser.strategy)
-        table.add_row(named, layout_text(loser.config), seconds, why(loser, result.predictions[0]))
-    for strategy in result.unseen:
+    for runner_up in result.runner_ups:
+        seconds = "-" if runner_up.prediction is None else seconds_text(runner_up.prediction.seconds)
+        named = strategy_text(runner_up.strategy)
+        table.add_row(named, layout_text(runner_up.config), seconds, why(runner_up, result.predictions[0]))
+    for strategy in result.not_reached:
         table.add_row(strategy_text(strategy), "-", "-", NOT_LOOKED_AT)
     return table
 
@@ -223,26 +226,27 @@ _PHASE_WORDS = {
 }  # fmt: skip
 
 
-def why(loser: Loser, best: Prediction) -> str:
+def why(runner_up: RunnerUp, best: Prediction) -> str:
     """`does not fit: ...`, with the largest part; or `1.30 x as long: most in forward and backward, ...`."""
-    if loser.prediction is None:
-        parts = loser.memory.parts
+    if runner_up.prediction is None:
+        parts = runner_up.memory.parts
+        # The largest part is what a reader could do something about.
         most = max(parts, key=lambda part: parts[part])
-        alone = "" if loser.whole else " before it computes anything"
-        return (
-            f"does not fit: {bytes_text(loser.memory.total)} of {bytes_text(best.cluster.device.memory_bytes)}{alone}, "
-            f"most for {most} ({bytes_text(parts[most])})"
-        )
-    own = loser.prediction
+        alone = "" if runner_up.whole else " before it computes anything"
+        device = bytes_text(best.cluster.device.memory_bytes)
+        needs = f"{bytes_text(runner_up.memory.total)} of {device}{alone}"
+        return f"does not fit: {needs}, most for {most} ({bytes_text(parts[most])})"
+    own = runner_up.prediction
     share = own.seconds / best.seconds
     told = f"{share:.2f} x as long"
     if verdict(own.fullest, own.cluster) != verdict(best.fullest, best.cluster):
         told = f"{verdict(own.fullest, own.cluster)} ({bytes_text(own.worst_memory)}); {told}"
     if not is_difference(share - 1, best.cluster):
         return f"{told}, {NO_DIFFERENCE}"
+    # Seconds and not shares: the phase in which the two steps differ most is the reason.
     later = {phase: own.phases.get(phase, 0.0) - best.phases.get(phase, 0.0) for phase in PHASES}
     phase = max(later, key=lambda name: later[name])
-    stages = loser.config.layout.pipeline.size > 1
+    stages = runner_up.config.layout.pipeline.size > 1
     place = "forward and backward through stages" if stages and phase == PIPELINE else _PHASE_WORDS[phase]
     idle = f", idle {own.idle_share:.1%} of it" if stages else ""
     return f"{told}: most in {place}, {seconds_text(later[phase])} more{idle}" if later[phase] > 0 else told

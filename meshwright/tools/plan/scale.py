@@ -39,8 +39,8 @@ from meshwright.section import field_of, with_field
 from meshwright.tensor.section import TensorSection, Whole
 from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.estimate import Estimates
+from meshwright.tools.plan.evaluator import Keep
 from meshwright.tools.plan.predict import Planner, Prediction
-from meshwright.tools.plan.scout import Keep
 from meshwright.tools.plan.search import layout_text, search
 from meshwright.tools.report.scaling import Line, draw_scaling
 
@@ -84,6 +84,7 @@ class ScaledStrategy:
 def _sections() -> Iterator[TensorSection]:
     """One section of each kind that divides layers and that a planner tries."""
     for section in entries("tensor").values():
+        # The smallest size that a kit has on any of 2 to 64 devices stands for its kind.
         tried = (candidate for devices in range(2, 65) for candidate in section.candidates(devices) if candidate.axes)
         if (first := next(tried, None)) is not None:
             yield first
@@ -162,6 +163,7 @@ def searching(cluster: Cluster, report: ShowProgress = silent) -> Find:
     models: dict[int, Estimates] = {}
 
     def find(config: Config, devices: int, fixed: Collection[str], keep: Keep) -> Prediction | str:
+        # Recordings and estimates are the planner's, and serve every strategy on as many devices.
         known = models.setdefault(devices, Estimates(planner))
 
         def tell(text: str, done: float | None) -> None:
@@ -187,22 +189,23 @@ def scale(question: ScalingQuestion, find: Find) -> Scaling:
         points: list[Point] = []
         first: float | None = None
         for devices, run in runs.items():
-            best = _best(STRATEGIES[name], run, devices, question.given, find)
+            strategy = STRATEGIES[name]
+            # A field that the user has set to another value than the strategy's is an answer: no search is needed.
+            asked = [
+                f"{field_name}={field_of(run, field_name)} was asked for"
+                for field_name, value in strategy.fixed.items()
+                if field_name in question.given and field_of(run, field_name) != value
+            ]
+            fixed = question.given | strategy.fixed.keys()
+            best = asked[0] if asked else find(strategy.applied(run), devices, fixed, strategy.keeps)
             point = Point(name, devices, run.batch.global_, best)
             if (rate := point.samples_per_second) is not None:
+                # Efficiency is relative to the strategy's own first point, as in the papers' figures.
                 first = rate / devices if first is None else first
                 point = replace(point, efficiency=rate / devices / first)
             points.append(point)
         curves.append(tuple(points))
     return Scaling(question.cluster, question.mode, tuple(curves))
-
-
-def _best(strategy: ScaledStrategy, run: Config, devices: int, given: frozenset[str], find: Find) -> Prediction | str:
-    """The strategy's best layout, unless the user has fixed another value of what it fixes."""
-    for name, value in strategy.fixed.items():
-        if name in given and field_of(run, name) != value:
-            return f"{name}={field_of(run, name)} was asked for"
-    return find(strategy.applied(run), devices, given | strategy.fixed.keys(), strategy.keeps)
 
 
 def parse_strategies(text: str) -> tuple[str, ...]:
@@ -277,15 +280,12 @@ def write(scaling: Scaling, folder: Path) -> list[Path]:
         writer.writeheader()
         writer.writerows(rows)
     values.write_text(json.dumps(as_dict(scaling), indent=1) + "\n", encoding="utf-8")
-    lines = {curve[0].strategy: _line(curve) for curve in scaling.curves}
+    lines = {}
+    for curve in scaling.curves:  # points without a layout have no place in a picture
+        figures = ((point.devices, point.samples_per_second, point.efficiency) for point in curve)
+        present = [(devices, rate, part) for devices, rate, part in figures if rate is not None and part is not None]
+        lines[curve[0].strategy] = Line(*zip(*present, strict=True)) if present else Line((), (), ())
     if not any(line.devices for line in lines.values()):
         return [table, values]
     draw_scaling(lines, picture, scaling.title)
     return [table, values, picture]
-
-
-def _line(curve: tuple[Point, ...]) -> Line:
-    """The curve's points that have a layout."""
-    figures = ((point.devices, point.samples_per_second, point.efficiency) for point in curve)
-    present = [(devices, rate, part) for devices, rate, part in figures if rate is not None and part is not None]
-    return Line(*zip(*present, strict=True)) if present else Line((), (), ())

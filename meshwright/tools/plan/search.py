@@ -23,9 +23,9 @@ prediction (estimate.py).
 A layout that recomputes, moves or sends what it might keep is not predicted where the one that keeps it fits and is
 estimated to be as fast; attention is not recomputed at all where its kernel keeps nothing.
 
-What fits with all that is not predicted (Device.unseen) stands first; what is tight stands beside it, where it is
-faster. Of each strategy (scout.strategy_of) one layout that fits is predicted; a strategy does not fit where neither
-its fastest layouts nor the one that holds least do. Ctrl-C ends a search with the best that it has.
+What fits with all that is not predicted (Device.unpredicted_share) stands first; what is tight stands beside it, where
+it is faster. Of each strategy (evaluator.strategy_of) one layout that fits is predicted; a strategy does not fit where
+neither its fastest layouts nor the one that holds least do. Ctrl-C ends a search with the best that it has.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ from meshwright.tools.plan.answer import Change, Training, verdict
 from meshwright.tools.plan.buckets import bytes_text
 from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.estimate import Estimates
-from meshwright.tools.plan.predict import Memory, Planner, Prediction
-from meshwright.tools.plan.scout import (
+from meshwright.tools.plan.evaluator import (
+    Evaluator,
     Keep,
-    Loser,
-    Outlook,
     Queued,
-    Scout,
+    RunnerUp,
+    SearchState,
     cuts_within,
     round_of,
     strategy_of,
     ways_cut,
 )
+from meshwright.tools.plan.predict import Memory, Planner, Prediction
 from meshwright.tools.plan.space import SearchJob, families, own_layout
 from meshwright.tools.plan.workers import Workers
 
@@ -91,22 +91,23 @@ class Counts:
 @dataclass(frozen=True)
 class SearchResult:
     """`predictions`: the fastest that fit, the fastest first; at least one. Only where none fits are they tight.
-    `tight`: those that are, and are faster than the first. `losers`: of each other strategy; `unseen`: the strategies
-    that a stopped search has not come to. `every`: all that were predicted and are no more than the device holds.
-    `absent`: kinds of tensor sections of which no layout is legal, with a rule that one breaks. `stopped`: by Ctrl-C,
-    so that there may be faster ones. `lacking`: of those that do not fit the one with the least estimated seconds, if
-    it would be the fastest. `training`: what the user would train with it; `changes`: what would change it."""
+    `tight`: those that are, and are faster than the first. `runner_ups`: of each other strategy; `not_reached`: the
+    strategies that a stopped search has not come to. `predicted`: all that were predicted and are no more than the
+    device holds.
+    `illegal`: kinds of tensor sections of which no layout is legal, with a rule that one breaks. `stopped`: by Ctrl-C,
+    so that there may be faster ones. `nearly_fits`: of those that do not fit the one with the least estimated seconds,
+    if it would be the fastest. `training`: what the user would train with it; `changes`: what would change it."""
 
     job: SearchJob
     predictions: tuple[Prediction, ...]
     tight: tuple[Prediction, ...]
-    losers: tuple[Loser, ...]
-    unseen: tuple[str, ...]
-    every: tuple[Prediction, ...]
-    absent: dict[str, Problem]
+    runner_ups: tuple[RunnerUp, ...]
+    not_reached: tuple[str, ...]
+    predicted: tuple[Prediction, ...]
+    illegal: dict[str, Problem]
     counts: Counts
     stopped: bool = False
-    lacking: tuple[float, Config, Memory] | None = None
+    nearly_fits: tuple[float, Config, Memory] | None = None
     training: Training = field(default_factory=Training)
     changes: tuple[Change, ...] = ()
 
@@ -152,21 +153,21 @@ def search(
     Raises ConfigError where no layout is legal, and where none fits: with what the closest one lacks.
     """
     job = SearchJob(config, cluster, devices, frozenset(fixed))
-    scout = Scout(job, models or Estimates(Planner(cluster)), keep)
-    with Workers(processes, scout) as workers:
-        hunt = _Hunt(scout, top, report, workers)
+    evaluator = Evaluator(job, models or Estimates(Planner(cluster)), keep)
+    with Workers(processes, evaluator) as workers:
+        current = _Search(evaluator, top, report, workers)
         # What torch makes at its first pass hangs together in a cycle, and would count as memory if it stayed.
-        stopped = not _finishes(hunt.predict_own, partial)
+        stopped = not _finishes(current.predict_own, partial)
         with _uncollected():
-            stopped = stopped or not _finishes(hunt.run, partial)
-    if stopped and not hunt.known:
+            stopped = stopped or not _finishes(current.run, partial)
+    if stopped and not current.known:
         raise KeyboardInterrupt
-    if not hunt.found.legal:
-        problems = hunt.found.refused.values()
+    if not current.found.legal:
+        problems = current.found.refused.values()
         raise ConfigError([Problem("--devices", devices, "leaves the run no legal layout"), *problems])
-    if not hunt.known:
-        raise hunt.nothing_fits()
-    return hunt.result(stopped=stopped)
+    if not current.known:
+        raise current.nothing_fits()
+    return current.result(stopped=stopped)
 
 
 def _finishes(work: Callable[[], None], partial: bool) -> bool:
@@ -183,6 +184,7 @@ def _finishes(work: Callable[[], None], partial: bool) -> bool:
 @contextmanager
 def _uncollected() -> Iterator[None]:
     """Without Python's search for cycles, which would go through a hundred thousand layouts again and again."""
+    # Switched back on also by an error and by Ctrl-C: whoever called the search goes on in this process.
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -196,15 +198,15 @@ Numbered = tuple[int, Config]
 """A family of layouts, and its place among all of them."""
 
 
-class _Hunt:
+class _Search:
     """A search under way. `queue`: the first `passed` are done with. `best`: the fastest that fit; `tight`: the fastest
     that are; `known`: every prediction; `fastest`: by strategy, those that fit before those that are tight. `fitting`:
     layouts that fit, and those that keep less and so fit, too: these are `dominated`. `behind`: those that would be
     tight, and no use."""
 
-    def __init__(self, scout: Scout, top: int, report: ShowProgress, workers: Workers) -> None:
-        self.scout, self.top, self.report, self.workers = scout, top, report, workers
-        self.found = Outlook()
+    def __init__(self, evaluator: Evaluator, top: int, report: ShowProgress, workers: Workers) -> None:
+        self.evaluator, self.top, self.report, self.workers = evaluator, top, report, workers
+        self.found = SearchState()
         self.simulated = self.passed = 0
         self.families: list[Numbered] = []
         self.best: list[Prediction] = []
@@ -219,6 +221,7 @@ class _Hunt:
 
     @property
     def counts(self) -> Counts:
+        # Every layout has one end: too slow is whatever is left, so that the numbers add up to the legal ones.
         found, predicted = self.found, len(self.known)
         out = found.too_full + found.unfit + len(self.dominated) + predicted
         return Counts(found.legal, found.too_full, found.unfit, len(self.dominated), found.legal - out, predicted)
@@ -234,10 +237,11 @@ class _Hunt:
 
     def predict_own(self) -> None:
         """Predict the run's own layout; and list the families of all."""
-        numbered = enumerate(families(self.scout.job, self.found.refused))
-        self.families = [(number, family) for number, family in numbered if self.scout.keep(family.layout)]
-        own = own_layout(self.scout.job)
-        if own is None or own.layout.data.strategy.unplanned or not self.scout.keep(own.layout):
+        numbered = enumerate(families(self.evaluator.job, self.found.refused))
+        self.families = [(number, family) for number, family in numbered if self.evaluator.keep(family.layout)]
+        own = own_layout(self.evaluator.job)
+        # Predicted whatever its estimate, so that the answer can be held against what the user has.
+        if own is None or own.layout.data.strategy.unplanned or not self.evaluator.keep(own.layout):
             return
         self.found.count(own)
         self._predict(own)
@@ -253,7 +257,7 @@ class _Hunt:
             waiting = [one for one in left if strategy_of(one.config) == strategy]
             waiting.sort(key=lambda queued: queued.seconds)
             if not self._try(strategy, waiting) and strategy in self.found.slow:
-                self._look_again(strategy)
+                self._try_slow(strategy)
 
     def result(self, *, stopped: bool) -> SearchResult:
         """All that is known. About a strategy that a stopped search has not predicted nothing is said."""
@@ -261,20 +265,26 @@ class _Hunt:
         first = best[0]
         tight = tuple(one for one in self.tight if self.best and one.seconds < first.seconds)
         others = [strategy for strategy in self.strategies if strategy != strategy_of(first.config)]
-        unseen = tuple(strategy for strategy in others if stopped and strategy not in self.fastest)
-        known = self.fastest.keys() | found.closest.keys()
-        losers = tuple(self._loser(strategy) for strategy in others if strategy in known and strategy not in unseen)
-        absent = {kind: problem for kind, problem in found.refused.items() if kind not in found.kinds}
-        lacking = found.lacking if found.lacking and found.lacking[0] < first.seconds else None
-        every = tuple(sorted(self.known, key=lambda one: one.seconds))
+        not_reached = tuple(strategy for strategy in others if stopped and strategy not in self.fastest)
+        runner_ups = []
+        for strategy in others:
+            if strategy in self.fastest:
+                one = self.fastest[strategy]
+                runner_ups.append(RunnerUp(strategy, one.config, one.fullest, whole=True, prediction=one))
+            elif strategy in found.closest and strategy not in not_reached:
+                runner_ups.append(found.closest[strategy])
+        illegal = {kind: problem for kind, problem in found.refused.items() if kind not in found.kinds}
+        nearly_fits = found.nearly_fits if found.nearly_fits and found.nearly_fits[0] < first.seconds else None
+        predicted = tuple(sorted(self.known, key=lambda one: one.seconds))
         return SearchResult(
-            self.scout.job, best, tight, losers, unseen, every, absent, self.counts, stopped, lacking
+            self.evaluator.job, best, tight, tuple(runner_ups), not_reached, predicted, illegal, self.counts, stopped,
+            nearly_fits,
         )  # fmt: skip
 
     def nothing_fits(self) -> ConfigError:
         """The error that names the layout which lacks least memory."""
-        job, closest = self.scout.job, min(self.found.closest.values(), key=lambda one: one.lack)
-        device = self.scout.device_bytes
+        job, closest = self.evaluator.job, min(self.found.closest.values(), key=lambda one: one.excess)
+        device = self.evaluator.device_bytes
         needs = f"{closest.memory.text}; {bytes_text(closest.memory.total - device)} are missing"
         alone = "" if closest.whole else " before it computes anything"
         rule = (
@@ -291,19 +301,20 @@ class _Hunt:
         for number, family in self.families:
             if round_of(family.layout) != this:
                 continue
+            # A cut beside another makes no layer cheaper: what one cut alone cannot reach, both cannot.
             if any(self.found.least.get(cut, 0.0) >= cutoff for cut in cuts_within(family.layout)):
                 self.found.count_slow(family)
             else:
                 numbered.append((number, family))
-        found = Outlook()
+        found = SearchState()
         try:
-            self._look_at(numbered, cutoff, found)
+            self._evaluate(numbered, cutoff, found)
         finally:
             self.queue = sorted([*self.queue[self.passed :], *found.queue], key=lambda queued: queued.seconds)
             self.passed, found.queue = 0, []
             self.found.include(found)
 
-    def _look_at(self, numbered: Sequence[Numbered], cutoff: float, found: Outlook) -> None:
+    def _evaluate(self, numbered: Sequence[Numbered], cutoff: float, found: SearchState) -> None:
         """Put into `found` what families have in them, in their order.
 
         The processes take in turn the ways to cut a layer, whose layouts have recordings in common, those with most
@@ -313,28 +324,31 @@ class _Hunt:
         for number, family in numbered:
             key = family.layout.layer if ways_cut(family.layout) else number
             lists.setdefault(key, []).append((number, family))
+        # Longest first: dealt out otherwise, one process was done at 12 s and the other at 18.
         shared = sorted(lists.values(), key=len, reverse=True)
-        parts: dict[int, Outlook] = {}
+        parts: dict[int, SearchState] = {}
 
         def tell(summary: str, share: float | None) -> None:
             looked_at = self.found.legal + sum(one.legal for one in parts.values())
             self.report(f"{looked_at:,} layouts; now {summary}", share)
 
-        self.scout.turns.restart()
+        self.evaluator.counter.restart()
         for worker in self.workers.idle:
-            self.workers.ask(worker, Scout.found, shared, cutoff)
+            self.workers.ask(worker, Evaluator.evaluate_shared, shared, cutoff)
         try:
-            self.scout.look_at(shared, cutoff, parts, chain((0,), self.scout.turns), tell)
+            self.evaluator.evaluate_lists(shared, cutoff, parts, chain((0,), self.evaluator.counter), tell)
             while len(self.workers.idle) < len(self.workers) - 1:
                 for _, others in self.workers.answers(wait=True):
                     parts |= others
         finally:
             for number in sorted(parts):
+                # In the order of families, so that the answer is one process' to the digit, also after Ctrl-C.
                 found.include(parts[number])
 
     def _predict_fastest(self, *, complete: bool) -> None:
         """Predict in the order of the estimates until as many fit as were asked for; where `complete` says so, until
         nothing in the queue can be among these."""
+        # Of each round, or the first round's predictions would leave none for the layouts that are cut.
         limit = self.simulated + SIMULATED
         while self.passed < len(self.queue):
             queued = self.queue[self.passed]
@@ -344,10 +358,12 @@ class _Hunt:
                 return
             self.passed += 1
             behind = bool(self.best) and queued.seconds >= self.best[0].seconds
+            # What is tight at best is of use only while it may be faster than the first that fits.
             if queued.tight and (behind or len(self.tight) >= self.top):
                 self.behind.append(queued)
                 continue
-            if any(keeps in self.fitting for keeps in sparing(queued.config)):
+            # The queue is in the order of the estimates, so what fits and keeps more was estimated to be as fast.
+            if any(keeps in self.fitting for keeps in without_savings(queued.config)):
                 self.dominated[queued.config] = queued
                 self.fitting.add(queued.config)  # what keeps even less is slower still
                 continue
@@ -356,6 +372,7 @@ class _Hunt:
     def _try(self, strategy: str, waiting: Sequence[Queued]) -> bool:
         """Predict a strategy's layouts by their estimates until one fits or TRIES do not; then the one that holds
         least. Whether one fits."""
+        # The fastest by their estimates use most memory; if these do not fit, the one that holds least decides.
         rest = waiting[TRIES:]
         for queued in (*waiting[:TRIES], *([min(rest, key=lambda one: one.memory)] if rest else ())):
             if strategy in self.fastest:
@@ -363,15 +380,17 @@ class _Hunt:
             self._predict(queued.config)
         return strategy in self.fastest
 
-    def _look_again(self, strategy: str) -> None:
+    def _try_slow(self, strategy: str) -> None:
         """Predict one of a strategy of which all layouts that may fit were too slow to be looked at."""
+        # A cutoff has kept its seconds from being estimated, and the answer to "why not this strategy" needs them.
+        # Rounds go from whole layers on, and the first in which one fits ends this.
         own = [(number, one) for number, one in self.families if strategy_of(one) == strategy]
         for this in sorted({round_of(one.layout) for _, one in own}):
             numbered = [(number, one) for number, one in own if round_of(one.layout) == this]
-            found = Outlook()
-            self._look_at(numbered, math.inf, found)
-            for loser in found.closest.values():
-                self.found.include_loser(loser)
+            found = SearchState()
+            self._evaluate(numbered, math.inf, found)
+            for runner_up in found.closest.values():
+                self.found.include_runner_up(runner_up)
             if self._try(strategy, sorted(found.queue, key=lambda queued: queued.seconds)):
                 return
 
@@ -384,10 +403,10 @@ class _Hunt:
         self.simulated += 1
         text = f"{self.found.legal:,} layouts; predicting number {self.simulated}: {layout_text(config)}"
         self.report(text, min(1.0, self.simulated / SIMULATED))
-        found, strategy = self.scout.verdict(config), strategy_of(config)
+        found, strategy = self.evaluator.predict_or_memory(config), strategy_of(config)
         if isinstance(found, Memory):
             self.found.unfit += 1
-            self.found.include_loser(Loser(strategy, config, found, whole=True))
+            self.found.include_runner_up(RunnerUp(strategy, config, found, whole=True))
             return
         self.known.append(found)
         fits = self._fits(found)
@@ -400,16 +419,10 @@ class _Hunt:
         self.fastest[strategy] = min(known, found, key=lambda one: (not self._fits(one), one.seconds))
 
     def _fits(self, prediction: Prediction) -> bool:
-        return verdict(prediction.fullest, self.scout.job.cluster) == "fits"
-
-    def _loser(self, strategy: str) -> Loser:
-        if strategy not in self.fastest:
-            return self.found.closest[strategy]
-        prediction = self.fastest[strategy]
-        return Loser(strategy, prediction.config, prediction.fullest, whole=True, prediction=prediction)
+        return verdict(prediction.fullest, self.evaluator.job.cluster) == "fits"
 
 
-def sparing(config: Config) -> Iterator[Config]:
+def without_savings(config: Config) -> Iterator[Config]:
     """The layouts that keep what this one computes twice, moves to and fro, or sends in pieces: they are faster, but
     where a stage holds as many microbatches as memory allows."""
     pipeline, memory, data = config.layout.pipeline, config.memory, config.layout.data
@@ -424,13 +437,11 @@ def sparing(config: Config) -> Iterator[Config]:
             if other == data.sync:
                 return
             if sync.candidate:
-                yield _with_sync(config, other, data.shard if sync.slices else None)
-
-
-def _with_sync(config: Config, sync: str, shard: int | None) -> Config:
-    """The layout under another strategy that sums gradients. Without shard groups no axis replicates them."""
-    layout, order = config.layout, config.layout.order
-    if shard is None and order != "auto":
-        order = tuple(name for name in order if name != "replicate")
-    data = layout.data.model_copy(update={"sync": sync, "shard": shard})
-    return config.model_copy(update={"layout": layout.model_copy(update={"data": data, "order": order})})
+                # Strategies stand in the order of what they slice. Without slices there are no groups that share them,
+                # and so no axis `replicate` that an order could name.
+                shard, order = data.shard if sync.slices else None, config.layout.order
+                if shard is None and order != "auto":
+                    order = tuple(name for name in order if name != "replicate")
+                own = data.model_copy(update={"sync": other, "shard": shard})
+                layout = config.layout.model_copy(update={"data": own, "order": order})
+                yield config.model_copy(update={"layout": layout})

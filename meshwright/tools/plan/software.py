@@ -53,7 +53,7 @@ class Software(Section):
 
     def on(self, device: Device) -> Software:
         """This software with the attention that it has on a device."""
-        attention = self.attention or ("torch" if device.attention is None else "fused")
+        attention = self.attention or ("torch" if device.attention_efficiency is None else "fused")
         return self.model_copy(update={"attention": attention})
 
     def recorder(self) -> Recorder:
@@ -72,6 +72,7 @@ class Software(Section):
 
     def overlap(self, communication: Communication, share: float) -> float:
         """The part of a communication that goes on under computation, where links let `share` of it do so."""
+        # What a program does not overlap no link can hide.
         return share if communication in self.overlapped else 0.0
 
 
@@ -98,6 +99,7 @@ def software_of(config: Config, imbalance: float) -> Software:
         raise ConfigError.of("--imbalance", imbalance, "is the busiest rank's share of an even one", "1 or more")
     if not config.model.num_experts:
         raise ConfigError.of("--imbalance", imbalance, "has no effect on a model without experts", "1")
+    # A capacity cuts every expert's rows to the same number.
     if config.model.droppable_pairs:
         rule = "has no effect with model.experts.capacity, which gives all ranks as many rows"
         raise ConfigError.of("--imbalance", imbalance, rule, "1, or model.experts.capacity=null")

@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import permutations, product
 from typing import Any
 
@@ -112,6 +112,7 @@ def layouts_of(
 def own_layout(job: SearchJob) -> Config | None:
     """The run file's own layout, on as many replicas as the devices have room for; None where it is not legal there."""
     run = _start(job)
+    # A run file is mostly written for other devices; only its replicas can follow them.
     rest = job.devices // (run.layout.world_size // run.layout.data.size)
     if not is_fixed("layout.data.size", job.fixed) and rest % run.layout.data.expert == 0:
         run = with_field(run, "layout.data.size", max(1, rest))
@@ -179,10 +180,12 @@ def _chosen(config: Config, index: int, stop: int, job: SearchJob, refused: Refu
     choice = CHOICES[index]
     for value in _allowed(choice, config, job):
         made = with_field(config, choice.field, value)
+        # As soon as all that a rule reads is chosen, so that what it refuses is not gone into.
         problem = next((problem for rule in _rules_after(index) for problem in rule.check(made)), None)
         if problem is None:
             yield from _chosen(made, index + 1, stop, job, refused)
         else:
+            # One problem a kind is enough to say why the answer has no layout of it.
             refused.setdefault(made.layout.tensor.kind, problem)
 
 
@@ -192,10 +195,12 @@ def _allowed(choice: Choice, config: Config, job: SearchJob) -> Iterable[Any]:
     values = choice.values(config, job)
     inner = [name for name in job.fixed if name.startswith(choice.field + ".")]
     whole = is_fixed(choice.field, job.fixed)
+    # A kind that is fixed leaves its sizes free, and the other way around.
     if choice.field in ("layout.context", "layout.tensor") and inner and not whole:
         return [value for value in values if all(_field(value, name) == _field(run, name) for name in inner)]
     if not (whole or inner):
         return values
+    # A fixed size must go with the devices; any other fixed value is the user's, whether it would be tried or not.
     return [value for value in values if value == run] if choice.field in _SIZES else [run]
 
 
@@ -231,25 +236,12 @@ def _contexts(config: Config, job: SearchJob) -> Iterator[ContextParallel]:
         yield ContextParallel(kind=kind, size=size)
 
 
-def _tensors(config: Config, job: SearchJob) -> Iterator[TensorSection]:
-    for section in entries("tensor").values():
-        yield from section.candidates(job.devices // config.layout.context.size)
-
-
 def _left(job: SearchJob, *used: int) -> int:
     return job.devices // math.prod(used)
 
 
 def _tensor_size(layout: Layout) -> int:
     return math.prod(size for _, size in (*layout.context.axes, *layout.tensor.axes))
-
-
-def _stages(config: Config, job: SearchJob) -> list[int]:
-    return divisors(_left(job, _tensor_size(config.layout)))
-
-
-def _replicas(config: Config, job: SearchJob) -> list[int]:
-    return [_left(job, _tensor_size(config.layout), config.layout.pipeline.size)]
 
 
 def _orders(config: Config, job: SearchJob) -> Iterator[tuple[str, ...] | str]:
@@ -264,16 +256,15 @@ def _orders(config: Config, job: SearchJob) -> Iterator[tuple[str, ...] | str]:
     )
     nodes = config.layout.ranks_per_node
     seen: set[tuple[int, ...]] = set()
-    for order in (tuple(name for name, _ in usual), *map(_joined, permutations(blocks))):
+    # Whole axes alone; those of the tensor section stay together, in their own order.
+    orders = (tuple(name for block in chosen for name in block) for chosen in permutations(blocks))
+    for order in (tuple(name for name, _ in usual), *orders):
         named = tuple((name, sizes[name]) for name in order)
         together = _together(named, job.devices if nodes == "auto" else nodes)
+        # Orders that put the same ranks on each node send over the same links.
         if together not in seen:
             yield "auto" if not seen else tuple(name for name in order if sizes[name] > 1)
         seen.add(together)
-
-
-def _joined(blocks: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    return tuple(name for block in blocks for name in block)
 
 
 @cache
@@ -288,34 +279,22 @@ def _together(axes: tuple[tuple[str, int], ...], unit: int) -> tuple[int, ...]:
     return tuple(number.setdefault(sum(place) // unit, len(number)) for place in product(*steps))
 
 
-def _micros(config: Config, job: SearchJob) -> list[int]:
-    return divisors(config.replica_batch) if config.replica_batch else []
-
-
-def _schedules(config: Config, job: SearchJob) -> tuple[str, ...]:
-    pipeline = config.layout.pipeline
-    return tuple(reversed(entries("schedules"))) if pipeline.size > 1 else (pipeline.schedule,)
-
-
-def _chunks(config: Config, job: SearchJob) -> tuple[int, ...]:
-    pipeline = config.layout.pipeline
-    few = pipeline.size > 1 and config.num_microbatches <= FEW * pipeline.size
-    return (1, CHUNKS) if few and pipeline.rule.tried_shape is not None else (1,)
-
-
-def _placements(config: Config, job: SearchJob) -> tuple[str, ...]:
-    pipeline = config.layout.pipeline
-    return (pipeline.rule.tried_shape or "loop",) if pipeline.chunks > 1 else ("loop",)
-
-
-def _limits(config: Config, job: SearchJob) -> list[int | str]:
-    """One round through the stages, and two, where a run would ask its memory."""
-    pipeline = config.layout.pipeline
-    stages, count = pipeline.size * pipeline.chunks, config.num_microbatches * pipeline.chunks
+def _pipelines(field: str, config: Config, job: SearchJob) -> tuple[int | str, ...]:
+    """Candidates for a field of layout.pipeline behind its size."""
+    pipeline, count = config.layout.pipeline, config.num_microbatches
+    if field == "schedule":
+        return tuple(reversed(entries("schedules"))) if pipeline.size > 1 else (pipeline.schedule,)
+    if field == "chunks":
+        few = pipeline.size > 1 and count <= FEW * pipeline.size
+        return (1, CHUNKS) if few and pipeline.rule.tried_shape is not None else (1,)
+    if field == "placement":
+        return (pipeline.rule.tried_shape or "loop",) if pipeline.chunks > 1 else ("loop",)
+    # Limits: one round through the stages, and two, where a run would ask its memory. What memory allows was as slow as
+    # a limit of 7 for 64 stages. With chunks, two limits took 1.5 times the search's seconds.
     if pipeline.size == 1 or not pipeline.rule.by_memory:
-        return ["auto"]
-    rounds = (2,) if pipeline.chunks > 1 else (2, 1)
-    return sorted({min(times * stages, count) for times in rounds}, reverse=True)
+        return ("auto",)
+    rounds, stages = (2,) if pipeline.chunks > 1 else (2, 1), pipeline.size * pipeline.chunks
+    return tuple(sorted({min(times * stages, count * pipeline.chunks) for times in rounds}, reverse=True))
 
 
 def _syncs(config: Config, job: SearchJob) -> tuple[str, ...]:
@@ -339,6 +318,7 @@ def _shards(config: Config, job: SearchJob) -> tuple[int | None, ...]:
 def _experts(config: Config, job: SearchJob) -> list[int]:
     """Experts on every rank; held by the replicas of a node, so that rows stay there; and held by as many as can."""
     data = config.layout.data
+    # Both must divide: replicas into groups, experts onto the ranks of a group.
     sizes = divisors(math.gcd(data.shard or data.size, config.model.num_experts or 1))
     here = max((size for size in sizes if size <= _replicas_of_node(config, job)), default=1)
     return sorted({1, here, sizes[-1]})
@@ -353,18 +333,28 @@ def _replicas_of_node(config: Config, job: SearchJob) -> int:
 
 CHOICES = (
     Choice("layout.context", _contexts),
-    Choice("layout.tensor", _tensors),
-    Choice("layout.pipeline.size", _stages),
-    Choice("layout.data.size", _replicas),
+    Choice(
+        "layout.tensor",
+        lambda config, job: (
+            candidate
+            for section in entries("tensor").values()
+            for candidate in section.candidates(job.devices // config.layout.context.size)
+        ),
+    ),
+    Choice("layout.pipeline.size", lambda config, job: divisors(_left(job, _tensor_size(config.layout)))),
+    Choice(
+        "layout.data.size",
+        lambda config, job: [_left(job, _tensor_size(config.layout), config.layout.pipeline.size)],
+    ),
     Choice("memory.offload.to", lambda config, job: ("none", "host")),
     Choice("layout.data.sync", _syncs),
     Choice("layout.data.shard", _shards),
     Choice("layout.data.expert", _experts),
-    Choice("batch.micro", _micros),
-    Choice("layout.pipeline.schedule", _schedules),
-    Choice("layout.pipeline.chunks", _chunks),
-    Choice("layout.pipeline.placement", _placements),
-    Choice("layout.pipeline.limit", _limits),
+    Choice("batch.micro", lambda config, job: divisors(config.replica_batch) if config.replica_batch else []),
+    *(
+        Choice(f"layout.pipeline.{field}", partial(_pipelines, field))
+        for field in ("schedule", "chunks", "placement", "limit")
+    ),
     Choice("memory.recompute", lambda config, job: ("none", "selective", "auto")),
     Choice("layout.order", _orders),
 )

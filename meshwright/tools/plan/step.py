@@ -57,21 +57,28 @@ def finish(
     ends = [times[-1] if times else span.end_seconds for times, span in zip(arrived, passes.last, strict=True)]
     all_summed = max(passes.seconds, *ends)
     if streams:
-        stepped = [
-            _step_on_arrival(times, own, span) for times, own, span in zip(arrived, sums, passes.last, strict=True)
-        ]
+        stepped = []
+        for times, own, span in zip(arrived, sums, passes.last, strict=True):
+            now = span.end_seconds
+            for summed, one in zip(times, own, strict=True):
+                now = max(now, summed) + max(one.steps, one.lane)
+            stepped.append(now)
         starts = [min([*times, end]) for times, end in zip(arrived, ends, strict=True)]
         over = max(stepped) + norm_seconds
     else:
         begin = all_summed + norm_seconds
         starts = [begin] * len(sums)
-        stepped = [_step_all(begin, own) for own in sums]
+        # Fetching bucket i + 1 overlaps stepping bucket i; the first fetch, half of a lane, hides under nothing.
+        first = [own[0].lane / 2 if own else 0.0 for own in sums]
+        stepped = [
+            begin + fetch + sum(max(one.steps, one.lane) for one in own) for fetch, own in zip(first, sums, strict=True)
+        ]
         over = max(stepped)
     begins = [
         min((span.start_seconds for span in passes.timeline.spans if span.stage == stage), default=0.0)
         for stage in range(len(sums))
     ]
-    late = [_late_seconds(own, begin, publishes) for own, begin in zip(sums, begins, strict=True)]
+    late = [_wait_for_published(own, begin, publishes) for own, begin in zip(sums, begins, strict=True)]
     seconds = max(over, *(done + waits for done, waits in zip(stepped, late, strict=True)))
     spans = [
         phase_span(stage, name, start, end)
@@ -91,37 +98,25 @@ def finish(
     return _Step(seconds, phases, timeline)
 
 
+def _wait_for_published(sums: Sequence[Sum], begins: float, overlaps: float) -> float:
+    """Seconds that a stage's next forward pass waits for published values. `begins`: seconds until it has a task."""
+    # Gradients came backward, so the last buckets' values are read first and sent first. A stage whose pass begins
+    # later has more time for them.
+    wait = sent = 0.0
+    for one in reversed(sums):
+        sent += one.publish
+        wait = max(wait, sent - overlaps * (begins + one.read))
+    return wait
+
+
 def _arrivals(last: Span, sums: Sequence[Sum], overlaps: float) -> list[float]:
     """The moments at which buckets are summed. Beside a task only the part `overlaps` of a collective goes on."""
     times, free = [], last.start_seconds
     for one in sums:
         begin = max(free, last.start_seconds + one.ready)
         beside = min(one.reduce, overlaps * max(0.0, last.end_seconds - begin))
+        # Under computation a collective goes on at the pace `overlaps`, so it takes 1/overlaps as long there.
         ended = begin + beside / overlaps if overlaps else begin
         free = ended if beside == one.reduce else max(begin, last.end_seconds) + one.reduce - beside
         times.append(free)
     return times
-
-
-def _late_seconds(sums: Sequence[Sum], begins: float, overlaps: float) -> float:
-    """How long a forward pass waits for values that were published when it began. `begins`: seconds until its stage has
-    something to do."""
-    late = sent = 0.0
-    for one in reversed(sums):
-        sent += one.publish
-        late = max(late, sent - overlaps * (begins + one.read))
-    return late
-
-
-def _step_all(begin: float, sums: Sequence[Sum]) -> float:
-    """The end if the optimizer waits for all buckets; fetching i + 1 overlaps stepping i."""
-    first = sums[0].lane / 2 if sums else 0.0
-    return begin + first + sum(max(one.steps, one.lane) for one in sums)
-
-
-def _step_on_arrival(arrivals: Sequence[float], sums: Sequence[Sum], last: Span) -> float:
-    """The end of an optimizer that steps each bucket when it has come."""
-    now = last.end_seconds
-    for arrived, one in zip(arrivals, sums, strict=True):
-        now = max(now, arrived) + max(one.steps, one.lane)
-    return now

@@ -85,10 +85,12 @@ class TimedParts:
             return max(0.0, sum(times * timer.seconds(program, network, overlaps) for times, program in mix))
 
         forward, backward = (
+            # The first microbatch gathers, the last adds up: most of a step's are the quickest kind.
             min((seconds(mix, overlaps), place) for place, mix in enumerate(part.programs[kind]))
             for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
         )
         mix = part.programs[TaskKind.BACKWARD][backward[1]]
+        # Two products of a backward pass, of equal flops: one for the input's gradient, one for the weight's.
         weights = sum(times * timer.computing(program) for times, program in mix) / 2
         inputs, widened = seconds(mix, 0.0) - weights, 0.0
         if config.widens_gradients and part.is_layer:
@@ -105,21 +107,19 @@ class TimedParts:
             by_size = config.layout.tensor.by_size  # what stays, what travels: recorded at each size
             sizes = (config.micro,) * 2 if by_size else tuple(size * smallest for size in _SIZES)
             share = (config.micro / smallest - _SIZES[0]) / (_SIZES[1] - _SIZES[0])
-            small, large = (self._record(_alone(config, size)) for size in sizes)
-            ends = -1, config.model.num_blocks
-            self._parts[key] = {
-                place: _interpolated(small[place], large[place], share, is_layer=place not in ends) for place in small
-            }
+            ends, parts = (-1, config.model.num_blocks), {}
+            before: tuple[Forms, Forms] = (), ()
+            small, large = (_alone(config, size) for size in sizes)
+            for place, chunk in self.distinct(config):
+                # Each part is given what the one before gives, in its own size of microbatch.
+                one, other = (
+                    self.planner.recordings.of(alone, chunk, forms)
+                    for alone, forms in zip((small, large), before, strict=True)
+                )
+                before = one.outgoing, other.outgoing
+                parts[place] = _interpolated(one, other, share, is_layer=place not in ends)
+            self._parts[key] = parts
         return self._parts[key]
-
-    def _record(self, config: Config) -> dict[int, Recording]:
-        """The chain's distinct parts."""
-        forms: Forms = ()
-        recorded: dict[int, Recording] = {}
-        for place, chunk in self.distinct(config):
-            recorded[place] = self.planner.recordings.of(config, chunk, forms)
-            forms = recorded[place].outgoing
-        return recorded
 
     def kept_share(self, config: Config) -> float:
         """The share of what the first layer keeps that it still keeps where attention is recomputed."""
@@ -130,6 +130,7 @@ class TimedParts:
             recordings = self.planner.recordings
             forms = recordings.of(alone, Chunk(range(0), True, False), ()).outgoing
             kept, still = (_kept(recordings.of(one, Chunk(range(1), False, False), forms)) for one in (alone, again))
+            # Of one layer, as all of a chain's layers are cut alike.
             self._kept_shares[layer] = still / kept
         return self._kept_shares[layer]
 
@@ -159,6 +160,7 @@ def _alone(config: Config, micro: int) -> Config:
     count = 2 if config.layout.tensor.by_size else 1  # the first microbatch gathers weights
     batch = config.batch.model_copy(update={"global_": count * micro, "micro": micro})
     memory = config.memory.model_copy(update={"recompute": "none"})
+    # Recordings are made before anybody has decided how 2-D operands travel.
     if memory.summa == "auto":
         memory = memory.model_copy(update={"summa": "gather"})
     return config.model_copy(update={"layout": config.layout.model_copy(update=one), "batch": batch, "memory": memory})
@@ -194,5 +196,7 @@ def _mixed(small: Program, large: Program, share: float) -> _Mix:
     program = interpolated_program(small, large, share)
     if program.events or not small.events:
         return ((1.0, program),)
+    # Events differ (a GPU's head has other slices at another size): their seconds on a line through the two. Without
+    # this a head weighed nothing in every estimate for a GPU.
     first, second = _SIZES
     return ((1 - share, small), (share, large)) if share >= 0 else ((1 + share * (second - first) / first, small),)

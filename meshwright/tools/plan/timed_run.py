@@ -30,6 +30,7 @@ class TimedRun(Composition):
         self.cluster, self.known_passes, self.software = planner.cluster, planner.passes, planner.software
         self.network, self.timer, self.context = planner.network(config), planner.timer(config), planner.context(config)
         self.devices_per_host = self.timer.ranks_per_node if self.software.one_process else 1
+        # One process issues forward kernels of all devices in turn; backward passes have threads of their own.
         self.forward_timer = planner.timer(config, self.devices_per_host)
         self.costs: dict[tuple[int, int, TaskKind, int], Cost] = {}
         self.footprints: dict[int, Footprint] = {}
@@ -67,6 +68,7 @@ class TimedRun(Composition):
     @cached_property
     def first_tasks(self) -> tuple[list[list[Task]], int]:
         """Each stage's tasks of a step of few microbatches, and how many these are."""
+        # Enough to fill the stages; 1F1B holds no more later, GPipe in proportion.
         some = min(self.config.num_microbatches, self.placement.num_positions + 3)
         return tasks_of_stages(self.config, self.cost, self.latency, some), some
 
@@ -84,6 +86,7 @@ class TimedRun(Composition):
         key = (
             config.model, config.data, config.precision, config.memory.recompute, config.memory.summa, config.micro,
             config.num_microbatches, layout.layer, layout.nesting, layout.pipeline, layout.transport,
+            # Sums and states come after the phase, unless slices travel beside its tasks.
             (layout.data, config.memory.offload) if layout.data.strategy.slices else None, brief,
         )  # fmt: skip
         if key not in self.known_passes:
@@ -92,6 +95,7 @@ class TimedRun(Composition):
 
     @cached_property
     def phase(self) -> PipelinePhase:
+        # Stages that wait leave their cores to the others; where every rank has a device, nobody can.
         ranks = self.grid.world_size // len(self.stages)
         pace = undisturbed if self.cluster.cores is None else lambda busy: self.timer.gain(busy * ranks)
         return phase_of(self.config, self.cost, self.latency, pace)
@@ -117,8 +121,10 @@ class TimedRun(Composition):
         if kind is self.kinds[-1] and which < len(self.counts) - 1:
             own = [bucket for bucket in buckets if bucket.kind.chunks in ((), (chunk,))]
             summed = sum(self.seconds(bucket.reduce) for bucket in own if bucket.sums > 1)
+        # The first gather of a task has no kernels before it that it could hide under.
         before = sum(gathered) if not self.overlap("gathers") else max(gathered[:1], default=0.0)
         after = 0.0 if self.overlap("sums") else summed
+        # The rest is exposed only as far as the task is shorter than what travels beside it.
         beside = sum(gathered) + summed - before - after
         return before + after + max(0.0, beside - self.network.overlaps * seconds)
 
@@ -135,11 +141,13 @@ class TimedRun(Composition):
         """Seconds of what ranks tell each other between backward pass and optimizer: the next batch's rows, where a
         server scatters them, the step report, the norm."""
         world = "+".join(self.grid.names)
+        # A lone rank tells nobody anything.
         if self.grid.world_size == 1:
             return 0.0
         shared = self.seconds(share_program(self.config))
         return (
             shared
+            # The norm's square, then a row of every rank's step report (training/step_report.py).
             + self.network.collective(world, "all_reduce", 8)
             + self.network.collective(world, "all_gather", 1024)
         )
@@ -159,11 +167,13 @@ class TimedRun(Composition):
         for each in self.stages[stage].chunks:  # a stage's chunks go forward for the first time in their order
             for unit, cost in zip(each.units, each.costs(self.kinds[0], 0, self.seconds), strict=True):
                 for parameter in unit.parameters:
+                    # A parameter of two chunks is read first by the first one.
                     read.setdefault(parameter.name, passed_forward)
                 passed_forward += cost.seconds
         return [
             self.sum(
                 bucket,
+                # A sum that blocks stands behind the whole task; others leave with the last gradient of their bucket.
                 passed if bucket.blocks else max(ready[name] for name in bucket.names),
                 min(read[name] for name in bucket.names),
             )
@@ -180,6 +190,7 @@ class TimedRun(Composition):
         steps = self.step_seconds(bucket) if bucket.stepped_elements else 0.0
         reduce, publish = self.seconds(bucket.reduce) + self.seconds(bucket.across), self.seconds(bucket.publish)
         if self.software.one_process:
+            # torch's DataParallel makes every parameter of every replica anew, one call each.
             publish += self.devices_per_host * len(bucket.names) * device.issue_seconds
         return Sum(ready, reduce, publish, steps, bucket.moved_bytes(config) / rate, read)
 
@@ -188,6 +199,7 @@ class TimedRun(Composition):
         elements, count = bucket.stepped_elements, 1
         touched = bucket.touched_bytes(self.config, self.cluster.device.kind)
         if self.software.optimizer == "steps":
+            # Steps for each parameter apart, so small kernels: the host that issues them may be the slower one.
             count = STEPS_OF_ADAMW * len(bucket.names)
             elements //= len(bucket.names)
             touched = elements * STEPPED_BYTES // STEPS_OF_ADAMW

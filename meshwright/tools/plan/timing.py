@@ -44,6 +44,7 @@ class Kernels(NamedTuple):
         return Kernels(
             self.device + other.device,
             self.host + other.host,
+            # Max-plus: the device is busy when the row ends, or it waited for the host in the second one.
             max(self.both + other.device, self.host + other.both),
         )
 
@@ -88,12 +89,14 @@ class Timer:
         match kernel.kind:
             case "product":
                 products = kernel.flops / (self._peak(kernel) * interpolated(device.efficiency, kernel.side))
+                # A GPU loads the next tiles under the product, a core does one or the other.
                 return products + memory if device.kind == "cpu" else max(products, memory)
             case "attention":
-                assert device.attention is not None, f"{self._cluster.name} has no fused attention: {kernel}"
-                return max(kernel.flops / (self._peak(kernel) * device.attention), memory)
+                share = device.attention_efficiency
+                assert share is not None, f"{self._cluster.name} has no fused attention: {kernel}"
+                return max(kernel.flops / (self._peak(kernel) * share), memory)
             case "special" | "random":
-                return memory + kernel.elements * device.elements.get(kernel.kind, 0.0)
+                return memory + kernel.elements * device.seconds_per_element.get(kernel.kind, 0.0)
             case "element":
                 return memory
 
@@ -102,7 +105,9 @@ class Timer:
         if peak is not None:
             return peak
         rule = f"is no dtype of which {self._cluster.name} says how fast it multiplies (device.peak)"
-        raise ConfigError.of("precision.dtype", kernel.dtype, rule, ", ".join(self._cluster.device.peak))
+        raise ConfigError.of(
+            "precision.dtype", kernel.dtype, rule, ", ".join(self._cluster.device.peak_flops_per_second)
+        )
 
     def seconds(self, program: Program, network: ClusterNetwork, overlaps: float) -> float:
         """Seconds from a program's beginning to its last kernel or wait, where the part `overlaps` of a collective goes
@@ -122,25 +127,20 @@ class Timer:
 
     def _condensed(self, program: Program) -> tuple[Step, ...]:
         if id(program) not in self._steps:
-            self._steps[id(program)] = program, tuple(self._condense(program))  # kept, so that no other gets its id
+            # Kernels in a row become one step, once a program: a search plays the same program many times.
+            steps: list[Step] = []
+            row = Kernels()
+            for event in program.events:
+                if isinstance(event, Kernel):
+                    device, issue = self.kernel_seconds(event), self._issue
+                    # Of equal kernels the slower lane sets the pace: the device's work, or the host's issuing.
+                    both = issue + device + (event.times - 1) * max(issue, device)
+                    row = row.then(Kernels(event.times * device, event.times * issue, both))
+                else:
+                    steps += [row, event]
+                    row = Kernels()
+            self._steps[id(program)] = program, (*steps, row)  # the program is kept, so that no other gets its id
         return self._steps[id(program)][1]
-
-    def _condense(self, program: Program) -> Iterable[Step]:
-        """Kernels in a row become one step."""
-        row = Kernels()
-        for event in program.events:
-            if isinstance(event, Kernel):
-                row = row.then(self._issued(event))
-            else:
-                yield row
-                yield event
-                row = Kernels()
-        yield row
-
-    def _issued(self, kernel: Kernel) -> Kernels:
-        device, issue = self.kernel_seconds(kernel), self._issue
-        both = issue + device + (kernel.times - 1) * max(issue, device)
-        return Kernels(kernel.times * device, kernel.times * issue, both)
 
 
 def play(
@@ -161,8 +161,11 @@ def play(
             host += step.host
         elif isinstance(step, Start):
             seconds, host = collective(step), host + issue * step.times
+            # Collectives go one after the other; only the part that overlaps runs while kernels do, the rest at the
+            # wait.
             free = max(now, free, host) + overlaps * seconds
             under_way[step.number] = free, (1 - overlaps) * seconds, step.verb
+            # A root's scatter gives its ranks work again (cSub), so it no longer has their cores to itself.
             pace = 1.0 if VERBS[step.verb].direction == "from root" else pace
         else:
             hidden, rest, verb = under_way.pop(step.number)

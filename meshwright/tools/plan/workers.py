@@ -21,7 +21,7 @@ from typing import Any, Concatenate, Self
 Asked = Callable[Concatenate[Any, ...], Any]
 
 
-class Turns:
+class SharedCounter:
     """Numbers from 1 on, each of which one process takes; 0 is the first process' own."""
 
     def __init__(self) -> None:

@@ -58,7 +58,15 @@ def draw_comparison(panels: Sequence[Panel], losses: Mapping[str, Sequence[float
     for axes, panel in zip(above.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels, strict=True):
         _draw_bars(axes, panel, colours)
     left, right = below.subplots(1, 2)
-    _draw_losses(left, losses, colours)
+    _plain(left, "Losses", "step", "nats")
+    for place, (name, values) in enumerate(losses.items()):
+        # Those that agree lie exactly over each other: dashes of other lengths leave every one visible.
+        dashes = "solid" if place == 0 else (0, (4, 1.5 * place))
+        look = {"color": colours[name], "linewidth": 1.8, "linestyle": dashes, "marker": "o", "markersize": 3}
+        left.plot(range(1, len(values) + 1), values, label=name, **look)
+    left.legend(frameon=False, fontsize=9)
+    left.grid(color=_GRID, linewidth=0.8)
+    left.xaxis.set_major_locator(MaxNLocator(integer=True))
     _draw_differences(right, losses, colours)
     if any(bar.predicted is not None for panel in panels for bar in panel.bars.values()):
         kinds = [
@@ -80,6 +88,7 @@ def _draw_bars(axes: Axes, panel: Panel, colours: Mapping[str, str]) -> None:
     )
     for place, name in enumerate(names):
         bar = panel.bars[name]
+        # Without a prediction the one bar stands in the middle of its line.
         offset = 0.0 if bar.predicted is None else _BAR / 2
         axes.barh(place - offset, bar.measured, _BAR, color=colours[name], zorder=2)
         end = bar.measured
@@ -107,20 +116,6 @@ def _write(axes: Axes, x: float, y: float, text: str, largest: float) -> None:
     axes.text(x + 0.015 * largest, y, text, va="center", ha="left", fontsize=8.5, color=_INK, zorder=4)
 
 
-def _draw_losses(axes: Axes, losses: Mapping[str, Sequence[float]], colours: Mapping[str, str]) -> None:
-    _plain(axes, "Losses", "step", "nats")
-    for place, (name, values) in enumerate(losses.items()):
-        # Those that agree lie exactly over each other: dashes of other lengths leave every one visible.
-        dashes = "solid" if place == 0 else (0, (4, 1.5 * place))
-        steps = range(1, len(values) + 1)
-        axes.plot(
-            steps, values, color=colours[name], linewidth=1.8, linestyle=dashes, label=name, marker="o", markersize=3
-        )
-    axes.legend(frameon=False, fontsize=9)
-    axes.grid(color=_GRID, linewidth=0.8)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-
 def _draw_differences(axes: Axes, losses: Mapping[str, Sequence[float]], colours: Mapping[str, str]) -> None:
     """Relative, on a logarithmic axis; equal numbers lie on its lower edge. Those behind others are larger."""
     first, *others = losses.items()
@@ -130,6 +125,7 @@ def _draw_differences(axes: Axes, losses: Mapping[str, Sequence[float]], colours
             abs(ours - theirs) / abs(theirs) if theirs else 0.0 for ours, theirs in zip(values, first[1], strict=True)
         ]
         steps = range(1, len(parts) + 1)
+        # A logarithmic axis has no zero: equal losses lie on its lower edge.
         shown = [max(part, _EXACT) for part in parts]
         size = 4 + 2.5 * (len(others) - 1 - place)
         axes.plot(

@@ -58,6 +58,7 @@ def draw_scaling(lines: Mapping[str, Line], picture: Path, title: str) -> None:
     speed.yaxis.set_minor_locator(NullLocator())
     together: dict[Line, list[str]] = {}
     for name, line in lines.items():
+        # Strategies that chose the same layouts lie on each other: one line with all names, not the last one drawn.
         together.setdefault(line, []).append(name)
     for index, (line, names) in enumerate(together.items()):
         colour, mark = colormaps["tab10"](index), _MARKS[index % len(_MARKS)]
@@ -69,6 +70,7 @@ def draw_scaling(lines: Mapping[str, Line], picture: Path, title: str) -> None:
             ideal = [line.rates[0] * count / line.devices[0] for count in line.devices]
             speed.plot(line.devices, ideal, color=colour, linewidth=0.8, linestyle=(0, (4, 3)), alpha=0.6)
     values = [value for line in lines.values() for value in line.efficiencies]
+    # Ideal is always in the picture, so that a drop of a percent does not look like a fall.
     low, high = min(values), max(1.0, *values)
     margin = max(0.01, 0.08 * (high - low))
     efficiency.set_ylim(max(0.0, low - margin), high + margin)

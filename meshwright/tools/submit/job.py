@@ -26,7 +26,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from meshwright.config import Config
 from meshwright.config.load import parse_run, read_run, run_file
 from meshwright.config.messages import problems_of
-from meshwright.errors import ConfigError, LaunchError, Problem
+from meshwright.errors import ConfigError, LaunchError
 from meshwright.registry import entries
 from meshwright.section import Positive, Section, shown
 
@@ -128,8 +128,13 @@ def engine_of(name: str, settings: Sequence[str]) -> Engine:
     try:
         return engine.model_validate(_tree_of(settings, engine))
     except ValidationError as error:
-        problems = problems_of(error, [], engine)
-        raise ConfigError([_with_table(problem, engine) for problem in problems]) from error
+        # An unknown setting is answered with all that there are.
+        valid = "\n" + settings_table(engine)
+        problems = [
+            problem if problem.field in engine.model_fields else replace(problem, valid=valid)
+            for problem in problems_of(error, [], engine)
+        ]
+        raise ConfigError(problems) from error
 
 
 def _tree_of(settings: Sequence[str], engine: type[Engine]) -> dict[str, Any]:
@@ -152,12 +157,6 @@ def _tree_of(settings: Sequence[str], engine: type[Engine]) -> dict[str, Any]:
     return tree
 
 
-def _with_table(problem: Problem, engine: type[Engine]) -> Problem:
-    """An unknown setting is answered with all that there are."""
-    known = problem.field in engine.model_fields
-    return problem if known else replace(problem, valid="\n" + settings_table(engine))
-
-
 def submission_of(engine: Engine, run: Path, words: Sequence[str], out: Path, nodes: int) -> Submission:
     """The run, checked for a cluster that this machine is not. Raises ConfigError."""
     run = run_file(run)
@@ -174,13 +173,10 @@ def submission_of(engine: Engine, run: Path, words: Sequence[str], out: Path, no
     if ranks % nodes:
         fitting = ", ".join(str(count) for count in range(1, ranks + 1) if ranks % count == 0)
         raise ConfigError.of("--nodes", nodes, f"does not divide the layout's {ranks} ranks", fitting)
-    return Submission(run, tuple(words), config, out, nodes, engine.name or _name_of(run))
-
-
-def _name_of(run: Path) -> str:
-    """The run file's name, as an engine may call a job."""
+    # The run file's name, in the letters and the length that Name allows.
     letters = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in run.stem.lower())
-    return letters.strip("-")[:40].strip("-") or "run"
+    name = engine.name or letters.strip("-")[:40].strip("-") or "run"
+    return Submission(run, tuple(words), config, out, nodes, name)
 
 
 def check_out(submission: Submission, mount: str) -> None:
@@ -193,6 +189,7 @@ def check_out(submission: Submission, mount: str) -> None:
 def write_script(text: str, file: Path, log_folder: Path | None = None) -> None:
     """Write the engine's file, and make the folder of its logs. Raises ConfigError where there is such a file
     already, or none can be written."""
+    # Somebody may have changed it by hand since it was written.
     if file.exists():
         raise ConfigError.of("--to", file, "is there already", "another file, or remove it")
     try:

@@ -50,17 +50,21 @@ class Kubernetes(PodSettings):
 
     def text(self, submission: Submission) -> str:
         check_out(submission, self.mount)
-        make = {
-            "jobset": self._job_set,
-            "trainjob": self._train_job,
-            "rayjob": self._ray_job,
-            "pytorchjob": self._pytorch_job,
-        }[self.kind]
         files = {"run.yaml": submission.run.read_text()}
-        if self.kind == "rayjob":
-            files["run_ray.py"] = script_text(submission, f"{RUN_FOLDER}/run.yaml", self.cpus, restarts=0)
+        match self.kind:
+            case "jobset":
+                spec = self._job_set_spec(submission, "ranks")
+                jobs = [self._job("jobset.x-k8s.io/v1alpha2", "JobSet", submission, spec)]
+            case "trainjob":
+                jobs = self._train_job(submission)
+            case "rayjob":
+                files["run_ray.py"] = script_text(submission, f"{RUN_FOLDER}/run.yaml", self.cpus, restarts=0)
+                jobs = self._ray_job(submission)
+            case "pytorchjob":
+                jobs = self._pytorch_job(submission)
+        # The run file travels beside the job: a pod need not see this machine's folders.
         run = self._manifest("v1", "ConfigMap", f"{submission.name}-run", data=files)
-        manifests = patched([run, *make(submission)], self.patch)
+        manifests = patched([run, *jobs], self.patch)
         again = " ".join(self.command_again(Path("FILE")))
         comments = [f"A changed run of the same name (its pods cannot be changed): {again}"]
         return manifest_text(manifests, [*comments, *(_LEGACY if self.kind == "pytorchjob" else ())])
@@ -84,9 +88,6 @@ class Kubernetes(PodSettings):
             job["metadata"]["labels"] = {_QUEUE: self.queue}
         return job
 
-    def _job_set(self, submission: Submission) -> list[Tree]:
-        return [self._job("jobset.x-k8s.io/v1alpha2", "JobSet", submission, self._job_set_spec(submission, "ranks"))]
-
     def _job_set_spec(self, submission: Submission, container: str, labels: Tree | None = None) -> Tree:
         """The whole set starts again when one pod fails. A stop, or a pod that was evicted, costs no restart."""
         place = NodePlace("$JOB_COMPLETION_INDEX", f"{submission.name}-{_NODE}-0-0.{submission.name}")
@@ -99,6 +100,7 @@ class Kubernetes(PodSettings):
             "parallelism": submission.nodes,
             "completions": submission.nodes,
             "completionMode": "Indexed",
+            # A lone pod is of no use to the others: the set starts again, whole.
             "backoffLimit": 0,
             "podFailurePolicy": {"rules": [stopped, evicted]},
             "template": self.pod(submission, container, node_shell(submission, place), "Never"),
@@ -116,8 +118,9 @@ class Kubernetes(PodSettings):
         }
 
     def _train_job(self, submission: Submission) -> list[Tree]:
-        """A runtime of its own, which is all of the JobSet, and a TrainJob that refers to it. The names "node" and the
-        label are those by which Trainer knows the ranks; without a policy for torch it starts no torchrun."""
+        """A runtime of its own, which is all of the JobSet, and a TrainJob that refers to it."""
+        # Trainer knows the ranks by the name "node" and this label. Without a policy for torch it starts no torchrun,
+        # whose exit code would hide whether a run was stopped or failed.
         version, runtime = "trainer.kubeflow.org/v1alpha1", "TrainingRuntime"
         spec = self._job_set_spec(submission, _NODE, {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"})
         shipped = {"mlPolicy": {"numNodes": submission.nodes}, "template": {"spec": spec}}
@@ -152,6 +155,7 @@ class Kubernetes(PodSettings):
         return [self._job("ray.io/v1", "RayJob", submission, spec)]
 
     def _pytorch_job(self, submission: Submission) -> list[Tree]:
+        # The operator restarts a pod for its own retryable codes alone, so a stop is translated at the shell's end.
         closing = f'[ "$code" -ne {STOPPED_EXIT_CODE} ] || exit {RETRYABLE_EXIT_CODE}\nexit "$code"'
         place = NodePlace("$RANK", '"$MASTER_ADDR"', '"$MASTER_PORT"', closing)
         pod = self.pod(submission, "pytorch", node_shell(submission, place), None)  # the name is the operator's

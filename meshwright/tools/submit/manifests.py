@@ -62,6 +62,7 @@ def patched(manifests: Sequence[Tree], path: Path | None) -> list[Tree]:
     for patch in [] if path is None else read_patch(path):
         kinds = [str(tree.get("kind", "")) for tree in trees]
         kind = patch.get("kind", kinds[-1])
+        # A patch for a kind that is not written would be lost without a word.
         if kind not in kinds:
             raise ConfigError.of("patch", path, f"is for a {kind}, of which there is none", ", ".join(kinds))
         place = kinds.index(kind)
@@ -96,6 +97,7 @@ def _merged(tree: Any, patch: Tree, where: str) -> Tree:
 
 def _merged_list(items: Sequence[Tree], patches: Sequence[Any], name: str, where: str) -> list[Tree]:
     """The items in their order, what the patch adds after them."""
+    # Kubernetes' own form: an item that says replace stands for the whole list.
     if {_DIRECTIVE: _REPLACE} in patches:
         items, patches = [], [patch for patch in patches if patch != {_DIRECTIVE: _REPLACE}]
     merged = {item[name]: item for item in items}
@@ -122,8 +124,8 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-
-_Dumper.add_representer(str, _text)
+_Dumper.add_representer(
+    str,
+    # A shell script is read by people as well: as a block, not as one line with \n in it.
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+)

@@ -17,13 +17,13 @@ _TAINT = re.compile(r"(?P<key>[\w./-]+)(=(?P<value>[\w.-]*))?(:(?P<effect>NoSche
 _RESOURCE = re.compile(r"(?P<name>[a-z0-9.-]+/[\w.-]+)(:(?P<count>[1-9]\d*))?")
 
 
-def _taint(text: str) -> str:
+def _check_taint(text: str) -> str:
     if not _TAINT.fullmatch(text):
         raise ValueError("is no taint as kubectl writes it: KEY, KEY:EFFECT or KEY=VALUE:EFFECT")
     return text
 
 
-def _resource(text: str) -> str:
+def _check_resource(text: str) -> str:
     if not _RESOURCE.fullmatch(text):
         raise ValueError("is no device plugin's resource, such as rdma/ib or vpc.amazonaws.com/efa:4")
     return text
@@ -54,11 +54,11 @@ class PodSettings(Engine):
     """A Secret whose keys become variables, such as one with HF_TOKEN. Repeat it for more."""
     env: dict[str, str] = Field(default_factory=dict)
     """A variable of the ranks: env.NCCL_DEBUG=INFO."""
-    rdma: Annotated[str, AfterValidator(_resource)] | None = None
+    rdma: Annotated[str, AfterValidator(_check_resource)] | None = None
     """A network device of a pod, with IPC_LOCK: rdma/ib, or vpc.amazonaws.com/efa:4."""
     host_network: bool = False
     """Whether pods use the node's own network, as some RDMA set-ups want."""
-    tolerations: tuple[Annotated[str, AfterValidator(_taint)], ...] = ()
+    tolerations: tuple[Annotated[str, AfterValidator(_check_taint)], ...] = ()
     """A taint that is tolerated: KEY, KEY:EFFECT or KEY=VALUE:EFFECT. Repeat it for more."""
     selector: dict[str, str] = Field(default_factory=dict)
     """A label that nodes must have: selector.gpu.example.com/model=h100."""
@@ -88,6 +88,14 @@ class PodSettings(Engine):
             ],
         }
         shared = {"medium": "Memory", "sizeLimit": str(self.shm)}
+        tolerations = []
+        for text in self.tolerations:
+            taint = _TAINT.fullmatch(text)
+            assert taint is not None, text
+            value, effect = taint["value"], taint["effect"]
+            toleration = {"key": taint["key"], "operator": "Exists" if value is None else "Equal"}
+            toleration |= {} if value is None else {"value": value}
+            tolerations.append(toleration | ({"effect": effect} if effect else {}))
         spec = {
             "restartPolicy": restart_policy,
             "terminationGracePeriodSeconds": self.grace,
@@ -95,7 +103,8 @@ class PodSettings(Engine):
             "serviceAccountName": self.service_account,
             "imagePullSecrets": [{"name": secret} for secret in self.pull_secrets],
             "nodeSelector": {} if head else self.selector,
-            "tolerations": [_toleration(taint) for taint in self.tolerations],
+            "tolerations": tolerations,
+            # With the node's network a pod needs this policy to find the cluster's own names, rank 0's among them.
             **({"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if self.host_network and not head else {}),
             "containers": [_said(container)],
             "volumes": [
@@ -125,19 +134,10 @@ class PodSettings(Engine):
 _HEAD_RESOURCES = {"requests": {"cpu": "1", "memory": "4Gi"}}
 
 
-def _toleration(text: str) -> dict[str, str]:
-    taint = _TAINT.fullmatch(text)
-    assert taint is not None
-    value = taint["value"]
-    toleration = {"key": taint["key"], "operator": "Exists" if value is None else "Equal"}
-    toleration |= {} if value is None else {"value": value}
-    return toleration | ({"effect": taint["effect"]} if taint["effect"] else {})
-
-
 def _said(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields without those that say nothing."""
-    return {key: value for key, value in fields.items() if value is not None and not _empty(value)}
-
-
-def _empty(value: object) -> bool:
-    return isinstance(value, Sequence | Mapping) and not value
+    """The fields without those that say nothing: None, and empty texts, lists and maps. Zero and false do."""
+    return {
+        key: value
+        for key, value in fields.items()
+        if value is not None and (value or not isinstance(value, Sequence | Mapping))
+    }

@@ -168,6 +168,7 @@ def _codes_of(placement: Placement, actors: Sequence[Any], asked: Sequence[int])
     passed = False
     while True:
         codes = ray.get([actor.code.remote() for actor in actors])
+        # A stop that was asked for is what the job ends with, also where a rank that lost its peers ended otherwise.
         if None not in codes:
             return STOPPED_EXIT_CODE if STOPPED_EXIT_CODE in codes and asked else max(map(abs, codes))
         if any(code not in (None, 0, STOPPED_EXIT_CODE) for code in codes):

@@ -41,6 +41,8 @@ def script_text(submission: Submission, run: str, cpus: int, restarts: int) -> s
     return _SCRIPT.format(
         name=submission.name,
         run=run,
+        # Without the interpreter, which each node has its own of; always with --resume, as a placed rank does not know
+        # whether others were before it.
         words=submission.train_words("", RUN, resume=True)[1:],
         nodes=submission.nodes,
         per_node=submission.ranks_per_node,

@@ -53,10 +53,12 @@ class SkyPilot(Engine):
         return Path(self.mount)
 
     def text(self, submission: Submission) -> str:
-        self._check(submission)
+        self._check_settings(submission)
         per_node = submission.ranks_per_node
+        # A run that was asked to stop is started again as often as it takes, one that fails only so often.
         recovery = {"max_restarts_on_errors": self.restarts, "recover_on_exit_codes": [STOPPED_EXIT_CODE]}
         resources: Tree = {"infra": self.infra, "cpus": f"{per_node * self.cpus}+"}
+        # SkyPilot takes whole GiB, at least so many: rounded up.
         resources["memory"] = f"{-(-self.memory // 2**30)}+" if self.memory else None
         resources["accelerators"] = f"{self.gpu}:{per_node}" if submission.uses_gpus else None
         resources["image_id"] = f"docker:{self.image}" if self.image else None
@@ -80,7 +82,8 @@ class SkyPilot(Engine):
         secrets = [word for secret in self.secrets for word in ("--secret", secret)]
         return ["sky", "launch", "--yes", "--async", "--cluster", name, *secrets, str(file)]
 
-    def _check(self, submission: Submission) -> None:
+    def _check_settings(self, submission: Submission) -> None:
+        """Raises ConfigError for what SkyPilot would find out after minutes, on machines that cost money by then."""
         check_out(submission, self.mount)
         if submission.uses_gpus and self.gpu is None:
             raise ConfigError.of("gpu", "nothing", "is missing: device=cuda needs GPUs", "a name of `sky show-gpus`")

@@ -48,7 +48,7 @@ _SETTLED = {
 _GPU_OPTIONS = ("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "gres", "tres-per-node", "tres-per-task")
 
 
-def _limit(text: str) -> str:
+def _check_limit(text: str) -> str:
     if not re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}", text):
         raise ValueError("is no limit of Slurm's, such as 90 (minutes), 04:00:00 or 1-12:00:00")
     return text
@@ -60,7 +60,7 @@ class Slurm(Engine):
     shares_folders: ClassVar[bool] = True
     suffix: ClassVar[str] = ".sbatch"
 
-    time: Annotated[str, AfterValidator(_limit)] = "01:00:00"
+    time: Annotated[str, AfterValidator(_check_limit)] = "01:00:00"
     """The job's limit."""
     grace: Positive = 120
     """Seconds before the limit at which the run is asked to save."""
@@ -143,9 +143,11 @@ class Slurm(Engine):
         words = submission.train_words(self.python or inside, submission.run.absolute(), resume=False)
         options = [] if self.mpi is None else [f"--mpi={self.mpi}"]
         if self.container is None:
+            # No setting without an effect.
             for idle in sorted({"mounts", "runtime"} & self.model_fields_set):
                 raise ConfigError.of(idle, shown(getattr(self, idle)), "has no effect without a container")
             return options, words
+        # Under the same paths as outside: the run file, and what it names, are found by both.
         folders = dict.fromkeys([str(submission.run.absolute().parent), str(submission.out.parent), *self.mounts])
         mounts = ",".join(folder if ":" in folder else f"{folder}:{folder}" for folder in folders)
         if self.runtime == "pyxis":

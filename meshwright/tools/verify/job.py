@@ -150,6 +150,7 @@ def _compare_steps(config: Config, folder: Path, data: Path, steps: int, report:
     report(f"{config.layout.world_size} ranks, {steps} steps", None)
     _run(config, WORKER, "the layout", layout, data, steps, traced)
     report(f"the reference on one device, {steps} steps", None)
+    # One after the other: together they would not fit where one of them fills the memory.
     _run(one_device(config), REFERENCE_WORKER, "the reference on one device", reference, data, steps, traced)
     return compare_runs(config, layout, reference, steps)
 
@@ -164,6 +165,7 @@ def compare_bits(config: Config, data: Path, steps: int, report: Report) -> tupl
         ranks = run(BITS_WORKER, Ranks.of(known), config=known, data=data, steps=steps)
         sums: dict[str, int] = {}
         for numbers in ranks:
+            # A tensor's hash is the sum of its elements' hashes, so each rank adds what it alone holds.
             for name, part in numbers["tensors"].items():
                 sums[name] = (sums.get(name, 0) + int(part)) % 2**64
         found.append({**ranks[0]["steps"], **{name: str(part) for name, part in sums.items()}})
@@ -205,6 +207,7 @@ def compare_runs(config: Config, layout: Path, reference: Path, steps: int) -> V
     """Compare what `leave_layout` and `leave_reference` have left in two folders."""
     evidence = Evidence.read(layout, config.layout.world_size, reference)
     known = {part.name for parts in evidence.parts for part in parts.values()}
+    # A parameter that only one side has would be compared with nothing, and pass.
     if other := known ^ set(evidence.names):
         raise MismatchError(f"only one of the layout's model and the reference's has {', '.join(sorted(other))}")
     rows = tuple(compare_all(evidence))

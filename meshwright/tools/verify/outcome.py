@@ -40,6 +40,7 @@ class Outcome:
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    # Copies, since the optimizer writes into the very tensors that are kept here.
     return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 
@@ -57,23 +58,17 @@ def reference_run(config: Config, batches: Iterable[Batch], steps: int, device: 
             gradients = _copies(reference.gradients)
         reference.update(step, norms[-1])
         if first if early else step == steps - 1:
-            states = _states(reference)
+            for name, parameter in reference.parameters.items():
+                for kind, x in reference.optimizer.state[parameter].items():
+                    if isinstance(x, Tensor) and x.shape == parameter.shape:  # not torch's count of steps
+                        states.setdefault(kind, {})[name] = x.cpu().clone()
     assert len(losses) == steps, f"{len(losses)} batches for {steps} steps"
     return Outcome(losses, norms, initial, gradients, _copies(reference.parameters), states)
 
 
-def _states(reference: Reference) -> dict[str, dict[str, Tensor]]:
-    """The optimizer's states by kind and parameter, as they are now."""
-    states: dict[str, dict[str, Tensor]] = {}
-    for name, parameter in reference.parameters.items():
-        for kind, x in reference.optimizer.state[parameter].items():
-            if isinstance(x, Tensor) and x.shape == parameter.shape:
-                states.setdefault(kind, {})[name] = x.cpu().clone()
-    return states
-
-
 def trace_reference(config: Config, batch: Batch, device: torch.device) -> tuple[Trace, dict[str, Any]]:
     """The trace of the reference's first step, all rows at once, and the fields of ReferenceFacts that say of it."""
+    # All rows at once, so that a module's output is one tensor, of which layouts hold copies, cuts or sums.
     whole = config.model_copy(update={"batch": config.batch.model_copy(update={"micro": config.batch.global_})})
     exact, *perturbed = (_traced_step(whole, batch, device, seed) for seed in (None, *range(PERTURBED_RUNS)))
     trace = exact.trace
@@ -90,6 +85,7 @@ def _traced_step(config: Config, batch: Batch, device: torch.device, rounding: i
     """One forward and backward pass. `rounding`: the seed of a perturbed one."""
     reference, recording = Reference(config, device), StepRecording()
     if rounding is not None:
+        # Weights and every output moved by one rounding: what the numbers then differ by, right layouts may differ by.
         hooks = Rounding(reference.model, rounding)
         with torch.no_grad():
             for parameter in reference.parameters.values():

@@ -10,7 +10,6 @@ gradients of microbatches in float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from hashlib import blake2b
 from typing import cast
 
@@ -53,7 +52,13 @@ class Reference:
             parameter.grad = self.gradients[name] = torch.zeros_like(parameter)
             kind = (own == "weight" and layer.decays, own == "weight" and layer.hidden)
             groups.setdefault(kind, []).append(parameter)
-        self.optimizer = _optimizer(config, groups)
+        update, chosen = config.optimizer.update, config.optimizer
+        by_kind = [
+            {"params": some, "weight_decay": chosen.weight_decay * decays, "hidden": hidden}
+            for (decays, hidden), some in groups.items()
+        ]
+        made = load_entry(update.reference)(by_kind, lr=chosen.lr, **update.arguments(chosen))
+        self.optimizer = cast(torch.optim.Optimizer, made)
         scale, half = precision.loss_scale, self.dtype == torch.float16
         self.scaler = torch.amp.GradScaler(device.type, scale.initial, growth_interval=scale.interval, enabled=half)
 
@@ -110,13 +115,3 @@ def rate_share(schedule: ScheduleSection, step: int, steps: int) -> float:
     done = min(1.0, max(0, step - schedule.warmup - stable) / (rest - stable))
     waves = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}
     return schedule.floor + (1 - schedule.floor) * (waves | {"sqrt": 1 - math.sqrt(done)})[schedule.decay]
-
-
-def _optimizer(config: Config, by_kind: Mapping[tuple[bool, bool], list[nn.Parameter]]) -> torch.optim.Optimizer:
-    chosen = config.optimizer
-    groups = [
-        {"params": some, "weight_decay": chosen.weight_decay * decays, "hidden": hidden}
-        for (decays, hidden), some in by_kind.items()
-    ]
-    update = chosen.update
-    return cast(torch.optim.Optimizer, load_entry(update.reference)(groups, lr=chosen.lr, **update.arguments(chosen)))

@@ -35,6 +35,7 @@ class Layer(nn.Module):
         super().__init__()
         self.function, self.initial, self.decays, self.wide = function, initial, decays, wide
         self.hidden = decays and not table
+        # In a tuple, where torch does not find it as a module: its weight must not be there twice.
         self.tied = () if tied is None else (tied,)
         self.weight = None if weight is None else nn.Parameter(torch.empty(weight))
         self.bias = None if bias is None else nn.Parameter(torch.empty(bias))
@@ -91,6 +92,7 @@ class ReferenceKit:
         """Whole logits [B, t, V], without the table's padding, and torch's cross entropy."""
 
         def function(h: Tensor, labels: Tensor, scale: float, table: Tensor, bias: Tensor | None) -> Tensor:
+            # The padding's rows are no tokens: a layout must leave them out, here they are never there.
             real, smooth = slice(shape.vocabulary), shape.smoothing
             logits = F.linear(h[:, : labels.shape[1]], table[real], None if bias is None else bias[real]).flatten(0, -2)
             wide, targets = logits.to(torch.promote_types(logits.dtype, torch.float32)), labels.flatten()
@@ -134,6 +136,7 @@ class _Experts(nn.Module):
 
     def forward(self, h: Tensor, places: Tensor | None = None) -> tuple[Tensor, ...]:
         logits, count = self.router(h), self.shape.count
+        # A router's choice jumps where rounding moves it: in float32 or better, as in the layouts.
         shares = F.softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
         weights, ids = shares.topk(self.shape.chosen, -1)
         if self.shape.renormalises:
@@ -141,6 +144,7 @@ class _Experts(nn.Module):
         taken = F.one_hot(ids, count).to(weights.dtype)  # [B, T, k, n]
         gates = torch.einsum("btk,btkn->btn", weights, taken).to(h.dtype)
         if self.shape.capacity is not None and self.training:
+            # A capacity is counted by sequence, in the order of positions; evaluation drops nothing.
             gates = gates * (taken.sum(2).cumsum(1) <= self.shape.most_tokens(h.shape[1]))
         gate, up = torch.einsum("bth,nhgm->gbtnm", h, self.expand()).unbind(0)
         y = torch.einsum("btnm,nmh,btn->bth", F.silu(gate) * up, self.contract(), gates)
@@ -161,6 +165,7 @@ def _norm(function: Callable[..., Tensor], hidden: int, bias: bool = True) -> La
     """`function` in the weight's precision, float32 or better; the output has the input's."""
 
     def cast(x: Tensor, weight: Tensor, offsets: Tensor | None) -> Tensor:
+        # Under O2 a norm's weight is float32 while activations are halves.
         return function(x.to(weight.dtype), weight, offsets).to(x.dtype)
 
     return Layer(cast, (hidden,), ONES, (hidden,) if bias else None, decays=False, wide=True)

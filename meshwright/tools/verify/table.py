@@ -53,6 +53,7 @@ def render(verdict: Verdict) -> None:
     console = Console(highlight=False)
     console.print(table)
     for row in verdict.failed[:MOST_FAILURES]:
+        # Bits are equal or not: an error of 1 is no measure of anything.
         if row.kind == "bits":
             console.print(f"{row.name}: not the bits of one device", markup=False)
             continue

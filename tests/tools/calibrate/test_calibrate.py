@@ -47,7 +47,7 @@ def test_what_is_written_is_what_was_measured(tmp_path: Path, capsys: pytest.Cap
     assert load_cluster(str(out)) == made
     assert [path.name for path in out.parent.iterdir()] == ["here.yaml"]
     assert (made.name, made.devices_per_node, made.cores) == ("here", 2, 2)
-    assert set(made.device.peak) == {"float32", "float64", "bf16", "fp16"}
+    assert set(made.device.peak_flops_per_second) == {"float32", "float64", "bf16", "fp16"}
     assert [side for side, _ in made.device.efficiency] == [16, 64]
     assert max(part for _, part in made.device.efficiency) == 1.0
     check(made, "torch", 3)

@@ -72,12 +72,15 @@ def device_points() -> dict[str, Points]:
 
 def test_a_device_is_found_again() -> None:
     device = fit_device("cpu", 2**30, device_points())
-    assert device.peak == {"float32": 5e10, "float64": 2.5e10, "bf16": pytest.approx(1e11, rel=1e-3)}
+    assert device.peak_flops_per_second == {"float32": 5e10, "float64": 2.5e10, "bf16": pytest.approx(1e11, rel=1e-3)}
     assert dict(device.efficiency) == EFFICIENCY
-    assert device.attention == pytest.approx(0.55, rel=1e-3)
+    assert device.attention_efficiency == pytest.approx(0.55, rel=1e-3)
     assert [rate for _, rate in device.bandwidth_bytes_per_second] == pytest.approx([BANDWIDTH] * 3, rel=1e-3)
     assert device.launch_seconds == LAUNCH
-    assert device.elements == {"special": pytest.approx(1e-9, rel=1e-2), "random": pytest.approx(7e-9, rel=1e-2)}
+    assert device.seconds_per_element == {
+        "special": pytest.approx(1e-9, rel=1e-2),
+        "random": pytest.approx(7e-9, rel=1e-2),
+    }
     assert (device.host_link_bytes_per_second, device.disk_bytes_per_second, device.reserved_bytes) == (5e9, 5e8, 3e8)
 
 
@@ -87,7 +90,7 @@ def test_kernels_that_are_lost_in_their_launch_have_a_bandwidth_all_the_same() -
 
 
 def test_a_machine_without_fused_attention_says_so() -> None:
-    assert fit_device("cpu", 2**30, device_points() | {"attention": []}).attention is None
+    assert fit_device("cpu", 2**30, device_points() | {"attention": []}).attention_efficiency is None
 
 
 def test_links_keep_what_was_timed() -> None:

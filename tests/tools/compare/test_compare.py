@@ -120,7 +120,7 @@ def test_two_layouts_run_agree_and_are_interrupted(contenders: list[Contender], 
 def double(path: Path) -> Any:
     """The small cluster's device, which knows float64 too."""
     device = load_cluster(str(path)).device
-    return device.model_copy(update={"peak": device.peak | {"float64": 1e9}})
+    return device.model_copy(update={"peak_flops_per_second": device.peak_flops_per_second | {"float64": 1e9}})
 
 
 class Balanced(HTMLParser):

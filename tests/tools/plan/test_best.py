@@ -106,5 +106,8 @@ def test_slices_are_found_where_activations_would_not_fit_beside_whole_states(mo
     assert (best.config.layout.data.sync, best.config.micro, best.config.memory.recompute) == ("zero3", 1, "none")
     assert [one.config.layout.data.sync for one in found.tight] == ["zero2"]
     assert found.tight[0].seconds < best.seconds
-    assert {loser.strategy: loser.prediction is not None for loser in found.losers} == {"data": True, "zero2": True}
+    assert {runner_up.strategy: runner_up.prediction is not None for runner_up in found.runner_ups} == {
+        "data": True,
+        "zero2": True,
+    }
     assert all(verdict(one.fullest, one.cluster) == "fits" for one in found.predictions)

@@ -26,7 +26,7 @@ from tests.tools.plan.measured import Measured, measured
 from tests.workers import run_ranks
 
 DTYPES = ("float32", "float64", "bf16", "fp16")
-DEVICE = {"kind": "cpu", "peak": dict.fromkeys(DTYPES, 1e11)}
+DEVICE = {"kind": "cpu", "peak_flops_per_second": dict.fromkeys(DTYPES, 1e11)}
 CPU = SWITCH.model_copy(update={"device": SWITCH.device.model_copy(update=DEVICE)})
 
 SYNCS = ("allreduce", "ring", "rooted", "zero1", "zero2", "zero3")

@@ -34,7 +34,8 @@ def test_a_cpu_moves_what_it_multiplies_by_itself() -> None:
 
 def test_float32_products_take_tensor_cores_where_a_run_and_its_devices_do() -> None:
     product, device = replace(PRODUCT, dtype="float32"), FLAT.device
-    cores = FLAT.model_copy(update={"device": device.model_copy(update={"peak": {**device.peak, "tf32": 5e13}})})
+    peak = {**device.peak_flops_per_second, "tf32": 5e13}
+    cores = FLAT.model_copy(update={"device": device.model_copy(update={"peak_flops_per_second": peak})})
     assert Timer(cores, 1, tf32=True).kernel_seconds(product) == pytest.approx(2e9 / (5e13 * 0.5) + LAUNCH)
     assert Timer(cores, 1).kernel_seconds(product) == Timer(FLAT, 1, tf32=True).kernel_seconds(product)
     assert Timer(cores, 1, tf32=True).kernel_seconds(PRODUCT) == seconds(PRODUCT)
@@ -81,7 +82,7 @@ def test_unknown_dtype_names_the_known_ones() -> None:
 
 
 def test_no_fused_attention_where_there_is_none() -> None:
-    device = FLAT.device.model_copy(update={"attention": None})
+    device = FLAT.device.model_copy(update={"attention_efficiency": None})
     with pytest.raises(AssertionError, match="made-up has no fused attention"):
         Timer(FLAT.model_copy(update={"device": device}), 1).kernel_seconds(Kernel("attention", 1e9, 1, 1, "fp16"))
 

@@ -16,7 +16,8 @@ from tests.pipeline.test_equality import pipelined
 from tests.tools.plan.clusters import FLAT
 from tests.tools.plan.test_counts import MEGATRON, WHOLE, synced
 
-GPU = FLAT.model_copy(update={"device": FLAT.device.model_copy(update={"peak": FLAT.device.peak | {"float64": 1e13}})})
+PEAK = FLAT.device.peak_flops_per_second | {"float64": 1e13}
+GPU = FLAT.model_copy(update={"device": FLAT.device.model_copy(update={"peak_flops_per_second": PEAK})})
 
 
 def with_channels(channels: int) -> Cluster:

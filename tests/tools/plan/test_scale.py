@@ -14,6 +14,7 @@ from meshwright.config import Config, parse_config
 from meshwright.errors import ConfigError
 from meshwright.pipeline.span import Timeline
 from meshwright.tools.plan.buckets import Memory
+from meshwright.tools.plan.evaluator import Keep
 from meshwright.tools.plan.predict import Prediction
 from meshwright.tools.plan.scale import (
     STRATEGIES,
@@ -26,7 +27,6 @@ from meshwright.tools.plan.scale import (
     scale,
     write,
 )
-from meshwright.tools.plan.scout import Keep
 from tests.tools.plan.clusters import FLAT
 
 RUN = parse_config(

@@ -26,11 +26,11 @@ from meshwright.tools.plan.answer import answer, verdict
 from meshwright.tools.plan.buckets import Memory
 from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.estimate import Estimates
+from meshwright.tools.plan.evaluator import Evaluator, strategy_of
 from meshwright.tools.plan.page import write_plan_page
 from meshwright.tools.plan.predict import Planner, Prediction
 from meshwright.tools.plan.report import as_dict, check_new, render, write_run
-from meshwright.tools.plan.scout import Scout, strategy_of
-from meshwright.tools.plan.search import SearchResult, layout_text, search, sparing
+from meshwright.tools.plan.search import SearchResult, layout_text, search, without_savings
 from meshwright.tools.plan.software import Software
 from meshwright.tools.plan.space import SearchJob, fixed_fields, legal_layouts
 from meshwright.tools.plan.workers import Workers
@@ -127,7 +127,7 @@ def test_it_finds_what_predicting_everything_finds(seed: int) -> None:
     )  # fmt: skip
     everything = list(legal_layouts(SearchJob(config, cluster, 4, fixed)))
     fits = {one for one in everything if verdict(memory_of(models.bytes(one)), cluster) == "fits"}
-    fitting = [models.seconds(one) for one in fits if fits.isdisjoint(sparing(one))]  # others are for nothing
+    fitting = [models.seconds(one) for one in fits if fits.isdisjoint(without_savings(one))]  # others are for nothing
     found = search(config, cluster, 4, top=7, fixed=fixed, models=models)
     assert [made.seconds for made in found.predictions] == sorted(fitting)[:7]
     counts = found.counts
@@ -135,7 +135,7 @@ def test_it_finds_what_predicting_everything_finds(seed: int) -> None:
     assert counts.too_full + counts.unfit + counts.dominated + counts.too_slow + counts.predicted == counts.legal
     assert len(models.predicted) < len(everything) / 3, "bounds save predictions"
     assert min(counts.too_full, counts.too_slow, counts.unfit, counts.dominated) > 0
-    assert {loser.strategy for loser in found.losers} | {strategy_of(found.predictions[0].config)} == {
+    assert {runner_up.strategy for runner_up in found.runner_ups} | {strategy_of(found.predictions[0].config)} == {
         strategy_of(one) for one in everything
     }
 
@@ -175,8 +175,8 @@ def test_ctrl_c_while_layouts_are_gathered_ends_the_search(processes: int) -> No
     assert "predicting" in told[-2]
     assert "now" in told[-1]
     assert len(told) == 2
-    assert found.losers == ()
-    assert set(found.unseen) == {"zero2", "zero3", "pipeline", "megatron", "subgraph"}
+    assert found.runner_ups == ()
+    assert set(found.not_reached) == {"zero2", "zero3", "pipeline", "megatron", "subgraph"}
     assert not multiprocessing.active_children()
 
 
@@ -198,7 +198,7 @@ def test_ctrl_c_among_the_losers_keeps_the_best(processes: int) -> None:
 
     told: list[str] = []
     whole = search(run, cluster, 2, models=models, report=pressing(-1, told))
-    assert len(whole.losers) > 1, "its last prediction is for a loser"
+    assert len(whole.runner_ups) > 1, "its last prediction is for a loser"
     last = pressing(len(told), [])
     found = search(run, cluster, 2, models=models, report=last, partial=True, processes=processes)
     assert found.stopped
@@ -248,7 +248,7 @@ def test_processes_that_share_a_search_find_what_one_does() -> None:
 
     alone, shared = found(1, 2_500_000), found(3, 2_500_000)
     assert isinstance(alone, SearchResult)
-    assert len(alone.losers) > 2
+    assert len(alone.runner_ups) > 2
     assert shared == alone
     lacking = found(1, 1_130_000)
     assert "legal layouts on 2 fits: the closest" in str(lacking)
@@ -263,8 +263,8 @@ def test_a_mistake_in_another_process_is_raised_here() -> None:
         raise ConfigError.of("layout", config.layout.summary, "is not known here", "none")
 
     models.weights_memory = refused  # type: ignore[method-assign]
-    with Workers(2, Scout(SearchJob(parse_config(TREE), cluster, 2), models, lambda layout: True)) as workers:  # type: ignore[arg-type]
-        workers.ask(1, Scout.found, [[], [(0, parse_config(TREE))]], 1.0)
+    with Workers(2, Evaluator(SearchJob(parse_config(TREE), cluster, 2), models, lambda layout: True)) as workers:  # type: ignore[arg-type]
+        workers.ask(1, Evaluator.evaluate_shared, [[], [(0, parse_config(TREE))]], 1.0)
         with pytest.raises(ConfigError, match="is not known here"):
             list(workers.answers(wait=True))
 
@@ -374,8 +374,8 @@ def test_it_is_shown(small: Small, capsys: pytest.CaptureFixture[str]) -> None:
     render(found)
     shown = capsys.readouterr().out
     assert f"{found.counts.legal:,} legal layouts" in shown
-    for loser in found.losers:
-        assert loser.strategy in shown
+    for runner_up in found.runner_ups:
+        assert runner_up.strategy in shown
 
 
 def test_kinds_without_a_legal_layout_say_why(capsys: pytest.CaptureFixture[str]) -> None:
@@ -401,7 +401,7 @@ def test_slices_are_found_where_a_model_does_not_fit() -> None:
         device = NODES.device.model_copy(update={"memory_bytes": room * parameters})
         found = search(run, NODES.model_copy(update={"device": device}), 8, fixed=fixed)
         chosen[room] = found.predictions[0].config.layout.data.sync
-        predicted = {loser.strategy: loser.prediction for loser in found.losers}
+        predicted = {runner_up.strategy: runner_up.prediction for runner_up in found.runner_ups}
         assert predicted.keys() | {strategy_of(found.predictions[0].config)} == {"data", "zero2", "zero3"}
         for other in predicted.values():
             assert (other is None) == (room == 5)

@@ -17,7 +17,7 @@ from meshwright.tools.plan.answer import verdict
 from meshwright.tools.plan.cluster import load_cluster
 from meshwright.tools.plan.estimate import Estimates
 from meshwright.tools.plan.predict import Planner
-from meshwright.tools.plan.search import search, sparing
+from meshwright.tools.plan.search import search, without_savings
 from meshwright.tools.plan.space import SearchJob, fixed_fields, legal_layouts
 
 GPT = {"layers": 2, "hidden": 64, "heads": 4, "positions": 64, "vocabulary": 512, "dropout": 0.0}
@@ -69,7 +69,9 @@ def test_the_search_leaves_nothing_better_out(name: str) -> None:
     fitting = {config for config, one in predictions.items() if verdict(one.fullest, cluster) == "fits"}
     seconds = {config: predictions[config].seconds for config in fitting}
     spared = {  # by one that fits and is as fast: not predicted, unless it was estimated to be faster
-        config for config in fitting if any(seconds.get(keeps, 1e9) <= seconds[config] for keeps in sparing(config))
+        config
+        for config in fitting
+        if any(seconds.get(keeps, 1e9) <= seconds[config] for keeps in without_savings(config))
     }
     whole = sorted(seconds[config] for config in fitting - spared)
     assert len(found) >= min(5, len(whole))

@@ -1,4 +1,4 @@
-"""A process of a search finds out which layouts may fit, about how fast they are, and what a prediction says.
+"""A search's process evaluates layouts: which may fit, about how fast they are, and what a prediction says.
 
 A search's processes share families of layouts; what all have found is put together in the order of the families, so
 that the answer does not hang on how many they were.
@@ -21,15 +21,15 @@ from meshwright.tools.plan.answer import verdict
 from meshwright.tools.plan.estimate import Estimates
 from meshwright.tools.plan.predict import Memory, Prediction
 from meshwright.tools.plan.space import Refused, SearchJob, layouts_of, orders_of
-from meshwright.tools.plan.workers import Turns
+from meshwright.tools.plan.workers import SharedCounter
 
 Keep = Callable[[Layout], bool]
 
-WORTH_HAVING = 0.5
-"""The part of a device's memory that the search says would be worth having, at most."""
+MAX_EXCESS_SHARE = 0.5
+"""A layout that would need this share of a device's memory more, at most, is told of as one that nearly fits."""
 
-_TOLD = 100
-"""Layouts of a family after which it is told how far it is."""
+_REPORTED_EVERY = 100
+"""Layouts of a family after which progress is reported."""
 
 
 class Queued(NamedTuple):
@@ -42,7 +42,7 @@ class Queued(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Loser:
+class RunnerUp:
     """The best layout of a strategy that did not win: its fastest that fits, with a prediction; or, where none of the
     strategy fits, of those that were looked at the one that lacks least. `memory`: of its fullest rank, without
     activations where `whole` is false."""
@@ -54,17 +54,18 @@ class Loser:
     prediction: Prediction | None = None
 
     @property
-    def lack(self) -> tuple[bool, int]:
+    def excess(self) -> tuple[bool, int]:
         """The order of layouts that do not fit: those that are counted whole before the others."""
+        # Weights alone are less than the whole: of the two figures only the whole one says how much is missing.
         return not self.whole, self.memory.total
 
 
 @dataclass
-class Outlook:
-    """The knowledge of layouts before any is predicted. `legal`: how many were looked at (Counts), `kinds` of their
-    tensor sections; `queue`: those that may fit; `slow`: the strategies of which some are slower than was asked for;
-    `least`: the least seconds that a way to cut a layer can take; `closest`: of those that do not fit, by strategy, the
-    one that lacks least; `lacking`: the one with the least estimated seconds, and these."""
+class SearchState:
+    """A search's layouts before any is predicted. `legal`: how many were looked at (Counts), `kinds` of their tensor
+    sections; `queue`: those that may fit; `slow`: the strategies of which some are slower than was asked for; `least`:
+    the least seconds that a way to cut a layer can take; `closest`: of those that do not fit, by strategy, the
+    one that lacks least; `nearly_fits`: the one with the least estimated seconds, and these."""
 
     legal: int = 0
     too_full: int = 0
@@ -74,24 +75,25 @@ class Outlook:
     queue: list[Queued] = field(default_factory=list)
     slow: set[str] = field(default_factory=set)
     least: dict[Hashable, float] = field(default_factory=dict)
-    closest: dict[str, Loser] = field(default_factory=dict)
-    lacking: tuple[float, Config, Memory] | None = None
+    closest: dict[str, RunnerUp] = field(default_factory=dict)
+    nearly_fits: tuple[float, Config, Memory] | None = None
 
-    def include(self, later: Outlook) -> None:
+    def include(self, later: SearchState) -> None:
         """Add what was found of later families."""
         self.legal += later.legal
         self.too_full += later.too_full
         self.unfit += later.unfit
         self.kinds |= later.kinds
+        # The first family's problem stays, so that an error does not depend on which process was faster.
         self.refused = later.refused | self.refused
         self.queue += later.queue
         self.slow |= later.slow
         for cut, seconds in later.least.items():
             self.include_least(cut, seconds)
-        for loser in later.closest.values():
-            self.include_loser(loser)
-        if later.lacking is not None:
-            self.include_lacking(later.lacking)
+        for runner_up in later.closest.values():
+            self.include_runner_up(runner_up)
+        if later.nearly_fits is not None:
+            self.include_nearly_fits(later.nearly_fits)
 
     def count(self, config: Config) -> None:
         self.legal += 1
@@ -105,61 +107,64 @@ class Outlook:
     def include_least(self, cut: Hashable, seconds: float) -> None:
         self.least[cut] = min(seconds, self.least.get(cut, seconds))
 
-    def include_loser(self, loser: Loser) -> None:
+    def include_runner_up(self, runner_up: RunnerUp) -> None:
         """The first stays of layouts that lack as much."""
-        known = self.closest.get(loser.strategy, loser)
-        self.closest[loser.strategy] = min(known, loser, key=lambda one: one.lack)
+        known = self.closest.get(runner_up.strategy, runner_up)
+        self.closest[runner_up.strategy] = min(known, runner_up, key=lambda one: one.excess)
 
-    def include_lacking(self, lacking: tuple[float, Config, Memory]) -> None:
-        if self.lacking is None or lacking[0] < self.lacking[0]:
-            self.lacking = lacking
+    def include_nearly_fits(self, nearly_fits: tuple[float, Config, Memory]) -> None:
+        if self.nearly_fits is None or nearly_fits[0] < self.nearly_fits[0]:
+            self.nearly_fits = nearly_fits
 
 
-class Scout:
+class Evaluator:
     """One process of a search for layouts that `keep` lets pass."""
 
     def __init__(self, job: SearchJob, models: Estimates, keep: Keep) -> None:
         self.job, self.models, self.keep = job, models, keep
-        self.turns = Turns()
+        self.counter = SharedCounter()
         self.device_bytes = job.cluster.device.memory_bytes
         self._bounds: dict[Hashable, float] = {}
 
-    def look(self, family: Config, found: Outlook, cutoff: float = math.inf, report: ShowProgress = silent) -> None:
+    def evaluate_family(
+        self, family: Config, found: SearchState, cutoff: float = math.inf, report: ShowProgress = silent
+    ) -> None:
         """Put into `found` what there is to know of a family's layouts that may take less than `cutoff` seconds."""
         for config, memory in self._kept(family, found, cutoff):
             seconds = self.models.estimated_seconds(config)
             if seconds < cutoff:
                 found.count(config)
+                # Tight by an estimate that is below the truth: a prediction can only be tight, too, or not fit.
                 tight = verdict(memory, self.job.cluster) == "tight"
                 found.queue.append(Queued(seconds, memory.total, tight, config))
             else:
                 found.count_slow(config)
-            if found.legal % _TOLD == 1:
+            if found.legal % _REPORTED_EVERY == 1:
                 report(config.layout.summary, None)
 
-    def look_at(
+    def evaluate_lists(
         self,
         lists: Sequence[Sequence[tuple[int, Config]]],
         cutoff: float,
-        found: dict[int, Outlook],
-        turns: Iterable[int],
+        found: dict[int, SearchState],
+        numbers: Iterable[int],
         report: ShowProgress = silent,
     ) -> None:
-        """Put into `found` what families have in them, by their numbers: of one list after the other as turns come."""
-        for turn in turns:
-            if turn >= len(lists):
+        """Evaluate families into `found`, by their place among all: of the lists with these numbers, as they come."""
+        for list_number in numbers:
+            if list_number >= len(lists):
                 return
-            for number, family in lists[turn]:
-                found[number] = Outlook()
-                self.look(family, found[number], cutoff, report)
+            for number, family in lists[list_number]:
+                found[number] = SearchState()
+                self.evaluate_family(family, found[number], cutoff, report)
 
-    def found(self, lists: Sequence[Sequence[tuple[int, Config]]], cutoff: float) -> dict[int, Outlook]:
-        """Look at families as long as there are turns: what they have in them, by their numbers."""
-        found: dict[int, Outlook] = {}
-        self.look_at(lists, cutoff, found, self.turns)
+    def evaluate_shared(self, lists: Sequence[Sequence[tuple[int, Config]]], cutoff: float) -> dict[int, SearchState]:
+        """Evaluate lists that no other process has taken, until none is left; what they have, by family."""
+        found: dict[int, SearchState] = {}
+        self.evaluate_lists(lists, cutoff, found, self.counter)
         return found
 
-    def verdict(self, config: Config) -> Prediction | Memory:
+    def predict_or_memory(self, config: Config) -> Prediction | Memory:
         """The prediction if the layout fits, else the memory that shows it does not."""
         memory = self.models.least_memory(config)
         if memory.total > self.device_bytes:
@@ -167,10 +172,11 @@ class Scout:
         prediction = self.models.predict(config)
         return prediction if prediction.fullest.total <= self.device_bytes else prediction.fullest
 
-    def _kept(self, family: Config, found: Outlook, cutoff: float) -> Iterator[tuple[Config, Memory]]:
+    def _kept(self, family: Config, found: SearchState, cutoff: float) -> Iterator[tuple[Config, Memory]]:
         """The family's layouts that may fit and may be fast enough, with their estimated memory."""
         if not self.keep(family.layout):
             return
+        # Weights do not depend on the microbatch: the largest stands for all.
         least = with_field(family, "batch.micro", family.replica_batch) if family.replica_batch else None
         if least is None or self._has_room(least, found):
             memory: list[Memory] = []
@@ -179,16 +185,18 @@ class Scout:
                 return self._may_be_fast(sized, found, cutoff)
 
             def holds(config: Config) -> bool:
+                # Kept for the orders of axes that follow: memory does not depend on them.
                 memory[:] = self._room(config, found, cutoff)
                 return bool(memory)
 
             for config in layouts_of(family, self.job, found.refused, enters, holds):
                 yield config, memory[0]
 
-    def _may_be_fast(self, config: Config, found: Outlook, cutoff: float) -> bool:
+    def _may_be_fast(self, config: Config, found: SearchState, cutoff: float) -> bool:
         """Whether layouts like this one may take less than `cutoff` seconds, in whatever order of axes."""
         key = config.layout.layer, config.layout.axes, config.batch, config.memory.recompute, config.widens_gradients
         if key not in self._bounds:
+            # The bound must hold in every order, and orders put other ranks on a node.
             self._bounds[key] = min(self.models.least_seconds(one) for one in orders_of(config, self.job))
         seconds = self._bounds[key]
         found.include_least(config.layout.layer, seconds)
@@ -197,7 +205,7 @@ class Scout:
         found.count_slow(config)
         return False
 
-    def _room(self, config: Config, found: Outlook, cutoff: float) -> tuple[Memory, ...]:
+    def _room(self, config: Config, found: SearchState, cutoff: float) -> tuple[Memory, ...]:
         """The estimated memory of a layout that may fit, and may be fast enough, in whatever order of axes."""
         if self.models.recomputes_for_nothing(config) or not self._may_be_fast(config, found, cutoff):
             return ()
@@ -209,9 +217,10 @@ class Scout:
             return (memory,)
         found.count(config)
         found.unfit += 1
-        found.include_loser(Loser(strategy_of(config), config, memory, whole=True))
-        if memory.total <= (1 + WORTH_HAVING) * self.device_bytes:
-            found.include_lacking((self.models.estimated_seconds(config), config, memory))
+        found.include_runner_up(RunnerUp(strategy_of(config), config, memory, whole=True))
+        # Seconds are estimated of those alone that nearly fit.
+        if memory.total <= (1 + MAX_EXCESS_SHARE) * self.device_bytes:
+            found.include_nearly_fits((self.models.estimated_seconds(config), config, memory))
         return ()
 
     def _gathers_for_nothing(self, config: Config) -> bool:
@@ -231,14 +240,14 @@ class Scout:
         # An estimate is SURE of what is held; a layout that is judged to fit leaves more than the rest free.
         return verdict(self.models.estimated_memory(whole), self.job.cluster) == "fits"
 
-    def _has_room(self, config: Config, found: Outlook) -> bool:
+    def _has_room(self, config: Config, found: SearchState) -> bool:
         """Whether weights, gradients and states fit alone."""
         weights = self.models.weights_memory(config)
         if weights.total <= self.device_bytes:
             return True
         found.count(config)
         found.too_full += 1
-        found.include_loser(Loser(strategy_of(config), config, weights, whole=False))
+        found.include_runner_up(RunnerUp(strategy_of(config), config, weights, whole=False))
         return False
 
 
@@ -271,5 +280,6 @@ def cuts_within(layout: Layout) -> Iterator[Hashable]:
     context = layout.context
     if context.axes and layout.tensor.axes:
         yield layout.data.expert, ContextParallel(), layout.tensor
+    # All divisors, itself too: the last is the context cut alone, beside a tensor section that cuts the inside.
     for size in divisors(context.size)[1:]:
         yield layout.data.expert, context.model_copy(update={"size": size}), Whole()
