@@ -42,6 +42,7 @@ from meshwright.ranks.mailbox import MessageMeta, TensorMeta
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
 from meshwright.registry import load_entry
+from meshwright.tensor.experts import Experts
 from meshwright.tensor.islands import Islands, UsesIslands, compiled_islands
 from meshwright.tensor.kit import Kit, rows_of_rank
 from meshwright.tensor.linear import autocast_device
@@ -148,6 +149,8 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
         for module in model.modules():
             if isinstance(module, SerialNorm):
                 module.affine_apart = True
+            if isinstance(module, Experts):
+                module.compute_rows_apart()
         model.run_part, model.run_group = grains.seeded(model.run_part), grains.remembered(model.run_group)
     to = config.memory.offload.to if mesh.device.type != "meta" else "none"  # a plan has nothing to keep
     optimizer = Optimizer(config, strategy.slots, mesh, STATES[to](mesh, folder), fixed)
@@ -165,7 +168,10 @@ def exactly(config: Config, mesh: Mesh) -> tuple[SampleGrains | None, FixedPoint
 
 def vectors_are_whole(config: Config, specs: dict[str, ShardSpec]) -> bool:
     """Whether threads share every product in whole vectors, so that their number does not decide its bits: measured of
-    MKL's and oneDNN's products with 1, 2 and 4 threads, whose rows and columns are multiples of 16."""
+    MKL's and oneDNN's products with 1, 2 and 4 threads, whose rows and columns are multiples of 16. An expert has any
+    number of rows."""
+    if config.model.num_experts:
+        return False
     tokens = config.bits.samples * chain_of(config).tokens_per_sample(config)
     sizes = {spec.shape[-1] for spec in specs.values() if spec.matrix and not spec.table}
     heads = {spec.shape[0] for name, spec in specs.items() if spec.table and name.startswith(("tokens.", "head."))}

@@ -73,13 +73,11 @@ def scales_are_powers_of_two(config: Config) -> Iterator[Problem]:
 REFUSED: tuple[tuple[str, Callable[[Config], object], str], ...] = (
     ("layout.tensor.kind", lambda config: config.layout.tensor.kind if config.layout.tensor.axes else None, "none"),
     ("layout.context.size", lambda config: config.layout.context.size if config.layout.context.size > 1 else None, "1"),
-    ("layout.data.expert", lambda config: config.layout.data.expert if config.layout.data.expert > 1 else None, "1"),
     (
         "layout.data.sync",
         lambda config: None if config.layout.data.strategy.order_free else config.layout.data.sync,
         "allreduce, ring, rooted, server-gradient, zero1, zero2, zero3",
     ),
-    ("model", lambda config: config.model.losses_in_layers or None, "a model without experts"),
     (
         "optimizer.name",
         lambda config: config.optimizer.name if config.optimizer.update.matrices else None,
@@ -96,8 +94,7 @@ REFUSED: tuple[tuple[str, Callable[[Config], object], str], ...] = (
 
 
 @_under_layout_free(
-    KIND, "layout.tensor", "layout.context.size", "layout.data.expert", "layout.data.sync", "model", "optimizer.name",
-    "precision", "compile",
+    KIND, "layout.tensor", "layout.context.size", "layout.data.sync", "optimizer.name", "precision", "compile",
 )  # fmt: skip
 def what_is_summed_in_an_order(config: Config) -> Iterator[Problem]:
     for field, value_of, instead in REFUSED:

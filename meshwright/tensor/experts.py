@@ -39,8 +39,10 @@ tokens give its part of the sum. A gradient goes through P alone: f counts.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -53,8 +55,11 @@ from meshwright.ranks.collectives import all_reduce, start_all_reduce, trade_row
 from meshwright.ranks.grid import EXPERT
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.boundary import Boundary
-from meshwright.tensor.linear import cast, linear, write_product
+from meshwright.tensor.linear import cast, linear, write_part, write_product
 from meshwright.tensor.swiglu import swiglu
+
+ALIGNED_BYTES = 64
+"""A cache line, and the widest vector: torch's allocations begin at one."""
 
 
 @dataclass(frozen=True)
@@ -82,31 +87,36 @@ class ExpertsShape:
         return min(length, math.ceil(self.capacity * self.chosen * length / self.count))
 
 
+Runs = Sequence[Sequence[int]]
+"""Rows of each expert, by run. There is one run, or one for each rank that sends rows (Experts.rows_apart)."""
+
+
 class _Grouped(torch.autograd.Function):
-    """y = x W of an expert's rows, expert by expert."""
+    """y = x W of an expert's rows, run by run and in it expert by expert; an expert has one product in each run."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, rows: Sequence[int], layer: ShardedModule) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, runs: Runs, layer: GroupedLinear) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.rows, ctx.layer = rows, layer
-        return torch.cat([part @ own for part, own in zip(x.split(rows), weight, strict=True)])
+        ctx.runs, ctx.layer = runs, layer
+        return torch.cat([layer.operand(part) @ layer.operand(own) for part, own in _pairs(x, weight, runs)])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
+        layer, lengths = ctx.layer, [sum(run) for run in ctx.runs]
+        dweight: Tensor | None = None
+        for run, rows, gradients in zip(ctx.runs, x.split(lengths), dy.split(lengths), strict=True):
+            # One addend a run: where sums are of integers, each is rounded by itself.
+            added = layer.add_gradient("weight", weight, partial(layer.write_run, run, rows, gradients))
+            dweight = added if dweight is None or added is None else dweight + added
+        dx = [layer.operand(part) @ layer.operand(own).t() for part, own in _pairs(dy, weight, ctx.runs)]
+        return torch.cat(dx), dweight, None, None
 
-        def write(out: Tensor, beta: int) -> None:
-            for part, gradient, own in zip(x.split(ctx.rows), dy.split(ctx.rows), out, strict=True):
-                write_product(own, part.t(), gradient, beta)
 
-        dweight = ctx.layer.add_gradient("weight", weight, write)
-        return (
-            torch.cat([part @ own.t() for part, own in zip(dy.split(ctx.rows), weight, strict=True)]),
-            dweight,
-            None,
-            None,
-        )
+def _pairs(x: Tensor, weight: Tensor, runs: Runs) -> Iterator[tuple[Tensor, Tensor]]:
+    """The rows of each expert in each run, with its weight."""
+    return zip(x.split([*chain(*runs)]), chain(*repeat(weight, len(runs))), strict=True)
 
 
 class GroupedLinear(ShardedModule):
@@ -115,12 +125,27 @@ class GroupedLinear(ShardedModule):
     def __init__(self, mesh: Mesh, shape: tuple[int, ...], placements: Placements, initial: Initial) -> None:
         super().__init__(mesh)
         self.weight = self.declare("weight", ShardSpec(shape, placements, initial))
+        self.rows_apart = False
+        """As Experts.rows_apart."""
 
-    def forward(self, x: Tensor, rows: Sequence[int]) -> Tensor:
-        """x [R, in], of which each expert has so many rows; [R, ..., out]."""
+    def forward(self, x: Tensor, runs: Runs) -> Tensor:
+        """x [R, in], of which each expert has so many rows in each run; [R, ..., out]."""
         x, weight, _ = cast(x, self.weight.flatten(2), None)
-        y: Tensor = _Grouped.apply(x, weight, rows, self)
+        y: Tensor = _Grouped.apply(x, weight, runs, self)
         return y.unflatten(-1, self.weight.shape[2:])
+
+    def operand(self, x: Tensor) -> Tensor:
+        """x, a part of a larger tensor, as a product reads it. With rows apart it lies where any part would: kernels
+        of some libraries choose their way by the address, and that of a part depends on the parts before it."""
+        return x.clone() if self.rows_apart and (not x.is_contiguous() or x.data_ptr() % ALIGNED_BYTES) else x
+
+    def write_run(self, rows: Sequence[int], x: Tensor, dy: Tensor, out: Tensor, beta: int) -> None:
+        """A run's xᵀ dy + beta · out by expert, in `out`."""
+        for part, gradient, own in zip(x.split(rows), dy.split(rows), out, strict=True):
+            if self.rows_apart:
+                write_part(own, self.operand(part).t() @ self.operand(gradient), beta)
+            else:
+                write_product(own, part.t(), gradient, beta)
 
 
 class Router(ShardedModule):
@@ -208,6 +233,9 @@ class Experts(nn.Module):
         self.router = Router(mesh, shape.hidden, shape.count, shape.initial)
         self.travels = EXPERT in mesh.grid.names and mesh.size(EXPERT) > 1
         self.dropped: Tensor | None = None
+        self.rows_apart = False
+        """Whether rows that different ranks send to an expert are products of their own, as they are where each rank
+        has all experts: a kernel's shape, and so its bits, then depend on no layout (bits/)."""
 
         def cuts(dim: int) -> Placements:
             whose = {EXPERT: Shard(0)} if self.travels else {}
@@ -243,7 +271,7 @@ class Experts(nn.Module):
         back = plan.slots.view(-1, plan.copies)
         x = gather_rows(h.flatten(0, 1), plan.pairs // plan.copies, back, zeros=plan.drops)
         if not self.travels:
-            y = self._outputs(x, plan.rows)
+            y = self._outputs(x, [plan.rows])
         else:
             y = self._elsewhere_evenly(x, plan.rows[0]) if bounded else self._elsewhere(x, plan.rows)
         y = gather_rows(y, plan.slots, plan.pairs.unsqueeze(1), zeros=plan.drops)
@@ -280,9 +308,18 @@ class Experts(nn.Module):
         whole = start_all_reduce(whole, self.mesh.comm("context")).wait()
         return earlier_tokens(whole, self.shape.count)[:, places]
 
-    def _outputs(self, x: Tensor, rows: Sequence[int]) -> Tensor:
-        """The outputs of this rank's experts, each for so many rows of x [R, H], in order."""
-        return self.contract(swiglu(self.expand(x, rows)), rows)
+    def compute_rows_apart(self) -> None:
+        """From now on rows that different ranks send to an expert are products of their own."""
+        self.rows_apart = self.expand.rows_apart = self.contract.rows_apart = True
+
+    def _outputs(self, x: Tensor, runs: Runs) -> Tensor:
+        """The outputs of this rank's experts, in each run for so many rows of x [R, H], in order."""
+        gates = self.expand(x, runs)
+        if not self.rows_apart:
+            return self.contract(swiglu(gates), runs)
+        # Vectors of elements begin at an expert's first row: what is left over at their end may be rounded elsewise.
+        parts = [swiglu(part.clone()) for part in gates.split([*chain(*runs)])]
+        return self.contract(torch.cat(parts), runs)
 
     def _elsewhere(self, x: Tensor, rows: Sequence[int]) -> Tensor:
         """The outputs of all experts for so many rows each, by the ranks that hold them."""
@@ -293,19 +330,25 @@ class Experts(nn.Module):
         if x.device.type == "meta":  # all ranks send as many rows, and this one is the busiest
             coming = (sent[self.mesh.index(EXPERT)].expand(size, here) * self.mesh.imbalance).ceil().long()
         given, taken = sent.sum(1).tolist(), coming.sum(1).tolist()
+        if self.rows_apart:
+            y = self._outputs(trade_rows(x, given, taken, self.mesh, EXPERT), coming.tolist())
+            return trade_rows(y, taken, given, self.mesh, EXPERT)
         # Rows come by rank and in it by expert; an expert's are brought together.
         order = torch.arange(here).repeat(size).repeat_interleave(coming.flatten()).argsort(stable=True)
         order, inverse = order.to(x.device), order.argsort().to(x.device)
         own = gather_rows(trade_rows(x, given, taken, self.mesh, EXPERT), order, inverse.unsqueeze(1))
-        y = gather_rows(self._outputs(own, coming.sum(0).tolist()), inverse, order.unsqueeze(1))
+        y = gather_rows(self._outputs(own, [coming.sum(0).tolist()]), inverse, order.unsqueeze(1))
         return trade_rows(y, taken, given, self.mesh, EXPERT)
 
     def _elsewhere_evenly(self, x: Tensor, rows: int) -> Tensor:
         """The outputs of all experts for `rows` rows each, which every rank has: no counts travel."""
         size, here = self.mesh.size(EXPERT), self.shape.count // self.mesh.size(EXPERT)
         pieces = [here * rows] * size
-        own = trade_rows(x, pieces, pieces, self.mesh, EXPERT).view(size, here, rows, -1)
-        y = self._outputs(own.transpose(0, 1).flatten(0, 2), [size * rows] * here)
+        own = trade_rows(x, pieces, pieces, self.mesh, EXPERT)
+        if self.rows_apart:
+            return trade_rows(self._outputs(own, [[rows] * here] * size), pieces, pieces, self.mesh, EXPERT)
+        own = own.view(size, here, rows, -1)
+        y = self._outputs(own.transpose(0, 1).flatten(0, 2), [[size * rows] * here])
         back = y.view(here, size, rows, -1).transpose(0, 1).flatten(0, 2)
         return trade_rows(back, pieces, pieces, self.mesh, EXPERT)
 
