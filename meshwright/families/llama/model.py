@@ -41,8 +41,9 @@ class LlamaAttention(nn.Module):
         self.layer = layer
         groups = HeadGroups(model.num_key_value_heads, model.members_of_branch, model.width_of_head)
         own = kit.local_heads(groups.count)
-        self.queries = kit.local_heads(model.heads) // max(own, 1)
-        self.parts = (max(own, 1), self.queries + 2, groups.width)
+        count = max(own, kit.parts)
+        self.queries = kit.local_heads(model.heads) // count
+        self.parts = (count, self.queries + 2, groups.width)
         self.core = AttentionCore(kit, model.dropout)
         width = model.heads * groups.width
         initial, last = Initial(0.02), Initial(0.02 / math.sqrt(2 * model.layers))
