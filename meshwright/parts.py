@@ -16,10 +16,11 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from meshwright.bits.blocks import WHOLE, Blocks
 from meshwright.bits.fixed import FixedPoint
 from meshwright.bits.grains import SampleGrains
 from meshwright.config import Config
-from meshwright.context.context import WHOLE_SEQUENCES, Context
+from meshwright.context.context import WHOLE_SEQUENCES, Context, HeadParts
 from meshwright.data_parallel.strategy import Strategy
 from meshwright.machine import available_memory_bytes
 from meshwright.memory.offload import on_disk, on_host
@@ -42,10 +43,13 @@ from meshwright.ranks.mailbox import MessageMeta, TensorMeta
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
 from meshwright.registry import load_entry
+from meshwright.tensor.dropout import BlockDropout, InnerDropout
 from meshwright.tensor.experts import Experts
 from meshwright.tensor.islands import Islands, UsesIslands, compiled_islands
 from meshwright.tensor.kit import Kit, rows_of_rank
 from meshwright.tensor.linear import autocast_device
+from meshwright.tensor.megatron import MegatronKit
+from meshwright.tensor.part_loss import PartHead
 from meshwright.tensor.serial import SerialNorm
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -146,11 +150,7 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
         if mesh.device.type != "meta" and not vectors_are_whole(config, stages.specs):
             # Threads share odd sizes in parts that are no whole vectors, and round them otherwise.
             torch.set_num_threads(1)
-        for module in model.modules():
-            if isinstance(module, SerialNorm):
-                module.affine_apart = True
-            if isinstance(module, Experts):
-                module.compute_rows_apart()
+        free_of_layout(config, mesh, model, fixed)
         model.run_part, model.run_group = grains.seeded(model.run_part), grains.remembered(model.run_group)
     to = config.memory.offload.to if mesh.device.type != "meta" else "none"  # a plan has nothing to keep
     optimizer = Optimizer(config, strategy.slots, mesh, STATES[to](mesh, folder), fixed)
@@ -163,7 +163,45 @@ def exactly(config: Config, mesh: Mesh) -> tuple[SampleGrains | None, FixedPoint
     if not config.bits.layout_free:
         return None, None
     grains = SampleGrains(config.bits.samples, config.micro, config.seed)
-    return grains, FixedPoint(2 * config.batch.global_ // config.bits.samples, mesh.device)  # 2: uses of a tied table
+    uses = 2 * config.bits.sequence * config.bits.tensor  # of a tied table; by runs; of heads that parts share
+    return grains, FixedPoint(uses * config.batch.global_ // config.bits.samples, mesh.device)
+
+
+def free_of_layout(config: Config, mesh: Mesh, model: Chain, fixed: FixedPoint | None) -> None:
+    """Let a model's norms, masks and losses be made so that no layout changes their bits."""
+    blocks = blocks_of(config, mesh)
+    for module in tuple(model.modules()):
+        match module:
+            case SerialNorm():
+                module.affine_apart = True
+            case Experts():
+                module.compute_rows_apart()
+            case PartHead():
+                module.fixed = fixed
+            case InnerDropout() if blocks.exact:
+                module.by_block = BlockDropout(module.rate, blocks, inside=True)
+        for name, child in module.named_children():
+            if isinstance(child, nn.Dropout) and config.bits.sequence > 1:
+                setattr(module, name, BlockDropout(child.p, blocks, inside=False))
+
+
+def blocks_of(config: Config, mesh: Mesh) -> Blocks:
+    """This rank's parts and runs of what the run cuts; all that it holds, where it cuts nothing."""
+    bits, tensor = config.bits, config.layout.tensor
+    if not bits.cuts:
+        return WHOLE
+    ranks, rank = mesh.size("tensor"), mesh.index("tensor")
+    holders, holder = (mesh.size("context"), mesh.index("context")) if config.layout.context.size > 1 else (1, 0)
+    again, own = (ranks, rank) if tensor.token_axes else (1, 0)
+    parts, runs = bits.tensor // ranks, bits.sequence // holders
+    heads = bits.head_parts(config.model) // (ranks * holders)
+    return Blocks(
+        parts, rank * parts, bits.tensor,
+        runs, holder * runs,
+        runs // again, holder * runs + own * (runs // again),
+        heads, (rank * holders + holder) * heads,
+        exact=True,
+    )  # fmt: skip
 
 
 def vectors_are_whole(config: Config, specs: dict[str, ShardSpec]) -> bool:
@@ -172,10 +210,12 @@ def vectors_are_whole(config: Config, specs: dict[str, ShardSpec]) -> bool:
     number of rows."""
     if config.model.num_experts:
         return False
-    tokens = config.bits.samples * chain_of(config).tokens_per_sample(config)
+    bits = config.bits
+    tokens = bits.samples * chain_of(config).tokens_per_sample(config)
     sizes = {spec.shape[-1] for spec in specs.values() if spec.matrix and not spec.table}
     heads = {spec.shape[0] for name, spec in specs.items() if spec.table and name.startswith(("tokens.", "head."))}
-    return all(size % VECTOR == 0 for size in (tokens, *sizes, *heads))  # positions and segments are looked up alone
+    # positions and segments are looked up alone
+    return tokens % (VECTOR * bits.sequence) == 0 and all(size % (VECTOR * bits.tensor) == 0 for size in sizes | heads)
 
 
 def plan_stages(config: Config, mesh: Mesh) -> Stages:
@@ -203,7 +243,14 @@ def plan_stages(config: Config, mesh: Mesh) -> Stages:
         with torch.no_grad():
             # Run on meta tensors: shapes and dtypes of messages are what the layers make, under their own precision.
             hidden = model.hidden_states(empty_batch(config, kit, model, torch.device("meta")), hidden, chunk)
-        passing.append(tuple(TensorMeta(tuple(x.shape), x.dtype) for x in hidden))
+        grains = config.micro // config.bits.samples if config.bits.layout_free else 1
+        passing.append(
+            tuple(
+                # What all samples share is sent by every grain.
+                TensorMeta((x.shape[0] * (1 if x.shape[0] == config.micro else grains), *x.shape[1:]), x.dtype)
+                for x in hidden
+            )
+        )
     return replace(stages, specs=specs, passing=tuple(passing))
 
 
@@ -221,13 +268,21 @@ def chunks_of(partition: Sequence[int]) -> tuple[Chunk, ...]:
 
 def build_kit(config: Config, mesh: Mesh) -> Kit:
     """The words that the model is written in, for this rank."""
-    return config.layout.tensor.kit(config, mesh)
+    tensor = config.layout.tensor
+    if not config.bits.cuts:
+        return tensor.kit(config, mesh)
+    return MegatronKit(mesh, sequence_parallel=bool(tensor.token_axes), blocks=blocks_of(config, mesh))
 
 
 def open_context(config: Config, mesh: Mesh) -> Context:
     """Which tokens of every sequence a rank holds, and how its attention reaches the others'."""
     context = config.layout.context
-    return WHOLE_SEQUENCES if context.size == 1 else cast(Context, load_entry(context.strategy.context)(mesh))
+    if context.size == 1 and not config.bits.cuts:
+        return WHOLE_SEQUENCES
+    opened = Context() if context.size == 1 else cast(Context, load_entry(context.strategy.context)(mesh))
+    if config.bits.cuts:
+        opened.heads = HeadParts(blocks_of(config, mesh))
+    return opened
 
 
 def build_model(config: Config, kit: Kit, mesh: Mesh, chunk: Chunk | None = None) -> Chain:

@@ -23,6 +23,10 @@ from torch import Tensor
 GRADIENT_DIGITS = 52
 LOSS_DIGITS = 40
 
+SUMMED_LOSS = 2.0**12
+"""The scale of a loss that is summed over its elements, whose number divides it at the end: sums stay exact below
+2^24."""
+
 PIECE = 2**16
 """Elements that are rounded and added at a time: what a core's cache holds of them."""
 

@@ -31,11 +31,13 @@ class SampleGrains:
         """The first sample of the grain that goes forward."""
 
     def of(self, batch: Batch, incoming: Hidden) -> Iterator[tuple[Batch, Hidden]]:
-        """Each grain's rows of a microbatch, in order, in memory of its own."""
-        count = next(iter(batch.values())).shape[0]
-        for start in range(0, count, self.samples):
-            rows = slice(start, start + self.samples)
-            yield rows_of(batch, rows), tuple(x[rows].detach().clone() for x in incoming)
+        """Each grain's rows of a microbatch, in order, in memory of its own. Of what all samples share (a bias on
+        attention, [1, A, T, T]) every grain has sent one."""
+        count = next(iter(batch.values())).shape[0] // self.samples
+        passing = zip(*(x.chunk(count) for x in incoming), strict=True) if incoming else [()] * count
+        for number, own in enumerate(passing):
+            rows = slice(number * self.samples, (number + 1) * self.samples)
+            yield rows_of(batch, rows), tuple(x.detach().clone() for x in own)
 
     def begin_step(self, first: int, scale: float) -> None:
         """A step begins. `first`: this replica's first sample, counted from the run's first; `scale`: of the loss."""

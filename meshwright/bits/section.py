@@ -8,16 +8,23 @@ reproducible floating-point summation", ARITH 2013, with a quantum that is fixed
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Literal
 
 from meshwright.errors import Problem
-from meshwright.section import Positive, Rule, Section, divisors, listed, rule
+from meshwright.section import Positive, Rule, Section, can_share, divisors, listed, rule
+from meshwright.tensor.section import whole_layers
 
 if TYPE_CHECKING:
     from meshwright.config import Config
+    from meshwright.models.section import Network
 
-KIND, SAMPLES = "bits.kind", "bits.samples"
+KIND, SAMPLES, TENSOR, SEQUENCE = "bits.kind", "bits.samples", "bits.tensor", "bits.sequence"
+
+WHOLE_VECTORS = 64
+"""Elements of a block that are whole vectors of any processor, in any precision: an operation that goes element by
+element computes what is left over in another way."""
 
 
 class Bits(Section):
@@ -27,11 +34,27 @@ class Bits(Section):
     """usual: a layout ends with its own last bits, run after run; layout-free: all layouts end with the same ones."""
     samples: Positive = 1
     """layout-free: samples that a kernel gets at a time. More is faster where samples are short."""
+    tensor: Positive = 1
+    """layout-free: equal parts of heads, widths and tables that a kernel gets at a time; tensor sizes divide it."""
+    sequence: Positive = 1
+    """layout-free: equal runs of a sequence that a kernel gets at a time; sizes that cut sequences divide it."""
 
     @property
     def layout_free(self) -> bool:
         """Whether all layouts end with the same bits."""
         return self.kind == "layout-free"
+
+    @property
+    def cuts(self) -> bool:
+        """Whether layouts may cut layers or sequences, and end with the same bits."""
+        return self.layout_free and self.tensor * self.sequence > 1
+
+    def head_parts(self, model: Network) -> int:
+        """Equal parts of attention's heads that a kernel gets at a time: those of the width, each in as many as it has
+        heads for, of the runs of a sequence, which ranks that cut sequences change for heads (Ulysses)."""
+        (_, heads), members = model.branches, model.members_of_branch
+        own, queries = max(heads // self.tensor, 1), members // max(self.tensor // heads, 1)
+        return self.tensor * max(size for size in divisors(self.sequence) if can_share(own, queries, size))
 
 
 def _under_layout_free(field: str, *reads: str) -> Callable[[Callable[[Config], Iterator[Problem]]], Rule]:
@@ -70,9 +93,94 @@ def scales_are_powers_of_two(config: Config) -> Iterator[Problem]:
         yield Problem("precision.loss_scale.initial", scale, rule_text, "1, 2, 4, ..., 65536, ...")
 
 
+@_under_layout_free(TENSOR, "layout.tensor", "model")
+def parts_are_equal(config: Config) -> Iterator[Problem]:
+    """A power of two, since a tree adds them up; of which ranks hold equal numbers."""
+    parts, tensor = config.bits.tensor, config.layout.tensor
+    if parts & (parts - 1):
+        lower = 2 ** (parts.bit_length() - 1)
+        yield Problem(TENSOR, parts, "is no power of two, whose sums a tree makes", f"{lower}, {2 * lower}")
+        return
+    for cut in whole_layers(config, TENSOR, parts) if parts > 1 else ():
+        if cut.problem is not None:
+            yield cut.problem
+    for field, width in config.model.widths[1:] if parts > 1 else ():  # of gates, which lie row by row beside others
+        if width % parts == 0 and width // parts % WHOLE_VECTORS:
+            rule_text = f"leaves {width // parts} of {field}={width} to a part, which are no whole vectors"
+            yield Problem(TENSOR, parts, rule_text, f"1; or {field}={WHOLE_VECTORS * parts}, any multiple")
+    size = dict(tensor.axes).get("tensor", 1)
+    if parts % size:
+        rule_text = f"does not divide bits.tensor={parts}, the parts that kernels get"
+        yield Problem("layout.tensor.size", size, rule_text, f"{listed(divisors(parts))}; or bits.tensor={size}")
+
+
+@_under_layout_free(SEQUENCE, "layout.tensor", "layout.context", "model", "data", "bits.samples", "bits.tensor")
+def runs_are_equal(config: Config) -> Iterator[Problem]:
+    """Each of whole vectors, and as many a rank as another."""
+    runs, tensor, context, model = config.bits.sequence, config.layout.tensor, config.layout.context, config.model
+    for length in model.sequences(config):
+        if length.number % runs:
+            rule_text = f"does not cut {length.field}={length.number}{length.note} into equal runs"
+            yield Problem(SEQUENCE, runs, rule_text, listed(divisors(length.number)), length.reads or (length.field,))
+            return
+        rows = config.bits.samples * length.number // runs
+        for field, width in model.widths if config.bits.cuts else ():
+            block = rows * width // config.bits.tensor
+            if block % WHOLE_VECTORS:
+                rule_text = (
+                    f"gives kernels {rows} tokens x {width // config.bits.tensor} of {field}={width}, and what is left "
+                    f"over of {WHOLE_VECTORS} elements is computed in another way"
+                )
+                valid = f"fewer runs, bits.tensor parts, or bits.samples that make a multiple of {WHOLE_VECTORS}"
+                yield Problem(SEQUENCE, runs, rule_text, valid)
+                return
+    again = math.prod(size for axis, size in tensor.axes if axis in tensor.token_axes)
+    if runs % (context.size * again):
+        field = "layout.context.size" if context.size > 1 else "layout.tensor.size"
+        parts = " x ".join([str(size) for size in (context.size, again) if size > 1])
+        rule_text = f"cuts sequences into {parts}, which does not divide bits.sequence={runs}"
+        valid = f"bits.sequence={math.lcm(runs, context.size * again)}"
+        yield Problem(field, context.size if context.size > 1 else again, rule_text, valid)
+
+
+@_under_layout_free("layout.context.size", "bits.tensor", SEQUENCE, "layout.tensor", "model")
+def parts_of_heads_are_dealt_equally(config: Config) -> Iterator[Problem]:
+    bits, context = config.bits, config.layout.context
+    if context.size == 1 or bits.tensor & (bits.tensor - 1):
+        return
+    ranks = math.prod(size for _, size in config.layout.tensor.axes)
+    if (parts := bits.head_parts(config.model)) % (ranks * context.size):
+        rule_text = (
+            f"does not divide the {parts} parts of heads that kernels get, {ranks} ranks' (bits.tensor, sequence)"
+        )
+        yield Problem("layout.context.size", context.size, rule_text, listed(divisors(max(parts // ranks, 1))))
+
+
+@_under_layout_free(TENSOR, SEQUENCE, "model")
+def layers_fall_into_blocks(config: Config) -> Iterator[Problem]:
+    model, bits = config.model, config.bits
+    if bits.cuts and not model.has_attention:
+        field, value = (TENSOR, bits.tensor) if bits.tensor > 1 else (SEQUENCE, bits.sequence)
+        yield Problem(field, value, f"cuts layers of a {model.family}, whose norms see all positions", "1")
+    elif bits.cuts and model.num_experts:
+        yield Problem("model.experts", model.num_experts, "are not cut by bits.tensor or bits.sequence", "null")
+
+
 REFUSED: tuple[tuple[str, Callable[[Config], object], str], ...] = (
-    ("layout.tensor.kind", lambda config: config.layout.tensor.kind if config.layout.tensor.axes else None, "none"),
-    ("layout.context.size", lambda config: config.layout.context.size if config.layout.context.size > 1 else None, "1"),
+    (
+        "layout.tensor.kind",
+        lambda config: None if config.layout.tensor.by_parts else config.layout.tensor.kind,
+        "none, megatron",
+    ),
+    (
+        "layout.context.kind",
+        lambda config: (
+            None
+            if config.layout.context.size == 1 or config.layout.context.strategy.by_heads
+            else config.layout.context.kind
+        ),
+        "ulysses",
+    ),
     (
         "layout.data.sync",
         lambda config: None if config.layout.data.strategy.order_free else config.layout.data.sync,
@@ -94,7 +202,7 @@ REFUSED: tuple[tuple[str, Callable[[Config], object], str], ...] = (
 
 
 @_under_layout_free(
-    KIND, "layout.tensor", "layout.context.size", "layout.data.sync", "optimizer.name", "precision", "compile",
+    KIND, "layout.tensor", "layout.context", "layout.data.sync", "optimizer.name", "precision", "compile",
 )  # fmt: skip
 def what_is_summed_in_an_order(config: Config) -> Iterator[Problem]:
     for field, value_of, instead in REFUSED:

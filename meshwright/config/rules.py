@@ -13,6 +13,10 @@ from operator import attrgetter
 
 from meshwright.bits.section import (
     grains_fill_microbatches,
+    layers_fall_into_blocks,
+    parts_are_equal,
+    parts_of_heads_are_dealt_equally,
+    runs_are_equal,
     scales_are_powers_of_two,
     sums_have_digits,
     what_is_summed_in_an_order,
@@ -315,6 +319,10 @@ RULES = (
     grains_fill_microbatches,
     sums_have_digits,
     scales_are_powers_of_two,
+    layers_fall_into_blocks,
+    parts_are_equal,
+    runs_are_equal,
+    parts_of_heads_are_dealt_equally,
     what_is_summed_in_an_order,
 )
 

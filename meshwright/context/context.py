@@ -18,12 +18,17 @@ sequence on one rank, so masks, causality and dropout are those of one device, a
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from meshwright.bits.blocks import Blocks, apart, common_draw, own_stream, tree_sum
 from meshwright.model import IGNORED, Batch
 from meshwright.ranks.collectives import all_to_all
 from meshwright.ranks.mesh import Mesh
@@ -33,8 +38,89 @@ HEADS, TOKENS = 1, 2
 """The dims of A and T in [B, A, T, E]."""
 
 
+class Heads:
+    """Attention of whole sequences over all heads that a rank has, in one call."""
+
+    def shared(self, key: Tensor, value: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, K, t, E] of which each of so many ranks can have its part of the heads."""
+        if (heads := key.shape[HEADS]) < ranks:
+            key, value = (x.repeat_interleave(ranks // heads, HEADS) for x in (key, value))
+        return key, value
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
+        scale: float | None,
+    ) -> Tensor:  # fmt: skip
+        """F.scaled_dot_product_attention of Q [B, A, T, E] and K, V [B, A/G, T, E]."""
+        grouped = query.shape[HEADS] != key.shape[HEADS]
+        return F.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped)
+
+
+@dataclass(frozen=True)
+class HeadParts(Heads):
+    """The same by parts of heads, each a call of one shape with random numbers of its own, so that neither kernels nor
+    masks depend on who has which heads (bits/blocks.py)."""
+
+    blocks: Blocks
+
+    def shared(self, key: Tensor, value: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+        parts = self.blocks.head_parts * ranks
+        if (heads := key.shape[HEADS]) < parts:
+            key, value = (_Repeat.apply(x, parts // heads) for x in (key, value))
+        return key, value
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
+        scale: float | None,
+    ) -> Tensor:  # fmt: skip
+        count, seed = self.blocks.head_parts, common_draw() if dropout else 0
+        parts = zip(*(x.chunk(count, HEADS) for x in (query, key, value)), strict=True)
+        masks: Sequence[Tensor | None] = [mask] * count
+        if mask is not None and mask.shape[HEADS] > 1:  # biases by head
+            masks = [apart(own) for own in mask.chunk(count, HEADS)]
+        outs = []
+        for number, (operands, own) in enumerate(zip(parts, masks, strict=True), self.blocks.first_head_part):
+            q, k, v = (_Apart.apply(x) for x in operands)
+            with own_stream(f"{seed}/{number}", query.device) if dropout else nullcontext():
+                out = super().attend(q, k, v, own, dropout, causal, scale)
+            outs.append(_Apart.apply(out))
+        return torch.cat(outs, HEADS)
+
+
+class _Apart(torch.autograd.Function):
+    """x in memory of its own, and its gradient likewise: kernels get no one's strides."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        lies_apart = apart(x)
+        return x.view_as(x) if lies_apart is x else lies_apart
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return apart(gradient)
+
+
+class _Repeat(torch.autograd.Function):
+    """x.repeat_interleave(copies, HEADS), whose gradient is a sum in the order of a tree."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, copies: int) -> Tensor:
+        ctx.copies = copies
+        return x.repeat_interleave(copies, HEADS)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        each = gradient.unflatten(HEADS, (-1, ctx.copies)).unbind(HEADS + 1)
+        return tree_sum(x.float() for x in (one.clone() for one in each)).to(gradient.dtype), None
+
+
 class Context:
     """A rank that holds all tokens; subclasses hold runs of them."""
+
+    heads: Heads = Heads()
+    """How whole sequences attend."""
 
     def runs(self, length: int) -> tuple[range, ...]:
         """This rank's tokens of a sequence, in its order."""
@@ -66,8 +152,8 @@ class Context:
 
         mask: of whole sequences, as the function takes it; or what `document_mask` gave, which is causal itself.
         """
-        grouped = query.shape[HEADS] != key.shape[HEADS]
-        return F.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped)
+        key, value = self.heads.shared(key, value, 1)
+        return self.heads.attend(query, key, value, mask, dropout, causal, scale)
 
 
 class CutContext(Context):
@@ -103,12 +189,11 @@ class Ulysses(CutContext):
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
         scale: float | None,
     ) -> Tensor:  # fmt: skip
-        if (heads := key.shape[HEADS]) < self.size:
-            key, value = (x.repeat_interleave(self.size // heads, HEADS) for x in (key, value))
+        key, value = self.heads.shared(key, value, self.size)
         q, k, v = (
             all_to_all(x, self.mesh, AXIS, gather_dim=TOKENS, scatter_dim=HEADS) for x in (query, key, value)
         )  # [B, A/c, T, E]
-        attended = super().attend(q, k, v, mask, dropout, causal, scale)
+        attended = self.heads.attend(q, k, v, mask, dropout, causal, scale)
         return all_to_all(attended, self.mesh, AXIS, gather_dim=HEADS, scatter_dim=TOKENS)
 
 

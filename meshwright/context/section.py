@@ -31,11 +31,13 @@ class ContextKind:
 
     `context`: `module:attribute` of what a rank's `Context` is made by, of its mesh: torch is not here yet. `chunks`:
     equal runs of a sequence that each rank holds. `documents`: attention can keep to the documents of a sequence.
+    `by_heads`: a head sees its whole sequence on one rank, so that bits can be free of the layout (bits/section.py).
     """
 
     context: str
     chunks: int = 1
     documents: bool = False
+    by_heads: bool = False
     rules: tuple[Rule, ...] = ()
     """Rules on what it does not go with besides, and why; checked where it is chosen."""
 
@@ -99,7 +101,9 @@ def rings_drop_nothing(config: Config) -> Iterator[Problem]:
 CUTTING = (layers_work_token_by_token, sequences_are_cut_equally)
 """Rules of every kind."""
 
-ULYSSES = ContextKind("meshwright.context.context:Ulysses", documents=True, rules=(*CUTTING, heads_are_dealt_equally))
+ULYSSES = ContextKind(
+    "meshwright.context.context:Ulysses", documents=True, by_heads=True, rules=(*CUTTING, heads_are_dealt_equally)
+)
 """Whole sequences of some heads a rank inside of attention, by all-to-all (DeepSpeed-Ulysses)."""
 RING_ATTENTION = ContextKind(
     "meshwright.context.ring:RingAttention", chunks=2, documents=True, rules=(*CUTTING, rings_drop_nothing)

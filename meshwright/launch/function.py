@@ -27,6 +27,7 @@ from meshwright.launch.launcher import Start, launch_start
 from meshwright.launch.signals import StopRequest
 from meshwright.launch.threads import launch_threads
 from meshwright.launch.worker import Job, joined, run_worker
+from meshwright.ranks.grid import Grid, grid_of_run
 from meshwright.ranks.section import TRANSPORTS, Timeout, TransportName
 
 if TYPE_CHECKING:
@@ -69,8 +70,9 @@ class Ranks:
         if transport == "auto" or device == "auto" or threads == "auto":
             rule = "is no machine's: ranks are started with a config in which every auto is a value"
             raise ConfigError.of("ranks", "a config that says auto", rule, "mw.resolve(config)")
+        grid = grid_of_run(config)
         return cls(
-            layout.axes,
+            grid.axes,
             transport,
             device,
             threads,
@@ -79,8 +81,8 @@ class Ranks:
             config.timeout,
             status,
             name,
-            config.copies,
-            layout.nesting,
+            grid.copies,
+            grid.nesting,
         )
 
     @property
@@ -148,7 +150,6 @@ def run(
 
 def _run_here(function: Callable[..., Any], ranks: Ranks, arguments: Mapping[str, Any]) -> list[Any]:
     """The ranks as threads of this process."""
-    from meshwright.ranks.grid import Grid
     from meshwright.ranks.mesh import open_mesh_in
 
     if joined():
@@ -195,7 +196,6 @@ def open_ranks(ranks: Ranks, environment: Environment, point: Rendezvous | None)
     """This rank's mesh, while the context is entered. `point`: where ranks meet, but for MPI's."""
     import torch
 
-    from meshwright.ranks.grid import Grid
     from meshwright.ranks.mesh import open_mesh
 
     device = torch.device("cpu")

@@ -148,4 +148,7 @@ class Grid:
 
 def grid_of_run(config: Config) -> Grid:
     """The grid of a run's ranks."""
-    return Grid(config.layout.axes, config.copies, config.layout.nesting)
+    layout = config.layout
+    # A run whose widths fall into parts on one device, too, has their axis there, of one rank.
+    alone = (("tensor", 1),) if config.bits.cuts and "tensor" not in dict(layout.axes) else ()
+    return Grid((*alone, *layout.axes), config.copies, (*alone, *layout.nesting))

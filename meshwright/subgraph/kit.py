@@ -80,6 +80,7 @@ class SubgraphKit:
     """Branches over the `branch` axis."""
 
     split_axes: tuple[str, ...] = ("branch",)
+    parts = 1
 
     def __init__(self, mesh: Mesh, settings: Subgraph, num_rows: int) -> None:
         """`num_rows`: of a replica's microbatch."""

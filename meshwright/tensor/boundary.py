@@ -18,6 +18,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from meshwright.bits.blocks import start_tree_all_reduce, start_tree_reduce_scatter
 from meshwright.ranks.collectives import (
     Moving,
     all_gather,
@@ -70,21 +71,23 @@ class Sequence(Boundary, Protocol):
 
 
 class WholeSequence:
-    """Every rank holds all tokens."""
+    """Every rank holds all tokens. `by_tree`: sums have the order of a balanced tree (bits/blocks.py). `enter` and
+    `leave` need none: with it they only add zeros."""
 
     axis = "tensor"
     split_axes: tuple[str, ...] = ()
     keeps = False
     holds = True
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, *, by_tree: bool = False) -> None:
         self.mesh = mesh
+        self.start_sum = start_tree_all_reduce if by_tree else start_all_reduce
 
     def start_enter(self, x: Tensor) -> Moving:
         return here(x)
 
     def start_leave(self, x: Tensor) -> Moving:
-        return start_all_reduce(x, self.mesh.comm("tensor"))
+        return self.start_sum(x, self.mesh.comm("tensor"))
 
     def enter(self, x: Tensor) -> Tensor:
         return all_reduce_gradient(x, self.mesh, "tensor")
@@ -104,14 +107,15 @@ class CutSequence:
     keeps = False
     holds = True
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, *, by_tree: bool = False) -> None:
         self.mesh = mesh
+        self.start_sum = start_tree_reduce_scatter if by_tree else start_reduce_scatter
 
     def start_enter(self, x: Tensor) -> Moving:
         return start_all_gather(x, self.mesh.comm("tensor"), SEQUENCE)
 
     def start_leave(self, x: Tensor) -> Moving:
-        return start_reduce_scatter(x, self.mesh.comm("tensor"), SEQUENCE)
+        return self.start_sum(x, self.mesh.comm("tensor"), SEQUENCE)
 
     def enter(self, x: Tensor) -> Tensor:
         return all_gather(x, self.mesh, "tensor", SEQUENCE)

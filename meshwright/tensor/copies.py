@@ -39,18 +39,38 @@ class HeadGroups:
         """Columns of the linear that makes them."""
         return self.count * (self.queries + 2) * self.width
 
-    def shared_by(self, ranks: int, index: int) -> SharedColumns:
-        """The columns of the index-th of `ranks` ranks, which are c times as many as groups."""
-        copies, width = ranks // self.count, self.width
+    def shared_by(self, ranks: int, rank: int, parts: int = 1, part: int = 0) -> SharedColumns:
+        """The columns, among those that the rank-th of `ranks` ranks holds, of its part-th of `parts` parts: all ranks'
+        parts are c times as many as groups."""
+        copies, width, index = ranks * parts // self.count, self.width, rank * parts + part
         own, first = self.queries // copies * width, self.queries * width
-        start = index % copies * own
-        return SharedColumns(((start, start + own), (first, first + 2 * width)), first + 2 * width, copies)
+        held = max(self.count // ranks, 1)
+        corner = (index // copies - rank * parts // copies) * (first + 2 * width)
+        start = corner + index % copies * own
+        runs = ((start, start + own), (corner + first, corner + first + 2 * width))
+        return SharedColumns(runs, held * (first + 2 * width), max(ranks // self.count, 1), index % copies)
+
+
+def part_columns(groups: int, width: int, parts: int) -> tuple[Columns, ...]:
+    """The columns of each of `parts` parts of `groups` groups that are each `width` wide here."""
+    if parts == 1:
+        return (ALL_COLUMNS,)
+    own = width // parts
+    return tuple(
+        SharedColumns(
+            tuple((group * width + part * own, group * width + (part + 1) * own) for group in range(groups)),
+            groups * width,
+        )
+        for part in range(parts)
+    )
 
 
 class Columns:
     """The columns of its weight and its bias that a linear multiplies by and adds: all that this rank holds."""
 
     copies = 1
+    copy = 0
+    """Which of the parts that have columns in common it is of."""
 
     def of(self, x: Tensor) -> Tensor:
         """Those columns of x [..., N]."""
@@ -74,11 +94,13 @@ ALL_COLUMNS = Columns()
 
 @dataclass(frozen=True)
 class SharedColumns(Columns):
-    """Runs of the `held` columns, which `copies` ranks hold together."""
+    """Runs of the `held` columns, which `copies` ranks hold together; `copy`: which of those who have columns in common
+    it is."""
 
     runs: tuple[tuple[int, int], ...]
     held: int
-    copies: int
+    copies: int = 1
+    copy: int = 0
 
     def of(self, x: Tensor) -> Tensor:
         return torch.cat([x[..., start:stop] for start, stop in self.runs], -1)

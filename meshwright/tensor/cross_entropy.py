@@ -104,26 +104,26 @@ class Classes:
         return self.alike(self._chunks(h, table), h)
 
     def _chunks(self, h: Tensor, table: Tensor) -> Iterator[slice]:
-        return _ranges(0, h.shape[0], table.shape[0], CHUNK_BYTES[self.device_type], CHUNK_ROWS[self.device_type])
+        return ranges(0, h.shape[0], table.shape[0], CHUNK_BYTES[self.device_type], CHUNK_ROWS[self.device_type])
 
     def adds_in(self, h: Tensor, table: Tensor) -> torch.dtype:
         """The dtype in which chunks' gradients of the table are added: at least float32, but for a chunk alone, whose
         product is rounded once. Half precision would lose what is less than the last bit of the sum so far."""
         first = next(self._chunks(h, table), None)
-        return _wide(h) if first is not None and first.stop < h.shape[0] else h.dtype
+        return wide_dtype(h) if first is not None and first.stop < h.shape[0] else h.dtype
 
     def exchanges(self, chunk: slice, h: Tensor, table: Tensor) -> Iterator[slice]:
         """Rows of a chunk whose statistics travel together: alone in the world, those that are still in the cache."""
         if self.comm.size > 1 or self.islands is not None:
             return iter([chunk])
-        return self.alike(_ranges(chunk.start, chunk.stop, table.shape[0], SLICE_BYTES[self.device_type]), h)
+        return self.alike(ranges(chunk.start, chunk.stop, table.shape[0], SLICE_BYTES[self.device_type]), h)
 
     def slices(self, logits: Tensor) -> list[slice]:
         """Rows of logits that are worked on element by element at a time. Nothing is sent between them."""
-        return list(_ranges(0, logits.shape[0], logits.shape[1], SLICE_BYTES[self.device_type]))
+        return list(ranges(0, logits.shape[0], logits.shape[1], SLICE_BYTES[self.device_type]))
 
 
-def _ranges(start: int, stop: int, row_elements: int, most_bytes: int, least: int = 1) -> Iterator[slice]:
+def ranges(start: int, stop: int, row_elements: int, most_bytes: int, least: int = 1) -> Iterator[slice]:
     """start..stop in runs of rows whose float32 elements fill `most_bytes`, or of `least` rows; where they are many, by
     the tiles of a product, of which rows are an inner dim in the table's gradient."""
     rows = max(least, most_bytes // (4 * max(1, row_elements)))
@@ -132,14 +132,14 @@ def _ranges(start: int, stop: int, row_elements: int, most_bytes: int, least: in
         yield slice(first, min(first + rows, stop))
 
 
-def _wide(h: Tensor) -> torch.dtype:
+def wide_dtype(h: Tensor) -> torch.dtype:
     """Logits are at least float32."""
     return torch.promote_types(h.dtype, torch.float32)
 
 
 def _logits(h: Tensor, table: Tensor, bias: Tensor | None) -> Tensor:
     """[C, V/p] of h [C, H]."""
-    logits = (h @ table.t()).to(_wide(h))
+    logits = (h @ table.t()).to(wide_dtype(h))
     return logits if bias is None else logits.add_(bias)
 
 
@@ -158,8 +158,8 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> Tensor:
         counted = (labels != IGNORED).unsqueeze(1)
         targets = labels.unsqueeze(1) - classes.first(weight)
-        factors = counted.to(_wide(h)) * scale  # a bool times a number would be float32
-        losses = h.new_empty(h.shape[0], 1, dtype=_wide(h))
+        factors = counted.to(wide_dtype(h)) * scale  # a bool times a number would be float32
+        losses = h.new_empty(h.shape[0], 1, dtype=wide_dtype(h))
         adds = classes.adds_in(h, weight)
         dh, dweight = (torch.empty_like(h), torch.empty_like(weight, dtype=adds)) if differentiates else (h, weight)
         if differentiates and not h.shape[0]:
@@ -178,7 +178,7 @@ class _ChunkedLoss(torch.autograd.Function):
             del logits, part  # else two chunks' would be there at once, and in turn in no cache
         ctx.save_for_backward(dh, dweight, dbias)
         ctx.give = give
-        return torch.where(counted, losses, 0).sum(dtype=_wide(h)) * scale
+        return torch.where(counted, losses, 0).sum(dtype=wide_dtype(h)) * scale
 
     @staticmethod
     @once_differentiable
@@ -202,7 +202,7 @@ def _to_gradients(logits: Tensor, targets: Tensor, factors: Tensor, classes: Cla
     `held` first columns are real classes. Half-precision logits have float32 shares, and the label's gradient, which is
     what two near numbers differ by, is rounded once.
     """
-    wide = _wide(logits)
+    wide = wide_dtype(logits)
     equal = classes.smoothing / classes.vocabulary  # every class's part of a target; the label has all but them
     mine = (targets >= 0) & (targets < held)
     columns = torch.where(mine, targets, 0)
@@ -214,7 +214,7 @@ def _to_gradients(logits: Tensor, targets: Tensor, factors: Tensor, classes: Cla
     elif islands is not None:
         statistics = islands.statistics(logits, columns, certain, certain.new_full((), equal), held)
     else:
-        shares, statistics = _shares(logits, columns, certain, classes, held)
+        shares, statistics = shares_of(logits, columns, certain, classes, held)
     top, sums, _ = statistics.split(1, 1)
     tops, everyones_sums, everyones_picked = all_rows(statistics, classes.comm).split(1, 2)  # [p, C, 1] each
     highest = tops.amax(0)
@@ -226,11 +226,11 @@ def _to_gradients(logits: Tensor, targets: Tensor, factors: Tensor, classes: Cla
     elif islands is not None:
         islands.gradients(logits, top, columns, certain, certain.new_full((), equal), scales, factors, held)
     else:
-        _scale_shares(logits, shares, columns, certain, scales.mul_(sums), factors, classes, held)
+        scale_shares(logits, shares, columns, certain, scales.mul_(sums), factors, classes, held)
     return losses
 
 
-def _shares(logits: Tensor, columns: Tensor, certain: Tensor, classes: Classes, held: int) -> tuple[Tensor, Tensor]:
+def shares_of(logits: Tensor, columns: Tensor, certain: Tensor, classes: Classes, held: int) -> tuple[Tensor, Tensor]:
     """The first pass by slices: each class's share among this rank's [C, V/p], in the logits' memory where that is of
     its dtype; and islands.py's statistics."""
     wide, equal = certain.dtype, classes.smoothing / classes.vocabulary
@@ -250,7 +250,7 @@ def _shares(logits: Tensor, columns: Tensor, certain: Tensor, classes: Classes, 
     return shares, statistics
 
 
-def _scale_shares(
+def scale_shares(
     logits: Tensor, shares: Tensor, columns: Tensor, certain: Tensor, scales: Tensor, factors: Tensor,
     classes: Classes, held: int,
 ) -> None:  # fmt: skip
@@ -294,30 +294,31 @@ def chunked_loss(
         with torch.autocast(autocast_device(h.device), enabled=False):
             half = None if bias is None else bias.to(dtype)
             return chunked_loss(h.to(dtype), weight.to(dtype), half, labels, classes, scale, give)
-    h, labels = _selected(h, labels, classes)
+    index, labels = chosen_rows(labels, classes), labels.flatten()
+    if index is not None:
+        h, labels = h[index], labels[index]
     differentiates = torch.is_grad_enabled() and (h.requires_grad or weight.requires_grad)
     loss: Tensor = _ChunkedLoss.apply(h, weight, bias, labels, classes, scale, give, differentiates)
     return loss
 
 
-def _selected(h: Tensor, labels: Tensor, classes: Classes) -> tuple[Tensor, Tensor]:
-    """The counted tokens alone, where they are less than half; of meta tensors as many as a sample has most likely."""
+def chosen_rows(labels: Tensor, classes: Classes) -> Tensor | None:
+    """The numbers of the rows of counted tokens, where they are less than half; of meta tensors as many as a sample has
+    most likely. None: all rows."""
     flat = labels.flatten()
     counted = flat != IGNORED
     if labels.device.type == "meta":
         if 2 * classes.labelled >= 1:
-            return h, flat
+            return None
         samples, length = labels.numel() // labels.shape[-1], labels.shape[-1]
         number = samples * max(1, round(classes.labelled * length))
-        index = flat.new_empty(-(-number // VECTOR) * VECTOR)
-        return h[index], flat[index]
+        return flat.new_empty(-(-number // VECTOR) * VECTOR)
     selects = 2 * classes.labelled < 1 or classes.device_type == "cpu"  # on a GPU the host would wait for the count
     if not selects or 2 * (number := int(counted.sum())) >= flat.numel():
-        return h, flat
+        return None
     # Up to whole vectors with tokens that are not counted: threads would share other numbers of rows unevenly, and a
     # product would end with other bits where threads are more.
-    first = torch.sort(~counted, stable=True).indices[: -(-number // VECTOR) * VECTOR]
-    return h[first], flat[first]
+    return torch.sort(~counted, stable=True).indices[: -(-number // VECTOR) * VECTOR]
 
 
 @torch.no_grad()
@@ -341,9 +342,9 @@ def num_correct(h: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, 
 @torch.no_grad()
 def chunked_token_losses(h: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, vocabulary: int) -> Tensor:
     """The cross entropy of every token [B·T] over a whole table, at least float32; 0 where the label is -100."""
-    losses = h.new_zeros(h.shape[0], dtype=_wide(h))
+    losses = h.new_zeros(h.shape[0], dtype=wide_dtype(h))
     table, offsets = weight[:vocabulary], None if bias is None else bias[:vocabulary]
-    for rows in _ranges(0, h.shape[0], vocabulary, CHUNK_BYTES[h.device.type]):
+    for rows in ranges(0, h.shape[0], vocabulary, CHUNK_BYTES[h.device.type]):
         logits = _logits(h[rows], table, offsets)
         targets = labels[rows].clamp(min=0).unsqueeze(1)
         picked = logits.gather(1, targets).squeeze(1)

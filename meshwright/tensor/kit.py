@@ -66,9 +66,12 @@ class Kit(LinearPair, Protocol):
 
     `split_axes`: the mesh axes whose ranks hold different parts of the activations between two pairs of linears, so
     that their dropout masks must differ; on all others they must be the same.
+
+    `parts`: those of its inner width that a rank multiplies one by one, each with a key-value head of its own.
     """
 
     split_axes: tuple[str, ...]
+    parts: int
 
     @property
     def branches(self) -> LinearPair: ...

@@ -16,6 +16,7 @@ backward: dtable[ids] += dy          [V, H], in the table's room: only the rows 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from meshwright.bits.blocks import WHOLE, Blocks, added, joined_runs
 from meshwright.parameters.shard import ShardedModule, ShardSpec
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.copies import ALL_COLUMNS, Columns
@@ -44,18 +46,29 @@ class Local(ShardedModule):
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ShardedModule) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ShardedModule, blocks: Blocks
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.layer, ctx.biased = layer, bias is not None
-        return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+        ctx.layer, ctx.biased, ctx.blocks = layer, bias is not None, blocks
+        own, runs = blocks.own(weight), blocks.rows(x, blocks.outer_runs)
+        ys = [torch.mm(rows, own) if bias is None else torch.addmm(bias, rows, own) for rows in runs]
+        return joined_runs(ys, x.shape[0])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        dweight = weight_gradient(x, dy, weight, ctx.layer)
-        dbias = bias_gradient(dy, ctx.layer) if ctx.biased else None
-        return dy @ weight.t() if ctx.needs_input_grad[0] else None, dweight, dbias, None
+        blocks: Blocks = ctx.blocks
+        incoming, dweight, dbias, dx = blocks.rows(dy, blocks.outer_runs), None, None, None
+        for rows, drows in zip(blocks.rows(x, blocks.outer_runs), incoming, strict=True):
+            dweight = added(dweight, weight_gradient(rows, drows, weight, ctx.layer))
+            if ctx.biased:
+                dbias = added(dbias, bias_gradient([drows], ctx.layer))
+        if ctx.needs_input_grad[0]:
+            own = blocks.own(weight).t()
+            dx = joined_runs([rows @ own for rows in incoming], x.shape[0]).view(x.shape)
+        return dx, dweight, dbias, None, None
 
 
 def weight_gradient(x: Tensor, dy: Tensor, weight: Tensor, layer: ShardedModule) -> Tensor | None:
@@ -82,16 +95,24 @@ def write_part(out: Tensor, part: Tensor, beta: int) -> None:
         out.copy_(part)
 
 
-def bias_gradient(dy: Tensor, layer: ShardedModule, columns: Columns = ALL_COLUMNS) -> Tensor | None:
-    """The sum of dy [B·T, out] over its rows, the gradient of these columns of the layer's `bias`."""
+def bias_gradient(
+    parts: Sequence[Tensor], layer: ShardedModule, columns: Sequence[Columns] = (ALL_COLUMNS,)
+) -> Tensor | None:
+    """The sums of dy [B·T, out] over its rows, of one or several parts: the gradients of their columns of the layer's
+    `bias`, none of which two have."""
 
     def write(out: Tensor, beta: int) -> None:
-        if beta or out.dtype != dy.dtype:
-            write_part(out, dy.sum(0), beta)
-        else:
-            torch.sum(dy, 0, out=out)
+        for number, (dy, those) in enumerate(zip(parts, columns, strict=True)):
 
-    return layer.add_gradient("bias", columns.like_held(dy[0]), columns.write(write))
+            def add(own: Tensor, more: int, dy: Tensor = dy) -> None:
+                if more or own.dtype != dy.dtype:
+                    write_part(own, dy.sum(0), more)
+                else:
+                    torch.sum(dy, 0, out=own)
+
+            those.write(add)(out, beta if number == 0 else 1)
+
+    return layer.add_gradient("bias", columns[0].like_held(parts[0][0]), write)
 
 
 def autocast_device(device: torch.device) -> str:
@@ -114,34 +135,39 @@ def cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: ShardedModule) -> Tensor:
-    """[..., in] x [in, out] + [out] -> [..., out]; under autocast in its dtype.
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: ShardedModule, blocks: Blocks = WHOLE) -> Tensor:
+    """[B, ..., in] x [in, out] + [out] -> [B, ..., out]; under autocast in its dtype.
 
-    `weight` and `bias` are the `layer`'s parameters of these names, or views of them.
+    `weight` and `bias` are the `layer`'s parameters of these names, or views of them. `blocks`: whose outer runs are
+    multiplied one by one.
     """
     x, weight, bias = cast(x, weight, bias)
-    y: Tensor = _Linear.apply(x.flatten(0, -2), weight, bias, layer)
+    y: Tensor = _Linear.apply(x, weight, bias, layer, blocks)
     return y.view(*x.shape[:-1], weight.shape[1])
 
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, layer: ShardedModule) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, layer: ShardedModule, runs: int) -> Tensor:
         ctx.save_for_backward(ids)  # not the table, which may be given back until the next step
-        ctx.layer = layer
+        ctx.layer, ctx.runs = layer, runs
         return F.embedding(ids, weight)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None, None]:
         (ids,) = ctx.saved_tensors
+        dweight = None
+        for own, rows in zip(ids.chunk(ctx.runs, -1), dy.chunk(ctx.runs, -2), strict=True):
 
-        def write(out: Tensor, beta: int) -> None:
-            if not beta:
-                out.zero_()
-            add_rows(out, ids.flatten(), dy.flatten(0, -2).to(out.dtype), ctx.layer.mesh.device_type)
+            def write(out: Tensor, beta: int, own: Tensor = own, rows: Tensor = rows) -> None:
+                if not beta:
+                    out.zero_()
+                add_rows(out, own.flatten(), rows.flatten(0, -2).to(out.dtype), ctx.layer.mesh.device_type)
 
-        return None, ctx.layer.add_gradient("weight", ctx.layer.get_parameter("weight"), write), None
+            given = ctx.layer.add_gradient("weight", ctx.layer.get_parameter("weight"), write)
+            dweight = added(dweight, given)
+        return None, dweight, None, None
 
 
 def add_rows(table: Tensor, ids: Tensor, rows: Tensor, device_type: str) -> None:
@@ -156,7 +182,7 @@ def add_rows(table: Tensor, ids: Tensor, rows: Tensor, device_type: str) -> None
         table.index_add_(0, ids, rows)
 
 
-def lookup(ids: Tensor, layer: ShardedModule) -> Tensor:
-    """ids [...] -> [..., H]: rows of the layer's `weight` [V, H]."""
-    y: Tensor = _Lookup.apply(ids, layer.weight, layer)
+def lookup(ids: Tensor, layer: ShardedModule, runs: int = 1) -> Tensor:
+    """ids [..., T] -> [..., T, H]: rows of the layer's `weight` [V, H], whose gradient is added run by run."""
+    y: Tensor = _Lookup.apply(ids, layer.weight, layer, runs)
     return y

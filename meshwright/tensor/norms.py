@@ -16,6 +16,8 @@ is large. Sums are written where they travel, and worked on there: a GPU pays su
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.parameters.shard import ONES, ZEROS, Placements, ShardedModule, ShardSpec
+from meshwright.bits.blocks import WHOLE, Blocks, added, apart
+from meshwright.parameters.shard import ONES, ZEROS, Placements, ShardedModule, ShardSpec, WriteGradient
 from meshwright.ranks.comm import Comm
 from meshwright.ranks.mesh import Mesh
 
@@ -40,18 +43,79 @@ def kernel_operands(h: Tensor, device_type: str, *weights: Tensor) -> tuple[Tens
     return h.to(weights[0].dtype), *weights
 
 
+class _ByBlock(torch.autograd.Function):
+    """x · weight + bias, whose gradients are a sum by block of rows: each is added by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ShardedModule, cut: _Cut) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.layer, ctx.biased, ctx.cut = layer, bias is not None, cut
+        return x * weight if bias is None else (x * weight).add_(bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dweight = dbias = None
+        for product in ctx.cut.blocks(dy * x):
+            dweight = added(dweight, ctx.layer.add_gradient("weight", weight, _sum_of(product)))
+        for part in ctx.cut.blocks(dy) if ctx.biased else ():
+            dbias = added(dbias, ctx.layer.add_gradient("bias", weight, _sum_of(part)))
+        return dy * weight, dweight, dbias, None, None
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """The blocks of x [B, T, ..., E] in which gradients are summed: runs of tokens, and of these parts of heads."""
+
+    runs: int
+    parts: int
+
+    def blocks(self, x: Tensor) -> Iterator[Tensor]:
+        """Each block's rows [n, E]. One token of each sequence is one run."""
+        for run in x.chunk(self.runs if x.shape[1] > 1 else 1, 1):
+            for part in run.chunk(self.parts, 2) if self.parts > 1 else (run,):
+                yield apart(part).flatten(0, -2)
+
+
+def _sum_of(rows: Tensor) -> WriteGradient:
+    def write(out: Tensor, beta: int) -> None:
+        if beta:
+            out.add_(rows.sum(0))
+        else:
+            torch.sum(rows, 0, out=out)
+
+    return write
+
+
+def scaled_by_block(x: Tensor, layer: ShardedModule, bias: Tensor | None, runs: int, parts: int = 1) -> Tensor:
+    """x [B, T, ..., E] times the layer's `weight` [E], plus its `bias`. `runs`, `parts`: bits/blocks.py."""
+    y: Tensor = _ByBlock.apply(x, layer.get_parameter("weight"), bias, layer, _Cut(runs, parts))
+    return y
+
+
 class RmsNorm(ShardedModule):
     """x / sqrt(mean(x^2) + epsilon) · weight."""
 
-    def __init__(self, mesh: Mesh, hidden: int, epsilon: float, heads_over: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        hidden: int,
+        epsilon: float,
+        heads_over: tuple[str, ...] = (),
+        blocks: Blocks = WHOLE,
+    ) -> None:
         """`heads_over`: the axes that cut the heads, of a norm over a head's width."""
         super().__init__(mesh)
-        self.epsilon = epsilon
+        self.epsilon, self.blocks = epsilon, blocks
+        self.cut = (blocks.runs, blocks.parts) if heads_over else (blocks.outer_runs, 1)
         spec = ShardSpec((hidden,), initial=ONES, matrix=False, full_precision=True, partial_over=heads_over)
         self.weight = self.declare("weight", spec)
 
     def forward(self, h: Tensor) -> Tensor:
         x, weight = kernel_operands(h, self.mesh.device_type, self.weight)
+        if self.blocks.exact:
+            return scaled_by_block(F.rms_norm(x, weight.shape, None, self.epsilon), self, None, *self.cut).to(h.dtype)
         return F.rms_norm(x, weight.shape, weight, self.epsilon).to(h.dtype)
 
 

@@ -11,18 +11,20 @@ p: the axis's size. How activations enter and leave the pair is a `Boundary`'s b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from meshwright.bits.blocks import WHOLE, Blocks, added, apart, joined_runs
 from meshwright.parameters.shard import ZEROS, Initial, Shard, ShardedModule, ShardSpec
 from meshwright.ranks.collectives import here
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.boundary import Boundary
 from meshwright.tensor.copies import ALL_COLUMNS, Columns
-from meshwright.tensor.linear import bias_gradient, cast, weight_gradient, write_product
+from meshwright.tensor.linear import bias_gradient, cast, write_product
 
 
 class _Expand(torch.autograd.Function):
@@ -35,27 +37,45 @@ class _Expand(torch.autograd.Function):
         whole = boundary.start_enter(x).wait()  # [B, T, H]
         ctx.save_for_backward(whole if boundary.keeps else x, weight)
         ctx.layer, ctx.boundary, ctx.biased = layer, boundary, bias is not None
-        rows, own = whole.flatten(0, -2), layer.columns.of(weight)
-        y = rows @ own if bias is None else torch.addmm(layer.columns.of(bias), rows, own)
-        return y.view(*whole.shape[:-1], -1)
+        blocks = layer.blocks
+        parts = [(blocks.own(those.of(weight)), None if bias is None else those.of(bias)) for those in layer.columns]
+        runs = []
+        for rows in blocks.rows(whole, blocks.runs):
+            products = [rows @ own if offsets is None else torch.addmm(offsets, rows, own) for own, offsets in parts]
+            runs.append(layer.beside(products))
+        return joined_runs(runs, whole.shape[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         boundary: Boundary = ctx.boundary
-        columns: Columns = ctx.layer.columns
-        entering = here(x) if boundary.keeps else ctx.layer.gradients.start(lambda: boundary.start_enter(x))
-        rows = dy.flatten(0, -2)  # x enters under dx's product
-        dx = (rows @ columns.of(weight).t()).view(*dy.shape[:-1], -1)
-        leaving = boundary.start_leave(dx)  # under dW's product
+        layer: CutExpand = ctx.layer
+        blocks = layer.blocks
+        entering = here(x) if boundary.keeps else layer.gradients.start(lambda: boundary.start_enter(x))
+        runs = [layer.by_part(rows) for rows in blocks.rows(dy, blocks.runs)]  # x enters under dx's products
+        owns = [blocks.own(columns.of(weight)).t() for columns in layer.columns]
+        sums = [blocks.total(rows @ own for rows, own in zip(run, owns, strict=True)) for run in runs]
+        leaving = boundary.start_leave(joined_runs(sums, dy.shape[0]))  # under dW's product
+        dweight = dbias = None
+        for number, run in enumerate(runs):
+            for those in layer.copies:
 
-        def write(out: Tensor, beta: int) -> None:
-            write_product(out, entering.wait().flatten(0, -2).t(), rows, beta)
+                def write(out: Tensor, beta: int, number: int = number, run: list[Tensor] = run,
+                          those: Sequence[int] = those) -> None:  # fmt: skip
+                    rows = blocks.rows(entering.wait(), blocks.runs)[number]
+                    for part in those:
 
-        dweight = ctx.layer.add_gradient("weight", weight, columns.write(write))
-        dbias = bias_gradient(rows, ctx.layer, columns) if ctx.biased else None
-        return leaving.wait(), dweight, dbias, None, None
+                        def add(own: Tensor, more: int, dy: Tensor = run[part], rows: Tensor = rows) -> None:
+                            write_product(own, rows.t(), dy, more)
+
+                        layer.columns[part].write(add)(out, beta if part == those[0] else 1)
+
+                dweight = added(dweight, layer.add_gradient("weight", weight, write))
+                if ctx.biased:
+                    columns = [layer.columns[part] for part in those]
+                    dbias = added(dbias, bias_gradient([run[part] for part in those], layer, columns))
+        return leaving.wait().to(dy.dtype), dweight, dbias, None, None
 
 
 class _Contract(torch.autograd.Function):
@@ -63,24 +83,41 @@ class _Contract(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ShardedModule, boundary: Boundary
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: CutContract, boundary: Boundary
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.layer, ctx.boundary, ctx.biased = layer, boundary, bias is not None
-        part = (x.flatten(0, -2) @ weight).view(*x.shape[:-1], -1)  # [B, T, H], one of the sum's terms
-        y = boundary.start_leave(part).wait()
+        blocks, sums = layer.blocks, []
+        owns = blocks.split(weight, 0)
+        for rows in blocks.rows(x, blocks.runs):
+            inner = blocks.split(rows, -1)
+            sums.append(blocks.total(part @ own for part, own in zip(inner, owns, strict=True)))
+        # [B, T, H], one of the sum's terms
+        y = boundary.start_leave(joined_runs(sums, x.shape[0])).wait().to(x.dtype)
         return y if bias is None else y.add_(bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
+        layer: CutContract = ctx.layer
+        blocks = layer.blocks
         dy = dy.contiguous()
         entering = ctx.boundary.start_enter(dy)  # under db's sum
-        dbias = bias_gradient(dy.flatten(0, -2), ctx.layer) if ctx.biased else None
-        whole = entering.wait().flatten(0, -2)
-        dweight = weight_gradient(x.flatten(0, -2), whole, weight, ctx.layer)
-        return (whole @ weight.t()).view(x.shape), dweight, dbias, None, None
+        dweight = dbias = None
+        for rows in blocks.rows(dy, blocks.outer_runs) if ctx.biased else ():
+            dbias = added(dbias, bias_gradient([rows], layer))
+        whole = blocks.rows(entering.wait(), blocks.runs)
+        for rows, incoming in zip(blocks.rows(x, blocks.runs), whole, strict=True):
+
+            def write(out: Tensor, beta: int, rows: Tensor = rows, incoming: Tensor = incoming) -> None:
+                for part, own in zip(blocks.split(rows, -1), out.chunk(blocks.parts), strict=True):
+                    write_product(own, part.t(), incoming, beta)
+
+            dweight = added(dweight, layer.add_gradient("weight", weight, write))
+        owns = [own.t() for own in blocks.split(weight, 0)]
+        runs = [torch.cat([rows @ own for own in owns], -1) if len(owns) > 1 else rows @ owns[0] for rows in whole]
+        return joined_runs(runs, x.shape[0]).view(x.shape), dweight, dbias, None, None
 
 
 class CutExpand(ShardedModule):
@@ -95,11 +132,17 @@ class CutExpand(ShardedModule):
         boundary: Boundary,
         *,
         bias: bool,
-        columns: Columns = ALL_COLUMNS,
+        columns: Sequence[Columns] = (ALL_COLUMNS,),
+        groups: int = 1,
+        blocks: Blocks = WHOLE,
     ) -> None:
+        """`columns`: of each part; `groups`: runs of columns that a part has of each of so many equal groups."""
         super().__init__(mesh)
-        self.boundary, self.columns = boundary, columns
-        last, copies = len(outputs) - 1, columns.copies
+        self.boundary, self.columns, self.groups, self.blocks = boundary, columns, groups, blocks
+        kinds = dict.fromkeys(one.copy for one in columns)
+        self.copies = [[part for part, one in enumerate(columns) if one.copy == kind] for kind in kinds]
+        """The parts whose columns are different ones; those that share some have gradients that are added apart."""
+        last, copies = len(outputs) - 1, columns[0].copies
         placements = {boundary.axis: Shard(last + 1, copies)}
         self.weight = self.declare("weight", ShardSpec((inputs, *outputs), placements, initial))
         spec = ShardSpec(outputs, {boundary.axis: Shard(last, copies)}, ZEROS, matrix=False)
@@ -110,15 +153,29 @@ class CutExpand(ShardedModule):
         y: Tensor = _Expand.apply(*cast(x, self.weight.flatten(1), bias), self, self.boundary)
         return y.unflatten(-1, self.weight.shape[1:]) if self.weight.dim() > 2 else y
 
+    def beside(self, products: list[Tensor]) -> Tensor:
+        """[rows, N] of parts [rows, N/parts], each of which has its run of every group."""
+        if len(products) == 1:
+            return products[0]
+        return torch.stack([product.unflatten(-1, (self.groups, -1)) for product in products], 2).flatten(1)
+
+    def by_part(self, rows: Tensor) -> list[Tensor]:
+        """The parts of [rows, N], each in memory of its own."""
+        if len(self.columns) == 1:
+            return [rows]
+        parts = rows.unflatten(-1, (self.groups, len(self.columns), -1)).unbind(2)
+        return [apart(part).flatten(1) for part in parts]
+
 
 class CutContract(ShardedModule):
     """The second linear of a pair. Its bias is added once, to the sum, where it is held."""
 
     def __init__(
-        self, mesh: Mesh, inputs: int, outputs: int, initial: Initial, boundary: Boundary, *, bias: ShardSpec | None
-    ) -> None:
+        self, mesh: Mesh, inputs: int, outputs: int, initial: Initial, boundary: Boundary, *, bias: ShardSpec | None,
+        blocks: Blocks = WHOLE,
+    ) -> None:  # fmt: skip
         super().__init__(mesh)
-        self.boundary = boundary
+        self.boundary, self.blocks = boundary, blocks
         self.weight = self.declare("weight", ShardSpec((inputs, outputs), {boundary.axis: Shard(0)}, initial))
         self.bias = self.declare("bias", bias) if bias is not None else None
 

@@ -104,6 +104,8 @@ class TensorSection(Section):
     (tensor/copies.py)."""
     holds_experts: ClassVar[bool] = False
     """Whether its kit has feed-forwards of experts."""
+    by_parts: ClassVar[bool] = False
+    """Whether its kit multiplies part by part, so that bits can be free of the layout (bits/section.py)."""
     by_size: ClassVar[bool] = False
     """Whether what a rank runs and sends depends on a microbatch's size otherwise than in proportion."""
 
@@ -171,6 +173,7 @@ class Whole(TensorSection):
     kind: Literal["none"] = "none"
     kit_class: ClassVar[str] = "meshwright.tensor.serial:SerialKit"
     holds_experts: ClassVar[bool] = True
+    by_parts: ClassVar[bool] = True
 
     @classmethod
     def candidates(cls, devices: int) -> Iterator[Self]:
@@ -199,6 +202,7 @@ class Megatron(TensorSection):
     idle_alone: ClassVar[tuple[str, ...]] = ("sequence_parallel",)
     heads_axis: ClassVar[str] = "tensor"
     holds_experts: ClassVar[bool] = True
+    by_parts: ClassVar[bool] = True
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:

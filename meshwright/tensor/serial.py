@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.bits.blocks import WHOLE, Blocks
 from meshwright.parameters.shard import ONES, ZEROS, Initial, ShardedModule, ShardSpec
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.copies import HeadGroups
@@ -27,7 +28,7 @@ from meshwright.tensor.experts import Experts, ExpertsShape
 from meshwright.tensor.head import HeadShape, TableHead
 from meshwright.tensor.kit import LinearPair
 from meshwright.tensor.linear import Local, linear, lookup
-from meshwright.tensor.norms import GroupNorm, RmsNorm, kernel_operands
+from meshwright.tensor.norms import GroupNorm, RmsNorm, kernel_operands, scaled_by_block
 
 
 class SerialEmbedding(ShardedModule):
@@ -55,9 +56,9 @@ class SerialPatches(ShardedModule):
 class SerialNorm(ShardedModule):
     """Layer norm in float32 or better, whatever the precision of its input; the output has the input's."""
 
-    def __init__(self, mesh: Mesh, hidden: int, epsilon: float, *, bias: bool = True) -> None:
+    def __init__(self, mesh: Mesh, hidden: int, epsilon: float, *, bias: bool = True, blocks: Blocks = WHOLE) -> None:
         super().__init__(mesh)
-        self.epsilon = epsilon
+        self.epsilon, self.blocks = epsilon, blocks
         self.affine_apart = False
         """Whether weight and bias are applied by operations of their own, whose gradients are sums over rows: those of
         torch's kernel are added thread by thread, and end with other bits where threads are more."""
@@ -68,6 +69,9 @@ class SerialNorm(ShardedModule):
     def forward(self, h: Tensor) -> Tensor:
         biases = () if self.bias is None else (self.bias,)
         x, weight, *cast = kernel_operands(h, self.mesh.device_type, self.weight, *biases)
+        if self.blocks.exact:
+            normed = F.layer_norm(x, weight.shape, None, None, self.epsilon)
+            return scaled_by_block(normed, self, self.bias, self.blocks.outer_runs).to(h.dtype)
         if self.affine_apart:
             y = F.layer_norm(x, weight.shape, None, None, self.epsilon) * weight
             return (y + cast[0] if cast else y).to(h.dtype)
@@ -78,14 +82,16 @@ class SerialLinear(ShardedModule):
     """x W + b over the last dim of x; W [in, G, out/G]."""
 
     def __init__(
-        self, mesh: Mesh, inputs: int, outputs: tuple[int, ...], initial: Initial, *, bias: bool = True
-    ) -> None:
+        self, mesh: Mesh, inputs: int, outputs: tuple[int, ...], initial: Initial, *, bias: bool = True,
+        blocks: Blocks = WHOLE,
+    ) -> None:  # fmt: skip
         super().__init__(mesh)
+        self.blocks = blocks
         self.weight = self.declare("weight", ShardSpec((inputs, *outputs), initial=initial))
         self.bias = self.declare("bias", ShardSpec(outputs, initial=ZEROS, matrix=False)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = linear(x, self.weight.flatten(1), None if self.bias is None else self.bias.flatten(), self)
+        y = linear(x, self.weight.flatten(1), None if self.bias is None else self.bias.flatten(), self, self.blocks)
         return y.unflatten(-1, self.weight.shape[1:]) if self.weight.dim() > 2 else y
 
 
@@ -106,6 +112,7 @@ class SerialKit:
     """One device."""
 
     split_axes: tuple[str, ...] = ()
+    parts = 1
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh

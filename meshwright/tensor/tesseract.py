@@ -70,7 +70,7 @@ class _Linear(torch.autograd.Function):
                 write_part(out, product, beta)
 
         dweight = layer.add_gradient("weight", weight, layer.columns.write(write))
-        dbias = bias_gradient(dy, layer, layer.columns) if ctx.biased else None
+        dbias = bias_gradient([dy], layer, [layer.columns]) if ctx.biased else None
         return dx.wait(), dweight, dbias, None
 
 
@@ -225,6 +225,7 @@ class TesseractKit:
     """Blocks on [depth, row, col]; depth 1 is 2-D."""
 
     split_axes: tuple[str, ...] = ("depth", "row", "col")
+    parts = 1
 
     def __init__(self, mesh: Mesh, policy: str) -> None:
         """`policy`: gather, stream or auto (gathered.py)."""

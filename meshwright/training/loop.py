@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from meshwright.bits.fixed import rounded_loss
+from meshwright.bits.fixed import SUMMED_LOSS, rounded_loss
 from meshwright.errors import DivergedError
 from meshwright.launch.signals import StopRequest
 from meshwright.model import Batch, Samples, counts_of, to_device
@@ -31,11 +31,6 @@ from meshwright.training.step_report import Lap, RankClock, StepReports, Straggl
 
 StepLine = dict[str, object]
 """The metrics of a step, as metrics.jsonl has them."""
-
-
-SUMMED_LOSS = 2.0**12
-"""The scale of a loss that is summed over its elements, whose number divides it at the end: sums stay exact below
-2^24."""
 
 
 @torch.no_grad()

@@ -155,7 +155,7 @@ def test_a_planted_mistake_is_seen(plant: Any) -> None:
 @pytest.mark.parametrize(
     "words, field",
     [
-        (("layout.tensor=megatron", "layout.tensor.size=2"), "layout.tensor.kind"),
+        (("layout.tensor=megatron", "layout.tensor.size=2"), "layout.tensor.size"),
         (("layout.context=2",), "layout.context.size"),
         (("layout.data.sync=fsdp", "layout.data.size=2"), "layout.data.sync"),
         (("layout.data.sync=server-loss", "layout.data.size=2"), "layout.data.sync"),

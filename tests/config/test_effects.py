@@ -84,6 +84,8 @@ EFFECTIVE: dict[str, tuple[str, ...]] = {
     "validation.patience=2": ("validation.every=5",),
     "checkpoint.best=true": ("validation.every=5",),
     "bits.samples=2": ("bits=layout-free",),
+    "bits.tensor=2": ("bits=layout-free",),
+    "bits.sequence=2": ("bits=layout-free",),
 }
 """Every field of the table, and the words that make it effective."""
 
@@ -124,6 +126,8 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     "validation.patience=2": ((), "with validation.every=0"),
     "checkpoint.best=true": ((), "with validation.every=0"),
     "bits.samples=2": ((), "with bits.kind=usual"),
+    "bits.tensor=2": ((), "with bits.kind=usual"),
+    "bits.sequence=1": ((), "with bits.kind=usual"),
 }
 """Every field of the table in a run where it has no effect, at its default or not, and why."""
 

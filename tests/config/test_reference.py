@@ -96,7 +96,7 @@ def test_what_is_said_of_a_name(name: str, texts: list[str]) -> None:
     [
         ("layout.data.sze", "is no field (did you mean layout.data.size?); valid: size, sync, shard, expert, bucket"),
         ("lr", "FIELD=lr is no field (did you mean optimizer.lr?)"),
-        ("sequence", "(did you mean data.sequence?)"),
+        ("sequence", "(did you mean data.sequence or bits.sequence?)"),
         ("optimiser", "(did you mean optimizer?); valid: seed, model,"),
         ("tp", "FIELD=tp is another tool's word; valid: layout.tensor=megatron layout.tensor.size=N"),
         ("steps.x", "FIELD=steps.x is no field"),

@@ -42,8 +42,9 @@ class LlamaAttention(nn.Module):
         groups = HeadGroups(model.num_key_value_heads, model.members_of_branch, model.width_of_head)
         # More ranks than key-value heads: several ranks share one, each with some of its queries (tensor/copies.py).
         own = kit.local_heads(groups.count)
-        self.queries = kit.local_heads(model.heads) // max(own, 1)
-        self.parts = (max(own, 1), self.queries + 2, groups.width)
+        count = max(own, kit.parts)
+        self.queries = kit.local_heads(model.heads) // count
+        self.parts = (count, self.queries + 2, groups.width)
         self.core = AttentionCore(kit, model.dropout)
         width = model.heads * groups.width
         initial, last = Initial(0.02), Initial(0.02 / math.sqrt(2 * model.layers))

@@ -24,6 +24,7 @@ from meshwright.models.attention import AttentionCore, split_heads
 from meshwright.models.chain import blocks_of
 from meshwright.models.decoder import KeyValueCache
 from meshwright.parameters.shard import Initial
+from meshwright.tensor.dropout import InnerDropout
 from meshwright.tensor.kit import Kit
 
 KeyValue = tuple[Tensor, Tensor]
@@ -141,18 +142,12 @@ class CoderFeedForward(nn.Module):
     def __init__(self, recipe: Recipe, kit: Kit) -> None:
         super().__init__()
         model, initials = recipe.model, recipe.initials
-        self.own_randomness = kit.own_randomness
-        self.dropout = recipe.inner_dropout
+        self.inner_dropout = InnerDropout(kit, recipe.inner_dropout)
         self.expand = kit.expand(model.hidden, model.inner, initials.expand, bias=recipe.bias)
         self.contract = kit.contract(model.inner, model.hidden, initials.contract, bias=recipe.bias)
 
     def forward(self, h: Tensor) -> Tensor:
-        inner = F.relu(self.expand(h))
-        dropout = self.dropout if self.training else 0.0
-        # Ranks hold different columns here: with the common stream all would drop the same ones.
-        with self.own_randomness(dropout):
-            inner = F.dropout(inner, dropout)
-        return self.contract(inner)
+        return self.contract(self.inner_dropout(F.relu(self.expand(h))))
 
 
 class CoderBlock(nn.Module):

@@ -49,6 +49,7 @@ class ReferenceKit:
     """The words of tensor/kit.py, as torch's functions."""
 
     split_axes: tuple[str, ...] = ()
+    parts = 1
 
     @property
     def branches(self) -> ReferenceKit:

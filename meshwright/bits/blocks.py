@@ -1,0 +1,146 @@
+"""Blocks: the operands of one shape that kernels get where equal bits are asked of every cut of widths and sequences.
+
+A run names how many parts its inner widths, heads and tables fall into (`bits.tensor`), and how many runs of tokens its
+sequences (`bits.sequence`). Every product is of one run's tokens and one part's columns or rows, on one device as well;
+ranks hold whole parts and whole runs, so that a kernel's shape says nothing about the layout.
+
+| sum over | of                                               | how                                              |
+|----------|--------------------------------------------------|--------------------------------------------------|
+| parts    | a contract's output, an expand's dx, a head's dh | a balanced tree over the part's index, float32   |
+| runs     | gradients of weights                             | each run's, rounded, as an integer (fixed.py)    |
+
+A tree over a power of two of parts: ranks hold aligned subtrees, add up their own, and the ranks' sums go on as leaves
+of what is left. Blocks lie in memory of their own that begins at a cache line: some libraries choose a kernel by that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwright.parameters.shard import seed_of
+from meshwright.ranks.collectives import Moving, here, start_all_reduce, start_reduce_scatter
+from meshwright.ranks.comm import Comm
+
+LINE_BYTES = 64
+"""A cache line, and the widest vectors."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """This rank's parts and runs, as counts and the number of the first among the run's.
+
+    `parts`: of inner widths; `all_parts`: of all ranks. `runs`: of the tokens inside of pairs; `outer_runs`: of those
+    between pairs, fewer where sequence parallelism cuts them again. `head_parts`: of attention's heads, where a
+    sequence is whole; a part of the inner width may fall into several for Ulysses.
+    """
+
+    parts: int = 1
+    first_part: int = 0
+    all_parts: int = 1
+    runs: int = 1
+    first_run: int = 0
+    outer_runs: int = 1
+    first_outer_run: int = 0
+    head_parts: int = 1
+    first_head_part: int = 0
+    exact: bool = False
+    """Whether sums over parts are trees in float32; usually a rank has one part, and its product's dtype is added."""
+
+    def rows(self, x: Tensor, runs: int) -> list[Tensor]:
+        """The runs of x [B, T, ..., N], each [rows, N]. One token of each sequence, which a head reads, is one run."""
+        if not self.exact:
+            return [x.flatten(0, -2)]
+        return [apart(run).flatten(0, -2) for run in (x.chunk(runs, 1) if x.shape[1] > 1 else (x,))]
+
+    def split(self, x: Tensor, dim: int) -> list[Tensor]:
+        """The parts of x along the inner width."""
+        return [apart(part) for part in x.chunk(self.parts, dim)] if self.exact else [x]
+
+    def own(self, weight: Tensor) -> Tensor:
+        """A part of a weight as kernels get it."""
+        return apart(weight) if self.exact else weight
+
+    def total(self, products: Iterator[Tensor]) -> Tensor:
+        """The sum of one run's products over this rank's parts; in float32 where it goes on as a leaf of a tree."""
+        return tree_sum(product.float() for product in products) if self.exact else next(products)
+
+
+WHOLE = Blocks()
+"""The usual operands: all that a rank holds."""
+
+
+def apart(x: Tensor) -> Tensor:
+    """x in memory of its own shape that begins at a cache line; x itself where it lies so."""
+    if x.is_contiguous() and x.data_ptr() % LINE_BYTES == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def joined_runs(runs: list[Tensor], batch: int) -> Tensor:
+    """[B, T, ...] of its runs."""
+    parts = [run.unflatten(0, (batch, -1)) for run in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def tree_sum(addends: Iterable[Tensor]) -> Tensor:
+    """The sum of a power of two of tensors in the order of a balanced tree: two neighbours, then two of their sums, and
+    so on. The first tensors of each sum are overwritten."""
+    waiting: list[tuple[int, Tensor]] = []  # as many as a binary counter has ones
+    for addend in addends:
+        height, total = 0, addend
+        while waiting and waiting[-1][0] == height:
+            total = waiting.pop()[1].add_(total)
+            height += 1
+        waiting.append((height, total))
+    assert len(waiting) == 1, "parts are a power of two"
+    return waiting[0][1]
+
+
+def start_tree_all_reduce(x: Tensor, comm: Comm) -> Moving:
+    """The sum of every rank's x [..., H] in the order of a balanced tree, contiguous. Sends the bytes of a ring."""
+    if comm.size == 1:
+        return here(x)
+    if comm.size == 2:
+        return start_all_reduce(x, comm)  # two addends have one order
+    pieces = x.view(comm.size, -1)
+    received = torch.empty_like(pieces)
+    work = comm.all_to_all(received, pieces, wait=False)
+
+    def gathered() -> Tensor:
+        comm.all_gather(x, tree_sum(received.unbind()).contiguous())
+        return x
+
+    return Moving(work, gathered)
+
+
+def start_tree_reduce_scatter(x: Tensor, comm: Comm, dim: int) -> Moving:
+    """This rank's part along `dim` of the sum of every rank's x in the order of a balanced tree."""
+    if comm.size <= 2:
+        return start_reduce_scatter(x, comm, dim)
+    panels = x.unflatten(dim, (comm.size, -1)).movedim(dim % x.dim(), 0).contiguous()
+    received = torch.empty_like(panels)
+    work = comm.all_to_all(received, panels, wait=False)
+    return Moving(work, lambda: tree_sum(received.unbind()))
+
+
+def added(total: Tensor | None, more: Tensor | None) -> Tensor | None:
+    """The gradients of blocks that autograd adds up; None where their layer adds them by itself."""
+    return more if total is None or more is None else total + more
+
+
+def common_draw() -> int:
+    """A number that all ranks of a replica draw alike, of which blocks' random numbers are made."""
+    return int(torch.randint(2**62, ()))
+
+
+@contextmanager
+def own_stream(label: str, device: torch.device) -> Iterator[None]:
+    """Random numbers from a stream that a label begins; the common one goes on as if nothing had been drawn."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed_of(label))
+        yield

@@ -1,0 +1,186 @@
+"""Head and cross entropy by parts of the vocabulary and runs of tokens, so that no layout changes their bits.
+
+Parts and runs: bits/blocks.py. The same two passes as cross_entropy.py, a part at a time: logits [C, V/N] of each of N
+parts, of whose statistics every rank gets all. The greatest logit has no order; sums over parts are trees over the
+part's index: of the exponentials, of the label's logit, and of dh. A run's gradients of table and bias are added as
+integers by whoever holds these.
+
+A token's loss is rounded to a multiple of 2^-40 where it is made, so that their sum has no order either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from meshwright.bits.blocks import Blocks, added, joined_runs, tree_sum
+from meshwright.bits.fixed import SUMMED_LOSS, FixedPoint, rounded_loss
+from meshwright.model import IGNORED
+from meshwright.parameters.shard import Shard, WriteGradient
+from meshwright.ranks.agreement import all_rows
+from meshwright.ranks.mesh import Mesh
+from meshwright.tensor.boundary import Sequence
+from meshwright.tensor.cross_entropy import (
+    CHUNK_BYTES,
+    CHUNK_ROWS,
+    Classes,
+    chosen_rows,
+    ranges,
+    scale_shares,
+    shares_of,
+    wide_dtype,
+)
+from meshwright.tensor.head import HeadShape, TableHead
+from meshwright.tensor.linear import autocast_device, autocast_dtype, write_part, write_product
+
+
+class PartHead(TableHead):
+    """Classes over the tensor axis, in parts."""
+
+    def __init__(
+        self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None, sequence: Sequence, blocks: Blocks
+    ) -> None:
+        super().__init__(mesh, shape, tied, {"tensor": Shard(0)}, {"tensor": Shard(0)})
+        self.sequence, self.blocks = sequence, blocks
+        self.fixed: FixedPoint | None = None
+        """Where the step's loss scale stands, of which losses are multiples in training."""
+
+    def operands(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        return self.sequence.enter(h), self.block
+
+    def forward(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:
+        dtype = autocast_dtype(h)
+        table: Tensor = self.block
+        bias: Tensor | None = self.bias
+        with torch.autocast(autocast_device(h.device), enabled=False):
+            if dtype is not None:
+                h, table, bias = h.to(dtype), table.to(dtype), None if bias is None else bias.to(dtype)
+            differentiates = torch.is_grad_enabled() and (h.requires_grad or table.requires_grad)
+            loss: Tensor = _PartLoss.apply(h, table, bias, labels, scale, self, differentiates)
+        return loss
+
+    @property
+    def quantum_scale(self) -> float:
+        """The factor of the losses' quantum: in an evaluation they are sums, not parts of a mean."""
+        return self.fixed.scale if self.fixed is not None and self.training else SUMMED_LOSS
+
+
+@dataclass
+class _RunGradients:
+    """A run's gradients: dh [rows, H] float32, this rank's leaf of a tree; dW [V/p, H]; db [V/p]."""
+
+    dh: Tensor
+    dtable: Tensor
+    dbias: Tensor | None
+
+
+class _PartLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, h: Tensor, table: Tensor, bias: Tensor | None, labels: Tensor, scale: float, head: PartHead,
+        differentiates: bool,
+    ) -> Tensor:  # fmt: skip
+        blocks, count = head.blocks, labels.shape[1]
+        whole = head.sequence.start_enter(h).wait()  # [B, T, H]
+        total = torch.zeros((), dtype=torch.float64, device=h.device)
+        ctx.head, ctx.shape, ctx.dtype, ctx.gradients = head, whole.shape, h.dtype, []
+        wanted = labels.chunk(blocks.runs if count > 1 else 1, 1)
+        for rows, own in zip(blocks.rows(whole[:, :count], blocks.runs), wanted, strict=True):
+            loss, gradients = _run(rows, own, table, bias, scale, head, differentiates)
+            total += loss
+            ctx.gradients.append(gradients)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+        head: PartHead = ctx.head
+        runs: list[_RunGradients] = ctx.gradients
+        ctx.gradients = []
+        dh = torch.zeros(ctx.shape, dtype=torch.float32, device=factor.device)
+        rows = joined_runs([run.dh for run in runs], ctx.shape[0])
+        torch.mul(rows, factor.float(), out=dh[:, : rows.shape[1]])
+        leaving = head.sequence.start_leave(dh)
+        dtable = dbias = None
+        for run in runs:
+            dtable = added(dtable, head.give(run.dtable, _times(run.dtable, factor)))
+            if run.dbias is not None:
+                write = _times(run.dbias, factor)
+                dbias = added(dbias, head.add_gradient("bias", run.dbias, write, may_wait=False))
+        return leaving.wait().to(ctx.dtype), dtable, dbias, *[None] * 4
+
+
+def _times(gradient: Tensor, factor: Tensor) -> WriteGradient:
+    return lambda out, beta: write_part(out, gradient * factor.to(gradient.dtype), beta)
+
+
+def _run(
+    rows: Tensor, labels: Tensor, table: Tensor, bias: Tensor | None, scale: float, head: PartHead,
+    differentiates: bool,
+) -> tuple[Tensor, _RunGradients]:  # fmt: skip
+    """The loss of a run's rows [B·t, H], a float64 scalar, and its gradients."""
+    blocks, classes, index = head.blocks, head.classes, chosen_rows(labels, head.classes)
+    all_of, labels = rows, labels.flatten()
+    if index is not None:
+        rows, labels = rows[index], labels[index]
+    counted, wide = (labels != IGNORED).unsqueeze(1), wide_dtype(rows)
+    factors, losses = counted.to(wide) * scale, rows.new_empty(rows.shape[0], 1, dtype=wide)
+    tables = blocks.split(table, 0)
+    biases = [None] * len(tables) if bias is None else blocks.split(bias, 0)
+    dh = torch.empty(rows.shape if differentiates else (0,), dtype=torch.float32, device=rows.device)
+    dtable = torch.zeros_like(table if differentiates else table[:0], dtype=wide)
+    dbias = None if bias is None else torch.zeros_like(bias, dtype=wide)
+    device, height = classes.device_type, tables[0].shape[0]
+    for chunk in classes.alike(ranges(0, rows.shape[0], height, CHUNK_BYTES[device], CHUNK_ROWS[device]), rows):
+        those = rows[chunk]
+        logits = [
+            those @ own.t() if offsets is None else torch.addmm(offsets, those, own.t())
+            for own, offsets in zip(tables, biases, strict=True)
+        ]
+        losses[chunk] = _to_gradients(logits, labels[chunk].unsqueeze(1), factors[chunk], classes, blocks)
+        if differentiates:
+            dh[chunk] = blocks.total(part @ own for part, own in zip(logits, tables, strict=True))
+            for part, own in zip(logits, dtable.chunk(blocks.parts), strict=True):
+                write_product(own, part.t(), those, beta=1)
+            if dbias is not None:
+                dbias += torch.cat([part.sum(0, dtype=wide) for part in logits])
+    loss = rounded_loss(torch.where(counted, losses, 0).to(torch.float64) * scale, head.quantum_scale).sum()
+    if index is not None and differentiates:
+        dh = torch.zeros(all_of.shape, dtype=dh.dtype, device=dh.device).index_copy_(0, index, dh)
+    return loss, _RunGradients(dh, dtable, dbias)
+
+
+def _to_gradients(logits: list[Tensor], labels: Tensor, factors: Tensor, classes: Classes, blocks: Blocks) -> Tensor:
+    """The losses [C, 1] of logits [C, V/N] of each of this rank's parts, which become their gradients in place.
+    labels [C, 1], factors [C, 1]: as in cross_entropy.py."""
+    wide, height = wide_dtype(logits[0]), logits[0].shape[1]
+    parts = []
+    for number, part in enumerate(logits, blocks.first_part):
+        held = min(max(classes.vocabulary - number * height, 0), height)
+        targets = labels - number * height
+        mine = (targets >= 0) & (targets < held)
+        columns, certain = torch.where(mine, targets, 0), mine.to(wide).mul_(1 - classes.smoothing)
+        if held:
+            shares, statistics = shares_of(part, columns, certain, classes, held)
+        else:
+            shares, statistics = part, part.new_zeros(part.shape[0], 3, dtype=wide)
+            statistics[:, 0] = torch.finfo(wide).min
+        parts.append((held, columns, certain, shares, statistics))
+    everyone = all_rows(torch.stack([part[-1] for part in parts]), classes.comm).flatten(0, 1)  # [N, C, 3]
+    tops, sums, picked = everyone.split(1, 2)
+    highest = tops.amax(0)
+    relative = (tops - highest).exp_()
+    total = tree_sum((sums * relative).unbind())
+    losses = total.log().add_(highest).sub_(tree_sum(picked.clone().unbind()))
+    scales = relative.mul_(factors).div_(total).mul_(sums)
+    for number, (part, (held, columns, certain, shares, _)) in enumerate(zip(logits, parts, strict=True)):
+        if held:
+            own = scales[blocks.first_part + number]
+            scale_shares(part, shares, columns, certain, own, factors, classes, held)
+        else:
+            part.zero_()
+    return losses

@@ -1,0 +1,227 @@
+"""`bits: layout-free` where layers and sequences are cut: 1-D, sequence parallelism, cut vocabularies, shared key-value
+heads, Ulysses, each with axes of data beside it, end with the bits of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright import parts
+from meshwright.bits import blocks
+from meshwright.bits.blocks import tree_sum
+from meshwright.config import Config, parse_config
+from meshwright.errors import ConfigError
+from meshwright.ranks.mesh import Mesh
+from meshwright.tensor import dropout
+from meshwright.tools.diff import difference
+from tests.bits.runs import Ended, ended
+from tests.training.runs import config_for, make_corpus, run
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {"family": "gpt2", "heads": 8, "positions": 32},
+    "llama": {
+        "family": "llama", "heads": 8, "key_value_heads": 2, "head_width": 8, "feed_forward": 256, "head_norms": True,
+        "biases": ["query-key-value"], "positions": 32,
+    },
+    "bert": {"family": "bert", "heads": 8, "positions": 32, "next_sentence": True},
+    "t5": {
+        "family": "t5", "heads": 4, "head_width": 16, "feed_forward": 256, "distance_buckets": 8, "distance_max": 10,
+        "positions": 128, "label_smoothing": 0.1, "vocabulary": 361,
+    },
+    "transformer": {"family": "transformer", "heads": 4, "feed_forward": 256, "positions": 32},
+}  # fmt: skip
+"""301 tokens in tables of 320 rows: of four ranks the last holds less. Two key-value heads for four ranks."""
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "O1": {"level": "O1", "dtype": "bf16"},
+    "O2": {"level": "O2", "dtype": "bf16"},
+}
+
+M2 = ("layout.tensor=megatron", "layout.tensor.size=2")
+M4 = ("layout.tensor=megatron", "layout.tensor.size=4")
+CUT = ("layout.tensor.sequence_parallel=true",)
+U2, U4 = ("layout.context=2",), ("layout.context=4",)
+
+
+def config_of(model: str, precision: str, words: tuple[str, ...] = (), **bits: int) -> Config:
+    tree = {
+        "seed": 3,
+        "model": {
+            "layers": 2, "hidden": 64, "vocabulary": 301, "vocabulary_multiple": 64, "dropout": 0.1, **MODELS[model],
+        },
+        "data": {"sequence": 128 if model == "t5" else 32},
+        "batch": {"global": 4, "micro": 2},
+        "precision": PRECISIONS[precision],
+        "optimizer": {"lr": 1e-2, "clip": 0.5},
+        "steps": 2,
+        "bits": {"kind": "layout-free", "tensor": 4, "sequence": 4} | bits,
+    }  # fmt: skip
+    return parse_config(tree, words)
+
+
+@cache
+def on_one_device(model: str, precision: str, **bits: int) -> Ended:
+    return ended(config_of(model, precision, ("batch.micro=4",), **bits))
+
+
+def check(model: str, precision: str, words: tuple[str, ...], **how: Any) -> None:
+    assert ended(config_of(model, precision, words), **how).differing(on_one_device(model, precision)) == []
+
+
+@pytest.mark.parametrize(
+    "model, precision, words",
+    [
+        ("gpt2", "float32", M2),
+        ("gpt2", "float32", (*M4, *CUT, "layout.data=2", "layout.data.sync=zero3", "batch.micro=1")),
+        ("gpt2", "float32", (*U4, "layout.pipeline=2", "batch.micro=1")),
+        ("gpt2", "O2", (*M2, *CUT, *U2)),
+        ("llama", "float32", (*M4, "memory.recompute=selective")),
+        ("llama", "float32", (*M2, *CUT, "layout.pipeline=2", "layout.data=2", "batch.micro=1")),
+        ("llama", "O1", (*M4, *CUT)),
+        ("llama", "O2", (*M2, *U2, "memory.recompute=1")),
+        ("llama", "O2", (*U4, "layout.data=2", "layout.data.sync=zero1")),
+        ("bert", "float32", (*M2, *CUT, *U2)),
+        ("bert", "O1", (*M4, "layout.data=2")),
+        ("t5", "float32", (*M4, *CUT)),
+        ("t5", "O2", (*M2, "layout.pipeline=2")),
+        ("transformer", "float32", (*M2, *CUT, "memory.recompute=selective")),
+    ],
+)
+def test_a_cut_layout_ends_with_the_bits_of_one_device(model: str, precision: str, words: tuple[str, ...]) -> None:
+    check(model, precision, words)
+
+
+LAYOUTS = [
+    (*tensor, *context)
+    for tensor in ((), M2, M4, (*M2, *CUT), (*M4, *CUT))
+    for context in ((), U2, U4)
+    if not (context == U4 and CUT[0] in tensor) and not (context == U2 and tensor == (*M4, *CUT))
+]
+BESIDE = (
+    (), ("layout.data=2",), ("layout.data=2", "layout.data.sync=zero2", "batch.micro=1"), ("layout.pipeline=2",),
+    ("layout.pipeline=2", "layout.pipeline.schedule=gpipe", "batch.micro=1"), ("memory.recompute=selective",),
+    ("layout.data=4", "layout.data.sync=zero3", "batch.micro=1"), ("memory.recompute=1", "batch.micro=1"),
+)  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(120))
+def test_drawn_cut_layouts_end_with_the_bits_of_one_device(number: int) -> None:
+    draw = Random(number)
+    model, precision = list(MODELS)[number % len(MODELS)], draw.choice(list(PRECISIONS))
+    uncut = model in ("t5", "transformer")  # their sequences are whole in attention
+    layouts = [words for words in LAYOUTS if not (uncut and {*U2, *U4} & {*words})]
+    for _ in range(20):
+        words = (*draw.choice(layouts), *draw.choice(BESIDE))
+        try:
+            config_of(model, precision, words)
+        except ConfigError:
+            continue
+        check(model, precision, words)
+        return
+    raise AssertionError("no layout")
+
+
+def test_processes_over_gloo_and_ranks_of_two_threads_end_with_the_same_bits() -> None:
+    check("gpt2", "float32", (*M4, *CUT), transport="torch")
+    wide = {"tensor": 2, "sequence": 2}  # 16 tokens and columns a block: whole vectors for each thread
+    alone = on_one_device("llama", "float32", **wide)
+    assert ended(config_of("llama", "float32", (*M2, *CUT), **wide), threads=2).differing(alone) == []
+
+
+def adds_from_the_end(mesh: Mesh) -> None:
+    """Parts are added from the last to the first."""
+
+    def add(addends: Iterable[Tensor]) -> Tensor:
+        first, *others = list(addends)[::-1]
+        total = first.clone()
+        for other in others:
+            total += other
+        return total
+
+    blocks.tree_sum = add
+
+
+def multiplies_other_rows(mesh: Mesh) -> None:
+    """A rank's runs are one: kernels get its shape."""
+    right = parts.blocks_of
+    parts.blocks_of = lambda config, mesh: replace(right(config, mesh), runs=1, outer_runs=1)
+
+
+def draws_by_rank(mesh: Mesh) -> None:
+    """Rank 1 takes the masks of other blocks."""
+    right, shift = dropout.common_draw, mesh.rank
+    dropout.common_draw = lambda: right() + shift
+
+
+@pytest.mark.parametrize(
+    "plant, words", [(adds_from_the_end, ()), (multiplies_other_rows, U2), (draws_by_rank, (*M2, *CUT))]
+)
+def test_a_planted_mistake_is_seen(plant: Any, words: tuple[str, ...]) -> None:
+    ended_wrong = ended(config_of("gpt2", "float32", words), plant, transport="torch")
+    assert ended_wrong.differing(on_one_device("gpt2", "float32")) != []
+
+
+def test_a_tree_adds_neighbours_and_then_their_sums() -> None:
+    a, b, c, d = (torch.tensor(x) for x in (1.0, 2.0**-24, 2.0**-24, 2.0**-24))
+    assert float(tree_sum([a.clone(), b.clone(), c.clone(), d.clone()])) == float((a + b) + (c + d))
+    assert float((a + b) + (c + d)) != float(((a + b) + c) + d)
+
+
+def test_a_run_goes_on_under_another_cut_with_the_same_bits(tmp_path: Path) -> None:
+    corpus = make_corpus(tmp_path)
+    tree: dict[str, Any] = {
+        "model": {
+            "layers": 2, "hidden": 64, "heads": 4, "positions": 32, "vocabulary": 300, "vocabulary_multiple": 64,
+            "dropout": 0.1,
+        },
+        "data": {"source": str(corpus), "sequence": 32},
+        "batch": {"global": 4, "micro": 2},
+        "precision": "float32",
+        "bits": {"kind": "layout-free", "tensor": 2, "sequence": 2},
+        "check": {"root_every": 1},
+        "checkpoint": {"every": 2, "keep": 3},
+        "validation": {"every": 2, "batches": 1},
+    }  # fmt: skip
+    megatron = {"tensor": {"kind": "megatron", "size": 2, "sequence_parallel": True}, "transport": "threads"}
+    ulysses = {"context": {"size": 2}, "data": 2, "transport": "threads"}
+    undisturbed = run(config_for(corpus, **tree, steps=4, layout={"transport": "threads"}), tmp_path / "undisturbed")
+    moved = run(config_for(corpus, **tree, steps=2, layout=megatron), tmp_path / "moved")
+    run(config_for(corpus, **tree, steps=4, layout=ulysses), moved, resume=True)
+    assert difference(moved, undisturbed).equal
+
+
+@pytest.mark.parametrize(
+    "words, field",
+    [
+        (("bits.tensor=3",), "bits.tensor"),
+        (("bits.tensor=2", *M4), "layout.tensor.size"),
+        (("bits.tensor=16",), "bits.tensor"),
+        (("bits.sequence=5",), "bits.sequence"),
+        (("bits.sequence=1", *U2), "layout.context.size"),
+        (("bits.sequence=2", *M4, *CUT), "layout.tensor.size"),
+        (("bits.sequence=32",), "bits.sequence"),
+        (("model.heads=4", *M4, *U2), "layout.context.size"),
+        (("layout.tensor={kind: tesseract, q: 2}",), "layout.tensor.kind"),
+        (("layout.tensor={kind: subgraph, size: 2}",), "layout.tensor.kind"),
+        (("layout.context=2", "layout.context.kind=ring", "model.dropout=0.0"), "layout.context.kind"),
+    ],
+)
+def test_what_the_grain_does_not_allow_is_refused_by_name(words: tuple[str, ...], field: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        config_of("gpt2", "float32", words)
+    assert field in [problem.field for problem in refused.value.problems]
+
+
+def test_a_gate_whose_part_is_no_whole_vector_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"leaves 24 of model\.feed_forward=96 to a part"):
+        config_of("llama", "float32", ("model.feed_forward=96",))
