@@ -15,6 +15,7 @@ import socket
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from itertools import count
 from multiprocessing import forkserver
 from types import FunctionType
@@ -33,8 +34,8 @@ from meshwright.ranks.section import TransportName
 from meshwright.ranks.thread_world import ThreadWorld
 from tests.patience import PATIENCE_SECONDS
 
-PORTS = 2000
-"""How many ports each of xdist's workers has."""
+PORTS = 500
+"""How many ports each process of tests has."""
 
 _NUMBERS = count()
 
@@ -119,17 +120,31 @@ def _work_threads(
         pipe.send_bytes(pickle.dumps((True, traceback.format_exc())))
 
 
+@cache
+def block_of_ports() -> tuple[socket.socket, int]:
+    """The first of PORTS ports that no other process of tests has, of this suite or another: while this process lives,
+    a socket holds it."""
+    for first in range(10_000, 32_768 - PORTS, PORTS):
+        holder = socket.socket()
+        with suppress(OSError):
+            holder.bind(("127.0.0.1", first))
+            holder.listen()
+            return holder, first
+        holder.close()
+    raise AssertionError("more processes of tests than blocks of ports")
+
+
 def free_port() -> int:
     """A port that is still free when rank 0 listens there, some milliseconds later.
 
     The system gives those from 32768 on to every connection of every test beside this one, so it is none of these; and
-    xdist's workers have their own.
+    each process of tests has its own.
     """
-    first = 10_000 + PORTS * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    _, first = block_of_ports()
     for number in _NUMBERS:
         with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", first + number % PORTS))
-            return first + number % PORTS
+            probe.bind(("127.0.0.1", first + 1 + number % (PORTS - 1)))
+            return first + 1 + number % (PORTS - 1)
     raise AssertionError("numbers do not end")
 
 
