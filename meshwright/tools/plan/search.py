@@ -252,8 +252,8 @@ class _Search:
         for place, number in enumerate(rounds):
             self._gather(number)
             self._predict_fastest(complete=place > 0 or len(rounds) == 1)
-        # Estimates of two strategies err apart: zero3 was estimated to be 2 % slower than zero1, and predicted to be 4 %
-        # faster. Where fewer fit than were asked for, those that keep less are worth their predictions.
+        # Estimates of two strategies err apart: zero3 was estimated 2 % slower than zero1, and predicted 4 % faster.
+        # Where fewer fit than were asked for, those that keep less are worth their predictions.
         for queued in sorted(self.dominated.values(), key=lambda one: one.seconds):
             if len(self.best) < self.top and not queued.tight:
                 self._predict(queued.config)
