@@ -21,7 +21,8 @@ below the K-th fastest prediction, nothing that is left can be, as far as an est
 prediction (estimate.py).
 
 A layout that recomputes, moves or sends what it might keep is not predicted where the one that keeps it fits and is
-estimated to be as fast, unless fewer than K fit without; attention is not recomputed at all where its kernel keeps nothing.
+estimated to be as fast, unless fewer than K fit without; attention is not recomputed at all where its kernel keeps
+nothing.
 
 What fits with all that is not predicted (Device.unpredicted_share) stands first; what is tight stands beside it, where
 it is faster. Of each strategy (evaluator.strategy_of) one layout that fits is predicted; a strategy does not fit where
