@@ -40,7 +40,7 @@ KITS: dict[str, dict[str, Any]] = {
 class RmsNorm(nn.Module):
     def __init__(self, kit: Kit) -> None:
         super().__init__()
-        self.norm = kit.rms_norm(H, 1e-6)
+        self.norm = kit.norm(H, 1e-6, kind="rms")
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         return self.norm(x)
@@ -53,7 +53,7 @@ def plain_rms_norm(weights: dict[str, Tensor], x: Tensor, labels: Tensor) -> Ten
 class GroupNorm(nn.Module):
     def __init__(self, kit: Kit) -> None:
         super().__init__()
-        self.norm = kit.group_norm(H, 4, 1e-5)
+        self.norm = kit.norm(H, 1e-5, kind="group", groups=4)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         return self.norm(x)
@@ -149,7 +149,7 @@ def drawn(label: str, *shape: int) -> Tensor:
 def part_of_rank(kit: Kit, mesh: Mesh, x: Tensor) -> Tensor:
     """A rank's part of activations [B, T, H] between two pairs."""
     columns = mesh.size("col") if "col" in mesh.grid.names else 1
-    return kit.slice_batch(x).chunk(columns, -1)[mesh.index("col") if columns > 1 else 0]
+    return kit.slice(x, "batch").chunk(columns, -1)[mesh.index("col") if columns > 1 else 0]
 
 
 Pairs = dict[str, tuple[Tensor, Tensor]]
@@ -175,7 +175,7 @@ def compare(mesh: Mesh, config: Config, word: str) -> Pairs:
     wanted.backward(above)
 
     x = part_of_rank(kit, mesh, whole_x.detach()).clone().requires_grad_()
-    y = module(x, kit.slice_batch(whole_labels))
+    y = module(x, kit.slice(whole_labels, "batch"))
     y.backward(part_of_rank(kit, mesh, above) if above.dim() else above)
     assert x.grad is not None
     assert whole_x.grad is not None
