@@ -91,6 +91,29 @@ def plain_paths(weights: dict[str, Tensor], x: Tensor, labels: Tensor) -> Tensor
     return inside.flatten(2) @ weights["contract.weight"]
 
 
+class HeadNorms(nn.Module):
+    """Each head's width is normed, by one layer norm and one RMS norm for all heads."""
+
+    def __init__(self, kit: Kit) -> None:
+        super().__init__()
+        self.heads = kit.local_heads(A)
+        self.expand = kit.branches.expand(H, N, DRAWN, bias=False)
+        self.layer = kit.norm(N // A, 1e-5, inside=True)
+        self.rms = kit.norm(N // A, 1e-6, kind="rms", inside=True)
+        self.contract = kit.branches.contract(N, H, DRAWN, bias=False)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        heads = self.expand(x).unflatten(-1, (self.heads, -1))
+        return self.contract((self.layer(heads) * self.rms(heads)).flatten(2))
+
+
+def plain_head_norms(weights: dict[str, Tensor], x: Tensor, labels: Tensor) -> Tensor:
+    heads, shape = (x @ weights["expand.weight"]).unflatten(-1, (A, -1)), (N // A,)
+    layer = F.layer_norm(heads, shape, weights["layer.weight"], weights["layer.bias"], 1e-5)
+    rms = F.rms_norm(heads, shape, weights["rms.weight"], 1e-6)
+    return (layer * rms).flatten(2) @ weights["contract.weight"]
+
+
 class Slices(nn.Module):
     """A feed-forward without biases."""
 
@@ -135,6 +158,7 @@ WORDS: dict[str, tuple[Callable[[Kit], nn.Module], Callable[[dict[str, Tensor], 
     "rms_norm": (RmsNorm, plain_rms_norm),
     "group_norm": (GroupNorm, plain_group_norm),
     "branches and local": (Paths, plain_paths),
+    "norms of heads": (HeadNorms, plain_head_norms),
     "expand and contract": (Slices, plain_slices),
     "smoothed heads": (SmoothHeads, plain_smooth_heads),
 }
