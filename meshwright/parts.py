@@ -50,8 +50,8 @@ from meshwright.tensor.islands import Islands, UsesIslands, compiled_islands
 from meshwright.tensor.kit import Kit, rows_of_rank
 from meshwright.tensor.linear import autocast_device
 from meshwright.tensor.megatron import MegatronKit
+from meshwright.tensor.norms import Norm
 from meshwright.tensor.part_loss import PartHead
-from meshwright.tensor.serial import SerialNorm
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -173,7 +173,7 @@ def free_of_layout(config: Config, mesh: Mesh, model: Chain, fixed: FixedPoint |
     blocks = blocks_of(config, mesh)
     for module in tuple(model.modules()):
         match module:
-            case SerialNorm():
+            case Norm(kind="layer"):
                 module.affine_apart = True
             case Experts():
                 module.compute_rows_apart()
