@@ -18,6 +18,7 @@ from meshwright.config import Config
 from meshwright.data.dataset import Opened
 from meshwright.data.published import SOURCE, read_published
 from meshwright.decisions import FIELDS, Resolved, resolve_layout, resolved_fields
+from meshwright.drawing import PictureError
 from meshwright.errors import DamagedError
 from meshwright.launch import Rank, StopRequest
 from meshwright.machine import Machine
@@ -33,7 +34,7 @@ from meshwright.training.loop import StepLine, Trainer, validate
 from meshwright.training.meeting import facts_of, meet, placement_notes, share_folder
 from meshwright.training.metrics import MetricsWriter
 from meshwright.training.resume import checkpoint_of_run, decided_before, go_on, with_offer
-from meshwright.training.sinks import TrackedRun, Tracker, open_sinks
+from meshwright.training.sinks import TrackedRun, Tracker, absent_sinks, open_sinks
 
 
 def train_rank(
@@ -235,6 +236,7 @@ class _Run:
         config = self.parts.config
         display.say(f"{config.layout.world_size} ranks: {config.layout.summary}; writing to {self.out}")
         display.say(config.batch_summary, *self.data.notes)
+        display.say(*absent_sinks(config.metrics).values(), level="warning")
         display.say(*(f"removed a checkpoint that was never finished: {name}" for name in unfinished))
         if attempt:
             # Another launcher's count is not ours.
@@ -250,6 +252,8 @@ class _Run:
             draw_loss(self.out / "metrics.jsonl", self.out / "loss.png")
         except OSError as error:  # the run has all that matters: its last checkpoint is written
             display.say(f"warning: loss.png could not be drawn: {error.strerror}", level="warning")
+        except PictureError as error:
+            display.say(f"loss.png is not drawn: {error}")
         config = self.parts.config
         steps = config.steps
         ended = "finished" if step == steps else "stopped; --resume goes on from here"
