@@ -51,6 +51,7 @@ def test_a_run_goes_on_without_pictures_and_names_the_extras(folder: Path) -> No
     assert (ran.returncode, ran.stderr) == (0, "")
     assert "warning: no tensorboard: tensorboard is not installed (pip install 'meshwright[tensorboard]')" in ran.stdout
     assert "loss.png is not drawn: a picture needs matplotlib, which is not installed: pip install 'mesh" in ran.stdout
+    assert ran.stdout.rstrip().endswith("metrics.jsonl")
     assert len((folder / "out/metrics.jsonl").read_text().splitlines()) == 2
     assert not (folder / "out/loss.png").exists()
     assert not (folder / "out/tensorboard").exists()

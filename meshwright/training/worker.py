@@ -248,8 +248,10 @@ class _Run:
         """Draw the losses, and say how the run has ended."""
         from meshwright.training.pictures import draw_loss  # matplotlib: a second that the first step need not wait for
 
+        written = [str(self.out / CHECKPOINTS / f"step-{step}"), "metrics.jsonl"]
         try:
             draw_loss(self.out / "metrics.jsonl", self.out / "loss.png")
+            written.append("loss.png")
         except OSError as error:  # the run has all that matters: its last checkpoint is written
             display.say(f"warning: loss.png could not be drawn: {error.strerror}", level="warning")
         except PictureError as error:
@@ -263,6 +265,6 @@ class _Run:
             ended += f" ({skipped} of {step} steps overflowed and were skipped)"
         if step > steps:
             ended = f"nothing to do for steps={steps}"
-        display.say(f"{ended}: {self.out / CHECKPOINTS / f'step-{step}'}, metrics.jsonl, loss.png")
+        display.say(f"{ended}: {', '.join(written)}")
         if best := str(watch):
             display.say(f"{best}{f': {self.out / BEST}' if config.checkpoint.best else ''}")
