@@ -50,6 +50,17 @@ def test_links_into_the_repository_hold() -> None:
     assert [(path.name, link) for path, link in links if not (path.parent / link).exists()] == []
 
 
+def test_first_pages_say_what_the_table_of_bits_says() -> None:
+    """Its losses under 18 layouts: one number layout-free, several in the usual mode."""
+    part = (ROOT / "docs/bits.md").read_text().split("under 18 layouts\n", 1)[1].split("\n## ", 1)[0]
+    rows = re.findall(r"^\| .* \| (\d\.\d{12}) \| (\d\.\d{12}) \|$", part, flags=re.MULTILINE)
+    usual, free = ({row[place] for row in rows} for place in (0, 1))
+    assert (len(rows), len(free)) == (18, 1)
+    page = (ROOT / "README.md").read_text()
+    assert f"is one number, {free.pop()}, where the usual mode has {len(usual)}" in page
+    assert f"the usual mode has {len(usual)} of them" in (ROOT / "docs/index.md").read_text()
+
+
 @pytest.mark.skipif(find_spec("mkdocs") is None, reason="no mkdocs here: pip install 'meshwright[site]', or make site")
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     ran = subprocess.run(

@@ -126,7 +126,7 @@ class GroupedLinear(ShardedModule):
         super().__init__(mesh)
         self.weight = self.declare("weight", ShardSpec(shape, placements, initial))
         self.rows_apart = False
-        """Whether an expert's operands lie as if each were alone in memory (`Experts.compute_rows_apart`)."""
+        """Whether operands of an expert's products lie as if alone in memory (`Experts.compute_rows_apart`)."""
 
     def forward(self, x: Tensor, runs: Runs) -> Tensor:
         """x [R, in], of which each expert has so many rows in each run; [R, ..., out]."""
