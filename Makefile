@@ -87,11 +87,11 @@ validate: $(RUNNABLE)
 	$(BIN)/python -m validation
 
 site: $(SITED)
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "Done: out/site/index.html"
 
 site-serve: $(SITED)
-	$(BIN)/mkdocs serve
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 format: $(TESTABLE)
 	$(BIN)/ruff format .

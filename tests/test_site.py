@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -26,16 +27,21 @@ class Loader(yaml.SafeLoader):
 Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
 
 
+def names_in(entry: Any) -> list[str]:
+    """The files of an entry of the navigation, which may hold further entries."""
+    if isinstance(entry, str):
+        return [entry]
+    return [name for part in (entry.values() if isinstance(entry, dict) else entry) for name in names_in(part)]
+
+
 def navigation() -> list[str]:
-    tree = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)["nav"]
-    parts = [pages for entry in tree for pages in entry.values()]
-    return [
-        name for part in parts for item in ([{"": part}] if isinstance(part, str) else part) for name in item.values()
-    ]
+    return names_in(yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)["nav"])
 
 
 def test_every_page_has_one_place_in_the_navigation() -> None:
-    assert sorted(navigation()) == sorted({path.name for path in (ROOT / "docs").glob("*.md")} - ASIDE)
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - ASIDE
+    books = {f"notebooks/{path.stem}.md" for path in (ROOT / "docs/notebooks").glob("*.ipynb")}
+    assert sorted(navigation()) == sorted(pages | books)
 
 
 def test_the_reference_has_every_public_name() -> None:

@@ -275,10 +275,7 @@ def plan(
 
     training, described = answer.Training(answer.parse_tokens(tokens), price), load_cluster(cluster)
     config, words = planned_run(run, NamedRun(model, sequence, batch), overrides or (), described)
-    report.check_new("--out", out)
-    report.check_new("--page", page)
-    if trace is not None:
-        require_matplotlib("--trace")
+    report.check_outputs(out, page, trace)
     models = Estimates(Planner(described, software_of(config, imbalance)))
     with progress() as show, stopped_by_signals(show) as tell:
         plans = search(

@@ -154,7 +154,7 @@ def require_sinks(metrics: Metrics) -> None:
 
 
 def absent_sinks(metrics: Metrics) -> dict[str, str]:
-    """Of each optional sink that the run names and this machine lacks, the warning: the extra to install."""
+    """{sink: a warning with the extra to install} of the optional sinks that the run names and this machine lacks."""
     absent = {}
     for name in metrics.sinks:
         package = entries("sinks")[name].package
