@@ -1,25 +1,12 @@
-"""Gradients' buckets as a run would make them, the programs that sum and publish them, and what a rank holds.
+"""Gradients' buckets as a run would make them, the programs that sum and publish them, and a rank's memory with them.
 
 The programs are the data-parallel policies' own (data_parallel/), run on buckets of meta tensors.
-
-| part          | bytes                                                                                             |
-|---------------|---------------------------------------------------------------------------------------------------|
-| weights       | the buckets' values, with their padding                                                           |
-| gradients     | as much, or slices; in float32 where several microbatches of half-precision ones are added up     |
-| states        | float32 masters of half-precision weights, and moments; with offload the two half-buckets instead |
-| activations   | the most that microbatches in flight keep                                                         |
-| temporaries   | needed by tasks beside that at the fullest moment, buckets among it of which only slices are      |
-|               | kept; or the optimizer's float32 gradients                                                        |
-| context       | what the cluster says that a process holds before its first tensor, and libraries' workspaces     |
-| cached        | the allocator's beyond tensors: segments in pieces, memory that was freed (process.py)            |
-| communicators | buffers of NCCL                                                                                   |
-| read          | other ranks' gradients in memory that ranks share: resident in each, there once, so in no total   |
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -36,8 +23,8 @@ from meshwright.ranks.grid import grid_of_run
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
 from meshwright.registry import load_entry
+from meshwright.tools.plan.memory import Memory, Parameter, Peak
 from meshwright.tools.plan.recorder import Program, Recorder
-from meshwright.tools.plan.recordings import Parameter
 from meshwright.tools.plan.software import Software
 
 
@@ -212,74 +199,6 @@ def _programs(
         # What zero3 gathers before a task: the whole bucket of its ranks' slices.
         comm.all_gather(values, values[: values.numel() // comm.size])
     return stop - start, reduce, publish, across, recorded()
-
-
-@dataclass(frozen=True)
-class Peak:
-    """The most that a stage's tasks keep for microbatches in flight, and the most that is alive at any time."""
-
-    activation_bytes: int
-    total_bytes: int
-
-    def beside(self, other_bytes: int) -> Peak:
-        """This peak beside bytes that are there all the time."""
-        return replace(self, total_bytes=self.total_bytes + other_bytes)
-
-
-CONTEXT = "the process itself (context)"
-"""In words, what a process holds without any tensor, on a GPU the CUDA context: no sequences."""
-
-
-def bytes_text(size: float) -> str:
-    """`12.35 GB`, `431 MB`, `1.35 MB`."""
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on one rank, by part."""
-
-    weights: int
-    gradients: int
-    states: int
-    activations: int
-    temporaries: int
-    context: int
-    cached: int = 0
-    communicators: int = 0
-    read: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.reserved + self.context + self.communicators
-
-    @property
-    def reserved(self) -> int:
-        """Bytes that the allocator holds."""
-        return self.allocated + self.cached
-
-    @property
-    def allocated(self) -> int:
-        """Bytes of tensors at the fullest moment."""
-        return self.weights + self.gradients + self.states + self.activations + self.temporaries
-
-    @property
-    def held_text(self) -> str:
-        """`allocated 5.00 GB, reserved 5.31 GB, ...`: what its process holds, by who asked for it."""
-        sizes = {"allocated": self.allocated, "reserved": self.reserved, CONTEXT: self.context}
-        sizes |= {"communicators": self.communicators} if self.communicators else {}
-        return ", ".join(f"{part} {bytes_text(size)}" for part, size in sizes.items())
-
-    @property
-    def parts(self) -> dict[str, int]:
-        """Bytes by part; together they are `total`."""
-        return {part: size for part, size in asdict(self).items() if part != "read"}
-
-    @property
-    def text(self) -> str:
-        """`weights 1.20 GB, gradients 1.20 GB, ...`: the parts that there are."""
-        sizes = {CONTEXT if part == "context" else part: size for part, size in self.parts.items()}
-        return ", ".join(f"{part} {bytes_text(size)}" for part, size in sizes.items() if size)
 
 
 def streams(config: Config) -> bool:

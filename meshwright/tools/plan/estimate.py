@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
 from meshwright.config import Config
 from meshwright.model import EMBEDDINGS, HEAD
@@ -21,13 +22,16 @@ from meshwright.pipeline.partition import balanced, ranges_of
 from meshwright.pipeline.placement import ChunkPlacement
 from meshwright.ranks.grid import PIPE, REPLICA_AXES, Grid, grid_of_run
 from meshwright.ranks.planned import planned_mesh
-from meshwright.tools.plan.buckets import Memory, Peak, memory_of, passing_bytes, streams
+from meshwright.tools.plan.buckets import memory_of, passing_bytes, streams
 from meshwright.tools.plan.compose import StagePlan
 from meshwright.tools.plan.held import HeldBytes, StageShape, in_groups
-from meshwright.tools.plan.predict import Planner, Prediction, check
-from meshwright.tools.plan.recordings import Parameter, parameters_in, splits
+from meshwright.tools.plan.memory import Memory, Parameter, Peak
+from meshwright.tools.plan.recordings import check, parameters_in, splits
 from meshwright.tools.plan.timed_parts import TimedParts, strides
 from meshwright.tools.plan.timed_run import TimedRun
+
+if TYPE_CHECKING:
+    from meshwright.tools.plan.predict import Planner, Prediction
 
 SURE = 0.95
 """The share of an estimate that the search takes for a lower bound of the prediction."""

@@ -9,14 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from meshwright.config import Config
 from meshwright.memory.offload import SINGLE
 from meshwright.model import Chunk
 from meshwright.pipeline.task import TaskKind
-from meshwright.tools.plan.predict import Planner
 from meshwright.tools.plan.recorder import Kernel, Program, interpolated_program
 from meshwright.tools.plan.recordings import Forms, Recording
+
+if TYPE_CHECKING:
+    from meshwright.tools.plan.predict import Planner
 
 _SIZES = 2, 4
 """Samples of the two recordings, in those of the smallest microbatch that the tensor section can cut."""

@@ -16,7 +16,7 @@ from meshwright.pipeline.task import Task
 from meshwright.ranks.grid import PIPE, grid_of_run
 from meshwright.tools.plan.buckets import passing_bytes
 from meshwright.tools.plan.predict import Planner, Prediction
-from meshwright.tools.plan.recordings import place
+from meshwright.tools.plan.recorder import place
 from meshwright.tools.plan.timed_run import TimedRun
 from tests.pipeline.test_equality import LOOP, SCHEDULES, V, pipelined
 from tests.pipeline.test_partition import laid_out
