@@ -288,7 +288,7 @@ def _begin_fork(evaluator: Evaluator) -> None:
 
 
 def evaluate_in_fork(families: Sequence[Numbered], cutoff: float) -> dict[int, SearchState]:
-    """What families have in them, by their places among all."""
+    """Evaluate families; their layouts, by the families' places among all."""
     found: dict[int, SearchState] = {}
     _OWN[0].evaluate_families(families, cutoff, found)
     return found

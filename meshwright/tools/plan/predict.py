@@ -22,7 +22,7 @@ from meshwright.ranks.ledger import Traffic
 from meshwright.ranks.section import TransportName
 from meshwright.section import with_field
 from meshwright.stage_costs import all_state_bytes, microbatch_bytes, shared_work
-from meshwright.tools.plan.buckets import Buckets, passing_bytes, slots_of, streams
+from meshwright.tools.plan.buckets import Buckets, held_of, slots_of, streams
 from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.compose import Composition, StagePlan, compose_stages
 from meshwright.tools.plan.memory import Memory
@@ -203,10 +203,7 @@ class Planner:
         run, kind = Composition(config, self.stages(config), self.buckets), self.cluster.device.kind
         each = [run.buckets[like] for like in run.like]
         return [
-            sum(bucket.size_bytes + bucket.gradient_bytes for bucket in buckets)
-            + passing_bytes(buckets)
-            + stage.apart_bytes(config)
-            + all_state_bytes(config, slots_of(buckets), kind)
+            sum(held_of(config, buckets)) + stage.apart_bytes(config) + all_state_bytes(config, slots_of(buckets), kind)
             for stage, buckets in zip(run.stages, each, strict=True)
         ]
 

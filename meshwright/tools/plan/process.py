@@ -41,7 +41,7 @@ from meshwright.ranks.grid import PIPE
 from meshwright.ranks.ledger import MESSAGE, Traffic
 from meshwright.ranks.mailbox import AHEAD
 from meshwright.tools.plan.allocator import Allocator, CachingAllocator, Heap, MemoryBlock, OutOfDeviceMemory
-from meshwright.tools.plan.buckets import passing_bytes, slots_of
+from meshwright.tools.plan.buckets import held_of, slots_of
 from meshwright.tools.plan.memory import Footprint, Memory
 from meshwright.tools.plan.recorder import MemoryEvents, Start, place
 from meshwright.tools.plan.recordings import Recording
@@ -79,7 +79,7 @@ class StageReplay:
                 self._messages[name] = iter(keys)
                 for _ in range(self._ahead):
                     self._take(*next(self._messages[name], _NOTHING))
-            passing = self._taken("passing", passing_bytes(self._buckets))
+            passing = self._taken("passing", held_of(self._run.config, self._buckets).passing)
             for task in tasks:
                 last = task.microbatch == num_microbatches - 1
                 # The last of the few stands for the step's last, whose gradients become whole.
@@ -94,8 +94,9 @@ class StageReplay:
         for parameter in self._plan.parameters:
             self._take(("parameter", parameter.name), parameter.weight_bytes)
         for index, bucket in enumerate(self._buckets):
-            self._take(("values", index), bucket.size_bytes)
-            self._take(("gradients", index), bucket.gradient_bytes)
+            kept = held_of(config, [bucket])
+            self._take(("values", index), kept.weights)
+            self._take(("gradients", index), kept.gradients)
             # As the run builds: only one bucket at a time is there twice, in its parameters and by itself.
             self._drop(("parameter", name) for name in bucket.names)
         if config.memory.offload.to == "none":
