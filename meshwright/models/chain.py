@@ -5,16 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
-from meshwright.config import Config
 from meshwright.context.context import WHOLE_SEQUENCES, Context
 from meshwright.model import EMBEDDINGS, HEAD, Batch, Chunk, Costs, Hidden, Scales
 from meshwright.parameters.shard import ShardSpec, num_parameters
 from meshwright.registry import load_entry
 from meshwright.tensor.kit import Kit
+
+if TYPE_CHECKING:
+    from meshwright.config import Config
 
 Run = Callable[..., Any]
 """run(function, *arguments): the function's result. One of them keeps less for the backward pass."""
