@@ -323,6 +323,11 @@ def _size_bytes(x: Tensor) -> int:
     return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
 
 
+def between(small: float, large: float, share: float) -> float:
+    """At `share` of the way from the small microbatch's figure to the large one's, or beyond."""
+    return max(0.0, small + share * (large - small))  # before the small one a line may fall below nothing
+
+
 def interpolated_program(small: Program, large: Program, share: float) -> Program:
     """The program at `share` of the way from the small one to the large one, or beyond; empty where they differ.
 
@@ -345,9 +350,6 @@ def interpolated_program(small: Program, large: Program, share: float) -> Progra
 def _interpolated_event(one: _Event, other: _Event, share: float) -> _Event | None:
     """None for events of two kinds."""
 
-    def between(small: float, large: float) -> float:
-        return max(0.0, small + share * (large - small))  # before the small one a line may fall below nothing
-
     if type(one) is not type(other):
         return None
     if isinstance(one, Kernel) and isinstance(other, Kernel):
@@ -355,17 +357,17 @@ def _interpolated_event(one: _Event, other: _Event, share: float) -> _Event | No
             return None
         return Kernel(
             one.kind,
-            between(one.flops, other.flops),
-            round(between(one.touched_bytes, other.touched_bytes)),
-            round(between(one.elements, other.elements)),
+            between(one.flops, other.flops, share),
+            round(between(one.touched_bytes, other.touched_bytes, share)),
+            round(between(one.elements, other.elements, share)),
             one.dtype,
             # mnk grows in proportion to samples, its cube root does not.
-            between(one.side**3, other.side**3) ** (1 / 3),
+            between(one.side**3, other.side**3, share) ** (1 / 3),
             one.times,
         )
     if isinstance(one, Start) and isinstance(other, Start):
         if (one.axes, one.verb, one.times) != (other.axes, other.verb, other.times):
             return None
         # The verb and the comm are the layout's; only what travels grows with samples.
-        return replace(one, payload_bytes=round(between(one.payload_bytes, other.payload_bytes)))
+        return replace(one, payload_bytes=round(between(one.payload_bytes, other.payload_bytes, share)))
     return one
