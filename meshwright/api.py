@@ -35,7 +35,7 @@ def load(run: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) -> 
     if not file.auto:
         return parse(file.tree, file.words)
     # Imported when asked for: the planner, and torch, are seconds that most calls do not need.
-    from meshwright.tools.plan.auto import planned_config
+    from meshwright.tools.plan.question import planned_config
 
     return planned_config(file, file.words)
 

@@ -108,6 +108,12 @@ class Chunk:
         return *([EMBEDDINGS] if self.first else []), *self.layers, *([HEAD] if self.last else [])
 
 
+def links(num_layers: int) -> tuple[Chunk, Chunk, Chunk]:
+    """The embeddings, all layers and the head, each by itself."""
+    nothing = range(0)
+    return Chunk(nothing, True, False), Chunk(range(num_layers), False, False), Chunk(nothing, False, True)
+
+
 @dataclass(frozen=True)
 class Costs:
     """Costs of a model's parts, in any one unit: embeddings, each layer, head and losses."""

@@ -23,11 +23,11 @@ from meshwright.launch import Rank, Ranks, joined, run
 from meshwright.machine import usable_cores
 from meshwright.memory.offload import host_store_bytes, state_bytes
 from meshwright.memory.recompute import LiveBytes
-from meshwright.model import SAMPLES, Batch, Chunk, Costs, Hidden
-from meshwright.models.chain import Chain, chain_of, make_chain, split_name
+from meshwright.model import SAMPLES, Batch, Chunk, Costs, Hidden, links
+from meshwright.models.chain import Chain, chain_of, make_chain, parameters_of, split_name
 from meshwright.on_device import AsOnDevice, Attention
 from meshwright.parameters.gradients import Gradients
-from meshwright.parameters.shard import ShardSpec, num_parameters, shard_specs, use_gradients
+from meshwright.parameters.shard import shard_specs, use_gradients
 from meshwright.parts import (
     Parts,
     autocasts_of,
@@ -162,17 +162,6 @@ def counted_costs(config: Config) -> Costs:
     return shared_work(config, parameters_of(*specs), config.device)
 
 
-def parameters_of(embedding: dict[str, ShardSpec], layers: dict[str, ShardSpec], head: dict[str, ShardSpec]) -> Costs:
-    """Numbers of parameters of the embeddings, each layer and the head."""
-    blocks: dict[int, list[ShardSpec]] = {}
-    for name, spec in layers.items():
-        layer, _ = split_name(name)
-        assert layer is not None, f"{name} is no layer's"
-        blocks.setdefault(layer, []).append(spec)
-    own = tuple(num_parameters(blocks[layer]) for layer in sorted(blocks))
-    return Costs(num_parameters(list(embedding.values())), own, num_parameters(list(head.values())))
-
-
 def shared_work(config: Config, parameters: Costs, device: str) -> Costs:
     """A microbatch forward and backward and its share of the work on parameters, in products of a forward pass."""
     products, samples = chain_of(config).products(config), config.micro
@@ -186,12 +175,6 @@ def shared_work(config: Config, parameters: Costs, device: str) -> Costs:
         ),
         samples * products.head + weight * parameters.head,
     )
-
-
-def links(num_layers: int) -> tuple[Chunk, Chunk, Chunk]:
-    """The embeddings, all layers and the head, each by itself."""
-    nothing = range(0)
-    return Chunk(nothing, True, False), Chunk(range(num_layers), False, False), Chunk(nothing, False, True)
 
 
 def measured_costs(config: Config) -> Costs:

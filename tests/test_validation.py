@@ -9,8 +9,8 @@ import pytest
 from meshwright.config import Config
 from meshwright.pipeline.span import Timeline, task_span
 from meshwright.pipeline.task import Task, TaskKind
-from meshwright.tools.plan.buckets import Memory
 from meshwright.tools.plan.cluster import Cluster
+from meshwright.tools.plan.memory import Memory
 from meshwright.tools.plan.predict import Prediction
 from meshwright.tools.plan.software import Software
 from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE

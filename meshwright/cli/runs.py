@@ -44,7 +44,7 @@ def _load(run: Path, overrides: Sequence[str] | None) -> Config:
     # A run whose layout is decided must not wait for the planner's imports.
     if not file.auto:
         return parse_run(file.tree, file.words)
-    from meshwright.tools.plan.auto import planned_config
+    from meshwright.tools.plan.question import planned_config
 
     with progress() as show:
         return planned_config(file, file.words, show)

@@ -33,11 +33,11 @@ from torch import Tensor
 from meshwright.bits.fixed import FixedPoint
 from meshwright.data_parallel.policies import Zero1
 from meshwright.data_parallel.sharded import Sharded, SlicedSum, allocate, free
-from meshwright.data_parallel.strategy import Policy, RunsParts
+from meshwright.data_parallel.strategy import BucketBytes, HeldBytes, Policy, RunsParts
 from meshwright.model import EMBEDDINGS, HEAD, Batch, Chunk, Hidden, Model, Scales
 from meshwright.parameters.bucket import Bucket, FlatWeights, PartsUsing, Slot
 from meshwright.ranks.agreement import make_equal
-from meshwright.ranks.comm import DONE, Comm, Work, size_bytes
+from meshwright.ranks.comm import DONE, Comm, Work
 from meshwright.ranks.mesh import Mesh
 
 
@@ -197,11 +197,18 @@ class Gathering(Sharded):
         self._kept = {part: set() for part in self._of.keys() & {EMBEDDINGS, HEAD}}
         self._walk = Walk(self._of, self._kept, chunks)
 
-    @property
-    def weight_bytes(self) -> int:
-        """The slices, and the two neighbouring parts that are largest together."""
-        sizes = [bucket.values.numel() * bucket.values.element_size() for bucket in self.buckets]
-        return sum(size_bytes(slot.parameter) for slot in self.slots) + two_parts_bytes(self._of, sizes)
+    @classmethod
+    def held(cls, buckets: Sequence[BucketBytes]) -> HeldBytes:
+        """Slices of weights, too; and whole the two neighbouring parts of the model that are largest together."""
+        of: dict[int, set[int]] = {}
+        for index, each in enumerate(buckets):
+            for part in each.parts:
+                of.setdefault(part, set()).add(index)
+        parts = [of[part] for part in sorted(of)]
+        pairs = (one | other for one, other in zip(parts, parts[1:] or parts, strict=False))
+        two = max((sum(buckets[index].weights for index in pair) for pair in pairs), default=0)
+        slices = sum(each.own_weights for each in buckets)
+        return super().held(buckets)._replace(weights=slices, passing_weights=two)
 
     def forward(self, model: Model, batch: Batch, scales: Scales, incoming: Hidden) -> Hidden:
         self._walk.begin()
@@ -288,10 +295,3 @@ class _Turn(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.visit()
         return None, *gradients
-
-
-def two_parts_bytes(buckets_of: Mapping[int, Collection[int]], sizes: Sequence[int]) -> int:
-    """The most bytes of the buckets of two neighbouring parts; `buckets_of`: by part, `sizes`: by bucket."""
-    parts = [set(buckets_of[part]) for part in sorted(buckets_of)]
-    pairs = [one | other for one, other in zip(parts, parts[1:] or parts, strict=False)]
-    return max((sum(sizes[index] for index in pair) for pair in pairs), default=0)

@@ -26,14 +26,14 @@ do.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 
 from torch import Tensor, nn
 
 from meshwright.data_parallel.policies import Zero1
-from meshwright.data_parallel.strategy import BucketSum, Policy, State, Synchroniser
+from meshwright.data_parallel.strategy import BucketBytes, BucketSum, HeldBytes, Policy, State, Synchroniser
 from meshwright.parameters.bucket import Bucket, Slot, floats_in, slice_axes
-from meshwright.ranks.comm import Comm, Work, size_bytes
+from meshwright.ranks.comm import Comm, Work
 from meshwright.ranks.grid import PIPE
 from meshwright.ranks.mesh import Mesh
 
@@ -136,14 +136,17 @@ class Sharded(Synchroniser):
     sums: list[SlicedSum]  # type: ignore[assignment]
     _sum_of: dict[nn.Parameter, SlicedSum]  # type: ignore[assignment]
 
-    @property
-    def gradient_bytes(self) -> int:
-        """The slices, and the buckets that a backward pass has whole at a time."""
-        sizes = {one: size_bytes(one.bucket.gradients) for one in self.sums}
-        late = sum(size for one, size in sizes.items() if one.waits)
-        buckets = ((one.bucket, size) for one, size in sizes.items() if not one.waits)
-        at_once = whole_bytes(((bucket.matrix, bucket.sum_axes, bucket.cut_axes), size) for bucket, size in buckets)
-        return sum(size_bytes(one.slice) for one in self.sums) + late + at_once
+    @classmethod
+    def held(cls, buckets: Sequence[BucketBytes]) -> HeldBytes:
+        """Slices of gradients; and whole those that wait, and of each kind the three that are largest."""
+        by_kind: defaultdict[Hashable, list[int]] = defaultdict(list)
+        for each in buckets:
+            if not each.waits:
+                by_kind[each.kind].append(each.gradients)
+        at_once = sum(sum(sorted(sizes)[-3:]) for sizes in by_kind.values())
+        late = sum(each.gradients for each in buckets if each.waits)
+        slices = sum(each.own_gradients for each in buckets)
+        return super().held(buckets)._replace(gradients=slices, passing_gradients=late + at_once)
 
     def filled(self, parameter: nn.Parameter) -> None:
         """A parameter has its gradient of a microbatch. Buckets of its chunk that are full leave, in their order."""
@@ -178,14 +181,6 @@ class Sharded(Synchroniser):
         # Beside stages weight gradients come in an order of their own, and slices go on behind the backward pass.
         one.last = self._final and self.mesh.size(PIPE) == 1
         one.leave()
-
-
-def whole_bytes(buckets: Iterable[tuple[Hashable, int]]) -> int:
-    """The most bytes of buckets that are whole at a time, given the kind and size of each: three of a kind."""
-    by_kind: defaultdict[Hashable, list[int]] = defaultdict(list)
-    for kind, size in buckets:
-        by_kind[kind].append(size)
-    return sum(sum(sorted(sizes)[-3:]) for sizes in by_kind.values())
 
 
 def free(x: Tensor) -> None:

@@ -7,11 +7,11 @@ travel under the next forward pass: each part of the model then waits for its ow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -21,7 +21,7 @@ from meshwright.model import Batch, Chunk, Hidden, LoadRows, Model, Scales
 from meshwright.parameters.bucket import Bucket, FlatWeights, PartsUsing, Slot
 from meshwright.parameters.gradients import Gradients, OnFirst, OnGradient
 from meshwright.ranks.agreement import make_equal, same_everywhere
-from meshwright.ranks.comm import DONE, Comm, Later, Work, size_bytes
+from meshwright.ranks.comm import DONE, Comm, Later, Work
 from meshwright.ranks.grid import DATA_AXES
 from meshwright.ranks.mesh import Mesh
 
@@ -113,6 +113,33 @@ class Strategy(Protocol):
         """Compare by hash the parameters that several ranks hold; broadcast the first's where they differ: which."""
 
 
+class BucketBytes(NamedTuple):
+    """A bucket's bytes on a rank: `weights` and `gradients` of all of it, `own_weights` and `own_gradients` of the part
+    that the rank's optimizer steps. `kind`: buckets of one kind may lie in one another's memory; `parts`: those of the
+    model that use it, where a bucket is a part's; `waits`: it adds up in whole, and is summed at the step's end."""
+
+    kind: Hashable
+    parts: tuple[int, ...]
+    weights: int
+    gradients: int
+    own_weights: int
+    own_gradients: int
+    waits: bool
+
+
+class HeldBytes(NamedTuple):
+    """Bytes of weights and of gradients that a rank has all the time, and at most beside these while its tasks run."""
+
+    weights: int
+    gradients: int
+    passing_weights: int = 0
+    passing_gradients: int = 0
+
+    @property
+    def passing(self) -> int:
+        return self.passing_weights + self.passing_gradients
+
+
 class State(Enum):
     """Where a bucket is in a step. A sum that has ended in a microbatch that is not the last makes it fill anew."""
 
@@ -128,6 +155,9 @@ class BucketSum:
     What happens at each turn is here, and overridden where a strategy does otherwise; when buckets turn, and in which
     order, is the Synchroniser's.
     """
+
+    waits = False
+    """Whether the bucket adds up in whole, and is summed at the step's end."""
 
     def __init__(self, bucket: Bucket, mesh: Mesh, policy: Policy) -> None:
         self.bucket, self.mesh, self.policy = bucket, mesh, policy
@@ -148,6 +178,14 @@ class BucketSum:
         """The part of the bucket that this rank's optimizer steps."""
         start, stop = self.policy.owned(self.bucket, self.comm)
         return self.bucket.slot(start, stop, part_axes=() if self.policy.replicated else self.bucket.sum_axes)
+
+    @property
+    def sizes(self) -> BucketBytes:
+        bucket, own = self.bucket, self.slot.parameter.numel()
+        kind = bucket.values.dtype, bucket.matrix, bucket.sum_axes, bucket.cut_axes
+        value, gradient = bucket.values.element_size(), bucket.gradients.element_size()
+        every = bucket.values.numel()
+        return BucketBytes(kind, bucket.parts, every * value, every * gradient, own * value, own * gradient, self.waits)
 
     def refill(self) -> None:
         """Filling: all gradients are to come, but of what has no elements here, whose owner is another rank."""
@@ -246,13 +284,20 @@ class Synchroniser:
         for parameter in self._sum_of:
             parameter.grad = None
 
+    @classmethod
+    def held(cls, buckets: Sequence[BucketBytes]) -> HeldBytes:
+        """The bytes that a rank has of these buckets. Of sizes alone, so that the planner asks the same."""
+        return HeldBytes(sum(each.weights for each in buckets), sum(each.gradients for each in buckets))
+
     @property
     def weight_bytes(self) -> int:
-        return sum(size_bytes(bucket.values) for bucket in self.buckets)
+        held = self.held([one.sizes for one in self.sums])
+        return held.weights + held.passing_weights
 
     @property
     def gradient_bytes(self) -> int:
-        return sum(size_bytes(bucket.gradients) for bucket in self.buckets) + self.gradients.apart_bytes
+        held = self.held([one.sizes for one in self.sums])
+        return held.gradients + held.passing_gradients + self.gradients.apart_bytes
 
     @property
     def weights(self) -> list[FlatWeights]:

@@ -20,15 +20,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from meshwright.config import Config
 from meshwright.memory.staging import GRADIENT, Lane, Staging, StreamLane, ThreadLane, Tier
 from meshwright.memory.store import PAGE_ELEMENTS, DiskStore, HostStore, Store
 from meshwright.parameters.bucket import Slot, StepWeights
 from meshwright.ranks.comm import Work
+
+if TYPE_CHECKING:
+    from meshwright.config import Config
 
 WEIGHT = "weight"
 

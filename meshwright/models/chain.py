@@ -5,15 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
-from meshwright.config import Config
 from meshwright.context.context import WHOLE_SEQUENCES, Context
 from meshwright.model import EMBEDDINGS, HEAD, Batch, Chunk, Costs, Hidden, Scales
+from meshwright.parameters.shard import ShardSpec, num_parameters
 from meshwright.registry import load_entry
 from meshwright.tensor.kit import Kit
+
+if TYPE_CHECKING:
+    from meshwright.config import Config
 
 Run = Callable[..., Any]
 """run(function, *arguments): the function's result. One of them keeps less for the backward pass."""
@@ -187,3 +190,14 @@ def split_name(name: str) -> tuple[int | None, str]:
 def blocks_of(chunk: Chunk, make_block: Callable[[int], nn.Module]) -> nn.ModuleDict:
     """The chunk's blocks, by their numbers."""
     return nn.ModuleDict({str(layer): make_block(layer) for layer in chunk.layers})
+
+
+def parameters_of(embedding: dict[str, ShardSpec], layers: dict[str, ShardSpec], head: dict[str, ShardSpec]) -> Costs:
+    """Numbers of parameters of the embeddings, each layer and the head."""
+    blocks: dict[int, list[ShardSpec]] = {}
+    for name, spec in layers.items():
+        layer, _ = split_name(name)
+        assert layer is not None, f"{name} is no layer's"
+        blocks.setdefault(layer, []).append(spec)
+    own = tuple(num_parameters(blocks[layer]) for layer in sorted(blocks))
+    return Costs(num_parameters(list(embedding.values())), own, num_parameters(list(head.values())))

@@ -22,12 +22,12 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from meshwright.bits.fixed import FixedPoint
-from meshwright.config import Config
 from meshwright.config.schema import ScheduleSection
 from meshwright.errors import DivergedError
 from meshwright.optim.norm import norm_of_squares, squares_of
@@ -36,6 +36,9 @@ from meshwright.parameters.bucket import Slot, StepWeights
 from meshwright.ranks.agreement import make_equal
 from meshwright.ranks.mesh import Mesh
 from meshwright.registry import load_entry
+
+if TYPE_CHECKING:
+    from meshwright.config import Config
 
 CLIP_EPSILON = 1e-6
 """Added to the norm before it divides, as torch.nn.utils.clip_grad_norm_ does."""

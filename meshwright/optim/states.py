@@ -8,14 +8,16 @@ keeps them elsewhere and steps piece by piece. Both leave the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.config import Config
 from meshwright.parameters.bucket import Slot, StepWeights
 from meshwright.ranks.comm import size_bytes
+
+if TYPE_CHECKING:
+    from meshwright.config import Config
 
 
 class States(Protocol):
@@ -40,7 +42,7 @@ class States(Protocol):
         """Copy into a master the weight that is no longer its rounding, since the weight was mended."""
 
 
-StatesFactory = Callable[[Config, Sequence[Slot]], States]
+StatesFactory = Callable[["Config", Sequence[Slot]], States]
 
 
 WIDENED_BYTES = 2**28

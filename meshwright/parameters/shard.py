@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 from meshwright.errors import ConfigError
 from meshwright.parameters.gradients import Gradients, WriteGradient
 from meshwright.ranks.grid import ENDS, HEAD_COPIES, Grid
-from meshwright.ranks.mesh import Mesh
+
+if TYPE_CHECKING:
+    from meshwright.ranks.mesh import Mesh
 
 BLOCK_ELEMENTS = 2**20
 """Elements that one generator draws: 4 MiB of float32, the most that a rank draws and does not keep."""

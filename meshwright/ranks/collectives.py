@@ -20,14 +20,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.ranks.comm import DONE, Comm, PieceSizes, Work
-from meshwright.ranks.mesh import Mesh
+
+if TYPE_CHECKING:
+    from meshwright.ranks.mesh import Mesh
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from torch import Tensor, nn
 
 from meshwright.model import Batch
 from meshwright.parameters.shard import Initial
-from meshwright.tensor.copies import HeadGroups
-from meshwright.tensor.experts import ExpertsShape
-from meshwright.tensor.head import HeadShape
+
+if TYPE_CHECKING:
+    from meshwright.tensor.copies import HeadGroups
+    from meshwright.tensor.experts import ExpertsShape
+    from meshwright.tensor.head import HeadShape
 
 
 class Head(Protocol):

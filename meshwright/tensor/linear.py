@@ -17,7 +17,7 @@ backward: dtable[ids] += dy          [V, H], in the table's room: only the rows 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +26,10 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.bits.blocks import WHOLE, Blocks, added, joined_runs
 from meshwright.parameters.shard import ShardedModule, ShardSpec
-from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.copies import ALL_COLUMNS, Columns
+
+if TYPE_CHECKING:
+    from meshwright.ranks.mesh import Mesh
 
 ADDS_WIDE = torch.__version__ >= "2.13"
 """Before, torch added a product of halves to a half only."""

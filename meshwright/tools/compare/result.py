@@ -17,14 +17,17 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from meshwright.ranks.grid import PIPE, grid_of_run
 from meshwright.ranks.ledger import Ledger, Traffic
-from meshwright.tools.compare.layouts import Contender
-from meshwright.tools.compare.run import MeasuredRun, RankFacts
 from meshwright.tools.plan.predict import Prediction
 from meshwright.tools.verify.tolerance import tolerance_of
 from meshwright.training.phases import PHASES
+
+if TYPE_CHECKING:
+    from meshwright.tools.compare.layouts import Contender
+    from meshwright.tools.compare.run import MeasuredRun, RankFacts
 
 WARMUP_STEPS = 2
 

@@ -6,16 +6,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING
 
 from meshwright.errors import ConfigError
 from meshwright.models.chain import chain_of
-from meshwright.tools.plan.buckets import Memory, bytes_text
 from meshwright.tools.plan.cluster import Cluster, Links
-from meshwright.tools.plan.estimate import Estimates
-from meshwright.tools.plan.predict import Planner, Prediction
+from meshwright.tools.plan.memory import bytes_text, verdict
 
-Fullness = Literal["fits", "tight", "does not fit"]
+if TYPE_CHECKING:
+    from meshwright.tools.plan.estimate import Estimates
+    from meshwright.tools.plan.predict import Prediction
 
 TOKENS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _DAY, _HOUR, _MINUTE = 86400, 3600, 60
@@ -49,15 +49,6 @@ def parse_tokens(text: str | None) -> float | None:
     if match is None or float(match[1]) == 0:
         raise ConfigError.of("--tokens", text, "is no number of tokens", "300M, 100B, 1.5T")
     return float(match[1]) * TOKENS[match[2]]
-
-
-def verdict(memory: Memory, cluster: Cluster) -> Fullness:
-    """Whether a rank's memory fits: `tight` where it would not if processes hold as much more than is predicted as they
-    were measured to (Device.unpredicted_share)."""
-    device = cluster.device
-    if memory.total > device.memory_bytes:
-        return "does not fit"
-    return "tight" if memory.total * (1 + device.unpredicted_share) > device.memory_bytes else "fits"
 
 
 def answer(best: Prediction, layout: str, training: Training) -> str:
@@ -172,10 +163,7 @@ def changes(best: Prediction, models: Estimates) -> tuple[Change, ...]:
     }
     found = []
     for what, variant in variants.items():
-        other = Planner(variant)
-        # Programs and buckets do not depend on how fast a cluster is, so nothing is recorded again.
-        other.recordings, other.buckets = models.planner.recordings, models.planner.buckets
-        found.append(Change(what, other.predict(best.config).seconds))
+        found.append(Change(what, models.planner.on(variant).predict(best.config).seconds))
     return tuple(found)
 
 

@@ -1,32 +1,17 @@
-"""Gradients' buckets as a run would make them, the programs that sum and publish them, and what a rank holds.
+"""Gradients' buckets as a run would make them, the programs that sum and publish them, and a rank's memory with them.
 
 The programs are the data-parallel policies' own (data_parallel/), run on buckets of meta tensors.
-
-| part          | bytes                                                                                             |
-|---------------|---------------------------------------------------------------------------------------------------|
-| weights       | the buckets' values, with their padding                                                           |
-| gradients     | as much, or slices; in float32 where several microbatches of half-precision ones are added up     |
-| states        | float32 masters of half-precision weights, and moments; with offload the two half-buckets instead |
-| activations   | the most that microbatches in flight keep                                                         |
-| temporaries   | needed by tasks beside that at the fullest moment, buckets among it of which only slices are      |
-|               | kept; or the optimizer's float32 gradients                                                        |
-| context       | what the cluster says that a process holds before its first tensor, and libraries' workspaces     |
-| cached        | the allocator's beyond tensors: segments in pieces, memory that was freed (process.py)            |
-| communicators | buffers of NCCL                                                                                   |
-| read          | other ranks' gradients in memory that ranks share: resident in each, there once, so in no total   |
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from meshwright.config import Config
-from meshwright.data_parallel.gathering import two_parts_bytes
-from meshwright.data_parallel.sharded import whole_bytes
-from meshwright.data_parallel.strategy import Policy
+from meshwright.data_parallel.strategy import BucketBytes, HeldBytes, Policy, Synchroniser
 from meshwright.memory.offload import SINGLE, state_bytes
 from meshwright.model import Batch
 from meshwright.models.chain import chain_of
@@ -36,8 +21,8 @@ from meshwright.ranks.grid import grid_of_run
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
 from meshwright.registry import load_entry
+from meshwright.tools.plan.memory import Memory, Parameter, Peak
 from meshwright.tools.plan.recorder import Program, Recorder
-from meshwright.tools.plan.recordings import Parameter
 from meshwright.tools.plan.software import Software
 
 
@@ -45,9 +30,9 @@ from meshwright.tools.plan.software import Software
 class PlannedBucket:
     """A bucket of gradients. `names`: its parameters'; `num_elements`: with its padding; `stepped_elements`: those that
     this rank's optimizer steps; `blocks`: it is summed behind the backward pass; `summed_in`: its gradients' type.
-    `slices`: gradients are slices, and `reduce` runs `sums` times a step, but once where it `waits` for the step's end;
-    `across` sums slices that other ranks have too, once. `gathers`: weights are slices, too; `gather` brings them
-    together, and `parts_back` are the parts of the model that read them going backward."""
+    Where gradients are slices, `reduce` runs `sums` times a step, but once where the bucket `waits` for the step's end;
+    `across` sums slices that other ranks have too, once. Where weights are slices, too, `gather` brings them together,
+    and `parts_back` are the parts of the model that read them going backward."""
 
     kind: BucketKey
     summed_in: torch.dtype
@@ -55,8 +40,6 @@ class PlannedBucket:
     num_elements: int
     stepped_elements: int
     blocks: bool
-    slices: bool
-    gathers: bool
     parts_back: frozenset[int]
     waits: bool
     sums: int
@@ -66,23 +49,12 @@ class PlannedBucket:
     gather: Program
 
     @property
-    def size_bytes(self) -> int:
-        """Bytes of weights that are kept."""
-        return self.stepped_elements * self.kind.dtype.itemsize if self.gathers else self.whole_size_bytes
-
-    @property
-    def whole_size_bytes(self) -> int:
-        return self.num_elements * self.kind.dtype.itemsize
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes that are kept between microbatches."""
-        return (self.stepped_elements if self.slices else self.num_elements) * self.summed_in.itemsize
-
-    @property
-    def whole_gradient_bytes(self) -> int:
-        """Extra bytes while the full gradient exists, from its first write to the end of its reduce-scatter."""
-        return self.num_elements * self.summed_in.itemsize if self.slices else 0
+    def sizes(self) -> BucketBytes:
+        kind, value, gradient = self.kind, self.kind.dtype.itemsize, self.summed_in.itemsize
+        return BucketBytes(
+            (kind.dtype, kind.matrix, kind.sum_axes, kind.cut_axes), kind.parts, self.num_elements * value,
+            self.num_elements * gradient, self.stepped_elements * value, self.stepped_elements * gradient, self.waits,
+        )  # fmt: skip
 
     @property
     def master_bytes(self) -> int:
@@ -160,8 +132,7 @@ class Buckets:
             sums = config.num_microbatches if sync.slices and not waits else 1
             read_back = frozenset(part for name in names for part in back[name])
             bucket = PlannedBucket(
-                kind, summed_in, tuple(names), num_elements, stepped, policy.blocks, sync.slices, sync.gathers,
-                read_back, waits, sums, *programs,
+                kind, summed_in, tuple(names), num_elements, stepped, policy.blocks, read_back, waits, sums, *programs,
             )  # fmt: skip
             buckets.append(bucket)
         return buckets
@@ -214,74 +185,6 @@ def _programs(
     return stop - start, reduce, publish, across, recorded()
 
 
-@dataclass(frozen=True)
-class Peak:
-    """The most that a stage's tasks keep for microbatches in flight, and the most that is alive at any time."""
-
-    activation_bytes: int
-    total_bytes: int
-
-    def beside(self, other_bytes: int) -> Peak:
-        """This peak beside bytes that are there all the time."""
-        return replace(self, total_bytes=self.total_bytes + other_bytes)
-
-
-CONTEXT = "the process itself (context)"
-"""In words, what a process holds without any tensor, on a GPU the CUDA context: no sequences."""
-
-
-def bytes_text(size: float) -> str:
-    """`12.35 GB`, `431 MB`, `1.35 MB`."""
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on one rank, by part."""
-
-    weights: int
-    gradients: int
-    states: int
-    activations: int
-    temporaries: int
-    context: int
-    cached: int = 0
-    communicators: int = 0
-    read: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.reserved + self.context + self.communicators
-
-    @property
-    def reserved(self) -> int:
-        """Bytes that the allocator holds."""
-        return self.allocated + self.cached
-
-    @property
-    def allocated(self) -> int:
-        """Bytes of tensors at the fullest moment."""
-        return self.weights + self.gradients + self.states + self.activations + self.temporaries
-
-    @property
-    def held_text(self) -> str:
-        """`allocated 5.00 GB, reserved 5.31 GB, ...`: what its process holds, by who asked for it."""
-        sizes = {"allocated": self.allocated, "reserved": self.reserved, CONTEXT: self.context}
-        sizes |= {"communicators": self.communicators} if self.communicators else {}
-        return ", ".join(f"{part} {bytes_text(size)}" for part, size in sizes.items())
-
-    @property
-    def parts(self) -> dict[str, int]:
-        """Bytes by part; together they are `total`."""
-        return {part: size for part, size in asdict(self).items() if part != "read"}
-
-    @property
-    def text(self) -> str:
-        """`weights 1.20 GB, gradients 1.20 GB, ...`: the parts that there are."""
-        sizes = {CONTEXT if part == "context" else part: size for part, size in self.parts.items()}
-        return ", ".join(f"{part} {bytes_text(size)}" for part, size in sizes.items() if size)
-
-
 def streams(config: Config) -> bool:
     """Whether an optimizer steps each bucket as it comes: an offloaded one that does not wait for the norm, as clipping
     and fp16's loss scale do."""
@@ -293,9 +196,7 @@ def memory_of(
     config: Config, buckets: Sequence[PlannedBucket], peak: Peak, context_bytes: int, software: Software
 ) -> Memory:
     """The memory of a rank with these buckets, whose tasks hold so much at most."""
-    weights = sum(bucket.size_bytes for bucket in buckets)
-    gradients = sum(bucket.gradient_bytes for bucket in buckets)
-    widened = 0
+    held, widened = held_of(config, buckets), 0
     if config.memory.offload.to == "none":
         # The optimizer's float32 copies of half-precision gradients, which exist when the tasks' memory is gone: so the
         # larger of the two counts, not the sum. Matrices and vectors are stepped apart (Muon takes whole matrices).
@@ -304,26 +205,22 @@ def memory_of(
             sizes = [bucket.stepped_elements * SINGLE if bucket.summed_in.itemsize < SINGLE else 0 for bucket in own]
             groups = software.stepped_together(sizes)
             widened = max([widened, *(sum(sizes[index] for index in some) for some in groups)])
-    most = max(peak.total_bytes + passing_bytes(buckets), widened)
+    most = max(peak.total_bytes + held.passing, widened)
     activations = min(peak.activation_bytes, most)
     return Memory(
-        weights, gradients, state_bytes(config, slots_of(buckets)), activations, most - activations, context_bytes
+        held.weights,
+        held.gradients,
+        state_bytes(config, slots_of(buckets)),
+        activations,
+        most - activations,
+        context_bytes,
     )
 
 
-def passing_bytes(buckets: Sequence[PlannedBucket]) -> int:
-    """Bytes that a backward pass has whole of buckets of which slices are kept: of gradients (Sharded.gradient_bytes),
-    and of the weights of two parts (Gathering.weight_bytes)."""
-    late = sum(bucket.whole_gradient_bytes for bucket in buckets if bucket.waits)
-    # whole_bytes counts by kind of memory: buckets of different parts reuse one another's.
-    kinds = (replace(bucket.kind, parts=(), chunks=()) for bucket in buckets)
-    sizes = zip(kinds, buckets, strict=True)
-    gradients = whole_bytes((kind, bucket.whole_gradient_bytes) for kind, bucket in sizes if not bucket.waits)
-    of: dict[int, list[int]] = {}
-    for index, bucket in enumerate(buckets):
-        for part in bucket.kind.parts:
-            of.setdefault(part, []).append(index)
-    return late + gradients + two_parts_bytes(of, [bucket.whole_size_bytes for bucket in buckets])
+def held_of(config: Config, buckets: Sequence[PlannedBucket]) -> HeldBytes:
+    """The bytes of weights and gradients that a rank has of these buckets, as its strategy says."""
+    synchroniser: type[Synchroniser] = load_entry(config.layout.data.strategy.synchroniser)
+    return synchroniser.held([bucket.sizes for bucket in buckets])
 
 
 def slots_of(buckets: Sequence[PlannedBucket]) -> list[tuple[int, torch.dtype]]:

@@ -10,8 +10,9 @@ A file's keys have no units, and are what the docstrings name; the fields that P
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from itertools import pairwise
-from math import log
+from math import exp, log
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
@@ -222,13 +223,15 @@ def load_cluster(name: str) -> Cluster:
         raise ConfigError(problems_of(error, [], Cluster)) from error
 
 
-def interpolated(curve: Curve, x: float) -> float:
-    """y at x, over log x."""
-    xs = [point[0] for point in curve]
-    after = bisect_left(xs, x)
+def interpolated(points: Sequence[tuple[float, float]], x: float, *, power: bool = False) -> float:
+    """y at x, over log x: on a line between points, beyond them the first's or the last's y. `power`: for what is a
+    power of x, as seconds are of bytes: on a line over both logarithms, beyond the last in proportion to x."""
+    after = bisect_left(points, x, key=lambda point: point[0])
     if after == 0:
-        return curve[0][1]
-    if after == len(curve):
-        return curve[-1][1]
-    (x0, y0), (x1, y1) = curve[after - 1], curve[after]
-    return y0 + (y1 - y0) * log(x / x0) / log(x1 / x0)
+        return points[0][1]
+    x0, y0 = points[after - 1]
+    if after == len(points):
+        return y0 * x / x0 if power else y0
+    x1, y1 = points[after]
+    rise = (log(y1 / y0) if power else y1 - y0) * log(x / x0) / log(x1 / x0)
+    return y0 * exp(rise) if power else y0 + rise

@@ -26,55 +26,18 @@ from meshwright.ranks.grid import PIPE, grid_of_run
 from meshwright.ranks.ledger import MESSAGE, Ledger, Traffic
 from meshwright.ranks.mailbox import Side
 from meshwright.tools.plan.buckets import Buckets, PlannedBucket
-from meshwright.tools.plan.recorder import Program
-from meshwright.tools.plan.recordings import Forms, Parameter, Recording, Recordings, place, splits
+from meshwright.tools.plan.memory import Parameter
+from meshwright.tools.plan.recorder import Cost, Program, Seconds, place
+from meshwright.tools.plan.recordings import Forms, Recording, Recordings, splits
 
 Sent = dict[tuple[str, str], Traffic]
 Gathered = Mapping[tuple[TaskKind, int], Sequence[int]]
 """Buckets by the kind and the chunk of the task that gathers them."""
-_Seconds = Callable[[Program], float]
 
 
 def no_seconds(program: Program) -> float:
     """A stand-in for callers that count bytes and operations alone."""
     return 0.0
-
-
-@dataclass(frozen=True)
-class Cost:
-    """A task's cost, or that of a part of one: memory as in a Program."""
-
-    seconds: float = 0.0
-    kept_bytes: int = 0
-    peak_bytes: int = 0
-    flops: float = 0.0
-
-    @classmethod
-    def of(cls, program: Program, seconds: _Seconds) -> Cost:
-        return cls(seconds(program), program.kept_bytes, program.peak_bytes, program.flops)
-
-    def then(self, other: Cost) -> Cost:
-        """The cost of this task and the other after it."""
-        return Cost(
-            self.seconds + other.seconds,
-            self.kept_bytes + other.kept_bytes,
-            # The second task's peak stands on what the first one left.
-            max(self.peak_bytes, self.kept_bytes + other.peak_bytes),
-            self.flops + other.flops,
-        )
-
-    def freeing(self, freed_bytes: int) -> Cost:
-        """This cost with so much less kept at the end."""
-        return replace(self, kept_bytes=self.kept_bytes - freed_bytes)
-
-    def extended(self, step: Cost, times: int) -> Cost:
-        """A group of layers from recordings of two and of one (`step`): self + times * (self - step)."""
-        return Cost(
-            self.seconds + times * (self.seconds - step.seconds),
-            self.kept_bytes + times * (self.kept_bytes - step.kept_bytes),
-            self.peak_bytes + times * (self.peak_bytes - step.peak_bytes),
-            self.flops + times * (self.flops - step.flops),
-        )
 
 
 @dataclass(frozen=True)
@@ -88,7 +51,7 @@ class Unit:
     smaller: Recording | None = None
     layers: int = 1
 
-    def cost(self, kind: TaskKind, which: int, seconds: _Seconds) -> Cost:
+    def cost(self, kind: TaskKind, which: int, seconds: Seconds) -> Cost:
         cost = Cost.of(self.recording.programs[kind][which], seconds)
         if self.smaller is None:
             return cost
@@ -131,11 +94,11 @@ class ChunkPlan:
     def outgoing_bytes(self) -> int:
         return sum(form.size_bytes for form in self.outgoing)
 
-    def cost(self, kind: TaskKind, which: int, seconds: _Seconds = no_seconds) -> Cost:
+    def cost(self, kind: TaskKind, which: int, seconds: Seconds = no_seconds) -> Cost:
         """The cost of a task of a microbatch at a place of the step (recordings.place)."""
         return reduce(Cost.then, self.costs(kind, which, seconds), Cost())
 
-    def costs(self, kind: TaskKind, which: int, seconds: _Seconds) -> list[Cost]:
+    def costs(self, kind: TaskKind, which: int, seconds: Seconds) -> list[Cost]:
         """The cost of each unit, in the order in which they run; messages count at the ends."""
         order = self.units if kind is TaskKind.FORWARD else self.units[::-1]
         costs = [unit.cost(kind, which, seconds) for unit in order]

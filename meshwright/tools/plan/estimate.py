@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
 from meshwright.config import Config
 from meshwright.model import EMBEDDINGS, HEAD
@@ -21,13 +22,16 @@ from meshwright.pipeline.partition import balanced, ranges_of
 from meshwright.pipeline.placement import ChunkPlacement
 from meshwright.ranks.grid import PIPE, REPLICA_AXES, Grid, grid_of_run
 from meshwright.ranks.planned import planned_mesh
-from meshwright.tools.plan.buckets import Memory, Peak, memory_of, passing_bytes, streams
+from meshwright.tools.plan.buckets import held_of, memory_of, streams
 from meshwright.tools.plan.compose import StagePlan
 from meshwright.tools.plan.held import HeldBytes, StageShape, in_groups
-from meshwright.tools.plan.predict import Planner, Prediction, check
-from meshwright.tools.plan.recordings import Parameter, parameters_in, splits
+from meshwright.tools.plan.memory import Memory, Parameter, Peak
+from meshwright.tools.plan.recordings import check, parameters_in, splits
 from meshwright.tools.plan.timed_parts import TimedParts, strides
 from meshwright.tools.plan.timed_run import TimedRun
+
+if TYPE_CHECKING:
+    from meshwright.tools.plan.predict import Planner, Prediction
 
 SURE = 0.95
 """The share of an estimate that the search takes for a lower bound of the prediction."""
@@ -139,7 +143,7 @@ class Estimates:
         return self._alone_memory(config)[0]
 
     def _alone_memory(self, config: Config) -> tuple[Memory, int]:
-        """That, and the bytes of it that pass beside activations (passing_bytes)."""
+        """That, and the bytes of it that pass beside activations (HeldBytes.passing)."""
         if self._last is None or self._last[0] is not config:  # the search asks twice for each layout
             self._last = config, self._find_alone_memory(config)
         return self._last[1]
@@ -161,7 +165,7 @@ class Estimates:
             if memory.total <= self.planner.cluster.device.memory_bytes:  # else nobody needs to know of buckets
                 buckets = self.planner.buckets.of(usual, 0, parameters, set())
                 memory = memory_of(usual, buckets, Peak(0, 0), context, self.planner.software)
-                passing = passing_bytes(buckets)
+                passing = held_of(usual, buckets).passing
             self._weights[key] = memory, passing
         return self._weights[key]
 
@@ -234,7 +238,8 @@ class Estimates:
         if key not in self._endings:
             run = TimedRun(self.planner, config, [StagePlan((), tuple(self._fullest_stage(config)))])
             sums = [run.sum(bucket, 0.0) for bucket in run.buckets[0]]
-            gathers = sorted(run.seconds(bucket.gather) for bucket in run.buckets[0] if bucket.gathers)
+            gathered = run.buckets[0] if layout.data.strategy.gathers else ()
+            gathers = sorted(run.seconds(bucket.gather) for bucket in gathered)
             self._endings[key] = _Ending(
                 # Weights of two parts stay gathered from pass to pass; the largest ones are taken for these.
                 sum(gathers[:-2]),

@@ -7,9 +7,16 @@ that the answer does not hang on how many they were.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.config import Config
 from meshwright.config.layout import ContextParallel, Layout
@@ -17,13 +24,17 @@ from meshwright.data.files import ShowProgress, silent
 from meshwright.registry import entries
 from meshwright.section import divisors, with_field
 from meshwright.tensor.section import Whole
-from meshwright.tools.plan.answer import verdict
-from meshwright.tools.plan.estimate import Estimates
-from meshwright.tools.plan.predict import Memory, Prediction
+from meshwright.tools.plan.memory import Memory, verdict
 from meshwright.tools.plan.space import Refused, SearchJob, layouts_of, orders_of
-from meshwright.tools.plan.workers import SharedCounter
+
+if TYPE_CHECKING:
+    from meshwright.tools.plan.estimate import Estimates
+    from meshwright.tools.plan.predict import Prediction
 
 Keep = Callable[[Layout], bool]
+
+Numbered = tuple[int, Config]
+"""A family of layouts, and its place among all of them."""
 
 MAX_EXCESS_SHARE = 0.5
 """A layout that would need this share of a device's memory more, at most, is told of as one that nearly fits."""
@@ -122,7 +133,6 @@ class Evaluator:
 
     def __init__(self, job: SearchJob, models: Estimates, keep: Keep) -> None:
         self.job, self.models, self.keep = job, models, keep
-        self.counter = SharedCounter()
         self.device_bytes = job.cluster.device.memory_bytes
         self._bounds: dict[Hashable, float] = {}
 
@@ -142,27 +152,13 @@ class Evaluator:
             if found.legal % _REPORTED_EVERY == 1:
                 report(config.layout.summary, None)
 
-    def evaluate_lists(
-        self,
-        lists: Sequence[Sequence[tuple[int, Config]]],
-        cutoff: float,
-        found: dict[int, SearchState],
-        numbers: Iterable[int],
-        report: ShowProgress = silent,
+    def evaluate_families(
+        self, families: Sequence[Numbered], cutoff: float, found: dict[int, SearchState], report: ShowProgress = silent
     ) -> None:
-        """Evaluate families into `found`, by their place among all: of the lists with these numbers, as they come."""
-        for list_number in numbers:
-            if list_number >= len(lists):
-                return
-            for number, family in lists[list_number]:
-                found[number] = SearchState()
-                self.evaluate_family(family, found[number], cutoff, report)
-
-    def evaluate_shared(self, lists: Sequence[Sequence[tuple[int, Config]]], cutoff: float) -> dict[int, SearchState]:
-        """Evaluate lists that no other process has taken, until none is left; what they have, by family."""
-        found: dict[int, SearchState] = {}
-        self.evaluate_lists(lists, cutoff, found, self.counter)
-        return found
+        """Evaluate families into `found`, by their places among all."""
+        for number, family in families:
+            found[number] = SearchState()
+            self.evaluate_family(family, found[number], cutoff, report)
 
     def predict_or_memory(self, config: Config) -> Prediction | Memory:
         """The prediction if the layout fits, else the memory that shows it does not."""
@@ -249,6 +245,53 @@ class Evaluator:
         found.too_full += 1
         found.include_runner_up(RunnerUp(strategy_of(config), config, weights, whole=False))
         return False
+
+
+_OWN: list[Evaluator] = []
+"""In a fork its evaluator, with recordings of its own."""
+
+
+@contextmanager
+def forked(processes: int, evaluator: Evaluator) -> Iterator[Executor | None]:
+    """Forks of this process that evaluate families; None where one process is to do it all.
+
+    A fork inherits the evaluator, of which a caller's `keep` has no pickle. It must be made before torch has gone
+    backward here: on a machine with GPUs autograd's threads outlive no fork. Ctrl-C and SIGTERM are this process'
+    alone; when it leaves the `with`, forks end, whatever they are at.
+    """
+    if processes == 1 or sys.platform != "linux":  # elsewhere libraries do not outlive a fork
+        yield None
+        return
+    context, others = multiprocessing.get_context("fork"), multiprocessing.active_children()
+    with ProcessPoolExecutor(processes, context, _begin_fork, (evaluator,)) as pool:
+        pool.submit(os.getpid).result()  # an executor of forks makes all of them at the first question
+        forks = [child for child in multiprocessing.active_children() if child not in others]
+        try:
+            yield pool
+        finally:
+            for fork in forks:
+                fork.kill()
+
+
+def _begin_fork(evaluator: Evaluator) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    _OWN.append(evaluator)
+
+    def end_with_parent() -> None:
+        # A killed parent ends nobody: forks hold both ends of the pipes that they wait at.
+        if (parent := multiprocessing.parent_process()) is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def evaluate_in_fork(families: Sequence[Numbered], cutoff: float) -> dict[int, SearchState]:
+    """Evaluate families; their layouts, by the families' places among all."""
+    found: dict[int, SearchState] = {}
+    _OWN[0].evaluate_families(families, cutoff, found)
+    return found
 
 
 def strategy_of(config: Config) -> str:

@@ -37,8 +37,7 @@ from meshwright.tensor.tesseract import TesseractLinear
 from meshwright.tools.plan.buckets import Buckets
 from meshwright.tools.plan.compose import Composition, StagePlan, compose_stages
 from meshwright.tools.plan.network import Volume, volumes
-from meshwright.tools.plan.predict import check_recorded
-from meshwright.tools.plan.recordings import Recordings
+from meshwright.tools.plan.recordings import Recordings, check_recorded
 from meshwright.training.pictures import draw_timelines
 
 UNIT = "forward passes of a microbatch"

@@ -26,19 +26,18 @@ sections 2 to 4; Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, JP
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import dropwhile
-from math import ceil, exp, log, log2
+from math import ceil, log2
 
 from meshwright.errors import ConfigError
 from meshwright.ranks.grid import ENDS, HEAD_COPIES, PIPE, Grid
 from meshwright.ranks.ledger import VERBS, Traffic
 from meshwright.ranks.section import TransportName
-from meshwright.tools.plan.cluster import Cluster, Curve, Level
+from meshwright.tools.plan.cluster import Cluster, Curve, Level, interpolated
 
 
 @dataclass(frozen=True)
@@ -278,23 +277,14 @@ class ClusterNetwork:
         # Each measurement has its own ranks' share of the cores in it already: that is taken out, this run's put in.
         cores = self._cluster.oversubscription
         points = [
-            (number, timed(self._measured[verb, number], payload_bytes) * self._slowdown / cores(number))
+            (
+                number,
+                interpolated(self._measured[verb, number], payload_bytes, power=True) * self._slowdown / cores(number),
+            )
             for number in sorted({fewer[-1], more[0]})
         ]
-        return timed(points, num_ranks)
-
-
-def timed(points: Sequence[tuple[float, float]], x: float) -> float:
-    """y at x: between points a power of x, before the first its y, beyond the last in proportion to x."""
-    after = bisect_left(points, x, key=lambda point: point[0])
-    if after == 0:
-        return points[0][1]
-    x0, y0 = points[after - 1]
-    if after == len(points):
         # Beyond the largest payload its bandwidth holds.
-        return y0 * x / x0
-    x1, y1 = points[after]
-    return y0 * exp(log(y1 / y0) * log(x / x0) / log(x1 / x0))
+        return interpolated(points, num_ranks, power=True)
 
 
 def _ring(shape: _Shape, payload_bytes: float) -> float:

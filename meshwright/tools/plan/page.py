@@ -16,10 +16,9 @@ from jinja2 import Environment, FileSystemLoader
 
 from meshwright.config import dump_config
 from meshwright.errors import ConfigError
-from meshwright.tools.plan.answer import duration_text, seconds_text, verdict
-from meshwright.tools.plan.buckets import bytes_text
+from meshwright.tools.plan.answer import duration_text, seconds_text
+from meshwright.tools.plan.memory import bytes_text, verdict
 from meshwright.tools.plan.predict import Prediction
-from meshwright.tools.plan.question import words_to_paste
 from meshwright.tools.plan.report import (
     NOT_LOOKED_AT,
     STOPPED,
@@ -28,6 +27,7 @@ from meshwright.tools.plan.report import (
     plan_sentences,
     strategy_text,
     why,
+    words_to_paste,
 )
 from meshwright.tools.plan.search import SearchResult, layout_text
 from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE

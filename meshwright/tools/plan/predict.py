@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from meshwright.config import Config
 from meshwright.decisions import resolve_layout
-from meshwright.errors import ConfigError
 from meshwright.machine import Machine
 from meshwright.model import Costs
 from meshwright.models.chain import split_name
@@ -21,28 +20,19 @@ from meshwright.pipeline.span import Timeline
 from meshwright.ranks.grid import REPLICA_AXES, Grid, grid_of_run
 from meshwright.ranks.ledger import Traffic
 from meshwright.ranks.section import TransportName
-from meshwright.registry import entries
 from meshwright.section import with_field
 from meshwright.stage_costs import all_state_bytes, microbatch_bytes, shared_work
-from meshwright.tools.plan.buckets import (
-    Buckets,
-    Memory,
-    passing_bytes,
-    slots_of,
-    streams,
-)
+from meshwright.tools.plan.buckets import Buckets, held_of, slots_of, streams
 from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.compose import Composition, StagePlan, compose_stages
+from meshwright.tools.plan.memory import Memory
 from meshwright.tools.plan.network import ClusterNetwork
-from meshwright.tools.plan.passes import Passes
+from meshwright.tools.plan.passes import Passes, finish
 from meshwright.tools.plan.process import held_by_processes
-from meshwright.tools.plan.recordings import Recordings
+from meshwright.tools.plan.recordings import Recordings, check
 from meshwright.tools.plan.software import OWN_SOFTWARE, Software
-from meshwright.tools.plan.step import finish
 from meshwright.tools.plan.timed_run import TimedRun
 from meshwright.tools.plan.timing import Timer
-
-SYNC = "layout.data.sync"
 
 
 @dataclass(frozen=True)
@@ -101,6 +91,13 @@ class Planner:
     def __post_init__(self) -> None:
         self.software = self.software.on(self.cluster.device)
         self.recordings = Recordings(self.cluster.device.kind, self.software)
+
+    def on(self, cluster: Cluster) -> Planner:
+        """A planner for a cluster with the same kind of devices, whose links or devices are of another speed."""
+        # Programs and buckets do not depend on how fast a cluster is, so nothing is recorded again.
+        other = Planner(cluster, self.software)
+        other.recordings, other.buckets = self.recordings, self.buckets
+        return other
 
     def predict(self, config: Config) -> Prediction:
         """Raises ConfigError for what cannot be planned: sync fsdp and server-loss, O1, a partition that is
@@ -206,10 +203,7 @@ class Planner:
         run, kind = Composition(config, self.stages(config), self.buckets), self.cluster.device.kind
         each = [run.buckets[like] for like in run.like]
         return [
-            sum(bucket.size_bytes + bucket.gradient_bytes for bucket in buckets)
-            + passing_bytes(buckets)
-            + stage.apart_bytes(config)
-            + all_state_bytes(config, slots_of(buckets), kind)
+            sum(held_of(config, buckets)) + stage.apart_bytes(config) + all_state_bytes(config, slots_of(buckets), kind)
             for stage, buckets in zip(run.stages, each, strict=True)
         ]
 
@@ -243,22 +237,3 @@ class Planner:
             # What decides the operands' way asks for the stages' memory first.
             config = with_field(config, "memory.summa", "whole")
         return compose_stages(config, self.recordings, self.partition(config))
-
-
-def check(config: Config) -> None:
-    """Raises ConfigError for what cannot be predicted."""
-    check_recorded(config)
-    if unplanned := config.layout.data.strategy.unplanned:
-        planned = ", ".join(name for name, entry in entries("syncs").items() if not entry.unplanned)
-        raise ConfigError.of(SYNC, config.layout.data.sync, f"{unplanned}: it cannot be planned", planned)
-    if config.layout.pipeline.partition == "measured":
-        rule = "is known when the run begins: it cannot be planned"
-        raise ConfigError.of("layout.pipeline.partition", "measured", rule, "auto, or layers a stage")
-
-
-def check_recorded(config: Config) -> None:
-    """Raises ConfigError for what cannot be recorded on meta tensors."""
-    data = config.layout.data
-    if data.strategy.whole:
-        recorded = ", ".join(name for name, entry in entries("syncs").items() if not entry.whole)
-        raise ConfigError.of(SYNC, data.sync, f"{data.strategy.unplanned}: it cannot be planned", recorded)

@@ -11,22 +11,238 @@ ranks that send to each other directly, a channel takes 10 MiB to receive and 2 
 | the world's: norm, step report           | rings and trees                                       |
 | two for each neighbour stage             | rings and trees of two (they are born by a sum); one  |
 |                                          | neighbour                                             |
+
+A rank's memory as its process holds it: recorded allocations, replayed through the model of its allocator.
+
+| comes                                                     | goes                                                    |
+|-----------------------------------------------------------|---------------------------------------------------------|
+| parameters; then buckets of values and gradients, masters | the parameters, when their bucket is filled             |
+| messages, some before they have come (mailbox.py)         | activations after B, or W; gradients after B            |
+| what tasks allocate, in the order of their recordings     | as recorded                                             |
+| what a part gives to the next, or back to the one before  | when that has gone forward, or backward, if it reads it |
+| moments, in the first step                                | never                                                   |
+| float32 copies of half-precision gradients                | when they have been stepped                             |
+
+Two steps are replayed, since states that come in the first lie between its activations. They have as many microbatches
+as fill the stage and a few more, in the schedule's own order: a longer step does the same again. Where it holds more,
+as GPipe does, it holds as much more of the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from meshwright.memory.offload import SINGLE, state_bytes
 from meshwright.pipeline.pipeline import sides_of
+from meshwright.pipeline.task import Task, TaskKind
 from meshwright.ranks.grid import PIPE
 from meshwright.ranks.ledger import MESSAGE, Traffic
 from meshwright.ranks.mailbox import AHEAD
-from meshwright.tools.plan.allocator import Allocator, CachingAllocator, Heap, OutOfDeviceMemory
-from meshwright.tools.plan.buckets import Memory
-from meshwright.tools.plan.recorder import Start
-from meshwright.tools.plan.replay import Footprint, StageReplay
-from meshwright.tools.plan.timed_run import TimedRun
+from meshwright.tools.plan.allocator import Allocator, CachingAllocator, Heap, MemoryBlock, OutOfDeviceMemory
+from meshwright.tools.plan.buckets import held_of, slots_of
+from meshwright.tools.plan.memory import Footprint, Memory
+from meshwright.tools.plan.recorder import MemoryEvents, Start, place
+from meshwright.tools.plan.recordings import Recording
+from meshwright.tools.plan.software import Software
+
+if TYPE_CHECKING:
+    from meshwright.tools.plan.compose import ChunkPlan, Composition
+    from meshwright.tools.plan.timed_run import TimedRun
+
+REPLAYED_STEPS = 2
+
+_NOTHING: tuple[Hashable, int] = (None, 0)
+
+
+class StageReplay:
+    """The memory of a stage's first rank. `ahead`: messages of a side that have memory before they come."""
+
+    def __init__(self, run: Composition, stage: int, ahead: int, allocator: Allocator, software: Software) -> None:
+        self._run, self._ahead, self._software = run, ahead, software
+        self._plan, self._buckets = run.stages[stage], run.buckets[run.like[stage]]
+        self._messages: dict[str, Iterator[tuple[Hashable, int]]] = {}
+        self._allocator = allocator
+        self._live: dict[Hashable, MemoryBlock] = {}
+        self._units = [[_Unit(unit.whole()) for unit in chunk.units] for chunk in self._plan.chunks]
+
+    def run(self, tasks: Sequence[Task], num_microbatches: int) -> Footprint:
+        """Replay steps of these tasks, of a step of at least that many microbatches. Raises OutOfDeviceMemory."""
+        self._build()
+        for step in range(REPLAYED_STEPS):
+            for name, kind in (("activation", TaskKind.FORWARD), ("gradient", TaskKind.BACKWARD)):
+                own = [(task, self._message_bytes(task)) for task in tasks if task.kind is kind]
+                # Memory is posted before anybody knows which message comes: each has room for the largest (mailbox.py).
+                most = max((size for _, size in own), default=0)
+                keys = [((name, task.chunk, task.microbatch), most) for task, size in own if size]
+                self._messages[name] = iter(keys)
+                for _ in range(self._ahead):
+                    self._take(*next(self._messages[name], _NOTHING))
+            passing = self._taken("passing", held_of(self._run.config, self._buckets).passing)
+            for task in tasks:
+                last = task.microbatch == num_microbatches - 1
+                # The last of the few stands for the step's last, whose gradients become whole.
+                index = self._run.config.num_microbatches - 1 if last else task.microbatch
+                self._task(task, place(index, self._run.config.num_microbatches))
+            self._drop(passing)
+            self._optimize(first=step == 0)
+        return Footprint(self._allocator.peak_allocated, self._allocator.peak_reserved)
+
+    def _build(self) -> None:
+        config = self._run.config
+        for parameter in self._plan.parameters:
+            self._take(("parameter", parameter.name), parameter.weight_bytes)
+        for index, bucket in enumerate(self._buckets):
+            kept = held_of(config, [bucket])
+            self._take(("values", index), kept.weights)
+            self._take(("gradients", index), kept.gradients)
+            # As the run builds: only one bucket at a time is there twice, in its parameters and by itself.
+            self._drop(("parameter", name) for name in bucket.names)
+        if config.memory.offload.to == "none":
+            for index, bucket in enumerate(self._buckets):
+                self._take(("master", index), bucket.stepped_elements * bucket.master_bytes)
+        else:
+            half = state_bytes(config, slots_of(self._buckets)) // 2
+            self._take(("staging", 0), half)
+            self._take(("staging", 1), half)
+        self._take(("tied",), self._plan.apart_bytes(config))
+
+    def _message_bytes(self, task: Task) -> int:
+        """Bytes of the message that a task begins with."""
+        chunk = self._plan.chunks[task.chunk]
+        if task.kind is TaskKind.FORWARD:
+            return chunk.incoming_bytes if chunk.handed_bytes is None else 0
+        return chunk.outgoing_bytes if not chunk.hands_on else 0
+
+    def _task(self, task: Task, which: int) -> None:
+        chunk, units = self._plan.chunks[task.chunk], self._units[task.chunk]
+        if task.kind is not TaskKind.WEIGHT and self._message_bytes(task):  # it has come, and others may
+            self._take(*next(self._messages["activation" if task.kind is TaskKind.FORWARD else "gradient"], _NOTHING))
+        if task.kind is TaskKind.FORWARD:
+            for index, unit in enumerate(units):
+                self._replay(task, index, unit, which)
+                if index and not unit.recording.holds_input:  # else its backward pass reads it, and frees it then
+                    self._drop(self._given(units[index - 1], task.kind, task.chunk, index - 1, task.microbatch, which))
+            if not chunk.hands_on:  # what the last part gives was sent
+                self._drop(self._given(units[-1], task.kind, task.chunk, len(units) - 1, task.microbatch, which))
+            return
+        for index in reversed(range(len(units))):
+            unit = units[index]
+            self._replay(task, index, unit, which)
+            # What pending weight gradients need of a part's input, or of the gradient that came back, goes after W.
+            waits = {TaskKind.BACKWARD: unit.recording, TaskKind.WEIGHT: None}[task.kind]
+            if waits is None or not waits.kept_input_bytes:
+                self._drop(self._inputs(chunk, units, task, index, which))
+            if waits is None or not waits.kept_gradient_bytes:
+                self._drop(self._gradients(chunk, units, task, index, which))
+        if chunk.handed_bytes is None and task.kind is TaskKind.BACKWARD:  # what goes back was sent
+            self._drop(self._given(units[0], TaskKind.BACKWARD, task.chunk, 0, task.microbatch, which))
+
+    def _inputs(
+        self, chunk: ChunkPlan, units: Sequence[_Unit], task: Task, index: int, which: int
+    ) -> Iterable[Hashable]:
+        """The storages of a unit's input: of the unit before, of a message, or of the stage's own chunk before."""
+        if index:
+            return self._given(units[index - 1], TaskKind.FORWARD, task.chunk, index - 1, task.microbatch, which)
+        if chunk.handed_bytes is None:
+            return [("activation", task.chunk, task.microbatch)]
+        before = self._units[task.chunk - 1]
+        return self._given(before[-1], TaskKind.FORWARD, task.chunk - 1, len(before) - 1, task.microbatch, which)
+
+    def _gradients(
+        self, chunk: ChunkPlan, units: Sequence[_Unit], task: Task, index: int, which: int
+    ) -> Iterable[Hashable]:
+        """The storages of the gradient of a unit's output, mirrored: of the unit after, a message, the chunk after."""
+        if index < len(units) - 1:
+            return self._given(units[index + 1], TaskKind.BACKWARD, task.chunk, index + 1, task.microbatch, which)
+        if not chunk.hands_on:
+            return [("gradient", task.chunk, task.microbatch)]
+        after = self._units[task.chunk + 1]
+        return self._given(after[0], TaskKind.BACKWARD, task.chunk + 1, 0, task.microbatch, which)
+
+    def _given(
+        self, unit: _Unit, kind: TaskKind, chunk: int, index: int, microbatch: int, which: int
+    ) -> list[Hashable]:
+        """The storages that a unit gave to the next one or to the one before, and does not keep itself."""
+        return [unit.key(number, chunk, index, microbatch) for number in unit.recording.leaving[kind][which]]
+
+    def _replay(self, task: Task, index: int, unit: _Unit, which: int) -> None:
+        # A third of a search's seconds: eight million events for 110,000 layouts, so nothing is called here twice.
+        live, allocate, free = self._live, self._allocator.allocate, self._allocator.free
+        own, crossing = (task.chunk, index), unit.crossing
+        for number, size in unit.recording.programs[task.kind][which].memory:
+            key = (*own, number) if number in crossing else (*own, number, task.microbatch)
+            left = live.pop(key, None)  # where the event allocates: one that the microbatch before has left
+            if left is not None:
+                free(left)
+            if size > 0:
+                live[key] = allocate(size)
+
+    def _optimize(self, *, first: bool) -> None:
+        """Sum gradients and step."""
+        config = self._run.config
+        for bucket in self._buckets:
+            self._transient(bucket.reduce.memory)
+            self._transient(bucket.across.memory)
+        if config.memory.offload.to == "none":
+            for index, bucket in enumerate(self._buckets) if first else ():
+                single = max(4, bucket.kind.dtype.itemsize)
+                for kind in config.optimizer.update.states:
+                    self._take((kind, index), bucket.stepped_elements * single)
+            for matrix in (True, False):
+                own_buckets = [bucket for bucket in self._buckets if bucket.kind.matrix == matrix]
+                widened = [
+                    bucket.stepped_elements * SINGLE if bucket.summed_in.itemsize < SINGLE else 0
+                    for bucket in own_buckets
+                ]
+                for some in self._software.stepped_together(widened):
+                    self._drop([key for place in some for key in self._taken(("widened", place), widened[place])])
+        for bucket in self._buckets:
+            self._transient(bucket.publish.memory)
+
+    def _transient(self, events: MemoryEvents) -> None:
+        for number, size in events:
+            if size > 0:
+                self._take(("transient", number), size)
+            else:
+                self._drop([("transient", number)])
+        self._drop(("transient", number) for number, _ in events)
+
+    def _take(self, key: Hashable, size: int) -> None:
+        if size:
+            assert key not in self._live, f"{key} is there already"
+            self._live[key] = self._allocator.allocate(size)
+
+    def _taken(self, key: Hashable, size: int) -> list[Hashable]:
+        self._take(key, size)
+        return [key]
+
+    def _drop(self, keys: Iterable[Hashable]) -> None:
+        for key in keys:
+            if key in self._live:
+                self._allocator.free(self._live.pop(key))
+
+
+class _Unit:
+    """A part's recording. `crossing`: the storages that another microbatch than their own frees, or none does."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        # A layer's gathered weights are an example: the first microbatch of a step finds none, the last leaves none.
+        came: dict[int, int] = {}
+        went: dict[int, int] = {}
+        for kind, programs in recording.programs.items():
+            for which, program in enumerate(programs):
+                for number, size in program.memory:
+                    (came if size > 0 else went)[number] = which
+                for number in recording.leaving.get(kind, [()] * len(programs))[which]:
+                    went[number] = which
+        self.crossing = frozenset(number for number, which in came.items() if went.get(number) != which)
+
+    def key(self, number: int, chunk: int, index: int, microbatch: int) -> Hashable:
+        return (chunk, index, number) if number in self.crossing else (chunk, index, number, microbatch)
+
 
 MIB = 2**20
 PAIR_CHANNEL, GROUP_CHANNEL = 544 * MIB // 24, 688 * MIB // 24

@@ -1,11 +1,20 @@
 """The run that a search is asked about, from a file or from a model's name, and the words that make its answer of it.
 
 Only shapes matter to a plan: neither corpus nor tokenizer need be on this machine.
+
+`layout: auto` in a run file: the planner decides, when the command begins.
+
+| what           | from                                                                                     |
+|----------------|------------------------------------------------------------------------------------------|
+| the cluster    | `plan: {cluster: NAME or FILE}`; without it cluster.yaml, which `calibrate` has written  |
+| the devices    | the launcher's ranks (torchrun, srun, mpirun); `plan: {devices: N}`; GPUs here, or cores |
+| ranks per node | those that start here                                                                    |
+
+What a `key=value` word sets stays. Every rank plans for itself, and all find the same.
 """
 
 from __future__ import annotations
 
-import shlex
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,14 +23,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import yaml
-
-from meshwright.config import Config, dump_tree
-from meshwright.config.load import DECIDED, ELSEWHERE, load_undecided, parse_run
-from meshwright.data.files import ShowProgress
+from meshwright.config import Config
+from meshwright.config.load import DECIDED, ELSEWHERE, RunTree, load_undecided, parse_run
+from meshwright.data.files import ShowProgress, silent
+from meshwright.decisions import this_machine
 from meshwright.errors import ConfigError
-from meshwright.tools.plan.cluster import Cluster
-from meshwright.tools.plan.space import CHOICES, is_fixed
+from meshwright.section import with_field
+from meshwright.tools.plan.cluster import CALIBRATED, Cluster, cluster_names, load_cluster
+from meshwright.tools.plan.search import search
+from meshwright.tools.plan.space import fixed_fields
 
 
 @dataclass(frozen=True)
@@ -64,29 +74,6 @@ def planned_run(run: Path | None, named: NamedRun, words: Sequence[str], cluster
     return load_undecided(run, words, elsewhere=True), words
 
 
-def words_to_paste(best: Config, run: Config) -> str:
-    """`layout.data.size=64 layout.data.sync=zero3 batch.micro=1`: the fields of the space in which a layout is another
-    than the run's, as words behind a command."""
-    fields = [choice.field for choice in CHOICES]
-    before = dict(_leaves("", run.model_dump(mode="json", by_alias=True)))
-    after = {name: value for name, value in _leaves("", dump_tree(best)) if is_fixed(name, fields)}
-    words = []
-    for name, value in after.items():
-        if name not in before or before[name] != value:
-            # YAML in one word, without the "..." that ends a plain scalar's document.
-            flow = yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("...")
-            words.append(shlex.quote(f"{name}={flow.strip().replace(', ', ',')}"))
-    return " ".join(words)
-
-
-def _leaves(prefix: str, tree: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, dict):
-        for name, inner in tree.items():
-            yield from _leaves(f"{prefix}.{name}" if prefix else name, inner)
-    else:
-        yield prefix, tree
-
-
 @contextmanager
 def stopped_by_signals(report: ShowProgress) -> Iterator[ShowProgress]:
     """While entered, Ctrl-C and SIGTERM are a KeyboardInterrupt, also where a shell that started this in the background
@@ -108,3 +95,41 @@ def stopped_by_signals(report: ShowProgress) -> Iterator[ShowProgress]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+_KEYS = ("cluster", "devices")
+
+
+def planned_config(run: RunTree, overrides: Sequence[str] = (), report: ShowProgress = silent) -> Config:
+    """The run with the fastest layout that fits. Raises ConfigError as parse_run and search do."""
+    asked = _asked(run.plan)
+    config = parse_run(run.tree, overrides, undecided=DECIDED)
+    machine = this_machine()
+    cores = machine.gpus if config.device != "cpu" and machine.gpus else machine.cores
+    # A launcher's ranks are there; their number is no choice any more.
+    devices = machine.world_size if machine.joined else asked.get("devices") or cores
+    config = with_field(config, "layout.ranks_per_node", machine.ranks_here(devices))
+    name = asked.get("cluster")
+    if not name and not CALIBRATED.is_file():
+        rule = "says nothing of where to run: layout: auto asks for plan: {cluster: ...}, or for cluster.yaml here"
+        valid = f"meshwright calibrate (writes {CALIBRATED}), or {', '.join(cluster_names())}"
+        raise ConfigError.of("plan.cluster", "none", rule, valid)
+    cluster = load_cluster(name or str(CALIBRATED))
+    # The launcher has placed the ranks already: no layout may assume other nodes.
+    fixed = fixed_fields(overrides) | {"layout.ranks_per_node"}
+    return search(config, cluster, devices, 1, fixed=fixed, report=report).predictions[0].config
+
+
+def _asked(section: Any) -> dict[str, Any]:
+    """The `plan` section, checked."""
+    if not isinstance(section, dict):
+        raise ConfigError.of("plan", section, "is no section", "{cluster: NAME or FILE, devices: N}")
+    for key, value in section.items():
+        if key not in _KEYS:
+            raise ConfigError.of(f"plan.{key}", value, "is an unknown key", ", ".join(_KEYS))
+    devices = section.get("devices", 1)
+    if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
+        raise ConfigError.of("plan.devices", devices, "is not a whole number", "a whole number >= 1")
+    if not isinstance(section.get("cluster", ""), str):
+        raise ConfigError.of("plan.cluster", section["cluster"], "is no text", "a cluster's name or file")
+    return section

@@ -97,6 +97,58 @@ class Program:
         return sum(event.times * event.touched_bytes for event in self.events if isinstance(event, Kernel))
 
 
+Seconds = Callable[[Program], float]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A task's cost, or that of a part of one: memory as in a Program."""
+
+    seconds: float = 0.0
+    kept_bytes: int = 0
+    peak_bytes: int = 0
+    flops: float = 0.0
+
+    @classmethod
+    def of(cls, program: Program, seconds: Seconds) -> Cost:
+        return cls(seconds(program), program.kept_bytes, program.peak_bytes, program.flops)
+
+    def then(self, other: Cost) -> Cost:
+        """The cost of this task and the other after it."""
+        return Cost(
+            self.seconds + other.seconds,
+            self.kept_bytes + other.kept_bytes,
+            # The second task's peak stands on what the first one left.
+            max(self.peak_bytes, self.kept_bytes + other.peak_bytes),
+            self.flops + other.flops,
+        )
+
+    def freeing(self, freed_bytes: int) -> Cost:
+        """This cost with so much less kept at the end."""
+        return replace(self, kept_bytes=self.kept_bytes - freed_bytes)
+
+    def extended(self, step: Cost, times: int) -> Cost:
+        """A group of layers from recordings of two and of one (`step`): self + times * (self - step)."""
+        return Cost(
+            self.seconds + times * (self.seconds - step.seconds),
+            self.kept_bytes + times * (self.kept_bytes - step.kept_bytes),
+            self.peak_bytes + times * (self.peak_bytes - step.peak_bytes),
+            self.flops + times * (self.flops - step.flops),
+        )
+
+
+DISTINCT = 3
+"""Places in a step that a microbatch can have: first, between, last."""
+
+
+def place(microbatch: int, num_microbatches: int) -> int:
+    """Which of a part's programs a microbatch runs."""
+    # The last makes gradients whole, also where it is the first or second of a short step.
+    if microbatch == num_microbatches - 1:
+        return min(num_microbatches, DISTINCT) - 1
+    return min(microbatch, 1)
+
+
 _PRODUCTS = {"mm": 0, "addmm": 1, "addmm_": 1, "bmm": 0, "baddbmm": 1, "baddbmm_": 1}
 """Products of matrices, and at which argument the first factor is."""
 CONVOLUTIONS = {"convolution": 1, "convolution_backward": 2}
@@ -271,6 +323,11 @@ def _size_bytes(x: Tensor) -> int:
     return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
 
 
+def between(small: float, large: float, share: float) -> float:
+    """At `share` of the way from the small microbatch's figure to the large one's, or beyond."""
+    return max(0.0, small + share * (large - small))  # before the small one a line may fall below nothing
+
+
 def interpolated_program(small: Program, large: Program, share: float) -> Program:
     """The program at `share` of the way from the small one to the large one, or beyond; empty where they differ.
 
@@ -293,9 +350,6 @@ def interpolated_program(small: Program, large: Program, share: float) -> Progra
 def _interpolated_event(one: _Event, other: _Event, share: float) -> _Event | None:
     """None for events of two kinds."""
 
-    def between(small: float, large: float) -> float:
-        return max(0.0, small + share * (large - small))  # before the small one a line may fall below nothing
-
     if type(one) is not type(other):
         return None
     if isinstance(one, Kernel) and isinstance(other, Kernel):
@@ -303,17 +357,17 @@ def _interpolated_event(one: _Event, other: _Event, share: float) -> _Event | No
             return None
         return Kernel(
             one.kind,
-            between(one.flops, other.flops),
-            round(between(one.touched_bytes, other.touched_bytes)),
-            round(between(one.elements, other.elements)),
+            between(one.flops, other.flops, share),
+            round(between(one.touched_bytes, other.touched_bytes, share)),
+            round(between(one.elements, other.elements, share)),
             one.dtype,
             # mnk grows in proportion to samples, its cube root does not.
-            between(one.side**3, other.side**3) ** (1 / 3),
+            between(one.side**3, other.side**3, share) ** (1 / 3),
             one.times,
         )
     if isinstance(one, Start) and isinstance(other, Start):
         if (one.axes, one.verb, one.times) != (other.axes, other.verb, other.times):
             return None
         # The verb and the comm are the layout's; only what travels grows with samples.
-        return replace(one, payload_bytes=round(between(one.payload_bytes, other.payload_bytes)))
+        return replace(one, payload_bytes=round(between(one.payload_bytes, other.payload_bytes, share)))
     return one

@@ -10,23 +10,22 @@ the last layer of a group need not be computed again to its end.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import nn
 
 from meshwright.config import Config
+from meshwright.errors import ConfigError
 from meshwright.memory.recompute import recomputed
-from meshwright.model import SAMPLES, Chunk, Costs
-from meshwright.models.chain import chain_of, make_chain, split_name
+from meshwright.model import SAMPLES, Chunk, Costs, links
+from meshwright.models.chain import chain_of, make_chain, parameters_of, split_name
 from meshwright.on_device import AsOnDevice
-from meshwright.parameters.bucket import Bucket, gradient_dtype, gradient_views, make_buckets
+from meshwright.parameters.bucket import Bucket, gradient_views, make_buckets
 from meshwright.parameters.gradients import Gradients
-from meshwright.parameters.shard import ShardSpec, shard_specs, use_gradients
+from meshwright.parameters.shard import shard_specs, use_gradients
 from meshwright.parts import autocasts_of, build_kit, build_model, empty_batch, recompute_in
 from meshwright.pipeline.stage import Stage, run_model
 from meshwright.pipeline.task import TaskKind
@@ -34,48 +33,16 @@ from meshwright.ranks.grid import PIPE, REPLICA_AXES, Grid
 from meshwright.ranks.mailbox import TensorMeta
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.ranks.planned import planned_mesh
-from meshwright.registry import load_entry
-from meshwright.stage_costs import links, parameters_of
+from meshwright.registry import entries, load_entry
 from meshwright.tensor.serial import SerialKit
-from meshwright.tools.plan.recorder import Program, Recorder
+from meshwright.tools.plan.memory import Parameter
+from meshwright.tools.plan.recorder import DISTINCT, Program, Recorder
 from meshwright.tools.plan.software import OWN_SOFTWARE, Software
 
 Forms = tuple[TensorMeta, ...]
 
-DISTINCT = 3
-"""Places in a step that a microbatch can have: first, between, last."""
-
 _ALL = 2**60
 # A recording's bucket holds every parameter: only the views into which linears write their gradients matter there.
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """A parameter as a rank holds it. `shape`: of the rank's part. `comes_with_b`: its gradient does not wait for W,
-    where weight gradients are tasks of their own. `read_back`: autograd keeps it for its part's backward pass. `parts`:
-    those of the chain that use it, `parts_back` those that read it going backward, and `chunks` those of its stage that
-    use it, once they are composed."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    spec: ShardSpec
-    comes_with_b: bool = False
-    read_back: bool = True
-    parts: tuple[int, ...] = ()
-    parts_back: tuple[int, ...] = ()
-    chunks: tuple[int, ...] = ()
-
-    @cached_property
-    def num_elements(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.num_elements * self.dtype.itemsize
-
-    def gradient_bytes(self, config: Config) -> int:
-        return self.num_elements * gradient_dtype(self.dtype, config.widens_gradients).itemsize
 
 
 @dataclass(frozen=True)
@@ -119,17 +86,31 @@ class Outline:
     parameters: Costs
 
 
-def place(microbatch: int, num_microbatches: int) -> int:
-    """Which of a part's programs a microbatch runs."""
-    # The last makes gradients whole, also where it is the first or second of a short step.
-    if microbatch == num_microbatches - 1:
-        return min(num_microbatches, DISTINCT) - 1
-    return min(microbatch, 1)
-
-
 def splits(config: Config) -> bool:
     """True where weight gradients are tasks of their own."""
     return config.layout.pipeline.size > 1 and config.layout.pipeline.rule.splits
+
+
+SYNC = "layout.data.sync"
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError for what cannot be predicted."""
+    check_recorded(config)
+    if unplanned := config.layout.data.strategy.unplanned:
+        planned = ", ".join(name for name, entry in entries("syncs").items() if not entry.unplanned)
+        raise ConfigError.of(SYNC, config.layout.data.sync, f"{unplanned}: it cannot be planned", planned)
+    if config.layout.pipeline.partition == "measured":
+        rule = "is known when the run begins: it cannot be planned"
+        raise ConfigError.of("layout.pipeline.partition", "measured", rule, "auto, or layers a stage")
+
+
+def check_recorded(config: Config) -> None:
+    """Raises ConfigError for what cannot be recorded on meta tensors."""
+    data = config.layout.data
+    if data.strategy.whole:
+        recorded = ", ".join(name for name, entry in entries("syncs").items() if not entry.whole)
+        raise ConfigError.of(SYNC, data.sync, f"{data.strategy.unplanned}: it cannot be planned", recorded)
 
 
 class Recordings:

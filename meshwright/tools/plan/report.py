@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import yaml
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -24,13 +27,12 @@ from meshwright.tools.plan.answer import (
     seconds_text,
     sureness,
     tight_sentence,
-    verdict,
 )
-from meshwright.tools.plan.buckets import bytes_text
 from meshwright.tools.plan.evaluator import RunnerUp
+from meshwright.tools.plan.memory import bytes_text, verdict
 from meshwright.tools.plan.predict import Prediction
-from meshwright.tools.plan.question import words_to_paste
 from meshwright.tools.plan.search import SearchResult, layout_text
+from meshwright.tools.plan.space import CHOICES, is_fixed
 from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PHASES, PIPELINE
 from meshwright.training.pictures import draw_timelines
 
@@ -265,3 +267,26 @@ def _decided(config: Config) -> dict[str, Any]:
     """The sections that the planner decides."""
     tree = dump_tree(config)
     return {section: tree[section] for section in ("layout", "batch", "memory")}
+
+
+def words_to_paste(best: Config, run: Config) -> str:
+    """`layout.data.size=64 layout.data.sync=zero3 batch.micro=1`: the fields of the space in which a layout is another
+    than the run's, as words behind a command."""
+    fields = [choice.field for choice in CHOICES]
+    before = dict(_leaves("", run.model_dump(mode="json", by_alias=True)))
+    after = {name: value for name, value in _leaves("", dump_tree(best)) if is_fixed(name, fields)}
+    words = []
+    for name, value in after.items():
+        if name not in before or before[name] != value:
+            # YAML in one word, without the "..." that ends a plain scalar's document.
+            flow = yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("...")
+            words.append(shlex.quote(f"{name}={flow.strip().replace(', ', ',')}"))
+    return " ".join(words)
+
+
+def _leaves(prefix: str, tree: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, dict):
+        for name, inner in tree.items():
+            yield from _leaves(f"{prefix}.{name}" if prefix else name, inner)
+    else:
+        yield prefix, tree

@@ -35,33 +35,35 @@ import gc
 import math
 from bisect import insort
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from concurrent.futures import Executor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
 
 from meshwright.config import Config
 from meshwright.data.files import ShowProgress, silent
 from meshwright.errors import ConfigError, Problem
 from meshwright.registry import entries
 from meshwright.section import with_field
-from meshwright.tools.plan.answer import Change, Training, verdict
-from meshwright.tools.plan.buckets import bytes_text
+from meshwright.tools.plan.answer import Change, Training
 from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.estimate import Estimates
 from meshwright.tools.plan.evaluator import (
     Evaluator,
     Keep,
+    Numbered,
     Queued,
     RunnerUp,
     SearchState,
     cuts_within,
+    evaluate_in_fork,
+    forked,
     round_of,
     strategy_of,
     ways_cut,
 )
-from meshwright.tools.plan.predict import Memory, Planner, Prediction
+from meshwright.tools.plan.memory import Memory, bytes_text, verdict
+from meshwright.tools.plan.predict import Planner, Prediction
 from meshwright.tools.plan.space import SearchJob, families, own_layout
-from meshwright.tools.plan.workers import Workers
 
 SIMULATED = 80
 """The most layouts of a round that are predicted, once any fits: estimates let pass what hardly fits."""
@@ -149,14 +151,15 @@ def search(
 
     `fixed`: fields that keep the run's values (space.py). `models`: shared by searches for one cluster. `partial`:
     whether Ctrl-C ends the search with the best so far. `processes`: among how many it is shared, whatever their number
-    with one answer; more than one are forked (workers.py), and must be before torch has gone backward.
+    with one answer; where more than one, as forks beside this one, in which torch must not have gone backward
+    (evaluator.forked).
 
     Raises ConfigError where no layout is legal, and where none fits: with what the closest one lacks.
     """
     job = SearchJob(config, cluster, devices, frozenset(fixed))
     evaluator = Evaluator(job, models or Estimates(Planner(cluster)), keep)
-    with Workers(processes, evaluator) as workers:
-        current = _Search(evaluator, top, report, workers)
+    with forked(processes, evaluator) as forks:
+        current = _Search(evaluator, top, report, forks)
         # What torch makes at its first pass hangs together in a cycle, and would count as memory if it stayed.
         stopped = not _finishes(current.predict_own, partial)
         with _uncollected():
@@ -195,18 +198,14 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-Numbered = tuple[int, Config]
-"""A family of layouts, and its place among all of them."""
-
-
 class _Search:
     """A search under way. `queue`: the first `passed` are done with. `best`: the fastest that fit; `tight`: the fastest
     that are; `known`: every prediction; `fastest`: by strategy, those that fit before those that are tight. `fitting`:
     layouts that fit, and those that keep less and so fit, too: these are `dominated`. `behind`: those that would be
     tight, and no use."""
 
-    def __init__(self, evaluator: Evaluator, top: int, report: ShowProgress, workers: Workers) -> None:
-        self.evaluator, self.top, self.report, self.workers = evaluator, top, report, workers
+    def __init__(self, evaluator: Evaluator, top: int, report: ShowProgress, forks: Executor | None) -> None:
+        self.evaluator, self.top, self.report, self.forks = evaluator, top, report, forks
         self.found = SearchState()
         self.simulated = self.passed = 0
         self.families: list[Numbered] = []
@@ -323,29 +322,29 @@ class _Search:
     def _evaluate(self, numbered: Sequence[Numbered], cutoff: float, found: SearchState) -> None:
         """Put into `found` what families have in them, in their order.
 
-        The processes take in turn the ways to cut a layer, whose layouts have recordings in common, those with most
-        families first, so that all end at about the same time; of whole layers, which are recorded fast, the families.
+        Forks take in turn the ways to cut a layer, whose layouts have recordings in common, those with most families
+        first, so that all end at about the same time; of whole layers, which are recorded fast, the families.
         """
         lists: dict[Hashable, list[Numbered]] = {}
         for number, family in numbered:
             key = family.layout.layer if ways_cut(family.layout) else number
             lists.setdefault(key, []).append((number, family))
-        # Longest first: dealt out otherwise, one process was done at 12 s and the other at 18.
-        shared = sorted(lists.values(), key=len, reverse=True)
         parts: dict[int, SearchState] = {}
 
         def tell(summary: str, share: float | None) -> None:
             looked_at = self.found.legal + sum(one.legal for one in parts.values())
             self.report(f"{looked_at:,} layouts; now {summary}", share)
 
-        self.evaluator.counter.restart()
-        for worker in self.workers.idle:
-            self.workers.ask(worker, Evaluator.evaluate_shared, shared, cutoff)
         try:
-            self.evaluator.evaluate_lists(shared, cutoff, parts, chain((0,), self.evaluator.counter), tell)
-            while len(self.workers.idle) < len(self.workers) - 1:
-                for _, others in self.workers.answers(wait=True):
-                    parts |= others
+            if self.forks is None:
+                self.evaluator.evaluate_families(numbered, cutoff, parts, tell)
+                return
+            # Longest first: dealt out otherwise, one process was done at 12 s and the other at 18.
+            shared = sorted(lists.values(), key=len, reverse=True)
+            asked = [self.forks.submit(evaluate_in_fork, families, cutoff) for families in shared]
+            for answer in as_completed(asked):
+                parts |= answer.result()
+                tell(self.families[max(parts)][1].layout.summary, len(parts) / len(numbered))
         finally:
             for number in sorted(parts):
                 # In the order of families, so that the answer is one process' to the digit, also after Ctrl-C.

@@ -9,14 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from meshwright.config import Config
 from meshwright.memory.offload import SINGLE
 from meshwright.model import Chunk
 from meshwright.pipeline.task import TaskKind
-from meshwright.tools.plan.predict import Planner
-from meshwright.tools.plan.recorder import Kernel, Program, interpolated_program
+from meshwright.tools.plan.recorder import Kernel, Program, between, interpolated_program
 from meshwright.tools.plan.recordings import Forms, Recording
+
+if TYPE_CHECKING:
+    from meshwright.tools.plan.predict import Planner
 
 _SIZES = 2, 4
 """Samples of the two recordings, in those of the smallest microbatch that the tensor section can cut."""
@@ -174,9 +177,6 @@ def _kept(recording: Recording) -> int:
 def _interpolated(small: Recording, large: Recording, share: float, *, is_layer: bool) -> EstimatedPart:
     """A part for a microbatch at `share` of the way from the small recording's to the large one's, or beyond."""
 
-    def between(one: float, other: float) -> float:
-        return one + share * (other - one)
-
     programs = {
         kind: tuple(
             _mixed(one, other, share) for one, other in zip(small.programs[kind], large.programs[kind], strict=True)
@@ -186,8 +186,8 @@ def _interpolated(small: Recording, large: Recording, share: float, *, is_layer:
     outgoing = [sum(form.size_bytes for form in recording.outgoing) for recording in (small, large)]
     elements = sum(each.num_elements for each in small.parameters)
     weights = sum(each.weight_bytes for each in small.parameters)
-    kept = max(0.0, between(_kept(small), _kept(large)))
-    return EstimatedPart(programs, kept, round(between(*outgoing)), elements, weights, is_layer)
+    kept = between(_kept(small), _kept(large), share)
+    return EstimatedPart(programs, kept, round(between(outgoing[0], outgoing[1], share)), elements, weights, is_layer)
 
 
 def _mixed(small: Program, large: Program, share: float) -> _Mix:

@@ -10,13 +10,12 @@ from meshwright.pipeline.clock import undisturbed
 from meshwright.pipeline.task import Task, TaskKind
 from meshwright.ranks.ledger import Traffic
 from meshwright.ranks.mailbox import AHEAD
-from meshwright.tools.plan.buckets import Memory, PlannedBucket, memory_of, share_program
-from meshwright.tools.plan.compose import Composition, Cost, StagePlan
-from meshwright.tools.plan.passes import Passes, PipelinePhase, phase_of, tasks_of_stages
-from meshwright.tools.plan.recorder import Kernel, Program
-from meshwright.tools.plan.replay import Footprint
+from meshwright.tools.plan.buckets import PlannedBucket, memory_of, share_program
+from meshwright.tools.plan.compose import Composition, StagePlan
+from meshwright.tools.plan.memory import Footprint, Memory
+from meshwright.tools.plan.passes import Passes, PipelinePhase, Sum, phase_of, tasks_of_stages
+from meshwright.tools.plan.recorder import Cost, Kernel, Program
 from meshwright.tools.plan.software import STEPPED_BYTES, STEPS_OF_ADAMW, Communication
-from meshwright.tools.plan.step import Sum
 
 if TYPE_CHECKING:
     from meshwright.tools.plan.predict import Planner

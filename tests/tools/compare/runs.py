@@ -11,8 +11,8 @@ from meshwright.ranks.ledger import Traffic
 from meshwright.tools.compare.layouts import Contender
 from meshwright.tools.compare.result import Comparison, Measurement
 from meshwright.tools.compare.run import MeasuredRun, RankFacts, SentCalls
-from meshwright.tools.plan.buckets import Memory
 from meshwright.tools.plan.cluster import load_cluster
+from meshwright.tools.plan.memory import Memory
 from meshwright.tools.plan.predict import Prediction
 
 MODEL = {"layers": 2, "hidden": 16, "heads": 2, "positions": 16, "vocabulary": 257, "dropout": 0.0}

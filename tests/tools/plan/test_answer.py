@@ -18,11 +18,10 @@ from meshwright.tools.plan.answer import (
     sureness,
     tight_sentence,
     tokens_text,
-    verdict,
 )  # fmt: skip
-from meshwright.tools.plan.buckets import Memory
 from meshwright.tools.plan.cluster import cluster_names, load_cluster
 from meshwright.tools.plan.estimate import Estimates
+from meshwright.tools.plan.memory import Memory, verdict
 from meshwright.tools.plan.predict import Planner
 from tests.tools.plan.clusters import NODES
 from tests.tools.plan.test_search import TREE

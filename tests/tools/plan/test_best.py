@@ -12,9 +12,9 @@ import pytest
 
 from meshwright.config import parse_config
 from meshwright.errors import ConfigError
-from meshwright.tools.plan.answer import verdict
 from meshwright.tools.plan.cluster import load_cluster
 from meshwright.tools.plan.estimate import Estimates
+from meshwright.tools.plan.memory import verdict
 from meshwright.tools.plan.predict import Planner, Prediction
 from meshwright.tools.plan.search import SearchResult, search
 from meshwright.tools.plan.space import fixed_fields

@@ -14,9 +14,9 @@ import pytest
 from meshwright.config import Config
 from meshwright.pipeline.task import Task
 from meshwright.ranks.grid import PIPE, grid_of_run
-from meshwright.tools.plan.buckets import passing_bytes
+from meshwright.tools.plan.buckets import held_of
 from meshwright.tools.plan.predict import Planner, Prediction
-from meshwright.tools.plan.recordings import place
+from meshwright.tools.plan.recorder import place
 from meshwright.tools.plan.timed_run import TimedRun
 from tests.pipeline.test_equality import LOOP, SCHEDULES, V, pipelined
 from tests.pipeline.test_partition import laid_out
@@ -218,5 +218,5 @@ def replayed(planner: Planner, config: Config, stage: int, tasks: Sequence[Task]
     for task in tasks:
         cost = plan.chunks[task.chunk].cost(task.kind, place(task.microbatch, config.num_microbatches))
         live, peak = live + cost.kept_bytes, max(peak, live + cost.peak_bytes)
-    whole = passing_bytes(run.buckets[run.like[stage]])
+    whole = held_of(config, run.buckets[run.like[stage]]).passing
     return peak + run.awaited_bytes(stage) + plan.apart_bytes(config) + whole

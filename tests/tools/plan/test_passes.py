@@ -12,8 +12,8 @@ from meshwright.pipeline.placement import ChunkPlacement
 from meshwright.pipeline.schedule import AXONN, GPIPE, MESSAGE_DRIVEN, ONE_F_ONE_B, ScheduleRule
 from meshwright.pipeline.task import TaskKind
 from meshwright.tools.plan import passes
-from meshwright.tools.plan.compose import Cost
 from meshwright.tools.plan.passes import Passes, PipelinePhase
+from meshwright.tools.plan.recorder import Cost
 
 RULES = {
     "gpipe": GPIPE, "1f1b": ONE_F_ONE_B, "axonn": AXONN, "message-driven": MESSAGE_DRIVEN,

@@ -8,8 +8,8 @@ import pytest
 
 from meshwright.config import Config
 from meshwright.section import with_field
-from meshwright.tools.plan.answer import verdict
 from meshwright.tools.plan.cluster import Cluster
+from meshwright.tools.plan.memory import verdict
 from meshwright.tools.plan.predict import Planner
 from meshwright.tools.plan.process import DIRECT_CHANNEL, GROUP_CHANNEL, PAIR_CHANNEL
 from tests.pipeline.test_equality import pipelined

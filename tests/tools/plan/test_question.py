@@ -18,7 +18,8 @@ from meshwright.data.files import silent
 from meshwright.errors import ConfigError
 from meshwright.streams import PatientStream
 from meshwright.tools.plan.cluster import load_cluster
-from meshwright.tools.plan.question import NamedRun, planned_run, stopped_by_signals, words_to_paste
+from meshwright.tools.plan.question import NamedRun, planned_run, stopped_by_signals
+from meshwright.tools.plan.report import words_to_paste
 from meshwright.tools.plan.search import layout_text, search
 from tests.tools.plan.test_search import TREE, made_up
 

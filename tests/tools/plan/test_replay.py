@@ -9,9 +9,10 @@ import pytest
 from meshwright.config import Config
 from meshwright.ranks.mailbox import AHEAD
 from meshwright.tools.plan.allocator import Allocator, CachingAllocator, Heap, MemoryBlock
+from meshwright.tools.plan.memory import Footprint
 from meshwright.tools.plan.passes import tasks_of_stages
 from meshwright.tools.plan.predict import Planner, Prediction
-from meshwright.tools.plan.replay import Footprint, StageReplay
+from meshwright.tools.plan.process import StageReplay
 from meshwright.tools.plan.software import OWN_SOFTWARE
 from meshwright.tools.plan.timed_run import TimedRun
 from tests.pipeline.test_equality import LOOP, V, pipelined

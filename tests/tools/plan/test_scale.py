@@ -13,8 +13,8 @@ import pytest
 from meshwright.config import Config, parse_config
 from meshwright.errors import ConfigError
 from meshwright.pipeline.span import Timeline
-from meshwright.tools.plan.buckets import Memory
 from meshwright.tools.plan.evaluator import Keep
+from meshwright.tools.plan.memory import Memory
 from meshwright.tools.plan.predict import Prediction
 from meshwright.tools.plan.scale import (
     STRATEGIES,

@@ -22,18 +22,17 @@ from meshwright.data.files import ShowProgress
 from meshwright.errors import ConfigError
 from meshwright.pipeline.span import Timeline
 from meshwright.tensor.section import Megatron
-from meshwright.tools.plan.answer import answer, verdict
-from meshwright.tools.plan.buckets import Memory
+from meshwright.tools.plan.answer import answer
 from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.estimate import Estimates
-from meshwright.tools.plan.evaluator import Evaluator, strategy_of
+from meshwright.tools.plan.evaluator import Evaluator, evaluate_in_fork, forked, strategy_of
+from meshwright.tools.plan.memory import Memory, verdict
 from meshwright.tools.plan.page import write_plan_page
 from meshwright.tools.plan.predict import Planner, Prediction
 from meshwright.tools.plan.report import as_dict, check_new, render, write_run
 from meshwright.tools.plan.search import SearchResult, layout_text, search, without_savings
 from meshwright.tools.plan.software import Software
 from meshwright.tools.plan.space import SearchJob, fixed_fields, legal_layouts
-from meshwright.tools.plan.workers import Workers
 from tests.tools.plan.clusters import NODES
 
 TREE: dict[str, Any] = {
@@ -263,10 +262,11 @@ def test_a_mistake_in_another_process_is_raised_here() -> None:
         raise ConfigError.of("layout", config.layout.summary, "is not known here", "none")
 
     models.weights_memory = refused  # type: ignore[method-assign]
-    with Workers(2, Evaluator(SearchJob(parse_config(TREE), cluster, 2), models, lambda layout: True)) as workers:  # type: ignore[arg-type]
-        workers.ask(1, Evaluator.evaluate_shared, [[], [(0, parse_config(TREE))]], 1.0)
+    with forked(2, Evaluator(SearchJob(parse_config(TREE), cluster, 2), models, lambda layout: True)) as forks:  # type: ignore[arg-type]
+        assert forks is not None
         with pytest.raises(ConfigError, match="is not known here"):
-            list(workers.answers(wait=True))
+            forks.submit(evaluate_in_fork, [(0, parse_config(TREE))], 1.0).result()
+    assert not multiprocessing.active_children()
 
 
 def test_the_real_estimates_hold(small: Small) -> None:

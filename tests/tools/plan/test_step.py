@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.pipeline.span import Span, Timeline
-from meshwright.tools.plan.buckets import Peak
-from meshwright.tools.plan.passes import Passes
-from meshwright.tools.plan.step import Sum, finish
+from meshwright.tools.plan.memory import Peak
+from meshwright.tools.plan.passes import Passes, Sum, finish
 
 
 def passes(end: float = 10.0) -> Passes:

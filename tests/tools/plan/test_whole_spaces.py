@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from meshwright.config import parse_config
-from meshwright.tools.plan.answer import verdict
 from meshwright.tools.plan.cluster import load_cluster
 from meshwright.tools.plan.estimate import Estimates
+from meshwright.tools.plan.memory import verdict
 from meshwright.tools.plan.predict import Planner
 from meshwright.tools.plan.search import search, without_savings
 from meshwright.tools.plan.space import SearchJob, fixed_fields, legal_layouts
