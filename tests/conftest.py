@@ -37,12 +37,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that are marked long wait for --long, and so do combinations off a diagonal."""
+    """Tests that are marked long wait for --long, and so do combinations off a diagonal. They are not skipped one by
+    one, which took a thousandth of a second each for thousands."""
     if not config.getoption("--long"):
         off = off_diagonals(items)
-        for item in items:
-            if item.get_closest_marker("long") or item.nodeid in off:
-                item.add_marker(pytest.mark.skip(reason="long: runs with --long (make test-long)"))
+        late = [item for item in items if item.get_closest_marker("long") or item.nodeid in off]
+        if late:
+            waiting = set(late)
+            config.hook.pytest_deselected(items=late)
+            items[:] = [item for item in items if item not in waiting]
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> str:
+    return "" if config.getoption("--long") else "what is marked long runs with --long (make test-long)"
 
 
 def pytest_runtest_setup() -> None:

@@ -23,8 +23,8 @@ FIXED, MORE = read_cases(COVERING), read_cases(HERE / "more.jsonl")
 """The fixed set, and runs of earlier ones, which it replaces in CI."""
 
 FEW = few_of(FIXED, [("tensor", "sync"), ("tensor", "model")])
-"""The numbers of the fixed cases that need no --long. All pairs of values took half as long again, and none of the
-plants of tests/plants was found by the others alone."""
+"""The numbers of the fixed cases that need no --long. All pairs of values took half as long again, and every plant of
+tests/plants is found without them."""
 
 RANDOM_RUNS, A_TEST = 2000, 20
 

@@ -67,6 +67,7 @@ def three_steps(mesh: Mesh, config: Config, times: int) -> list[list[float]]:
     return [[train_step(parts, BATCHES["gpt2"](config, step), step).loss for step in range(3)] for parts in runs]
 
 
+@pytest.mark.long
 def test_a_run_with_islands_is_the_run_without() -> None:
     """Two ranks that share the vocabulary; twice the same bits."""
     config = config_for("gpt2", ONE_D[0], compile="islands", steps=3)
