@@ -65,8 +65,8 @@ def wrong_clipping() -> None:
     """The norm is right, and what it divides by is not."""
     right = Optimizer._update
 
-    def wrong(self: Optimizer, rate: float, divisor: Tensor | None, *found: Any) -> Any:
-        return right(self, rate, None if divisor is None else divisor * 1.01, *found)
+    def wrong(self: Optimizer, rate: float, divisor: Tensor | None = None, skip: Tensor | None = None) -> StepWeights:
+        return right(self, rate, None if divisor is None else divisor * 1.01, skip)
 
     Optimizer._update = wrong  # type: ignore[method-assign]
 
