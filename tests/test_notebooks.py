@@ -15,7 +15,7 @@ from tests.patience import PATIENCE_SECONDS
 
 ROOT = Path(__file__).resolve().parent.parent
 BOOKS = sorted(path.stem for path in (ROOT / "docs/notebooks").glob("*.ipynb"))
-QUICK = "five_ways"
+QUICK = "parity"
 
 
 def cells_of(name: str) -> list[dict[str, Any]]:
