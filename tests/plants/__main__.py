@@ -43,7 +43,9 @@ def told(answer: dict[str, int]) -> str:
 def keep(plant: Plant, answer: dict[str, int]) -> None:
     """Write the answer beside the others, in the plants' order, and the page anew."""
     answers = read_found() | {plant.name: answer}
-    FOUND.write_text(json.dumps({one.name: answers[one.name] for one in plants() if one.name in answers}, indent=1))
+    FOUND.write_text(
+        json.dumps({one.name: answers[one.name] for one in plants() if one.name in answers}, indent=1) + "\n"
+    )
     PAGE.write_text(page_with(PAGE.read_text(), plants(), answers))
 
 

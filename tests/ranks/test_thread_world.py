@@ -47,6 +47,17 @@ def test_one_rank_runs_at_a_time() -> None:
         assert len(set(lines[start : start + 50])) == 1
 
 
+def test_a_sender_may_change_its_tensor_before_it_is_taken() -> None:
+    def passed_on(rank: Rank) -> list[float]:
+        mine, came = torch.full((2,), rank.mesh.rank + 1.0), torch.empty(2)
+        work = rank.mesh.world.exchange(mine, 1 - rank.mesh.rank, came, 1 - rank.mesh.rank, wait=False)
+        mine.zero_()
+        work.wait()
+        return came.tolist()
+
+    assert run(passed_on, 2, transport="threads") == [[2.0, 2.0], [1.0, 1.0]]
+
+
 def test_every_rank_has_random_numbers_to_itself() -> None:
     def drawn(rank: Rank) -> list[float]:
         torch.manual_seed(rank.mesh.rank)
