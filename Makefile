@@ -3,6 +3,7 @@
 #: make test-long    all tests, every tensor layout for 20 steps, 2000 drawn runs: two hours or three on 2 cores
 #: make check        what CI runs: format, lint, types, tests
 #: make validate     the planner's predictions beside published results (2 minutes)
+#: make site         the docs as a site in out/site, every link checked; make site-serve shows it while you write
 #:
 #: PYTHON=python3.12        another interpreter (>= 3.11)
 #: PIP_ARGS="..."           more words for `pip install`: an index with CPU builds of torch, a proxy
@@ -21,8 +22,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_AR
 CREATED := $(VENV)/.created
 RUNNABLE := $(VENV)/.runnable
 TESTABLE := $(VENV)/.testable
+SITED := $(VENV)/.sited
 
-.PHONY: help quickstart test test-long check validate format clean
+.PHONY: help quickstart test test-long check validate site site-serve format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -39,13 +41,19 @@ $(CREATED):
 
 $(RUNNABLE): pyproject.toml constraints.txt | $(CREATED)
 	@echo "Installing Meshwright and its pinned dependencies into $(VENV) (torch is large: some minutes the first time)"
-	$(PIP) -e '.[mpi]'
+	$(PIP) -e '.[mpi,pictures,tensorboard]'
 	@touch $@
 
 $(TESTABLE): pyproject.toml constraints.txt | $(CREATED)
 	@echo "Installing Meshwright, its pinned dependencies and the tests' tools into $(VENV) (some minutes the first time)"
 	$(PIP) -e '.[dev]'
 	@touch $(RUNNABLE) $@
+
+# The site's tools read the package's sources and import nothing of it: neither torch nor the package is installed.
+$(SITED): pyproject.toml constraints.txt | $(CREATED)
+	@echo "Installing the site's tools into $(VENV) (a minute the first time)"
+	$(PIP) $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["site"])')
+	@touch $@
 
 # It starts from nothing each time, so that what it prints is what a newcomer sees.
 quickstart: $(RUNNABLE)
@@ -77,6 +85,13 @@ check: $(TESTABLE)
 
 validate: $(RUNNABLE)
 	$(BIN)/python -m validation
+
+site: $(SITED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "Done: out/site/index.html"
+
+site-serve: $(SITED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 format: $(TESTABLE)
 	$(BIN)/ruff format .

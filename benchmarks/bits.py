@@ -5,7 +5,7 @@
     python -m benchmarks.bits --memory      bytes of weights, gradients and states that a rank holds, in both modes
     python -m benchmarks.bits --distance    weights after 20 steps: how far from float64's, in both modes
 
-Grains of one sample, and of four. Target: at most 1.1 of the usual step on the axes of data.
+Grains of one sample, and of four. Targets: at most 1.1 of the usual step on the axes of data, 1.3 on those of tensors.
 """
 
 from __future__ import annotations
@@ -40,22 +40,42 @@ LAYOUTS: dict[str, dict[str, Option]] = {
     "zero1, 2 ranks": {"layout.data.size": 2, "layout.data.sync": "zero1"},
     "zero3, 2 ranks": {"layout.data.size": 2, "layout.data.sync": "zero3"},
     "2 stages, microbatches of 4": {"layout.pipeline.size": 2, "batch.micro": 4},
+    "megatron, 2 ranks": {"layout.tensor.kind": "megatron", "layout.tensor.size": 2},
+    "megatron, cut by sequence, 2 ranks": {
+        "layout.tensor.kind": "megatron",
+        "layout.tensor.size": 2,
+        "layout.tensor.sequence_parallel": True,
+    },
+    "Ulysses, 2 ranks": {"layout.context.size": 2},
 }
 MODES: dict[str, dict[str, Option]] = {
     "usual": {},
     "grains of 1": {"bits.kind": "layout-free"},
     "grains of 4": {"bits.kind": "layout-free", "bits.samples": 4},
 }
+GRAINS: dict[str, dict[str, Option]] = {
+    "megatron, 2 ranks": {"bits.tensor": 2},
+    "megatron, cut by sequence, 2 ranks": {"bits.tensor": 2, "bits.sequence": 2},
+    "Ulysses, 2 ranks": {"bits.sequence": 2},
+}
+"""What a layout asks of the grain."""
+
+
+def options_of(name: str, mode: str) -> dict[str, Option]:
+    """A layout's words in one mode."""
+    return LAYOUTS[name] | MODES[mode] | (GRAINS.get(name, {}) if mode != "usual" else {})
+
 
 EIGHTEEN = (
-    "", "batch.micro=1", "layout.data=2", "layout.data=4", "layout.data=8", "layout.data=2 layout.data.sync=ring",
-    "layout.data=4 layout.data.sync=rooted", "layout.data=4 layout.data.sync=server-gradient",
-    "layout.data=4 layout.data.sync=zero1", "layout.data=4 layout.data.sync=zero2 batch.micro=1",
-    "layout.data=4 layout.data.sync=zero3", "layout.data=4 layout.data.sync=zero3 layout.data.shard=2",
+    "", "batch.micro=1", "layout.data=2", "layout.data=8", "layout.data=2 layout.data.sync=ring",
+    "layout.data=4 layout.data.sync=server-gradient", "layout.data=4 layout.data.sync=zero1",
+    "layout.data=4 layout.data.sync=zero2 batch.micro=1", "layout.data=4 layout.data.sync=zero3 layout.data.shard=2",
     "layout.pipeline=2 batch.micro=2", "layout.pipeline=4 layout.pipeline.schedule=message-driven batch.micro=1",
-    "layout.pipeline=2 layout.pipeline.schedule=gpipe batch.micro=4",
-    "layout.pipeline=2 layout.pipeline.chunks=2 batch.micro=1",
-    "layout.pipeline=2 layout.data=2 layout.data.sync=zero2 batch.micro=1", "memory.recompute=1",
+    "layout.pipeline=2 layout.pipeline.chunks=2 batch.micro=1", "memory.recompute=1",
+    "layout.tensor=megatron layout.tensor.size=2",
+    "layout.tensor=megatron layout.tensor.size=4 layout.tensor.sequence_parallel=true",
+    "layout.context=2", "layout.context=4",
+    "layout.data=2 layout.data.sync=zero3 layout.pipeline=2 layout.tensor=megatron layout.tensor.size=2 batch.micro=1",
 )  # fmt: skip
 SMALL: Mapping[str, Any] = {
     "model": {"layers": 4, "hidden": 64, "heads": 4, "positions": 64, "vocabulary": 512, "dropout": 0.1},
@@ -88,7 +108,9 @@ def run(config: Config, steps: int) -> tuple[list[float], dict[str, torch.Tensor
 
 
 def small(mode: str, *words: str) -> Config:
-    bits = {field.removeprefix("bits."): value for field, value in MODES[mode].items()}
+    """The small run in one mode. Layout-free: kernels get a quarter of the widths and of a sequence, so that layouts
+    may cut either into four."""
+    bits = {} if mode == "usual" else {"kind": "layout-free", "tensor": 4, "sequence": 4}
     return parse_config({**SMALL, "bits": bits}, ("layout.transport=threads", *words))
 
 
@@ -98,7 +120,7 @@ def losses() -> None:
         "layout", "usual", "layout-free", title="GPT-2 (4 layers, hidden 64, dropout 0.1), float32: loss of step 3"
     )
     for words in EIGHTEEN:
-        found = [run(small(mode, *words.split()), 3)[0][-1] for mode in ("usual", "grains of 1")]
+        found = [run(small(mode, *words.split()), 3)[0][-1] for mode in ("usual", "layout-free")]
         table.add_row(words or "one device", *(f"{loss:.12f}" for loss in found))
     Console(width=140).print(table)
 
@@ -106,9 +128,9 @@ def losses() -> None:
 def memory() -> None:
     """A table of layouts: what rank 0 holds, from parts that are built on the meta device."""
     table = Table("layout", "mode", "weights", "gradients", "states", title="MB a rank holds")
-    for name, layout in LAYOUTS.items():
+    for name in LAYOUTS:
         for mode in ("usual", "grains of 1"):
-            config = resolve_layout(reference_config(layout | MODES[mode]), Machine.here()).config
+            config = resolve_layout(reference_config(options_of(name, mode)), Machine.here()).config
             parts = build(config, planned_mesh(grid_of_run(config), 0, config.layout.token_axes))
             parts.optimizer.prepare_states(0)
             states = [parts.optimizer.states(index) for index in range(len(parts.optimizer.slots))]
@@ -118,19 +140,28 @@ def memory() -> None:
     Console(width=140).print(table)
 
 
-def distance(steps: int = 20) -> None:
-    """How far the weights of both modes are from float64's after some steps, relative to how far they moved."""
-    words = ("model.dropout=0.0",)
-    exact = run(small("usual", *words, "precision=float64"), steps)[1]
-    first = run(small("usual", *words, "precision=float64", "optimizer.lr=1e-30"), 1)[1]
-    table = Table(
-        "mode", "largest difference", "mean difference", "of the way moved", title=f"weights after {steps} steps"
-    )
-    for mode in ("usual", "grains of 1"):
-        weights = run(small(mode, *words), steps)[1]
-        apart = torch.cat([(weights[name].double() - x).abs().flatten() for name, x in exact.items()])
-        moved = torch.cat([(x - first[name]).abs().flatten() for name, x in exact.items()])
-        table.add_row(mode, f"{apart.max():.3e}", f"{apart.mean():.3e}", f"{apart.mean() / moved.mean():.3e}")
+OPTIMIZERS = {"SGD": ("optimizer.name=sgd", "optimizer.lr=0.1"), "Adam": ()}
+"""Adam's first steps are signs: where a gradient is nearly 0, its last bit decides where a weight goes."""
+
+
+def distance(steps: int = 20, seeds: int = 8) -> None:
+    """How far the weights of both modes are from float64's after some steps: the mean and the range of some seeds."""
+    modes = {"usual": ("usual",), "layout-free": ("layout-free", "bits.tensor=1", "bits.sequence=1")}
+    modes["layout-free, bits.tensor=4, bits.sequence=4"] = ("layout-free",)
+    title = f"mean difference of weights from float64's after {steps} steps, {seeds} seeds: mean (least to most)"
+    table = Table("mode", *OPTIMIZERS, title=title)
+    found: dict[tuple[str, str], list[float]] = {}
+    for optimizer, options in OPTIMIZERS.items():
+        for seed in range(1, seeds + 1):
+            words = ("model.dropout=0.0", f"seed={seed}", *options)
+            exact = run(small("usual", *words, "precision=float64"), steps)[1]
+            for name, (mode, *more) in modes.items():
+                weights = run(small(mode, *words, *more), steps)[1]
+                apart = torch.cat([(weights[key].double() - x).abs().flatten() for key, x in exact.items()])
+                found.setdefault((name, optimizer), []).append(float(apart.mean()))
+    for name in modes:
+        rows = [found[name, optimizer] for optimizer in OPTIMIZERS]
+        table.add_row(name, *(f"{sum(row) / seeds:.2e} ({min(row):.1e} to {max(row):.1e})" for row in rows))
     Console(width=140).print(table)
 
 
@@ -138,13 +169,14 @@ def main() -> None:
     parser = plan_arguments("The cost of equal bits, side by side with the usual mode.")
     for other in (losses, memory, distance):
         parser.add_argument(f"--{other.__name__}", action="store_const", dest="other", const=other, help=other.__doc__)
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="the rows; default: all")
     arguments = parser.parse_args()
     if arguments.other is not None:
         arguments.other()
         return
     table, kept = Table("layout", *MODES, title="milliseconds a step, and times the usual mode"), {}
-    for name, layout in LAYOUTS.items():
-        contenders = [ours.configured(mode, "torch", layout | MODES[mode]) for mode in MODES]
+    for name in arguments.layouts:
+        contenders = [ours.configured(mode, "torch", options_of(name, mode)) for mode in MODES]
         results = interleave(contenders, Plan(arguments.rounds, arguments.steps))
         usual = find(results, "usual")
         table.add_row(name, *(f"{result.median:.1f} ({result.ratio(usual):.2f})" for result in results))

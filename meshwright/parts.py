@@ -21,6 +21,7 @@ from meshwright.bits.fixed import FixedPoint
 from meshwright.bits.grains import SampleGrains
 from meshwright.config import Config
 from meshwright.context.context import WHOLE_SEQUENCES, Context, HeadParts
+from meshwright.context.runs import RunsOfQueries
 from meshwright.data_parallel.strategy import Strategy
 from meshwright.machine import available_memory_bytes
 from meshwright.memory.offload import on_disk, on_host
@@ -49,8 +50,8 @@ from meshwright.tensor.islands import Islands, UsesIslands, compiled_islands
 from meshwright.tensor.kit import Kit, rows_of_rank
 from meshwright.tensor.linear import autocast_device
 from meshwright.tensor.megatron import MegatronKit
+from meshwright.tensor.norms import Norm
 from meshwright.tensor.part_loss import PartHead
-from meshwright.tensor.serial import SerialNorm
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -172,7 +173,7 @@ def free_of_layout(config: Config, mesh: Mesh, model: Chain, fixed: FixedPoint |
     blocks = blocks_of(config, mesh)
     for module in tuple(model.modules()):
         match module:
-            case SerialNorm():
+            case Norm(kind="layer"):
                 module.affine_apart = True
             case Experts():
                 module.compute_rows_apart()
@@ -194,12 +195,13 @@ def blocks_of(config: Config, mesh: Mesh) -> Blocks:
     holders, holder = (mesh.size("context"), mesh.index("context")) if config.layout.context.size > 1 else (1, 0)
     again, own = (ranks, rank) if tensor.token_axes else (1, 0)
     parts, runs = bits.tensor // ranks, bits.sequence // holders
-    heads = bits.head_parts(config.model) // (ranks * holders)
+    dealt = holders if config.layout.context.strategy.by_heads else 1
+    heads = bits.head_parts(config.model) // (ranks * dealt)
     return Blocks(
         parts, rank * parts, bits.tensor,
         runs, holder * runs,
         runs // again, holder * runs + own * (runs // again),
-        heads, (rank * holders + holder) * heads,
+        heads, (rank * dealt + holder % dealt) * heads,
         exact=True,
     )  # fmt: skip
 
@@ -279,9 +281,12 @@ def open_context(config: Config, mesh: Mesh) -> Context:
     context = config.layout.context
     if context.size == 1 and not config.bits.cuts:
         return WHOLE_SEQUENCES
-    opened = Context() if context.size == 1 else cast(Context, load_entry(context.strategy.context)(mesh))
-    if config.bits.cuts:
-        opened.heads = HeadParts(blocks_of(config, mesh))
+    strategy, exact = context.strategy, config.bits.cuts
+    entry = strategy.layout_free if exact else strategy.context
+    opened = Context() if context.size == 1 else cast(Context, load_entry(entry)(mesh))
+    if exact:
+        blocks, by_runs = blocks_of(config, mesh), config.bits.attention == "runs"
+        opened.heads = RunsOfQueries(blocks, config.bits.sequence) if by_runs else HeadParts(blocks)
     return opened
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -21,6 +23,10 @@ if TYPE_CHECKING:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Several processes of tests share the cores: a thread that spins while it waits for its turn took a test 20 times its
+# processor time. Before torch is imported, and for all that tests start.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # The same examples each time, and no deadline: a busy machine is not a mistake.
 settings.register_profile("meshwright", deadline=None, derandomize=True, max_examples=60, database=None)
 settings.load_profile("meshwright")
@@ -31,12 +37,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that are marked long wait for --long, and so do combinations off a diagonal."""
+    """Tests that are marked long wait for --long, and so do combinations off a diagonal. They are not skipped one by
+    one, which took a thousandth of a second each for thousands."""
     if not config.getoption("--long"):
         off = off_diagonals(items)
-        for item in items:
-            if item.get_closest_marker("long") or item.nodeid in off:
-                item.add_marker(pytest.mark.skip(reason="long: runs with --long (make test-long)"))
+        late = [item for item in items if item.get_closest_marker("long") or item.nodeid in off]
+        if late:
+            waiting = set(late)
+            config.hook.pytest_deselected(items=late)
+            items[:] = [item for item in items if item not in waiting]
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> str:
+    return "" if config.getoption("--long") else "what is marked long runs with --long (make test-long)"
+
+
+def pytest_runtest_setup() -> None:
+    """A test computes on one thread, but where it asks for more: beside it other tests have the other cores."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
 
 
 def off_diagonals(items: list[pytest.Item]) -> set[str]:

@@ -11,6 +11,9 @@ from meshwright.config.layout import Layout
 from tests.mpi_workers import Case
 
 SIZES = (2, 3, 4)
+ODD = 3
+"""The world size that waits for --long: each takes a start of mpiexec, which is half of its time."""
+
 SYNCS = ("server-loss", "server-gradient", "rooted", "allreduce", "ring", "zero1")
 """Every sync but fsdp, which runs inside torch.distributed."""
 

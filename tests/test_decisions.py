@@ -114,7 +114,7 @@ def test_nothing_is_left_for_ranks_to_decide() -> None:
     assert resolve(resolved.config, machine(0)) == Resolved(resolved.config)
 
 
-@pytest.mark.diagonal(2)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("room", [0, 1, 3, 100])
 @pytest.mark.parametrize(
     "layout, sections",

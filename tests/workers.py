@@ -153,7 +153,8 @@ def _context(threads: int) -> Any:
     if threads == 1:
         return multiprocessing.get_context("fork")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.workers", "meshwright.parts"])
+    # With what most tests' functions need: what the server lacks each rank imports anew.
+    context.set_forkserver_preload(["tests.workers", "tests.fuzz.check", "meshwright.data_parallel.gathering"])
     with patch.dict(os.environ, OMP_WAIT_POLICY="passive"):  # ranks times threads are more than cores: do not spin
         forkserver.ensure_running()
     return context

@@ -39,6 +39,9 @@ class Bits(Section):
     sequence: Positive = 1
     """layout-free: equal runs of a sequence that a kernel gets at a time; sizes that cut sequences divide it."""
 
+    attention: Literal["heads", "runs"] = "heads"
+    """layout-free: queries that a kernel of attention gets: whole sequences'; or one run's, so that rings may cut."""
+
     @property
     def layout_free(self) -> bool:
         """Whether all layouts end with the same bits."""
@@ -114,7 +117,9 @@ def parts_are_equal(config: Config) -> Iterator[Problem]:
         yield Problem("layout.tensor.size", size, rule_text, f"{listed(divisors(parts))}; or bits.tensor={size}")
 
 
-@_under_layout_free(SEQUENCE, "layout.tensor", "layout.context", "model", "data", "bits.samples", "bits.tensor")
+@_under_layout_free(
+    SEQUENCE, "layout.tensor", "layout.context", "model", "data", "bits.samples", "bits.tensor", "bits.attention"
+)
 def runs_are_equal(config: Config) -> Iterator[Problem]:
     """Each of whole vectors, and as many a rank as another."""
     runs, tensor, context, model = config.bits.sequence, config.layout.tensor, config.layout.context, config.model
@@ -134,7 +139,13 @@ def runs_are_equal(config: Config) -> Iterator[Problem]:
                 valid = f"fewer runs, bits.tensor parts, or bits.samples that make a multiple of {WHOLE_VECTORS}"
                 yield Problem(SEQUENCE, runs, rule_text, valid)
                 return
+    if config.bits.attention == "runs" and runs & (runs - 1):
+        lower = 2 ** (runs.bit_length() - 1)
+        rule_text = "is no power of two, and a tree adds up what runs of queries give to a key (bits.attention=runs)"
+        yield Problem(SEQUENCE, runs, rule_text, f"{lower}, {2 * lower}; or bits.attention=heads")
+        return
     again = math.prod(size for axis, size in tensor.axes if axis in tensor.token_axes)
+    again = math.lcm(again, context.strategy.chunks if context.size > 1 else 1)
     if runs % (context.size * again):
         field = "layout.context.size" if context.size > 1 else "layout.tensor.size"
         parts = " x ".join([str(size) for size in (context.size, again) if size > 1])
@@ -146,7 +157,7 @@ def runs_are_equal(config: Config) -> Iterator[Problem]:
 @_under_layout_free("layout.context.size", "bits.tensor", SEQUENCE, "layout.tensor", "model")
 def parts_of_heads_are_dealt_equally(config: Config) -> Iterator[Problem]:
     bits, context = config.bits, config.layout.context
-    if context.size == 1 or bits.tensor & (bits.tensor - 1):
+    if context.size == 1 or bits.tensor & (bits.tensor - 1) or not context.strategy.by_heads:
         return
     ranks = math.prod(size for _, size in config.layout.tensor.axes)
     if (parts := bits.head_parts(config.model)) % (ranks * context.size):
@@ -154,6 +165,14 @@ def parts_of_heads_are_dealt_equally(config: Config) -> Iterator[Problem]:
             f"does not divide the {parts} parts of heads that kernels get, {ranks} ranks' (bits.tensor, sequence)"
         )
         yield Problem("layout.context.size", context.size, rule_text, listed(divisors(max(parts // ranks, 1))))
+
+
+@_under_layout_free("layout.context.kind", "layout.context", "bits.attention")
+def rings_have_runs_of_queries(config: Config) -> Iterator[Problem]:
+    context = config.layout.context
+    if context.size > 1 and not context.strategy.by_heads and config.bits.attention == "heads":
+        rule_text = "gives kernels of attention runs of queries, and bits.attention=heads whole sequences"
+        yield Problem("layout.context.kind", context.kind, rule_text, "ulysses; or bits.attention=runs")
 
 
 @_under_layout_free(TENSOR, SEQUENCE, "model")
@@ -176,7 +195,7 @@ REFUSED: tuple[tuple[str, Callable[[Config], object], str], ...] = (
         "layout.context.kind",
         lambda config: (
             None
-            if config.layout.context.size == 1 or config.layout.context.strategy.by_heads
+            if config.layout.context.size == 1 or config.layout.context.strategy.layout_free
             else config.layout.context.kind
         ),
         "ulysses",

@@ -28,6 +28,7 @@ from meshwright.cli.app import (
     print_result,
     progress,
 )
+from meshwright.drawing import require_matplotlib
 from meshwright.errors import ConfigError
 from meshwright.machine import usable_cores
 
@@ -274,8 +275,7 @@ def plan(
 
     training, described = answer.Training(answer.parse_tokens(tokens), price), load_cluster(cluster)
     config, words = planned_run(run, NamedRun(model, sequence, batch), overrides or (), described)
-    report.check_new("--out", out)
-    report.check_new("--page", page)
+    report.check_outputs(out, page, trace)
     models = Estimates(Planner(described, software_of(config, imbalance)))
     with progress() as show, stopped_by_signals(show) as tell:
         plans = search(
@@ -328,6 +328,8 @@ def scale(
         config, described, parse_counts("--devices", devices, "devices", least=1), scale.parse_mode(mode), names, fixed
     )
     report.check_new("--out", out)
+    if out is not None:
+        require_matplotlib("--out")
     if out is not None and out.suffix:
         raise ConfigError.of("--out", out, "is a file's name, and curves are three files", f"a folder: {out.stem}")
     with progress() as show:

@@ -16,6 +16,7 @@ from meshwright.bits.section import (
     layers_fall_into_blocks,
     parts_are_equal,
     parts_of_heads_are_dealt_equally,
+    rings_have_runs_of_queries,
     runs_are_equal,
     scales_are_powers_of_two,
     sums_have_digits,
@@ -323,6 +324,7 @@ RULES = (
     parts_are_equal,
     runs_are_equal,
     parts_of_heads_are_dealt_equally,
+    rings_have_runs_of_queries,
     what_is_summed_in_an_order,
 )
 

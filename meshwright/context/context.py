@@ -80,14 +80,14 @@ class HeadParts(Heads):
             masks = [apart(own) for own in mask.chunk(count, HEADS)]
         outs = []
         for number, (operands, own) in enumerate(zip(parts, masks, strict=True), self.blocks.first_head_part):
-            q, k, v = (_Apart.apply(x) for x in operands)
+            q, k, v = (Apart.apply(x) for x in operands)
             with own_stream(f"{seed}/{number}", query.device) if dropout else nullcontext():
                 out = super().attend(q, k, v, own, dropout, causal, scale)
-            outs.append(_Apart.apply(out))
+            outs.append(Apart.apply(out))
         return torch.cat(outs, HEADS)
 
 
-class _Apart(torch.autograd.Function):
+class Apart(torch.autograd.Function):
     """x in memory of its own, and its gradient likewise: kernels get no one's strides."""
 
     @staticmethod

@@ -31,13 +31,15 @@ class ContextKind:
 
     `context`: `module:attribute` of what a rank's `Context` is made by, of its mesh: torch is not here yet. `chunks`:
     equal runs of a sequence that each rank holds. `documents`: attention can keep to the documents of a sequence.
-    `by_heads`: a head sees its whole sequence on one rank, so that bits can be free of the layout (bits/section.py).
+    `by_heads`: a head sees its whole sequence on one rank. `layout_free`: what makes the `Context` of a run whose bits
+    are free of the layout (bits/section.py); "": nothing does.
     """
 
     context: str
     chunks: int = 1
     documents: bool = False
     by_heads: bool = False
+    layout_free: str = ""
     rules: tuple[Rule, ...] = ()
     """Rules on what it does not go with besides, and why; checked where it is chosen."""
 
@@ -102,10 +104,12 @@ CUTTING = (layers_work_token_by_token, sequences_are_cut_equally)
 """Rules of every kind."""
 
 ULYSSES = ContextKind(
-    "meshwright.context.context:Ulysses", documents=True, by_heads=True, rules=(*CUTTING, heads_are_dealt_equally)
-)
+    "meshwright.context.context:Ulysses", documents=True, by_heads=True,
+    layout_free="meshwright.context.context:Ulysses", rules=(*CUTTING, heads_are_dealt_equally),
+)  # fmt: skip
 """Whole sequences of some heads a rank inside of attention, by all-to-all (DeepSpeed-Ulysses)."""
 RING_ATTENTION = ContextKind(
-    "meshwright.context.ring:RingAttention", chunks=2, documents=True, rules=(*CUTTING, rings_drop_nothing)
-)
+    "meshwright.context.ring:RingAttention", chunks=2, documents=True,
+    layout_free="meshwright.context.runs:GatheredRing", rules=(*CUTTING, rings_drop_nothing),
+)  # fmt: skip
 """Blocks of keys and values go round, with a partial softmax each: any number of heads (Ring Attention)."""

@@ -33,7 +33,7 @@ from torch import Tensor
 from meshwright.bits.fixed import FixedPoint
 from meshwright.data_parallel.policies import Zero1
 from meshwright.data_parallel.sharded import Sharded, SlicedSum, allocate, free
-from meshwright.data_parallel.strategy import BucketBytes, HeldBytes, Policy, RunsParts, make_buckets_equal
+from meshwright.data_parallel.strategy import BucketBytes, HeldBytes, Policy, RunsParts
 from meshwright.model import EMBEDDINGS, HEAD, Batch, Chunk, Hidden, Model, Scales
 from meshwright.parameters.bucket import Bucket, FlatWeights, PartsUsing, Slot
 from meshwright.ranks.agreement import make_equal
@@ -140,13 +140,13 @@ class GatheredSum(SlicedSum):
     def __init__(self, bucket: Bucket, mesh: Mesh, policy: Policy) -> None:
         assert isinstance(policy, Zero3), f"{policy} does not gather"
         self.gathers = policy
-        self.differing = make_buckets_equal([bucket], mesh) if mesh.device.type != "meta" else []
         self.pinned = False
         """Whether the weights stay whole."""
         super().__init__(bucket, mesh, policy)
         free(bucket.values)
 
     def make_slot(self) -> Slot:
+        self.differing = super().make_equal() if self.mesh.device.type != "meta" else []
         slot = super().make_slot()
         # The slice in memory of its own, as the bucket's is given back.
         slot.parameter.data = slot.parameter.data.clone()
@@ -163,6 +163,19 @@ class GatheredSum(SlicedSum):
         self.wait()
         if not self.pinned:
             free(self.bucket.values)
+
+    @property
+    def weights(self) -> FlatWeights:
+        return FlatWeights(self.slot.parameter.detach(), self.slot.places, self.slot.copy_axes(self.mesh.grid))
+
+    def make_equal(self) -> list[str]:
+        differing, self.differing = self.differing, []
+        if make_equal(self.slot.parameter.data, self.mesh.comm(*self.slot.copy_axes(self.mesh.grid))):
+            differing += [place.name for place in self.slot.places]
+        return differing
+
+    def fills_with(self, other: SlicedSum) -> bool:
+        return self.bucket.parts == other.bucket.parts
 
 
 class Gathering(Sharded):
@@ -184,11 +197,6 @@ class Gathering(Sharded):
         self._kept = {part: set() for part in self._of.keys() & {EMBEDDINGS, HEAD}}
         self._walk = Walk(self._of, self._kept, chunks)
 
-    @property
-    def weights(self) -> list[FlatWeights]:
-        grid = self.mesh.grid
-        return [FlatWeights(slot.parameter.detach(), slot.places, slot.copy_axes(grid)) for slot in self.slots]
-
     @classmethod
     def held(cls, buckets: Sequence[BucketBytes]) -> HeldBytes:
         """Slices of weights, too; and whole the two neighbouring parts of the model that are largest together."""
@@ -201,9 +209,6 @@ class Gathering(Sharded):
         two = max((sum(buckets[index].weights for index in pair) for pair in pairs), default=0)
         slices = sum(each.own_weights for each in buckets)
         return super().held(buckets)._replace(weights=slices, passing_weights=two)
-
-    def fill_together(self, one: SlicedSum, other: SlicedSum) -> bool:
-        return one.bucket.parts == other.bucket.parts
 
     def forward(self, model: Model, batch: Batch, scales: Scales, incoming: Hidden) -> Hidden:
         self._walk.begin()
@@ -229,17 +234,6 @@ class Gathering(Sharded):
             self.sums[index].pinned = False
         self._release(self._walk.held | head)
         self._walk.held = set()
-
-    def make_replicas_equal(self) -> list[str]:
-        differing = []
-        for one in self.sums:
-            differing += one.differing
-            one.differing = []
-        for slot in self.slots:
-            comm = self.mesh.comm(*slot.copy_axes(self.mesh.grid))
-            if make_equal(slot.parameter.data, comm):
-                differing += [place.name for place in slot.places]
-        return differing
 
     def run_part(self, part: int, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run a part with its weights; its backward pass begins with them, too."""

@@ -26,11 +26,10 @@ do.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 from torch import Tensor, nn
 
-from meshwright.bits.fixed import FixedPoint
 from meshwright.data_parallel.policies import Zero1
 from meshwright.data_parallel.strategy import BucketBytes, BucketSum, HeldBytes, Policy, State, Synchroniser
 from meshwright.parameters.bucket import Bucket, Slot, floats_in, slice_axes
@@ -54,8 +53,9 @@ class SlicedSum(BucketSum):
         self.across: Work | None = None
         """The slice's sum over them, once a step."""
         self.waits = len(bucket.chunks) > 1
-        self.holds = False
-        """Whether the slice has a sum of this step."""
+        """Whether the bucket adds up in whole, and is summed at the step's end."""
+        self.times_left = 0
+        """How often the bucket has left in this step: once in each microbatch, or at the step's end."""
         self.last = False
         """Whether the bucket has left for the last time in the step: then its slice may go on to the other groups."""
         free(bucket.gradients)
@@ -87,6 +87,7 @@ class SlicedSum(BucketSum):
     def leave(self) -> None:
         allocate(self.bucket.gradients)  # one without an element here
         super().leave()
+        self.times_left += 1
 
     def collect(self) -> None:
         """Wait for a microbatch's sum, if one is under way, add it to the slice, and give its memory back."""
@@ -94,11 +95,10 @@ class SlicedSum(BucketSum):
             return
         super().end()
         start, stop = self.policy.owned(self.bucket, self.comm)
-        if self.holds:
+        if self.times_left > 1:
             self.slice.add_(self.bucket.gradients[start:stop])
         else:
             self.slice.copy_(self.bucket.gradients[start:stop])
-        self.holds = True
         free(self.bucket.gradients)
         self.refill()
         if self.last:
@@ -117,7 +117,11 @@ class SlicedSum(BucketSum):
 
     def publish(self) -> None:
         super().publish()
-        self.holds, self.last, self.across = False, False, None
+        self.times_left, self.last, self.across = 0, False, None
+
+    def fills_with(self, other: SlicedSum) -> bool:
+        """Whether the other bucket is full at about the same time."""
+        return self is other
 
 
 class Sharded(Synchroniser):
@@ -131,12 +135,6 @@ class Sharded(Synchroniser):
     sum_of: type[SlicedSum] = SlicedSum
     sums: list[SlicedSum]  # type: ignore[assignment]
     _sum_of: dict[nn.Parameter, SlicedSum]  # type: ignore[assignment]
-
-    def __init__(self, buckets: Iterable[Bucket], mesh: Mesh, policy: Policy, fixed: FixedPoint | None = None) -> None:
-        super().__init__(buckets, mesh, policy, fixed)
-        self._summing: list[SlicedSum] = []
-        self._left: defaultdict[int, int] = defaultdict(int)
-        """The number of buckets of a microbatch that have left, by the chunk of this stage that fills them."""
 
     @classmethod
     def held(cls, buckets: Sequence[BucketBytes]) -> HeldBytes:
@@ -159,29 +157,23 @@ class Sharded(Synchroniser):
         if one.state is not State.FULL and not one.waits:  # nothing can leave now that could not before
             return
         order = [one for one in self.sums if not one.waits and one.bucket.chunks in ((), (chunk,))]
-        while order and order[self._left[chunk] % len(order)].state is State.FULL:
-            self._leave(order[self._left[chunk] % len(order)])
-            self._left[chunk] = (self._left[chunk] + 1) % len(order)
-            if self._left[chunk] == 0:
+        # The first that has left in fewer microbatches than others; up to the last, for one without an element here is
+        # full again at once.
+        while order and (following := min(order, key=lambda one: one.times_left)).state is State.FULL:
+            self._leave(following)
+            if following is order[-1]:
                 break
 
     def arrivals(self) -> Iterator[int]:
         for one in self.sums:
-            begun = one.holds or one.state is State.SUMMING
-            if not begun or any(self.gradients.has(parameter) for parameter in one.bucket.parameters):
+            if not one.times_left or any(self.gradients.has(parameter) for parameter in one.bucket.parameters):
                 self._leave(one)
-        self._left.clear()
         return self._ended()
-
-    def _ended(self) -> Iterator[int]:
-        for one in self.sums:
-            one.cross()
-        return super()._ended()
 
     def _leave(self, one: SlicedSum) -> None:
         """Start a bucket's sum, when those that fill at another time have ended."""
-        for other in self._summing:
-            if not self.fill_together(one, other):
+        for other in self.sums:
+            if not one.fills_with(other):
                 other.collect()
         for parameter in one.bucket.parameters:
             self.gradients.fill(parameter)
@@ -189,11 +181,6 @@ class Sharded(Synchroniser):
         # Beside stages weight gradients come in an order of their own, and slices go on behind the backward pass.
         one.last = self._final and self.mesh.size(PIPE) == 1
         one.leave()
-        self._summing = [*(other for other in self._summing if other.state is State.SUMMING), one]
-
-    def fill_together(self, one: SlicedSum, other: SlicedSum) -> bool:
-        """Whether two buckets are full at about the same time."""
-        return one is other
 
 
 def free(x: Tensor) -> None:

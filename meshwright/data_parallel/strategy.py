@@ -198,7 +198,7 @@ class BucketSum:
     def take(self, parameter: nn.Parameter) -> None:
         """A parameter has its gradient. Full when it was the last."""
         self.missing.discard(parameter)
-        if not self.missing:
+        if not self.missing and self.state is State.FILLING:
             self.state = State.FULL
 
     def leave(self) -> None:
@@ -208,6 +208,9 @@ class BucketSum:
         self.bucket.gradients[self.bucket.places[-1].stop :].zero_()
         reduce, self.state = partial(self.policy.reduce, self.bucket, self.comm), State.SUMMING
         self.work = Later(lambda: reduce().wait()) if self.policy.blocks else reduce()
+
+    def cross(self) -> None:
+        """Begin what follows the sum of all microbatches: of slices the sum over the ranks that hold the same."""
 
     def end(self) -> None:
         """Summed: wait for the sum."""
@@ -231,6 +234,19 @@ class BucketSum:
         if self.arriving is not None:
             work, self.arriving = self.arriving, None
             work.wait()
+
+    @property
+    def weights(self) -> FlatWeights:
+        """All that this rank holds of the bucket's weights between steps."""
+        return FlatWeights(self.bucket.values, self.bucket.places, self.bucket.copy_axes(self.mesh.grid))
+
+    def make_equal(self) -> list[str]:
+        """The parameters that the ranks which hold them had with other values; now they have the first's."""
+        bucket, comm = self.bucket, self.mesh.comm(*self.bucket.copy_axes(self.mesh.grid))
+        if same_everywhere(bucket.values, comm):  # one small message, as long as all is well
+            return []
+        parts = ((place.name, bucket.values[place.start : place.stop]) for place in bucket.places)
+        return [name for name, values in parts if make_equal(values, comm)]
 
 
 class Synchroniser:
@@ -259,8 +275,6 @@ class Synchroniser:
         self.buckets = [one.bucket for one in self.sums]
         self.slots = [one.slot for one in self.sums]
         self._sum_of = {parameter: one for one in self.sums for parameter in one.views}
-        self._num_left = 0
-        """The number of buckets that have left in this step."""
         self._final = False
         self._of: dict[int, list[int]] = {}
         """The buckets that each part of the model reads."""
@@ -288,8 +302,7 @@ class Synchroniser:
     @property
     def weights(self) -> list[FlatWeights]:
         self._wait()
-        grid = self.mesh.grid
-        return [FlatWeights(bucket.values, bucket.places, bucket.copy_axes(grid)) for bucket in self.buckets]
+        return [one.weights for one in self.sums]
 
     def share(self, load: LoadRows, replica_batch: int) -> Batch:
         return load(self.mesh.index(*DATA_AXES) * replica_batch, replica_batch)
@@ -322,9 +335,11 @@ class Synchroniser:
 
     def _launch(self) -> None:
         """Start the sums of the next buckets in order, as far as they are full."""
-        while self._num_left < len(self.sums) and self.sums[self._num_left].state is State.FULL:
-            self.sums[self._num_left].leave()
-            self._num_left += 1
+        for one in self.sums:
+            if one.state is State.FILLING:
+                return
+            if one.state is State.FULL:
+                one.leave()
 
     def arrivals(self) -> Iterator[int]:
         self._wait()  # a slot must not be stepped while it travels
@@ -333,11 +348,12 @@ class Synchroniser:
                 self.gradients.fill(parameter)
                 one.take(parameter)
         self._launch()
-        self._num_left = 0
         return self._ended()
 
     def _ended(self) -> Iterator[int]:
         """The buckets' indices, each when its slot holds the whole gradient."""
+        for one in self.sums:
+            one.cross()
         for index, one in enumerate(self.sums):
             one.end()
             if self.fixed is not None:
@@ -364,20 +380,9 @@ class Synchroniser:
 
     def make_replicas_equal(self) -> list[str]:
         self._wait()
-        return make_buckets_equal(self.buckets, self.mesh)
+        return [name for one in self.sums for name in one.make_equal()]
 
     def _wait(self, indices: Collection[int] | None = None) -> None:
         """Return when the values of these buckets have arrived, by default of all."""
         for index in range(len(self.sums)) if indices is None else sorted(indices):
             self.sums[index].wait()
-
-
-def make_buckets_equal(buckets: Sequence[Bucket], mesh: Mesh) -> list[str]:
-    """Strategy.make_replicas_equal of weights that lie in buckets."""
-    differing = []
-    for bucket in buckets:
-        comm = mesh.comm(*bucket.copy_axes(mesh.grid))
-        if not same_everywhere(bucket.values, comm):  # one small message, as long as all is well
-            parts = ((place.name, bucket.values[place.start : place.stop]) for place in bucket.places)
-            differing += [name for name, values in parts if make_equal(values, comm)]
-    return differing

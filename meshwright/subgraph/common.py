@@ -68,15 +68,10 @@ class AbsentNorm(Absent):
 class AbsentTable(Absent):
     """Ids [0, T] or patches [0, T, P] -> [0, T, H], where gradients begin that end here. (Positions [T] -> zeros.)"""
 
-    def __init__(self, layer: ShardedModule, num_dims: int) -> None:
-        """`num_dims`: of the input, those that H follows."""
-        super().__init__(layer)
-        self.num_dims = num_dims
-
     def forward(self, x: Tensor) -> Tensor:
         table = self.get_parameter("weight")
-        # Ids have no gradient: the graph of a rank without a table begins with these zeros.
-        return table.new_zeros(*x.shape[: self.num_dims], table.shape[-1]).requires_grad_(torch.is_grad_enabled())
+        # H follows B and T. Ids have no gradient: the graph of a rank without a table begins with these zeros.
+        return table.new_zeros(*x.shape[:2], table.shape[-1]).requires_grad_(torch.is_grad_enabled())
 
 
 class AbsentHead(Absent):

@@ -15,32 +15,20 @@ data and branch, a branch's over data: the branch axis splits the tokens, and cu
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.parameters.shard import Initial, Shard, ShardedModule, ShardSpec
+from meshwright.parameters.shard import Initial, ShardedModule, ShardSpec
 from meshwright.ranks.mesh import Mesh
-from meshwright.subgraph.common import (
-    Absent,
-    AbsentHead,
-    AbsentNorm,
-    AbsentTable,
-    CommonLinear,
-    JoinedLinear,
-    SlicedLinear,
-)
+from meshwright.subgraph.common import AbsentHead, AbsentNorm, AbsentTable, CommonLinear, JoinedLinear, SlicedLinear
 from meshwright.subgraph.section import Subgraph
 from meshwright.subgraph.segment import AllCommon, OneCommon, Segment
 from meshwright.tensor.copies import HeadGroups
-from meshwright.tensor.experts import ExpertsShape
-from meshwright.tensor.head import HeadShape
-from meshwright.tensor.kit import LinearPair
-from meshwright.tensor.linear import Local
-from meshwright.tensor.norms import GroupNorm, RmsNorm
+from meshwright.tensor.head import TableHead
+from meshwright.tensor.kit import LinearPair, Role, Where
 from meshwright.tensor.pair import CutContract, CutExpand
-from meshwright.tensor.serial import SerialEmbedding, SerialHead, SerialNorm, SerialPatches
+from meshwright.tensor.serial import Embedding, KitBase, SerialLinear, grouped
 
 
 class CommonPair:
@@ -50,8 +38,11 @@ class CommonPair:
         self.segment = segment
         self._first, self._second = (SlicedLinear, JoinedLinear) if core else (CommonLinear, CommonLinear)
 
-    def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True) -> nn.Module:
-        return self._first(self.segment, hidden, _grouped(inner, groups), initial, bias=bias)
+    def expand(
+        self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True,
+        heads: HeadGroups | None = None,
+    ) -> nn.Module:  # fmt: skip
+        return self._first(self.segment, hidden, grouped(inner, groups), initial, bias=bias)
 
     def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
         return self._second(self.segment, inner, (hidden,), initial, bias=bias)
@@ -63,8 +54,11 @@ class BranchPair:
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
 
-    def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True) -> nn.Module:
-        return CutExpand(self.segment.mesh, hidden, _grouped(inner, groups), initial, self.segment, bias=bias)
+    def expand(
+        self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True,
+        heads: HeadGroups | None = None,
+    ) -> nn.Module:  # fmt: skip
+        return CutExpand(self.segment.mesh, hidden, grouped(inner, groups), initial, self.segment, bias=bias)
 
     def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
         # Added after the branches' outputs are summed, so the bias is a common layer's: its owner computes it.
@@ -72,95 +66,45 @@ class BranchPair:
         return CutContract(self.segment.mesh, inner, hidden, initial, self.segment, bias=spec)
 
 
-def _grouped(inner: int, groups: int) -> tuple[int, ...]:
-    return (inner,) if groups == 1 else (groups, inner // groups)
-
-
-class SubgraphKit:
+class SubgraphKit(KitBase):
     """Branches over the `branch` axis."""
-
-    split_axes: tuple[str, ...] = ("branch",)
-    parts = 1
 
     def __init__(self, mesh: Mesh, settings: Subgraph, num_rows: int) -> None:
         """`num_rows`: of a replica's microbatch."""
-        self.mesh = mesh
         self.segment: Segment = AllCommon(mesh) if settings.common == "all" else OneCommon(mesh, num_rows)
+        super().__init__(mesh, self.segment)
         branches, common = BranchPair(self.segment), CommonPair(self.segment, core=False)
-        core = settings.branch == "attention-core"
-        self.branches: LinearPair = CommonPair(self.segment, core=True) if core else branches
+        self._branches = CommonPair(self.segment, core=True) if settings.branch == "attention-core" else branches
         # Attention takes `branches`, every other pair of linears the kit's own words: only `block` cuts these.
         self._slices: LinearPair = branches if settings.branch == "block" else common
 
-    def _common(self, layer: ShardedModule, absent: Callable[[ShardedModule], Absent]) -> ShardedModule:
-        """A common layer, or what stands for it where it does not live."""
+    @property
+    def branches(self) -> LinearPair:
+        return self._branches
+
+    def outside(self, layer: ShardedModule) -> nn.Module:
         # Declared also where it does not live, with no rows: names, buckets and checkpoints are the same on all ranks.
         layer.set_owner(self.segment.owner)
-        return layer if self.segment.holds else absent(layer)
+        if self.segment.holds:
+            return layer
+        match layer:
+            case TableHead():
+                return AbsentHead(layer)
+            case Embedding() | SerialLinear():
+                return AbsentTable(layer)
+            case _:
+                return AbsentNorm(layer)
 
-    def embedding(self, num_rows: int, hidden: int, initial: Initial) -> nn.Module:
-        layer = SerialEmbedding(self.mesh, num_rows, hidden, initial)
-        return self._common(layer, lambda layer: AbsentTable(layer, 2))
+    def linear(self, role: Role, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+        if role == "patches":
+            return self.outside(SerialLinear(self.mesh, inputs, (outputs,), initial, bias=False))
+        return CommonLinear(self.segment, inputs, (outputs,), initial, bias=bias and role == "transform")
 
-    def patches(self, inputs: int, hidden: int, initial: Initial) -> nn.Module:
-        return self._common(SerialPatches(self.mesh, inputs, hidden, initial), lambda layer: AbsentTable(layer, 2))
+    def expand(self, *sizes: Any, **options: Any) -> nn.Module:
+        return self._slices.expand(*sizes, **options)
 
-    def norm(self, hidden: int, epsilon: float, *, bias: bool = True) -> nn.Module:
-        return self._common(SerialNorm(self.mesh, hidden, epsilon, bias=bias), AbsentNorm)
+    def contract(self, *sizes: Any, **options: Any) -> nn.Module:
+        return self._slices.contract(*sizes, **options)
 
-    def rms_norm(self, hidden: int, epsilon: float) -> nn.Module:
-        return self._common(RmsNorm(self.mesh, hidden, epsilon), AbsentNorm)
-
-    def group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
-        return self._common(GroupNorm(self.mesh, channels, groups, epsilon, {}), AbsentNorm)
-
-    def head_norm(self, width: int, epsilon: float) -> nn.Module:
-        # One weight for the heads of all branches: each rank's gradient is of its heads alone, hence summed over the
-        # axis.
-        return RmsNorm(self.mesh, width, epsilon, ("branch",))
-
-    def local_group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
-        return GroupNorm(self.mesh, channels, groups, epsilon, {"branch": Shard(0)})
-
-    def local(self, shape: tuple[int, ...], dim: int, initial: Initial, *, matrix: bool) -> nn.Module:
-        return Local(self.mesh, ShardSpec(shape, {"branch": Shard(dim)}, initial, matrix=matrix))
-
-    def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True) -> nn.Module:
-        return self._slices.expand(hidden, inner, initial, groups=groups, bias=bias)
-
-    def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
-        return self._slices.contract(inner, hidden, initial, bias=bias)
-
-    def transform(self, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
-        return CommonLinear(self.segment, inputs, (outputs,), initial, bias=bias)
-
-    def scores(self, hidden: int, outputs: int, initial: Initial) -> nn.Module:
-        return CommonLinear(self.segment, hidden, (outputs,), initial, bias=False)
-
-    def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
-        return self._common(SerialHead(self.mesh, shape, tied, {}, {}), AbsentHead)
-
-    def experts(self, shape: ExpertsShape) -> nn.Module:
-        raise AssertionError("a rule refuses experts here")
-
-    def shared_heads(self, hidden: int, groups: HeadGroups, initial: Initial, *, bias: bool) -> nn.Module:
-        raise AssertionError("a rule refuses more ranks than heads")
-
-    def local_heads(self, heads: int) -> int:
-        # Divisible: Subgraph.cuts has seen to it.
-        return heads // self.mesh.size("branch")
-
-    def slice_batch(self, x: Tensor) -> Tensor:
-        return self.segment.rows(x)
-
-    def slice_inside(self, x: Tensor) -> Tensor:
-        return x
-
-    def slice_hidden(self, x: Tensor) -> Tensor:
-        return x
-
-    def own_randomness(self, rate: float) -> AbstractContextManager[None]:
-        return nullcontext()  # every rank's stream is its own already
-
-    def end_step(self) -> None:
-        return None
+    def slice(self, x: Tensor, where: Where) -> Tensor:
+        return self.segment.rows(x) if where == "batch" else x

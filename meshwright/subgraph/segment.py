@@ -14,60 +14,32 @@ holds all of them and the others none (`OneCommon`, D&SP-cSub).
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from abc import abstractmethod
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from meshwright.ranks.collectives import Moving, start_all_gather, start_all_to_all, start_reduce_scatter
+from meshwright.ranks.collectives import Moving, cross, start_all_gather, start_all_to_all, start_reduce_scatter
 from meshwright.ranks.mesh import Mesh
+from meshwright.tensor.boundary import Boundary
 
 ROWS = 0
 """The dim of B."""
 
-_Start = Callable[[Tensor], Moving]
 
+class Segment(Boundary):
+    """A boundary with slices; one of the two forms. `owner`: where the common layers live."""
 
-class _Cross(torch.autograd.Function):
-    """A collective in the forward pass, and its adjoint in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, there: _Start, back: _Start) -> Tensor:
-        ctx.back = back
-        return there(x).wait()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(gradient).wait(), None, None
-
-
-class Segment(ABC):
-    """A `Boundary` with slices; one of the two forms. `owner`: where the common layers live."""
-
-    axis: str
     # The gathered input of a pair is kept for the backward pass, as in the paper: g times the activation at that place,
     # for a third of the bytes.
     keeps = True
-    holds: bool
     owner: tuple[str, int] | None
 
     def __init__(self, mesh: Mesh, axis: str) -> None:
         self.mesh = mesh
         self.axis = axis
-        self.split_axes: tuple[str, ...] = (axis,)
-
-    @abstractmethod
-    def start_enter(self, x: Tensor) -> Moving:
-        """All rows of those that ranks hold: [b, ...] -> [B, ...]."""
-
-    @abstractmethod
-    def start_leave(self, x: Tensor) -> Moving:
-        """The sum of every rank's x, rows where they belong: [B, ...] -> [b, ...]; x is contiguous, and lost."""
+        self.split_axes = (axis,)
 
     @abstractmethod
     def start_slice(self, x: Tensor, dim: int) -> Moving:
@@ -82,13 +54,13 @@ class Segment(ABC):
         """The rows that this rank holds."""
 
     def enter(self, x: Tensor) -> Tensor:
-        """start_enter, waited for and differentiable, as are the three methods below."""
         return cross(x, self.start_enter, self._start_sum)
 
     def leave(self, x: Tensor) -> Tensor:
         return cross(x, self._start_sum, self.start_enter)
 
     def slice(self, x: Tensor, dim: int) -> Tensor:
+        """start_slice, waited for and differentiable, as is `concat`."""
         return cross(x, partial(self.start_slice, dim=dim), partial(self.start_concat, dim=dim))
 
     def concat(self, x: Tensor, dim: int) -> Tensor:
@@ -160,9 +132,3 @@ class OneCommon(Segment):
 
     def rows(self, x: Tensor) -> Tensor:
         return x if self.holds else x[:0]
-
-
-def cross(x: Tensor, there: _Start, back: _Start) -> Tensor:
-    """`there` of x, differentiable: the gradient goes `back`."""
-    result: Tensor = _Cross.apply(x, there, back)
-    return result

@@ -1,29 +1,46 @@
 """How activations cross into a pair of linears that is cut over an axis, and out of it again.
 
-How 1-D tensor parallelism holds activations between two pairs of linears: whole on every rank, or cut by sequence.
+How a kit holds activations between two pairs of linears: whole on every rank of the axis, or cut along a dim of them.
 
-| form  | activation between pairs | into a pair              | out of a pair                        |
-|-------|--------------------------|--------------------------|--------------------------------------|
-| whole | [B, T, H]                | as it is                 | all-reduce                           |
-| cut   | [B, T/tensor, H]         | all-gather along T       | reduce-scatter along T               |
+| form  | activation between pairs                               | into a pair          | out of a pair            |
+|-------|--------------------------------------------------------|----------------------|--------------------------|
+| uncut | [B, T, H], of one rank                                 | as it is             | as it is                 |
+| whole | [B, T, H] on every rank: 1-D                           | as it is             | all-reduce               |
+| cut   | [B, T/tensor, H]: 1-D, cut by sequence; [b, T, H/col]: 2-D | all-gather along it | reduce-scatter along it |
 
-Going back, gradients enter and leave a pair as activations do. The cut form moves the same bytes as the whole one, but
-for an all-gather of the pair's input that the backward pass does again instead of keeping it.
+Sub-graphs cut rows, or leave them to one rank (subgraph/segment.py). Going back, gradients enter and leave a pair as
+activations do. Cut by sequence moves the same bytes as whole, but for an all-gather of the pair's input that the
+backward pass does again instead of keeping it.
 (Megatron-LM: arXiv 1909.08053; sequence parallelism: Korthikanti et al., arXiv 2205.05198.)
+
+What all heads share comes into branches by no linear (`spread`): a rotary key (multi-head latent attention, arXiv
+2405.04434, section 2.1.2). It enters as activations do, and each head of a rank gets a copy; its gradient is the sum
+over the heads of all ranks, which leaves. `collect` is the transpose.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.bits.blocks import start_tree_all_reduce, start_tree_reduce_scatter
+from meshwright.bits.blocks import (
+    Blocks,
+    apart,
+    joined_runs,
+    start_tree_all_reduce,
+    start_tree_reduce_scatter,
+    tree_sum,
+)
+from meshwright.parameters.shard import Placements, Shard
 from meshwright.ranks.collectives import (
     Moving,
     all_gather,
     all_reduce,
     all_reduce_gradient,
+    cross,
     here,
     reduce_scatter,
     start_all_gather,
@@ -33,95 +50,150 @@ from meshwright.ranks.collectives import (
 from meshwright.ranks.mesh import Mesh
 
 
-class Boundary(Protocol):
-    """How activations enter a pair and leave it: Megatron's f and g. Here for 1-D, in subgraph/segment.py for branches.
+class Boundary(ABC):
+    """How activations enter a pair and leave it: Megatron's f and g.
 
-    `start_*` are for layers that write their own backward, `enter` and `leave` for others. `axis`: cuts the pair.
+    `start_*` are for layers that write their own backward, `enter` and `leave` for others. `axis`: cuts the pair, ""
+    where none does. `split_axes`: those whose ranks hold different parts of an activation between pairs.
     `keeps`: the whole activation is kept for the backward pass, where it would have to travel again.
     `holds`: this rank holds activations outside of the pair, and what belongs to them: the bias behind the sum.
     """
 
     axis: str
-    split_axes: tuple[str, ...]
-    keeps: bool
-    holds: bool
+    split_axes: tuple[str, ...] = ()
+    keeps: bool = False
+    holds: bool = True
 
+    @abstractmethod
     def start_enter(self, x: Tensor) -> Moving:
         """The whole activation [B, T, H] of what a rank holds of it."""
 
+    @abstractmethod
     def start_leave(self, x: Tensor) -> Moving:
-        """This rank's part of the sum of every rank's x [B, T, H]; x is overwritten."""
+        """This rank's part of the sum of every rank's x [B, T, H]; x is contiguous, and overwritten."""
 
+    @abstractmethod
     def enter(self, x: Tensor) -> Tensor:
         """Like start_enter, differentiable."""
 
+    @abstractmethod
     def leave(self, x: Tensor) -> Tensor:
         """Like start_leave, differentiable; x is kept."""
 
-
-SEQUENCE = -2
-"""The dim of T in [B, T, H] and in [T, H]."""
-
-
-class Sequence(Boundary, Protocol):
-    """One of the two forms."""
-
     def part(self, x: Tensor) -> Tensor:
-        """This rank's part of x [B, T, H], which every rank has whole and which needs no gradient."""
+        """This rank's part of x, which every rank has whole and which needs no gradient."""
+        return x
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Every rank's x [B, t, n] where tokens are, differentiable: all go on with the same."""
+        return x
+
+    def inner(self, dim: int) -> Placements:
+        """The placements of a parameter whose `dim` is cut as the inner width is."""
+        return {self.axis: Shard(dim)} if self.axis else {}
 
 
-class WholeSequence:
-    """Every rank holds all tokens. `by_tree`: sums have the order of a balanced tree (bits/blocks.py). `enter` and
-    `leave` need none: with it they only add zeros."""
+class Uncut(Boundary):
+    """One rank holds all."""
 
-    axis = "tensor"
-    split_axes: tuple[str, ...] = ()
-    keeps = False
-    holds = True
+    axis = ""
 
-    def __init__(self, mesh: Mesh, *, by_tree: bool = False) -> None:
-        self.mesh = mesh
+    def start_enter(self, x: Tensor) -> Moving:
+        return here(x)
+
+    start_leave = start_enter
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x
+
+    leave = enter
+
+
+UNCUT = Uncut()
+
+
+class WholeActivations(Boundary):
+    """Every rank of the axis holds all of an activation. `by_tree`: sums have the order of a balanced tree
+    (bits/blocks.py). `enter` and `leave` need none: with it they only add zeros."""
+
+    def __init__(self, mesh: Mesh, axis: str, *, by_tree: bool = False) -> None:
+        self.mesh, self.axis = mesh, axis
         self.start_sum = start_tree_all_reduce if by_tree else start_all_reduce
 
     def start_enter(self, x: Tensor) -> Moving:
         return here(x)
 
     def start_leave(self, x: Tensor) -> Moving:
-        return self.start_sum(x, self.mesh.comm("tensor"))
+        return self.start_sum(x, self.mesh.comm(self.axis))
 
     def enter(self, x: Tensor) -> Tensor:
-        return all_reduce_gradient(x, self.mesh, "tensor")
+        return all_reduce_gradient(x, self.mesh, self.axis)
 
     def leave(self, x: Tensor) -> Tensor:
-        return all_reduce(x, self.mesh, "tensor")
-
-    def part(self, x: Tensor) -> Tensor:
-        return x
+        return all_reduce(x, self.mesh, self.axis)
 
 
-class CutSequence:
-    """Rank r holds the r-th part of each sequence's tokens."""
+SEQUENCE, HIDDEN = -2, -1
+"""The dims of T and H in [B, T, H] and in [T, H]."""
 
-    axis = "tensor"
-    split_axes: tuple[str, ...] = ("tensor",)
-    keeps = False
-    holds = True
 
-    def __init__(self, mesh: Mesh, *, by_tree: bool = False) -> None:
-        self.mesh = mesh
+class CutActivations(Boundary):
+    """Rank r of the axis holds the r-th part of an activation along `dim`. `by_tree`: as above."""
+
+    def __init__(self, mesh: Mesh, axis: str, dim: int, *, by_tree: bool = False) -> None:
+        self.mesh, self.axis, self.dim = mesh, axis, dim
+        self.split_axes = (axis,)
         self.start_sum = start_tree_reduce_scatter if by_tree else start_reduce_scatter
 
     def start_enter(self, x: Tensor) -> Moving:
-        return start_all_gather(x, self.mesh.comm("tensor"), SEQUENCE)
+        return start_all_gather(x, self.mesh.comm(self.axis), self.dim)
 
     def start_leave(self, x: Tensor) -> Moving:
-        return self.start_sum(x, self.mesh.comm("tensor"), SEQUENCE)
+        return self.start_sum(x, self.mesh.comm(self.axis), self.dim)
 
     def enter(self, x: Tensor) -> Tensor:
-        return all_gather(x, self.mesh, "tensor", SEQUENCE)
+        return all_gather(x, self.mesh, self.axis, self.dim)
 
     def leave(self, x: Tensor) -> Tensor:
-        return reduce_scatter(x, self.mesh, "tensor", SEQUENCE)
+        return reduce_scatter(x, self.mesh, self.axis, self.dim)
 
     def part(self, x: Tensor) -> Tensor:
-        return x.chunk(self.mesh.size("tensor"), SEQUENCE)[self.mesh.index("tensor")]
+        return x.chunk(self.mesh.size(self.axis), self.dim)[self.mesh.index(self.axis)]
+
+    def whole(self, x: Tensor) -> Tensor:
+        # Each rank puts its own among zeros, and they are summed: the gradient of the sum is whole on every rank, which
+        # takes its own part of it.
+        size, index, count = self.mesh.size(self.axis), self.mesh.index(self.axis), x.shape[self.dim]
+        room = (*(0, 0) * (-1 - self.dim), index * count, (size - 1 - index) * count)
+        return all_reduce(F.pad(x, room), self.mesh, self.axis)
+
+
+def spread(x: Tensor, heads: int, boundary: Boundary, blocks: Blocks) -> Tensor:
+    """x, as a kit holds it between pairs, for each of this rank's `heads`: [B, T, N] -> [B, T, heads, N]. Backward:
+    `collect`."""
+    return cross(x, lambda x: _start_copies(x, heads, boundary), lambda dy: _start_sum(dy, boundary, blocks))
+
+
+def collect(x: Tensor, boundary: Boundary, blocks: Blocks) -> Tensor:
+    """The sum over the heads of all ranks, as a kit holds it between pairs: [B, T, heads, N] -> [B, T, N]. Backward:
+    `spread`."""
+    heads = x.shape[2]
+    return cross(x, lambda x: _start_sum(x, boundary, blocks), lambda dy: _start_copies(dy, heads, boundary))
+
+
+def _start_copies(x: Tensor, heads: int, boundary: Boundary) -> Moving:
+    entering = boundary.start_enter(x)
+    return Moving(entering.work, lambda: entering.result().unsqueeze(2).expand(-1, -1, heads, -1))
+
+
+def _start_sum(x: Tensor, boundary: Boundary, blocks: Blocks) -> Moving:
+    """The sum of x [B, T, heads, N] over heads, in the order of a tree over parts where bits are layout-free."""
+    if not blocks.exact:
+        return boundary.start_leave(x.sum(2))
+    # A run's part is summed over its heads in memory of its own: one shape, whichever rank has it.
+    runs = [
+        tree_sum(apart(part).flatten(0, 1).sum(1, dtype=torch.float32) for part in run.chunk(blocks.parts, 2))
+        for run in (x.chunk(blocks.runs, 1) if x.shape[1] > 1 else (x,))
+    ]
+    leaving = boundary.start_leave(joined_runs(runs, x.shape[0]))
+    return Moving(leaving.work, lambda: leaving.result().to(x.dtype))

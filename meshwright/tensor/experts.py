@@ -54,7 +54,7 @@ from meshwright.parameters.shard import Initial, Placements, Shard, ShardedModul
 from meshwright.ranks.collectives import all_reduce, start_all_reduce, trade_rows
 from meshwright.ranks.grid import EXPERT
 from meshwright.ranks.mesh import Mesh
-from meshwright.tensor.boundary import Boundary
+from meshwright.tensor.boundary import UNCUT, Boundary
 from meshwright.tensor.linear import cast, linear, write_part, write_product
 from meshwright.tensor.swiglu import swiglu
 
@@ -126,7 +126,7 @@ class GroupedLinear(ShardedModule):
         super().__init__(mesh)
         self.weight = self.declare("weight", ShardSpec(shape, placements, initial))
         self.rows_apart = False
-        """Whether operands of an expert's products lie as if each were alone in memory (`Experts.compute_rows_apart`)."""
+        """Whether operands of an expert's products lie as if alone in memory (`Experts.compute_rows_apart`)."""
 
     def forward(self, x: Tensor, runs: Runs) -> Tensor:
         """x [R, in], of which each expert has so many rows in each run; [R, ..., out]."""
@@ -225,9 +225,9 @@ def dropped_pairs(model: nn.Module, device: torch.device) -> Tensor:
 
 
 class Experts(nn.Module):
-    """The router and its experts. `boundary`: cuts their inner width, and how activations cross it; None: whole."""
+    """The router and its experts. `boundary`: which axis cuts their inner width, and how activations cross it."""
 
-    def __init__(self, mesh: Mesh, shape: ExpertsShape, boundary: Boundary | None = None) -> None:
+    def __init__(self, mesh: Mesh, shape: ExpertsShape, boundary: Boundary = UNCUT) -> None:
         super().__init__()
         self.mesh, self.shape, self.boundary = mesh, shape, boundary
         self.router = Router(mesh, shape.hidden, shape.count, shape.initial)
@@ -238,8 +238,7 @@ class Experts(nn.Module):
         has all experts: a kernel's shape, and so its bits, then depend on no layout (bits/)."""
 
         def cuts(dim: int) -> Placements:
-            whose = {EXPERT: Shard(0)} if self.travels else {}
-            return whose | ({boundary.axis: Shard(dim)} if boundary else {})
+            return ({EXPERT: Shard(0)} if self.travels else {}) | dict(boundary.inner(dim))
 
         self.expand = GroupedLinear(mesh, (shape.count, shape.hidden, 2, shape.inner), cuts(3), shape.initial)
         self.contract = GroupedLinear(mesh, (shape.count, shape.inner, shape.hidden), cuts(1), shape.last)
@@ -254,8 +253,6 @@ class Experts(nn.Module):
             weights = weights / weights.sum(-1, keepdim=True)
         weights = weights.to(h.dtype)
         balance = (self._balance(shares, ids),) if self.shape.balances else ()
-        if self.boundary is None:
-            return self._computed(h, weights, ids, places), *balance
         whole = self._computed(
             self.boundary.enter(h), self.boundary.enter(weights), self.boundary.start_enter(ids).wait(), places
         )
@@ -354,7 +351,7 @@ class Experts(nn.Module):
 
     def _balance(self, shares: Tensor, ids: Tensor) -> Tensor:
         """n Σ_e f_e P_e by sequence; shares [B, T, n], ids [B, T, k]."""
-        inside = self.boundary.split_axes if self.boundary else ()
+        inside = self.boundary.split_axes
         cut = tuple(axis for axis in self.mesh.grid.names if axis in (*inside, "context"))
         tokens = shares.shape[1] * self.mesh.size(*cut)
         counts = shares.new_zeros(shares.shape[0], self.shape.count)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from torch import Tensor, nn
 
@@ -49,21 +49,42 @@ class WholeHead(Head, Protocol):
 class LinearPair(Protocol):
     """Where the first and second linear of a pair come from. `bias`: whether they add one."""
 
-    def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True) -> nn.Module:
+    def expand(
+        self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True,
+        heads: HeadGroups | None = None,
+    ) -> nn.Module:  # fmt: skip
         """[B, T, H] -> [B, T, groups, N/groups]: each group (query, key, value, say) is split over ranks by itself.
 
-        One group: [B, T, N].
+        One group: [B, T, N]. `heads`: N is queries, keys and values of these; where ranks are more than key-value heads
+        (local_heads(heads.count) is 0) a rank gets some queries of one head, its key and its value,
+        [B, T, (G/c + 2) E] (copies.py).
         """
 
     def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
         """[B, T, N] -> [B, T, H]."""
 
 
+NormKind = Literal["layer", "rms", "group"]
+"""layer: over H. rms: x / rms(x) times a weight, over H (Zhang and Sennrich, arXiv 1910.07467). group: over T and the
+channels of a group (Wu and He, arXiv 1803.08494)."""
+
+Role = Literal["transform", "patches", "scores"]
+"""A linear outside of pairs, by where its input and output are. transform: [B, t, I] -> [B, t, N], both as the kit
+holds activations; for heads and shortcuts, elsewhere in blocks use a pair. patches: from rows of numbers that every
+rank has whole and that need no gradient, [B, T, I] -> [B, T, N]. scores: [B, t, I] -> [B, T, N], alike on all ranks
+that hold these rows: what a loss over tokens is made of; what a kit that splits the sequence gives behind the first
+token's scores is of no use where t < T. t <= T, as in `Head`."""
+
+Where = Literal["batch", "inside", "hidden"]
+"""batch: rows of a replica's batch [B, ...], as models see it. inside: those that a rank sees inside of `branches`;
+masks are sliced so. hidden: the part of x [T, H] that lies outside of pairs."""
+
+
 class Kit(LinearPair, Protocol):
     """The layers that a model is written in. Each carries its parameters' ShardSpecs.
 
     `branches`: for a pair whose inside falls into branches that need nothing of each other: the heads of an attention,
-    the paths of a ResNeXt block. Inside of one, a rank may see other rows of the batch than outside (`slice_inside`).
+    the paths of a ResNeXt block. Inside of one, a rank may see other rows of the batch than outside.
     A pair of the kit itself, a feed-forward's, has slices of its inner width at most.
 
     `split_axes`: the mesh axes whose ranks hold different parts of the activations between two pairs of linears, so
@@ -81,65 +102,41 @@ class Kit(LinearPair, Protocol):
     def embedding(self, num_rows: int, hidden: int, initial: Initial) -> nn.Module:
         """ids [B, T] -> [B, T, H]."""
 
-    def patches(self, inputs: int, hidden: int, initial: Initial) -> nn.Module:
-        """Rows of numbers, whole on every rank and without a gradient: [B, T, inputs] -> [B, T, H]; no bias."""
+    def norm(
+        self, width: int, epsilon: float, *, kind: NormKind = "layer", groups: int = 1, bias: bool = True,
+        inside: bool = False,
+    ) -> nn.Module:  # fmt: skip
+        """[B, T, H] -> [B, T, H]. `groups`: of channels, of a group norm.
 
-    def norm(self, hidden: int, epsilon: float, *, bias: bool = True) -> nn.Module:
-        """Layer norm over H: [B, T, H] -> [B, T, H]. Without a bias where nothing behind it feels one: its gradient
-        would be rounding alone, which Adam makes steps of."""
+        `bias`: of a layer norm; none where nothing behind it feels one: its gradient would be rounding alone, which
+        Adam makes steps of. `inside`: of `branches`; layer and rms then norm a head's width, [..., E] -> [..., E], by
+        one weight for all heads, and a rank has whole groups.
+        """
 
-    def rms_norm(self, hidden: int, epsilon: float) -> nn.Module:
-        """x / rms(x) times a weight, over H (Zhang and Sennrich, arXiv 1910.07467): [B, T, H] -> [B, T, H]."""
+    def linear(self, role: Role, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+        """A linear outside of pairs. `bias`: of a transform; patches have none, nor have scores: a softmax over tokens
+        or texts does not change by a number that all of them have."""
 
-    def group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
-        """Norm over T and the channels of a group (Wu and He, arXiv 1803.08494): [B, T, H] -> [B, T, H]."""
+    def enter(self, x: Tensor, heads: int) -> Tensor:
+        """An activation that all heads share comes into `branches` by no linear: x as the kit holds activations,
+        [B, T, N], to a copy for each head here, [B, T, local_heads(heads), N]. Backward: `leave`."""
+
+    def leave(self, x: Tensor) -> Tensor:
+        """The sum over all heads, of all ranks: [B, T, local heads, N] to [B, T, N] as the kit holds activations.
+        Backward: `enter`."""
 
     def local(self, shape: tuple[int, ...], dim: int, initial: Initial, *, matrix: bool) -> nn.Module:
         """A parameter inside of `branches`, split along `dim` as their inner width is: call it for this rank's part."""
 
-    def head_norm(self, width: int, epsilon: float) -> nn.Module:
-        """RMS norm over a head's width inside of `branches`, one weight for all heads: [..., E] -> [..., E]."""
-
-    def local_group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
-        """Group norm inside of `branches`, where a rank has whole groups: [B, T, N] -> [B, T, N]."""
-
-    def transform(self, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
-        """[B, t, inputs] -> [B, t, outputs]: a linear outside of a pair, from and to activations as the kit holds them.
-
-        t <= T, as in `Head`. For heads and shortcuts; elsewhere in blocks, use a pair.
-        """
-
-    def scores(self, hidden: int, outputs: int, initial: Initial) -> nn.Module:
-        """[B, t, H] -> [B, T, outputs], alike on all ranks that hold these rows: what a loss over tokens is made of.
-
-        t <= T, as in `Head`; what a kit that splits the sequence gives behind the first token's scores is then no use.
-        Without a bias: a softmax over tokens or texts does not change by a number that all of them have.
-        """
-
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
         """A `Head`. `tied`: the token embedding whose weight it shares; None: a weight of its own."""
-
-    def experts(self, shape: ExpertsShape) -> nn.Module:
-        """A feed-forward of experts: [B, T, H] and the tokens' places [T] in their sequences, there in training, to
-        ([B, T, H],), and each sequence's balance [B] where it is asked for.
-        Only where the section of the kit has `holds_experts`."""
-
-    def shared_heads(self, hidden: int, groups: HeadGroups, initial: Initial, *, bias: bool) -> nn.Module:
-        """`branches.expand` of queries, keys and values where ranks are more than key-value heads: [B, T, H] ->
-        [B, T, (G/c + 2) E], some queries of one head, its key and its value (copies.py). Only where the section of the
-        kit names the axis that cuts heads."""
 
     def local_heads(self, heads: int) -> int:
         """How many attention heads (or paths) this rank computes; 0 where ranks are more."""
 
-    def slice_batch(self, x: Tensor) -> Tensor:
-        """This rank's rows of a replica's batch [B, ...]; the train loop calls it, models see the result."""
-
-    def slice_inside(self, x: Tensor) -> Tensor:
-        """The rows of a replica's batch [B, ...] that this rank sees inside of `branches`: masks are sliced so."""
-
-    def slice_hidden(self, x: Tensor) -> Tensor:
-        """This rank's part, outside of pairs, of x [T, H]: numbers without a gradient that every rank has whole."""
+    def slice(self, x: Tensor, where: Where) -> Tensor:
+        """This rank's part of numbers without a gradient that every rank has whole. Train loops slice batches, models
+        see the result."""
 
     def own_randomness(self, rate: float) -> AbstractContextManager[None]:
         """Around what draws random numbers inside a pair of linears, with probability `rate`: each rank its own."""
@@ -148,6 +145,14 @@ class Kit(LinearPair, Protocol):
         """The weights have changed: forget what was derived from them."""
 
 
+class ExpertsKit(Kit, Protocol):
+    """A kit with feed-forwards of experts: its section says `holds_experts`."""
+
+    def experts(self, shape: ExpertsShape) -> nn.Module:
+        """[B, T, H] and the tokens' places [T] in their sequences, there in training, to ([B, T, H],), and each
+        sequence's balance [B] where it is asked for."""
+
+
 def rows_of_rank(batch: Batch, kit: Kit, inside: Sequence[str]) -> Batch:
     """A rank's rows of a replica's batch, of each entry those for where it is read."""
-    return {name: (kit.slice_inside if name in inside else kit.slice_batch)(x) for name, x in batch.items()}
+    return {name: kit.slice(x, "inside" if name in inside else "batch") for name, x in batch.items()}

@@ -1,7 +1,8 @@
-"""Norms, computed in float32 or better. RMS norm and group norm take activations whose hidden dim a rank holds whole.
+"""Norms, computed in float32 or better, of activations whose hidden dim, or whose groups, a rank holds whole.
 
 | norm  | of             | over                        | weights   |
 |-------|----------------|-----------------------------|-----------|
+| layer | [B, T, H]      | H                           | [H], [H]  |
 | rms   | [B, T, H]      | H; no mean (arXiv 1910.07467) | [H]     |
 | group | [B, T, H]      | T and the channels of a group (arXiv 1803.08494) | [H], [H] |
 
@@ -17,8 +18,8 @@ is large. Sums are written where they travel, and worked on there: a GPU pays su
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -94,29 +95,39 @@ def scaled_by_block(x: Tensor, layer: ShardedModule, bias: Tensor | None, runs: 
     return y
 
 
-class RmsNorm(ShardedModule):
-    """x / sqrt(mean(x^2) + epsilon) · weight."""
+class Norm(ShardedModule):
+    """Layer norm over the last dim, or x / sqrt(mean(x^2) + epsilon) · weight (rms); computed in float32 or better,
+    whatever the precision of the input, which is the output's."""
 
     def __init__(
-        self,
-        mesh: Mesh,
-        hidden: int,
-        epsilon: float,
-        heads_over: tuple[str, ...] = (),
-        blocks: Blocks = WHOLE,
-    ) -> None:
+        self, mesh: Mesh, width: int, epsilon: float, kind: Literal["layer", "rms"] = "layer", *, bias: bool = True,
+        heads_over: tuple[str, ...] = (), blocks: Blocks = WHOLE,
+    ) -> None:  # fmt: skip
         """`heads_over`: the axes that cut the heads, of a norm over a head's width."""
         super().__init__(mesh)
-        self.epsilon, self.blocks = epsilon, blocks
+        self.kind, self.epsilon, self.blocks = kind, epsilon, blocks
         self.cut = (blocks.runs, blocks.parts) if heads_over else (blocks.outer_runs, 1)
-        spec = ShardSpec((hidden,), initial=ONES, matrix=False, full_precision=True, partial_over=heads_over)
+        self.affine_apart = False
+        """Whether weight and bias are applied by operations of their own, whose gradients are sums over rows: those of
+        torch's layer norm are added thread by thread, and end with other bits where threads are more."""
+        spec = ShardSpec((width,), initial=ONES, matrix=False, full_precision=True, partial_over=heads_over)
         self.weight = self.declare("weight", spec)
+        self.bias = self.declare("bias", replace(spec, initial=ZEROS)) if bias else None
 
     def forward(self, h: Tensor) -> Tensor:
-        x, weight = kernel_operands(h, self.mesh.device_type, self.weight)
+        biases = () if self.bias is None else (self.bias,)
+        x, weight, *cast = kernel_operands(h, self.mesh.device_type, self.weight, *biases)
         if self.blocks.exact:
-            return scaled_by_block(F.rms_norm(x, weight.shape, None, self.epsilon), self, None, *self.cut).to(h.dtype)
-        return F.rms_norm(x, weight.shape, weight, self.epsilon).to(h.dtype)
+            return scaled_by_block(self._normed(x, None), self, self.bias, *self.cut).to(h.dtype)
+        if self.affine_apart:
+            y = self._normed(x, None) * weight
+            return (y + cast[0] if cast else y).to(h.dtype)
+        return self._normed(x, weight, *cast).to(h.dtype)
+
+    def _normed(self, x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
+        if self.kind == "rms":
+            return F.rms_norm(x, self.weight.shape, weight, self.epsilon)
+        return F.layer_norm(x, self.weight.shape, weight, bias, self.epsilon)
 
 
 class GroupNorm(ShardedModule):

@@ -23,7 +23,7 @@ from meshwright.model import IGNORED
 from meshwright.parameters.shard import Shard, WriteGradient
 from meshwright.ranks.agreement import all_rows
 from meshwright.ranks.mesh import Mesh
-from meshwright.tensor.boundary import Sequence
+from meshwright.tensor.boundary import Boundary
 from meshwright.tensor.cross_entropy import (
     CHUNK_BYTES,
     CHUNK_ROWS,
@@ -42,15 +42,15 @@ class PartHead(TableHead):
     """Classes over the tensor axis, in parts."""
 
     def __init__(
-        self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None, sequence: Sequence, blocks: Blocks
+        self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None, boundary: Boundary, blocks: Blocks
     ) -> None:
         super().__init__(mesh, shape, tied, {"tensor": Shard(0)}, {"tensor": Shard(0)})
-        self.sequence, self.blocks = sequence, blocks
+        self.boundary, self.blocks = boundary, blocks
         self.fixed: FixedPoint | None = None
         """Where the step's loss scale stands, of which losses are multiples in training."""
 
     def operands(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        return self.sequence.enter(h), self.block
+        return self.boundary.enter(h), self.block
 
     def forward(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:
         dtype = autocast_dtype(h)
@@ -85,7 +85,7 @@ class _PartLoss(torch.autograd.Function):
         differentiates: bool,
     ) -> Tensor:  # fmt: skip
         blocks, count = head.blocks, labels.shape[1]
-        whole = head.sequence.start_enter(h).wait()  # [B, T, H]
+        whole = head.boundary.start_enter(h).wait()  # [B, T, H]
         total = torch.zeros((), dtype=torch.float64, device=h.device)
         ctx.head, ctx.shape, ctx.dtype, ctx.gradients = head, whole.shape, h.dtype, []
         wanted = labels.chunk(blocks.runs if count > 1 else 1, 1)
@@ -104,7 +104,7 @@ class _PartLoss(torch.autograd.Function):
         dh = torch.zeros(ctx.shape, dtype=torch.float32, device=factor.device)
         rows = joined_runs([run.dh for run in runs], ctx.shape[0])
         torch.mul(rows, factor.float(), out=dh[:, : rows.shape[1]])
-        leaving = head.sequence.start_leave(dh)
+        leaving = head.boundary.start_leave(dh)
         dtable = dbias = None
         for run in runs:
             dtable = added(dtable, head.give(run.dtable, _times(run.dtable, factor)))

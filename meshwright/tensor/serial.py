@@ -1,98 +1,88 @@
-"""The serial kit: one device, whole tensors. The oracle that every other kit is compared with.
+"""The words of a kit, each written once for layers that no axis cuts: the base of all kits, and one device's.
 
 | layer     | input     | weight        | output        | sends |
 |-----------|-----------|---------------|---------------|-------|
 | embedding | [B, T]    | [V, H]        | [B, T, H]     | -     |
-| patches   | [B, T, I] | [I, H]        | [B, T, H]     | -     |
 | norm      | [B, T, H] | [H], [H]      | [B, T, H]     | -     |
 | expand    | [B, T, H] | [H, G, N/G]   | [B, T, G, N/G]| -     |
 | contract  | [B, T, N] | [N, H]        | [B, T, H]     | -     |
-| transform | [B, t, H] | [H, H]        | [B, t, H]     | -     |
-| scores    | [B, T, H] | [H, n]        | [B, T, n]     | -     |
+| linear    | [B, t, I] | [I, N]        | [B, t, N]     | -     |
 | head      | [B, T, H] | [V, H]        | loss          | -     |
+
+The serial kit is the oracle that every other kit is compared with. A kit that cuts says how activations cross into its
+pairs (boundary.py), and writes anew the words whose weights its axes cut.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.bits.blocks import WHOLE, Blocks
-from meshwright.parameters.shard import ONES, ZEROS, Initial, ShardedModule, ShardSpec
+from meshwright.parameters.shard import ZEROS, Initial, Placements, ShardedModule, ShardSpec
 from meshwright.ranks.mesh import Mesh
+from meshwright.tensor.boundary import UNCUT, Boundary, collect, spread
 from meshwright.tensor.copies import HeadGroups
 from meshwright.tensor.cross_entropy import chunked_token_losses
 from meshwright.tensor.experts import Experts, ExpertsShape
 from meshwright.tensor.head import HeadShape, TableHead
-from meshwright.tensor.kit import LinearPair
+from meshwright.tensor.kit import LinearPair, NormKind, Role, Where
 from meshwright.tensor.linear import Local, linear, lookup
-from meshwright.tensor.norms import GroupNorm, RmsNorm, kernel_operands, scaled_by_block
+from meshwright.tensor.norms import GroupNorm, Norm
+
+TensorFunction = Callable[[Tensor], Tensor]
+"""A kit's way with a layer's input or output."""
+
+UNPLACED: Placements = {}
 
 
-class SerialEmbedding(ShardedModule):
-    """Rows of a table."""
+def as_it_is(x: Tensor) -> Tensor:
+    return x
 
-    def __init__(self, mesh: Mesh, num_rows: int, hidden: int, initial: Initial) -> None:
+
+class Embedding(ShardedModule):
+    """Rows of a table. Where an axis cuts it by rows, each rank looks up its own of `before`'s ids, the others add
+    nothing, and `after` sums. `runs`: of tokens, whose gradients are added one by one."""
+
+    def __init__(
+        self, mesh: Mesh, num_rows: int, hidden: int, initial: Initial, placements: Placements = UNPLACED, *,
+        before: TensorFunction = as_it_is, after: TensorFunction = as_it_is, runs: int = 1,
+    ) -> None:  # fmt: skip
         super().__init__(mesh)
-        self.weight = self.declare("weight", ShardSpec((num_rows, hidden), initial=initial, table=True))
+        self.before, self.after, self.runs = before, after, runs
+        self.axes = [axis for axis, shard in placements.items() if shard.dim == 0]
+        self.weight = self.declare("weight", ShardSpec((num_rows, hidden), placements, initial, table=True))
 
     def forward(self, ids: Tensor) -> Tensor:
-        return lookup(ids, self)  # [B, T, H]
-
-
-class SerialPatches(ShardedModule):
-    """x W; W [inputs, H]."""
-
-    def __init__(self, mesh: Mesh, inputs: int, hidden: int, initial: Initial) -> None:
-        super().__init__(mesh)
-        self.weight = self.declare("weight", ShardSpec((inputs, hidden), initial=initial))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, None, self)  # [B, T, H]
-
-
-class SerialNorm(ShardedModule):
-    """Layer norm in float32 or better, whatever the precision of its input; the output has the input's."""
-
-    def __init__(self, mesh: Mesh, hidden: int, epsilon: float, *, bias: bool = True, blocks: Blocks = WHOLE) -> None:
-        super().__init__(mesh)
-        self.epsilon, self.blocks = epsilon, blocks
-        self.affine_apart = False
-        """Whether weight and bias are applied by operations of their own, whose gradients are sums over rows: those of
-        torch's kernel are added thread by thread, and end with other bits where threads are more."""
-        self.weight = self.declare("weight", ShardSpec((hidden,), initial=ONES, matrix=False, full_precision=True))
-        spec = ShardSpec((hidden,), initial=ZEROS, matrix=False, full_precision=True)
-        self.bias = self.declare("bias", spec) if bias else None
-
-    def forward(self, h: Tensor) -> Tensor:
-        biases = () if self.bias is None else (self.bias,)
-        x, weight, *cast = kernel_operands(h, self.mesh.device_type, self.weight, *biases)
-        if self.blocks.exact:
-            normed = F.layer_norm(x, weight.shape, None, None, self.epsilon)
-            return scaled_by_block(normed, self, self.bias, self.blocks.outer_runs).to(h.dtype)
-        if self.affine_apart:
-            y = F.layer_norm(x, weight.shape, None, None, self.epsilon) * weight
-            return (y + cast[0] if cast else y).to(h.dtype)
-        return F.layer_norm(x, weight.shape, weight, cast[0] if cast else None, self.epsilon).to(h.dtype)
+        if not self.axes:
+            return lookup(ids, self)  # [B, T, H]
+        rows = self.before(ids) - self.mesh.index(*self.axes) * self.weight.shape[0]
+        mine = (rows >= 0) & (rows < self.weight.shape[0])
+        return self.after(lookup(torch.where(mine, rows, 0), self, self.runs) * mine.unsqueeze(-1))
 
 
 class SerialLinear(ShardedModule):
-    """x W + b over the last dim of x; W [in, G, out/G]."""
+    """x W + b over the last dim of x; W [in, G, out/G]. `before`, `after`: what a kit does with x, and with the sum."""
 
     def __init__(
-        self, mesh: Mesh, inputs: int, outputs: tuple[int, ...], initial: Initial, *, bias: bool = True,
-        blocks: Blocks = WHOLE,
+        self, mesh: Mesh, inputs: int, outputs: tuple[int, ...], initial: Initial, placements: Placements = UNPLACED,
+        *, bias: bool = True, blocks: Blocks = WHOLE, before: TensorFunction = as_it_is,
+        after: TensorFunction = as_it_is,
     ) -> None:  # fmt: skip
         super().__init__(mesh)
-        self.blocks = blocks
-        self.weight = self.declare("weight", ShardSpec((inputs, *outputs), initial=initial))
+        self.blocks, self.before, self.after = blocks, before, after
+        self.weight = self.declare("weight", ShardSpec((inputs, *outputs), placements, initial))
         self.bias = self.declare("bias", ShardSpec(outputs, initial=ZEROS, matrix=False)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = linear(x, self.weight.flatten(1), None if self.bias is None else self.bias.flatten(), self, self.blocks)
-        return y.unflatten(-1, self.weight.shape[1:]) if self.weight.dim() > 2 else y
+        bias = None if self.bias is None else self.bias.flatten()
+        y = linear(self.before(x), self.weight.flatten(1), bias, self, self.blocks)
+        return self.after(y.unflatten(-1, self.weight.shape[1:]) if self.weight.dim() > 2 else y)
 
 
 class SerialHead(TableHead):
@@ -108,79 +98,92 @@ class SerialHead(TableHead):
         return F.linear(h, self.block[: self.classes.vocabulary], bias)
 
 
-class SerialKit:
-    """One device."""
+def grouped(inner: int, groups: int) -> tuple[int, ...]:
+    """The output dims of a linear whose groups are each split by themselves."""
+    return (inner,) if groups == 1 else (groups, inner // groups)
 
-    split_axes: tuple[str, ...] = ()
-    parts = 1
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
+class KitBase:
+    """Every word but `experts`, of layers that no axis cuts."""
+
+    hidden: ClassVar[Placements] = UNPLACED
+    """The placements of a vector [H] outside of pairs."""
+
+    def __init__(self, mesh: Mesh, boundary: Boundary = UNCUT, blocks: Blocks = WHOLE) -> None:
+        """`blocks`: what a rank multiplies at a time, and in which order sums over parts are made."""
+        self.mesh, self.blocks, self.parts = mesh, blocks, blocks.parts
+        self.boundary = boundary
+        self.split_axes = self.boundary.split_axes
+
+    def outside(self, layer: ShardedModule) -> nn.Module:
+        """A layer between pairs, or what stands for it on a rank that has no part of it."""
+        return layer
 
     def embedding(self, num_rows: int, hidden: int, initial: Initial) -> nn.Module:
-        return SerialEmbedding(self.mesh, num_rows, hidden, initial)
+        return self.outside(Embedding(self.mesh, num_rows, hidden, initial))
 
-    def patches(self, inputs: int, hidden: int, initial: Initial) -> nn.Module:
-        return SerialPatches(self.mesh, inputs, hidden, initial)
+    def norm(
+        self, width: int, epsilon: float, *, kind: NormKind = "layer", groups: int = 1, bias: bool = True,
+        inside: bool = False,
+    ) -> nn.Module:  # fmt: skip
+        layer: ShardedModule
+        if kind == "group":
+            placements = self.boundary.inner(0) if inside else self.hidden
+            layer = GroupNorm(self.mesh, width, groups, epsilon, placements)
+        else:
+            # One weight for the heads of all ranks: each rank's gradient is of its heads alone, hence summed over them.
+            heads_over = tuple(self.boundary.inner(0)) if inside else ()
+            biased = bias and kind == "layer"
+            layer = Norm(self.mesh, width, epsilon, kind, bias=biased, heads_over=heads_over, blocks=self.blocks)
+        return layer if inside else self.outside(layer)
 
-    def norm(self, hidden: int, epsilon: float, *, bias: bool = True) -> nn.Module:
-        return SerialNorm(self.mesh, hidden, epsilon, bias=bias)
-
-    def rms_norm(self, hidden: int, epsilon: float) -> nn.Module:
-        return RmsNorm(self.mesh, hidden, epsilon)
-
-    def group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
-        return GroupNorm(self.mesh, channels, groups, epsilon, {})
-
-    def head_norm(self, width: int, epsilon: float) -> nn.Module:
-        return RmsNorm(self.mesh, width, epsilon)
-
-    def local_group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
-        return GroupNorm(self.mesh, channels, groups, epsilon, {})
-
-    def local(self, shape: tuple[int, ...], dim: int, initial: Initial, *, matrix: bool) -> nn.Module:
-        return Local(self.mesh, ShardSpec(shape, initial=initial, matrix=matrix))
+    def linear(self, role: Role, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+        return SerialLinear(
+            self.mesh, inputs, (outputs,), initial, bias=bias and role == "transform", blocks=self.blocks,
+            before=self.boundary.part if role == "patches" else as_it_is,
+            after=self.boundary.whole if role == "scores" else as_it_is,
+        )  # fmt: skip
 
     @property
     def branches(self) -> LinearPair:
         return self
 
-    def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True) -> nn.Module:
-        outputs = (inner,) if groups == 1 else (groups, inner // groups)
-        return SerialLinear(self.mesh, hidden, outputs, initial, bias=bias)
+    def expand(
+        self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True,
+        heads: HeadGroups | None = None,
+    ) -> nn.Module:  # fmt: skip
+        return SerialLinear(self.mesh, hidden, grouped(inner, groups), initial, bias=bias)
 
     def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
         return SerialLinear(self.mesh, inner, (hidden,), initial, bias=bias)
 
-    def transform(self, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
-        return SerialLinear(self.mesh, inputs, (outputs,), initial, bias=bias)
+    def enter(self, x: Tensor, heads: int) -> Tensor:
+        return spread(x, self.local_heads(heads), self.boundary, self.blocks)
 
-    def scores(self, hidden: int, outputs: int, initial: Initial) -> nn.Module:
-        return SerialLinear(self.mesh, hidden, (outputs,), initial, bias=False)
+    def leave(self, x: Tensor) -> Tensor:
+        return collect(x, self.boundary, self.blocks)
+
+    def local(self, shape: tuple[int, ...], dim: int, initial: Initial, *, matrix: bool) -> nn.Module:
+        return Local(self.mesh, ShardSpec(shape, self.boundary.inner(dim), initial, matrix=matrix))
 
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
-        return SerialHead(self.mesh, shape, tied, {}, {})
-
-    def experts(self, shape: ExpertsShape) -> nn.Module:
-        return Experts(self.mesh, shape)
-
-    def shared_heads(self, hidden: int, groups: HeadGroups, initial: Initial, *, bias: bool) -> nn.Module:
-        raise AssertionError("one rank has all heads")
+        return self.outside(SerialHead(self.mesh, shape, tied, {}, {}))
 
     def local_heads(self, heads: int) -> int:
-        return heads
+        return heads // self.mesh.size(*self.boundary.inner(0))
 
-    def slice_batch(self, x: Tensor) -> Tensor:
-        return x
-
-    def slice_inside(self, x: Tensor) -> Tensor:
-        return x
-
-    def slice_hidden(self, x: Tensor) -> Tensor:
+    def slice(self, x: Tensor, where: Where) -> Tensor:
         return x
 
     def own_randomness(self, rate: float) -> AbstractContextManager[None]:
-        return nullcontext()
+        return nullcontext()  # one rank's, or every rank's stream is its own already
 
     def end_step(self) -> None:
         return None
+
+
+class SerialKit(KitBase):
+    """One device."""
+
+    def experts(self, shape: ExpertsShape) -> nn.Module:
+        return Experts(self.mesh, shape, self.boundary)

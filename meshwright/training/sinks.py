@@ -53,12 +53,15 @@ class Sink:
     """A tracker that a run may name in `metrics.sinks`. `package`: what must be installed, and the extra that has it.
 
     `remote`: it can send what it gets elsewhere, so that `metrics.project` and `metrics.offline` are read.
+    `optional`: runs name it by default, so that one without its package goes on, with a warning, instead of being
+    refused.
     """
 
     open: Callable[[TrackedRun], Tracker]
     package: str
     projects: bool = True
     remote: bool = True
+    optional: bool = False
 
 
 class _TensorBoard:
@@ -130,7 +133,7 @@ class _Trackio:
         self._run.finish()
 
 
-TENSORBOARD = Sink(_TensorBoard, "tensorboard", projects=False, remote=False)
+TENSORBOARD = Sink(_TensorBoard, "tensorboard", projects=False, remote=False, optional=True)
 """A folder of events in the run's: tensorboard --logdir OUT/tensorboard."""
 WANDB = Sink(_Wandb, "wandb")
 """Weights & Biases: offline in OUT/wandb, which `wandb sync` sends later."""
@@ -141,18 +144,29 @@ TRACKIO = Sink(_Trackio, "trackio", remote=False)
 
 
 def require_sinks(metrics: Metrics) -> None:
-    """Raise ConfigError where the package of a sink is not installed."""
+    """Raise ConfigError where the package of a sink that is not optional is not installed."""
     for name in metrics.sinks:
-        package = entries("sinks")[name].package
-        if find_spec(package) is None:
+        sink = entries("sinks")[name]
+        package = sink.package
+        if find_spec(package) is None and not sink.optional:
             rule = f"needs {package}, which is not installed"
             raise ConfigError.of("metrics.sinks", name, rule, f'pip install "meshwright[{package}]", or leave it out')
 
 
+def absent_sinks(metrics: Metrics) -> dict[str, str]:
+    """{sink: a warning with the extra to install} of the optional sinks that the run names and this machine lacks."""
+    absent = {}
+    for name in metrics.sinks:
+        package = entries("sinks")[name].package
+        if entries("sinks")[name].optional and find_spec(package) is None:
+            absent[name] = f"warning: no {name}: {package} is not installed (pip install 'meshwright[{package}]')"
+    return absent
+
+
 def open_sinks(metrics: Metrics, run: TrackedRun) -> dict[str, Tracker]:
-    """Each sink's tracker by name. Raises MeshwrightError where one cannot begin."""
+    """The tracker of each sink that is not absent, by name. Raises MeshwrightError where one cannot begin."""
     opened: dict[str, Tracker] = {}
-    for name in dict.fromkeys(metrics.sinks):
+    for name in (name for name in dict.fromkeys(metrics.sinks) if name not in absent_sinks(metrics)):
         try:
             opened[name] = entries("sinks")[name].open(run)
         except Exception as error:  # whatever a tracker may raise

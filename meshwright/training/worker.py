@@ -18,6 +18,7 @@ from meshwright.config import Config
 from meshwright.data.dataset import Opened
 from meshwright.data.published import SOURCE, read_published
 from meshwright.decisions import FIELDS, Resolved, resolve_layout, resolved_fields
+from meshwright.drawing import PictureError
 from meshwright.errors import DamagedError
 from meshwright.launch import Rank, StopRequest
 from meshwright.machine import Machine
@@ -33,7 +34,7 @@ from meshwright.training.loop import StepLine, Trainer, validate
 from meshwright.training.meeting import facts_of, meet, placement_notes, share_folder
 from meshwright.training.metrics import MetricsWriter
 from meshwright.training.resume import checkpoint_of_run, decided_before, go_on, with_offer
-from meshwright.training.sinks import TrackedRun, Tracker, open_sinks
+from meshwright.training.sinks import TrackedRun, Tracker, absent_sinks, open_sinks
 
 
 def train_rank(
@@ -235,6 +236,7 @@ class _Run:
         config = self.parts.config
         display.say(f"{config.layout.world_size} ranks: {config.layout.summary}; writing to {self.out}")
         display.say(config.batch_summary, *self.data.notes)
+        display.say(*absent_sinks(config.metrics).values(), level="warning")
         display.say(*(f"removed a checkpoint that was never finished: {name}" for name in unfinished))
         if attempt:
             # Another launcher's count is not ours.
@@ -246,10 +248,14 @@ class _Run:
         """Draw the losses, and say how the run has ended."""
         from meshwright.training.pictures import draw_loss  # matplotlib: a second that the first step need not wait for
 
+        written = [str(self.out / CHECKPOINTS / f"step-{step}"), "metrics.jsonl"]
         try:
             draw_loss(self.out / "metrics.jsonl", self.out / "loss.png")
+            written.append("loss.png")
         except OSError as error:  # the run has all that matters: its last checkpoint is written
             display.say(f"warning: loss.png could not be drawn: {error.strerror}", level="warning")
+        except PictureError as error:
+            display.say(f"loss.png is not drawn: {error}")
         config = self.parts.config
         steps = config.steps
         ended = "finished" if step == steps else "stopped; --resume goes on from here"
@@ -259,6 +265,6 @@ class _Run:
             ended += f" ({skipped} of {step} steps overflowed and were skipped)"
         if step > steps:
             ended = f"nothing to do for steps={steps}"
-        display.say(f"{ended}: {self.out / CHECKPOINTS / f'step-{step}'}, metrics.jsonl, loss.png")
+        display.say(f"{ended}: {', '.join(written)}")
         if best := str(watch):
             display.say(f"{best}{f': {self.out / BEST}' if config.checkpoint.best else ''}")

@@ -70,7 +70,7 @@ def check(case: Case, **how: Any) -> None:
     assert ended(parse_run(tree(case)), **how).differing(alone) == []
 
 
-@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("number", [*range(8), *(pytest.param(n, marks=pytest.mark.long) for n in range(8, 12))])
 def test_a_drawn_layout_ends_with_the_bits_of_one_device(number: int) -> None:
     model, precision = MODELS[number % len(MODELS)], PRECISIONS[number % 4 if number < 8 else (number + 1) % 4]
     check(drawn(number, model=model, precision=precision, vocabulary="padded"))

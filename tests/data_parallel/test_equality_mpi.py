@@ -11,7 +11,7 @@ from torch import Tensor
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import assembled, config_for, train
-from tests.mpi_cases import SIZES, SYNCS
+from tests.mpi_cases import ODD, SIZES, SYNCS
 from tests.mpi_workers import Answer, flat, unflat
 from tests.workers import run_ranks
 
@@ -29,7 +29,7 @@ def serial() -> tuple[list[float], dict[str, dict[tuple[int, ...], Tensor]]]:
     return run_ranks(train, Grid((("data", 1),)), config_for("allreduce", 1, steps=STEPS))[0]
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [pytest.param(n, marks=pytest.mark.long if n == ODD else ()) for n in SIZES])
 @pytest.mark.parametrize("sync", SYNCS)
 def test_equals_serial_over_mpi(
     sync: str, size: int, serial: tuple, mpi: Callable[[int], dict[str, list[Answer]]]

@@ -244,8 +244,9 @@ def _order(case: Case) -> list[str]:
 
 
 def _offload(case: Case) -> dict[str, Any]:
-    """Buckets of 256 elements, so that a tiny model has several."""
+    """Buckets of 256 elements, so that a tiny model has several; a real vocabulary would have thousands."""
     if case["offload"] is None:
         return {}
+    bucket = 2**16 if case["vocabulary"] == "real" else 256
     chunk = {} if case["sync"] == "zero3" else {"chunk": 2}  # which sums a layer at once
-    return {"offload": {"to": case["offload"], "bucket": 256, **chunk}}
+    return {"offload": {"to": case["offload"], "bucket": bucket, **chunk}}

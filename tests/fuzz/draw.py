@@ -6,7 +6,7 @@ The config's rules are the only ones. A refusal names fields; the axes that writ
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, islice
 from random import Random
@@ -204,6 +204,26 @@ class Arrangement:
         self.holders.update(pairs_of(other))
         self.cases[index] = other
         return True
+
+
+def few_of(cases: Sequence[Case], axes: Collection[tuple[str, str]]) -> set[int]:
+    """The numbers of few cases that have every value, and every pair of values of these pairs of axes, that any has:
+    each is the one that has the most of what is missing for its cost, and those that turn out to be needless go."""
+    held = {number: {*case.items(), *pairs_of_axes(case, axes)} for number, case in enumerate(cases)}
+    missing, chosen = set().union(*held.values()), dict[int, None]()
+    while missing:
+        best = max(held, key=lambda number: len(held[number] & missing) / cost(cases[number]))
+        chosen[best] = None
+        missing -= held[best]
+    for number in sorted(chosen, key=lambda number: -cost(cases[number])):
+        if held[number] <= set().union(*(held[other] for other in chosen if other != number)):
+            del chosen[number]
+    return set(chosen)
+
+
+def pairs_of_axes(case: Case, axes: Iterable[tuple[str, str]]) -> Iterator[Pair]:
+    """The pairs of a case's values of these pairs of axes."""
+    return (((one, case[one]), (other, case[other])) for one, other in axes)
 
 
 def cost(case: Case) -> float:

@@ -1,9 +1,11 @@
-"""Runs over all axes compute what one device computes: every pair of values that may stand together, what was found
-before, and with --long two thousand drawn at random (an hour or two on 2 cores).
+"""Runs over all axes compute what one device computes: every value, every tensor layout with each model and each sync,
+and what was found before; with --long every pair of values that may stand together, and two thousand drawn at random
+(an hour or two on 2 cores).
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import islice
 from random import Random
 
@@ -15,10 +17,14 @@ from meshwright.errors import ConfigError
 from tests.fuzz.__main__ import COVERING, FOUND, HERE
 from tests.fuzz.axes import AXES, Case, read_cases, tree_of
 from tests.fuzz.check import mistakes
-from tests.fuzz.draw import Drawing, pairs_of
+from tests.fuzz.draw import Drawing, few_of, pairs_of
 
 FIXED, MORE = read_cases(COVERING), read_cases(HERE / "more.jsonl")
 """The fixed set, and runs of earlier ones, which it replaces in CI."""
+
+FEW = few_of(FIXED, [("tensor", "sync"), ("tensor", "model")])
+"""The numbers of the fixed cases that need no --long. All pairs of values took half as long again, and every plant of
+tests/plants is found without them."""
 
 RANDOM_RUNS, A_TEST = 2000, 20
 
@@ -29,17 +35,21 @@ def label(case: Case) -> str:
     return "-".join(f"{case[axis]}" for axis in told if case[axis] is not None)
 
 
-def numbered(cases: list[Case]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("case", cases, ids=[f"{n}-{label(case)}" for n, case in enumerate(cases)])
+def numbered(cases: list[Case], few: Collection[int]) -> pytest.MarkDecorator:
+    """The cases with ids; those whose numbers are not among the few are long."""
+    marked = [
+        pytest.param(case, id=f"{n}-{label(case)}", marks=() if n in few else pytest.mark.long)
+        for n, case in enumerate(cases)
+    ]
+    return pytest.mark.parametrize("case", marked)
 
 
-@numbered(FIXED)
+@numbered(FIXED, FEW)
 def test_equals_one_device(case: Case) -> None:
     assert mistakes(parse_run(tree_of(case))) == []
 
 
-@pytest.mark.long
-@numbered(MORE)
+@numbered(MORE, ())
 def test_more_equal_one_device(case: Case) -> None:
     assert mistakes(parse_run(tree_of(case))) == []
 

@@ -19,6 +19,7 @@ from meshwright.errors import ConfigError, LaunchError
 from meshwright.launch import Rank, Ranks, run
 from meshwright.launch.function import name_of, open_ranks
 from meshwright.ranks.section import TransportName
+from tests.patience import PATIENCE_SECONDS
 
 
 def describe(rank: Rank, config: Config, folder: Path, factor: int) -> dict[str, Any]:
@@ -107,13 +108,13 @@ if __name__ == "__main__":
 def test_a_script_s_own_function(tmp_path: Path) -> None:
     path = tmp_path / "steps.py"
     path.write_text(SCRIPT)
-    ran = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=200)
+    ran = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert (ran.stdout, ran.stderr) == ("[9, 16]\n", "")
 
 
 def test_a_notebook_s_function_is_refused_in_words() -> None:
     cell = SCRIPT.replace('if __name__ == "__main__":', "if True:")
-    ran = subprocess.run([sys.executable, "-"], input=cell, capture_output=True, text=True, timeout=200)
+    ran = subprocess.run([sys.executable, "-"], input=cell, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert "LaunchError: square was defined in a notebook or at a prompt" in ran.stderr
     assert "%%writefile steps.py" in ran.stderr
 

@@ -13,6 +13,7 @@ from meshwright.errors import LaunchError
 from meshwright.launch import Job, launch
 from meshwright.ranks.section import TransportName
 from tests.launch.conftest import needs_mpi
+from tests.patience import PATIENCE_SECONDS
 
 on_each = pytest.mark.parametrize("transport", ["torch", pytest.param("mpi", marks=[needs_mpi, pytest.mark.long])])
 """MPI's ranks spin while they wait; a stopped rank and one that never joins are tried over both each time."""
@@ -30,7 +31,7 @@ def hung(tmp_path: Path, transport: TransportName, how: str, num_ranks: int = 2,
     begun = max((path.stat().st_mtime for path in tmp_path.glob("pid-*")), default=time.time())
     assert time.time() - begun < NOTICED_SECONDS
     pids = [int(path.read_text()) for path in tmp_path.glob("pid-*")]
-    psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10)
+    psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=PATIENCE_SECONDS)
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
     return str(caught.value)
 

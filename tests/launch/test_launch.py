@@ -18,6 +18,7 @@ from meshwright.launch import Job, launch
 from meshwright.launch.session import make_fork_server_folder, sweep
 from meshwright.ranks.section import TransportName
 from tests.launch.conftest import needs_mpi
+from tests.patience import PATIENCE_SECONDS
 
 HERE = "tests.launch.entries"
 
@@ -91,7 +92,7 @@ if {condition}:
 
 def ran(script: Path, condition: str, function: str) -> subprocess.CompletedProcess[str]:
     script.write_text(GUARDLESS.format(condition=condition, function=function))
-    return subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200)
+    return subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
 
 
 def test_a_script_without_a_main_guard_is_told_what_it_lacks(tmp_path: Path) -> None:
@@ -179,7 +180,7 @@ def test_a_killed_mpiexec_is_named_and_takes_its_ranks_along(tmp_path: Path) -> 
     with pytest.raises(LaunchError, match=r"mpiexec was killed by signal 9 \(SIGKILL\)"):
         launch(Job(f"{HERE}:kill_mpiexec", {"out": str(tmp_path)}), 2, "mpi", threads=1)
     workers = [int((tmp_path / f"pid-{rank}").read_text()) for rank in (0, 1)]
-    psutil.wait_procs([psutil.Process(pid) for pid in workers if psutil.pid_exists(pid)], timeout=10)
+    psutil.wait_procs([psutil.Process(pid) for pid in workers if psutil.pid_exists(pid)], timeout=PATIENCE_SECONDS)
     assert not any(psutil.pid_exists(pid) for pid in workers)
 
 

@@ -68,6 +68,7 @@ def test_a_node_dies(pair: tuple[Network, list[Running]]) -> None:
     assert "Traceback" not in text
 
 
+@pytest.mark.long
 def test_a_cable_is_pulled(pair: tuple[Network, list[Running]]) -> None:
     """No connection breaks: nothing comes any more. The run's folder is a shared one, so one message knows of both."""
     network, started = pair
@@ -119,7 +120,9 @@ def test_an_agent_of_torchrun_dies(nodes: Nodes, corpus: Path, tmp_path: Path, o
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("differs", ["the run file", "the corpus", "--out"])
+@pytest.mark.parametrize(
+    "differs", ["the run file", *(pytest.param(other, marks=pytest.mark.long) for other in ("the corpus", "--out"))]
+)
 def test_what_differs_on_the_second_node_is_said_before_the_first_step(
     differs: str, nodes: Nodes, corpus: Path, tmp_path: Path
 ) -> None:

@@ -30,7 +30,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "sub-graphs": {"layout": {"tensor": {"kind": "subgraph", "size": 2, "common": "one", "branch": "block"}}},
 }
 
-ONLY_LONG = {"zero1", "megatron", "offload", "tesseract", "sub-graphs"}
+ONLY_LONG = {"zero1", "fsdp", "megatron", "offload", "tesseract", "sub-graphs"}
 CASES = [pytest.param(name, marks=pytest.mark.long) if name in ONLY_LONG else name for name in LAYOUTS]
 
 Gradients = dict[str, dict[tuple[int, ...], torch.Tensor]]

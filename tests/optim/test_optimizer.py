@@ -137,6 +137,7 @@ def overflow(mesh: Mesh, sync: str, level: str, bad: float) -> list[tuple[bool, 
         after = snapshot(parts)
         moved = len(before) != len(after) or any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
         facts.append((applied, parts.optimizer.scaler.scale, moved))
+    assert parts.optimizer.steps_taken == 3, "Adam's bias correction goes by the steps that were applied"
     return facts
 
 

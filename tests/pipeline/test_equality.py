@@ -109,6 +109,7 @@ def test_sub_graphs_with_data_parallelism(common: str) -> None:
     check(run(pipelined("gpt2", 2, "message-driven", tensor, 2, **batch)), serial("gpt2"))
 
 
+@pytest.mark.long
 def test_sixteen_ranks() -> None:
     """data 2 x pipe 2 x [2, 2, 2]: five axes."""
     config = pipelined("gpt2", 2, "message-driven", BLOCKS[2], 2, batch={"global": 24, "micro": 4})

@@ -181,7 +181,7 @@ LEAVES_EARLY: list[tuple[str, tuple[int, ...]]] = [("gpt2", (2, 2)), ("gpt2", (4
 bucket of its own, and under message-driven a head alone has no weight gradient to put off."""
 
 
-@pytest.mark.diagonal(2)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("sync", SYNCS)
 def test_no_sum_keeps_a_stage_from_its_messages(sync: str, schedule: str) -> None:

@@ -140,7 +140,7 @@ def test_rows_beside_each_other(sizes: tuple[int, int], transport: TransportName
     check_relay(grid, run_ranks(mailbox_cases.relay, grid, transport=transport))
 
 
-@pytest.mark.parametrize("sizes", [(1, 3), (2, 2)], ids=["row", "two-rows"])
+@pytest.mark.parametrize("sizes", [pytest.param((1, 3), marks=pytest.mark.long), (2, 2)], ids=["row", "two-rows"])
 def test_rows_beside_each_other_over_mpi(sizes: tuple[int, int], mpi: Callable[[int], dict[str, list[Answer]]]) -> None:
     grid = Grid((("data", sizes[0]), ("pipe", sizes[1])))
     check_relay(grid, mpi(grid.world_size)["mailbox-relay"])

@@ -7,7 +7,7 @@ kit's further sizes under a second model, another dtype of the same width, and a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from meshwright.config import Config, parse_config
@@ -45,7 +45,7 @@ def layouts() -> dict[str, dict[str, Config]]:
     }
     every = {name: config for configs in groups.values() for name, config in configs.items()}
     largest = set({_without_size(name): name for name in every}.values())  # sizes grow
-    shown = largest - {*_second_sizes(), *_second_schedules(), *_second_dtypes()}
+    shown = largest - {*_second_sizes(), *_second_schedules(), *_second_dtypes(), *_second_models(every)}
     groups = {group: {name: c for name, c in cs.items() if name in shown} for group, cs in groups.items()}
     return groups | {ALIKE: {name: every[name] for name in every if name not in shown}}
 
@@ -73,6 +73,18 @@ def _second_dtypes() -> Iterator[str]:
     for name in CUTS:
         if name != "serial":
             yield from (f"{name} O0 float32", f"{name} O2 fp16")
+
+
+def _second_models(every: Iterable[str]) -> Iterator[str]:
+    """Two models that differ from GPT-2 and BERT in a table and in their norms' places: in stages each is shown, the
+    table under 1-D as well."""
+    for name in every:
+        if ("untied" in name or "megatron-bert" in name) and name not in (
+            "untied",
+            "megatron-bert",
+            "untied megatron 2 x1",
+        ):
+            yield name
 
 
 def _words(cut: dict[str, Any]) -> str:

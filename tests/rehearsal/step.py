@@ -102,9 +102,9 @@ def _mesh(config: Config, rank: int) -> Iterator[Mesh]:
     """The rank's mesh on a fake GPU. Those who share a stage decide alike, since nobody is there to be told by."""
     import torch
     import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from meshwright.data_parallel.fsdp import FullySharded
     from meshwright.ranks.grid import Grid
     from meshwright.ranks.mesh import Mesh
     from meshwright.ranks.section import Timeout
@@ -118,7 +118,8 @@ def _mesh(config: Config, rank: int) -> Iterator[Mesh]:
         transport = SoloTransport()
     alone = patch("meshwright.pipeline.pipeline.agreed", lambda schedule, *others, planned: schedule)
     try:
-        with alone, patch.object(FullySharded, "_device_mesh", _on_real_tensors(FullySharded._device_mesh)):
+        made = staticmethod(_on_real_tensors(DeviceMesh.from_group))
+        with alone, patch.object(DeviceMesh, "from_group", made):
             yield Mesh(grid, rank, device, transport, config.layout.token_axes, "cuda", timeout=Timeout())
     finally:
         if grid.world_size > 1:
@@ -129,9 +130,9 @@ def _on_real_tensors(make: Callable[..., Any]) -> Callable[..., Any]:
     """The function, outside of fake tensors: a DeviceMesh looks for its rank among numbers, which these have not."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    def made(*arguments: Any) -> Any:
+    def made(*arguments: Any, **named: Any) -> Any:
         with _disable_current_modes():
-            return make(*arguments)
+            return make(*arguments, **named)
 
     return made
 

@@ -48,19 +48,17 @@ def losses(islands: Islands | None, dtype: torch.dtype, smoothing: float) -> lis
     return [loss.detach(), y.detach(), h.grad, weight.grad]
 
 
-def both(mesh: Mesh) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    islands = compiled_islands()
-    return [
-        (losses(islands, dtype, smoothing), losses(None, dtype, smoothing))
-        for dtype, smoothing in ((torch.float64, 0.1), (torch.float32, 0.0))
-    ]
+def both(mesh: Mesh, dtype: torch.dtype, smoothing: float) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    return losses(compiled_islands(), dtype, smoothing), losses(None, dtype, smoothing)
 
 
-def test_an_island_equals_torch() -> None:
-    for compiled, plain in run_ranks(both, ONE, transport="torch")[0]:
-        tolerance = TOLERANCES[compiled[0].dtype]
-        for mine, wanted in zip(compiled, plain, strict=True):
-            torch.testing.assert_close(mine, wanted, rtol=tolerance, atol=tolerance)
+@pytest.mark.parametrize(
+    "dtype, smoothing", [(torch.float64, 0.1), pytest.param(torch.float32, 0.0, marks=pytest.mark.long)]
+)
+def test_an_island_equals_torch(dtype: torch.dtype, smoothing: float) -> None:
+    ((compiled, plain),) = run_ranks(both, ONE, dtype, smoothing, transport="torch")
+    for mine, wanted in zip(compiled, plain, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
 def three_steps(mesh: Mesh, config: Config, times: int) -> list[list[float]]:
@@ -69,6 +67,7 @@ def three_steps(mesh: Mesh, config: Config, times: int) -> list[list[float]]:
     return [[train_step(parts, BATCHES["gpt2"](config, step), step).loss for step in range(3)] for parts in runs]
 
 
+@pytest.mark.long
 def test_a_run_with_islands_is_the_run_without() -> None:
     """Two ranks that share the vocabulary; twice the same bits."""
     config = config_for("gpt2", ONE_D[0], compile="islands", steps=3)

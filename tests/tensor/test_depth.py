@@ -26,7 +26,7 @@ DEEP = {"kind": "tesseract", "q": 2, "d": 2}
 def work(mesh: Mesh, config: Config) -> tuple[int, int]:
     """Tokens that a rank sees of a batch, and the operations of its forward and backward pass."""
     parts = build(config, mesh)
-    batch = {name: parts.kit.slice_batch(x) for name, x in rows_of(global_batch(config, 0), slice(0, 12)).items()}
+    batch = {name: parts.kit.slice(x, "batch") for name, x in rows_of(global_batch(config, 0), slice(0, 12)).items()}
     with FlopCounterMode(display=False) as counter:
         forward_and_backward(parts, batch, {"labels": 1.0}, final=False)
     return batch["tokens"].numel(), counter.get_total_flops()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshwright.ranks.mesh import Mesh
 from tests.data_parallel.test_equality import train
-from tests.mpi_cases import TENSOR
+from tests.mpi_cases import ODD, TENSOR
 from tests.mpi_workers import Answer, flat, unflat
 from tests.tensor.test_equality import check, config_for, serial
 
@@ -20,6 +20,13 @@ def train_for_files(mesh: Mesh, tensor: dict[str, Any]) -> tuple[list[float], di
     return losses, flat(gradients)
 
 
-@pytest.mark.parametrize("size, name", [(size, name) for size, layouts in TENSOR.items() for name in layouts])
+@pytest.mark.parametrize(
+    "size, name",
+    [
+        pytest.param(size, name, marks=pytest.mark.long if size == ODD else ())
+        for size, layouts in TENSOR.items()
+        for name in layouts
+    ],
+)
 def test_equals_serial_over_mpi(size: int, name: str, mpi: Callable[[int], dict[str, list[Answer]]]) -> None:
     check([(losses, unflat(parts)) for losses, parts in mpi(size)[name]], serial("gpt2"))

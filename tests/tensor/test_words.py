@@ -40,7 +40,7 @@ KITS: dict[str, dict[str, Any]] = {
 class RmsNorm(nn.Module):
     def __init__(self, kit: Kit) -> None:
         super().__init__()
-        self.norm = kit.rms_norm(H, 1e-6)
+        self.norm = kit.norm(H, 1e-6, kind="rms")
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         return self.norm(x)
@@ -53,7 +53,7 @@ def plain_rms_norm(weights: dict[str, Tensor], x: Tensor, labels: Tensor) -> Ten
 class GroupNorm(nn.Module):
     def __init__(self, kit: Kit) -> None:
         super().__init__()
-        self.norm = kit.group_norm(H, 4, 1e-5)
+        self.norm = kit.norm(H, 1e-5, kind="group", groups=4)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         return self.norm(x)
@@ -89,6 +89,29 @@ def plain_paths(weights: dict[str, Tensor], x: Tensor, labels: Tensor) -> Tensor
     inside = (one * two + three).unflatten(-1, (A, -1))
     inside = inside * weights["gains.weight"] + weights["table.weight"][:, :, None]
     return inside.flatten(2) @ weights["contract.weight"]
+
+
+class HeadNorms(nn.Module):
+    """Each head's width is normed, by one layer norm and one RMS norm for all heads."""
+
+    def __init__(self, kit: Kit) -> None:
+        super().__init__()
+        self.heads = kit.local_heads(A)
+        self.expand = kit.branches.expand(H, N, DRAWN, bias=False)
+        self.layer = kit.norm(N // A, 1e-5, inside=True)
+        self.rms = kit.norm(N // A, 1e-6, kind="rms", inside=True)
+        self.contract = kit.branches.contract(N, H, DRAWN, bias=False)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        heads = self.expand(x).unflatten(-1, (self.heads, -1))
+        return self.contract((self.layer(heads) * self.rms(heads)).flatten(2))
+
+
+def plain_head_norms(weights: dict[str, Tensor], x: Tensor, labels: Tensor) -> Tensor:
+    heads, shape = (x @ weights["expand.weight"]).unflatten(-1, (A, -1)), (N // A,)
+    layer = F.layer_norm(heads, shape, weights["layer.weight"], weights["layer.bias"], 1e-5)
+    rms = F.rms_norm(heads, shape, weights["rms.weight"], 1e-6)
+    return (layer * rms).flatten(2) @ weights["contract.weight"]
 
 
 class Slices(nn.Module):
@@ -135,6 +158,7 @@ WORDS: dict[str, tuple[Callable[[Kit], nn.Module], Callable[[dict[str, Tensor], 
     "rms_norm": (RmsNorm, plain_rms_norm),
     "group_norm": (GroupNorm, plain_group_norm),
     "branches and local": (Paths, plain_paths),
+    "norms of heads": (HeadNorms, plain_head_norms),
     "expand and contract": (Slices, plain_slices),
     "smoothed heads": (SmoothHeads, plain_smooth_heads),
 }
@@ -149,7 +173,7 @@ def drawn(label: str, *shape: int) -> Tensor:
 def part_of_rank(kit: Kit, mesh: Mesh, x: Tensor) -> Tensor:
     """A rank's part of activations [B, T, H] between two pairs."""
     columns = mesh.size("col") if "col" in mesh.grid.names else 1
-    return kit.slice_batch(x).chunk(columns, -1)[mesh.index("col") if columns > 1 else 0]
+    return kit.slice(x, "batch").chunk(columns, -1)[mesh.index("col") if columns > 1 else 0]
 
 
 Pairs = dict[str, tuple[Tensor, Tensor]]
@@ -175,7 +199,7 @@ def compare(mesh: Mesh, config: Config, word: str) -> Pairs:
     wanted.backward(above)
 
     x = part_of_rank(kit, mesh, whole_x.detach()).clone().requires_grad_()
-    y = module(x, kit.slice_batch(whole_labels))
+    y = module(x, kit.slice(whole_labels, "batch"))
     y.backward(part_of_rank(kit, mesh, above) if above.dim() else above)
     assert x.grad is not None
     assert whole_x.grad is not None

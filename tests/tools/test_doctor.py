@@ -49,12 +49,14 @@ def test_json_form_is_plain() -> None:
 
 
 def test_every_extra_of_the_package_is_looked_for() -> None:
-    """But the developers', which has all others in it."""
+    """But those that no run uses, and the one that has all others in it."""
     project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
     names = {re.split(r"\W*[<>=]", line)[0] for line in project["dependencies"]}
     assert names <= by_name(examine()).keys()
     offered = {package for package in required_libraries().values() if "[" in package}
-    assert offered == {f"meshwright[{extra}]" for extra in project["optional-dependencies"].keys() - {"dev", "mpi"}}
+    assert offered == {
+        f"meshwright[{extra}]" for extra in project["optional-dependencies"].keys() - {"all", "dev", "mpi", "site"}
+    }
 
 
 def test_a_package_run_from_its_sources_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +78,7 @@ def test_missing_packages_bring_one_command_each(monkeypatch: pytest.MonkeyPatch
     assert commands["mpi4py"] == commands["mpi_library"] == commands["mpiexec"] == f"{pip} 'meshwright[mpi]'"
     assert commands["transformers"] == commands["pyarrow"] == f"{pip} 'meshwright[hf]'"
     assert commands["sacrebleu"] == f"{pip} 'meshwright[translation]'"
-    assert commands["tensorboard"] == f"{pip} tensorboard"
+    assert commands["tensorboard"] == f"{pip} 'meshwright[tensorboard]'"
     assert as_dict(report)["missing"] == commands
     text = printed(report)
     assert f"Missing: mpi4py, mpi_library, mpiexec\n  {pip} 'meshwright[mpi]'" in text

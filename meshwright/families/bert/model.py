@@ -121,13 +121,13 @@ class BERT(Chain):
         """The layers behind the last block and its norm."""
         assert isinstance(model, Bert), model
         hidden, initial = model.hidden, Initial(0.02)
-        self.transform = kit.transform(hidden, hidden, initial)
+        self.transform = kit.linear("transform", hidden, hidden, initial)
         self.transform_norm = kit.norm(hidden, model.norm_epsilon)
         # The share of labelled tokens is told: where it is small, the head computes these alone.
         shape = HeadShape(hidden, model.vocabulary, model.padded_vocabulary, initial, bias=True, labelled=ASKED_SHARE)
         self.head = kit.head_loss(shape, self.tokens)
         if model.next_sentence:
-            self.pooler = kit.transform(hidden, hidden, initial)
+            self.pooler = kit.linear("transform", hidden, hidden, initial)
             answers = model.padded(NUM_ANSWERS)
             self.next_sentence_head = kit.head_loss(HeadShape(hidden, NUM_ANSWERS, answers, initial, bias=True))
 

@@ -39,7 +39,7 @@ class TaskBERT(BERT):
         """The class has them."""
 
     def make_heads(self, model: BertTrunk, kit: Kit) -> None:
-        self.pooler = kit.transform(model.hidden, model.hidden, _INITIAL)
+        self.pooler = kit.linear("transform", model.hidden, model.hidden, _INITIAL)
         self.pooled_dropout = nn.Dropout(model.dropout)
 
     def pooled(self, h: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class SpansBERT(TaskBERT):
     last_norm_bias = False
 
     def make_heads(self, model: BertTrunk, kit: Kit) -> None:
-        self.spans = kit.scores(model.hidden, len(self.labels), _INITIAL)
+        self.spans = kit.linear("scores", model.hidden, len(self.labels), _INITIAL)
 
     def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
         scores = self.spans(h)
@@ -109,7 +109,7 @@ class ChoiceBERT(TaskBERT):
 
     def make_heads(self, model: BertTrunk, kit: Kit) -> None:
         super().make_heads(model, kit)
-        self.score = kit.scores(model.hidden, 1, _INITIAL)
+        self.score = kit.linear("scores", model.hidden, 1, _INITIAL)
 
     def embed(self, batch: Batch) -> Hidden:
         return super().embed({name: batch[name].flatten(0, 1) for name in ("tokens", "segments")})

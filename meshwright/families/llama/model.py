@@ -14,6 +14,7 @@ Shapes: B batch, T sequence, H hidden, K local key-value heads, G queries of eac
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from meshwright.parameters.shard import Initial
 from meshwright.tensor.copies import HeadGroups
 from meshwright.tensor.experts import ExpertsShape
 from meshwright.tensor.head import HeadShape
-from meshwright.tensor.kit import Kit
+from meshwright.tensor.kit import ExpertsKit, Kit
 from meshwright.tensor.swiglu import swiglu
 
 
@@ -41,21 +42,17 @@ class LlamaAttention(nn.Module):
         self.layer = layer
         groups = HeadGroups(model.num_key_value_heads, model.members_of_branch, model.width_of_head)
         # More ranks than key-value heads: several ranks share one, each with some of its queries (tensor/copies.py).
-        own = kit.local_heads(groups.count)
-        count = max(own, kit.parts)
+        count = max(kit.local_heads(groups.count), kit.parts)
         self.queries = kit.local_heads(model.heads) // count
         self.parts = (count, self.queries + 2, groups.width)
         self.core = AttentionCore(kit, model.dropout)
         width = model.heads * groups.width
         initial, last = Initial(0.02), Initial(0.02 / math.sqrt(2 * model.layers))
         biased = "query-key-value" in model.biases
-        if own:
-            self.query_key_value = kit.branches.expand(model.hidden, groups.columns, initial, bias=biased)
-        else:
-            self.query_key_value = kit.shared_heads(model.hidden, groups, initial, bias=biased)
+        self.query_key_value = kit.branches.expand(model.hidden, groups.columns, initial, bias=biased, heads=groups)
         if model.head_norms:
-            self.query_norm = kit.head_norm(model.width_of_head, model.norm_epsilon)
-            self.key_norm = kit.head_norm(model.width_of_head, model.norm_epsilon)
+            self.query_norm = kit.norm(model.width_of_head, model.norm_epsilon, kind="rms", inside=True)
+            self.key_norm = kit.norm(model.width_of_head, model.norm_epsilon, kind="rms", inside=True)
         self.head_norms = model.head_norms
         self.output = kit.branches.contract(width, model.hidden, last, bias="output" in model.biases)
 
@@ -92,7 +89,7 @@ def experts_of(model: Llama, kit: Kit) -> nn.Module:
     """A feed-forward of experts."""
     experts, last = model.experts, Initial(0.02 / math.sqrt(2 * model.layers))
     assert experts is not None, "a model without experts"
-    return kit.experts(
+    return cast(ExpertsKit, kit).experts(
         ExpertsShape(
             model.hidden, model.inner, experts.count, experts.per_token, experts.renormalise, experts.balance > 0,
             experts.capacity, Initial(0.02), last,
@@ -105,9 +102,9 @@ class LlamaBlock(nn.Module):
 
     def __init__(self, model: Llama, kit: Kit, layer: int) -> None:
         super().__init__()
-        self.attention_norm = kit.rms_norm(model.hidden, model.norm_epsilon)
+        self.attention_norm = kit.norm(model.hidden, model.norm_epsilon, kind="rms")
         self.attention = LlamaAttention(model, kit, layer)
-        self.feed_forward_norm = kit.rms_norm(model.hidden, model.norm_epsilon)
+        self.feed_forward_norm = kit.norm(model.hidden, model.norm_epsilon, kind="rms")
         self.has_experts = model.experts is not None
         self.feed_forward = experts_of(model, kit) if self.has_experts else LlamaFeedForward(model, kit)
         self.dropout = nn.Dropout(model.dropout)
@@ -142,7 +139,7 @@ class LlamaModel(Decoder):
             self.dropout = nn.Dropout(model.dropout)
         self.blocks = blocks_of(self.chunk, lambda layer: LlamaBlock(model, kit, layer))
         if self.chunk.last:
-            self.norm = kit.rms_norm(hidden, model.norm_epsilon)
+            self.norm = kit.norm(hidden, model.norm_epsilon, kind="rms")
             tied = self.tokens if model.tied else None
             shape = HeadShape(hidden, model.vocabulary, model.padded_vocabulary, initial)
             self.head = kit.head_loss(shape, tied)

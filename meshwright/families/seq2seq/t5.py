@@ -44,7 +44,7 @@ class T5Model(EncoderDecoderChain):
             self.decoder_distances = kit.local(shape, 1, near, matrix=False)
         self.blocks = encoder_decoder_blocks(_recipe(model, kit), kit, self.chunk)
         if self.chunk.last:
-            self.norm = kit.rms_norm(model.hidden, model.norm_epsilon)
+            self.norm = kit.norm(model.hidden, model.norm_epsilon, kind="rms")
             vocabulary, padded, smoothing = model.vocabulary, model.padded_vocabulary, model.label_smoothing
             head = HeadShape(model.hidden, vocabulary, padded, table, smoothing=smoothing)
             self.head = kit.head_loss(head, self.tokens)
@@ -114,7 +114,7 @@ def _recipe(model: T5, kit: Kit) -> Recipe:
     return Recipe(
         model,
         width=width,
-        norm=lambda: kit.rms_norm(hidden, model.norm_epsilon),
+        norm=lambda: kit.norm(hidden, model.norm_epsilon, kind="rms"),
         norm_first=True,
         bias=False,
         # The small first values of queries stand in for 1/sqrt(E).

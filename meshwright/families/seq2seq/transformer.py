@@ -31,7 +31,7 @@ class TransformerModel(EncoderDecoderChain):
     def __init__(self, model: Attentional, kit: Kit, chunk: Chunk | None = None) -> None:
         super().__init__(model, chunk)
         self.hidden = model.hidden
-        self.slice_hidden = kit.slice_hidden
+        self.slice = kit.slice
         table = Initial(model.hidden**-0.5)
         if self.chunk.first or self.chunk.last:
             self.tokens = kit.embedding(model.padded_vocabulary, model.hidden, table)
@@ -48,7 +48,7 @@ class TransformerModel(EncoderDecoderChain):
         rows = self.tokens(ids) * math.sqrt(self.hidden)
         places = sinusoids(start, ids.shape[1], self.hidden, ids.device).to(rows.dtype)
         # Positions are computed whole on each rank, which takes the columns that its kit holds.
-        h: Tensor = self.dropout(rows + self.slice_hidden(places))
+        h: Tensor = self.dropout(rows + self.slice(places, "hidden"))
         return h
 
     def normed(self, h: Tensor) -> Tensor:

@@ -115,8 +115,8 @@ class Stem(nn.Module):
         super().__init__()
         self.shape = STEMS[model.stem]
         inputs = stem_inputs(model)
-        self.patches = kit.patches(inputs, model.hidden, he(inputs))
-        self.norm = kit.group_norm(model.hidden, model.paths, model.norm_epsilon)
+        self.patches = kit.linear("patches", inputs, model.hidden, he(inputs))
+        self.norm = kit.norm(model.hidden, model.norm_epsilon, kind="group", groups=model.paths)
 
     def forward(self, images: Tensor) -> Tensor:
         pixels = images.to(next(self.parameters()).dtype) / 127.5 - 1  # 0..255 -> -1..1
@@ -133,8 +133,8 @@ class Shortcut(nn.Module):
     def __init__(self, model: ResNeXt, kit: Kit, shape: BlockShape) -> None:
         super().__init__()
         self.stride = shape.stride
-        self.transform = kit.transform(shape.inputs, shape.outputs, he(shape.inputs), bias=False)
-        self.norm = kit.group_norm(shape.outputs, model.paths, model.norm_epsilon)
+        self.transform = kit.linear("transform", shape.inputs, shape.outputs, he(shape.inputs), bias=False)
+        self.norm = kit.norm(shape.outputs, model.norm_epsilon, kind="group", groups=model.paths)
 
     def forward(self, h: Tensor) -> Tensor:
         if self.stride > 1:
@@ -152,12 +152,12 @@ class ResNeXtBlock(nn.Module):
         width = inner // model.paths
         self.stride, self.paths = shape.stride, kit.local_heads(model.paths)
         self.expand = kit.branches.expand(shape.inputs, inner, he(shape.inputs), bias=False)
-        self.expand_norm = kit.local_group_norm(inner, model.paths, epsilon)
+        self.expand_norm = kit.norm(inner, epsilon, kind="group", groups=model.paths, inside=True)
         # Cut along the paths, so that a rank has whole ones; `local` because no other rank reads them.
         self.kernels = kit.local((inner, width, KERNEL, KERNEL), 0, he(width * KERNEL**2), matrix=True)
-        self.kernels_norm = kit.local_group_norm(inner, model.paths, epsilon)
+        self.kernels_norm = kit.norm(inner, epsilon, kind="group", groups=model.paths, inside=True)
         self.contract = kit.branches.contract(inner, shape.outputs, he(inner), bias=False)
-        self.contract_norm = kit.group_norm(shape.outputs, model.paths, epsilon)
+        self.contract_norm = kit.norm(shape.outputs, epsilon, kind="group", groups=model.paths)
         self.shortcut = Shortcut(model, kit, shape) if shape.changes else nn.Identity()
 
     def forward(self, h: Tensor) -> Tensor:

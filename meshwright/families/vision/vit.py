@@ -85,7 +85,7 @@ class ViT(Chain):
         self.patch = model.patch
         self.num_tokens = model.positions
         if chunk.first:
-            self.patches = kit.patches(patch_inputs(model), model.hidden, INITIAL)
+            self.patches = kit.linear("patches", patch_inputs(model), model.hidden, INITIAL)
             self.positions = kit.embedding(model.padded(model.positions), model.hidden, INITIAL)
             self.dropout = nn.Dropout(model.dropout)
         self.blocks = blocks_of(chunk, lambda _: VitBlock(model, kit))

@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from meshwright.config import Config
 from meshwright.model import IGNORED, SAMPLES
 from meshwright.models.chain import make_chain
-from meshwright.parameters.shard import Initial
 from meshwright.parts import empty_batch
 from meshwright.ranks.mesh import Mesh, solo_mesh
 from meshwright.subgraph.branches import assign
@@ -73,13 +72,13 @@ class TracedKit(SerialKit):
     def branches(self) -> TracedKit:
         return TracedKit(self.mesh, "branches", self.pairs)
 
-    def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True) -> nn.Module:
-        layer = super().expand(hidden, inner, initial, groups=groups, bias=bias)
+    def expand(self, *sizes: Any, **options: Any) -> nn.Module:
+        layer = super().expand(*sizes, **options)
         self.pairs[layer] = self.where
         return layer
 
-    def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
-        layer = super().contract(inner, hidden, initial, bias=bias)
+    def contract(self, *sizes: Any, **options: Any) -> nn.Module:
+        layer = super().contract(*sizes, **options)
         self.pairs[layer] = self.where
         return layer
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from meshwright.config import Config
 from meshwright.data.files import ShowProgress, silent
 from meshwright.decisions import in_steps, resolve_process, this_machine
+from meshwright.drawing import require_matplotlib
 from meshwright.errors import ConfigError, LaunchError, Problem
 from meshwright.launch import Interrupted, joined
 from meshwright.machine import Machine, usable_cores
@@ -62,6 +63,7 @@ def compare_layouts(
     """
     if joined():
         raise LaunchError("compare starts its own workers: run it outside of torchrun, srun and mpirun")
+    require_matplotlib("compare's picture")
     contenders = on_one_device(contenders, this_machine())
     data = contenders[0].config.data.prepare(contenders[0].config, report)
     contenders = [replace(one, config=in_steps(one.config, data).config) for one in contenders]

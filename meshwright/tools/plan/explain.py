@@ -16,6 +16,7 @@ from rich.table import Column, Table
 
 from meshwright.config import Config
 from meshwright.decisions import resolve_layout
+from meshwright.drawing import require_matplotlib
 from meshwright.errors import ConfigError
 from meshwright.machine import Machine
 from meshwright.model import Chunk
@@ -92,11 +93,13 @@ def explain(config: Config, trace: Path | None = None) -> None:
     """Print what the layout makes of the run; where asked, write the trace of a pipeline's step on the virtual clock,
     and beside it a picture of all schedules.
 
-    Raises ConfigError where there is no pipeline to trace, and where compose does.
+    Raises ConfigError where there is no pipeline to trace, and where compose does; PictureError without matplotlib.
     """
     stages = config.layout.pipeline.size
     if trace is not None and stages == 1:
         raise ConfigError.of("layout.pipeline.size", 1, "has no schedule to trace with --explain", "2 or more")
+    if trace is not None:
+        require_matplotlib("--trace")
     explained = compose(config)
     render(explained)
     if stages == 1:

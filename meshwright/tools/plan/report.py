@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from meshwright.config import Config, dump_tree, run_text
+from meshwright.drawing import require_matplotlib
 from meshwright.errors import ConfigError
 from meshwright.models.chain import chain_of
 from meshwright.pipeline.trace import write_trace
@@ -48,6 +49,14 @@ def check_new(option: str, path: Path | None) -> None:
     # Asked before a search of minutes, so that its answer is not lost for a file's name.
     if path is not None and path.exists():
         raise ConfigError.of(option, path, "is there already", "another file, or remove it")
+
+
+def check_outputs(out: Path, page: Path | None, trace: Path | None) -> None:
+    """Raises ConfigError where the run file or the page is there already, PictureError where a trace has no picture."""
+    check_new("--out", out)
+    check_new("--page", page)
+    if trace is not None:
+        require_matplotlib("--trace")
 
 
 def write_run(best: Prediction, path: Path) -> None:

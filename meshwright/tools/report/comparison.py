@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
-
+from meshwright.drawing import new_figure
 from meshwright.errors import DataError
 from meshwright.tools.report import LINE_COLOURS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _INK, _FAINT, _GRID = "#1f2933", "#6b7785", "#e6e9ed"
 _BAR, _EXACT = 0.36, 1e-16
@@ -52,8 +51,10 @@ def draw_comparison(panels: Sequence[Panel], losses: Mapping[str, Sequence[float
     names = list(losses)
     colours = {name: LINE_COLOURS[place % len(LINE_COLOURS)] for place, name in enumerate(names)}
     height = 1.5 + 0.52 * len(names)
-    figure = Figure(figsize=(13, height + 4.1), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(13, height + 4.1, dpi=130)
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import MaxNLocator
+
     above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(height, 4.1))[:, 0]
     for axes, panel in zip(above.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels, strict=True):
         _draw_bars(axes, panel, colours)
@@ -80,6 +81,8 @@ def draw_comparison(panels: Sequence[Panel], losses: Mapping[str, Sequence[float
 
 def _draw_bars(axes: Axes, panel: Panel, colours: Mapping[str, str]) -> None:
     """One pair of bars a layout, from above in the order that they were given; numbers at their ends."""
+    from matplotlib.ticker import MaxNLocator
+
     _plain(axes, panel.title, panel.unit)
     names = list(colours)
     largest = max(
@@ -118,6 +121,8 @@ def _write(axes: Axes, x: float, y: float, text: str, largest: float) -> None:
 
 def _draw_differences(axes: Axes, losses: Mapping[str, Sequence[float]], colours: Mapping[str, str]) -> None:
     """Relative, on a logarithmic axis; equal numbers lie on its lower edge. Those behind others are larger."""
+    from matplotlib.ticker import MaxNLocator
+
     first, *others = losses.items()
     _plain(axes, f"Losses: relative difference to {first[0]}", "step")
     for place, (name, values) in enumerate(others):

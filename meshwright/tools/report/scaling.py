@@ -8,21 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from matplotlib import colormaps
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import (
-    FuncFormatter,
-    LogLocator,
-    NullFormatter,
-    NullLocator,
-    PercentFormatter,
-    ScalarFormatter,
-)
-
+from meshwright.drawing import new_figure
 from meshwright.errors import DataError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _INK, _GRID = "#333333", "#e4e4e4"
 _MARKS = "osD^vPX*"
@@ -46,8 +38,10 @@ def draw_scaling(lines: Mapping[str, Line], picture: Path, title: str) -> None:
     everywhere = sorted({count for line in lines.values() for count in line.devices})
     if not everywhere:
         raise DataError(f"no point to draw in {picture}")
-    figure = Figure(figsize=(11.5, 4.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11.5, 4.5, dpi=150)
+    from matplotlib import colormaps
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator, PercentFormatter
+
     speed, efficiency = figure.subplots(1, 2, width_ratios=(3, 2))
     figure.suptitle(title, x=0.01, ha="left", color=_INK, fontsize=12, fontweight="bold")
     _frame(speed, everywhere, "samples a second")
@@ -81,6 +75,8 @@ def draw_scaling(lines: Mapping[str, Line], picture: Path, title: str) -> None:
 
 
 def _frame(axes: Axes, devices: list[int], what: str) -> None:
+    from matplotlib.ticker import NullFormatter, NullLocator, ScalarFormatter
+
     axes.set_title(what, loc="left", color=_INK, fontsize=10)
     axes.set_xlabel("devices", color=_INK)
     axes.set_xscale("log", base=2)

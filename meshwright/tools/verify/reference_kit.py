@@ -58,33 +58,32 @@ class ReferenceKit:
     def embedding(self, num_rows: int, hidden: int, initial: Initial) -> nn.Module:
         return Layer(lambda ids, weight, _: F.embedding(ids, weight), (num_rows, hidden), initial, table=True)
 
-    def patches(self, inputs: int, hidden: int, initial: Initial) -> nn.Module:
-        return _linear(inputs, (hidden,), initial, biased=False)
+    def linear(self, role: str, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+        return _linear(inputs, (outputs,), initial, biased=bias and role == "transform")
 
-    def transform(self, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
-        return _linear(inputs, (outputs,), initial, bias)
-
-    def scores(self, hidden: int, outputs: int, initial: Initial) -> nn.Module:
-        return _linear(hidden, (outputs,), initial, biased=False)
-
-    def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True) -> nn.Module:
+    def expand(self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True,
+               heads: HeadGroups | None = None) -> nn.Module:  # fmt: skip
         return _linear(hidden, (inner,) if groups == 1 else (groups, inner // groups), initial, bias)
 
     def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
         return _linear(inner, (hidden,), initial, bias)
 
-    def norm(self, hidden: int, epsilon: float, *, bias: bool = True) -> nn.Module:
-        return _norm(lambda x, weight, shift: F.layer_norm(x, (hidden,), weight, shift, epsilon), hidden, bias=bias)
+    def norm(self, width: int, epsilon: float, *, kind: str = "layer", groups: int = 1, bias: bool = True,
+             inside: bool = False) -> nn.Module:  # fmt: skip
+        def function(x: Tensor, weight: Tensor, shift: Tensor) -> Tensor:
+            if kind == "group":
+                return F.group_norm(x.mT, groups, weight, shift, epsilon).mT
+            if kind == "rms":
+                return F.rms_norm(x, (width,), weight, epsilon)
+            return F.layer_norm(x, (width,), weight, shift, epsilon)
 
-    def rms_norm(self, hidden: int, epsilon: float) -> nn.Module:
-        return _norm(lambda x, weight, _: F.rms_norm(x, (hidden,), weight, epsilon), hidden, bias=False)
+        return _norm(function, width, bias=kind == "group" or (kind == "layer" and bias))
 
-    head_norm = rms_norm
+    def enter(self, x: Tensor, heads: int) -> Tensor:
+        return x.unsqueeze(2).expand(-1, -1, heads, -1)
 
-    def group_norm(self, channels: int, groups: int, epsilon: float) -> nn.Module:
-        return _norm(lambda x, weight, bias: F.group_norm(x.mT, groups, weight, bias, epsilon).mT, channels)
-
-    local_group_norm = group_norm
+    def leave(self, x: Tensor) -> Tensor:
+        return x.sum(2)
 
     def local(self, shape: _Shape, dim: int, initial: Initial, *, matrix: bool) -> nn.Module:
         return Layer(lambda weight, _: weight, shape, initial, decays=matrix)
@@ -106,16 +105,11 @@ class ReferenceKit:
     def experts(self, shape: ExpertsShape) -> nn.Module:
         return _Experts(shape)
 
-    def shared_heads(self, hidden: int, groups: HeadGroups, initial: Initial, *, bias: bool) -> nn.Module:
-        raise AssertionError("one rank has all heads")
-
     def local_heads(self, heads: int) -> int:
         return heads
 
-    def slice_batch(self, x: Tensor) -> Tensor:
+    def slice(self, x: Tensor, where: str) -> Tensor:
         return x
-
-    slice_inside = slice_hidden = slice_batch
 
     def own_randomness(self, rate: float) -> AbstractContextManager[None]:
         return nullcontext()

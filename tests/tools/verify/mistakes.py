@@ -63,8 +63,12 @@ def wrong_norm() -> None:
 
 def wrong_clipping() -> None:
     """The norm is right, and what it divides by is not."""
-    right = Optimizer._divisor
-    Optimizer._divisor = lambda self, norm: right(self, norm) * 1.01  # type: ignore[method-assign]
+    right = Optimizer._update
+
+    def wrong(self: Optimizer, rate: float, divisor: Tensor | None = None, skip: Tensor | None = None) -> StepWeights:
+        return right(self, rate, None if divisor is None else divisor * 1.01, skip)
+
+    Optimizer._update = wrong  # type: ignore[method-assign]
 
 
 def decayed_vectors() -> None:

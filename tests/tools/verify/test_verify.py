@@ -56,6 +56,16 @@ def test_a_run_whose_bits_are_layout_free_is_held_to_its_bits(config: Config, mo
     assert "loss of step 1: not the bits of one device" in printed.getvalue()
 
 
+def test_the_bits_of_a_layout_that_cuts_layers_and_sequences_are_one_device_s(config: Config) -> None:
+    tree = config.model_dump(mode="json")
+    tree["model"] |= {"hidden": 64, "heads": 4}
+    tree["bits"] = {"kind": "layout-free", "tensor": 2, "sequence": 2}
+    tree["layout"] = {"tensor": {"kind": "megatron", "size": 2, "sequence_parallel": True}, "transport": "torch"}
+    verdict = verify(parse_config(tree), steps=1)
+    verdict.check()
+    assert len([row for row in verdict.rows if row.kind == "bits"]) > 20
+
+
 def plant(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "WORKER", f"tests.tools.verify.planted:{bug}")
 

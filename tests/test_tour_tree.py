@@ -1,4 +1,4 @@
-"""The annotated tree in the README: every path exists, every room is there, every line says something."""
+"""The annotated tree in docs/tour.md: every path exists, every room is there, every line says something."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ ROOT = Path(__file__).resolve().parent.parent
 LINE = re.compile(r"^(?P<indent> *)(?P<name>\S+)(?:  +(?P<text>\S.*))?$")
 
 
-def tree_of_readme() -> dict[str, str]:
+def tree_of_tour() -> dict[str, str]:
     """Path -> its line's words. Folders end in `/`; two spaces deeper is one folder deeper."""
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs/tour.md").read_text()
     block = text.split("## The tree", 1)[1].split("```", 2)[1]
     found: dict[str, str] = {}
     parents: list[str] = []
@@ -26,16 +26,16 @@ def tree_of_readme() -> dict[str, str]:
 
 
 def test_every_path_exists_and_says_what_it_is() -> None:
-    for path, text in tree_of_readme().items():
-        assert (ROOT / path).exists(), f"{path} is in the README's tree and not in the repository"
-        assert text, f"{path} has no words in the README's tree"
+    for path, text in tree_of_tour().items():
+        assert (ROOT / path).exists(), f"{path} is in the tour's tree and not in the repository"
+        assert text, f"{path} has no words in the tour's tree"
         assert path.endswith("/") == (ROOT / path).is_dir(), f"{path}: folders end in /"
 
 
 def test_every_room_is_in_the_tree() -> None:
     rooms = {f"{path.parent.relative_to(ROOT)}/" for path in (ROOT / "meshwright").rglob("__init__.py")}
-    missing = rooms - set(tree_of_readme())
-    assert not missing, f"not in the README's tree: {sorted(missing)}"
+    missing = rooms - set(tree_of_tour())
+    assert not missing, f"not in the tour's tree: {sorted(missing)}"
 
 
 def test_the_shortest_way_is_short() -> None:

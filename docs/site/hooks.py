@@ -1,0 +1,100 @@
+"""The site's own part of docs/: absolute links into the repository, the loss table, pages as markdown, llms.txt."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parents[2]
+INTO_REPOSITORY = re.compile(r"\]\(\.\./(?P<path>[^)#\s]+)(?P<rest>[^)]*)\)")
+TABLE = "@@BITS_TABLE@@"
+FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
+NOTEBOOK = re.compile(r"\.ipynb\)")
+TITLES = re.compile(r"^# (.+)$", re.MULTILINE)
+
+
+def on_files(files: Any, *, config: Any) -> Any:
+    """A page for each notebook, as its cells stand with what they have printed and drawn."""
+    for path in sorted((ROOT / "docs/notebooks").glob("*.ipynb")):
+        files.append(File.generated(config, f"notebooks/{path.stem}.md", content=page_of(path)))
+    return files
+
+
+def page_of(path: Path) -> str:
+    """A notebook as markdown. Pictures stand in the page itself."""
+    parts = []
+    for cell in json.loads(path.read_text())["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            if output["output_type"] == "stream":
+                parts.append("```text\n" + "".join(output["text"]).rstrip() + "\n```")
+            else:
+                parts.append(f"![what the cell draws](data:image/png;base64,{output['data']['image/png']})")
+    return NOTEBOOK.sub(".md)", "\n\n".join(parts)) + "\n"
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
+    """The page with links that hold on the site. Raises FileNotFoundError where a file of the repository is gone."""
+
+    def absolute(match: re.Match[str]) -> str:
+        path = match["path"].rstrip("/")
+        if not (ROOT / path).exists():
+            raise FileNotFoundError(f"{page.file.src_path} has a link to {path}, which is not in the repository")
+        kind = "tree" if (ROOT / path).is_dir() else "blob"
+        return f"]({config.extra['repository']}/{kind}/main/{path}{match['rest']})"
+
+    if page.file.src_path == "decisions.md":
+        page.meta["search"] = {"exclude": True}  # reasons of long ago would stand before what is so today
+    if page.file.src_path.startswith("notebooks/"):
+        name = Path(page.file.src_path).with_suffix(".ipynb")
+        return f"{markdown}\n[This page as a notebook]({config.extra['repository']}/blob/main/docs/{name})\n"
+    markdown = NOTEBOOK.sub(".md)", markdown)
+    if TABLE in markdown:
+        markdown = markdown.replace(TABLE, losses_table())
+    return INTO_REPOSITORY.sub(absolute, markdown)
+
+
+def losses_table() -> str:
+    """The table of docs/bits.md, so that there is one of it."""
+    page = (ROOT / "docs/bits.md").read_text()
+    part = page[page.index("under 18 layouts\n") :]
+    return "\n".join(line for line in part[: part.index("\n## ", 1)].splitlines() if line.startswith("|"))
+
+
+def on_post_build(config: Any) -> None:
+    """Write each page as markdown beside its HTML (guide/index.md), and llms.txt, which lists them in order."""
+    site, docs = Path(config.site_dir), Path(config.docs_dir)
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}", ""]
+    for entry in config.nav:
+        ((section, pages),) = entry.items()
+        lines += [f"## {section}", ""]
+        for name in names_in(pages):
+            source = docs / name
+            text = source.read_text() if source.exists() else page_of(source.with_suffix(".ipynb"))
+            text = FRONT_MATTER.sub("", text).replace(TABLE, losses_table())
+            target = site / ("index.md" if name == "index.md" else f"{name.removesuffix('.md')}/index.md")
+            target.write_text(text)
+            lines.append(f"- [{TITLES.findall(text)[0]}]({target.relative_to(site)}): {first_sentence(text)}")
+        lines.append("")
+    (site / "llms.txt").write_text("\n".join(lines))
+
+
+def names_in(pages: Any) -> list[str]:
+    """The files of an entry of the navigation, which may hold further entries."""
+    if isinstance(pages, str):
+        return [pages]
+    return [name for entry in pages for part in entry.values() for name in names_in(part)]
+
+
+def first_sentence(markdown: str) -> str:
+    """The first sentence of the page's text, without marks."""
+    for line in re.sub(r"^```.*?^```$", "", markdown, flags=re.DOTALL | re.MULTILINE).splitlines():
+        if line and line[0].isalpha():
+            plain = re.sub(r"\[([^\]]*)\]\([^)]*\)|[*`]", r"\1", line)
+            return re.split(r"(?<=[.:]) ", plain)[0]
+    return ""

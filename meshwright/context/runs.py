@@ -1,0 +1,137 @@
+"""Attention of one run's queries at a time, to all keys: what is equal to the bit when a ring cuts the sequence.
+
+A ring's partial softmax adds blocks in the order in which they come round, which depends on the ranks. So with
+`bits.attention=runs` every layout, one device's too, attends from one run of queries (of `bits.sequence`) to the whole
+sequence, by one kernel of one shape. Ranks of a ring hold their own runs of queries and gather the keys and values:
+
+| tensor | outside        | inside: a kernel             | forward sends                 | backward sends         |
+|--------|----------------|------------------------------|-------------------------------|------------------------|
+| Q      | [B, A, T/c, E] | [B, A/parts, T/runs, E]      | -                             | -                      |
+| K, V   | [B, K, T/c, E] | [B, K/parts, T, E]           | all-gathers of [B, K, T, E]   | reduce-scatters of it  |
+
+The gradient of a key is a sum over the runs of queries, by a balanced tree in float32, and travels so. Zigzag's rank i
+of c holds chunks i and 2c-1-i, so the tree's leaves stand in the order 0, R-1, 1, R-2, ...: each rank has a subtree.
+A rank holds all keys of a layer while it attends, where a ring holds two blocks of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from meshwright.bits.blocks import apart, common_draw, own_stream, start_tree_reduce_scatter, tree_sum
+from meshwright.context.context import HEADS, TOKENS, Apart, HeadParts, Heads, document_bias
+from meshwright.context.ring import RingAttention
+
+
+def leaf_of(run: int, count: int) -> int:
+    """The place of a run of queries in the tree of `count` runs: its mirror image stands beside it."""
+    return 2 * run if 2 * run < count else 2 * (count - 1 - run) + 1
+
+
+@dataclass(frozen=True)
+class RunsOfQueries(HeadParts):
+    """Whole sequences, of whose `count` runs of queries each is attended by itself."""
+
+    count: int
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
+        scale: float | None,
+    ) -> Tensor:  # fmt: skip
+        runs = range(self.count)
+        keys, values = (_ForEachRun.apply(x, None, runs, self.count) for x in (key, value))
+        return self.attend_runs(query, keys, values, runs, mask, dropout, causal, scale)
+
+    def attend_runs(
+        self, query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], runs: Sequence[int],
+        mask: Tensor | None, dropout: float, causal: bool, scale: float | None,
+    ) -> Tensor:  # fmt: skip
+        """The output of the queries [B, A, t, E] of some runs, in their order, to whole sequences of keys and values
+        [B, K, T, E], which each run has by itself."""
+        parts, seed = self.blocks.head_parts, common_draw() if dropout else 0
+        length, total = query.shape[TOKENS] // len(runs), keys[0].shape[TOKENS]
+        outs = []
+        for run, own, k, v in zip(runs, query.chunk(len(runs), TOKENS), keys, values, strict=True):
+            seen: Tensor | None = mask
+            by_head: list[Tensor] = []
+            if mask is not None and mask.shape[TOKENS] > 1:
+                seen = mask[:, :, run * length : (run + 1) * length]
+            if causal:  # no kernel's own, whose corner is that of whole sequences
+                places = torch.arange(run * length, (run + 1) * length, device=query.device)
+                seen = places[:, None] >= torch.arange(total, device=query.device)
+            masks: list[Tensor | None] = [None if seen is None else apart(seen)] * parts
+            if seen is not None and seen.dim() == 4 and seen.shape[HEADS] > 1:  # biases by head
+                masks = [apart(own_mask) for own_mask in seen.chunk(parts, HEADS)]
+            for part in range(parts):
+                q, part_k, part_v = (Apart.apply(x.chunk(parts, HEADS)[part]) for x in (own, k, v))
+                label = f"{seed}/{self.blocks.first_head_part + part}/{run}"
+                with own_stream(label, query.device) if dropout else nullcontext():
+                    # Of one part and run: Heads', not HeadParts'.
+                    out = Heads.attend(self, q, part_k, part_v, masks[part], dropout, False, scale)
+                by_head.append(Apart.apply(out))
+            outs.append(torch.cat(by_head, HEADS))
+        return torch.cat(outs, TOKENS)
+
+
+class _ForEachRun(torch.autograd.Function):
+    """Whole keys or values [B, K, T, E] for each run of this rank's queries, of those [B, K, t, E] that it holds."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, ring: GatheredRing | None, runs: Sequence[int], count: int
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx.ring, ctx.dtype = ring, x.dtype
+        ctx.order = sorted(range(len(runs)), key=lambda place: leaf_of(runs[place], count))
+        whole = x if ring is None else ring.gathered(x)
+        return tuple(whole.view_as(whole) for _ in runs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        wide = torch.promote_types(ctx.dtype, torch.float32)
+        total = tree_sum(gradients[place].to(wide, copy=True) for place in ctx.order)
+        own = total if ctx.ring is None else ctx.ring.own_sum(total)
+        return own.to(ctx.dtype), None, None, None
+
+
+class GatheredRing(RingAttention):
+    """A ring's share of every sequence, attended run by run."""
+
+    heads: RunsOfQueries
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
+        scale: float | None,
+    ) -> Tensor:  # fmt: skip
+        key, value = self.heads.shared(key, value, 1)
+        count = self.heads.count
+        runs = [run for chunk in self.runs(count) for run in chunk]  # a sequence of runs, dealt as its tokens are
+        keys, values = (_ForEachRun.apply(x, self, runs, count) for x in (key, value))
+        length = keys[0].shape[TOKENS]
+        if mask is not None and mask.dtype == torch.int64:
+            starts, places = mask, torch.arange(length, device=mask.device)
+            mask = document_bias(starts, starts, places, places, query.dtype, -torch.inf)
+        return self.heads.attend_runs(query, keys, values, runs, mask, dropout, causal, scale)
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """[B, K, T, E] of every rank's [B, K, T/c, E]."""
+        own = x.contiguous()
+        every = own.new_empty(self.size, *own.shape)
+        self.comm.all_gather(every, own)
+        whole = torch.cat(list(every), TOKENS)
+        return torch.empty_like(whole).index_copy_(TOKENS, self._dealt(whole), whole)
+
+    def own_sum(self, x: Tensor) -> Tensor:
+        """This rank's [B, K, T/c, E] of the sum of every rank's [B, K, T, E]."""
+        return start_tree_reduce_scatter(x.index_select(TOKENS, self._dealt(x)), self.comm, TOKENS).wait()
+
+    def _dealt(self, x: Tensor) -> Tensor:
+        """The places in their sequence of all ranks' tokens, rank by rank."""
+        return torch.cat([self._places(x.shape[TOKENS], rank, x.device) for rank in range(self.size)])

@@ -1,0 +1,67 @@
+"""`make test PYTEST_ARGS="-p tests.cpu ..."`: the processor seconds of each room's tests, at the end of a run.
+
+Of the process that runs a test and all that descend from it, those that go on included (servers that ranks are forked
+from): pytest's own durations are wall time, and `os.times` knows children only when they have ended. Linux alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.plants.plant import room_of
+
+TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
+SPENT = pytest.StashKey[Counter[str]]()
+
+
+def tree_seconds() -> float:
+    """Seconds that this process, its living descendants, and the ended children of each have computed."""
+    children, seconds = defaultdict(list), {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended meanwhile
+            continue
+        children[int(fields[1])].append(int(path.parent.name))
+        seconds[int(path.parent.name)] = sum(map(int, fields[11:15])) / TICKS_A_SECOND
+    total, left = 0.0, [os.getpid()]
+    while left:
+        process = left.pop()
+        total += seconds.get(process, 0.0)
+        left += children[process]
+    return total
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    before = tree_seconds()
+    result = yield
+    spent = item.config.stash.setdefault(SPENT, Counter())
+    spent[room_of(item.nodeid.partition("::")[0])] += tree_seconds() - before
+    return result
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of xdist hands its rooms over."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["cpu"] = json.dumps(session.config.stash.get(SPENT, {}))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object) -> None:
+    spent = node.config.stash.setdefault(SPENT, Counter())
+    spent.update(json.loads(getattr(node, "workeroutput", {}).get("cpu", "{}")))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    spent = config.stash.get(SPENT, Counter())
+    terminalreporter.section("processor seconds by room")
+    for room, seconds in spent.most_common():
+        terminalreporter.write_line(f"{seconds:9.1f}  {room}")
+    terminalreporter.write_line(f"{sum(spent.values()):9.1f}  in all")

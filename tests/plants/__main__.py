@@ -1,0 +1,51 @@
+"""`python -m tests.plants`: plant each mistake into a copy of the repository, and write which tests found it.
+
+`NAME ...`: plants whose names hold one of these words; `--jobs`: plants at a time; `--long`: all tests, not only those
+of `make test`. found.json holds the answers, of which the table of docs/tests.md is made. 1 where no test finds one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from tests.plants.plant import FOUND, Plant, find, page_with, plants, read_found
+
+PAGE = Path("docs/tests.md")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.plants", description=__doc__)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--long", action="store_true")
+    parser.add_argument("names", nargs="*")
+    options = parser.parse_args()
+    chosen = [plant for plant in plants() if not options.names or any(word in plant.name for word in options.names)]
+    missed = 0
+    with tempfile.TemporaryDirectory(prefix="meshwright-plants-") as folder, ThreadPoolExecutor(options.jobs) as pool:
+        answers = pool.map(partial(find, Path(folder), long=options.long), chosen)
+        for plant, answer in zip(chosen, answers, strict=True):
+            missed += not answer
+            print(f"{plant.name}: {told(answer)}", flush=True)
+            keep(plant, answer)
+    return int(missed > 0)
+
+
+def told(answer: dict[str, int]) -> str:
+    return ", ".join(f"{file} {cases}" for file, cases in answer.items()) or "NOT FOUND"
+
+
+def keep(plant: Plant, answer: dict[str, int]) -> None:
+    """Write the answer beside the others, in the plants' order, and the page anew."""
+    answers = read_found() | {plant.name: answer}
+    FOUND.write_text(json.dumps({one.name: answers[one.name] for one in plants() if one.name in answers}, indent=1))
+    PAGE.write_text(page_with(PAGE.read_text(), plants(), answers))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""What a release holds: both distributions complete, one version everywhere, links that hold on an index, extras."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from email import message_from_bytes
+from email.message import Message
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import meshwright
+from tests.patience import PATIENCE_SECONDS
+
+ROOT = Path(__file__).resolve().parent.parent
+NOT_OURS = (".git", ".venv", "out", "build", "dist", "shared", "node_modules")
+"""Folders of the root that a build of the tests' copy does not need."""
+MADE = ("__pycache__", "*.pyc", "*.egg-info", ".*_cache", ".hypothesis")
+
+
+def project() -> dict[str, Any]:
+    table: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return table
+
+
+def build(kind: str, source: Path, target: Path) -> Path:
+    """A distribution, made by the build backend alone: no network, no other environment."""
+    target.mkdir(exist_ok=True)
+    code = f"from setuptools import build_meta; print('made', build_meta.build_{kind}({str(target)!r}))"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=source, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
+    assert ran.returncode == 0, ran.stderr
+    return target / ran.stdout.split()[-1]
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The repository without what is made from it."""
+    if find_spec("setuptools") is None:
+        pytest.skip("no setuptools here: pip install setuptools")
+    folder = tmp_path_factory.mktemp("packages") / "copy"
+    ignored = shutil.ignore_patterns(*MADE)
+
+    def ignore(at: str, names: list[str]) -> set[str]:
+        return ignored(at, names) | (set(NOT_OURS) & set(names) if Path(at) == ROOT else set())
+
+    shutil.copytree(ROOT, folder, ignore=ignore)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sdist(copy: Path) -> Path:
+    """The source distribution, unpacked."""
+    # The copy's files before the build writes its own beside them.
+    archive = build("sdist", shutil.copytree(copy, copy.with_name("built")), copy.with_name("dist"))
+    with tarfile.open(archive) as tar:
+        tar.extractall(copy.with_name("unpacked"), filter="data")
+    return copy.with_name("unpacked") / archive.name.removesuffix(".tar.gz")
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path) -> zipfile.ZipFile:
+    """Made from the unpacked source distribution, as an installer makes it."""
+    return zipfile.ZipFile(build("wheel", sdist, sdist.parent / "wheels"))
+
+
+def metadata(wheel: zipfile.ZipFile) -> Message:
+    return message_from_bytes(wheel.read(next(name for name in wheel.namelist() if name.endswith("/METADATA"))))
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_source_distribution_is_the_repository(copy: Path, sdist: Path) -> None:
+    assert files(copy) - files(sdist) == set()
+
+
+def test_the_wheel_has_the_whole_package_and_nothing_else(copy: Path, wheel: zipfile.ZipFile) -> None:
+    ours = {f"meshwright/{name}" for name in files(copy / "meshwright")}
+    assert {name for name in wheel.namelist() if ".dist-info/" not in name} == ours
+
+
+def test_the_wheel_says_who_it_is(wheel: zipfile.ZipFile) -> None:
+    facts = metadata(wheel)
+    assert facts["Version"] == meshwright.__version__
+    assert {*(facts.get_all("Provides-Extra") or ())} == set(project()["optional-dependencies"])
+    points = wheel.read(next(name for name in wheel.namelist() if name.endswith("entry_points.txt"))).decode()
+    assert "meshwright = meshwright.cli:main" in points
+    assert "meshwright = meshwright.parity.plugin" in points
+
+
+def test_links_of_the_readme_hold_away_from_the_repository(wheel: zipfile.ZipFile) -> None:
+    page = str(metadata(wheel).get_payload())
+    links = re.findall(r"\]\(([^)]+)\)", page)
+    assert len(links) > 10
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []
+    source = project()["urls"]["Source"]
+    inside = [link.removeprefix(source) for link in links if link.startswith(source)]
+    parts = [re.fullmatch(r"/(?:blob|raw)/main/([^#]+)(?:#.*)?", link) for link in inside]
+    assert all(part is not None and (ROOT / part[1]).exists() for part in parts), inside
+
+
+def test_one_version_stands_everywhere() -> None:
+    version = meshwright.__version__
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
+    assert yaml.safe_load((ROOT / "packaging/conda/recipe.yaml").read_text())["context"]["version"] == version
+    assert re.findall(r"^## (\d\S*)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[0] == version
+
+
+def test_extras_are_named_by_all() -> None:
+    extras = project()["optional-dependencies"]
+    named = set(re.search(r"\[(.*)\]", extras["all"][0])[1].split(","))  # type: ignore[index]
+    assert named == set(extras) - {"all", "dev", "site"}
+
+
+def test_conda_asks_for_what_pip_asks_for() -> None:
+    run = yaml.safe_load((ROOT / "packaging/conda/recipe.yaml").read_text())["requirements"]["run"]
+    words = {line.lower().replace(" ", "").replace("pytorch", "torch") for line in run}
+    asked = {line.lower() for line in project()["dependencies"]} | {f"python{project()['requires-python']}"}
+    assert words == asked
+
+
+@pytest.mark.parametrize("name", ["tests", "site", "release"])
+def test_workflows_can_be_read_and_call_what_is_there(name: str) -> None:
+    tree = yaml.safe_load((ROOT / f".github/workflows/{name}.yml").read_text())
+    assert {"name", True, "permissions", "jobs"} <= tree.keys()  # YAML 1.1 reads `on` as true
+    commands = [step["run"] for job in tree["jobs"].values() for step in job["steps"] if "run" in step]
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert all(word in targets for line in commands for word in re.findall(r"^make (\S+)", line))
+    assert all((ROOT / word).exists() for line in commands for word in re.findall(r"^(\.ci/\S+)", line))
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_images_are_built_of_files_that_the_context_has(name: str) -> None:
+    let_in = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = re.findall(r"^COPY (.*) \S+$", (ROOT / f"packaging/docker/Dockerfile.{name}").read_text(), re.MULTILINE)
+    words = {word for line in copied for word in line.split()}
+    assert words == let_in
+    assert all((ROOT / word).exists() for word in words)
