@@ -9,7 +9,7 @@ from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -191,7 +191,7 @@ def arranged(
     """Which parameters (name, elements on this rank, dtype) share a bucket of about `bucket_bytes`, in order of
     readiness: the reverse of the given order. `parts`: a bucket is instead what the same parts of the model use.
     `chunks`: only what the same chunks of the stage use shares a bucket."""
-    kinds: dict[Hashable, BucketKey] = {}  # layers have specs in common
+    axes: dict[int, tuple[tuple[str, ...], tuple[str, ...]]] = {}  # layers have specs in common
     open_groups: dict[BucketKey, list[str]] = {}
     sizes: dict[BucketKey, int] = {}
     full: list[tuple[BucketKey, list[str]]] = []
@@ -202,10 +202,9 @@ def arranged(
         users = parts[name] if parts is not None else ()
         own = chunks[name] if chunks is not None else ()
         # A spec's axes cost a walk over the grid: asked once a spec object, which layers of the same shape share.
-        like = id(spec), dtype, users, own
-        if like not in kinds:
-            kinds[like] = BucketKey(dtype, spec.matrix, spec.sum_axes(mesh), mesh.grid.ordered(spec.axes), users, own)
-        kind = kinds[like]
+        if id(spec) not in axes:
+            axes[id(spec)] = spec.sum_axes(mesh), mesh.grid.ordered(spec.axes)
+        kind = BucketKey(dtype, spec.matrix, *axes[id(spec)], users, own)
         open_groups.setdefault(kind, []).append(name)
         sizes[kind] = sizes.get(kind, 0) + num_elements * dtype.itemsize
         # A part's bucket takes all of the part, however large: its weights are gathered and given back at once.

@@ -210,9 +210,15 @@ def _unit(config: Config, recordings: Recordings, chunk: Chunk, incoming: Forms)
 class Composition:
     """A resolved run's stages with the buckets of their gradients. `placement`: of their chunks; `like`: for each stage
     the first one that does and holds the same; `buckets`: of these; `tied`: the parameters on two stages; `kinds`: of
-    the tasks; `peers`: the axes of the ranks that share a stage."""
+    the tasks; `peers`: the axes of the ranks that share a stage. `known`: the buckets, if they are planned."""
 
-    def __init__(self, config: Config, stages: list[StagePlan], buckets: Buckets) -> None:
+    def __init__(
+        self,
+        config: Config,
+        stages: list[StagePlan],
+        buckets: Buckets,
+        known: dict[int, list[PlannedBucket]] | None = None,
+    ) -> None:
         self.config, self.stages = config, stages
         self.grid, self.placement = grid_of_run(config), placement_of(config)
         self.kinds = (TaskKind.FORWARD, TaskKind.BACKWARD, *([TaskKind.WEIGHT] if splits(config) else []))
@@ -231,7 +237,7 @@ class Composition:
             )
             shared = any(parameter.name in tied for parameter in own.parameters)
             self.like.append(first.setdefault((work, shared), stage))
-        self.buckets: dict[int, list[PlannedBucket]] = {
+        self.buckets: dict[int, list[PlannedBucket]] = known or {
             stage: buckets.of(config, self.rank(stage), stages[stage].parameters, tied) for stage in first.values()
         }
 

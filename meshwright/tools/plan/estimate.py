@@ -22,12 +22,11 @@ from meshwright.pipeline.partition import balanced, ranges_of
 from meshwright.pipeline.placement import ChunkPlacement
 from meshwright.ranks.grid import PIPE, REPLICA_AXES, Grid, grid_of_run
 from meshwright.ranks.planned import planned_mesh
-from meshwright.tools.plan.buckets import held_of, memory_of, streams
+from meshwright.tools.plan.buckets import PlannedBucket, held_of, memory_of, streams
 from meshwright.tools.plan.compose import StagePlan
-from meshwright.tools.plan.held import HeldBytes, StageShape, in_groups
 from meshwright.tools.plan.memory import Memory, Parameter, Peak
 from meshwright.tools.plan.recordings import check, parameters_in, splits
-from meshwright.tools.plan.timed_parts import TimedParts, strides
+from meshwright.tools.plan.timed_parts import HeldActivations, StageShape, TimedParts, in_groups, strides
 from meshwright.tools.plan.timed_run import TimedRun
 
 if TYPE_CHECKING:
@@ -85,10 +84,11 @@ class Estimates:
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
         self.parts = TimedParts(planner)
-        self._held = HeldBytes(self.parts)
+        self._held = HeldActivations(self.parts)
         self._parameters: dict[Hashable, dict[int, tuple[Parameter, ...]]] = {}
         self._partitions: dict[Hashable, tuple[int, ...]] = {}
         self._weights: dict[Hashable, tuple[Memory, int]] = {}
+        self._buckets: dict[Hashable, list[PlannedBucket]] = {}
         self._last: tuple[Config, tuple[Memory, int]] | None = None
         self._fullest: dict[Hashable, list[Parameter]] = {}
         self._stage_shapes: dict[tuple[int, ...], list[StageShape]] = {}
@@ -163,7 +163,7 @@ class Estimates:
             gradients = 0 if layout.data.strategy.slices else sum(each.gradient_bytes(usual) for each in parameters)
             memory, passing = Memory(weights, gradients, 0, 0, 0, context), 0
             if memory.total <= self.planner.cluster.device.memory_bytes:  # else nobody needs to know of buckets
-                buckets = self.planner.buckets.of(usual, 0, parameters, set())
+                buckets = self._buckets_of_fullest(usual)
                 memory = memory_of(usual, buckets, Peak(0, 0), context, self.planner.software)
                 passing = held_of(usual, buckets).passing
             self._weights[key] = memory, passing
@@ -236,7 +236,8 @@ class Estimates:
             config.memory.offload, config.widens_gradients,
         )  # fmt: skip
         if key not in self._endings:
-            run = TimedRun(self.planner, config, [StagePlan((), tuple(self._fullest_stage(config)))])
+            fullest = StagePlan((), tuple(self._fullest_stage(config)))
+            run = TimedRun(self.planner, config, [fullest], {0: self._buckets_of_fullest(config)})
             sums = [run.sum(bucket, 0.0) for bucket in run.buckets[0]]
             gathered = run.buckets[0] if layout.data.strategy.gathers else ()
             gathers = sorted(run.seconds(bucket.gather) for bucket in gathered)
@@ -280,6 +281,18 @@ class Estimates:
             for each in parts[len(alike)]:
                 own[each.name] = replace(each, parts=(*(own[each.name].parts if each.name in own else ()), HEAD))
         return list(own.values())
+
+    def _buckets_of_fullest(self, config: Config) -> list[PlannedBucket]:
+        """The buckets of that stage, the same in every order of axes."""
+        layout = config.layout
+        sums = config.num_microbatches if layout.data.strategy.slices else 1
+        key = (
+            layout.layer, layout.data, self._partition(config), placement_of(config), config.widens_gradients, sums,
+            config.memory.offload,
+        )  # fmt: skip
+        if key not in self._buckets:
+            self._buckets[key] = self.planner.buckets.of(config, 0, self._fullest_stage(config), set())
+        return self._buckets[key]
 
     def _partition(self, config: Config) -> tuple[int, ...]:
         """Layers a position: where the clock would choose them, which costs more than an estimate, the balanced cut

@@ -24,8 +24,14 @@ if TYPE_CHECKING:
 class TimedRun(Composition):
     """A resolved run on a planner's cluster: how long what it is composed of takes there."""
 
-    def __init__(self, planner: Planner, config: Config, stages: list[StagePlan]) -> None:
-        super().__init__(config, stages, planner.buckets)
+    def __init__(
+        self,
+        planner: Planner,
+        config: Config,
+        stages: list[StagePlan],
+        known: dict[int, list[PlannedBucket]] | None = None,
+    ) -> None:
+        super().__init__(config, stages, planner.buckets, known)
         self.cluster, self.known_passes, self.software = planner.cluster, planner.passes, planner.software
         self.network, self.timer, self.context = planner.network(config), planner.timer(config), planner.context(config)
         self.devices_per_host = self.timer.ranks_per_node if self.software.one_process else 1
