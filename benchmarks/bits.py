@@ -58,7 +58,7 @@ GRAINS: dict[str, dict[str, Option]] = {
     "megatron, cut by sequence, 2 ranks": {"bits.tensor": 2, "bits.sequence": 2},
     "Ulysses, 2 ranks": {"bits.sequence": 2},
 }
-"""What a layout asks of the grain."""
+"""The fields of `bits` that a layout needs beside the kind, by the layout's name."""
 
 
 def options_of(name: str, mode: str) -> dict[str, Option]:

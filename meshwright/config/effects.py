@@ -246,11 +246,18 @@ EFFECTS = (
         "validation.every=100",
     ),
     Effect(
-        ("bits.samples", "bits.tensor", "bits.sequence", "bits.attention"),
+        ("bits.samples", "bits.tensor", "bits.sequence"),
         ("bits.kind",),
         lambda config: config.bits.layout_free,
         lambda config: "with bits.kind=usual, where kernels get whole microbatches",
         "bits.kind=layout-free",
+    ),
+    Effect(
+        ("bits.attention",),
+        ("bits.kind", "bits.sequence"),
+        lambda config: config.bits.layout_free and config.bits.sequence > 1,
+        lambda config: "where a sequence is one run",
+        "bits.kind=layout-free and bits.sequence=2",
     ),
 )
 

@@ -70,7 +70,7 @@ class Chain(nn.Module, ABC):
         return (self.with_layers_losses(loss, hidden, scales),)
 
     def hidden_states(self, batch: Batch, incoming: Hidden = (), chunk: Chunk | None = None) -> Hidden:
-        """The same as `forward`, but the chain's end returns the normed hidden states [B, T, H] that losses read."""
+        """`forward` without the loss: the chain's end returns the normed hidden states [B, T, H] that losses read."""
         hidden = self._through(batch, incoming, chunk)
         return (self.run_part(HEAD, self.final_states, hidden),) if (chunk or self.chunk).last else hidden
 
