@@ -1,6 +1,6 @@
-"""Runs over all axes compute what one device computes: every value, every tensor layout with each model and each sync,
-and what was found before; with --long every pair of values that may stand together, and two thousand drawn at random
-(an hour or two on 2 cores).
+"""Runs over all axes compute what one device computes: every value, every kind of tensor layout with each model, sync
+and schedule, and what was found before; with --long every pair of values that may stand together, and two thousand
+drawn at random (an hour or two on 2 cores).
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from meshwright.config import Config, load_config
 from meshwright.config.load import parse_run
 from meshwright.errors import ConfigError
 from tests.fuzz.__main__ import COVERING, FOUND, HERE
-from tests.fuzz.axes import AXES, Case, read_cases, tree_of
+from tests.fuzz.axes import AXES, TENSORS, Case, read_cases, tree_of
 from tests.fuzz.check import mistakes
 from tests.fuzz.draw import Drawing, few_of, pairs_of
 
 FIXED, MORE = read_cases(COVERING), read_cases(HERE / "more.jsonl")
 """The fixed set, and runs of earlier ones, which it replaces in CI."""
 
-FEW = few_of(FIXED, [("tensor", "sync"), ("tensor", "model")])
-"""The numbers of the fixed cases that need no --long. All pairs of values took half as long again, and every plant of
+PAIRED = [("kind", "sync"), ("kind", "model"), ("kind", "schedule"), ("kind", "recompute"), ("sync", "offload")]
+"""The pairs of axes whose values meet without --long; `kind`: a tensor layout's, whatever its size."""
+
+FEW = few_of([case | {"kind": TENSORS[case["tensor"]]["kind"]} for case in FIXED], PAIRED)
+"""The numbers of the fixed cases that need no --long. All pairs of values took five times as long, and every plant of
 tests/plants is found without them."""
 
 RANDOM_RUNS, A_TEST = 2000, 20
