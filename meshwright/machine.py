@@ -133,7 +133,7 @@ def available_memory_bytes(root: Path = ROOT, system: Any = os) -> int:
         facts = dict(line.split(":", 1) for line in text.splitlines())
         here = int(facts["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):  # no Linux, or one from before 2014
-        here = memory_bytes(root, system) // 2
+        here = memory_bytes(root, system) // 2  # macOS has vm_stat: a process and a parser that no Mac has tested
     return max(0, min([here, *(limit - used for limit, used in _cgroup_limits(root))]))
 
 

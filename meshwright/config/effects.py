@@ -63,6 +63,8 @@ TENSOR = "layout.tensor"
 _SIZES = ("layout.data.size", "layout.pipeline.size", "layout.context.size", TENSOR)
 
 EFFECTS = (
+    # No row for data.validation: a run must not train on other documents because it does not validate, and `eval`
+    # measures on them. None for check.every: with one replica, too, hashes are compared at a resume and at the end.
     Effect(
         ("data.source",),
         ("data.mixture",),

@@ -191,6 +191,7 @@ def partition_is_of_the_layers(config: Config) -> Iterator[Problem]:
 
 @rule("layout.pipeline")
 def limit_has_an_effect(config: Config) -> Iterator[Problem]:
+    # A rule as well as an effect: the planner's space asks rules alone, and must not drop a user's limit with gpipe.
     pipeline = config.layout.pipeline
     if pipeline.limit != "auto" and pipeline.rule.fixed:
         rule_text = f"has no effect on layout.pipeline.schedule={pipeline.schedule}"

@@ -203,6 +203,7 @@ class Metrics(Section):
     """The trackers of experiments that get them; []: none."""
     project: Annotated[str, Field(min_length=1)] = "meshwright"
     """The name under which trackers list the run."""
+    # True: a run's config may be secret, and leaves the machine only where somebody asks for it.
     offline: bool = True
     """All stays on this machine, in the run's folder where the tracker can; false: trackers send it."""
     peak_flops: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
