@@ -112,6 +112,12 @@ def find_mpiexec() -> Path | None:
     return None if found is None else Path(found)
 
 
+def processor_name(facts: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name as Linux has it, or a word for one."""
+    lines = facts.read_text().splitlines() if facts.is_file() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
+
+
 def usable_cores(system: Any = os) -> int:
     """Cores that this process may run on: fewer than the machine's in many containers and batch jobs."""
     try:
