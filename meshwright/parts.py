@@ -49,7 +49,6 @@ from meshwright.tensor.experts import Experts
 from meshwright.tensor.islands import Islands, UsesIslands, compiled_islands
 from meshwright.tensor.kit import Kit, rows_of_rank
 from meshwright.tensor.linear import autocast_device
-from meshwright.tensor.megatron import MegatronKit
 from meshwright.tensor.norms import Norm
 from meshwright.tensor.part_loss import PartHead
 
@@ -143,7 +142,7 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
     recompute_in(config, model, chunks)
     if config.compile == "islands" and mesh.device.type != "meta":
         use_islands(model, compiled_islands())
-    grains, fixed = exactly(config, mesh)
+    grains, fixed = exactly(config, mesh, model.inside)
     strategy = _build_strategy(config, mesh, model, stages.specs, chunks, fixed)
     # After the strategy, which made the buckets: layers write into them.
     use_gradients(model, strategy.gradients)
@@ -151,7 +150,7 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
         if mesh.device.type != "meta" and not vectors_are_whole(config, stages.specs):
             # Threads share odd sizes in parts that are no whole vectors, and round them otherwise.
             torch.set_num_threads(1)
-        free_of_layout(config, mesh, model, fixed)
+        free_of_layout(config, mesh, model, fixed, grains)
         model.run_part, model.run_group = grains.seeded(model.run_part), grains.remembered(model.run_group)
     to = config.memory.offload.to if mesh.device.type != "meta" else "none"  # a plan has nothing to keep
     optimizer = Optimizer(config, strategy.slots, mesh, STATES[to](mesh, folder), fixed)
@@ -159,18 +158,28 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
     return Parts(config, mesh, kit, model, stages, strategy, pipeline, optimizer, grains)
 
 
-def exactly(config: Config, mesh: Mesh) -> tuple[SampleGrains | None, FixedPoint | None]:
-    """The grains of microbatches, and how their sums become integers: both where bits are layout-free, else none."""
+def exactly(config: Config, mesh: Mesh, inside: Sequence[str]) -> tuple[SampleGrains | None, FixedPoint | None]:
+    """The grains of microbatches, and how their sums become integers: both where bits are layout-free, else none.
+    `inside`: the entries of a batch that are read inside of branches."""
     if not config.bits.layout_free:
         return None, None
-    grains = SampleGrains(config.bits.samples, config.micro, config.seed)
+    tensor = config.layout.tensor
+    shares, at_once = tensor.shares
+    share = mesh.index(*tensor.batch_axes) if shares > 1 else 0
+    grains = SampleGrains(
+        config.bits.samples, config.micro, config.seed, shares=shares, share=share, at_once=at_once, inside=inside
+    )
     uses = 2 * config.bits.sequence * config.bits.tensor  # of a tied table; by runs; of heads that parts share
     return grains, FixedPoint(uses * config.batch.global_ // config.bits.samples, mesh.device)
 
 
-def free_of_layout(config: Config, mesh: Mesh, model: Chain, fixed: FixedPoint | None) -> None:
+def free_of_layout(
+    config: Config, mesh: Mesh, model: Chain, fixed: FixedPoint | None, grains: SampleGrains
+) -> None:  # fmt: skip
     """Let a model's norms, masks and losses be made so that no layout changes their bits."""
     blocks = blocks_of(config, mesh)
+    if isinstance(model.context.heads, HeadParts):
+        model.context.heads = replace(model.context.heads, draw=grains.draw)
     for module in tuple(model.modules()):
         match module:
             case Norm(kind="layer"):
@@ -180,10 +189,12 @@ def free_of_layout(config: Config, mesh: Mesh, model: Chain, fixed: FixedPoint |
             case PartHead():
                 module.fixed = fixed
             case InnerDropout() if blocks.exact:
-                module.by_block = BlockDropout(module.rate, blocks, inside=True)
+                module.by_block = BlockDropout(module.rate, module.blocks, grains.draw)
+            case AttentionCore():
+                module.run = grains.remembered(module.run)
         for name, child in module.named_children():
-            if isinstance(child, nn.Dropout) and config.bits.sequence > 1:
-                setattr(module, name, BlockDropout(child.p, blocks, inside=False))
+            if isinstance(child, nn.Dropout) and blocks.exact:
+                setattr(module, name, BlockDropout(child.p, blocks.between, grains.draw))
 
 
 def blocks_of(config: Config, mesh: Mesh) -> Blocks:
@@ -191,9 +202,10 @@ def blocks_of(config: Config, mesh: Mesh) -> Blocks:
     bits, tensor = config.bits, config.layout.tensor
     if not bits.cuts:
         return WHOLE
-    ranks, rank = mesh.size("tensor"), mesh.index("tensor")
+    axis = (tensor.inner_axis,) if tensor.inner_axis else ()
+    ranks, rank = mesh.size(*axis), mesh.index(*axis)
     holders, holder = (mesh.size("context"), mesh.index("context")) if config.layout.context.size > 1 else (1, 0)
-    again, own = (ranks, rank) if tensor.token_axes else (1, 0)
+    again, own = (ranks, rank) if tensor.cuts_sequences else (1, 0)
     parts, runs = bits.tensor // ranks, bits.sequence // holders
     dealt = holders if config.layout.context.strategy.by_heads else 1
     heads = bits.head_parts(config.model) // (ranks * dealt)
@@ -202,6 +214,7 @@ def blocks_of(config: Config, mesh: Mesh) -> Blocks:
         runs, holder * runs,
         runs // again, holder * runs + own * (runs // again),
         heads, (rank * dealt + holder % dealt) * heads,
+        grains=tensor.shares[1],
         exact=True,
     )  # fmt: skip
 
@@ -240,19 +253,14 @@ def plan_stages(config: Config, mesh: Mesh) -> Stages:
         models.append((kit, model))
     passing: list[tuple[TensorMeta, ...]] = []
     hidden: Hidden = ()
+    rows = config.bits.samples * config.layout.tensor.shares[0] if config.bits.layout_free else config.micro
     for position, chunk in enumerate(stages.chunks[:-1]):
         kit, model = models[stages.placement.stage_of(position)]
         with torch.no_grad():
             # Run on meta tensors: shapes and dtypes of messages are what the layers make, under their own precision.
-            hidden = model.hidden_states(empty_batch(config, kit, model, torch.device("meta")), hidden, chunk)
-        grains = config.micro // config.bits.samples if config.bits.layout_free else 1
-        passing.append(
-            tuple(
-                # What all samples share is sent by every grain.
-                TensorMeta((x.shape[0] * (1 if x.shape[0] == config.micro else grains), *x.shape[1:]), x.dtype)
-                for x in hidden
-            )
-        )
+            hidden = model.hidden_states(empty_batch(config, kit, model, torch.device("meta"), rows), hidden, chunk)
+        # What all samples share is sent by every grain.
+        passing.append(tuple(TensorMeta((x.shape[0] * (config.micro // rows), *x.shape[1:]), x.dtype) for x in hidden))
     return replace(stages, specs=specs, passing=tuple(passing))
 
 
@@ -270,10 +278,8 @@ def chunks_of(partition: Sequence[int]) -> tuple[Chunk, ...]:
 
 def build_kit(config: Config, mesh: Mesh) -> Kit:
     """The words that the model is written in, for this rank."""
-    tensor = config.layout.tensor
-    if not config.bits.cuts:
-        return tensor.kit(config, mesh)
-    return MegatronKit(mesh, sequence_parallel=bool(tensor.token_axes), blocks=blocks_of(config, mesh))
+    tensor, blocks = config.layout.tensor, blocks_of(config, mesh)
+    return tensor.kit_by_parts(config, mesh, blocks) if blocks.exact else tensor.kit(config, mesh)
 
 
 def open_context(config: Config, mesh: Mesh) -> Context:
@@ -314,10 +320,10 @@ def rank_part(batch: Batch, kit: Kit, model: Chain) -> Batch:
     return model.context.cut(rows_of_rank(batch, kit, model.inside), model.inside)
 
 
-def empty_batch(config: Config, kit: Kit, model: Chain, device: torch.device) -> Batch:
-    """This rank's part of a microbatch of zeros."""
-    shapes = chain_of(config).sample_shapes(config)
-    zeros = {name: torch.zeros(config.micro, *shape, dtype=torch.long, device=device) for name, shape in shapes.items()}
+def empty_batch(config: Config, kit: Kit, model: Chain, device: torch.device, rows: int | None = None) -> Batch:
+    """This rank's part of so many samples of zeros; None: of a microbatch."""
+    shapes, count = chain_of(config).sample_shapes(config), rows or config.micro
+    zeros = {name: torch.zeros(count, *shape, dtype=torch.long, device=device) for name, shape in shapes.items()}
     return rank_part(zeros, kit, model)
 
 

@@ -15,9 +15,9 @@ of what is left. Blocks lie in memory of their own that begins at a cache line: 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -36,7 +36,9 @@ class Blocks:
 
     `parts`: of inner widths; `all_parts`: of all ranks. `runs`: of the tokens inside of pairs; `outer_runs`: of those
     between pairs, fewer where sequence parallelism cuts them again. `head_parts`: of attention's heads, where a
-    sequence is whole; a part of the inner width may fall into several for Ulysses.
+    sequence is whole; a part of the inner width may fall into several for Ulysses. `grains`: whose rows are inside of
+    pairs at a time, several where ranks hold other samples between them. `hidden`: parts of the width between pairs, of
+    which this rank has `own_hidden` there.
     """
 
     parts: int = 1
@@ -48,18 +50,52 @@ class Blocks:
     first_outer_run: int = 0
     head_parts: int = 1
     first_head_part: int = 0
+    grains: int = 1
+    hidden: int = 1
+    own_hidden: int = 1
+    first_hidden: int = 0
     exact: bool = False
     """Whether sums over parts are trees in float32; usually a rank has one part, and its product's dtype is added."""
 
-    def rows(self, x: Tensor, runs: int) -> list[Tensor]:
-        """The runs of x [B, T, ..., N], each [rows, N]. One token of each sequence, which a head reads, is one run."""
+    def cut(self, x: Tensor) -> list[Tensor]:
+        """The runs of each grain of x [B, T, ...] inside of a pair. One token of each sequence, which a head reads, is
+        one run."""
         if not self.exact:
-            return [x.flatten(0, -2)]
-        return [apart(run).flatten(0, -2) for run in (x.chunk(runs, 1) if x.shape[1] > 1 else (x,))]
+            return [x]
+        return [run for grain in x.chunk(self.grains) for run in grain.chunk(self.runs if x.shape[1] > 1 else 1, 1)]
+
+    def rows(self, x: Tensor) -> list[Tensor]:
+        """The same of x [B, T, ..., N], each [rows, N] in memory of its own."""
+        return [(apart(run) if self.exact else run).flatten(0, -2) for run in self.cut(x)]
+
+    def joined(self, runs: list[Tensor], batch: int) -> Tensor:
+        """[B, T, ...] of the rows of its grains' runs."""
+        if len(runs) == 1:
+            return runs[0].unflatten(0, (batch, -1))
+        every = len(runs) // self.grains
+        parts = [run.unflatten(0, (batch // self.grains, -1)) for run in runs]
+        grains = [torch.cat(parts[start : start + every], 1) for start in range(0, len(parts), every)]
+        return grains[0] if self.grains == 1 else torch.cat(grains)
+
+    @property
+    def outer(self) -> Blocks:
+        """The blocks of a rank between pairs: its own samples, and the tokens that are left to it."""
+        return replace(self, runs=self.outer_runs, first_run=self.first_outer_run, grains=1)
+
+    @property
+    def uncut(self) -> Blocks:
+        """The same of a layer that no rank has a part of, between pairs."""
+        return replace(self.outer, parts=self.all_parts, first_part=0)
+
+    @property
+    def between(self) -> Blocks:
+        """The same of a layer between pairs, whose width falls into parts as that inside of pairs does."""
+        own, first, count = self.own_hidden, self.first_hidden, self.hidden
+        return replace(self.outer, parts=own, first_part=first, all_parts=count)
 
     def split(self, x: Tensor, dim: int) -> list[Tensor]:
         """The parts of x along the inner width."""
-        return [apart(part) for part in x.chunk(self.parts, dim)] if self.exact else [x]
+        return parts_of(x, self.parts, dim) if self.exact else [x]
 
     def own(self, weight: Tensor) -> Tensor:
         """A part of a weight as kernels get it."""
@@ -81,10 +117,19 @@ def apart(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def joined_runs(runs: list[Tensor], batch: int) -> Tensor:
-    """[B, T, ...] of its runs."""
-    parts = [run.unflatten(0, (batch, -1)) for run in runs]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+def parts_of(x: Tensor, count: int, dim: int) -> list[Tensor]:
+    """Equal parts of x along a dim, as kernels get them."""
+    return [x] if count == 1 else [apart(part) for part in x.chunk(count, dim)]
+
+
+def side_by_side(parts: list[Tensor]) -> Tensor:
+    """The parts of a tensor along its last dim."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+def sum_of_products(rows: Iterable[Tensor], owns: Iterable[Tensor]) -> Tensor:
+    """The sum of the products of parts, [n, k] and [k, m], in float32 and in the order of a tree."""
+    return tree_sum((part @ own).float() for part, own in zip(rows, owns, strict=True))
 
 
 def tree_sum(addends: Iterable[Tensor]) -> Tensor:
@@ -118,6 +163,13 @@ def start_tree_all_reduce(x: Tensor, comm: Comm) -> Moving:
     return Moving(work, gathered)
 
 
+def start_tree_reduce(x: Tensor, comm: Comm) -> Moving:
+    """The sum of every rank's x in the order of a balanced tree, at the first; elsewhere x, which is overwritten."""
+    received = x.new_empty(comm.size if comm.index == 0 else 0, *x.shape)
+    work = comm.gather(received, x, 0, wait=False)
+    return Moving(work, lambda: tree_sum(received.unbind()) if comm.index == 0 else x)
+
+
 def start_tree_reduce_scatter(x: Tensor, comm: Comm, dim: int) -> Moving:
     """This rank's part along `dim` of the sum of every rank's x in the order of a balanced tree."""
     if comm.size <= 2:
@@ -133,9 +185,18 @@ def added(total: Tensor | None, more: Tensor | None) -> Tensor | None:
     return more if total is None or more is None else total + more
 
 
+Draw = Callable[[int], list[int]]
+"""draw(grains): a number for the next masks of each of so many grains (bits/grains.py)."""
+
+
 def common_draw() -> int:
-    """A number that all ranks of a replica draw alike, of which blocks' random numbers are made."""
+    """A number that all ranks of a replica draw alike, of which their own random numbers are made."""
     return int(torch.randint(2**62, ()))
+
+
+def undrawn(grains: int) -> list[int]:
+    """Numbers for a model that is planned and not trained."""
+    return [0] * grains
 
 
 @contextmanager

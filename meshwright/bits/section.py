@@ -69,15 +69,17 @@ def _under_layout_free(field: str, *reads: str) -> Callable[[Callable[[Config], 
     return bind
 
 
-@_under_layout_free(SAMPLES, "batch.global", "batch.micro", "layout.data.size")
+@_under_layout_free(SAMPLES, "batch.global", "batch.micro", "layout.data.size", "layout.tensor")
 def grains_fill_microbatches(config: Config) -> Iterator[Problem]:
     grain, replica = config.bits.samples, config.batch.global_ // config.layout.data.size
-    micro = config.batch.micro
-    if replica % grain:
-        rule_text = f"does not divide the {replica} samples of a replica"
-        yield Problem(SAMPLES, grain, rule_text, listed(divisors(replica)))
-    elif micro != "auto" and micro % grain:
-        yield Problem(SAMPLES, grain, f"does not divide batch.micro={micro}", listed(divisors(micro)))
+    micro, (shares, _) = config.batch.micro, config.layout.tensor.shares
+    rows, of = (replica, "a replica") if micro == "auto" or replica % grain else (micro, f"batch.micro={micro}")
+    if replica % shares or rows % shares:
+        return  # who cuts rows says so
+    if rows // shares % grain:
+        each = f", {rows // shares} of which are each rank's" if shares > 1 else ""
+        rule_text = f"does not divide the {rows} samples of {of}{each}"
+        yield Problem(SAMPLES, grain, rule_text, listed(divisors(rows // shares)))
 
 
 @_under_layout_free(KIND, "precision")
@@ -96,13 +98,20 @@ def scales_are_powers_of_two(config: Config) -> Iterator[Problem]:
         yield Problem("precision.loss_scale.initial", scale, rule_text, "1, 2, 4, ..., 65536, ...")
 
 
+def no_power_of_two(field: str, number: int, why: str, valid: str = "") -> Problem | None:
+    """The mistake of a number of addends of which no balanced tree can be made."""
+    lower = 2 ** (number.bit_length() - 1)
+    if number == lower:
+        return None
+    return Problem(field, number, f"is no power of two, {why}", f"{lower}, {2 * lower}{valid}")
+
+
 @_under_layout_free(TENSOR, "layout.tensor", "model")
 def parts_are_equal(config: Config) -> Iterator[Problem]:
     """A power of two, since a tree adds them up; of which ranks hold equal numbers."""
     parts, tensor = config.bits.tensor, config.layout.tensor
-    if parts & (parts - 1):
-        lower = 2 ** (parts.bit_length() - 1)
-        yield Problem(TENSOR, parts, "is no power of two, whose sums a tree makes", f"{lower}, {2 * lower}")
+    if problem := no_power_of_two(TENSOR, parts, "whose sums a tree makes"):
+        yield problem
         return
     for cut in whole_layers(config, TENSOR, parts) if parts > 1 else ():
         if cut.problem is not None:
@@ -111,10 +120,12 @@ def parts_are_equal(config: Config) -> Iterator[Problem]:
         if width % parts == 0 and width // parts % WHOLE_VECTORS:
             rule_text = f"leaves {width // parts} of {field}={width} to a part, which are no whole vectors"
             yield Problem(TENSOR, parts, rule_text, f"1; or {field}={WHOLE_VECTORS * parts}, any multiple")
-    size = dict(tensor.axes).get("tensor", 1)
+    size = tensor.inner_size
     if parts % size:
         rule_text = f"does not divide bits.tensor={parts}, the parts that kernels get"
-        yield Problem("layout.tensor.size", size, rule_text, f"{listed(divisors(parts))}; or bits.tensor={size}")
+        least = 2 ** (size - 1).bit_length()  # a tree's
+        better = f"; or bits.tensor={size}" if least == size else ""
+        yield Problem("layout.tensor.size", size, rule_text, listed(divisors(parts)) + better)
 
 
 @_under_layout_free(
@@ -139,12 +150,12 @@ def runs_are_equal(config: Config) -> Iterator[Problem]:
                 valid = f"fewer runs, bits.tensor parts, or bits.samples that make a multiple of {WHOLE_VECTORS}"
                 yield Problem(SEQUENCE, runs, rule_text, valid)
                 return
-    if config.bits.attention == "runs" and runs & (runs - 1):
-        lower = 2 ** (runs.bit_length() - 1)
-        rule_text = "is no power of two, and a tree adds up what runs of queries give to a key (bits.attention=runs)"
-        yield Problem(SEQUENCE, runs, rule_text, f"{lower}, {2 * lower}; or bits.attention=heads")
+    why = "and a tree adds up what runs of queries give to a key (bits.attention=runs)"
+    problem = no_power_of_two(SEQUENCE, runs, why, "; or bits.attention=heads")
+    if config.bits.attention == "runs" and problem is not None:
+        yield problem
         return
-    again = math.prod(size for axis, size in tensor.axes if axis in tensor.token_axes)
+    again = tensor.inner_size if tensor.cuts_sequences else 1
     again = math.lcm(again, context.strategy.chunks if context.size > 1 else 1)
     if runs % (context.size * again):
         field = "layout.context.size" if context.size > 1 else "layout.tensor.size"
@@ -159,7 +170,7 @@ def parts_of_heads_are_dealt_equally(config: Config) -> Iterator[Problem]:
     bits, context = config.bits, config.layout.context
     if context.size == 1 or bits.tensor & (bits.tensor - 1) or not context.strategy.by_heads:
         return
-    ranks = math.prod(size for _, size in config.layout.tensor.axes)
+    ranks = config.layout.tensor.inner_size
     if (parts := bits.head_parts(config.model)) % (ranks * context.size):
         rule_text = (
             f"does not divide the {parts} parts of heads that kernels get, {ranks} ranks' (bits.tensor, sequence)"
@@ -185,11 +196,20 @@ def layers_fall_into_blocks(config: Config) -> Iterator[Problem]:
         yield Problem("model.experts", model.num_experts, "are not cut by bits.tensor or bits.sequence", "null")
 
 
+@_under_layout_free("layout.tensor", "bits.tensor", "model")
+def samples_share_no_addends(config: Config) -> Iterator[Problem]:
+    """A kernel's gradient of what all samples share is a sum over those that it gets."""
+    shared = config.model.shared_by_samples
+    if config.layout.tensor.shares[1] > 1 and shared:
+        rule_text = f"brings the samples of several ranks together, and {shared} gives attention what they share"
+        yield Problem("layout.tensor.common", "all", rule_text, "one; or layout.tensor.kind=megatron")
+
+
 REFUSED: tuple[tuple[str, Callable[[Config], object], str], ...] = (
     (
         "layout.tensor.kind",
         lambda config: None if config.layout.tensor.by_parts else config.layout.tensor.kind,
-        "none, megatron",
+        "none, megatron, subgraph",
     ),
     (
         "layout.context.kind",

@@ -18,9 +18,9 @@ sequence on one rank, so masks, causality and dropout are those of one device, a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.bits.blocks import Blocks, apart, common_draw, own_stream, tree_sum
+from meshwright.bits.blocks import Blocks, Draw, apart, own_stream, tree_sum, undrawn
 from meshwright.model import IGNORED, Batch
 from meshwright.ranks.collectives import all_to_all
 from meshwright.ranks.mesh import Mesh
@@ -62,6 +62,7 @@ class HeadParts(Heads):
     neither kernels nor masks depend on which rank holds which heads (bits/blocks.py)."""
 
     blocks: Blocks
+    draw: Draw = field(default=undrawn, kw_only=True)
 
     def shared(self, key: Tensor, value: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
         parts = self.blocks.head_parts * ranks
@@ -73,7 +74,28 @@ class HeadParts(Heads):
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
         scale: float | None,
     ) -> Tensor:  # fmt: skip
-        count, seed = self.blocks.head_parts, common_draw() if dropout else 0
+        outs = [
+            self._attend_grain(q, k, v, own, dropout, causal, scale, seed)
+            for (q, k, v), own, seed in self.by_grain((query, key, value), mask, dropout)
+        ]
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def by_grain(
+        self, operands: Sequence[Tensor], mask: Tensor | None, dropout: float
+    ) -> Iterator[tuple[tuple[Tensor, ...], Tensor | None, int]]:
+        """Each grain's rows of the operands and of the mask, unless all have the same; its number for what is drawn."""
+        count = self.blocks.grains
+        masks: Sequence[Tensor | None] = [mask] * count
+        if count > 1 and mask is not None and mask.shape[0] > 1:
+            masks = mask.chunk(count)
+        seeds = self.draw(count) if dropout else [0] * count
+        yield from zip(zip(*(x.chunk(count) for x in operands), strict=True), masks, seeds, strict=True)
+
+    def _attend_grain(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
+        scale: float | None, seed: int,
+    ) -> Tensor:  # fmt: skip
+        count = self.blocks.head_parts
         parts = zip(*(x.chunk(count, HEADS) for x in (query, key, value)), strict=True)
         masks: Sequence[Tensor | None] = [mask] * count
         if mask is not None and mask.shape[HEADS] > 1:  # biases by head

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.bits.blocks import apart, common_draw, own_stream, start_tree_reduce_scatter, tree_sum
+from meshwright.bits.blocks import apart, own_stream, start_tree_reduce_scatter, tree_sum
 from meshwright.context.context import HEADS, TOKENS, Apart, HeadParts, Heads, document_bias
 from meshwright.context.ring import RingAttention
 
@@ -55,7 +55,20 @@ class RunsOfQueries(HeadParts):
     ) -> Tensor:  # fmt: skip
         """The output of the queries [B, A, t, E] of some runs, in their order, to whole sequences of keys and values
         [B, K, T, E], which each run has by itself."""
-        parts, seed = self.blocks.head_parts, common_draw() if dropout else 0
+        count = len(runs)
+        outs = [
+            self._attend_grain_runs(
+                operands[0], operands[1 : count + 1], operands[count + 1 :], runs, own, dropout, causal, scale, seed
+            )
+            for operands, own, seed in self.by_grain((query, *keys, *values), mask, dropout)
+        ]
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _attend_grain_runs(
+        self, query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], runs: Sequence[int],
+        mask: Tensor | None, dropout: float, causal: bool, scale: float | None, seed: int,
+    ) -> Tensor:  # fmt: skip
+        parts = self.blocks.head_parts
         length, total = query.shape[TOKENS] // len(runs), keys[0].shape[TOKENS]
         outs = []
         for run, own, k, v in zip(runs, query.chunk(len(runs), TOKENS), keys, values, strict=True):

@@ -86,6 +86,11 @@ class Network(Section):
         return ""
 
     @property
+    def shared_by_samples(self) -> str:
+        """The field that gives attention's scores addends that all samples share; empty where there are none."""
+        return ""
+
+    @property
     def num_experts(self) -> int:
         """Experts of a layer, which an axis may deal out; none where feed-forwards are whole."""
         return 0

@@ -165,7 +165,8 @@ def split(hidden: Hidden, parts: int) -> list[Hidden]:
     """The rows of each tensor in so many equal parts, each in memory of its own."""
     if parts == 1:
         return [hidden]
-    return [tuple(x.clone() for x in part) for part in zip(*(x.chunk(parts) for x in hidden), strict=True)]
+    rows = [x.unflatten(0, (parts, len(x) // parts)) for x in hidden]  # none, where another rank holds all
+    return [tuple(x[part].clone() for x in rows) for part in range(parts)]
 
 
 def joined(parts: Sequence[Hidden]) -> Hidden:

@@ -6,32 +6,42 @@ with no rows, and carry activations [0, T, H] through them: in both passes they 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from meshwright.parameters.shard import Initial, ShardedModule
+from meshwright.bits.blocks import WHOLE, Blocks
+from meshwright.parameters.shard import Initial, ShardedModule, ShardSpec
 from meshwright.subgraph.segment import Segment
+from meshwright.tensor.boundary import UNCUT
+from meshwright.tensor.copies import Columns
 from meshwright.tensor.linear import autocast_dtype
+from meshwright.tensor.pair import CutContract, CutExpand
 from meshwright.tensor.serial import SerialLinear
+
+
+def _of_no_rows(x: Tensor, *width: int) -> Tensor:
+    """The output of this width that a linear makes of x [0, T, N]."""
+    # Of no rows, but a function of x: the backward pass must come by here on this rank, since a collective waits for it
+    # on the next split.
+    nothing = x.sum(-1)[..., *[None] * len(width)].expand(*x.shape[:-1], *width)
+    return nothing.to(autocast_dtype(x) or x.dtype)  # as the product, which a split behind it sends
 
 
 class CommonLinear(SerialLinear):
     """x W + b where x is held."""
 
     def __init__(
-        self, segment: Segment, inputs: int, outputs: tuple[int, ...], initial: Initial, *, bias: bool
-    ) -> None:
-        super().__init__(segment.mesh, inputs, outputs, initial, bias=bias)
+        self, segment: Segment, inputs: int, outputs: tuple[int, ...], initial: Initial, *, bias: bool,
+        blocks: Blocks = WHOLE,
+    ) -> None:  # fmt: skip
+        super().__init__(segment.mesh, inputs, outputs, initial, bias=bias, blocks=blocks)
         self.segment = segment
         self.set_owner(segment.owner)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.segment.holds:
-            return super().forward(x)
-        # Of no rows, but a function of x: the backward pass must come by here on this rank, since a collective waits
-        # for it on the next split.
-        nothing = x.sum(-1)[..., *[None] * (self.weight.dim() - 1)].expand(*x.shape[:-1], *self.weight.shape[1:])
-        return nothing.to(autocast_dtype(x) or x.dtype)  # as the product, which a split behind it sends
+        return super().forward(x) if self.segment.holds else _of_no_rows(x, *self.weight.shape[1:])
 
 
 class SlicedLinear(CommonLinear):
@@ -46,6 +56,45 @@ class JoinedLinear(CommonLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.segment.concat(x, -1))
+
+
+class CommonExpand(CutExpand):
+    """The first linear of a common pair, by the parts of all branches. `slices`: to each rank its branches' part."""
+
+    def __init__(
+        self, segment: Segment, inputs: int, outputs: tuple[int, ...], initial: Initial, *, bias: bool,
+        columns: Sequence[Columns], groups: int, blocks: Blocks, slices: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            segment.mesh, inputs, outputs, initial, UNCUT, bias=bias, columns=columns, groups=groups, blocks=blocks
+        )
+        self.segment, self.slices = segment, slices
+        self.set_owner(segment.owner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.segment.holds:
+            y = super().forward(x)
+        else:  # parts that share a key-value head have a copy each
+            *groups, held = self.weight.shape[1:]
+            width = sum(those.num_of(held) for those in self.columns) if not groups else held
+            y = _of_no_rows(x, *groups, width)
+        return self.segment.slice(y, -1) if self.slices else y
+
+
+class CommonContract(CutContract):
+    """The second linear of a common pair, by the parts of all branches. `joins`: each rank brings its branches'."""
+
+    def __init__(
+        self, segment: Segment, inputs: int, outputs: int, initial: Initial, *, bias: bool, blocks: Blocks, joins: bool
+    ) -> None:
+        spec = ShardSpec((outputs,), matrix=False) if bias else None
+        super().__init__(segment.mesh, inputs, outputs, initial, UNCUT, bias=spec, blocks=blocks)
+        self.segment, self.joins = segment, joins
+        self.set_owner(segment.owner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = self.segment.concat(x, -1) if self.joins else x
+        return super().forward(whole) if self.segment.holds else _of_no_rows(whole, self.weight.shape[1])
 
 
 class Absent(ShardedModule):

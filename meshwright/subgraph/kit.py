@@ -19,12 +19,22 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from meshwright.bits.blocks import WHOLE, Blocks
 from meshwright.parameters.shard import Initial, ShardedModule, ShardSpec
 from meshwright.ranks.mesh import Mesh
-from meshwright.subgraph.common import AbsentHead, AbsentNorm, AbsentTable, CommonLinear, JoinedLinear, SlicedLinear
+from meshwright.subgraph.common import (
+    AbsentHead,
+    AbsentNorm,
+    AbsentTable,
+    CommonContract,
+    CommonExpand,
+    CommonLinear,
+    JoinedLinear,
+    SlicedLinear,
+)
 from meshwright.subgraph.section import Subgraph
 from meshwright.subgraph.segment import AllCommon, OneCommon, Segment
-from meshwright.tensor.copies import HeadGroups
+from meshwright.tensor.copies import HeadGroups, columns_of_parts, shared_heads
 from meshwright.tensor.head import TableHead
 from meshwright.tensor.kit import LinearPair, Role, Where
 from meshwright.tensor.pair import CutContract, CutExpand
@@ -48,35 +58,70 @@ class CommonPair:
         return self._second(self.segment, inner, (hidden,), initial, bias=bias)
 
 
-class BranchPair:
-    """The linears belong to the branches: each rank has its columns of the first, its rows of the second."""
+class CommonPairByParts:
+    """The same by the parts of all branches, which kernels get wherever these are (bits/blocks.py)."""
 
-    def __init__(self, segment: Segment) -> None:
-        self.segment = segment
+    def __init__(self, segment: Segment, blocks: Blocks, *, core: bool) -> None:
+        self.segment, self.blocks, self.core = segment, blocks, core
 
     def expand(
         self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True,
         heads: HeadGroups | None = None,
     ) -> nn.Module:  # fmt: skip
-        return CutExpand(self.segment.mesh, hidden, grouped(inner, groups), initial, self.segment, bias=bias)
+        outputs, parts = grouped(inner, groups), self.blocks.parts
+        columns = columns_of_parts(outputs, shared_heads(heads, self.blocks), 1, 0, parts)
+        return CommonExpand(
+            self.segment, hidden, outputs, initial, bias=bias, columns=columns, groups=groups, blocks=self.blocks,
+            slices=self.core,
+        )  # fmt: skip
+
+    def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+        return CommonContract(self.segment, inner, hidden, initial, bias=bias, blocks=self.blocks, joins=self.core)
+
+
+class BranchPair:
+    """The linears belong to the branches: each rank has its columns of the first, its rows of the second."""
+
+    def __init__(self, segment: Segment, blocks: Blocks) -> None:
+        self.segment, self.blocks = segment, blocks
+
+    def expand(
+        self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True,
+        heads: HeadGroups | None = None,
+    ) -> nn.Module:  # fmt: skip
+        mesh, outputs, shared = self.segment.mesh, grouped(inner, groups), shared_heads(heads, self.blocks)
+        axis = self.segment.axis
+        columns = columns_of_parts(outputs, shared, mesh.size(axis), mesh.index(axis), self.blocks.parts)
+        return CutExpand(
+            mesh, hidden, outputs, initial, self.segment, bias=bias, columns=columns, groups=groups, blocks=self.blocks
+        )
 
     def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
         # Added after the branches' outputs are summed, so the bias is a common layer's: its owner computes it.
         spec = ShardSpec((hidden,), matrix=False, owner=self.segment.owner) if bias else None
-        return CutContract(self.segment.mesh, inner, hidden, initial, self.segment, bias=spec)
+        return CutContract(self.segment.mesh, inner, hidden, initial, self.segment, bias=spec, blocks=self.blocks)
 
 
 class SubgraphKit(KitBase):
     """Branches over the `branch` axis."""
 
-    def __init__(self, mesh: Mesh, settings: Subgraph, num_rows: int) -> None:
-        """`num_rows`: of a replica's microbatch."""
-        self.segment: Segment = AllCommon(mesh) if settings.common == "all" else OneCommon(mesh, num_rows)
-        super().__init__(mesh, self.segment)
-        branches, common = BranchPair(self.segment), CommonPair(self.segment, core=False)
-        self._branches = CommonPair(self.segment, core=True) if settings.branch == "attention-core" else branches
+    def __init__(self, mesh: Mesh, settings: Subgraph, num_rows: int, blocks: Blocks = WHOLE) -> None:
+        """`num_rows`: of a replica's microbatch, or of what is computed of it at a time."""
+        exact = blocks.exact
+        self.segment: Segment = (
+            AllCommon(mesh, by_tree=exact) if settings.common == "all" else OneCommon(mesh, num_rows, by_tree=exact)
+        )
+        super().__init__(mesh, self.segment, blocks)
+        branches, common = BranchPair(self.segment, blocks), self._common(core=False)
+        self._branches = self._common(core=True) if settings.branch == "attention-core" else branches
         # Attention takes `branches`, every other pair of linears the kit's own words: only `block` cuts these.
         self._slices: LinearPair = branches if settings.branch == "block" else common
+        self.inner = blocks if settings.branch == "block" else blocks.uncut
+
+    def _common(self, *, core: bool) -> LinearPair:
+        if self.blocks.exact:
+            return CommonPairByParts(self.segment, self.blocks.uncut, core=core)
+        return CommonPair(self.segment, core=core)
 
     @property
     def branches(self) -> LinearPair:
@@ -97,8 +142,9 @@ class SubgraphKit(KitBase):
 
     def linear(self, role: Role, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
         if role == "patches":
-            return self.outside(SerialLinear(self.mesh, inputs, (outputs,), initial, bias=False))
-        return CommonLinear(self.segment, inputs, (outputs,), initial, bias=bias and role == "transform")
+            return self.outside(SerialLinear(self.mesh, inputs, (outputs,), initial, bias=False, blocks=self.blocks))
+        biased = bias and role == "transform"
+        return CommonLinear(self.segment, inputs, (outputs,), initial, bias=biased, blocks=self.blocks)
 
     def expand(self, *sizes: Any, **options: Any) -> nn.Module:
         return self._slices.expand(*sizes, **options)

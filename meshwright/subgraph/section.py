@@ -35,6 +35,8 @@ class Subgraph(TensorSection):
     """The part of a block that is cut along its heads; attention: the whole of it; block: the feed-forward too."""
 
     kit_class: ClassVar[str] = "meshwright.subgraph.kit:SubgraphKit"
+    by_parts: ClassVar[str] = kit_class
+    inner_axis: ClassVar[str] = "branch"
     rules: ClassVar[tuple[Rule, ...]] = (branches_share_nothing,)
     idle_alone: ClassVar[tuple[str, ...]] = ("common", "branch")
 
@@ -54,6 +56,10 @@ class Subgraph(TensorSection):
     def rows(self) -> tuple[str, int]:
         """The split of a microbatch's rows outside of branches; none where one rank computes the common layers."""
         return ("layout.tensor.size=", self.size) if self.common == "all" else ("", 1)
+
+    @property
+    def shares(self) -> tuple[int, int]:
+        return (self.size, self.size) if self.common == "all" else (1, 1)
 
     @property
     def leading_ranks(self) -> int:
@@ -78,4 +84,4 @@ class Subgraph(TensorSection):
                 yield cls.model_validate({"kind": "subgraph", "size": size, "common": common, "branch": branch})
 
     def kit_settings(self, config: Config) -> Mapping[str, Any]:
-        return {"settings": self, "num_rows": config.micro}
+        return {"settings": self, "num_rows": config.bits.samples if config.bits.layout_free else config.micro}

@@ -29,7 +29,6 @@ from torch import Tensor
 from meshwright.bits.blocks import (
     Blocks,
     apart,
-    joined_runs,
     start_tree_all_reduce,
     start_tree_reduce_scatter,
     tree_sum,
@@ -193,7 +192,7 @@ def _start_sum(x: Tensor, boundary: Boundary, blocks: Blocks) -> Moving:
     # A run's part is summed over its heads in memory of its own: one shape, whichever rank has it.
     runs = [
         tree_sum(apart(part).flatten(0, 1).sum(1, dtype=torch.float32) for part in run.chunk(blocks.parts, 2))
-        for run in (x.chunk(blocks.runs, 1) if x.shape[1] > 1 else (x,))
+        for run in blocks.cut(x)
     ]
-    leaving = boundary.start_leave(joined_runs(runs, x.shape[0]))
+    leaving = boundary.start_leave(blocks.joined(runs, x.shape[0]))
     return Moving(leaving.work, lambda: leaving.result().to(x.dtype))

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from meshwright.bits.blocks import Blocks
 from meshwright.parameters.shard import WriteGradient
 
 
@@ -63,6 +64,21 @@ def part_columns(groups: int, width: int, parts: int) -> tuple[Columns, ...]:
         )
         for part in range(parts)
     )
+
+
+def shared_heads(heads: HeadGroups | None, blocks: Blocks) -> HeadGroups | None:
+    """Key-value heads that are fewer than all ranks' parts, several of which share one; else none."""
+    return heads if heads is not None and heads.count < blocks.all_parts else None
+
+
+def columns_of_parts(
+    outputs: tuple[int, ...], shared: HeadGroups | None, ranks: int, rank: int, parts: int
+) -> tuple[Columns, ...]:
+    """The columns of each of a rank's parts of a linear with outputs (N,) or (groups, N/groups). `shared`: key-value
+    heads that are fewer than all ranks' parts."""
+    if shared is not None:
+        return tuple(shared.shared_by(ranks, rank, parts, part) for part in range(parts))
+    return part_columns(1 if len(outputs) == 1 else outputs[0], outputs[-1] // ranks, parts)
 
 
 class Columns:

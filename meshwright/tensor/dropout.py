@@ -12,34 +12,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.bits.blocks import Blocks, common_draw
+from meshwright.bits.blocks import Blocks, Draw, side_by_side
 from meshwright.parameters.shard import seed_of
 from meshwright.tensor.kit import Kit
 
 
 class BlockDropout(nn.Module):
-    """Dropout of activations [B, T, N] by blocks of runs and parts, each with a mask that its numbers in the whole
-    decide, whichever rank holds it."""
+    """Dropout of activations [B, T, N] by blocks of grains, runs and parts, each with a mask that its numbers in the
+    whole decide, whichever rank holds it."""
 
-    def __init__(self, rate: float, blocks: Blocks, *, inside: bool) -> None:
-        """`inside`: between the two linears of a pair, where the width is cut."""
+    def __init__(self, rate: float, blocks: Blocks, draw: Draw) -> None:
         super().__init__()
-        self.rate, self.blocks, self.inside = rate, blocks, inside
+        self.rate, self.blocks, self.draw = rate, blocks, draw
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or not self.rate:
             return x
-        blocks, seed = self.blocks, common_draw()
-        count, first = (blocks.runs, blocks.first_run) if self.inside else (blocks.outer_runs, blocks.first_outer_run)
-        parts, first_part = (blocks.parts, blocks.first_part) if self.inside else (1, 0)
-        masks = []
-        for run, tokens in enumerate(x.detach().chunk(count, 1), first):
-            for part, block in enumerate(tokens.chunk(parts, -1), first_part):
-                generator = torch.Generator(x.device).manual_seed(seed_of(f"{seed}/{run}/{part}"))
-                mask = torch.empty(block.shape, dtype=x.dtype, device=x.device)
-                masks.append(mask.bernoulli_(1 - self.rate, generator=generator).div_(1 - self.rate))
-        rows = [torch.cat(masks[start : start + parts], -1) for start in range(0, len(masks), parts)]
-        return x * torch.cat(rows, 1)
+        blocks, masks = self.blocks, []
+        for seed, grain in zip(self.draw(blocks.grains), x.detach().chunk(blocks.grains), strict=True):
+            rows = []
+            for run, tokens in enumerate(grain.chunk(blocks.runs, 1), blocks.first_run):
+                parts = [
+                    self._mask(block, f"{seed}/{run}/{part}")
+                    for part, block in enumerate(tokens.chunk(blocks.parts, -1), blocks.first_part)
+                ]
+                rows.append(side_by_side(parts))
+            masks.append(torch.cat(rows, 1))
+        return x * (masks[0] if len(masks) == 1 else torch.cat(masks))
+
+    def _mask(self, block: Tensor, label: str) -> Tensor:
+        generator = torch.Generator(block.device).manual_seed(seed_of(label))
+        mask = torch.empty(block.shape, dtype=block.dtype, device=block.device)
+        return mask.bernoulli_(1 - self.rate, generator=generator).div_(1 - self.rate)
 
 
 class InnerDropout(nn.Module):
@@ -47,7 +51,7 @@ class InnerDropout(nn.Module):
 
     def __init__(self, kit: Kit, rate: float) -> None:
         super().__init__()
-        self.rate, self.own_randomness = rate, kit.own_randomness
+        self.rate, self.own_randomness, self.blocks = rate, kit.own_randomness, kit.inner
         self.by_block: BlockDropout | None = None
         """Draws instead, where masks are free of the layout."""
 

@@ -16,6 +16,7 @@ from meshwright.model import Batch
 from meshwright.parameters.shard import Initial
 
 if TYPE_CHECKING:
+    from meshwright.bits.blocks import Blocks
     from meshwright.tensor.copies import HeadGroups
     from meshwright.tensor.experts import ExpertsShape
     from meshwright.tensor.head import HeadShape
@@ -91,10 +92,12 @@ class Kit(LinearPair, Protocol):
     that their dropout masks must differ; on all others they must be the same.
 
     `parts`: those of its inner width that a rank multiplies one by one, each with a key-value head of its own.
+    `inner`: what it holds between the two linears of its own pairs.
     """
 
     split_axes: tuple[str, ...]
     parts: int
+    inner: Blocks
 
     @property
     def branches(self) -> LinearPair: ...

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.bits.blocks import WHOLE, Blocks, added, joined_runs
+from meshwright.bits.blocks import WHOLE, Blocks, added
 from meshwright.parameters.shard import ShardedModule, ShardSpec
 from meshwright.tensor.copies import ALL_COLUMNS, Columns
 
@@ -53,23 +53,23 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.layer, ctx.biased, ctx.blocks = layer, bias is not None, blocks
-        own, runs = blocks.own(weight), blocks.rows(x, blocks.outer_runs)
+        own, runs = blocks.own(weight), blocks.rows(x)
         ys = [torch.mm(rows, own) if bias is None else torch.addmm(bias, rows, own) for rows in runs]
-        return joined_runs(ys, x.shape[0])
+        return blocks.joined(ys, x.shape[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         blocks: Blocks = ctx.blocks
-        incoming, dweight, dbias, dx = blocks.rows(dy, blocks.outer_runs), None, None, None
-        for rows, drows in zip(blocks.rows(x, blocks.outer_runs), incoming, strict=True):
+        incoming, dweight, dbias, dx = blocks.rows(dy), None, None, None
+        for rows, drows in zip(blocks.rows(x), incoming, strict=True):
             dweight = added(dweight, weight_gradient(rows, drows, weight, ctx.layer))
             if ctx.biased:
                 dbias = added(dbias, bias_gradient([drows], ctx.layer))
         if ctx.needs_input_grad[0]:
             own = blocks.own(weight).t()
-            dx = joined_runs([rows @ own for rows in incoming], x.shape[0]).view(x.shape)
+            dx = blocks.joined([rows @ own for rows in incoming], x.shape[0]).view(x.shape)
         return dx, dweight, dbias, None, None
 
 
@@ -144,7 +144,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: ShardedModule,
     multiplied one by one.
     """
     x, weight, bias = cast(x, weight, bias)
-    y: Tensor = _Linear.apply(x, weight, bias, layer, blocks)
+    y: Tensor = _Linear.apply(x, weight, bias, layer, blocks.outer)
     return y.view(*x.shape[:-1], weight.shape[1])
 
 

@@ -26,7 +26,7 @@ from meshwright.bits.blocks import WHOLE, Blocks, common_draw, own_stream
 from meshwright.parameters.shard import Initial, Shard, ShardSpec
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.boundary import SEQUENCE, Boundary, CutActivations, WholeActivations
-from meshwright.tensor.copies import Columns, HeadGroups, part_columns
+from meshwright.tensor.copies import HeadGroups, columns_of_parts
 from meshwright.tensor.experts import Experts, ExpertsShape
 from meshwright.tensor.head import HeadShape, TableHead
 from meshwright.tensor.kit import Where
@@ -49,7 +49,7 @@ class MegatronHead(TableHead):
 class MegatronKit(KitBase):
     """1-D tensor parallelism over the `tensor` axis."""
 
-    def __init__(self, mesh: Mesh, *, sequence_parallel: bool, blocks: Blocks = WHOLE) -> None:
+    def __init__(self, mesh: Mesh, *, sequence_parallel: bool = False, blocks: Blocks = WHOLE) -> None:
         boundary = (
             CutActivations(mesh, "tensor", SEQUENCE, by_tree=blocks.exact)
             if sequence_parallel
@@ -65,12 +65,8 @@ class MegatronKit(KitBase):
         self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True,
         heads: HeadGroups | None = None,
     ) -> nn.Module:  # fmt: skip
-        ranks, rank, parts = self.mesh.size("tensor"), self.mesh.index("tensor"), self.parts
-        outputs, columns = grouped(inner, groups), tuple[Columns, ...]()
-        if heads is not None and not self.local_heads(heads.count):
-            columns = tuple(heads.shared_by(ranks, rank, parts, part) for part in range(parts))
-        else:
-            columns = part_columns(groups, outputs[-1] // ranks, parts)
+        outputs, shared = grouped(inner, groups), heads if heads and not self.local_heads(heads.count) else None
+        columns = columns_of_parts(outputs, shared, self.mesh.size("tensor"), self.mesh.index("tensor"), self.parts)
         return CutExpand(
             self.mesh, hidden, outputs, initial, self.boundary, bias=bias, columns=columns, groups=groups,
             blocks=self.blocks,
@@ -87,9 +83,6 @@ class MegatronKit(KitBase):
 
     def experts(self, shape: ExpertsShape) -> nn.Module:
         return Experts(self.mesh, shape, self.boundary)
-
-    def local_heads(self, heads: int) -> int:
-        return super().local_heads(heads) if heads >= self.blocks.all_parts else 0
 
     def slice(self, x: Tensor, where: Where) -> Tensor:
         return self.boundary.part(x) if where == "hidden" else x

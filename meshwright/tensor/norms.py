@@ -58,9 +58,9 @@ class _ByBlock(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dweight = dbias = None
-        for product in ctx.cut.blocks(dy * x):
+        for product in ctx.cut.of(dy * x):
             dweight = added(dweight, ctx.layer.add_gradient("weight", weight, _sum_of(product)))
-        for part in ctx.cut.blocks(dy) if ctx.biased else ():
+        for part in ctx.cut.of(dy) if ctx.biased else ():
             dbias = added(dbias, ctx.layer.add_gradient("bias", weight, _sum_of(part)))
         return dy * weight, dweight, dbias, None, None
 
@@ -69,12 +69,12 @@ class _ByBlock(torch.autograd.Function):
 class _Cut:
     """The blocks of x [B, T, ..., E] in which gradients are summed: runs of tokens, and of these parts of heads."""
 
-    runs: int
+    blocks: Blocks
     parts: int
 
-    def blocks(self, x: Tensor) -> Iterator[Tensor]:
-        """Each block's rows [n, E]. One token of each sequence is one run."""
-        for run in x.chunk(self.runs if x.shape[1] > 1 else 1, 1):
+    def of(self, x: Tensor) -> Iterator[Tensor]:
+        """Each block's rows [n, E]."""
+        for run in self.blocks.cut(x):
             for part in run.chunk(self.parts, 2) if self.parts > 1 else (run,):
                 yield apart(part).flatten(0, -2)
 
@@ -89,9 +89,9 @@ def _sum_of(rows: Tensor) -> WriteGradient:
     return write
 
 
-def scaled_by_block(x: Tensor, layer: ShardedModule, bias: Tensor | None, runs: int, parts: int = 1) -> Tensor:
-    """x [B, T, ..., E] times the layer's `weight` [E], plus its `bias`. `runs`, `parts`: bits/blocks.py."""
-    y: Tensor = _ByBlock.apply(x, layer.get_parameter("weight"), bias, layer, _Cut(runs, parts))
+def scaled_by_block(x: Tensor, layer: ShardedModule, bias: Tensor | None, blocks: Blocks, parts: int = 1) -> Tensor:
+    """x [B, T, ..., E] times the layer's `weight` [E], plus its `bias`, by runs of tokens and parts of heads."""
+    y: Tensor = _ByBlock.apply(x, layer.get_parameter("weight"), bias, layer, _Cut(blocks, parts))
     return y
 
 
@@ -106,7 +106,7 @@ class Norm(ShardedModule):
         """`heads_over`: the axes that cut the heads, of a norm over a head's width."""
         super().__init__(mesh)
         self.kind, self.epsilon, self.blocks = kind, epsilon, blocks
-        self.cut = (blocks.runs, blocks.parts) if heads_over else (blocks.outer_runs, 1)
+        self.cut = (blocks, blocks.parts) if heads_over else (blocks.outer, 1)
         self.affine_apart = False
         """Whether weight and bias are applied by operations of their own, whose gradients are sums over rows: those of
         torch's layer norm are added thread by thread, and end with other bits where threads are more."""

@@ -12,18 +12,19 @@ p: the axis's size. How activations enter and leave the pair is a `Boundary`'s b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.bits.blocks import WHOLE, Blocks, added, apart, joined_runs
-from meshwright.parameters.shard import ZEROS, Initial, Shard, ShardedModule, ShardSpec
+from meshwright.bits.blocks import WHOLE, Blocks, added, apart, parts_of, side_by_side, sum_of_products
+from meshwright.parameters.shard import ZEROS, Initial, Shard, ShardedModule, ShardSpec, WriteGradient
 from meshwright.ranks.collectives import here
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.boundary import Boundary
-from meshwright.tensor.copies import ALL_COLUMNS, Columns
+from meshwright.tensor.copies import ALL_COLUMNS, Columns, part_columns
 from meshwright.tensor.linear import bias_gradient, cast, write_product
 
 
@@ -37,13 +38,10 @@ class _Expand(torch.autograd.Function):
         whole = boundary.start_enter(x).wait()  # [B, T, H]
         ctx.save_for_backward(whole if boundary.keeps else x, weight)
         ctx.layer, ctx.boundary, ctx.biased = layer, boundary, bias is not None
-        blocks = layer.blocks
-        parts = [(blocks.own(those.of(weight)), None if bias is None else those.of(bias)) for those in layer.columns]
-        runs = []
-        for rows in blocks.rows(whole, blocks.runs):
-            products = [rows @ own if offsets is None else torch.addmm(offsets, rows, own) for own, offsets in parts]
-            runs.append(layer.beside(products))
-        return joined_runs(runs, whole.shape[0])
+        blocks, held = layer.blocks, layer.held(weight)
+        parts = [(layer.by_input(those.of(held)), None if bias is None else those.of(bias)) for those in layer.columns]
+        runs = [layer.beside(layer.products(rows, parts)) for rows in blocks.rows(whole)]
+        return blocks.joined(runs, whole.shape[0])
 
     @staticmethod
     @once_differentiable
@@ -51,31 +49,44 @@ class _Expand(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         boundary: Boundary = ctx.boundary
         layer: CutExpand = ctx.layer
-        blocks = layer.blocks
+        blocks, held = layer.blocks, layer.held(weight)
         entering = here(x) if boundary.keeps else layer.gradients.start(lambda: boundary.start_enter(x))
-        runs = [layer.by_part(rows) for rows in blocks.rows(dy, blocks.runs)]  # x enters under dx's products
-        owns = [blocks.own(columns.of(weight)).t() for columns in layer.columns]
-        sums = [blocks.total(rows @ own for rows, own in zip(run, owns, strict=True)) for run in runs]
-        leaving = boundary.start_leave(joined_runs(sums, dy.shape[0]))  # under dW's product
+        runs = [layer.by_part(rows) for rows in blocks.rows(dy)]  # x enters under dx's products
+        owns = [layer.by_input(columns.of(held)) for columns in layer.columns]
+        sums = [
+            side_by_side([
+                blocks.total(rows @ own.t() for rows, own in zip(run, those, strict=True))
+                for those in zip(*owns, strict=True)
+            ])
+            for run in runs
+        ]  # fmt: skip
+        leaving = boundary.start_leave(blocks.joined(sums, dy.shape[0]))  # under dW's product
         dweight = dbias = None
+        entered = cache(lambda: [parts_of(rows, layer.inputs, -1) for rows in blocks.rows(entering.wait())])
         for number, run in enumerate(runs):
             for those in layer.copies:
 
                 def write(out: Tensor, beta: int, number: int = number, run: list[Tensor] = run,
                           those: Sequence[int] = those) -> None:  # fmt: skip
-                    rows = blocks.rows(entering.wait(), blocks.runs)[number]
+                    inputs = entered()[number]
                     for part in those:
 
-                        def add(own: Tensor, more: int, dy: Tensor = run[part], rows: Tensor = rows) -> None:
-                            write_product(own, rows.t(), dy, more)
+                        def add(own: Tensor, more: int, dy: Tensor = run[part]) -> None:
+                            for rows, held in zip(inputs, own.chunk(len(inputs)), strict=True):
+                                write_product(held, rows.t(), dy, more)
 
                         layer.columns[part].write(add)(out, beta if part == those[0] else 1)
 
-                dweight = added(dweight, layer.add_gradient("weight", weight, write))
+                dweight = added(dweight, layer.add_weight_gradient(weight, write))
                 if ctx.biased:
                     columns = [layer.columns[part] for part in those]
                     dbias = added(dbias, bias_gradient([run[part] for part in those], layer, columns))
         return leaving.wait().to(dy.dtype), dweight, dbias, None, None
+
+
+def _product(rows: list[Tensor], owns: list[Tensor]) -> Tensor:
+    """[n, K] times [K, N], of parts of K. Their sum is rounded once to the dtype of the rows."""
+    return rows[0] @ owns[0] if len(rows) == 1 else sum_of_products(rows, owns).to(rows[0].dtype)
 
 
 class _Contract(torch.autograd.Function):
@@ -88,12 +99,16 @@ class _Contract(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.layer, ctx.boundary, ctx.biased = layer, boundary, bias is not None
         blocks, sums = layer.blocks, []
-        owns = blocks.split(weight, 0)
-        for rows in blocks.rows(x, blocks.runs):
+        owns = [parts_of(own, blocks.hidden, -1) for own in blocks.split(weight, 0)]
+        for rows in blocks.rows(x):
             inner = blocks.split(rows, -1)
-            sums.append(blocks.total(part @ own for part, own in zip(inner, owns, strict=True)))
+            columns = [
+                blocks.total(part @ own for part, own in zip(inner, those, strict=True))
+                for those in zip(*owns, strict=True)
+            ]
+            sums.append(side_by_side(columns))
         # [B, T, H], one of the sum's terms
-        y = boundary.start_leave(joined_runs(sums, x.shape[0])).wait().to(x.dtype)
+        y = boundary.start_leave(blocks.joined(sums, x.shape[0])).wait().to(x.dtype)
         return y if bias is None else y.add_(bias)
 
     @staticmethod
@@ -105,19 +120,25 @@ class _Contract(torch.autograd.Function):
         dy = dy.contiguous()
         entering = ctx.boundary.start_enter(dy)  # under db's sum
         dweight = dbias = None
-        for rows in blocks.rows(dy, blocks.outer_runs) if ctx.biased else ():
-            dbias = added(dbias, bias_gradient([rows], layer))
-        whole = blocks.rows(entering.wait(), blocks.runs)
-        for rows, incoming in zip(blocks.rows(x, blocks.runs), whole, strict=True):
+        columns = part_columns(1, dy.shape[-1], blocks.hidden)
+        for rows in blocks.outer.rows(dy) if ctx.biased else ():
+            dbias = added(dbias, bias_gradient(parts_of(rows, blocks.hidden, -1), layer, columns))
+        whole = [parts_of(rows, blocks.hidden, -1) for rows in blocks.rows(entering.wait())]
+        for rows, incoming in zip(blocks.rows(x), whole, strict=True):
 
-            def write(out: Tensor, beta: int, rows: Tensor = rows, incoming: Tensor = incoming) -> None:
+            def write(out: Tensor, beta: int, rows: Tensor = rows, incoming: list[Tensor] = incoming) -> None:
                 for part, own in zip(blocks.split(rows, -1), out.chunk(blocks.parts), strict=True):
-                    write_product(own, part.t(), incoming, beta)
+                    for number, dy in enumerate(incoming):
+
+                        def add(block: Tensor, more: int, part: Tensor = part, dy: Tensor = dy) -> None:
+                            write_product(block, part.t(), dy, more)
+
+                        columns[number].write(add)(own, beta if number == 0 else 1)
 
             dweight = added(dweight, layer.add_gradient("weight", weight, write))
-        owns = [own.t() for own in blocks.split(weight, 0)]
-        runs = [torch.cat([rows @ own for own in owns], -1) if len(owns) > 1 else rows @ owns[0] for rows in whole]
-        return joined_runs(runs, x.shape[0]).view(x.shape), dweight, dbias, None, None
+        owns = [[own.t() for own in parts_of(part, blocks.hidden, -1)] for part in blocks.split(weight, 0)]
+        runs = [side_by_side([_product(rows, own) for own in owns]) for rows in whole]
+        return blocks.joined(runs, x.shape[0]).view(x.shape), dweight, dbias, None, None
 
 
 class CutExpand(ShardedModule):
@@ -139,19 +160,42 @@ class CutExpand(ShardedModule):
         """`columns`: of each part; `groups`: runs of columns that a part has of each of so many equal groups."""
         super().__init__(mesh)
         self.boundary, self.columns, self.groups, self.blocks = boundary, columns, groups, blocks
+        self.inputs = blocks.hidden
+        """Parts of the input's width."""
         kinds = dict.fromkeys(one.copy for one in columns)
         self.copies = [[part for part, one in enumerate(columns) if one.copy == kind] for kind in kinds]
         """The parts whose columns are different ones; those that share some have gradients that are added apart."""
         last, copies = len(outputs) - 1, columns[0].copies
-        placements = {boundary.axis: Shard(last + 1, copies)}
+        placements = {axis: Shard(shard.dim, copies) for axis, shard in boundary.inner(last + 1).items()}
         self.weight = self.declare("weight", ShardSpec((inputs, *outputs), placements, initial))
-        spec = ShardSpec(outputs, {boundary.axis: Shard(last, copies)}, ZEROS, matrix=False)
+        placements = {axis: Shard(shard.dim, copies) for axis, shard in boundary.inner(last).items()}
+        spec = ShardSpec(outputs, placements, ZEROS, matrix=False)
         self.bias = self.declare("bias", spec) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.flatten()
         y: Tensor = _Expand.apply(*cast(x, self.weight.flatten(1), bias), self, self.boundary)
         return y.unflatten(-1, self.weight.shape[1:]) if self.weight.dim() > 2 else y
+
+    def held(self, weight: Tensor) -> Tensor:
+        """The weight [H, N/p] as products need it."""
+        return weight
+
+    def by_input(self, weight: Tensor) -> list[Tensor]:
+        """A part's columns of the weight, as kernels get them: by parts of the input's width."""
+        return parts_of(self.blocks.own(weight), self.inputs, 0)
+
+    def products(self, rows: Tensor, parts: list[tuple[list[Tensor], Tensor | None]]) -> list[Tensor]:
+        """[rows, N/parts] of each of this rank's parts."""
+        if self.inputs == 1:
+            return [rows @ own if offsets is None else torch.addmm(offsets, rows, own) for (own,), offsets in parts]
+        inputs = parts_of(rows, self.inputs, -1)
+        ys = [(_product(inputs, owns), offsets) for owns, offsets in parts]
+        return [y if offsets is None else y.add_(offsets) for y, offsets in ys]
+
+    def add_weight_gradient(self, weight: Tensor, write: WriteGradient) -> Tensor | None:
+        """Add up what `write` writes, the gradient of what products need of the weight."""
+        return self.add_gradient("weight", weight, write)
 
     def beside(self, products: list[Tensor]) -> Tensor:
         """[rows, N] of parts [rows, N/parts], each of which has its run of every group."""
@@ -176,7 +220,7 @@ class CutContract(ShardedModule):
     ) -> None:  # fmt: skip
         super().__init__(mesh)
         self.boundary, self.blocks = boundary, blocks
-        self.weight = self.declare("weight", ShardSpec((inputs, outputs), {boundary.axis: Shard(0)}, initial))
+        self.weight = self.declare("weight", ShardSpec((inputs, outputs), boundary.inner(0), initial))
         self.bias = self.declare("bias", bias) if bias is not None else None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.bits.blocks import Blocks, added, joined_runs, tree_sum
+from meshwright.bits.blocks import Blocks, added, tree_sum
 from meshwright.bits.fixed import SUMMED_LOSS, FixedPoint, rounded_loss
 from meshwright.model import IGNORED
-from meshwright.parameters.shard import Shard, WriteGradient
+from meshwright.parameters.shard import WriteGradient
 from meshwright.ranks.agreement import all_rows
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.boundary import Boundary
@@ -39,12 +39,12 @@ from meshwright.tensor.linear import autocast_device, autocast_dtype, write_part
 
 
 class PartHead(TableHead):
-    """Classes over the tensor axis, in parts."""
+    """Classes in parts, over the boundary's axis where it has one."""
 
     def __init__(
         self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None, boundary: Boundary, blocks: Blocks
     ) -> None:
-        super().__init__(mesh, shape, tied, {"tensor": Shard(0)}, {"tensor": Shard(0)})
+        super().__init__(mesh, shape, tied, boundary.inner(0), boundary.inner(0))
         self.boundary, self.blocks = boundary, blocks
         self.fixed: FixedPoint | None = None
         """Where the step's loss scale stands, of which losses are multiples in training."""
@@ -89,7 +89,7 @@ class _PartLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float64, device=h.device)
         ctx.head, ctx.shape, ctx.dtype, ctx.gradients = head, whole.shape, h.dtype, []
         wanted = labels.chunk(blocks.runs if count > 1 else 1, 1)
-        for rows, own in zip(blocks.rows(whole[:, :count], blocks.runs), wanted, strict=True):
+        for rows, own in zip(blocks.rows(whole[:, :count]), wanted, strict=True):
             loss, gradients = _run(rows, own, table, bias, scale, head, differentiates)
             total += loss
             ctx.gradients.append(gradients)
@@ -102,7 +102,7 @@ class _PartLoss(torch.autograd.Function):
         runs: list[_RunGradients] = ctx.gradients
         ctx.gradients = []
         dh = torch.zeros(ctx.shape, dtype=torch.float32, device=factor.device)
-        rows = joined_runs([run.dh for run in runs], ctx.shape[0])
+        rows = head.blocks.joined([run.dh for run in runs], ctx.shape[0])
         torch.mul(rows, factor.float(), out=dh[:, : rows.shape[1]])
         leaving = head.boundary.start_leave(dh)
         dtable = dbias = None

@@ -22,6 +22,7 @@ from meshwright.registry import load_entry
 from meshwright.section import Positive, Rule, Section, can_share, divisors, listed, rule
 
 if TYPE_CHECKING:
+    from meshwright.bits.blocks import Blocks
     from meshwright.config import Config
     from meshwright.ranks.mesh import Mesh
     from meshwright.tensor.kit import Kit
@@ -104,8 +105,11 @@ class TensorSection(Section):
     (tensor/copies.py)."""
     holds_experts: ClassVar[bool] = False
     """Whether its kit has feed-forwards of experts."""
-    by_parts: ClassVar[bool] = False
-    """Whether its kit multiplies part by part, so that bits can be free of the layout (bits/section.py)."""
+    by_parts: ClassVar[str] = ""
+    """The class of the kit that multiplies part by part, so that bits can be free of the layout (bits/section.py); ""
+    where there is none."""
+    inner_axis: ClassVar[str] = ""
+    """The axis that cuts what lies between the two linears of a pair."""
     by_size: ClassVar[bool] = False
     """Whether what a rank runs and sends depends on a microbatch's size otherwise than in proportion."""
 
@@ -123,6 +127,16 @@ class TensorSection(Section):
     def token_axes(self) -> tuple[str, ...]:
         """The axes that split tokens: gradients of uncut parameters are summed over them."""
         return ()
+
+    @property
+    def cuts_sequences(self) -> bool:
+        """Whether the inner axis cuts sequences between pairs."""
+        return self.inner_axis in self.token_axes and self.inner_axis not in self.batch_axes
+
+    @property
+    def inner_size(self) -> int:
+        """The size of the inner axis."""
+        return dict(self.axes).get(self.inner_axis, 1)
 
     @property
     def rows(self) -> tuple[str, int]:
@@ -156,6 +170,16 @@ class TensorSection(Section):
         """The words that models are written in, for a rank. The kit's room and torch are imported here, not before."""
         return cast("Kit", load_entry(self.kit_class)(mesh, **self.kit_settings(config)))
 
+    def kit_by_parts(self, config: Config, mesh: Mesh, blocks: Blocks) -> Kit:
+        """The same of a run whose layers fall into blocks."""
+        return cast("Kit", load_entry(self.by_parts)(mesh, blocks=blocks, **self.kit_settings(config)))
+
+    @property
+    def shares(self) -> tuple[int, int]:
+        """Ranks among which a microbatch's rows are dealt out between pairs, and how many of their parts a rank sees
+        between the two linears of one."""
+        return self.rows[1], 1
+
 
 def whole_layers(config: Config, by: str, parts: int) -> Iterator[Cut]:
     """The cuts of a kit that divides all of a layer, and the tables: branches, widths, padded rows."""
@@ -173,7 +197,7 @@ class Whole(TensorSection):
     kind: Literal["none"] = "none"
     kit_class: ClassVar[str] = "meshwright.tensor.serial:SerialKit"
     holds_experts: ClassVar[bool] = True
-    by_parts: ClassVar[bool] = True
+    by_parts: ClassVar[str] = "meshwright.tensor.megatron:MegatronKit"
 
     @classmethod
     def candidates(cls, devices: int) -> Iterator[Self]:
@@ -202,7 +226,8 @@ class Megatron(TensorSection):
     idle_alone: ClassVar[tuple[str, ...]] = ("sequence_parallel",)
     heads_axis: ClassVar[str] = "tensor"
     holds_experts: ClassVar[bool] = True
-    by_parts: ClassVar[bool] = True
+    by_parts: ClassVar[str] = kit_class
+    inner_axis: ClassVar[str] = "tensor"
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:

@@ -34,6 +34,7 @@ from meshwright.tensor.head import HeadShape, TableHead
 from meshwright.tensor.kit import LinearPair, NormKind, Role, Where
 from meshwright.tensor.linear import Local, linear, lookup
 from meshwright.tensor.norms import GroupNorm, Norm
+from meshwright.tensor.part_loss import PartHead
 
 TensorFunction = Callable[[Tensor], Tensor]
 """A kit's way with a layer's input or output."""
@@ -60,7 +61,7 @@ class Embedding(ShardedModule):
 
     def forward(self, ids: Tensor) -> Tensor:
         if not self.axes:
-            return lookup(ids, self)  # [B, T, H]
+            return lookup(ids, self, self.runs)  # [B, T, H]
         rows = self.before(ids) - self.mesh.index(*self.axes) * self.weight.shape[0]
         mine = (rows >= 0) & (rows < self.weight.shape[0])
         return self.after(lookup(torch.where(mine, rows, 0), self, self.runs) * mine.unsqueeze(-1))
@@ -111,7 +112,7 @@ class KitBase:
 
     def __init__(self, mesh: Mesh, boundary: Boundary = UNCUT, blocks: Blocks = WHOLE) -> None:
         """`blocks`: what a rank multiplies at a time, and in which order sums over parts are made."""
-        self.mesh, self.blocks, self.parts = mesh, blocks, blocks.parts
+        self.mesh, self.blocks, self.parts, self.inner = mesh, blocks, blocks.parts, blocks
         self.boundary = boundary
         self.split_axes = self.boundary.split_axes
 
@@ -120,7 +121,7 @@ class KitBase:
         return layer
 
     def embedding(self, num_rows: int, hidden: int, initial: Initial) -> nn.Module:
-        return self.outside(Embedding(self.mesh, num_rows, hidden, initial))
+        return self.outside(Embedding(self.mesh, num_rows, hidden, initial, runs=self.blocks.outer_runs))
 
     def norm(
         self, width: int, epsilon: float, *, kind: NormKind = "layer", groups: int = 1, bias: bool = True,
@@ -167,10 +168,13 @@ class KitBase:
         return Local(self.mesh, ShardSpec(shape, self.boundary.inner(dim), initial, matrix=matrix))
 
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
+        if self.blocks.exact:
+            return self.outside(PartHead(self.mesh, shape, tied, UNCUT, self.blocks.uncut))
         return self.outside(SerialHead(self.mesh, shape, tied, {}, {}))
 
     def local_heads(self, heads: int) -> int:
-        return heads // self.mesh.size(*self.boundary.inner(0))
+        # Where heads are fewer than the parts that kernels get, several parts share one.
+        return heads // self.mesh.size(*self.boundary.inner(0)) if heads >= self.blocks.all_parts else 0
 
     def slice(self, x: Tensor, where: Where) -> Tensor:
         return x

@@ -17,10 +17,10 @@ from torch import Tensor
 from meshwright import parts
 from meshwright.bits import blocks
 from meshwright.bits.blocks import tree_sum
+from meshwright.bits.grains import SampleGrains
 from meshwright.config import Config, parse_config
 from meshwright.errors import ConfigError
 from meshwright.ranks.mesh import Mesh
-from meshwright.tensor import dropout
 from meshwright.tools.diff import difference
 from tests.bits.runs import Ended, ended
 from tests.training.runs import config_for, make_corpus, run
@@ -159,8 +159,8 @@ def multiplies_other_rows(mesh: Mesh) -> None:
 
 def draws_by_rank(mesh: Mesh) -> None:
     """Rank 1 takes the masks of other blocks."""
-    right, shift = dropout.common_draw, mesh.rank
-    dropout.common_draw = lambda: right() + shift
+    right, shift = SampleGrains.draw, mesh.rank
+    SampleGrains.draw = lambda self, shares: [number + shift for number in right(self, shares)]  # type: ignore
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,6 @@ def test_a_run_goes_on_under_another_cut_with_the_same_bits(tmp_path: Path) -> N
         (("bits.sequence=32",), "bits.sequence"),
         (("model.heads=4", *M4, *U2), "layout.context.size"),
         (("layout.tensor={kind: tesseract, q: 2}",), "layout.tensor.kind"),
-        (("layout.tensor={kind: subgraph, size: 2}",), "layout.tensor.kind"),
         (("layout.context=2", "layout.context.kind=ring", "model.dropout=0.0"), "layout.context.kind"),
     ],
 )

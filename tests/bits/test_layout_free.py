@@ -141,8 +141,8 @@ def multiplies_another_shape(mesh: Mesh) -> None:
 
     make = SampleGrains.__init__
 
-    def make_coarse(self: SampleGrains, samples: int, micro: int, seed: int) -> None:
-        make(self, micro, micro, seed)
+    def make_coarse(self: SampleGrains, samples: int, micro: int, seed: int, **how: Any) -> None:
+        make(self, micro, micro, seed, **how)
 
     SampleGrains.__init__ = make_coarse  # type: ignore[method-assign]
 

@@ -96,3 +96,7 @@ class T5(EncoderDecoder):
     """Distances between two tokens that attention tells apart: half of them exactly, the others in powers."""
     distance_max: Positive = 128
     """From here on all distances are in the last bucket."""
+
+    @property
+    def shared_by_samples(self) -> str:
+        return "model.distance_buckets"

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.bits.blocks import WHOLE
 from meshwright.model import IGNORED
 from meshwright.parameters.shard import ONES, Initial
 from meshwright.tensor.copies import HeadGroups
@@ -50,6 +51,7 @@ class ReferenceKit:
 
     split_axes: tuple[str, ...] = ()
     parts = 1
+    inner = WHOLE
 
     @property
     def branches(self) -> ReferenceKit:
