@@ -63,7 +63,7 @@ def train(
         bool, Option("--accept-changes", help="Go on also with another seed, data, sequence or global batch.")
     ] = False,
     explain: Annotated[
-        bool, Option("--explain", help="Say what the layout makes of the model and sends; train nothing.")
+        bool, Option("--explain", help="As the command explain: what the layout makes of the model; train nothing.")
     ] = False,
     trace: Annotated[
         list[str] | None,
@@ -89,7 +89,7 @@ def train(
         raise typer.BadParameter("Missing argument 'RUN' (or --status OUT).")
     config = _load(run, overrides)
     if explain:
-        from meshwright.tools.plan.explain import explain as explain_run
+        from meshwright.tools.explain.tables import explain as explain_run
 
         explain_run(config, planned_trace(trace or ()))
         return
@@ -135,6 +135,35 @@ def _print_status(run: Path | None, out: Path, as_json: bool) -> NoReturn:
     run_status = status.status_of(out)
     print_result(status, run_status, as_json)
     sys.exit(run_status.exit_code)
+
+
+@app.command(rich_help_panel=PREDICT)
+def explain(
+    run: RunFile,
+    overrides: Overrides = None,
+    trace: Annotated[
+        Path | None, Option(metavar="FILE.json", help="A step of the pipeline for Perfetto, and as a picture.")
+    ] = None,
+    page: Annotated[
+        Path | None, Option(metavar="FILE.html", help="The layout as a page to play with; needs no network.")
+    ] = None,
+) -> None:
+    """Say what a layout makes of the model and sends.
+
+    Parameters and what cuts them, a step's collectives and bytes, the pipeline's stages and what its schedule idles.
+    The page shows who holds what and who sends what to whom, and computes the step again as sliders move.
+
+    Example: meshwright explain quickstart layout.tensor=megatron layout.tensor.size=2 --page layout.html
+    """
+    config = _load(run, overrides)
+    from meshwright.tools.explain.page import write_page
+    from meshwright.tools.explain.tables import explain as explain_run
+    from meshwright.tools.explain.tables import forecast
+
+    explained = explain_run(config, None if trace is None else planned_trace([str(trace)]))
+    if page is not None:
+        write_page(explained, forecast(explained), page, run.stem)
+        print(f"written: {page}")
 
 
 @app.command(rich_help_panel=PROVE)
