@@ -17,8 +17,8 @@ from meshwright.parameters.shard import Initial
 
 if TYPE_CHECKING:
     from meshwright.tensor.copies import HeadGroups
-    from meshwright.tensor.experts import ExpertsShape
     from meshwright.tensor.head import HeadShape
+    from meshwright.tensor.router import ExpertsShape
 
 
 class Head(Protocol):
