@@ -317,7 +317,7 @@ def build_model(config: Config, kit: Kit, mesh: Mesh, chunk: Chunk | None = None
 
 def rank_part(batch: Batch, kit: Kit, model: Chain) -> Batch:
     """A rank's rows of a replica's batch, and its tokens of them."""
-    return model.context.cut(rows_of_rank(batch, kit, model.inside), model.inside)
+    return model.context.cut(rows_of_rank(model.prepared(batch), kit, model.inside), model.inside)
 
 
 def empty_batch(config: Config, kit: Kit, model: Chain, device: torch.device, rows: int | None = None) -> Batch:

@@ -1,6 +1,6 @@
 """`python -m benchmarks.parity_styles`: mistakes planted in programs of many styles, through `meshwright parity`.
 
-Prints a row a mistake (found, module, kind, the verdict), the right programs that alarm, and the table of docs/parity.md.
+Prints a row a mistake (found, module, kind, the verdict), right programs that alarm, and the table of docs/parity.md.
 """
 
 from __future__ import annotations

@@ -84,6 +84,10 @@ class Chain(nn.Module, ABC):
         """The normed hidden states [B, T, H] of a whole model."""
         return self.hidden_states(batch)[0]
 
+    def prepared(self, batch: Batch) -> Batch:
+        """A batch of whole sequences with the entries that the model makes of it, before sequences are cut."""
+        return batch
+
     def run_layers(self, hidden: Hidden, batch: Batch, chunk: Chunk) -> Hidden:
         for group in self.groups:
             # A rank's groups are of all its chunks; those of the chunk that runs begin in it, since no group reaches

@@ -106,6 +106,16 @@ class Network(Section):
         return ""
 
     @property
+    def latents(self) -> tuple[tuple[str, int], ...]:
+        """The fields that hold widths of activations between pairs beside the hidden one, with their values."""
+        return ()
+
+    @property
+    def bias_rate(self) -> float:
+        """How far a step moves the biases by which routers choose experts; 0 where they stay."""
+        return 0.0
+
+    @property
     def losses_in_layers(self) -> str:
         """The field that gives layers losses of their own, which the head does not see; empty where none has."""
         return ""

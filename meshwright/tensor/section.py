@@ -300,6 +300,8 @@ class Tesseract(TensorSection):
 
     def cuts(self, config: Config) -> Iterator[Cut]:
         yield from whole_layers(config, "layout.tensor.q", self.q)
+        for field, number in config.model.latents:
+            yield Cut(field, number, "layout.tensor.q", self.q)
 
     @classmethod
     def candidates(cls, devices: int) -> Iterator[Self]:

@@ -29,12 +29,13 @@ from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.boundary import UNCUT, Boundary, collect, spread
 from meshwright.tensor.copies import HeadGroups
 from meshwright.tensor.cross_entropy import chunked_token_losses
-from meshwright.tensor.experts import Experts, ExpertsShape
+from meshwright.tensor.experts import Experts
 from meshwright.tensor.head import HeadShape, TableHead
 from meshwright.tensor.kit import LinearPair, NormKind, Role, Where
 from meshwright.tensor.linear import Local, linear, lookup
 from meshwright.tensor.norms import GroupNorm, Norm
 from meshwright.tensor.part_loss import PartHead
+from meshwright.tensor.router import ExpertsShape
 
 TensorFunction = Callable[[Tensor], Tensor]
 """A kit's way with a layer's input or output."""

@@ -25,9 +25,10 @@ from torch import Tensor
 from meshwright.config.schema import Model
 from meshwright.convert.family import Family, Names, TensorPair, TensorShape, WithTokens, in_blocks
 from meshwright.convert.folder import Settings
+from meshwright.convert.rotary import pair_of_experts, rope_fields, rope_settings
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import CheckpointError
-from meshwright.families.llama.section import ROPES, Llama, PlainRope
+from meshwright.families.llama.section import Llama
 from meshwright.section import shown
 
 _OUTSIDE = {"tokens": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
@@ -46,24 +47,6 @@ _EXPERTS = {
     "qwen3_moe": ("mlp", ("gate_proj", "up_proj"), ("down_proj",)),
 }
 """By model_type with experts: the module of router and experts; an expert's linears in our expand, and contract."""
-_ORIGINAL = "original_max_position_embeddings"
-_ROPE_KEYS = {
-    "rope_theta": "theta",
-    "factor": "factor",
-    _ORIGINAL: "original",
-    "low_freq_factor": "low_frequency",
-    "high_freq_factor": "high_frequency",
-    "beta_fast": "fast",
-    "beta_slow": "slow",
-    "attention_factor": "attention_factor",
-    "truncate": "truncate",
-}
-"""transformers' keys of a rotation, and our fields."""
-_SAME = {"default": "plain", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
-_NEEDED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
-"""The keys without which transformers computes no such rotation."""
-_THETA = {"mixtral": 1e6}
-"""The base where nothing is said, of those whose class has another than 10,000."""
 _ELSEWHERE: dict[str, object] = {
     "hidden_act": "silu",
     "rope_interleaved": False,
@@ -143,7 +126,7 @@ class LlamaFamily(Family):
     def pair(self, name: str, shape: TensorShape, model: Llama, names: Names, rows: Mapping[str, int]) -> TensorPair:
         layer, _, kind = name.rpartition(".")
         if model.experts is not None and layer.endswith(("feed_forward.expand", "feed_forward.contract")):
-            return _pair_of_experts(name, shape, names[layer])
+            return pair_of_experts(name, shape, names[layer])
         if "query_key_value" not in name:
             return super().pair(name, shape, model, names, rows)
         queries, width = model.heads // model.num_key_value_heads, model.width_of_head
@@ -173,7 +156,7 @@ class LlamaFamily(Family):
         # Their classes fill in a number of their own here, which differs: guessed wrongly it would reshape every head.
         if kind in _GROUPED and values.get("num_key_value_heads") is None:
             raise settings.refused(f"lacks num_key_value_heads, which a {kind} has")
-        found: dict[str, object] = {"rope": _rope(settings), "head_norms": kind in ("qwen3", "qwen3_moe")}
+        found: dict[str, object] = {"rope": rope_fields(settings), "head_norms": kind in ("qwen3", "qwen3_moe")}
         found |= _experts(settings)
         names: tuple[str, ...] = ()
         for key, some in _BIASES.items():
@@ -215,11 +198,6 @@ class LlamaFamily(Family):
             raise CheckpointError(
                 f"no class of transformers has {kind}'s layers with model.biases={shown(model.biases)}"
             )
-        theirs = {ours: key for key, ours in _ROPE_KEYS.items()}
-        rope = {
-            theirs[field]: value for field, value in model.rope.model_dump(exclude_none=True, exclude={"kind"}).items()
-        }
-        scaling = {"rope_type": next(name for name, ours in _SAME.items() if ours == model.rope.kind)} | rope
         return {
             "model_type": kind,
             "architectures": ["".join(part.capitalize() for part in kind.split("_")) + "ForCausalLM"],
@@ -227,9 +205,7 @@ class LlamaFamily(Family):
             "attention_dropout": 0.0,
             "num_key_value_heads": model.num_key_value_heads,
             "head_dim": model.width_of_head,
-            "rope_parameters": scaling,
-            "rope_theta": model.rope.theta,
-            "rope_scaling": None if model.rope.kind == "plain" else scaling,
+            **rope_settings(model.rope),
             "initializer_range": 0.02,
             "use_cache": True,
             **({} if kind == "qwen2" else settings),
@@ -248,19 +224,6 @@ def _kind_of(model: Llama) -> str:
         return "qwen3_moe" if model.head_norms else "mixtral"
     # The class follows from what the layers have: norms of heads, or biases of query, key and value alone.
     return "qwen3" if model.head_norms else "qwen2" if model.biases == ("query-key-value",) else "llama"
-
-
-def _pair_of_experts(name: str, shape: TensorShape, linears: str | Sequence[str]) -> TensorPair:
-    """The pair of all experts' tensor, ours [n, in, ..., out], with Hugging Face's [out, in] of each linear."""
-
-    def to_ours(*parts: Tensor) -> Tensor:
-        return torch.stack(parts).unflatten(0, (shape[0], -1)).movedim(-1, 1)  # [n, in, linears, out]
-
-    def to_theirs(whole: Tensor) -> list[Tensor]:
-        return list(whole.view(*shape[:2], -1, shape[-1]).movedim(1, -1).flatten(0, 1))
-
-    theirs = {f"{linear}.weight": (shape[-1], shape[1]) for linear in linears}
-    return TensorPair(name, shape, theirs, to_ours, to_theirs)
 
 
 def _experts(settings: Settings) -> dict[str, object]:
@@ -308,37 +271,3 @@ def _experts_settings(model: Llama) -> dict[str, object]:
         "moe_intermediate_size": model.feed_forward,
         **_WITH_EXPERTS,
     }
-
-
-def _rope(settings: Settings) -> dict[str, object]:
-    """Our fields of a rotation: of `rope_parameters`, or of `rope_theta` and `rope_scaling`, as they were before. As in
-    transformers `rope_scaling` goes before the other, and original positions outside before those inside.
-
-    Raises CheckpointError for a kind, or a key of one, that ours has not.
-    """
-    values = settings.values
-    where = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
-    written = values.get(where) or {}
-    if not isinstance(written, dict):
-        raise settings.refused(f"{where}={shown(written)} is no section")
-    theta = values.get("rope_theta", _THETA.get(values["model_type"], PlainRope().theta))
-    theirs = {"rope_theta": theta} | {key: value for key, value in written.items() if value is not None}
-    kind = theirs.pop("rope_type", theirs.pop("type", "default"))
-    theirs.pop("type", None)
-    if kind not in _SAME:
-        raise settings.refused(f"{where}: rope_type={shown(kind)} is not supported; valid: {', '.join(_SAME)}")
-    if kind in ("llama3", "yarn"):
-        # Outside of the section before inside of it, as transformers reads them; where neither is there the positions
-        # are the original ones.
-        inside = theirs.get(_ORIGINAL, values.get("max_position_embeddings"))
-        theirs[_ORIGINAL] = values.get(_ORIGINAL, inside)
-    if lacking := [key for key in _NEEDED.get(kind, ()) if key not in theirs]:
-        raise settings.refused(f"{where}: rope_type={kind} lacks {', '.join(lacking)}")
-    # Said though it changes nothing.
-    if theirs.get("partial_rotary_factor") == 1.0:
-        del theirs["partial_rotary_factor"]
-    known = {key: ours for key, ours in _ROPE_KEYS.items() if ours in ROPES[_SAME[kind]].model_fields}
-    for key, value in theirs.items():
-        if key not in known:
-            raise settings.refused(f"{where}: {key}={shown(value)} is not supported; valid: {', '.join(known)}")
-    return {"kind": _SAME[kind]} | {known[key]: value for key, value in theirs.items()}

@@ -53,7 +53,8 @@ def reference_run(config: Config, batches: Iterable[Batch], steps: int, device: 
     losses, norms = [], []
     for step, batch in enumerate(islice(batches, steps)):
         losses.append(reference.backward(batch))
-        norms.append(math.sqrt(sum(float(x.double().square().sum()) for x in reference.gradients.values())))
+        counted = (x for name, x in reference.gradients.items() if name not in reference.nudged)
+        norms.append(math.sqrt(sum(float(x.double().square().sum()) for x in counted)))
         if first := not gradients and math.isfinite(norms[-1]):
             gradients = _copies(reference.gradients)
         reference.update(step, norms[-1])

@@ -39,17 +39,22 @@ class Reference:
         self.parameters = dict(self.model.named_parameters())
         self.gradients: dict[str, Tensor] = {}  # each parameter's .grad, to which autograd adds
         self.narrow: set[str] = set()  # what O2 casts to half precision
+        self.nudged: dict[str, nn.Parameter] = {}  # what a step moves by the signs of its gradients
         groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}  # whether they decay, and are hidden layers' matrices
         for name, parameter in self.parameters.items():
             path, own = name.rsplit(".", 1)
             layer = self.model.get_submodule(path)
             assert isinstance(layer, Layer), f"{name} is no layer's of the reference kit"
             values = initial_values(f"{config.seed}/{name}", tuple(parameter.shape), layer.initial)
-            if self.level == "O2" and not layer.wide:
+            nudged = layer.nudged and own == "bias"
+            if self.level == "O2" and not layer.wide and not nudged:
                 self.narrow.add(name)
                 values = values.to(self.dtype)
             parameter.data.copy_(values if own == "weight" else torch.zeros_like(values))
             parameter.grad = self.gradients[name] = torch.zeros_like(parameter)
+            if nudged:
+                self.nudged[name] = parameter
+                continue
             kind = (own == "weight" and layer.decays, own == "weight" and layer.hidden)
             groups.setdefault(kind, []).append(parameter)
         update, chosen = config.optimizer.update, config.optimizer
@@ -75,6 +80,8 @@ class Reference:
             self.scaler.scale(loss).backward()
             total += float(loss.detach())
         self.scaler.unscale_(self.optimizer)
+        for name in self.nudged:
+            self.gradients[name] /= self.scaler.get_scale()
         return total
 
     def update(self, step: int, norm: float) -> None:
@@ -82,12 +89,17 @@ class Reference:
         settings = self.config.optimizer
         if settings.clip:
             total = torch.tensor(norm, dtype=torch.float64)
-            nn.utils.clip_grads_with_norm_(self.parameters.values(), settings.clip, total)
+            stepped = [parameter for name, parameter in self.parameters.items() if name not in self.nudged]
+            nn.utils.clip_grads_with_norm_(stepped, settings.clip, total)
         for group in self.optimizer.param_groups:
             group["lr"] = settings.lr * rate_share(settings.schedule, step, self.config.steps)
         self.scaler.step(self.optimizer)
+        for parameter in self.nudged.values() if math.isfinite(norm) else ():
+            assert parameter.grad is not None
+            parameter.data.sub_(parameter.grad.sign(), alpha=self.config.model.bias_rate)
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=False)
+        for gradient in self.gradients.values():
+            gradient.zero_()
 
 
 def initial_values(label: str, shape: _Shape, initial: Initial) -> Tensor:

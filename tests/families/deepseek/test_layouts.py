@@ -1,0 +1,143 @@
+"""DeepSeek's layers under every axis compute what one device computes: float64 gradients to 1e-12 relative, losses to
+1e-10.
+
+Latent attention alone, with the rotary key that all heads share: on every tensor rank its gradient is a part of a sum,
+which a layout that cuts heads forgets first. And with experts: chosen by groups and biases, which move, beside a shared
+feed-forward.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.config import Config, parse_config
+from meshwright.errors import ConfigError
+from tests.context.test_equality import BLOCKS, CUT, ONE_D, config_for
+from tests.families.deepseek.test_model import YARN
+from tests.tensor.test_equality import MODELS, check, run
+
+RING, ULYSSES = ({"size": 2, "kind": kind} for kind in ("ring", "ulysses"))
+SUBGRAPH = {"kind": "subgraph", "size": 2}
+ZERO1 = {"size": 2, "sync": "zero1", "bucket": 8192}
+EXPERTS = {"data": {"size": 2, "expert": 2}}
+
+SHAPE: dict[str, Any] = MODELS["deepseek"] | {"layers": 2, "hidden": 24, "vocabulary_multiple": 12, "positions": 48}
+DENSE = SHAPE | {"experts": None, "heads": 4}
+LATENT_LAYOUTS: dict[str, dict[str, Any]] = {
+    "1-D": {"tensor": ONE_D},
+    "1-D of 4, cut": {"tensor": CUT | {"size": 4}},
+    "2-D": {"tensor": BLOCKS},
+    "2.5-D": {"tensor": BLOCKS | {"d": 2}},
+    "branches": {"tensor": SUBGRAPH | {"branch": "block"}},
+    "branches' cores": {"tensor": SUBGRAPH | {"branch": "attention-core"}},
+    "common layers on one rank": {"tensor": SUBGRAPH | {"branch": "attention-core", "common": "one"}},
+    "ring": {"context": RING},
+    "ulysses x 1-D": {"context": ULYSSES, "tensor": ONE_D},
+    "ring x cut x stages x replicas": {"context": RING, "tensor": CUT, "pipeline": {"size": 2}, "data": ZERO1},
+    "stages x 2-D": {"pipeline": {"size": 2, "schedule": "message-driven"}, "tensor": BLOCKS},
+    "fsdp": {"data": {"size": 2, "sync": "fsdp"}},
+}
+LATENT_LONG = {"2.5-D", "branches", "common layers on one rank", "stages x 2-D", "fsdp", "ring"}
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "1-D": {"tensor": ONE_D},
+    "cut": {"tensor": CUT},
+    "ring": {"context": RING},
+    "stages": {"pipeline": {"size": 2, "schedule": "message-driven"}},
+    "experts x cut": EXPERTS | {"tensor": CUT},
+    "experts x stages x ring": EXPERTS | {"pipeline": {"size": 2}, "context": RING},
+    "experts x slices": {"data": {"size": 4, "expert": 2, "sync": "zero3"}},
+    "experts x groups of slices": {"data": {"size": 4, "expert": 2, "shard": 2, "sync": "zero3"}},
+    "experts x chunks": EXPERTS | {"pipeline": {"size": 2, "chunks": 2, "schedule": "1f1b"}},
+    "ring x cut x stages x replicas": {"context": RING, "tensor": CUT, "pipeline": {"size": 2}, "data": ZERO1},
+    "zero2": {"data": {"size": 2, "sync": "zero2"}},
+    "server": {"data": {"size": 2, "sync": "server-gradient"}},
+}
+ONLY_LONG = {"1-D", "ring", "experts x stages x ring", "experts x slices", "experts x chunks", "zero2", "server", "cut"}
+
+
+def deepseek(model: dict[str, Any], layout: dict[str, Any], **changes: Any) -> Config:
+    layout = dict(layout)
+    micro = 2 if "pipeline" in layout or "data" in layout else 4
+    settings = {"model": model, "layout": layout, "batch": {"global": 8, "micro": micro}} | changes
+    return config_for("deepseek", layout.pop("context", {}), **settings)
+
+
+@cache
+def serial(name: str) -> Any:
+    """One device's losses and gradients."""
+    return run(deepseek({"dense": DENSE, "routed": SHAPE}[name], {}))[0]
+
+
+def marked(layouts: dict[str, dict[str, Any]], only_long: set[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.long) if name in only_long else name for name in layouts]
+
+
+@pytest.mark.parametrize("name", marked(LATENT_LAYOUTS, LATENT_LONG))
+def test_latent_attention_equals_serial(name: str) -> None:
+    check(run(deepseek(DENSE, LATENT_LAYOUTS[name])), serial("dense"))
+
+
+@pytest.mark.parametrize("name", marked(LAYOUTS, ONLY_LONG))
+def test_equals_serial(name: str) -> None:
+    check(run(deepseek(SHAPE, LAYOUTS[name])), serial("routed"))
+
+
+@pytest.mark.parametrize("name, recompute", [("experts x cut", 1), ("ring", "selective")])
+def test_equals_serial_with_recomputation(name: str, recompute: str | int) -> None:
+    """Tokens of an expert are counted once, also where layers are computed twice."""
+    check(run(deepseek(SHAPE, LAYOUTS[name], memory={"recompute": recompute})), serial("routed"))
+
+
+@pytest.mark.long
+def test_twenty_steps_of_a_mixture() -> None:
+    layout = EXPERTS | {"context": RING, "tensor": ONE_D}
+    check(run(deepseek(SHAPE, layout, steps=20)), run(deepseek(SHAPE, {}, steps=20))[0])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_half_precision_trains_as_on_one_device(level: str) -> None:
+    precision = {"level": level, "dtype": "bf16"}
+    expected, _ = run(deepseek(SHAPE, {}, precision=precision))[0]
+    for losses, _ in run(deepseek(SHAPE, LAYOUTS["experts x cut"], precision=precision)):
+        torch.testing.assert_close(losses, expected, rtol=5e-3, atol=0)
+
+
+@pytest.mark.parametrize(
+    "model, layout, message",
+    [
+        (
+            {}, {"tensor": BLOCKS},
+            "layout.tensor.kind=tesseract does not cut the experts of model.experts.count=6; valid: none, megatron",
+        ),
+        (
+            {"experts": None, "key_value_rank": 13}, {"tensor": BLOCKS},
+            "layout.tensor.q=2 does not divide model.key_value_rank=13; valid: 1, 13",
+        ),
+        ({}, {"tensor": ONE_D | {"size": 3}}, "layout.tensor.size=3 does not divide model.heads=4; valid: 1, 2, 4"),
+        ({"rotary_width": 3}, {}, "model.rotary_width=3 is odd, and rotary positions turn pairs"),
+        ({"rope": YARN | {"slow": 5.0}}, {}, "model.rope.slow=5.0 is above model.rope.fast=4.0"),
+        (
+            {"experts": {"count": 6, "groups": 4}}, {},
+            "model.experts.groups=4 does not divide model.experts.count=6; valid: 1, 2, 3, 6",
+        ),
+        (
+            {"experts": {"count": 6, "groups": 6}}, {},
+            "model.experts.groups=6 leaves one of model.experts.count=6 in each, and a group is chosen by its best two",
+        ),
+        (
+            {"experts": {"count": 6, "groups": 3, "groups_per_token": 1, "per_token": 3}}, {},
+            "model.experts.per_token=3 is more than the 2 experts of model.experts.groups_per_token=1; valid: 1 to 2",
+        ),
+        ({"experts": {"count": 6, "groups_per_token": 2}}, {}, "model.experts.groups_per_token=2 is more than"),
+        ({"experts": {"count": 6, "dense_layers": 2}}, {}, "dense_layers=2 leaves none of model.layers=2 for experts"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_is_refused(model: dict[str, Any], layout: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        parse_config({"model": SHAPE | {"heads": 4} | model, "data": {"sequence": 16}, "layout": layout})
+    assert message in str(refusal.value)
