@@ -26,12 +26,13 @@ from tests.tools.verify.cases import MODELS, Drawn, batches, config_for, run_ref
 from tests.workers import run_ranks
 
 ALLOWED = {
+    "meshwright.bits.blocks.WHOLE",
     "meshwright.model.Batch", "meshwright.model.IGNORED", "meshwright.model.SAMPLES",
     "meshwright.config.Config", "meshwright.config.schema.ScheduleSection",
     "meshwright.models.chain.make_chain",
     "meshwright.parameters.shard.Initial", "meshwright.parameters.shard.ONES",
     "meshwright.registry.load_entry",
-    "meshwright.tensor.copies.HeadGroups", "meshwright.tensor.experts.ExpertsShape", "meshwright.tensor.head.HeadShape",
+    "meshwright.tensor.copies.HeadGroups", "meshwright.tensor.head.HeadShape", "meshwright.tensor.router.ExpertsShape",
 }  # fmt: skip
 """Facts, and the model files."""
 
@@ -43,7 +44,7 @@ def test_it_imports_facts_and_the_models_alone() -> None:
     names = {name for path in paths for name in imports_of(path) if name.startswith("meshwright")}
     own = f"{reference_kit.__name__}."
     assert {name for name in names if not name.startswith(own)} == ALLOWED
-    assert sum(len(path.read_text().splitlines()) for path in paths) <= 288
+    assert sum(len(path.read_text().splitlines()) for path in paths) <= 343
 
 
 def functions_of(mesh: Mesh, config: Config) -> tuple[set[str], list[str]]:
