@@ -11,6 +11,8 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[2]
 INTO_REPOSITORY = re.compile(r"\]\(\.\./(?P<path>[^)#\s]+)(?P<rest>[^)]*)\)")
+INTO_DOCS = "course/"
+"""Pages one folder further down, whose `../` is docs/."""
 TABLE = "@@BITS_TABLE@@"
 FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
 NOTEBOOK = re.compile(r"\.ipynb\)")
@@ -54,6 +56,8 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
         name = Path(page.file.src_path).with_suffix(".ipynb")
         return f"{markdown}\n[This page as a notebook]({config.extra['repository']}/blob/main/docs/{name})\n"
     markdown = NOTEBOOK.sub(".md)", markdown)
+    if page.file.src_path.startswith(INTO_DOCS):
+        return markdown
     if TABLE in markdown:
         markdown = markdown.replace(TABLE, losses_table())
     return INTO_REPOSITORY.sub(absolute, markdown)
