@@ -23,7 +23,7 @@ function gridPicture(fill, held, above = "") {
       + `<text class="small" x="${x + cell[0] / 2}" y="${y + 36}" text-anchor="middle">${escaped(inner)} ${where[inner]}</text></g>`);
   });
   // Little more than life size, so that few ranks are not drawn as barn doors.
-  return `<svg viewBox="${-edge} ${-edge} ${width + 2 * edge} ${height + 2 * edge}" width="${1.25 * (width + 2 * edge)}" role="img" aria-label="the grid of ranks">`
+  return `<svg viewBox="${-edge} ${-edge} ${width + 2 * edge} ${height + 2 * edge}" width="${1.25 * (width + 2 * edge)}" style="min-width: ${Math.min(width, Math.max(0.45 * width, 260))}px" role="img" aria-label="the grid of ranks">`
     + `<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6" orient="auto-start-reverse">`
     + `<path d="M0 0 L8 4 L0 8 z" fill="context-stroke"/></marker></defs>${drawn.join("")}${above}</svg>`;
 }

@@ -7,6 +7,7 @@ what the tables say too (tables.py): the page draws, and counts nothing by itsel
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -30,9 +31,9 @@ from meshwright.tools.plan.recorder import Kernel, Program, Start
 SCRIPTS = Path(__file__).parent
 """The folder of the template and of the page's JavaScript."""
 
-ROW = 8
-"""The most ranks that stand side by side along one axis."""
-CELL_WIDTH, CELL_HEIGHT, GAP, TITLE = 74, 46, 10, 20
+ROW, WIDE = 8, 1.6
+"""The most ranks side by side along the innermost axis; the width that the grid should have to its height."""
+CELL_WIDTH, CELL_HEIGHT, GAP, TITLE = 74, 46, 8, 20
 """Pixels of a rank's cell, between blocks of cells, and of a block's title."""
 
 WORDS = {
@@ -102,46 +103,54 @@ def page_facts(explained: Explained, predicted: Forecast) -> dict[str, Any]:
 def drawn_grid(grid: Grid) -> dict[str, Any]:
     """Where each rank's cell stands, in pixels, and the boxes around ranks that agree on an outer axis.
 
-    The innermost axis runs from left to right, the next one downwards, the next again to the right, and so on; a long
-    one goes on in a new row.
+    The innermost axis runs from left to right; the blocks of an outer one stand in as many columns as make the picture
+    a little wider than high, so that of two axes the outer one runs downwards.
     """
     levels = [level for level in grid.nesting if level[1] > 1] or [grid.nesting[-1]]
-    cells: list[tuple[float, float]] = []
+    shapes = _columns_and_sizes([size for _, size in levels])
+    ranks: list[dict[str, Any]] = []
     boxes: list[dict[str, Any]] = []
 
-    def placed(level: int, x: float, y: float) -> tuple[float, float]:
-        """The width and height of what is drawn at (x, y): the ranks of the axes from `level` inwards, in order."""
+    def place(level: int, x: float, y: float) -> None:
+        """Place the ranks of the axes from `level` inwards at (x, y), in order."""
         if level == len(levels):
-            cells.append((x, y))
-            return CELL_WIDTH, CELL_HEIGHT
-        name, size = levels[level]
-        inner, sideways = level == len(levels) - 1, (len(levels) - level) % 2 == 1
-        columns = min(size, ROW) if sideways else -(-size // ROW)
-        wide = high = at_y = row_height = 0.0
-        at_x = 0.0
+            ranks.append({"x": x, "y": y, "at": grid.coordinates(len(ranks))})
+            return
+        (name, size), (columns, width, height) = levels[level], shapes[level]
         for index in range(size):
-            if index and index % columns == 0:
-                at_x, at_y, row_height = 0.0, at_y + row_height + GAP, 0.0
-            margin, title = (0, 0) if inner else (GAP, TITLE)
-            width, height = placed(level + 1, x + at_x + margin, y + at_y + title)
-            width, height = width + 2 * margin, height + title + margin
-            if not inner:
-                boxes.append({"title": f"{name} {index}", "x": x + at_x, "y": y + at_y, "width": width,
-                              "height": height, "depth": level})  # fmt: skip
-            wide, high = max(wide, at_x + width), max(high, at_y + height)
-            at_x, row_height = at_x + width + (2 if inner else GAP), max(row_height, height)
-        return wide, high
+            left, top = x + index % columns * (width + GAP), y + index // columns * (height + GAP)
+            if level == len(levels) - 1:
+                place(level + 1, left, top)
+            else:
+                boxes.append({"title": f"{name} {index}", "x": left, "y": top, "width": width, "height": height})
+                place(level + 1, left + GAP, top + TITLE)
 
-    width, height = placed(0, 0, 0)
+    place(0, 0, 0)
     return {
         "axes": [{"name": name, "size": size} for name, size in grid.axes],
-        "inner": levels[-1][0], "cell": [CELL_WIDTH, CELL_HEIGHT], "width": width, "height": height,
-        "ranks": [
-            {"x": x, "y": y, "at": grid.coordinates(rank)} for rank, (x, y) in enumerate(cells)
-        ],
-        # Outer boxes first, so that inner ones are drawn on them.
-        "boxes": sorted(boxes, key=lambda box: box["depth"]),
+        "inner": levels[-1][0], "cell": [CELL_WIDTH, CELL_HEIGHT], "ranks": ranks, "boxes": boxes,
+        "width": max(rank["x"] for rank in ranks) + CELL_WIDTH + GAP * (len(levels) - 1),
+        "height": max(rank["y"] for rank in ranks) + CELL_HEIGHT + GAP * (len(levels) - 1),
     }  # fmt: skip
+
+
+def _columns_and_sizes(sizes: Sequence[int]) -> list[tuple[int, float, float]]:
+    """For each axis, outermost first: the columns in which its blocks stand, and a block's width and height."""
+    shapes: list[tuple[int, float, float]] = []
+    width, height = float(CELL_WIDTH), float(CELL_HEIGHT)
+    for number, size in enumerate(reversed(sizes)):
+
+        def far_from_shape(columns: int, size: int = size, width: float = width, height: float = height) -> float:
+            rows = -(-size // columns)
+            return abs(math.log(columns * (width + GAP) / (rows * (height + GAP)) / WIDE))
+
+        columns = min(size, ROW) if number == 0 else min(range(1, size + 1), key=far_from_shape)
+        shapes.append((columns, width, height))
+        rows = -(-size // columns)
+        # The block of the next axis holds these, with a margin around them and its title above.
+        width = columns * (width + GAP) + GAP
+        height = rows * (height + GAP) + TITLE
+    return shapes[::-1]
 
 
 def weight_blocks(explained: Explained, holders: Sequence[Sequence[int]]) -> Iterator[dict[str, Any]]:
