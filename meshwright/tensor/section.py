@@ -139,6 +139,11 @@ class TensorSection(Section):
         return dict(self.axes).get(self.inner_axis, 1)
 
     @property
+    def same_activation(self) -> str:
+        """The axis whose ranks all have the activation between two layers; nothing where each has its own part."""
+        return ""
+
+    @property
     def rows(self) -> tuple[str, int]:
         """Into how many equal parts a microbatch's rows must fall; before it, in words, which fields say so."""
         return "", 1
@@ -236,6 +241,10 @@ class Megatron(TensorSection):
     @property
     def token_axes(self) -> tuple[str, ...]:
         return ("tensor",) if self.sequence_parallel else ()
+
+    @property
+    def same_activation(self) -> str:
+        return "" if self.sequence_parallel else "tensor"
 
     @property
     def words(self) -> str:
