@@ -110,6 +110,8 @@ class TensorSection(Section):
     where there is none."""
     inner_axis: ClassVar[str] = ""
     """The axis that cuts what lies between the two linears of a pair."""
+    inner_field: ClassVar[str] = "layout.tensor.size"
+    """The field of its size."""
     by_size: ClassVar[bool] = False
     """Whether what a rank runs and sends depends on a microbatch's size otherwise than in proportion."""
 
@@ -127,6 +129,11 @@ class TensorSection(Section):
     def token_axes(self) -> tuple[str, ...]:
         """The axes that split tokens: gradients of uncut parameters are summed over them."""
         return ()
+
+    @property
+    def hidden_size(self) -> int:
+        """Ranks among which the width between pairs is dealt out."""
+        return 1
 
     @property
     def cuts_sequences(self) -> bool:
@@ -290,10 +297,17 @@ class Tesseract(TensorSection):
     gives_effect_to: ClassVar[tuple[str, ...]] = ("memory.summa",)
     heads_axis: ClassVar[str] = "col"
     by_size: ClassVar[bool] = True
+    by_parts: ClassVar[str] = "meshwright.tensor.tesseract_parts:TesseractByParts"
+    inner_axis: ClassVar[str] = "col"
+    inner_field: ClassVar[str] = "layout.tensor.q"
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
         return (("depth", self.d), ("row", self.q), ("col", self.q))
+
+    @property
+    def hidden_size(self) -> int:
+        return self.q
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
