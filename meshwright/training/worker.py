@@ -34,7 +34,7 @@ from meshwright.training.loop import StepLine, Trainer, validate
 from meshwright.training.meeting import facts_of, meet, placement_notes, share_folder
 from meshwright.training.metrics import MetricsWriter
 from meshwright.training.resume import checkpoint_of_run, decided_before, go_on, with_offer
-from meshwright.training.sinks import TrackedRun, Tracker, absent_sinks, open_sinks
+from meshwright.training.sinks import TrackedRun, absent_sinks, open_sinks
 
 
 def train_rank(
@@ -108,13 +108,6 @@ def _resolve_together(mesh: Mesh, settings: Config, asked: Config, out: Path, *,
     return Resolved(Config.model_validate(tree[0]), tuple(tree[1]))
 
 
-def _of_experts(config: Config) -> Sequence[str]:
-    """A line on the balance loss of weights that come with experts."""
-    if not config.model.num_experts or config.model.losses_in_layers:
-        return ()
-    return ("no balance loss of the experts: config.json has output_router_logits=false, and true trains with one",)
-
-
 @dataclass(frozen=True)
 class _Run:
     """A rank's training run: the trainer, and around it checkpoints, validation, metrics and the display."""
@@ -144,7 +137,10 @@ class _Run:
         with RunDisplay(started.step, config.steps, speaks=speaks, live=live, level=level) as display:
             self._greet(display, writer.unfinished, attempt)
             if step == 0 and config.weights is not None:
-                display.say(f"starting from the weights of {config.weights}", *_of_experts(config))
+                display.say(f"starting from the weights of {config.weights}")
+                if config.model.num_experts and not config.model.losses_in_layers:
+                    switch = "config.json has output_router_logits=false, and true trains with one"
+                    display.say(f"no balance loss of the experts: {switch}")
             elif step is not None:
                 display.say(f"going on from checkpoint step-{step}")
             elif resume:
@@ -153,7 +149,9 @@ class _Run:
                 display.say(f"no trace of what was made before: step {', '.join(map(str, past))}")
             metrics = None
             if mesh.rank == 0:
-                metrics = MetricsWriter(self.out, started.step, self._trackers(started.step))
+                kept, settings = config.metrics, self.origin.config
+                tracked = TrackedRun(self.out, self.origin.run, kept.project, kept.offline, settings, started.step)
+                metrics = MetricsWriter(self.out, started.step, open_sinks(kept, tracked))
             trainer = Trainer(parts, self.data.train, step=started.step, samples=started.samples)
             watch = BestWatch(config, mesh, started.best)
             stopping, due, every = False, False, config.checkpoint.every
@@ -226,11 +224,6 @@ class _Run:
                 parts, held_out, min(config.validation.batches, len(held_out) // config.batch.global_)
             )
         return before + lines, stopping
-
-    def _trackers(self, first_step: int) -> dict[str, Tracker]:
-        metrics, settings = self.parts.config.metrics, self.origin.config
-        run = TrackedRun(self.out, self.origin.run, metrics.project, metrics.offline, settings, first_step)
-        return open_sinks(metrics, run)
 
     def _greet(self, display: RunDisplay, unfinished: Sequence[str], attempt: int) -> None:
         config = self.parts.config
