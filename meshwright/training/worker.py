@@ -34,7 +34,7 @@ from meshwright.training.loop import StepLine, Trainer, validate
 from meshwright.training.meeting import facts_of, meet, placement_notes, share_folder
 from meshwright.training.metrics import MetricsWriter
 from meshwright.training.resume import checkpoint_of_run, decided_before, go_on, with_offer
-from meshwright.training.sinks import TrackedRun, absent_sinks, open_sinks
+from meshwright.training.sinks import TrackedRun, Tracker, absent_sinks, open_sinks
 
 
 def train_rank(
@@ -149,9 +149,7 @@ class _Run:
                 display.say(f"no trace of what was made before: step {', '.join(map(str, past))}")
             metrics = None
             if mesh.rank == 0:
-                kept, settings = config.metrics, self.origin.config
-                tracked = TrackedRun(self.out, self.origin.run, kept.project, kept.offline, settings, started.step)
-                metrics = MetricsWriter(self.out, started.step, open_sinks(kept, tracked))
+                metrics = MetricsWriter(self.out, started.step, self._trackers(started.step))
             trainer = Trainer(parts, self.data.train, step=started.step, samples=started.samples)
             watch = BestWatch(config, mesh, started.best)
             stopping, due, every = False, False, config.checkpoint.every
@@ -224,6 +222,11 @@ class _Run:
                 parts, held_out, min(config.validation.batches, len(held_out) // config.batch.global_)
             )
         return before + lines, stopping
+
+    def _trackers(self, first_step: int) -> dict[str, Tracker]:
+        metrics, settings = self.parts.config.metrics, self.origin.config
+        run = TrackedRun(self.out, self.origin.run, metrics.project, metrics.offline, settings, first_step)
+        return open_sinks(metrics, run)
 
     def _greet(self, display: RunDisplay, unfinished: Sequence[str], attempt: int) -> None:
         config = self.parts.config
