@@ -139,8 +139,9 @@ class _Run:
             if step == 0 and config.weights is not None:
                 display.say(f"starting from the weights of {config.weights}")
                 if config.model.num_experts and not config.model.losses_in_layers:
-                    switch = "config.json has output_router_logits=false, and true trains with one"
-                    display.say(f"no balance loss of the experts: {switch}")
+                    display.say(
+                        "no balance loss of the experts: config.json's output_router_logits=true trains with one"
+                    )
             elif step is not None:
                 display.say(f"going on from checkpoint step-{step}")
             elif resume:
