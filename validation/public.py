@@ -77,6 +77,13 @@ class PublicRow:
     missing: str = ""
     doubtful: str = ""
 
+    @property
+    def seconds_error(self) -> float:
+        """Predicted over measured, less 1."""
+        assert self.seconds is not None, self
+        assert self.measured_seconds is not None, self
+        return self.seconds / self.measured_seconds - 1
+
 
 @dataclass(frozen=True)
 class Judged:
@@ -95,8 +102,8 @@ class Judged:
         return [row for row in self.rows if row.bytes is not None and row.measured_bytes is not None]
 
     def errors(self) -> list[float]:
-        """Of seconds: predicted over measured, less 1."""
-        return [row.seconds / row.measured_seconds - 1 for row in self.timed]  # type: ignore[operator]
+        """The errors of seconds."""
+        return [row.seconds_error for row in self.timed]
 
     def memory_errors(self) -> list[float]:
         return [row.bytes / row.measured_bytes - 1 for row in self.weighed]  # type: ignore[operator]
