@@ -244,6 +244,8 @@ def resolve_layout(config: Config, machine: Machine, sizes: StageSizes | None = 
             # layout are one program, and a later stage needs no more than the first.
             q, blocks = dict(resolved.config.layout.axes)["row"], sizes.block_bytes(resolved.config)
             ways = [affordable_products(own, q, bytes_left) for own, bytes_left in zip(blocks, free, strict=True)]
+            if config.bits.layout_free:  # whose kernels get whole weights
+                ways = [min(way, "whole", key=PRODUCTS.index) for way in ways]
             stage = max(range(len(ways)), key=lambda stage: (PRODUCTS.index(ways[stage]), -free[stage]))
             gathered = f"gathered weights of {_size(q * sum(blocks[stage]))} in {_size(free[stage])} of free memory"
             resolved = resolved.decide(SUMMA, ways[stage], f"{ways[stage]}, for {gathered}")

@@ -207,6 +207,7 @@ def blocks_of(config: Config, mesh: Mesh) -> Blocks:
     holders, holder = (mesh.size("context"), mesh.index("context")) if config.layout.context.size > 1 else (1, 0)
     again, own = (ranks, rank) if tensor.cuts_sequences else (1, 0)
     parts, runs = bits.tensor // ranks, bits.sequence // holders
+    own_hidden = bits.hidden // tensor.hidden_size
     dealt = holders if config.layout.context.strategy.by_heads else 1
     heads = bits.head_parts(config.model) // (ranks * dealt)
     return Blocks(
@@ -215,6 +216,7 @@ def blocks_of(config: Config, mesh: Mesh) -> Blocks:
         runs // again, holder * runs + own * (runs // again),
         heads, (rank * dealt + holder % dealt) * heads,
         grains=tensor.shares[1],
+        hidden=bits.hidden, own_hidden=own_hidden, first_hidden=rank * own_hidden if tensor.hidden_size > 1 else 0,
         exact=True,
     )  # fmt: skip
 
@@ -230,7 +232,8 @@ def vectors_are_whole(config: Config, specs: dict[str, ShardSpec]) -> bool:
     sizes = {spec.shape[-1] for spec in specs.values() if spec.matrix and not spec.table}
     heads = {spec.shape[0] for name, spec in specs.items() if spec.table and name.startswith(("tokens.", "head."))}
     # positions and segments are looked up alone
-    return tokens % (VECTOR * bits.sequence) == 0 and all(size % (VECTOR * bits.tensor) == 0 for size in sizes | heads)
+    parts = max(bits.tensor, bits.hidden)
+    return tokens % (VECTOR * bits.sequence) == 0 and all(size % (VECTOR * parts) == 0 for size in sizes | heads)
 
 
 def plan_stages(config: Config, mesh: Mesh) -> Stages:

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from meshwright.models.section import Network
 
 KIND, SAMPLES, TENSOR, SEQUENCE = "bits.kind", "bits.samples", "bits.tensor", "bits.sequence"
+HIDDEN = "bits.hidden"
+
+VECTOR = 16
+"""Elements of a cache line in float32."""
 
 WHOLE_VECTORS = 64
 """Elements of a block that are whole vectors of any processor, in any precision: an operation that goes element by
@@ -36,6 +40,8 @@ class Bits(Section):
     """layout-free: samples that a kernel gets at a time. More is faster where samples are short."""
     tensor: Positive = 1
     """layout-free: equal parts of heads, widths and tables that a kernel gets at a time; tensor sizes divide it."""
+    hidden: Positive = 1
+    """layout-free: equal parts of the hidden width that a kernel gets at a time; layout.tensor.q divides it."""
     sequence: Positive = 1
     """layout-free: equal runs of a sequence that a kernel gets at a time; sizes that cut sequences divide it."""
 
@@ -50,7 +56,7 @@ class Bits(Section):
     @property
     def cuts(self) -> bool:
         """Whether layouts may cut layers or sequences, and end with the same bits."""
-        return self.layout_free and self.tensor * self.sequence > 1
+        return self.layout_free and self.tensor * self.hidden * self.sequence > 1
 
     def head_parts(self, model: Network) -> int:
         """Equal parts of attention's heads that a kernel gets at a time: those of the width, each in as many as it has
@@ -123,13 +129,39 @@ def parts_are_equal(config: Config) -> Iterator[Problem]:
     size = tensor.inner_size
     if parts % size:
         rule_text = f"does not divide bits.tensor={parts}, the parts that kernels get"
-        least = 2 ** (size - 1).bit_length()  # a tree's
-        better = f"; or bits.tensor={size}" if least == size else ""
-        yield Problem("layout.tensor.size", size, rule_text, listed(divisors(parts)) + better)
+        yield Problem(tensor.inner_field, size, rule_text, listed(divisors(parts)) + _or_parts(TENSOR, size))
+
+
+@_under_layout_free(HIDDEN, "layout.tensor", "model.hidden")
+def parts_of_hidden_are_equal(config: Config) -> Iterator[Problem]:
+    """A power of two, as above."""
+    parts, tensor, width = config.bits.hidden, config.layout.tensor, config.model.hidden
+    if problem := no_power_of_two(HIDDEN, parts, "whose sums a tree makes"):
+        yield problem
+    elif width % (parts * VECTOR) and parts > 1:
+        rule_text = f"does not cut model.hidden={width} into parts of whole vectors of {VECTOR}"
+        powers = [size for size in divisors(width // VECTOR) if not size & (size - 1)]
+        yield Problem(HIDDEN, parts, rule_text, listed(powers))
+    elif parts % tensor.hidden_size:
+        rule_text = f"does not divide bits.hidden={parts}, the parts of the hidden width that kernels get"
+        size = tensor.hidden_size
+        yield Problem(tensor.inner_field, size, rule_text, listed(divisors(parts)) + _or_parts(HIDDEN, size))
+
+
+def _or_parts(field: str, size: int) -> str:
+    return "" if size & (size - 1) else f"; or {field}={size}"
 
 
 @_under_layout_free(
-    SEQUENCE, "layout.tensor", "layout.context", "model", "data", "bits.samples", "bits.tensor", "bits.attention"
+    SEQUENCE,
+    "layout.tensor",
+    "layout.context",
+    "model",
+    "data",
+    "bits.samples",
+    "bits.tensor",
+    "bits.hidden",
+    "bits.attention",
 )
 def runs_are_equal(config: Config) -> Iterator[Problem]:
     """Each of whole vectors, and as many a rank as another."""
@@ -141,13 +173,13 @@ def runs_are_equal(config: Config) -> Iterator[Problem]:
             return
         rows = config.bits.samples * length.number // runs
         for field, width in model.widths if config.bits.cuts else ():
-            block = rows * width // config.bits.tensor
-            if block % WHOLE_VECTORS:
+            cut = max(config.bits.tensor, config.bits.hidden)
+            if rows * width // cut % WHOLE_VECTORS:
                 rule_text = (
-                    f"gives kernels {rows} tokens x {width // config.bits.tensor} of {field}={width}, and what is left "
+                    f"gives kernels {rows} tokens x {width // cut} of {field}={width}, and what is left "
                     f"over of {WHOLE_VECTORS} elements is computed in another way"
                 )
-                valid = f"fewer runs, bits.tensor parts, or bits.samples that make a multiple of {WHOLE_VECTORS}"
+                valid = f"fewer runs or parts, or bits.samples that make a multiple of {WHOLE_VECTORS}"
                 yield Problem(SEQUENCE, runs, rule_text, valid)
                 return
     why = "and a tree adds up what runs of queries give to a key (bits.attention=runs)"
@@ -186,14 +218,16 @@ def rings_have_runs_of_queries(config: Config) -> Iterator[Problem]:
         yield Problem("layout.context.kind", context.kind, rule_text, "ulysses; or bits.attention=runs")
 
 
-@_under_layout_free(TENSOR, SEQUENCE, "model")
+@_under_layout_free(TENSOR, HIDDEN, SEQUENCE, "model")
 def layers_fall_into_blocks(config: Config) -> Iterator[Problem]:
     model, bits = config.model, config.bits
     if bits.cuts and not model.has_attention:
-        field, value = (TENSOR, bits.tensor) if bits.tensor > 1 else (SEQUENCE, bits.sequence)
+        cuts = ((TENSOR, bits.tensor), (HIDDEN, bits.hidden), (SEQUENCE, bits.sequence))
+        field, value = next((field, parts) for field, parts in cuts if parts > 1)
         yield Problem(field, value, f"cuts layers of a {model.family}, whose norms see all positions", "1")
     elif bits.cuts and model.num_experts:
-        yield Problem("model.experts", model.num_experts, "are not cut by bits.tensor or bits.sequence", "null")
+        rule_text = "are not cut by bits.tensor, bits.hidden or bits.sequence"
+        yield Problem("model.experts", model.num_experts, rule_text, "null")
 
 
 @_under_layout_free("layout.tensor", "bits.tensor", "model")
@@ -209,7 +243,12 @@ REFUSED: tuple[tuple[str, Callable[[Config], object], str], ...] = (
     (
         "layout.tensor.kind",
         lambda config: None if config.layout.tensor.by_parts else config.layout.tensor.kind,
-        "none, megatron, subgraph",
+        "none, megatron, subgraph, tesseract",
+    ),
+    (
+        "memory.summa",
+        lambda config: "stream" if config.layout.tensor.hidden_size > 1 and config.memory.summa == "stream" else None,
+        "auto, gather, whole",
     ),
     (
         "layout.context.kind",
@@ -242,6 +281,7 @@ REFUSED: tuple[tuple[str, Callable[[Config], object], str], ...] = (
 
 @_under_layout_free(
     KIND, "layout.tensor", "layout.context", "layout.data.sync", "optimizer.name", "precision", "compile",
+    "memory.summa",
 )  # fmt: skip
 def what_is_summed_in_an_order(config: Config) -> Iterator[Problem]:
     for field, value_of, instead in REFUSED:

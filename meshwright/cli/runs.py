@@ -24,6 +24,7 @@ from meshwright.cli.app import (
     OptionalRun,
     Overrides,
     RunFile,
+    SoftwareName,
     app,
     print_result,
     progress,
@@ -259,6 +260,18 @@ def branches(
     print_result(report, find_branches(config, parse_counts("--grids", grids, "sub-grids", least=2)), as_json)
 
 
+TraceFile = Annotated[
+    Path | None, Option(metavar="FILE.json", help="The fastest one's step for Perfetto, and as a picture.")
+]
+PageFile = Annotated[
+    Path | None, Option(metavar="FILE.html", help="The answer as a page, with what time and memory are made of.")
+]
+Imbalance = Annotated[float, Option(metavar="X", help="Rows of the busiest rank's experts in those of an even router.")]
+Facts = Annotated[
+    list[str] | None, Option("--fact", metavar="NAME=VALUE", help="A fact of it that is another; several times.")
+]
+
+
 @app.command(rich_help_panel=PREDICT)
 def plan(
     cluster: ClusterName,
@@ -270,19 +283,15 @@ def plan(
     batch: Annotated[int | None, Option(min=1, help="With --model: samples a step.")] = None,
     top: Annotated[int, Option(min=1, help="How many of the fastest are shown.")] = 5,
     out: Annotated[Path, Option(help="The run file to write, with the fastest; must be new.")] = Path("plan.yaml"),
-    trace: Annotated[
-        Path | None, Option(metavar="FILE.json", help="The fastest one's step for Perfetto, and as a picture.")
-    ] = None,
-    page: Annotated[
-        Path | None, Option(metavar="FILE.html", help="The answer as a page, with what time and memory are made of.")
-    ] = None,
+    trace: TraceFile = None,
+    page: PageFile = None,
     tokens: Annotated[
         str | None, Option(metavar="N", help="Tokens to train on, such as 100B: how long that is.")
     ] = None,
     price: Annotated[float | None, Option(min=0, help="Dollars a device and hour: what --tokens cost.")] = None,
-    imbalance: Annotated[
-        float, Option(metavar="X", help="Rows of the busiest rank's experts in those of an even router.")
-    ] = 1.0,
+    imbalance: Imbalance = 1.0,
+    software: SoftwareName = "meshwright",
+    facts: Facts = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest layouts that fit a cluster.
@@ -299,16 +308,17 @@ def plan(
     from meshwright.tools.plan.predict import Planner
     from meshwright.tools.plan.question import NamedRun, planned_run, stopped_by_signals
     from meshwright.tools.plan.search import search
-    from meshwright.tools.plan.software import software_of
+    from meshwright.tools.plan.software import load_program, with_imbalance
     from meshwright.tools.plan.space import fixed_fields
 
     training, described = answer.Training(answer.parse_tokens(tokens), price), load_cluster(cluster)
     config, words = planned_run(run, NamedRun(model, sequence, batch), overrides or (), described)
     report.check_outputs(out, page, trace)
-    models = Estimates(Planner(described, software_of(config, imbalance)))
+    program = load_program(software, facts or ())
+    models = Estimates(Planner(described, with_imbalance(program.software, config, imbalance)))
     with progress() as show, stopped_by_signals(show) as tell:
         plans = search(
-            config, described, devices, top,
+            config, described, devices, top, program=program,
             fixed=fixed_fields(words), models=models, report=tell, partial=True, processes=usable_cores(),
         )  # fmt: skip
         changes = () if plans.stopped else answer.changes(plans.predictions[0], models)

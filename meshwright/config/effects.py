@@ -248,7 +248,7 @@ EFFECTS = (
         "validation.every=100",
     ),
     Effect(
-        ("bits.samples", "bits.tensor", "bits.sequence"),
+        ("bits.samples", "bits.tensor", "bits.hidden", "bits.sequence"),
         ("bits.kind",),
         lambda config: config.bits.layout_free,
         lambda config: "with bits.kind=usual, where kernels get whole microbatches",

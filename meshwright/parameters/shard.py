@@ -108,6 +108,9 @@ Placements = Mapping[str, Shard]
 """A parameter's shards by mesh axis; an axis that is not named holds copies, or the whole at one owner."""
 
 
+UNPLACED: Placements = {}
+
+
 @dataclass(frozen=True)
 class ShardSpec:
     """Which mesh axis shards which dim of a parameter of global `shape`, as DTensor writes it: {"row": Shard(0)}.

@@ -16,9 +16,10 @@ from meshwright.parameters.shard import Initial, ShardedModule, ShardSpec
 from meshwright.subgraph.segment import Segment
 from meshwright.tensor.boundary import UNCUT
 from meshwright.tensor.copies import Columns
+from meshwright.tensor.kit import Role
 from meshwright.tensor.linear import autocast_dtype
 from meshwright.tensor.pair import CutContract, CutExpand
-from meshwright.tensor.serial import SerialLinear
+from meshwright.tensor.serial import LinearByParts, SerialLinear
 
 
 def _of_no_rows(x: Tensor, *width: int) -> Tensor:
@@ -79,6 +80,22 @@ class CommonExpand(CutExpand):
             width = sum(those.num_of(held) for those in self.columns) if not groups else held
             y = _of_no_rows(x, *groups, width)
         return self.segment.slice(y, -1) if self.slices else y
+
+
+class CommonByParts(LinearByParts):
+    """A common linear by parts of the hidden width."""
+
+    def __init__(
+        self, segment: Segment, role: Role, inputs: int, outputs: int, initial: Initial, *, bias: bool, blocks: Blocks
+    ) -> None:
+        super().__init__(segment.mesh, role, inputs, outputs, initial, bias=bias, blocks=blocks)
+        self.segment = segment
+        self.set_owner(segment.owner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.segment.holds:
+            return super().forward(x)
+        return _of_no_rows(x if x.requires_grad else x.float().requires_grad_(), self.weight.shape[1])
 
 
 class CommonContract(CutContract):

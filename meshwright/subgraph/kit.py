@@ -26,6 +26,7 @@ from meshwright.subgraph.common import (
     AbsentHead,
     AbsentNorm,
     AbsentTable,
+    CommonByParts,
     CommonContract,
     CommonExpand,
     CommonLinear,
@@ -141,6 +142,9 @@ class SubgraphKit(KitBase):
                 return AbsentNorm(layer)
 
     def linear(self, role: Role, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+        if self.blocks.hidden > 1:
+            biased, blocks = bias and role == "transform", self.blocks.between
+            return CommonByParts(self.segment, role, inputs, outputs, initial, bias=biased, blocks=blocks)
         if role == "patches":
             return self.outside(SerialLinear(self.mesh, inputs, (outputs,), initial, bias=False, blocks=self.blocks))
         biased = bias and role == "transform"

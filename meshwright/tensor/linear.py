@@ -150,17 +150,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: ShardedModule,
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, layer: ShardedModule, runs: int) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, layer: ShardedModule, runs: int, grains: int) -> Tensor:
         ctx.save_for_backward(ids)  # not the table, which may be given back until the next step
-        ctx.layer, ctx.runs = layer, runs
+        ctx.layer, ctx.runs, ctx.grains = layer, runs, grains
         return F.embedding(ids, weight)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
         dweight = None
-        for own, rows in zip(ids.chunk(ctx.runs, -1), dy.chunk(ctx.runs, -2), strict=True):
+        cut = [run for grain in ids.chunk(ctx.grains) for run in grain.chunk(ctx.runs, -1)]
+        incoming = [run for grain in dy.chunk(ctx.grains) for run in grain.chunk(ctx.runs, -2)]
+        for own, rows in zip(cut, incoming, strict=True):
 
             def write(out: Tensor, beta: int, own: Tensor = own, rows: Tensor = rows) -> None:
                 if not beta:
@@ -169,7 +171,7 @@ class _Lookup(torch.autograd.Function):
 
             given = ctx.layer.add_gradient("weight", ctx.layer.get_parameter("weight"), write)
             dweight = added(dweight, given)
-        return None, dweight, None, None
+        return None, dweight, None, None, None
 
 
 def add_rows(table: Tensor, ids: Tensor, rows: Tensor, device_type: str) -> None:
@@ -184,7 +186,8 @@ def add_rows(table: Tensor, ids: Tensor, rows: Tensor, device_type: str) -> None
         table.index_add_(0, ids, rows)
 
 
-def lookup(ids: Tensor, layer: ShardedModule, runs: int = 1) -> Tensor:
-    """ids [..., T] -> [..., T, H]: rows of the layer's `weight` [V, H], whose gradient is added run by run."""
-    y: Tensor = _Lookup.apply(ids, layer.weight, layer, runs)
+def lookup(ids: Tensor, layer: ShardedModule, runs: int = 1, grains: int = 1) -> Tensor:
+    """ids [..., T] -> [..., T, H]: rows of the layer's `weight` [V, H], whose gradient is added run by run of each of
+    so many parts of the first dim."""
+    y: Tensor = _Lookup.apply(ids, layer.weight, layer, runs, grains)
     return y

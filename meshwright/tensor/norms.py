@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.bits.blocks import WHOLE, Blocks, added, apart
+from meshwright.bits.blocks import WHOLE, Blocks, added, apart, parts_of
 from meshwright.parameters.shard import ONES, ZEROS, Placements, ShardedModule, ShardSpec, WriteGradient
 from meshwright.ranks.comm import Comm
 from meshwright.ranks.mesh import Mesh
@@ -59,18 +59,20 @@ class _ByBlock(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dweight = dbias = None
         for product in ctx.cut.of(dy * x):
-            dweight = added(dweight, ctx.layer.add_gradient("weight", weight, _sum_of(product)))
+            dweight = added(dweight, ctx.layer.add_gradient("weight", weight, _sum_of(product, ctx.cut.columns)))
         for part in ctx.cut.of(dy) if ctx.biased else ():
-            dbias = added(dbias, ctx.layer.add_gradient("bias", weight, _sum_of(part)))
+            dbias = added(dbias, ctx.layer.add_gradient("bias", weight, _sum_of(part, ctx.cut.columns)))
         return dy * weight, dweight, dbias, None, None
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """The blocks of x [B, T, ..., E] in which gradients are summed: runs of tokens, and of these parts of heads."""
+    """The blocks of x [B, T, ..., E] in which gradients are summed: runs of tokens, of these parts of heads, or of the
+    columns."""
 
     blocks: Blocks
     parts: int
+    columns: int
 
     def of(self, x: Tensor) -> Iterator[Tensor]:
         """Each block's rows [n, E]."""
@@ -79,19 +81,23 @@ class _Cut:
                 yield apart(part).flatten(0, -2)
 
 
-def _sum_of(rows: Tensor) -> WriteGradient:
+def _sum_of(rows: Tensor, columns: int) -> WriteGradient:
     def write(out: Tensor, beta: int) -> None:
-        if beta:
-            out.add_(rows.sum(0))
-        else:
-            torch.sum(rows, 0, out=out)
+        for part, own in zip(parts_of(rows, columns, -1), out.chunk(columns), strict=True):
+            if beta:
+                own.add_(part.sum(0))
+            else:
+                torch.sum(part, 0, out=own)
 
     return write
 
 
-def scaled_by_block(x: Tensor, layer: ShardedModule, bias: Tensor | None, blocks: Blocks, parts: int = 1) -> Tensor:
-    """x [B, T, ..., E] times the layer's `weight` [E], plus its `bias`, by runs of tokens and parts of heads."""
-    y: Tensor = _ByBlock.apply(x, layer.get_parameter("weight"), bias, layer, _Cut(blocks, parts))
+def scaled_by_block(
+    x: Tensor, layer: ShardedModule, bias: Tensor | None, blocks: Blocks, parts: int = 1, columns: int = 1
+) -> Tensor:
+    """x [B, T, ..., E] times the layer's `weight` [E], plus its `bias`, by runs of tokens and `parts` of heads, or of
+    `columns`."""
+    y: Tensor = _ByBlock.apply(x, layer.get_parameter("weight"), bias, layer, _Cut(blocks, parts, columns))
     return y
 
 

@@ -20,8 +20,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.bits.blocks import WHOLE, Blocks, added, apart, parts_of, side_by_side, sum_of_products
-from meshwright.parameters.shard import ZEROS, Initial, Shard, ShardedModule, ShardSpec, WriteGradient
-from meshwright.ranks.collectives import here
+from meshwright.parameters.shard import (
+    UNPLACED,
+    ZEROS,
+    Initial,
+    Placements,
+    Shard,
+    ShardedModule,
+    ShardSpec,
+    WriteGradient,
+)
+from meshwright.ranks.collectives import Moving, here
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.boundary import Boundary
 from meshwright.tensor.copies import ALL_COLUMNS, Columns, part_columns
@@ -45,22 +54,17 @@ class _Expand(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         boundary: Boundary = ctx.boundary
         layer: CutExpand = ctx.layer
         blocks, held = layer.blocks, layer.held(weight)
         entering = here(x) if boundary.keeps else layer.gradients.start(lambda: boundary.start_enter(x))
         runs = [layer.by_part(rows) for rows in blocks.rows(dy)]  # x enters under dx's products
-        owns = [layer.by_input(columns.of(held)) for columns in layer.columns]
-        sums = [
-            side_by_side([
-                blocks.total(rows @ own.t() for rows, own in zip(run, those, strict=True))
-                for those in zip(*owns, strict=True)
-            ])
-            for run in runs
-        ]  # fmt: skip
-        leaving = boundary.start_leave(blocks.joined(sums, dy.shape[0]))  # under dW's product
+        leaving: Moving | None = None
+        if ctx.needs_input_grad[0]:  # pictures' patches need none
+            sums = layer.input_gradients(runs, held)
+            leaving = boundary.start_leave(blocks.joined(sums, dy.shape[0]))  # under dW's product
         dweight = dbias = None
         entered = cache(lambda: [parts_of(rows, layer.inputs, -1) for rows in blocks.rows(entering.wait())])
         for number, run in enumerate(runs):
@@ -81,7 +85,7 @@ class _Expand(torch.autograd.Function):
                 if ctx.biased:
                     columns = [layer.columns[part] for part in those]
                     dbias = added(dbias, bias_gradient([run[part] for part in those], layer, columns))
-        return leaving.wait().to(dy.dtype), dweight, dbias, None, None
+        return None if leaving is None else leaving.wait().to(dy.dtype), dweight, dbias, None, None
 
 
 def _product(rows: list[Tensor], owns: list[Tensor]) -> Tensor:
@@ -156,18 +160,21 @@ class CutExpand(ShardedModule):
         columns: Sequence[Columns] = (ALL_COLUMNS,),
         groups: int = 1,
         blocks: Blocks = WHOLE,
+        rows: Placements = UNPLACED,
+        inputs_in: int | None = None,
     ) -> None:
-        """`columns`: of each part; `groups`: runs of columns that a part has of each of so many equal groups."""
+        """`columns`: of each part; `groups`: runs of columns that a part has of each of so many equal groups.
+        `rows`: of the weight, where an axis cuts these too. `inputs_in`: parts of the input's width; None: those of the
+        hidden width."""
         super().__init__(mesh)
         self.boundary, self.columns, self.groups, self.blocks = boundary, columns, groups, blocks
-        self.inputs = blocks.hidden
-        """Parts of the input's width."""
+        self.inputs = blocks.hidden if inputs_in is None else inputs_in
         kinds = dict.fromkeys(one.copy for one in columns)
         self.copies = [[part for part, one in enumerate(columns) if one.copy == kind] for kind in kinds]
         """The parts whose columns are different ones; those that share some have gradients that are added apart."""
         last, copies = len(outputs) - 1, columns[0].copies
         placements = {axis: Shard(shard.dim, copies) for axis, shard in boundary.inner(last + 1).items()}
-        self.weight = self.declare("weight", ShardSpec((inputs, *outputs), placements, initial))
+        self.weight = self.declare("weight", ShardSpec((inputs, *outputs), {**rows, **placements}, initial))
         placements = {axis: Shard(shard.dim, copies) for axis, shard in boundary.inner(last).items()}
         spec = ShardSpec(outputs, placements, ZEROS, matrix=False)
         self.bias = self.declare("bias", spec) if bias else None
@@ -192,6 +199,17 @@ class CutExpand(ShardedModule):
         inputs = parts_of(rows, self.inputs, -1)
         ys = [(_product(inputs, owns), offsets) for owns, offsets in parts]
         return [y if offsets is None else y.add_(offsets) for y, offsets in ys]
+
+    def input_gradients(self, runs: list[list[Tensor]], held: Tensor) -> list[Tensor]:
+        """This rank's part of dx [rows, H] of each run, from its parts of dy [rows, N/parts]."""
+        owns = [self.by_input(columns.of(held)) for columns in self.columns]
+        return [
+            side_by_side([
+                self.blocks.total(rows @ own.t() for rows, own in zip(run, those, strict=True))
+                for those in zip(*owns, strict=True)
+            ])
+            for run in runs
+        ]  # fmt: skip
 
     def add_weight_gradient(self, weight: Tensor, write: WriteGradient) -> Tensor | None:
         """Add up what `write` writes, the gradient of what products need of the weight."""

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.bits.blocks import Blocks, added, tree_sum
+from meshwright.bits.blocks import Blocks, added, parts_of, side_by_side, sum_of_products, tree_sum
 from meshwright.bits.fixed import SUMMED_LOSS, FixedPoint, rounded_loss
 from meshwright.model import IGNORED
-from meshwright.parameters.shard import WriteGradient
+from meshwright.parameters.shard import Placements, WriteGradient
 from meshwright.ranks.agreement import all_rows
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.boundary import Boundary
@@ -42,15 +42,22 @@ class PartHead(TableHead):
     """Classes in parts, over the boundary's axis where it has one."""
 
     def __init__(
-        self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None, boundary: Boundary, blocks: Blocks
-    ) -> None:
-        super().__init__(mesh, shape, tied, boundary.inner(0), boundary.inner(0))
+        self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None, boundary: Boundary, blocks: Blocks,
+        table: Placements | None = None,
+    ) -> None:  # fmt: skip
+        """`table`: its placements; None: those of the classes."""
+        classes = boundary.inner(0)
+        super().__init__(mesh, shape, tied, classes if table is None else table, classes)
         self.boundary, self.blocks = boundary, blocks
         self.fixed: FixedPoint | None = None
         """Where the step's loss scale stands, of which losses are multiples in training."""
 
     def operands(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        return self.boundary.enter(h), self.block
+        return self.boundary.enter(h), self.own_classes(self.block)
+
+    def own_classes(self, block: Tensor) -> Tensor:
+        """The rows [V/p, H] of this rank's classes, of what it holds of the table."""
+        return block
 
     def forward(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:
         dtype = autocast_dtype(h)
@@ -89,8 +96,9 @@ class _PartLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float64, device=h.device)
         ctx.head, ctx.shape, ctx.dtype, ctx.gradients = head, whole.shape, h.dtype, []
         wanted = labels.chunk(blocks.runs if count > 1 else 1, 1)
+        rows_of_classes = head.own_classes(table)
         for rows, own in zip(blocks.rows(whole[:, :count]), wanted, strict=True):
-            loss, gradients = _run(rows, own, table, bias, scale, head, differentiates)
+            loss, gradients = _run(rows, own, rows_of_classes, bias, scale, head, differentiates)
             total += loss
             ctx.gradients.append(gradients)
         return total
@@ -129,29 +137,40 @@ def _run(
         rows, labels = rows[index], labels[index]
     counted, wide = (labels != IGNORED).unsqueeze(1), wide_dtype(rows)
     factors, losses = counted.to(wide) * scale, rows.new_empty(rows.shape[0], 1, dtype=wide)
-    tables = blocks.split(table, 0)
+    tables = [parts_of(own, blocks.hidden, -1) for own in blocks.split(table, 0)]
     biases = [None] * len(tables) if bias is None else blocks.split(bias, 0)
     dh = torch.empty(rows.shape if differentiates else (0,), dtype=torch.float32, device=rows.device)
     dtable = torch.zeros_like(table if differentiates else table[:0], dtype=wide)
     dbias = None if bias is None else torch.zeros_like(bias, dtype=wide)
-    device, height = classes.device_type, tables[0].shape[0]
+    device, height = classes.device_type, tables[0][0].shape[0]
     for chunk in classes.alike(ranges(0, rows.shape[0], height, CHUNK_BYTES[device], CHUNK_ROWS[device]), rows):
-        those = rows[chunk]
-        logits = [
-            those @ own.t() if offsets is None else torch.addmm(offsets, those, own.t())
-            for own, offsets in zip(tables, biases, strict=True)
-        ]
+        those = parts_of(rows[chunk], blocks.hidden, -1)
+        logits = [logits_of_part(those, own, offsets) for own, offsets in zip(tables, biases, strict=True)]
         losses[chunk] = _to_gradients(logits, labels[chunk].unsqueeze(1), factors[chunk], classes, blocks)
         if differentiates:
-            dh[chunk] = blocks.total(part @ own for part, own in zip(logits, tables, strict=True))
+            columns = zip(*tables, strict=True)
+            dh[chunk] = side_by_side([
+                blocks.total(part @ own for part, own in zip(logits, column, strict=True)) for column in columns
+            ])  # fmt: skip
             for part, own in zip(logits, dtable.chunk(blocks.parts), strict=True):
-                write_product(own, part.t(), those, beta=1)
+                if len(those) == 1:
+                    write_product(own, part.t(), those[0], beta=1)
+                else:
+                    write_part(own, side_by_side([part.t() @ inputs for inputs in those]), beta=1)
             if dbias is not None:
                 dbias += torch.cat([part.sum(0, dtype=wide) for part in logits])
     loss = rounded_loss(torch.where(counted, losses, 0).to(torch.float64) * scale, head.quantum_scale).sum()
     if index is not None and differentiates:
         dh = torch.zeros(all_of.shape, dtype=dh.dtype, device=dh.device).index_copy_(0, index, dh)
     return loss, _RunGradients(dh, dtable, dbias)
+
+
+def logits_of_part(rows: list[Tensor], table: list[Tensor], bias: Tensor | None) -> Tensor:
+    """[C, V/N] of a part of the classes, of parts of the hidden width."""
+    if len(rows) == 1:
+        return rows[0] @ table[0].t() if bias is None else torch.addmm(bias, rows[0], table[0].t())
+    logits = sum_of_products(rows, (own.t() for own in table)).to(rows[0].dtype)
+    return logits if bias is None else logits.add_(bias)
 
 
 def _to_gradients(logits: list[Tensor], labels: Tensor, factors: Tensor, classes: Classes, blocks: Blocks) -> Tensor:

@@ -110,6 +110,8 @@ class TensorSection(Section):
     where there is none."""
     inner_axis: ClassVar[str] = ""
     """The axis that cuts what lies between the two linears of a pair."""
+    inner_field: ClassVar[str] = "layout.tensor.size"
+    """The field of its size."""
     by_size: ClassVar[bool] = False
     """Whether what a rank runs and sends depends on a microbatch's size otherwise than in proportion."""
 
@@ -129,6 +131,11 @@ class TensorSection(Section):
         return ()
 
     @property
+    def hidden_size(self) -> int:
+        """Ranks among which the width between pairs is dealt out."""
+        return 1
+
+    @property
     def cuts_sequences(self) -> bool:
         """Whether the inner axis cuts sequences between pairs."""
         return self.inner_axis in self.token_axes and self.inner_axis not in self.batch_axes
@@ -137,6 +144,11 @@ class TensorSection(Section):
     def inner_size(self) -> int:
         """The size of the inner axis."""
         return dict(self.axes).get(self.inner_axis, 1)
+
+    @property
+    def same_activation(self) -> str:
+        """The axis whose ranks all have the activation between two layers; nothing where each has its own part."""
+        return ""
 
     @property
     def rows(self) -> tuple[str, int]:
@@ -238,6 +250,10 @@ class Megatron(TensorSection):
         return ("tensor",) if self.sequence_parallel else ()
 
     @property
+    def same_activation(self) -> str:
+        return "" if self.sequence_parallel else "tensor"
+
+    @property
     def words(self) -> str:
         return f"{self.kind}, cut by sequence" if self.sequence_parallel else self.kind
 
@@ -281,10 +297,17 @@ class Tesseract(TensorSection):
     gives_effect_to: ClassVar[tuple[str, ...]] = ("memory.summa",)
     heads_axis: ClassVar[str] = "col"
     by_size: ClassVar[bool] = True
+    by_parts: ClassVar[str] = "meshwright.tensor.tesseract_parts:TesseractByParts"
+    inner_axis: ClassVar[str] = "col"
+    inner_field: ClassVar[str] = "layout.tensor.q"
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
         return (("depth", self.d), ("row", self.q), ("col", self.q))
+
+    @property
+    def hidden_size(self) -> int:
+        return self.q
 
     @property
     def batch_axes(self) -> tuple[str, ...]:

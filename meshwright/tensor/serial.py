@@ -24,23 +24,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.bits.blocks import WHOLE, Blocks
-from meshwright.parameters.shard import ZEROS, Initial, Placements, ShardedModule, ShardSpec
+from meshwright.parameters.shard import UNPLACED, ZEROS, Initial, Placements, ShardedModule, ShardSpec
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.boundary import UNCUT, Boundary, collect, spread
-from meshwright.tensor.copies import HeadGroups
+from meshwright.tensor.copies import ALL_COLUMNS, HeadGroups, part_columns
 from meshwright.tensor.cross_entropy import chunked_token_losses
 from meshwright.tensor.experts import Experts
 from meshwright.tensor.head import HeadShape, TableHead
 from meshwright.tensor.kit import LinearPair, NormKind, Role, Where
 from meshwright.tensor.linear import Local, linear, lookup
 from meshwright.tensor.norms import GroupNorm, Norm
+from meshwright.tensor.pair import CutExpand
 from meshwright.tensor.part_loss import PartHead
+from meshwright.tensor.part_norm import PartNorm
 from meshwright.tensor.router import ExpertsShape
 
 TensorFunction = Callable[[Tensor], Tensor]
 """A kit's way with a layer's input or output."""
-
-UNPLACED: Placements = {}
 
 
 def as_it_is(x: Tensor) -> Tensor:
@@ -49,14 +49,14 @@ def as_it_is(x: Tensor) -> Tensor:
 
 class Embedding(ShardedModule):
     """Rows of a table. Where an axis cuts it by rows, each rank looks up its own of `before`'s ids, the others add
-    nothing, and `after` sums. `runs`: of tokens, whose gradients are added one by one."""
+    nothing, and `after` sums. `runs`: of tokens, whose gradients are added one by one, of each of `grains`."""
 
     def __init__(
         self, mesh: Mesh, num_rows: int, hidden: int, initial: Initial, placements: Placements = UNPLACED, *,
-        before: TensorFunction = as_it_is, after: TensorFunction = as_it_is, runs: int = 1,
+        before: TensorFunction = as_it_is, after: TensorFunction = as_it_is, runs: int = 1, grains: int = 1,
     ) -> None:  # fmt: skip
         super().__init__(mesh)
-        self.before, self.after, self.runs = before, after, runs
+        self.before, self.after, self.runs, self.grains = before, after, runs, grains
         self.axes = [axis for axis, shard in placements.items() if shard.dim == 0]
         self.weight = self.declare("weight", ShardSpec((num_rows, hidden), placements, initial, table=True))
 
@@ -65,7 +65,8 @@ class Embedding(ShardedModule):
             return lookup(ids, self, self.runs)  # [B, T, H]
         rows = self.before(ids) - self.mesh.index(*self.axes) * self.weight.shape[0]
         mine = (rows >= 0) & (rows < self.weight.shape[0])
-        return self.after(lookup(torch.where(mine, rows, 0), self, self.runs) * mine.unsqueeze(-1))
+        found = lookup(torch.where(mine, rows, 0), self, self.runs, self.grains)
+        return self.after(found * mine.unsqueeze(-1))
 
 
 class SerialLinear(ShardedModule):
@@ -100,6 +101,26 @@ class SerialHead(TableHead):
         return F.linear(h, self.block[: self.classes.vocabulary], bias)
 
 
+class LinearByParts(CutExpand):
+    """A linear between pairs by parts of the hidden width, which lies at both of its ends or at one: patches have none
+    at their inputs, scores none at their outputs."""
+
+    def __init__(
+        self, mesh: Mesh, role: Role, inputs: int, outputs: int, initial: Initial, boundary: Boundary = UNCUT, *,
+        bias: bool, blocks: Blocks, before: TensorFunction = as_it_is, after: TensorFunction = as_it_is,
+    ) -> None:  # fmt: skip
+        own = outputs // mesh.size(*boundary.inner(0))
+        columns = (ALL_COLUMNS,) if role == "scores" else part_columns(1, own, blocks.parts)
+        parts = 1 if role == "patches" else blocks.hidden
+        super().__init__(
+            mesh, inputs, (outputs,), initial, boundary, bias=bias, columns=columns, blocks=blocks, inputs_in=parts
+        )
+        self.before, self.after = before, after
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(super().forward(self.before(x)))
+
+
 def grouped(inner: int, groups: int) -> tuple[int, ...]:
     """The output dims of a linear whose groups are each split by themselves."""
     return (inner,) if groups == 1 else (groups, inner // groups)
@@ -132,6 +153,9 @@ class KitBase:
         if kind == "group":
             placements = self.boundary.inner(0) if inside else self.hidden
             layer = GroupNorm(self.mesh, width, groups, epsilon, placements)
+        elif self.blocks.hidden > 1 and not inside:
+            biased, blocks = bias and kind == "layer", self.blocks.between
+            layer = PartNorm(self.mesh, width, epsilon, kind, self.hidden, bias=biased, blocks=blocks)
         else:
             # One weight for the heads of all ranks: each rank's gradient is of its heads alone, hence summed over them.
             heads_over = tuple(self.boundary.inner(0)) if inside else ()
@@ -140,6 +164,13 @@ class KitBase:
         return layer if inside else self.outside(layer)
 
     def linear(self, role: Role, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+        if self.blocks.hidden > 1:
+            biased, blocks = bias and role == "transform", self.blocks.between
+            return LinearByParts(
+                self.mesh, role, inputs, outputs, initial, bias=biased, blocks=blocks,
+                before=self.boundary.part if role == "patches" else as_it_is,
+                after=self.boundary.whole if role == "scores" else as_it_is,
+            )  # fmt: skip
         return SerialLinear(
             self.mesh, inputs, (outputs,), initial, bias=bias and role == "transform", blocks=self.blocks,
             before=self.boundary.part if role == "patches" else as_it_is,

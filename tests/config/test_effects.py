@@ -85,6 +85,7 @@ EFFECTIVE: dict[str, tuple[str, ...]] = {
     "checkpoint.best=true": ("validation.every=5",),
     "bits.samples=2": ("bits=layout-free",),
     "bits.tensor=2": ("bits=layout-free",),
+    "bits.hidden=2": ("bits=layout-free",),
     "bits.sequence=2": ("bits=layout-free",),
     "bits.attention=runs": ("bits=layout-free", "bits.sequence=2"),
 }
@@ -128,6 +129,7 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     "checkpoint.best=true": ((), "with validation.every=0"),
     "bits.samples=2": ((), "with bits.kind=usual"),
     "bits.tensor=2": ((), "with bits.kind=usual"),
+    "bits.hidden=2": ((), "with bits.kind=usual"),
     "bits.sequence=1": ((), "with bits.kind=usual"),
     "bits.attention=runs": (("bits=layout-free",), "where a sequence is one run"),
 }

@@ -32,7 +32,6 @@ from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.grid import PIPE, REPLICA_AXES, Grid
 from meshwright.ranks.mailbox import TensorMeta
 from meshwright.ranks.mesh import solo_mesh
-from meshwright.ranks.planned import planned_mesh
 from meshwright.registry import entries, load_entry
 from meshwright.tensor.serial import SerialKit
 from meshwright.tools.plan.memory import Parameter
@@ -149,8 +148,9 @@ class Recordings:
         key = (chunk, incoming, *_recording_key(config))
         if key not in self._recorded:
             software = self._software
-            recorder, on_device = software.recorder(), software.on_device(self._kind)
-            self._recorded[key] = _record(config, recorder, on_device, chunk, incoming, software.imbalance)
+            # The embeddings' and the head's products stay in the run's format, as Transformer Engine leaves them.
+            recorder, on_device = software.recorder(layers=bool(chunk.layers)), software.on_device(self._kind)
+            self._recorded[key] = _record(config, recorder, on_device, chunk, incoming, software)
         return self._recorded[key].moved(further)
 
 
@@ -199,13 +199,13 @@ def _outline(config: Config) -> Outline:
 
 
 def _record(
-    config: Config, recorder: Recorder, on_device: AsOnDevice, chunk: Chunk, incoming: Forms, imbalance: float
+    config: Config, recorder: Recorder, on_device: AsOnDevice, chunk: Chunk, incoming: Forms, software: Software
 ) -> Recording:
     """Run a part's tasks for each place of a microbatch, on one replica and stage: compose.py adds what these send."""
     layout = config.layout
     alone = (PIPE,) if layout.data.strategy.unplanned else (*REPLICA_AXES, PIPE)
     grid = Grid(tuple((name, 1 if name in alone else size) for name, size in layout.axes), config.copies)
-    mesh = planned_mesh(grid, 0, layout.token_axes, on_device.device_type, recorder.started, imbalance)
+    mesh = software.mesh(grid, layout.token_axes, on_device.device_type, recorder)
     kit = build_kit(config, mesh)
     model = build_model(config, kit, mesh, chunk)
     recompute_in(config, model, (chunk,))

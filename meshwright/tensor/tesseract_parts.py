@@ -1,0 +1,174 @@
+"""The 2-D and 2.5-D kit by parts (bits/blocks.py), so that its bits are those of one device.
+
+b = B/(depth·row): this rank's rows of the batch. Every product is this rank's alone, and no sum of floats but dx's tree
+crosses to another: operands travel whole, weights' gradients as one addend of each row of ranks.
+
+| layer     | input         | multiplies by                 | forward sends          | backward sends              |
+|-----------|---------------|-------------------------------|------------------------|-----------------------------|
+| embedding | [b, T]        | [V/row, H/col]                | ids, output over row   | dy over row                 |
+| norm      | [b, T, H/col] | -                             | parts' sums over col   | the same                    |
+| linears   | [b, T, H/col] | [H, N/col], of [H/row, N/col] | x over col, W over row | x, dx over col; dW over row |
+| patches   | [b, T, P]     | [P, H/col]                    | -                      | -                           |
+| scores    | [b, T, H/col] | [H/col, n]                    | output over col        | -                           |
+| head      | [b, T, H/col] | [V/col, H], of [V/row, H/col] | h over col, W over row | dh over col, dW over row    |
+
+That is SUMMA with Y at rest in y and x in dx (summa.py); dW [H, N/col] of this rank's own rows goes panel by panel to
+the ranks of its column, which add what comes as integers. The table goes to its mirror first, and back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, partial
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.bits.blocks import Blocks, added
+from meshwright.parameters.shard import Initial, Shard, WriteGradient
+from meshwright.ranks.collectives import all_gather, reduce_scatter
+from meshwright.ranks.mesh import Mesh
+from meshwright.tensor.boundary import HIDDEN, Boundary, CutActivations, WholeActivations
+from meshwright.tensor.copies import Columns, HeadGroups, columns_of_parts, part_columns, shared_heads
+from meshwright.tensor.gathered import Weights
+from meshwright.tensor.head import HeadShape
+from meshwright.tensor.kit import NormKind, Role
+from meshwright.tensor.linear import write_part
+from meshwright.tensor.pair import CutContract, CutExpand
+from meshwright.tensor.part_loss import PartHead
+from meshwright.tensor.serial import Embedding, KitBase, LinearByParts, grouped
+from meshwright.tensor.summa import X, Y
+from meshwright.tensor.tesseract import TesseractKit
+
+
+def dealt(mesh: Mesh, panels: Tensor) -> Tensor:
+    """The panels [q, ...] that the ranks of this column have for this one, of the q that each has for all."""
+    panels = panels.contiguous()
+    received = torch.empty_like(panels)
+    mesh.comm("row").all_to_all(received, panels)
+    return received
+
+
+class GatheredLinear(CutExpand):
+    """x W + b, whose weight [I/row, N/col] is gathered over row, and whose gradient goes back as it came."""
+
+    def __init__(
+        self, mesh: Mesh, inputs: int, outputs: tuple[int, ...], initial: Initial, boundary: Boundary, weights: Weights,
+        *, bias: bool, columns: tuple[Columns, ...], blocks: Blocks, groups: int = 1, inputs_in: int,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            mesh, inputs, outputs, initial, boundary, bias=bias, columns=columns, groups=groups, blocks=blocks,
+            rows={"row": Shard(0)}, inputs_in=inputs_in,
+        )  # fmt: skip
+        self.weights = weights
+        weights.blocks.append(self.weight)
+
+    def held(self, weight: Tensor) -> Tensor:
+        panels = self.weights.panels(self, Y, weight)
+        assert isinstance(panels, Tensor), "the config's rules let no weight stream here"
+        return panels.flatten(0, 1)
+
+    def add_weight_gradient(self, weight: Tensor, write: WriteGradient) -> Tensor | None:
+        q = self.mesh.size("row")
+
+        @cache  # one collective, whichever addend comes first
+        def addends(dtype: torch.dtype) -> Tensor:
+            whole = weight.new_empty(q * weight.shape[0], *weight.shape[1:], dtype=dtype)
+            write(whole, 0)
+            return dealt(self.mesh, whole.unflatten(0, (q, -1)))
+
+        total = None
+        for row in range(q):
+
+            def add(out: Tensor, beta: int, row: int = row) -> None:
+                write_part(out, addends(out.dtype)[row], beta)
+
+            total = added(total, self.add_gradient("weight", weight, add))
+        return total
+
+
+class GatheredHead(PartHead):
+    """Classes over col, whose rows are gathered whole."""
+
+    def __init__(
+        self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None, boundary: Boundary, blocks: Blocks, weights: Weights
+    ) -> None:
+        super().__init__(mesh, shape, tied, boundary, blocks, {"row": Shard(0), "col": Shard(1)})
+        self.weights = weights
+        weights.blocks.append(self.block)
+
+    def own_classes(self, block: Tensor) -> Tensor:
+        panels = self.weights.panels(self, X, block)  # [q, V/q, H/q]: this column's rows, hidden block by hidden block
+        assert isinstance(panels, Tensor), "the config's rules let no weight stream here"
+        return panels.transpose(0, 1).flatten(1)
+
+    def give(self, like: Tensor, write: WriteGradient) -> Tensor | None:
+        whole = torch.empty_like(like, dtype=torch.float32)
+        write(whole, 0)
+        panels = whole.unflatten(1, (self.mesh.size("row"), -1)).transpose(0, 1)
+        addends = self.weights.summa.transpose(dealt(self.mesh, panels))  # [q, V/q, H/q]
+        total = None
+        for addend in addends:
+
+            def add(out: Tensor, beta: int, addend: Tensor = addend) -> None:
+                write_part(out, addend, beta)
+
+            total = added(total, super().give(addend, add))
+        return total
+
+
+class TesseractByParts(TesseractKit):
+    """Blocks on [depth, row, col], by parts."""
+
+    def __init__(self, mesh: Mesh, policy: str, blocks: Blocks) -> None:
+        """`policy`: gather or whole (gathered.py)."""
+        KitBase.__init__(self, mesh, CutActivations(mesh, "col", HIDDEN, by_tree=True), blocks)
+        self.split_axes = ("depth", "row", "col")
+        self.weights = Weights(mesh, policy)
+
+    def embedding(self, num_rows: int, hidden: int, initial: Initial) -> nn.Module:
+        before, after = (partial(verb, mesh=self.mesh, axis="row", dim=0) for verb in (all_gather, reduce_scatter))
+        placements = {"row": Shard(0), "col": Shard(1)}
+        return Embedding(
+            self.mesh, num_rows, hidden, initial, placements, before=before, after=after, runs=self.blocks.outer_runs,
+            grains=self.mesh.size("row"),
+        )  # fmt: skip
+
+    def norm(
+        self, width: int, epsilon: float, *, kind: NormKind = "layer", groups: int = 1, bias: bool = True,
+        inside: bool = False,
+    ) -> nn.Module:  # fmt: skip
+        return KitBase.norm(self, width, epsilon, kind=kind, groups=groups, bias=bias, inside=inside)
+
+    def expand(
+        self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True,
+        heads: HeadGroups | None = None,
+    ) -> nn.Module:  # fmt: skip
+        outputs, shared = grouped(inner, groups), shared_heads(heads, self.blocks)
+        columns = columns_of_parts(outputs, shared, self.mesh.size("col"), self.mesh.index("col"), self.parts)
+        return GatheredLinear(
+            self.mesh, hidden, outputs, initial, self.boundary, self.weights, bias=bias, columns=columns, groups=groups,
+            blocks=self.blocks, inputs_in=self.blocks.hidden,
+        )  # fmt: skip
+
+    def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+        return self._between(inner, hidden, initial, bias=bias, inputs_in=self.blocks.all_parts)
+
+    def _between(self, inputs: int, outputs: int, initial: Initial, *, bias: bool, inputs_in: int) -> GatheredLinear:
+        """A linear whose outputs are as activations between pairs."""
+        own = self.blocks.own_hidden
+        return GatheredLinear(
+            self.mesh, inputs, (outputs,), initial, self.boundary, self.weights, bias=bias,
+            columns=part_columns(1, outputs // self.mesh.size("col"), own), blocks=self.blocks, inputs_in=inputs_in,
+        )  # fmt: skip
+
+    def linear(self, role: Role, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+        if role == "transform":
+            return self._between(inputs, outputs, initial, bias=bias, inputs_in=self.blocks.hidden)
+        between, boundary = self.blocks.between, WholeActivations(self.mesh, "col", by_tree=True)
+        if role == "patches":  # that every rank of a row has whole
+            return LinearByParts(self.mesh, role, inputs, outputs, initial, boundary, bias=False, blocks=between)
+        return CutContract(self.mesh, inputs, outputs, initial, boundary, bias=None, blocks=replace(between, hidden=1))
+
+    def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
+        return GatheredHead(self.mesh, shape, tied, self.boundary, self.blocks, self.weights)
