@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from meshwright import load, verify
+from meshwright.cli import app
 from meshwright.errors import ConfigError
 from tests.patience import PATIENCE_SECONDS
 
@@ -46,6 +51,27 @@ def copied(lesson: str, folder: Path, *, solved: bool) -> Path:
         (folder / beside.name).write_text(beside.read_text())
     (folder / file.name).write_text(mended if solved else text)
     return folder / file.name
+
+
+def parts_of(page: str) -> tuple[str, dict[str, Any]]:
+    """The page without its facts, and the facts."""
+    match = re.search(r'id="facts">(.*?)</script>', page, re.DOTALL)
+    assert match
+    return page.replace(match[1], ""), json.loads(match[1])
+
+
+def test_the_picture_is_what_its_command_writes(tmp_path: Path) -> None:
+    """Else: run the command of docs/course/index.md in docs/course."""
+    blocks = re.findall(r"```sh\n(.*?)```", (COURSE / "index.md").read_text(), re.DOTALL)
+    *words, file = shlex.split(blocks[-1])[1:]
+    ran = CliRunner().invoke(app, [*words, str(tmp_path / file)])
+    assert ran.exit_code == 0, ran.output
+    (made, facts), (kept, known) = (parts_of((folder / file).read_text()) for folder in (tmp_path, COURSE))
+    assert made == kept
+    # Not the operations in order, which are the installed torch's.
+    assert {name: facts[name] for name in facts if name != "passes"} == {
+        name: known[name] for name in known if name != "passes"
+    }
 
 
 @pytest.mark.parametrize("lesson", LESSONS)
