@@ -203,8 +203,8 @@ const idles = (spans, stages) => Array.from({ length: stages }, (_, stage) =>
   1 - spans.reduce((sum, span) => sum + (span.stage === stage ? span.end - span.start : 0), 0) / lasts(spans));
 const percent = (share) => (100 * share).toFixed(1) + " %";
 
-function timelinePicture(spans, stages, now) {
-  const row = 30, left = 62, wide = 1060, whole = lasts(spans), x = (time) => left + (time / whole) * wide;
+function timelinePicture(spans, whole, stages, now = null) {
+  const row = 30, left = 62, wide = 1060, x = (time) => left + (time / whole) * wide;
   const drawn = Array.from({ length: stages }, (_, stage) => `<rect x="${left}" y="${stage * row}" width="${wide}" height="${row - 4}" fill="var(--none)" rx="3"/>`
     + `<text class="small" x="0" y="${stage * row + 17}">stage ${stage}</text>`);
   for (const { stage, name, kind, start, end } of spans) {
@@ -216,11 +216,13 @@ function timelinePicture(spans, stages, now) {
   return `<svg viewBox="0 -6 ${left + wide + 4} ${stages * row + 8}" width="100%" role="img" aria-label="the timeline of a step">${drawn.join("")}</svg>`;
 }
 
+// A step is played in so many milliseconds.
+const PLAYED = 8000;
 let spans = [], playing = null;
 function drawStep() {
   if (!known) {
     spans = own.spans.map(([stage, name, start, end]) => ({ stage, name, kind: name[0], start, end }));
-    at("timeline").innerHTML = timelinePicture(spans, own.stages, null);
+    at("timeline").innerHTML = timelinePicture(spans, lasts(spans), own.stages);
     at("step").textContent = `${own.schedule} is of another package: its step is shown as Meshwright computed it, and this page cannot compute another.`;
     return;
   }
@@ -233,7 +235,7 @@ function drawStep() {
   Object.entries({ stagesTold: chosen.stages, microbatchesTold: chosen.microbatches,
     delayTold: chosen.delay.toFixed(2) + " of F", slowTold: percent(chosen.slow - 1) }).forEach(([id, text]) => { at(id).textContent = text; });
   spans = spansOf(chosen);
-  at("timeline").innerHTML = timelinePicture(spans, chosen.stages, null);
+  at("timeline").innerHTML = timelinePicture(spans, lasts(spans), chosen.stages);
   const idle = idles(spans, chosen.stages);
   at("step").innerHTML = `The step takes <b>${lasts(spans).toFixed(2)}</b> forward passes of a microbatch; stages idle for <b>${percent(idle.reduce((a, b) => a + b, 0) / idle.length)}</b> of it`
     + (chosen.stages > 1 ? ` (${idle.map((share, stage) => `stage ${stage} ${percent(share)}`).join(", ")}).` : ". One stage waits for nobody: give it neighbours with the slider.");
@@ -252,16 +254,18 @@ function setOwn() {
 }
 
 function play() {
-  if (playing !== null) { cancelAnimationFrame(playing); playing = null; at("play").textContent = "play"; drawStep(); return; }
-  const stages = known ? settings().stages : own.stages, whole = lasts(spans), began = performance.now();
-  at("play").textContent = "stop";
-  const frame = (now) => {
-    const time = Math.min(whole, whole * (now - began) / 8000);
-    at("timeline").innerHTML = timelinePicture(spans.filter((span) => span.start <= time).map((span) => ({ ...span, end: Math.min(span.end, time) })).concat([{ stage: 0, name: "", kind: "F", start: whole, end: whole }]), stages, time);
-    if (time < whole) playing = requestAnimationFrame(frame);
-    else { playing = null; at("play").textContent = "play"; drawStep(); }
-  };
-  playing = requestAnimationFrame(frame);
+  const ends = playing !== null;
+  clearInterval(playing);
+  playing = null;
+  at("play").textContent = ends ? "play" : "stop";
+  if (ends) { drawStep(); return; }
+  const stages = known ? settings().stages : own.stages, whole = lasts(spans), step = spans, began = performance.now();
+  playing = setInterval(() => {
+    const time = whole * (performance.now() - began) / PLAYED;
+    if (time >= whole) { play(); return; }
+    const begun = step.filter((span) => span.start <= time).map((span) => ({ ...span, end: Math.min(span.end, time) }));
+    at("timeline").innerHTML = timelinePicture(begun, whole, stages, time);
+  }, 40);
 }
 
 // This page's clock beside Meshwright's, on the run's own step.

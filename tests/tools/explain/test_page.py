@@ -146,8 +146,11 @@ for (const option of at("schedule").options) for (const parts of at("parts").opt
 }
 at("reset").click();
 document.body.dataset.played = at("arrows").querySelectorAll(".arrow").length;
+at("play").click();
+const tasks = () => at("timeline").querySelectorAll("g").length;
+setTimeout(() => { document.body.dataset.halfway = tasks(); }, PLAYED / 2);
 </script></body>"""
-"""Every choice is made once, every slider goes from end to end; then the run's own step stands there again."""
+"""Every choice is made once, every slider goes from end to end; then the run's own step is played, and stands there."""
 
 
 @needs_browser
@@ -160,6 +163,9 @@ def test_every_choice_and_slider(name: str, tmp_path: Path) -> None:
     played = re.search(r'data-played="(\d+)"', drawn)
     assert played, "a script stopped at an error"
     assert int(played[1]) > 0
+    halfway = re.search(r'data-halfway="(\d+)"', drawn)
+    assert halfway
+    assert 0 < int(halfway[1]) <= len(facts_of(name)["clock"]["spans"])
     assert "NaN" not in drawn.split('type="application/json"')[0]
     assert "undefined" not in drawn.split('type="application/json"')[0]
     assert len(re.findall(r"<title>[FBW]\d+(?:\.\d)? on stage", drawn)) == len(facts_of(name)["clock"]["spans"])
