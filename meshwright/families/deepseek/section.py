@@ -61,6 +61,14 @@ class DeepSeek(RotaryTransformer):
     norm_epsilon: AboveZero = 1e-6
 
     @property
+    def losses_in_layers(self) -> str:
+        return self.router_losses or ("model.later_tokens" if self.later_tokens else "")
+
+    @property
+    def expert_layers(self) -> int:
+        return super().expert_layers + (self.later_tokens if self.experts is not None else 0)
+
+    @property
     def query_width(self) -> int:
         """The numbers of a head's query, and key."""
         return self.head_width + self.rotary_width

@@ -74,6 +74,7 @@ class Reference:
         scales[SAMPLES] = 1 / self.config.batch.global_
         for start in range(0, self.config.batch.global_, micro):
             rows = {name: x[start : start + micro].to(self.device) for name, x in batch.items()}
+            rows = self.model.prepared(rows)
             weights = {name: self.parameters[name].to(self.dtype) for name in self.narrow}  # in the graph
             with torch.autocast(self.device.type, self.dtype, enabled=self.level == "O1"):
                 (loss,) = torch.func.functional_call(self.model, weights, (rows, scales))

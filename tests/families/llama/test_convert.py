@@ -184,7 +184,7 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
     ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type=dynamic is not supported"),
     ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "llama3 lacks low_freq_factor, high_freq_fac"),
     ("llama", {"compression_config": {"format": "int"}}, "compression_config=.*format: int.* is not supported"),
-    ("qwen2", {"rope_parameters": YARN | {"mscale": 1.0}}, "rope_parameters: mscale=1.0 is not supported; valid: "),
+    ("qwen2", {"rope_parameters": YARN | {"short": 1.0}}, "rope_parameters: short=1.0 is not supported; valid: "),
     ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported; valid: null"),
     ("llama", {"quantization_config": {"bits": 4}}, r"quantization_config=.*bits: 4.* is not supported"),
     ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1 is not supported; valid: 0.0"),
