@@ -187,6 +187,11 @@ class RotaryTransformer(TextTransformer):
         return "model.experts.balance" if experts.balance else "model.experts.router_z"
 
     @property
+    def counts_first(self) -> bool:
+        experts = self.experts
+        return experts is not None and experts.balance > 0 and experts.balance_over == "batch"
+
+    @property
     def losses_in_layers(self) -> str:
         return self.router_losses
 

@@ -43,6 +43,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"head_dim": 8}),
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 6}),
     "mixtral": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2}),
+    "qwen2-moe": (
+        "qwen2_moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "shared_expert_intermediate_size": 20,
+        },
+    ),
     "qwen3-moe": (
         "qwen3_moe",
         {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 12},
@@ -170,7 +179,7 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
         "shared_expert_intermediate_size=24 is not supported; valid: null, 0",
     ),
     ("mixtral", {"n_shared_experts": 1}, "n_shared_experts=1 is not supported; valid: null, 0"),
-    ("qwen3-moe", {"model_type": "qwen2_moe"}, "model_type=qwen2_moe is not supported; valid: gpt2, llama, qwen2"),
+    ("qwen2-moe", {"qkv_bias": False}, "qkv_bias=false is not supported; valid: true"),
     ("llama", {"num_experts": 8}, "num_experts=8 is not supported; valid: null"),
     ("mistral", {"sliding_window": 16}, r"sliding_window=16 is not supported; valid: null, or max_position_emb.*=32"),
     ("qwen2", {"use_sliding_window": True}, "use_sliding_window=true is not supported; valid: false"),
