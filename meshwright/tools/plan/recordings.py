@@ -95,6 +95,9 @@ SYNC = "layout.data.sync"
 def check(config: Config) -> None:
     """Raises ConfigError for what cannot be predicted."""
     check_recorded(config)
+    if config.model.counts_first:
+        rule = "goes forward once more before each step, which no plan counts"
+        raise ConfigError.of("model.experts.balance_over", "batch", rule, "sequence, microbatch")
     if unplanned := config.layout.data.strategy.unplanned:
         planned = ", ".join(name for name, entry in entries("syncs").items() if not entry.unplanned)
         raise ConfigError.of(SYNC, config.layout.data.sync, f"{unplanned}: it cannot be planned", planned)
