@@ -216,6 +216,14 @@ def selective_recomputation_finds_attention(config: Config) -> Iterator[Problem]
         yield Problem("memory.recompute", "selective", rule_text, "none, auto, {every: n}")
 
 
+@rule("memory.recompute", "layout.tensor")
+def kept_operations_are_whole(config: Config) -> Iterator[Problem]:
+    tensor = config.layout.tensor
+    if config.memory.recompute == "ops" and tensor.by_size:
+        rule_text = f"keeps products, and layout.tensor.kind={tensor.kind} adds its up in place, panel by panel"
+        yield Problem("memory.recompute", "ops", rule_text, "none, auto, selective, {every: n}")
+
+
 @rule("memory.offload.to", "precision.level")
 def offload_leaves_half_precision(config: Config) -> Iterator[Problem]:
     to, level = config.memory.offload.to, config.precision.level
@@ -314,6 +322,7 @@ RULES = (
     *_where_chosen("syncs", "layout.data"),
     *PARTITION_RULES,
     recomputed_groups_fit,
+    kept_operations_are_whole,
     selective_recomputation_finds_attention,
     offload_leaves_half_precision,
     offload_buckets_have_two_halves,

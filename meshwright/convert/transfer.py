@@ -258,7 +258,7 @@ def _check_names(stored: Source, family: Family, pairs: list[TensorPair], copies
     extra = {name for name in stored.names - wanted if not family.passed_over.fullmatch(name)}
     for name in copies.keys() & extra:
         if not torch.equal(stored.read(name), stored.read(copies[name])):
-            raise CheckpointError(f"{stored.folder}: {name} is not {copies[name]}, though tie_word_embeddings says so")
+            raise CheckpointError(f"{stored.folder}: {name} is not {copies[name]}, of which it must be a copy")
     extra -= copies.keys()
     has_more = f"has a tensor that {family.title} has not:"
     for what, names in (("has no tensor", wanted - stored.names), (has_more, extra)):

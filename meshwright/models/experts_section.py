@@ -94,6 +94,17 @@ def tokens_have_experts(config: Config) -> Iterator[Problem]:
         yield Problem("model.experts.per_token", experts.per_token, rule_text, f"1 to {held}")
 
 
+@rule("model.experts")
+def fields_have_an_effect(config: Config) -> Iterator[Problem]:
+    experts = experts_of(config)
+    if experts is not None and experts.balance_over != "sequence" and not experts.balance:
+        rule_text = "has no effect with model.experts.balance=0"
+        yield Problem("model.experts.balance_over", experts.balance_over, rule_text, "leave it out, or a balance")
+    if experts is not None and experts.shared_gate and not experts.shared:
+        rule_text = "has no effect with model.experts.shared=0"
+        yield Problem("model.experts.shared_gate", True, rule_text, "leave it out, or the width of a shared one")
+
+
 @rule("model.experts", "model.layers")
 def a_layer_has_experts(config: Config) -> Iterator[Problem]:
     experts, layers = experts_of(config), config.model.num_blocks
@@ -135,6 +146,7 @@ def balance_is_a_samples(config: Config) -> Iterator[Problem]:
 
 
 EXPERT_RULES = (
-    tokens_have_experts, a_layer_has_experts, ranks_have_whole_experts, kit_holds_experts, balance_is_a_samples,
+    tokens_have_experts, fields_have_an_effect, a_layer_has_experts, ranks_have_whole_experts, kit_holds_experts,
+    balance_is_a_samples,
 )  # fmt: skip
 """The rules of every family whose section has experts."""

@@ -68,7 +68,7 @@ class RotaryDecoder(Decoder):
         super().__init__(chunk or Chunk.whole(model.layers))
         self.rope, self.rotary_width = model.rope, rotary_width
         # The mean over layers: what passes on is their sum.
-        self.loss_share = 1 / model.expert_layers if model.losses_in_layers else 0.0
+        self.loss_share = 1 / model.expert_layers if model.router_losses else 0.0
         """The factor of the sum of the routers' losses in the loss."""
         hidden, initial = model.hidden, Initial(0.02)
         if self.chunk.first or (self.chunk.last and model.tied):

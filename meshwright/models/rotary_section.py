@@ -179,11 +179,21 @@ class RotaryTransformer(TextTransformer):
         return "model.experts" if self.experts is not None else ""
 
     @property
-    def losses_in_layers(self) -> str:
+    def router_losses(self) -> str:
+        """The field that gives routers losses; empty where none has."""
         experts = self.experts
         if experts is None or not (experts.balance or experts.router_z):
             return ""
         return "model.experts.balance" if experts.balance else "model.experts.router_z"
+
+    @property
+    def counts_first(self) -> bool:
+        experts = self.experts
+        return experts is not None and experts.balance > 0 and experts.balance_over == "batch"
+
+    @property
+    def losses_in_layers(self) -> str:
+        return self.router_losses
 
     @property
     def bias_rate(self) -> float:

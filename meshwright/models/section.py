@@ -116,6 +116,11 @@ class Network(Section):
         return 0.0
 
     @property
+    def counts_first(self) -> bool:
+        """Whether a step goes forward once more before it trains, to count which experts the global batch takes."""
+        return False
+
+    @property
     def losses_in_layers(self) -> str:
         """The field that gives layers losses of their own, which the head does not see; empty where none has."""
         return ""

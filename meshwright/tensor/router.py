@@ -29,11 +29,13 @@ The z-loss (ST-MoE, arXiv 2202.08906, equation 5) is the mean over tokens of log
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from meshwright.parameters.shard import ZEROS, Initial, ShardedModule, ShardSpec
@@ -170,6 +172,23 @@ class Router(ShardedModule):
         for axis in inside:  # whose ranks go on with one loss
             losses = all_reduce(losses, self.mesh, axis)
         return losses
+
+
+@contextmanager
+def counted_loads(model: nn.Module, mesh: Mesh, sequences: int) -> Iterator[None]:
+    """Let routers count, in the passes inside, which experts the global batch of so many sequences takes. Sends one
+    all-reduce of [routers, n] over the axes that split tokens."""
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    for router in routers:
+        router.counting, router.loads = True, None
+    yield
+    loads = [router.loads for router in routers if router.loads is not None]
+    assert len(loads) == len(routers), "a router that no pass reached"
+    if loads:  # a stage may have none, and its ranks then all have none
+        mean = torch.stack(loads) / sequences
+        mesh.comm(*mesh.token_axes).all_reduce(mean)
+        for router, own in zip(routers, mean, strict=True):
+            router.counting, router.loads = False, own
 
 
 class _CountLoads(torch.autograd.Function):

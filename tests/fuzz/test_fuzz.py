@@ -58,16 +58,23 @@ def test_more_equal_one_device(case: Case) -> None:
 
 
 def with_experts(random: Random) -> tuple[Case, Config]:
-    """A drawn run of Llama whose feed-forwards are experts. In float64 alone a router chooses and a capacity drops: a
-    choice jumps where rounding moves it (check.py)."""
+    """A drawn run of Llama or DeepSeek with experts. In float64 alone a router chooses and a capacity drops: a choice
+    jumps where rounding moves it (check.py)."""
     drawing = Drawing(random)
     for case, _ in drawing.cases():
         if case["data"] == 1:
             continue
-        tree = tree_of(case | {"model": "llama"})
+        tree = tree_of(case | {"model": random.choice(("llama", "deepseek"))})
         exact = case["precision"] == "float64"
         chosen = {"per_token": 2, "capacity": random.choice((None, 0.75))} if exact else {"per_token": 6}
-        tree["model"] |= {"experts": {"count": 6, "balance": 0.3, **chosen}, "biases": [], "feed_forward": 12}
+        if exact and random.random() < 0.5:
+            chosen |= {"groups": 3, "groups_per_token": 2, "bias_rate": 0.05}
+        over, scores = random.choice(("sequence", "microbatch", "batch")), random.choice(("softmax", "sigmoid"))
+        beside = {"shared": random.choice((0, 24)), "router_z": random.choice((0.0, 0.01)), "balance_over": over}
+        tree["model"] |= {
+            "experts": {"count": 6, "balance": 0.3, "scores": scores, **beside, **chosen}, "feed_forward": 12,
+            **({"biases": []} if tree["model"]["family"] == "llama" else {}),
+        }  # fmt: skip
         tree["layout"]["data"]["expert"] = random.choice((1, 2, 2, 3))
         try:
             return case, parse_run(tree)

@@ -53,6 +53,13 @@ _BESIDE_EXPERTS = {
     "shared_expert.expand": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
     "shared_expert.contract": "mlp.shared_experts.down_proj",
 }
+_LATER = {
+    "token_norm": "enorm",
+    "hidden_norm": "hnorm",
+    "of_token": "eh_proj",
+    "of_hidden": "eh_proj",
+    "norm": "shared_head.norm",
+}
 _TYPE, _KIMI = "deepseek_v3", "kimi_k2"
 _CODE = ("configuration_deepseek.DeepseekV3Config", "modeling_deepseek.DeepseekV3")
 """The beginnings of a published folder's own code, whose classes transformers has under these names."""
@@ -106,7 +113,7 @@ class DeepSeekFamily(Family):
     def names(self, model: DeepSeek) -> Names:
         names: dict[str, str | Sequence[str]] = dict(_OUTSIDE)
         query = "self_attn.q_proj" if model.query_rank is None else "self_attn.q_b_proj"
-        for layer in range(model.layers):
+        for layer in range(model.layers + model.later_tokens):
             inside: dict[str, str | Sequence[str]] = {**_ATTENTION, "attention.query": query}
             experts = range(model.experts.count if model.experts is not None and model.has_experts(layer) else 0)
             each = [f"mlp.experts.{index}" for index in experts]
@@ -115,14 +122,30 @@ class DeepSeekFamily(Family):
                 "feed_forward.contract": [f"{one}.down_proj" for one in each],
             }
             inside |= _BESIDE_EXPERTS | routed if experts else _DENSE
-            names |= in_blocks(inside, 1, f"model.layers.{layer}", first=layer)
+            if layer < model.layers:
+                names |= in_blocks(inside, 1, f"model.layers.{layer}", first=layer)
+            else:
+                later, place = f"later.{layer - model.layers}", f"model.layers.{layer}"
+                named = {f"block.{ours}": theirs for ours, theirs in inside.items()} | _LATER
+                names |= {
+                    f"{later}.{ours}": f"{place}.{theirs}"
+                    if isinstance(theirs, str)
+                    else [f"{place}.{t}" for t in theirs]
+                    for ours, theirs in named.items()
+                }
         return names
 
     def rows(self, model: DeepSeek) -> Mapping[str, int]:
         return {"tokens": model.vocabulary, "head": model.vocabulary}
 
     def copies(self, model: DeepSeek) -> dict[str, str]:
-        return {"lm_head.weight": "model.embed_tokens.weight"} if model.tied else {}
+        table, head = "model.embed_tokens.weight", "lm_head.weight"
+        copies = {head: table} if model.tied else {}
+        # Published folders have both once more in each layer of a later token.
+        for layer in range(model.layers, model.layers + model.later_tokens):
+            copies[f"model.layers.{layer}.embed_tokens.weight"] = table
+            copies[f"model.layers.{layer}.shared_head.head.weight"] = table if model.tied else head
+        return copies
 
     def pair(self, name: str, shape: TensorShape, model: DeepSeek, names: Names, rows: Mapping[str, int]) -> TensorPair:
         layer, _, kind = name.rpartition(".")
@@ -139,6 +162,11 @@ class DeepSeekFamily(Family):
                 return TensorPair(name, shape, whole, lambda x: x.t(), lambda x: [x.t()], part=(0, 0, rank))
             part = (0, rank, rows_of_both)
             return TensorPair(name, shape, whole, lambda x: _halves(x).t(), lambda x: [_pairs(x.t())], part=part)
+        if inner in ("of_token", "of_hidden"):  # one linear [H, 2 H] of theirs, of the token and the states
+            width = model.hidden
+            part = (1, 0, width) if inner == "of_token" else (1, width, 2 * width)
+            whole = {f"{names[layer]}.{kind}": (width, 2 * width)}
+            return TensorPair(name, shape, whole, lambda x: x.t(), lambda x: [x.t()], part=part)
         if inner == "query":
             # [r_q, A (E + P)]: the rotary part of each head.
             split = (model.head_width, model.rotary_width)
@@ -158,15 +186,21 @@ class DeepSeekFamily(Family):
             raise settings.refused(f"{rule}; valid: {', '.join(_CODE)}")
         if (heads := values.get("num_attention_heads")) != (keys := values.get("num_key_value_heads", heads)):
             raise settings.refused(f"num_key_value_heads={shown(keys)} is not num_attention_heads={shown(heads)}")
-        found: dict[str, object] = {"rope": rope_fields(settings)}
+        layers, later = values.get("num_hidden_layers"), 0
+        while f"model.layers.{layers}.eh_proj.weight" in {*stored} and isinstance(layers, int):
+            layers, later = layers + 1, later + 1
+        found: dict[str, object] = {"rope": rope_fields(settings), "later_tokens": later}
         layers, count = values.get("num_hidden_layers"), values.get("n_routed_experts")
         dense = values.get("first_k_dense_replace", 3)
         if count is None or (isinstance(layers, int) and isinstance(dense, int) and dense >= layers):
             return found
         if lacking := [key for key in (*_EXPERTS, "n_shared_experts") if values.get(key) is None]:
             raise settings.refused(f"has n_routed_experts={shown(count)}, and lacks {', '.join(lacking)}")
-        if not isinstance(groups := values["n_group"], int) or groups < 1 or count % groups:
-            raise settings.refused(f"n_group={shown(groups)} does not divide n_routed_experts={shown(count)}")
+        counts = ("n_routed_experts", "n_group", "n_shared_experts", "moe_intermediate_size")
+        if wrong := [key for key in counts if type(values[key]) is not int or values[key] < 1]:
+            raise settings.refused(f"{wrong[0]}={shown(values[wrong[0]])} is no whole number above 0")
+        if count % (groups := values["n_group"]):
+            raise settings.refused(f"n_group={groups} does not divide n_routed_experts={count}")
         experts = {ours: values[key] for key, ours in _EXPERTS.items()}
         shared = values["n_shared_experts"] * values["moe_intermediate_size"]
         # transformers has no balance and moves no bias: a run that wants either says so in a model of its own.
@@ -186,7 +220,12 @@ class DeepSeekFamily(Family):
             # No class has it otherwise: all layers are before the first that has experts.
             width = {"moe_intermediate_size": model.feed_forward, "n_routed_experts": 1, "n_shared_experts": 1}
             one = {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
-            return settings | width | one | {"first_k_dense_replace": model.layers, "routed_scaling_factor": 1.0}
+            return (
+                settings
+                | width
+                | one
+                | {"first_k_dense_replace": model.layers + model.later_tokens, "routed_scaling_factor": 1.0}
+            )
         self._refuse_experts(model)
         values = experts.model_dump() | {"width": model.expert_width}
         settings |= {key: values[ours] for key, ours in _EXPERTS.items()}

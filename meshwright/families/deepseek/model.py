@@ -15,6 +15,16 @@ is turned by positions:
 Keys are as wide as queries, E + P, and values are not: inside of attention what is narrower has zeros behind it, which
 change no score and no output, so that every kernel and every context takes it.
 
+Later tokens (arXiv 2412.19437, section 2.2): in training D more layers in a row predict, at each place i, the token
+behind the next one, the one behind that, ... Layer k reads the states of the one before it (k = 1: the model's, normed)
+and the embedding of token i + k, shares the table and the head with the model, and its loss is that of the labels k
+places on (equations 21 to 25):
+
+    h^k = rms(layer_k(rms(embedding(t_{i+k})) M_k + rms(h^{k-1}) M'_k))        loss += weight / D · the k-th's
+
+The last k places have no such token: they get token 0, and their labels are not counted; nothing before them sees them.
+Each label weighs as much as one of the model's own, so a layer's loss is a sum over T - k tokens, divided by T.
+
 A head's rotated half is stored as halves and not as pairs (models/rope.py); an import orders columns so (convert.py).
 
 Shapes: B batch, T sequence, H hidden, A local heads, E head width, P rotary width, V value width.
@@ -28,7 +38,7 @@ from torch import Tensor, nn
 
 from meshwright.config import Config
 from meshwright.families.deepseek.section import DeepSeek
-from meshwright.model import Chunk, Costs
+from meshwright.model import IGNORED, Batch, Chunk, Costs, Hidden, Scales
 from meshwright.models.attention import AttentionCore
 from meshwright.models.decoder import KeyValueCache
 from meshwright.models.feed_forward import last_initial
@@ -95,15 +105,73 @@ def _turned(x: Tensor, rotation: Rotation) -> Tensor:
     return rotate(x.unsqueeze(2), rotation).squeeze(2)
 
 
+class LaterToken(nn.Module):
+    """A layer that predicts a token behind the next one."""
+
+    def __init__(self, model: DeepSeek, block: nn.Module, kit: Kit) -> None:
+        super().__init__()
+        hidden, initial = model.hidden, Initial(0.02)
+        self.token_norm = kit.norm(hidden, model.norm_epsilon, kind="rms")
+        self.hidden_norm = kit.norm(hidden, model.norm_epsilon, kind="rms")
+        # One linear of both, in two: a kit may hold a part of each one's numbers on every rank.
+        self.of_token = kit.linear("transform", hidden, hidden, initial, bias=False)
+        self.of_hidden = kit.linear("transform", hidden, hidden, initial, bias=False)
+        self.block = block
+        self.norm = kit.norm(hidden, model.norm_epsilon, kind="rms")
+
+    def forward(self, embedded: Tensor, hidden: Hidden, batch: Batch) -> Hidden:
+        """The states ([B, T, H],) that the head reads, with the routers' losses [B] where there are some."""
+        h, *losses = hidden
+        h = self.of_token(self.token_norm(embedded)) + self.of_hidden(self.hidden_norm(h))
+        rotation = Rotation(batch["cosines"], batch["sines"])
+        h, *losses = self.block((h, *losses), rotation, None, batch.get("seen"), batch["places"])
+        return self.norm(h), *losses
+
+
 class DeepSeekModel(RotaryDecoder):
     """Tokens to a loss."""
 
     def __init__(self, model: DeepSeek, kit: Kit, chunk: Chunk | None = None) -> None:
         super().__init__(model, kit, chunk, model.rotary_width)
+        self.num_later = model.later_tokens
+        self.later_share = model.later_weight / max(1, model.later_tokens)
+        """The factor of each later token's loss."""
+        if self.chunk.last and model.later_tokens:
+            if not self.chunk.first and not model.tied:
+                self.tokens = kit.embedding(model.padded_vocabulary, model.hidden, Initial(0.02))
+            blocks = (self.make_block(model, kit, model.layers + depth) for depth in range(model.later_tokens))
+            self.later = nn.ModuleList(LaterToken(model, block, kit) for block in blocks)
 
     def make_block(self, model: RotaryTransformer, kit: Kit, layer: int) -> nn.Module:
         assert isinstance(model, DeepSeek), model
         return RotaryBlock(model, kit, LatentAttention(model, kit, layer), has_experts=model.has_experts(layer))
+
+    def prepared(self, batch: Batch) -> Batch:
+        """Tokens and labels by how many places they are moved on."""
+        moved = dict(batch)
+        for depth in range(1, self.num_later + 1):
+            moved[f"tokens+{depth}"] = F.pad(batch["tokens"][:, depth:], (0, depth))
+            labels = batch["labels"][:, depth:]
+            if "documents" in batch:  # a label counts where its token is in the document that predicts it
+                documents = batch["documents"]
+                labels = labels.masked_fill(documents[:, depth:] != documents[:, :-depth], IGNORED)
+            moved[f"labels+{depth}"] = F.pad(labels, (0, depth), value=IGNORED)
+        return moved
+
+    def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
+        """In training with the losses of later tokens, and of these layers' routers."""
+        loss = super().loss(h, batch, scales)
+        if not self.num_later or not self.training:
+            return loss
+        batch = self.with_mask(batch, h) | self.turned(batch)
+        hidden: Hidden = (h,)
+        if self.loss_share:
+            hidden = h, torch.zeros(h.shape[0], dtype=torch.promote_types(h.dtype, torch.float32), device=h.device)
+        for depth, layer in enumerate(self.later, 1):
+            hidden = layer(self.tokens(batch[f"tokens+{depth}"]), hidden, batch)
+            share = scales["labels"] * self.later_share
+            loss = loss + self.head(hidden[0], batch[f"labels+{depth}"], share)
+        return self.with_layers_losses(loss, hidden, scales)
 
     @staticmethod
     def products(config: Config) -> Costs:
@@ -112,7 +180,9 @@ class DeepSeekModel(RotaryDecoder):
         assert isinstance(model, DeepSeek), model
         attention = attention_products(model) + sequence * model.heads * (model.query_width + model.value_width)
         layers = tuple(sequence * (attention + products) for products in feed_forward_products(model))
-        return Costs(0, layers, sequence * model.padded_vocabulary * model.hidden)
+        head = sequence * model.padded_vocabulary * model.hidden
+        later = layers[-1] + head + sequence * 2 * model.hidden**2
+        return Costs(0, layers, head + model.later_tokens * later)
 
 
 def attention_products(model: DeepSeek) -> int:

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from meshwright.config import Config
 
 
+LATER_WEIGHT = 0.3
+"""DeepSeek-V3's, for its first ten trillion tokens."""
+
+
 @rule("model.rotary_width")
 def rotary_widths_are_even(config: Config) -> Iterator[Problem]:
     model = config.model
@@ -25,11 +29,14 @@ def rotary_widths_are_even(config: Config) -> Iterator[Problem]:
         yield Problem("model.rotary_width", model.rotary_width, rule_text, "an even number")
 
 
-@rule("model.later_tokens", "data.sequence")
+@rule("model.later_tokens", "model.later_weight", "data.sequence")
 def later_tokens_are_in_the_sequence(config: Config) -> Iterator[Problem]:
     model = config.model
     assert isinstance(model, DeepSeek), model
     sequence = config.data.lengths.source
+    if not model.later_tokens and model.later_weight != LATER_WEIGHT:
+        rule_text = "has no effect with model.later_tokens=0"
+        yield Problem("model.later_weight", model.later_weight, rule_text, "leave it out, or later_tokens=1 or more")
     if model.later_tokens >= sequence:
         rule_text = f"looks past the last of data.sequence={sequence} tokens"
         yield Problem("model.later_tokens", model.later_tokens, rule_text, f"0 to {sequence - 1}")
@@ -56,9 +63,17 @@ class DeepSeek(RotaryTransformer):
     """The numbers of a head's value."""
     later_tokens: Count = 0
     """Tokens behind the next one that training predicts as well, by one more layer each (multi-token prediction)."""
-    later_weight: Annotated[float, Field(ge=0)] = 0.3
+    later_weight: Annotated[float, Field(ge=0)] = LATER_WEIGHT
     """The coefficient of their losses' mean."""
     norm_epsilon: AboveZero = 1e-6
+
+    @property
+    def losses_in_layers(self) -> str:
+        return self.router_losses or ("model.later_tokens" if self.later_tokens else "")
+
+    @property
+    def expert_layers(self) -> int:
+        return super().expert_layers + (self.later_tokens if self.experts is not None else 0)
 
     @property
     def query_width(self) -> int:

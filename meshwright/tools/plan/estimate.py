@@ -212,7 +212,8 @@ class Estimates:
         return _Work(
             sum(times * timed.forward for timed, times in stage),
             sum(times * (timed.inputs if split else timed.backward) for timed, times in stage)
-            + (again if in_groups(config) else 0.0),
+            # What is computed again but for some operations may be little.
+            + (again if in_groups(config) and config.memory.recompute != "ops" else 0.0),
             sum(times * timed.weights for timed, times in stage) if split else 0.0,
             stage[-1][0].part.outgoing_bytes,
         )

@@ -107,7 +107,7 @@ class ReferenceKit:
         return Layer(function, own, shape.initial, (shape.padded,) if shape.bias else None, table=True, tied=tied)
 
     def experts(self, shape: ExpertsShape) -> nn.Module:
-        return _Experts(shape)
+        return Experts(shape)
 
     def local_heads(self, heads: int) -> int:
         return heads
@@ -122,7 +122,7 @@ class ReferenceKit:
         return None
 
 
-class _Experts(nn.Module):
+class Experts(nn.Module):
     """Every expert computes every token, and a token adds up those that it takes and that have room for it."""
 
     def __init__(self, shape: ExpertsShape) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from meshwright.config import parse_config
 from meshwright.convert import export_folder, import_folder
@@ -64,9 +65,42 @@ def test_the_same_logits_here_and_there_and_back(tmp_path: Path, case: str) -> N
     torch.testing.assert_close(their_logits(again.eval()), their_logits(model), rtol=0, atol=0)
 
 
-LAYERS = {
-    "v3": 61, "moonlight": 27, "kimi": 61,
-}  # fmt: skip
+def test_later_tokens_come_and_go_under_the_names_of_published_folders(tmp_path: Path) -> None:
+    """A layer behind the last, with the table and the head once more, which transformers passes over."""
+    from tests.tools.evaluate.tiny import tiny_checkpoint
+
+    experts = {"count": 4, "width": 8, "shared": 8, "scores": "sigmoid", "bias_rate": 0.001, "dense_layers": 1}
+    shape = {
+        "family": "deepseek", "layers": 2, "hidden": 16, "heads": 2, "feed_forward": 24, "vocabulary": 257,
+        "query_rank": 8, "key_value_rank": 8, "head_width": 4, "rotary_width": 4, "value_width": 4, "positions": 16,
+        "later_tokens": 1, "experts": experts,
+    }  # fmt: skip
+    tiny_checkpoint(tmp_path / "run", parse_config({"model": shape, "data": {"sequence": 8, "tokenizer": "bytes"}}))
+    export_folder(tmp_path / "run", tmp_path / "hf")
+    settings = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert settings["num_nextn_predict_layers"] == 1
+    path = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(path)
+    place = "model.layers.2"
+    assert tensors[f"{place}.eh_proj.weight"].shape == (16, 32)
+    assert tensors[f"{place}.mlp.gate.e_score_correction_bias"].dtype == torch.float32
+    tensors[f"{place}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{place}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, path, metadata={"format": "pt"})
+    import_folder(tmp_path / "hf", tmp_path / "again" / "checkpoints" / "step-0")
+    export_folder(tmp_path / "again", tmp_path / "back")
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == tensors.keys() - {f"{place}.embed_tokens.weight", f"{place}.shared_head.head.weight"}
+    for name, tensor in back.items():
+        assert torch.equal(tensor, tensors[name]), name
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32)
+    torch.testing.assert_close(our_logits(tmp_path / "again"), their_logits(theirs), rtol=1e-4, atol=1e-5)
+    tensors[f"{place}.embed_tokens.weight"] += 1
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"layers\.2\.embed_tokens\.weight is not model\.embed_tok"):
+        import_folder(tmp_path / "hf", tmp_path / "other")
+
+
 CODE = {
     "AutoConfig": "configuration_deepseek.DeepseekV3Config",
     "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",

@@ -60,6 +60,18 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 ONLY_LONG = {"1-D", "ring", "experts x stages x ring", "experts x slices", "experts x chunks", "zero2", "server", "cut"}
 
 
+LATER = SHAPE | {"layers": 1, "later_tokens": 2}
+LATER["experts"] = LATER["experts"] | {"dense_layers": 0}
+LATER_LAYOUTS: dict[str, dict[str, Any]] = {
+    "cut": {"tensor": CUT},
+    "stages x ring": {"pipeline": {"size": 2, "partition": [1, 0]}, "context": RING},
+    "experts x ulysses x slices": {"data": {"size": 2, "expert": 2, "sync": "zero3"}, "context": ULYSSES},
+    "one rank for both ends": {"pipeline": {"size": 2, "chunks": 2, "placement": "v", "partition": [1, 1, 1, 0]}},
+    "zero2 x 1-D": {"data": {"size": 2, "sync": "zero2"}, "tensor": ONE_D},
+}
+LATER_LONG = {"cut", "zero2 x 1-D", "one rank for both ends"}
+
+
 def deepseek(model: dict[str, Any], layout: dict[str, Any], **changes: Any) -> Config:
     layout = dict(layout)
     micro = 2 if "pipeline" in layout or "data" in layout else 4
@@ -70,7 +82,9 @@ def deepseek(model: dict[str, Any], layout: dict[str, Any], **changes: Any) -> C
 @cache
 def serial(name: str) -> Any:
     """One device's losses and gradients."""
-    return run(deepseek({"dense": DENSE, "routed": SHAPE}[name], {}))[0]
+    return run(
+        deepseek({"dense": DENSE, "routed": SHAPE, "later": LATER, "later of 3": LATER | {"layers": 3}}[name], {})
+    )[0]
 
 
 def marked(layouts: dict[str, dict[str, Any]], only_long: set[str]) -> list[Any]:
@@ -85,6 +99,22 @@ def test_latent_attention_equals_serial(name: str) -> None:
 @pytest.mark.parametrize("name", marked(LAYOUTS, ONLY_LONG))
 def test_equals_serial(name: str) -> None:
     check(run(deepseek(SHAPE, LAYOUTS[name])), serial("routed"))
+
+
+@pytest.mark.parametrize("name", marked(LATER_LAYOUTS, LATER_LONG))
+def test_later_tokens_equal_serial(name: str) -> None:
+    """A rank with a part of every sequence reads tokens and labels of others' parts; the last stage embeds tokens."""
+    layout = LATER_LAYOUTS[name]
+    chunked = "chunks" in layout.get("pipeline", {})
+    model, expected = (LATER | {"layers": 3}, "later of 3") if chunked else (LATER, "later")
+    check(run(deepseek(model, layout)), serial(expected))
+
+
+def test_later_tokens_of_other_documents_are_not_counted() -> None:
+    """Where documents are kept apart."""
+    data = {"sequence": 24, "documents": "separate"}
+    layout = {"context": RING, "pipeline": {"size": 2, "partition": [1, 0]}}
+    check(run(deepseek(LATER, layout, data=data)), run(deepseek(LATER, {}, data=data))[0])
 
 
 @pytest.mark.parametrize("name, recompute", [("experts x cut", 1), ("ring", "selective")])
@@ -132,6 +162,20 @@ def test_half_precision_trains_as_on_one_device(level: str) -> None:
         (
             {"experts": {"count": 6, "groups": 3, "groups_per_token": 1, "per_token": 3}}, {},
             "model.experts.per_token=3 is more than the 2 experts of model.experts.groups_per_token=1; valid: 1 to 2",
+        ),
+        ({"later_weight": 0.1}, {}, "model.later_weight=0.1 has no effect with model.later_tokens=0; valid: leave"),
+        ({"later_tokens": 16}, {}, "model.later_tokens=16 looks past the last of data.sequence=16 tokens; valid: 0"),
+        (
+            {"experts": {"count": 6, "shared_gate": True}}, {},
+            "model.experts.shared_gate=True has no effect with model.experts.shared=0",
+        ),
+        (
+            {"experts": {"count": 6, "balance_over": "batch"}}, {},
+            "model.experts.balance_over=batch has no effect with model.experts.balance=0",
+        ),
+        (
+            {"later_tokens": 1}, {"data": {"size": 2, "sync": "server-loss"}},
+            "layout.data.sync=server-loss computes losses where all outputs come together, and model.experts.balance",
         ),
         ({"experts": {"count": 6, "groups_per_token": 2}}, {}, "model.experts.groups_per_token=2 is more than"),
         ({"experts": {"count": 6, "dense_layers": 2}}, {}, "dense_layers=2 leaves none of model.layers=2 for experts"),

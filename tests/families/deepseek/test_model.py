@@ -30,6 +30,8 @@ CASES: dict[str, dict[str, Any]] = {
     "routed": {"experts": ROUTED},
     "groups": {"experts": GROUPED, "query_rank": None},
     "yarn": {"experts": GROUPED | {"renormalise": False}, "rope": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
+    "later tokens": {"experts": ROUTED, "later_tokens": 2, "later_weight": 0.4},
+    "a later token, dense": {"experts": None, "later_tokens": 1, "tied": True},
     "wide values": {"experts": None, "value_width": 14, "rope": YARN | {"mscale_all_dim": 0.5}, "tied": True},
 }
 
@@ -81,7 +83,8 @@ def settings_of(config: Config) -> dict[str, Any]:
         "max_position_embeddings": shape.positions, "rms_norm_eps": shape.norm_epsilon,
         "tie_word_embeddings": shape.tied, "q_lora_rank": shape.query_rank, "kv_lora_rank": shape.key_value_rank,
         "qk_nope_head_dim": shape.head_width, "qk_rope_head_dim": shape.rotary_width, "v_head_dim": shape.value_width,
-        "rope_interleave": False, "first_k_dense_replace": shape.layers, "num_mtp_layers": shape.later_tokens,
+        "rope_interleave": False, "first_k_dense_replace": shape.layers + shape.later_tokens,
+        "num_mtp_layers": shape.later_tokens,
         "rope_parameters": rotary | {
             "rope_type": {"plain": "default"}.get(rope["kind"], rope["kind"]), "rope_theta": shape.rope.theta,
         },
@@ -149,6 +152,15 @@ def as_theirs(ours: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
         elif name.startswith("blocks."):
             _, layer, inner = name.split(".", 2)
             layers.setdefault(int(layer), {})[inner] = x
+    for depth in range(model.later_tokens):
+        own = {name.split(".", 2)[2]: x for name, x in ours.items() if name.startswith(f"later.{depth}.")}
+        inner = {name.removeprefix("block."): own.pop(name) for name in list(own) if name.startswith("block.")}
+        place, routed = f"mtp.{depth}", model.experts is not None
+        theirs |= layer_as_theirs(inner, config, f"{place}.mtp_block", routed=routed)
+        both = [own.pop(f"{part}.weight").t() for part in ("of_token", "of_hidden")]
+        theirs[f"{place}.eh_proj.weight"] = torch.cat(both, 1)
+        named = {"token_norm": "enorm", "hidden_norm": "hnorm", "norm": "post_norm"}
+        theirs |= {f"{place}.{named[name.removesuffix('.weight')]}.weight": x for name, x in own.items()}
     for layer, own in layers.items():
         theirs |= layer_as_theirs(own, config, f"model.layers.{layer}", routed=model.has_experts(layer))
     return theirs
@@ -173,6 +185,34 @@ def put(theirs: nn.Module, values: dict[str, Tensor]) -> None:
             parameter.copy_(values[name.replace(".theirs.", ".")])
 
 
+def mtp_layers(theirs: nn.Module, depths: int) -> nn.ModuleList:
+    """transformers' own layers of later tokens, which it uses to draft."""
+    from transformers.modeling_layers import MtpLayer
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as library
+
+    layer, norm, first = library.DeepseekV3DecoderLayer, library.DeepseekV3RMSNorm, theirs.config.num_hidden_layers
+    return nn.ModuleList(MtpLayer(theirs.config, layer, norm, first + depth) for depth in range(depths)).double()
+
+
+def their_loss_of(theirs: nn.Module, config: Config, tokens: Tensor, labels: Tensor) -> Tensor:
+    """The mean loss of the next token, and of those behind it by equations 21 to 25: each depth's over T - k tokens,
+    divided by T."""
+    loss, model = losses_of(theirs, tokens, labels), config.model
+    if not model.later_tokens:
+        return loss
+    h = theirs.model(tokens).last_hidden_state
+    for depth, layer in enumerate(theirs.mtp, 1):
+        count = tokens.shape[1] - depth
+        h = h[:, :count]
+        places = torch.arange(count).unsqueeze(0)
+        h = layer(
+            theirs.model.embed_tokens(tokens[:, depth:]), h, theirs.model.rotary_emb(h, places), None, places, None
+        )
+        cross = F.cross_entropy(theirs.lm_head(h).flatten(0, 1), labels[:, depth:].flatten(), reduction="sum")
+        loss = loss + cross * (model.later_weight / model.later_tokens / labels.numel())
+    return loss
+
+
 def hugging_face(model: DeepSeekModel, config: Config) -> nn.Module:
     """Theirs, with our weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -181,6 +221,8 @@ def hugging_face(model: DeepSeekModel, config: Config) -> nn.Module:
     theirs: nn.Module = AutoModelForCausalLM.from_config(
         settings, attn_implementation="sdpa", experts_implementation="eager"
     ).double()
+    if depths := config.model.later_tokens:
+        theirs.mtp = mtp_layers(theirs, depths)
     in_float64(theirs)
     put(theirs, as_theirs(dict(model.named_parameters()), config))
     return theirs
@@ -199,7 +241,7 @@ def distances(mesh: Mesh, case: str) -> tuple[float, float, dict[str, float], li
     tokens, labels = batch()
     wanted = theirs(tokens).logits.detach()
     logits = model.head.logits(model.hidden(tokens)).detach()
-    loss, their_loss = loss_of(model, tokens, labels), losses_of(theirs, tokens, labels)
+    loss, their_loss = loss_of(model, tokens, labels), their_loss_of(theirs, config, tokens, labels)
     loss.backward()
     their_loss.backward()
     ours = as_theirs({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, config)
@@ -216,7 +258,7 @@ def distances(mesh: Mesh, case: str) -> tuple[float, float, dict[str, float], li
     optimizers = [torch.optim.AdamW(each, **settings) for each in (stepped, theirs.parameters())]
 
     def losses_at(step: int) -> tuple[Tensor, Tensor]:
-        return loss_of(model, *batch(step)), losses_of(theirs, *batch(step))
+        return loss_of(model, *batch(step)), their_loss_of(theirs, config, *batch(step))
 
     for optimizer in optimizers:
         optimizer.zero_grad()
