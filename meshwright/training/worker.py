@@ -112,7 +112,7 @@ def _of_experts(config: Config) -> Sequence[str]:
     """A line on the balance loss of weights that come with experts."""
     if not config.model.num_experts or config.model.losses_in_layers:
         return ()
-    return ("no balance loss of the experts: config.json has output_router_logits=false, and true trains with one",)
+    return (f"no balance loss of the experts: {config.model.balance_of_folders}",)
 
 
 @dataclass(frozen=True)
