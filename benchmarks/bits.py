@@ -47,6 +47,9 @@ LAYOUTS: dict[str, dict[str, Option]] = {
         "layout.tensor.sequence_parallel": True,
     },
     "Ulysses, 2 ranks": {"layout.context.size": 2},
+    "ring, 2 ranks": {"layout.context.size": 2, "layout.context.kind": "ring"},
+    "sub-graphs, 2 ranks": {"layout.tensor.kind": "subgraph", "layout.tensor.size": 2, "layout.tensor.branch": "block"},
+    "2-D, 4 ranks": {"layout.tensor.kind": "tesseract", "layout.tensor.q": 2},
 }
 MODES: dict[str, dict[str, Option]] = {
     "usual": {},
@@ -57,6 +60,9 @@ GRAINS: dict[str, dict[str, Option]] = {
     "megatron, 2 ranks": {"bits.tensor": 2},
     "megatron, cut by sequence, 2 ranks": {"bits.tensor": 2, "bits.sequence": 2},
     "Ulysses, 2 ranks": {"bits.sequence": 2},
+    "ring, 2 ranks": {"bits.sequence": 4, "bits.attention": "runs"},
+    "sub-graphs, 2 ranks": {"bits.tensor": 2},
+    "2-D, 4 ranks": {"bits.tensor": 2, "bits.hidden": 2},
 }
 """The fields of `bits` that a layout needs beside the kind, by the layout's name."""
 

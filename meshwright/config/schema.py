@@ -297,7 +297,9 @@ class Config(Section):
         stages = self.layout.pipeline.size
         wanted = self.replica_batch // (2 * stages) if stages > 1 else self.replica_batch
         fitting = [size for size in divisors(self.replica_batch) if size <= wanted and size % rows == 0]
-        return max(fitting, default=min(rows, self.replica_batch) if stages > 1 else self.replica_batch)
+        # Replicas without a sample are refused by a rule, and fields beside it are still asked.
+        whole = max(1, self.replica_batch)
+        return max(fitting, default=min(rows, whole) if stages > 1 else whole)
 
     @property
     def replica_batch(self) -> int:

@@ -102,12 +102,12 @@ def fields_have_an_effect(config: Config) -> Iterator[Problem]:
         yield Problem("model.experts.balance_over", experts.balance_over, rule_text, "leave it out, or a balance")
     if experts is not None and experts.shared_gate and not experts.shared:
         rule_text = "has no effect with model.experts.shared=0"
-        yield Problem("model.experts.shared_gate", True, rule_text, "leave it out, or the width of a shared one")
+        yield Problem("model.experts.shared_gate", "true", rule_text, "leave it out, or the width of a shared one")
     if experts is not None and experts.per_token == 1 and experts.renormalise:
         if not experts.balance and not experts.router_z:
             rule_text = "makes the one weight of model.experts.per_token=1 a 1, by which a router learns nothing"
             valid = "false, model.experts.per_token=2, or a balance"
-            yield Problem("model.experts.renormalise", True, rule_text, valid)
+            yield Problem("model.experts.renormalise", "true", rule_text, valid)
 
 
 @rule("model.experts", "model.layers")

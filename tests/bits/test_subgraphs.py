@@ -34,12 +34,19 @@ CORE, BLOCK, ONE = {"branch": "attention-core"}, {"branch": "block"}, {"common":
     "model, precision, words",
     [
         ("gpt2", "float32", (*subgraph(2, **BLOCK), "layout.context=2", "layout.data=2", "layout.data.sync=zero3")),
-        ("gpt2", "float32", (*subgraph(4, **ONE), "layout.pipeline=2", "batch.micro=1")),
-        ("gpt2", "O2", (*subgraph(4, **CORE), "batch.micro=4")),
+        pytest.param(
+            "gpt2", "float32", (*subgraph(4, **ONE), "layout.pipeline=2", "batch.micro=1"), marks=pytest.mark.long
+        ),
+        pytest.param("gpt2", "O2", (*subgraph(4, **CORE), "batch.micro=4"), marks=pytest.mark.long),
         ("llama", "float32", (*subgraph(2), "memory.recompute=1", "layout.pipeline=2")),
-        ("llama", "O1", subgraph(2, **CORE)),
-        ("bert", "float32", (*subgraph(4, **BLOCK), "memory.recompute=selective", "batch.micro=4")),
-        ("bert", "O2", subgraph(2, **ONE, **CORE)),
+        pytest.param("llama", "O1", subgraph(2, **CORE), marks=pytest.mark.long),
+        pytest.param(
+            "bert",
+            "float32",
+            (*subgraph(4, **BLOCK), "memory.recompute=selective", "batch.micro=4"),
+            marks=pytest.mark.long,
+        ),
+        pytest.param("bert", "O2", subgraph(2, **ONE, **CORE), marks=pytest.mark.long),
         ("t5", "float32", (*subgraph(2, **ONE, **BLOCK), "layout.data=2")),
         ("transformer", "float32", subgraph(2, **BLOCK)),
     ],

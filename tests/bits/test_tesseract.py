@@ -31,23 +31,24 @@ def halved(model: str, precision: str, words: tuple[str, ...] = ()) -> Config:
     "model, precision, words",
     [
         ("gpt2", "float32", Q2),
-        ("gpt2", "O2", DEEP),
-        ("gpt2", "float32", (*Q2, *ZERO3, "memory.summa=whole")),
+        pytest.param("gpt2", "O2", DEEP, marks=pytest.mark.long),
+        pytest.param("gpt2", "float32", (*Q2, *ZERO3, "memory.summa=whole"), marks=pytest.mark.long),
         ("llama", "O1", (*Q2, "layout.pipeline=2", "memory.recompute=selective")),
-        ("llama", "float32", (*Q2, *U2, "memory.recompute=1")),
+        pytest.param("llama", "float32", (*Q2, *U2, "memory.recompute=1"), marks=pytest.mark.long),
         ("bert", "float32", (*Q2, "layout.pipeline=2", "layout.pipeline.schedule=gpipe")),
         ("t5", "float32", DEEP),
-        ("transformer", "O2", Q2),
-        ("gpt2", "float32", (*M4, *CUT, "batch.micro=1")),
+        pytest.param("transformer", "O2", Q2, marks=pytest.mark.long),
+        pytest.param("gpt2", "float32", (*M4, *CUT, "batch.micro=1"), marks=pytest.mark.long),
         ("bert", "O1", M2),
-        ("bert", "float32", subgraph(2)),
-        ("gpt2", "O2", (*subgraph(2, **ONE), "layout.pipeline=2", "layout.data=2")),
+        pytest.param("bert", "float32", subgraph(2), marks=pytest.mark.long),
+        pytest.param("gpt2", "O2", (*subgraph(2, **ONE), "layout.pipeline=2", "layout.data=2"), marks=pytest.mark.long),
     ],
 )
 def test_layouts_end_with_the_bits_of_one_device(model: str, precision: str, words: tuple[str, ...]) -> None:
     assert ended(halved(model, precision, words)).differing(on_one_device(model, precision, hidden=2)) == []
 
 
+@pytest.mark.long
 def test_four_columns_end_with_the_bits_of_one_device() -> None:
     alone = on_one_device("gpt2", "float32", hidden=4)
     words = ("layout.tensor=tesseract", "layout.tensor.q=4", "batch.micro=4")

@@ -136,6 +136,11 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
 """Every field of the table in a run where it has no effect, at its default or not, and why."""
 
 
+def test_replicas_without_a_sample_are_refused_where_an_effect_counts_microbatches() -> None:
+    with pytest.raises(ConfigError, match=r"layout\.data\.size|batch\.global"):
+        parse_run({}, ["batch.global=4", "layout.data=6", "precision=bf16"])
+
+
 def leaves(annotation: Any, before: str = "") -> Iterator[str]:
     """The dotted names of all fields that a section, or any of a union's sections, has."""
     if isinstance(annotation, type) and issubclass(annotation, Section):

@@ -3,6 +3,8 @@
 `--seed`: another sequence; `--ranks`: the most that a run may have; `--jobs`: runs at a time, each of a sequence of its
 own. What fails is written to tests/fuzz/found/, where test_fuzz.py finds it. `python -m tests.fuzz RUN.yaml ...` checks
 these runs instead; `--cover` writes the fixed set anew, with `--keep` adds to it what is missing.
+
+`--bits`: layouts under `bits: layout-free` (bits.py), each against one device, to the bit; `--cover` writes their set.
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ import yaml
 
 from meshwright.config import Config, load_config
 from tests.fuzz.axes import AXES, Case, read_cases, tree_of
+from tests.fuzz.bits import covering as covering_bits
+from tests.fuzz.bits import differing, numbered, words_of
 from tests.fuzz.check import mistakes
 from tests.fuzz.draw import Drawing, covering
 
 HERE = Path(__file__).resolve().parent
-FOUND, COVERING = HERE / "found", HERE / "covering.jsonl"
+FOUND, COVERING, COVERING_BITS = HERE / "found", HERE / "covering.jsonl", HERE / "bits.jsonl"
 
 
 def main() -> int:
@@ -39,11 +43,14 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--cover", action="store_true")
     parser.add_argument("--keep", action="store_true")
+    parser.add_argument("--bits", action="store_true")
     parser.add_argument("runs", nargs="*", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)  # ranks are forks of this process
     if options.runs:
         return replay(options.runs)
+    if options.bits:
+        return cover_bits(options.seed) if options.cover else fuzz_bits(options.minutes, options.seed)
     if options.cover:
         kept = read_cases(COVERING) if options.keep else []
         cases = covering(options.seed, kept)
@@ -106,6 +113,34 @@ def fuzz(minutes: float, seed: int, jobs: int, ranks: int) -> int:
         f"{num_cases} runs of {ranks} ranks at most, {failures} failed, {time.monotonic() - started:.0f} s, "
         f"seed {seed}; {share:.0%} of {drawn} draws were refused by the config"
     )
+    return int(failures > 0)
+
+
+def cover_bits(seed: int) -> int:
+    """Write the layouts that have every value of every axis of bits."""
+    lines = [
+        json.dumps({"run": run, "precision": precision, "words": words_of(layout)})
+        for (run, precision), layout in covering_bits(seed)
+    ]
+    COVERING_BITS.write_text("".join(f"{line}\n" for line in lines))
+    print(f"{len(lines)} layouts in {COVERING_BITS}")
+    return 0
+
+
+def fuzz_bits(minutes: float, seed: int) -> int:
+    """Draw layouts under equal bits and run them; 1 where one does not end with the bits of one device."""
+    deadline, failures, count = time.monotonic() + 60 * minutes, 0, 0
+    while time.monotonic() < deadline:
+        kind, config = numbered(1000 * seed + count)
+        try:
+            wrong = differing(kind, config)
+        except Exception as error:
+            wrong = [f"{type(error).__name__}: {error}".strip()]
+        count += 1
+        if wrong:
+            failures += 1
+            print(f"FAILED {kind}: {config.layout.summary}: {wrong[0].splitlines()[-1]} ({len(wrong)})", flush=True)
+    print(f"{count} layouts under equal bits, {failures} failed, seed {seed}")
     return int(failures > 0)
 
 

@@ -206,7 +206,7 @@ def test_half_precision_trains_as_on_one_device(level: str) -> None:
         ({"later_tokens": 16}, {}, "model.later_tokens=16 looks past the last of data.sequence=16 tokens; valid: 0"),
         (
             {"experts": {"count": 6, "shared_gate": True}}, {},
-            "model.experts.shared_gate=True has no effect with model.experts.shared=0",
+            "model.experts.shared_gate=true has no effect with model.experts.shared=0",
         ),
         (
             {"experts": {"count": 6, "balance_over": "batch"}}, {},

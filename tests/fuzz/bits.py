@@ -1,0 +1,147 @@
+"""Layouts drawn along all axes under `bits: layout-free`: each ends with the bits of one device.
+
+A run fixes the model, the precision and the parts that kernels get; a layout is a word of each of AXES, as far as the
+config allows them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import cycle
+from random import Random
+from typing import Any
+
+from meshwright.config import Config
+from meshwright.config.load import parse_run
+from meshwright.errors import ConfigError
+from tests.bits.runs import Ended, ended
+
+Words = tuple[str, ...]
+Layout = dict[str, Words]
+"""The words of each axis."""
+
+MODEL = {"layers": 2, "hidden": 64, "heads": 8, "positions": 32, "vocabulary": 301, "vocabulary_multiple": 64}
+"""301 tokens in tables of 320 rows: of four ranks the last holds less."""
+LLAMA = {"family": "llama", "key_value_heads": 2, "head_width": 8, "feed_forward": 256, "biases": ["query-key-value"]}
+EXPERTS = {"count": 6, "per_token": 2, "balance": 0.3}
+PARTS = {"tensor": 4, "hidden": 2, "sequence": 4}
+BY_RUNS = {"tensor": 2, "hidden": 2, "sequence": 8, "attention": "runs"}
+
+RUNS: dict[str, dict[str, Any]] = {
+    "gpt2": {"model": {"family": "gpt2", "dropout": 0.1}, "bits": PARTS},
+    "gpt2, by runs of queries": {"model": {"family": "gpt2", "dropout": 0.0}, "bits": BY_RUNS},
+    "llama": {"model": {**LLAMA, "head_norms": True, "dropout": 0.1}, "bits": PARTS},
+    "llama, by runs of queries": {"model": {**LLAMA, "dropout": 0.0}, "bits": BY_RUNS},
+    "llama, documents": {"model": {**LLAMA, "dropout": 0.0}, "bits": BY_RUNS, "data": {"documents": "separate"}},
+    "bert": {"model": {"family": "bert", "next_sentence": True, "dropout": 0.1}, "bits": PARTS},
+    "bert, by runs of queries": {"model": {"family": "bert", "dropout": 0.0}, "bits": BY_RUNS},
+    "experts": {"model": {**LLAMA, "feed_forward": 48, "experts": EXPERTS, "dropout": 0.1}, "bits": {}, "batch": 12},
+}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "float32": {}, "O1": {"level": "O1", "dtype": "bf16"}, "O2": {"level": "O2", "dtype": "bf16"},
+}  # fmt: skip
+KINDS = [(run, precision) for precision in PRECISIONS for run in RUNS]
+
+
+def _tensor(kind: str, **settings: object) -> Words:
+    return (f"layout.tensor={kind}", *(f"layout.tensor.{name}={value}" for name, value in settings.items()))
+
+
+MEGATRONS = [_tensor("megatron", size=size, sequence_parallel=cut) for size in (2, 4) for cut in ("false", "true")]
+TESSERACTS = [
+    _tensor("tesseract", q=2), _tensor("tesseract", q=2, d=2), (*_tensor("tesseract", q=2), "memory.summa=whole"),
+]  # fmt: skip
+SUBGRAPHS = [
+    _tensor("subgraph", size=size, common=common, branch=branch)
+    for size in (2, 4)
+    for common in ("all", "one")
+    for branch in ("attention-core", "attention", "block")
+]
+CONTEXTS = [
+    (f"layout.context={size}", f"layout.context.kind={kind}") for kind in ("ulysses", "ring") for size in (2, 4)
+]
+SYNCS = ("allreduce", "ring", "rooted", "server-gradient", "zero1", "zero2", "zero3")
+STAGES = [("layout.pipeline=2", f"layout.pipeline.schedule={name}") for name in ("gpipe", "1f1b", "message-driven")]
+
+AXES: dict[str, list[Words]] = {
+    "tensor": [
+        *[()] * 4, *MEGATRONS * 2, *SUBGRAPHS, *TESSERACTS * 4,
+    ],
+    "context": [(), (), (), *CONTEXTS],
+    "data": [(), (), ("layout.data=2",), ("layout.data=3",), ("layout.data=4",), ("layout.data=6",)],
+    "sync": [(), *((f"layout.data.sync={sync}",) for sync in SYNCS)],
+    "shard": [(), (), (), ("layout.data.shard=2",)],
+    "expert": [(), ("layout.data.expert=2",), ("layout.data.expert=3",)],
+    "stages": [(), (), (), *STAGES, ("layout.pipeline=4",), ("layout.pipeline=2", "layout.pipeline.chunks=2")],
+    "micro": [(), ("batch.micro=1",), ("batch.micro=2",), ("batch.micro=4",)],
+    "recompute": [(), (), ("memory.recompute=1",), ("memory.recompute=2",), ("memory.recompute=selective",)],
+    "offload": [(), (), (), ("memory.offload=host",)],
+}  # fmt: skip
+"""A value that stands twice is drawn twice as often."""
+
+MOST_RANKS = 8
+
+
+def config_of(kind: tuple[str, str], words: Words, steps: int = 1) -> Config:
+    run, precision = RUNS[kind[0]], PRECISIONS[kind[1]]
+    tree = {
+        "seed": 3, "model": MODEL | run["model"], "data": {"sequence": 32} | run.get("data", {}),
+        "batch": {"global": run.get("batch", 4)}, "precision": precision, "steps": steps,
+        "optimizer": {"lr": 1e-2, "clip": 0.5},
+        "bits": {"kind": "layout-free"} | run["bits"],
+    }  # fmt: skip
+    return parse_run(tree, words)
+
+
+def drawn(random: Random, kind: tuple[str, str], fixed: Layout, most: int = 1000) -> tuple[Layout, Config] | None:
+    """A layout of several ranks that the run's parts allow, with the fixed words; None after `most` refusals."""
+    idle = ("tensor", "context") if "experts" in RUNS[kind[0]]["model"] else ("expert",)
+    for _ in range(most):
+        layout = {axis: random.choice(values) for axis, values in AXES.items()} | dict.fromkeys(idle, ())
+        if not layout["data"]:  # words without an effect are refused
+            layout |= {"sync": (), "shard": (), "expert": ()}
+        layout |= fixed
+        try:
+            config = config_of(kind, words_of(layout))
+        except ConfigError:
+            continue
+        if 1 < config.layout.world_size <= MOST_RANKS:
+            return layout, config
+    return None
+
+
+def numbered(number: int) -> tuple[tuple[str, str], Config]:
+    """The run and the layout of a number; the runs take turns."""
+    kind = KINDS[number % len(KINDS)]
+    found = drawn(Random(f"bits/{number}"), kind, {})
+    assert found is not None, kind
+    return kind, config_of(kind, words_of(found[0]), steps=3)
+
+
+def words_of(layout: Layout) -> Words:
+    return tuple(word for words in layout.values() for word in words)
+
+
+def covering(seed: int) -> Iterator[tuple[tuple[str, str], Layout]]:
+    """Layouts that have every value of every axis; the runs take turns."""
+    random, missing = Random(seed), [(axis, value) for axis, values in AXES.items() for value in values]
+    turns = cycle(KINDS)
+    while missing:
+        axis, value = missing[0]
+        found = None
+        while found is None:
+            kind = next(turns)
+            found = drawn(random, kind, {axis: value}, 60)
+        yield kind, found[0]
+        missing = [(axis, value) for axis, value in missing if found[0][axis] != value]
+
+
+@cache
+def on_one_device(kind: tuple[str, str], steps: int) -> Ended:
+    return ended(config_of(kind, (), steps))
+
+
+def differing(kind: tuple[str, str], config: Config, **how: Any) -> list[str]:
+    """Steps and tensors in which a layout of the run does not end with the bits of one device."""
+    return ended(config, **how).differing(on_one_device(kind, config.steps))
