@@ -26,8 +26,8 @@ from meshwright.tools.plan.software import load_program
 from validation.paper import Line, read_table
 
 FOLDER = Path(__file__).resolve().parent / "public"
-LOW = {"fp8": "fp8", "mxfp8": "mxfp8"}
-"""Formats of products, by the tables' words in small letters."""
+LOW = {"fp8-mx": "mxfp8", "mxfp8": "mxfp8", "fp8-cs": "fp8", "fp8": "fp8"}
+"""Formats of products, by how the tables' words begin, in small letters: MX, per block; CS, current scaling."""
 SYNCS = {"zero1": "zero1", "zero2": "zero2", "zero3": "zero3", "fsdp": "zero3", "hsdp": "zero3", "none": "allreduce"}
 """Ours for how a word of the tables begins."""
 HSDP = "hsdp"
@@ -185,8 +185,7 @@ def _missing(line: Line, rows_set: RowSet) -> Iterator[str]:
     yield from (fact for word, fact in rows_set.missing_by_note.items() if word in line["note"])
     if line["recompute"] in rows_set.missing_by_word:
         yield rows_set.missing_by_word[line["recompute"]]
-    precision = line["precision"].lower()
-    if precision not in ("bf16", "fp16", *LOW):
+    if line["precision"].lower() not in ("bf16", "fp16") and _low(line) is None:
         yield f"products in {line['precision']}"
     if line["device"] not in rows_set.clusters:
         yield f"a cluster of {line['device']}"
@@ -208,9 +207,13 @@ def _missing(line: Line, rows_set: RowSet) -> Iterator[str]:
 
 
 def _facts(line: Line, rows_set: RowSet) -> list[str]:
-    low = LOW.get(line["precision"].lower())
+    low = _low(line)
     by_note = [fact for word, facts in rows_set.facts_by_note.items() if word in line["note"] for fact in facts]
     return [*rows_set.facts, *by_note, *([f"products={low}"] if low else [])]
+
+
+def _low(line: Line) -> str | None:
+    return next((ours for word, ours in LOW.items() if line["precision"].lower().startswith(word)), None)
 
 
 def _tree(line: Line, rows_set: RowSet) -> dict[str, Any]:
@@ -228,6 +231,11 @@ def _tree(line: Line, rows_set: RowSet) -> dict[str, Any]:
         layout["pipeline"] = {"size": number["pp"], "schedule": "1f1b"} | _chunks(number)
     if number["cp"] > 1:
         layout["context"] = {"kind": "ulysses", "size": number["cp"]}
+    if number["pp"] > 1:
+        # Stages are outermost in Megatron-LM ("tp-cp-ep-dp-pp") and torchtitan, so that replicas share nodes.
+        sizes = {"pipe": number["pp"], "replicate": 1, "data": replicas // number["ep"], "expert": number["ep"]}
+        sizes |= {"context": number["cp"], "tensor": number["tp"]}
+        layout["order"] = [axis for axis, size in sizes.items() if size > 1]
     batch = number["micro"] * replicas
     return {
         "model": _model(line, rows_set),

@@ -75,12 +75,12 @@ def show_sets(judged: Sequence[Judged], *, rows: bool) -> None:
         for told in each.rows_set.assumed:
             console.print(f"  assumed: {told}")
         for row in each.rows if rows else ():
-            told = [row.missing or row.doubtful or row.fits]
+            words = [row.missing or row.doubtful or row.fits]
             if row.seconds is not None and row.measured_seconds is not None:
-                told.append(f"{row.measured_seconds:.4g} s, predicted {row.seconds:.4g} ({row.seconds_error:+.1%})")
+                words.append(f"{row.measured_seconds:.4g} s, predicted {row.seconds:.4g} ({row.seconds_error:+.1%})")
             if row.bytes is not None and row.measured_bytes is not None:
-                told.append(f"memory {row.bytes / row.measured_bytes - 1:+.1%}")
-            console.print(f"    {row.label}: {'; '.join(told)}")
+                words.append(f"memory {row.bytes / row.measured_bytes - 1:+.1%}")
+            console.print(f"    {row.label}: {'; '.join(words)}")
     timed = [row for each in judged for row in each.timed]
     if timed:
         mean = sum(abs(row.seconds_error) for row in timed) / len(timed)

@@ -97,17 +97,18 @@ def tokens_have_experts(config: Config) -> Iterator[Problem]:
 @rule("model.experts")
 def fields_have_an_effect(config: Config) -> Iterator[Problem]:
     experts = experts_of(config)
-    if experts is not None and experts.balance_over != "sequence" and not experts.balance:
+    if experts is None:
+        return
+    if experts.balance_over != "sequence" and not experts.balance:
         rule_text = "has no effect with model.experts.balance=0"
         yield Problem("model.experts.balance_over", experts.balance_over, rule_text, "leave it out, or a balance")
-    if experts is not None and experts.shared_gate and not experts.shared:
+    if experts.shared_gate and not experts.shared:
         rule_text = "has no effect with model.experts.shared=0"
         yield Problem("model.experts.shared_gate", "true", rule_text, "leave it out, or the width of a shared one")
-    if experts is not None and experts.per_token == 1 and experts.renormalise:
-        if not experts.balance and not experts.router_z:
-            rule_text = "makes the one weight of model.experts.per_token=1 a 1, by which a router learns nothing"
-            valid = "false, model.experts.per_token=2, or a balance"
-            yield Problem("model.experts.renormalise", "true", rule_text, valid)
+    if experts.per_token == 1 and experts.renormalise and not (experts.balance or experts.router_z):
+        rule_text = "makes the one weight of model.experts.per_token=1 a 1, by which a router learns nothing"
+        valid = "false, model.experts.per_token=2, or a balance"
+        yield Problem("model.experts.renormalise", "true", rule_text, valid)
 
 
 @rule("model.experts", "model.layers")
