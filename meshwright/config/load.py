@@ -275,8 +275,18 @@ def _resolve_model(tree: dict[str, Any]) -> list[Problem]:
     if base not in model_names():
         rule = "is no model that we have" + nearest(str(base), model_names())
         return [Problem("model", shown(base), rule, ", ".join(model_names()))]
-    tree["model"] = read_yaml(shipped("models")[base]) | fields
+    tree["model"] = laid_over(read_yaml(shipped("models")[base]), fields)
     return []
+
+
+def laid_over(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Fields with changes over them; those of a section change it, unless they say that it is of another kind."""
+    merged = fields | changes
+    for name, change in changes.items():
+        before = fields.get(name)
+        if isinstance(before, dict) and isinstance(change, dict) and "kind" not in change:
+            merged[name] = before | change
+    return merged
 
 
 def _resolve_weights(tree: dict[str, Any]) -> list[Problem]:
@@ -295,7 +305,7 @@ def _resolve_weights(tree: dict[str, Any]) -> list[Problem]:
     except MeshwrightError as error:
         return [Problem("model.from", shown(source), f"cannot be read: {error}")]
     # What the run says of the model lies over what the folder says.
-    tree["model"], tree["weights"] = found.model | fields, str(source)
+    tree["model"], tree["weights"] = laid_over(found.model, fields), str(source)
     if found.tokenizer is not None and (data is None or isinstance(data, dict)):
         tree["data"] = {"tokenizer": str(found.tokenizer)} | (data or {})
     return []

@@ -194,7 +194,9 @@ def import_folder(
     return Imported(model, sum(prod(pair.shape) for pair in pairs), family.reads_text, has_tokenizer)
 
 
-_FREE = ("dropout", "vocabulary_multiple", "positions")
+_OF_TRAINING = ("balance", "balance_over", "router_z", "capacity")
+"""Fields of experts that say how a run trains them, and change no weight's meaning."""
+_FREE = ("dropout", "vocabulary_multiple", "positions", "later_weight")
 """Fields that a run may have otherwise than the folder of its weights; positions where there is no table of them."""
 
 
@@ -206,6 +208,11 @@ def _refuse_other(source: Path, model: Model, wanted: Model, stored: Set[str]) -
     """Raises CheckpointError where a run's model would read the weights with another meaning."""
     tabled = [field.removeprefix("model.") for field, _ in model.tables]
     theirs, ours = model.model_dump(), wanted.model_dump()
+    for fields in (theirs, ours):
+        if isinstance(experts := fields.get("experts"), dict):
+            # The rate of biases is the run's, and whether there are biases the folder's.
+            kept = {field: value for field, value in experts.items() if field not in _OF_TRAINING}
+            fields["experts"] = kept | {"bias_rate": experts.get("bias_rate") is not None}
     # A head that the folder lacks is drawn: its size is the run's to choose, and none of the folder's.
     if not any(name.startswith("classifier.") for name in stored):
         theirs |= {field: ours[field] for field in _HEAD_FIELDS if field in theirs}

@@ -101,6 +101,22 @@ def test_later_tokens_come_and_go_under_the_names_of_published_folders(tmp_path:
         import_folder(tmp_path / "hf", tmp_path / "other")
 
 
+def test_a_run_from_a_folder_says_how_its_experts_are_trained(tmp_path: Path) -> None:
+    """Rates and losses are no settings of the folder; who has biases is."""
+    hugging_face(tmp_path / "hf", "groups")
+    source = {"from": str(tmp_path / "hf")}
+
+    def model(**experts: Any) -> Any:
+        return parse_config({"model": source | {"experts": experts}, "data": {"sequence": 8}}).model
+
+    wanted = model(bias_rate=0.001, balance=0.01, balance_over="batch", router_z=0.001)
+    assert wanted.experts.count == 8
+    import_folder(tmp_path / "hf", tmp_path / "step-0", wanted=wanted)
+    for change in ({"bias_rate": None}, {"scale": 3.0}):
+        with pytest.raises(CheckpointError, match=r"weights are of model\.experts="):
+            import_folder(tmp_path / "hf", tmp_path / "other", wanted=model(**change))
+
+
 CODE = {
     "AutoConfig": "configuration_deepseek.DeepseekV3Config",
     "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
