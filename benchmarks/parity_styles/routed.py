@@ -1,4 +1,4 @@
-"""Routed experts on ranks of their own: tokens travel to them, by top-k or with a capacity; a shared expert; balance."""
+"""Routed experts on ranks of their own: tokens travel to them, by top-k or with a capacity; a shared one; balance."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.parity_styles.models import HIDDEN, Llama, adamw, batch_of, momentum, sum_of_losses, valid
-from benchmarks.parity_styles.style import ALL, DATA, AllToAll, Reduce, exchange, style, sum_over
+from benchmarks.parity_styles.style import DATA, AllToAll, Reduce, exchange, style, sum_over
 from meshwright.parity.job import ParityJob
 
 EXPERTS, TOP = 4, 2
@@ -74,8 +74,8 @@ def routed_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
     ("router_local", "layers.0.feed_forward.router, layers.1.feed_forward.router", "missing reduction"),
     ("experts_scaled", "experts", "scaled"),
     ("experts_reduced", "experts", "scaled, wrong values, missing reduction, incomplete sum"),
-    ("aux_local", "router", "token counts, wrong values"),
-    ("aux_per_micro", "router", "accumulation, scaled, wrong values, token counts"),
+    ("aux_local", "router, feed_forward", "token counts, wrong values"),
+    ("aux_per_micro", "router, feed_forward", "accumulation, scaled, wrong values, token counts"),
     ("dispatch_detached", "layers.1.feed_forward", "wrong values, incomplete sum, missing reduction"),
     ("back_scaled", "layers.1.feed_forward, layers.0.feed_forward", "scaled, wrong values"),
     ("tokens_dropped", "layers.0.feed_forward", "wrong values"),
@@ -213,7 +213,9 @@ def capacity(job: ParityJob, wrong: str) -> None:
     if wrong == "capacity_halved":
         first.capacity = 1
     if wrong == "gate_ignored":
-        first.register_forward_hook(lambda module, arguments, y: y / module.router(arguments[0]).softmax(-1).max(-1, True)[0])
+        first.register_forward_hook(
+            lambda module, arguments, y: y / module.router(arguments[0]).softmax(-1).max(-1, True)[0]
+        )
     optimizer = momentum(list(model.parameters()))
 
     def step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -231,5 +233,3 @@ def capacity(job: ParityJob, wrong: str) -> None:
         return sum_over(loss, group)
 
     job.parallel(model, step=step, batch=job.rows("data"))
-
-

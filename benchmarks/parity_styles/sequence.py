@@ -10,9 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.parity_styles.models import (
-    IGNORED, ROWS, TOKENS, VOCABULARY, Llama, adamw, batch_of, loss_of, momentum, sum_of_losses, valid,
+    IGNORED,
+    ROWS,
+    TOKENS,
+    Llama,
+    adamw,
+    batch_of,
+    loss_of,
+    momentum,
+    sum_of_losses,
+    valid,
 )  # fmt: skip
-from benchmarks.parity_styles.style import ALL, CUT, PIPE, Reduce, style, sum_over
+from benchmarks.parity_styles.style import ALL, CUT, PIPE, style, sum_over
 from meshwright.parity.job import ParityJob
 
 
@@ -197,7 +206,11 @@ class Stage(nn.Module):
     PIPE,
     ("norm_twice", "norm", "wrong values, scaled"),
     ("sum_of_micro", ALL, "scaled"),
-    ("last_micro", ALL + ", layers.2, layers.3, layers.0, layers.1, norm, output, tok_embeddings", "incomplete sum, accumulation"),
+    (
+        "last_micro",
+        ALL + ", layers.2, layers.3, layers.0, layers.1, norm, output, tok_embeddings",
+        "incomplete sum, accumulation",
+    ),
     ("tied_once", "tok_embeddings, output", "incomplete sum, missing reduction"),
     ("stage_scale", "layers.2", "scaled, wrong values"),
     ("stale_stage", "layers.2, layers.2.attention.wq, layers.2.attention_norm", "stale weights, optimizer"),
@@ -260,5 +273,3 @@ def interleaved(job: ParityJob, wrong: str) -> None:
         return total if job.rank == 1 else None
 
     job.parallel(mine, step=step)
-
-

@@ -1,4 +1,4 @@
-"""Tensor parallelism as people write it: sums outside of the linear, shared key-value heads, cut tables, adapters, Muon."""
+"""Tensor parallelism as people write it: sums outside of linears, shared key-value heads, cut tables, LoRA, Muon."""
 
 from __future__ import annotations
 
@@ -10,9 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.parity_styles.models import (
-    IGNORED, ROWS, TOKENS, VOCABULARY, Llama, adamw, batch_of, loss_of, momentum, sum_of_losses, valid,
+    IGNORED,
+    TOKENS,
+    Llama,
+    adamw,
+    batch_of,
+    loss_of,
+    momentum,
+    sum_of_losses,
+    valid,
 )  # fmt: skip
-from benchmarks.parity_styles.style import ALL, BOTH, TENSOR, Reduce, enter, leave, style, sum_over
+from benchmarks.parity_styles.style import ALL, BOTH, TENSOR, enter, leave, style, sum_over
 from meshwright.parity.job import ParityJob
 
 
@@ -172,7 +180,7 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
     ("b_frozen", "layers.0.attention.wq, layers.1.attention.wq", "no gradient"),
 )
 def lora(job: ParityJob, wrong: str) -> None:
-    """Adapters on cut linears; everything else is frozen. lora_a of `down` is cut by columns, lora_b of `wq` by rows."""
+    """Adapters on cut linears; all else is frozen. lora_a of `down` is cut by columns, lora_b of `wq` by rows."""
     job.reference(adapt(Llama()), loss_of, batch_of, optimizer=adamw)
     group, index, model = job.device_mesh.get_group("tp"), job.index("tp"), job.copy()
     for layer in model.layers:
@@ -353,7 +361,9 @@ def sequence(job: ParityJob, wrong: str) -> None:
             dist.all_gather(parts, gradients[0].contiguous(), group=group)
             return torch.cat(parts, 1)
 
-    model.positions = torch.arange(TOKENS) + (job.index("tp") if wrong == "positions" else 0) * torch.arange(TOKENS) // 4
+    model.positions = (
+        torch.arange(TOKENS) + (job.index("tp") if wrong == "positions" else 0) * torch.arange(TOKENS) // 4
+    )
     for i, layer in enumerate(model.layers):
         for module in (layer.attention, layer.feed_forward):
             lost = wrong == "gather_no_sum" and i == 1 and module is layer.feed_forward
@@ -377,5 +387,3 @@ def sequence(job: ParityJob, wrong: str) -> None:
         return sum_over(loss, group)
 
     job.parallel(model, step=step, batch=lambda b: {k: x.chunk(2, 1)[index].contiguous() for k, x in b.items()})
-
-
