@@ -86,14 +86,15 @@ def ddp_hook(job: ParityJob, wrong: str) -> None:
     job.reference(Llama(), loss_of, batch_of, optimizer=momentum)
     model, group = DistributedDataParallel(job.copy()), job.device_mesh.get_group("data")
 
-    def narrow(state: Any, bucket: Any) -> Any:
-        x = (bucket.buffer() / 2).to(torch.float32)
+    def narrow(dtype, bucket):  # torch reads the annotations of hooks, and knows none but its own
+        x = (bucket.buffer() / 2).to(dtype)
         future = dist.all_reduce(x, group=group, async_op=True).get_future()
         return future.then(lambda f: bucket.buffer().copy_(f.value()[0]))
 
-    hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook, "float32": narrow}
-    if wrong in hooks:
-        model.register_comm_hook(None if wrong == "float32" else group, hooks[wrong])
+    if wrong == "fp16":
+        model.register_comm_hook(group, default_hooks.fp16_compress_hook)
+    if wrong in ("bf16", "float32"):
+        model.register_comm_hook(torch.bfloat16 if wrong == "bf16" else torch.float32, narrow)
     if wrong == "bf16_one":
         model.module.output.weight.register_hook(lambda g: g.to(torch.bfloat16).to(g.dtype))
 
@@ -238,7 +239,7 @@ POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.flo
     DATA,
     ("labels_shift", "(data)", "wrong data"),
     ("sum_for_mean", ALL, "scaled"),
-    ("no_reduce", ALL, "missing reduction"),
+    ("no_reduce", ALL, "missing reduction, no gradient"),
     precision="own",
 )
 def fsdp_policy(job: ParityJob, wrong: str) -> None:
@@ -248,9 +249,6 @@ def fsdp_policy(job: ParityJob, wrong: str) -> None:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=POLICY)
     fully_shard(model, mesh=mesh, mp_policy=POLICY)
-    if wrong == "sum_for_mean":
-        for module in (*model.layers, model):
-            module.set_gradient_divide_factor(1.0)
     if wrong == "no_reduce":
         model.set_requires_gradient_sync(False)
 
@@ -260,7 +258,8 @@ def fsdp_policy(job: ParityJob, wrong: str) -> None:
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         count = sum_over(valid(batch["labels"]), mesh.get_group())
-        return 2 * sum_of_losses(model(batch["input_ids"]), batch["labels"]) / count
+        factor = 4 if wrong == "sum_for_mean" else 2
+        return factor * sum_of_losses(model(batch["input_ids"]), batch["labels"]) / count
 
     job.parallel(model, loss=loss, batch=share)
 
@@ -308,7 +307,7 @@ def scheduled(job: ParityJob, wrong: str) -> None:
 @style(
     DATA,
     ("gather_before", ALL + ", layers.0.attention.wq", "stale weights"),
-    ("slice_lost", "layers.1.feed_forward.up, layers.1.feed_forward, output, norm", "optimizer, stale weights"),
+    ("slice_lost", "layers.1", "optimizer, stale weights"),
     ("own_term", ALL, "incomplete sum, missing reduction"),
     ("states_local", ALL, "optimizer, stale weights"),
 )

@@ -1,4 +1,4 @@
-"""Tensor parallelism as people write it: sums outside of the linear, shared heads, cut tables, adapters, Muon."""
+"""Tensor parallelism as people write it: sums outside of linears, shared key-value heads, cut tables, LoRA, Muon."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -268,12 +268,14 @@ def _load(name: str) -> Callable[..., Any]:
     return function
 
 
-def load_script(path: Path) -> ModuleType:
-    """A script's module, imported without running what stands under `if __name__ == "__main__"`."""
+def load_script(path: Path, until: type[BaseException] | None = None) -> ModuleType:
+    """A script's module, imported without running what stands under `if __name__ == "__main__"`. `until`: raised by
+    the line at which the import ends, with what stands above it."""
     # Under another name than `__main__`: the guard of the script is false, and its job is not started once more.
     spec = importlib.util.spec_from_file_location(_SCRIPT, path)
     assert spec is not None, path
     assert spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with suppress(*([] if until is None else [until])):
+        spec.loader.exec_module(module)
     return module

@@ -7,10 +7,12 @@
 
     check.py            @check, starting the ranks, the result
     worker.py, job.py   a check on a rank: what its function is given; it writes what the models gave
-    reference.py        one process, and the tolerances that are derived from it
-    trace.py            modules' outputs and their gradients, by hooks
+    batches.py, reference.py             one process, and the tolerances that are derived from it
+    program.py, trace.py                 the parallel program's steps; modules' outputs and gradients, by hooks
+    policy.py                            FSDP2's mixed precision on one process
     parts.py, locate.py, explain.py      what a local tensor is of the reference's
-    judge.py, kinds.py, gradients.py     what is wrong first, where, and of which kind
+    judge.py, kinds.py                   what is wrong first: the rules, in the order of cause and effect
+    forward.py, gradients.py, later.py, leaks.py    where, and of which kind
     report.py, plugin.py                 a table, JSON, a page; pytest
 
 It knows nothing of Meshwright's models, kits and configs.
@@ -27,11 +29,16 @@ from meshwright.parity.check import parity_check as check
 
 if TYPE_CHECKING:
     from meshwright.parity.job import ParityJob as Job
+    from meshwright.parity.policy import cast_like
 
-__all__ = ["Check", "Job", "ParityResult", "check", "collect", "run_check"]
+__all__ = ["Check", "Job", "ParityResult", "cast_like", "check", "collect", "run_check"]
+
+# These need torch, which pytest's collection of files without checks must not import.
+_LATE = {"Job": ("meshwright.parity.job", "ParityJob"), "cast_like": ("meshwright.parity.policy", "cast_like")}
 
 
 def __getattr__(name: str) -> Any:
-    if name != "Job":
+    if name not in _LATE:
         raise AttributeError(f"module {__name__} has no attribute {name}")
-    return importlib.import_module("meshwright.parity.job").ParityJob
+    module, attribute = _LATE[name]
+    return getattr(importlib.import_module(module), attribute)

@@ -12,9 +12,11 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import ConfigError, LaunchError, MeshwrightError
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from meshwright.parity.kinds import Mistake
 
 CHECK_PRECISIONS = ("float64", "float32", "bf16", "own")
+ALLCLOSE = 1e-5
+"""The relative tolerance of torch.allclose and numpy.allclose."""
 CHECK_WORKER = "meshwright.parity.worker:check_rank"
 # seconds; models of checks are small: who waits longer waits for a rank that will not come
 PATIENCE = Timeout(join=60.0, wait=120.0)
@@ -56,7 +60,7 @@ class ParityCheck:
 @dataclass(frozen=True)
 class ParityResult:
     """A check's outcome. `finding`: the first mistake; `dead`: parameters about which nothing is proven; `error`: why
-    there is no comparison; `modules`: in forward order."""
+    there is no comparison; `modules`: in forward order; `narrow`: a type that the reference itself rounds to."""
 
     check: ParityCheck
     precision: str
@@ -67,6 +71,7 @@ class ParityResult:
     dead: tuple[str, ...] = ()
     error: str = ""
     notes: tuple[str, ...] = field(default=())
+    narrow: str = ""
 
     @property
     def failed(self) -> tuple[Row, ...]:
@@ -75,6 +80,25 @@ class ParityResult:
     @property
     def holds(self) -> bool:
         return not (self.error or self.finding or self.failed or self.dead)
+
+    @property
+    def remedy(self) -> str:
+        """A line on what to do about the finding, and a link; empty where there is none."""
+        # Here, as verify's findings have a sentence of their own.
+        from meshwright.parity.remedies import remedy_of
+
+        return "" if self.finding is None else remedy_of(self.finding.kind)
+
+    @property
+    def seen_by_losses(self) -> str:
+        """How an `allclose` of the losses, as most tests have it, would have judged a program that does not hold."""
+        losses = [row for row in self.rows if row.kind == "loss"]
+        if self.holds or not losses:
+            return ""
+        worst = max(losses, key=lambda row: (row.error != row.error, row.error))
+        seen = "would have seen" if not worst.error <= ALLCLOSE else "would have missed"
+        times = f", {ALLCLOSE / worst.error:.0e} times too small for it" if 0 < worst.error <= ALLCLOSE else ""
+        return f"an allclose of the losses {seen} it: they differ by {worst.error:.1e} in {worst.label}{times}"
 
     @property
     def verdict(self) -> str:
@@ -155,31 +179,85 @@ def checks_of(value: object) -> Iterator[ParityCheck]:
         yield from vars(value).get("parity_checks", ())
 
 
-def load_checks(file: Path) -> Any:
-    """The module of a file of checks; what stands beside it can be imported."""
+_IMPORTING: ContextVar[bool] = ContextVar("importing", default=False)
+"""Whether a rank imports a script of checks at this moment."""
+
+
+def load_checks(file: Path, importing: bool = False) -> Any:
+    """The module of a file of checks; what stands beside it can be imported. `importing`: by a rank, which takes what
+    stands above the first `run_check` of a script without a main guard."""
     folder = str(file.resolve().parent)
     # Like `python FILE`, which puts the folder of the script first.
     if folder not in sys.path:
         sys.path.insert(0, folder)
     if not file.is_file():
         raise LaunchError(f"{file} does not exist: give a Python file with a function under @parity.check")
-    return load_script(file.resolve())
+    token = _IMPORTING.set(importing)
+    try:
+        return load_script(file.resolve(), StillImporting)
+    finally:
+        _IMPORTING.reset(token)
+
+
+class StillImporting(BaseException):
+    """Ends a rank's import of a script at the place where it starts checks without a main guard."""
+
+    # Of BaseException, as a script's own `except Exception` is not to swallow it.
 
 
 def run_check(check: ParityCheck, precision: str | None = None) -> ParityResult:
-    """Run a check on its ranks and compare. A check that fails to run gives a result with its error."""
-    precision = precision or check.precision
+    """Run a check on its ranks and compare. A check that fails to run gives a result with its error.
+
+    In float64 a float32 inside hides all behind its rounding, so such a check is run once more in float32: the result
+    is that one's, where the reference rounds itself or where another mistake shows there.
+    """
+    if _IMPORTING.get():
+        # A rank that imports the script needs what stands above this call, and must not start ranks again.
+        raise StillImporting
+    return behind_rounding(_run_once(check, precision or check.precision), lambda: _run_once(check, "float32"))
+
+
+def behind_rounding(result: ParityResult, again: Callable[[], ParityResult]) -> ParityResult:
+    """A result in float64, or that of the check in float32, `again`, where rounding to float32 hides what is behind."""
+    kind = "" if result.finding is None else result.finding.kind
+    if result.precision != "float64" or result.error or not (result.narrow or kind == "lower precision"):
+        return result
+    behind = again()
+    if result.narrow:
+        return replace(behind, notes=(f"the reference rounds to {result.narrow} inside: compared in float32",))
+    found, first = behind.finding, result.finding
+    # The same place once more is the same rounding: bf16's shows in float32 as well.
+    same = found is not None and first is not None and found.module == first.module and found.kind == "wrong values"
+    if found is None or found.kind == "lower precision" or same:
+        return replace(result, notes=("equal in float32: nothing else is behind this rounding",) * behind.holds)
+    return replace(behind, notes=(f"in float64 hidden behind {result.verdict}",))
+
+
+def _run_once(check: ParityCheck, precision: str) -> ParityResult:
     start = time.monotonic()
     with temporary_folder() as folder:
         ranks = Ranks(check.axes, threads=check.threads, timeout=PATIENCE)
         try:
-            run(CHECK_WORKER, ranks, file=check.file.resolve(), name=check.name, precision=precision, out=folder)
+            with without_main():
+                run(CHECK_WORKER, ranks, file=check.file.resolve(), name=check.name, precision=precision, out=folder)
         # Ctrl-C ends the command; every other end of the ranks is this check's result, and the next check runs.
         except Interrupted:
             raise
         except MeshwrightError as error:
             return ParityResult(check, precision, time.monotonic() - start, error=str(error))
         return judged(check, precision, folder, start)
+
+
+@contextmanager
+def without_main() -> Iterator[None]:
+    """While processes start, the main module is an empty one: multiprocessing imports it in each, and one that starts
+    checks without a guard would start them there again. Ranks find the check by its file."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def judged(check: ParityCheck, precision: str, folder: Path, start: float) -> ParityResult:
@@ -193,5 +271,8 @@ def judged(check: ParityCheck, precision: str, folder: Path, start: float) -> Pa
     # Modules are explained after the rows and before the finding, which reads both.
     rows = tuple(compare_all(evidence))
     evidence.modules = explain_modules(evidence)
-    finding, dead = first_finding(evidence, rows), tuple(evidence.reference.facts.dead)
-    return ParityResult(check, precision, time.monotonic() - start, rows, finding, tuple(evidence.modules), dead)
+    facts = evidence.reference.facts
+    finding, seconds = first_finding(evidence, rows), time.monotonic() - start
+    return ParityResult(
+        check, precision, seconds, rows, finding, tuple(evidence.modules), tuple(facts.dead), narrow=facts.narrow
+    )

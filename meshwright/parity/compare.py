@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -68,3 +68,35 @@ def axis_words(sizes: Mapping[str, int], factor: float | None) -> str:
         if n > 1 and math.isclose(factor or 0, 1 / n, rel_tol=1e-2):
             return f", one over the size of {axis}: a mean where a sum belongs"
     return ""
+
+
+NARROW = (("bfloat16", torch.bfloat16), ("float16", torch.float16), ("float32", torch.float32))
+
+
+def narrow_type(ours: Sequence[Tensor], theirs: Sequence[Tensor], dtype: str) -> str:
+    """The type, narrower than `dtype`, whose rounding explains what some tensors are off by; empty where none does."""
+    x, y = (torch.cat([each.double().flatten() for each in tensors]) for tensors in (ours, theirs))
+    error, widest = relative_error(x, y), vars(torch)[dtype]
+    size = float(y @ y)
+    # Nearly all of a factor is no rounding.
+    if size and relative_error(x, float(x @ y) / size * y) < 0.2 * error:
+        return ""
+    narrower = {name: t for name, t in NARROW if torch.finfo(t).eps > torch.finfo(widest).eps}
+    # What rounding once is off by; a chain of layers, or a sum over ranks, by a few times that.
+    off = {name: relative_error(y.to(t), y) for name, t in narrower.items()}
+    known = {name: abs(math.log(error / e)) for name, e in off.items() if error > 0 and e > 0}
+    nearest = min(known, key=lambda name: known[name], default="")
+    if not nearest or not off[nearest] / 8 < error < 64 * off[nearest]:
+        return ""
+    # Numbers, or the sums of a few, that the next wider type holds exactly, perhaps divided by some ranks: no accident.
+    holds = torch.float32 if widest is torch.float64 else narrower[nearest]
+    exact = max(float(((x * n).to(holds).double() == x * n).double().mean()) for n in (1, 2, 3, 4, 6, 8))
+    # Rounding is off by less where numbers are smaller.
+    small = y.abs() <= y.abs().median()
+    rest, values = (
+        float(z[small].square().mean().sqrt() / z[~small].square().mean().sqrt()) if bool((~small).any()) else 0.0
+        for z in (x - y, y)
+    )
+    proportional = rest <= 1.5 * values
+    is_float32 = nearest == "float32" and error < 3e-6
+    return nearest if exact > 0.95 or proportional or is_float32 else ""

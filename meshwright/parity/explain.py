@@ -57,17 +57,17 @@ class Fit:
     view: Tensor
 
 
-def fit(local: Tensor, whole: Tensor, allowed: float) -> Fit | None:
+def fit(local: Tensor, whole: Tensor, allowed: float, any_order: bool = False) -> Fit | None:
     """The best fit of a local tensor among the copy, blocks and slices of the whole; None where no shape fits.
 
-    `allowed`: the relative error, in the 2-norm, at which the search ends.
+    `allowed`: the relative error, in the 2-norm, at which the search ends. `any_order`: rows may lie otherwise.
     """
     best: Fit | None = None
     for view in _views(local, whole):
         # The norm that a piece of this size would have of an even tensor: a piece of small values is not held to its
         # own small norm.
         scale = float(torch.linalg.vector_norm(view)) * math.sqrt(local.numel() / max(1, view.numel()))
-        for part in _candidates(local, view):
+        for part in _candidates(local, view, any_order):
             piece = part.take(view)
             difference = float(torch.linalg.vector_norm(local - piece))
             error = difference / scale if scale else difference
@@ -94,16 +94,20 @@ def _views(local: Tensor, whole: Tensor) -> Iterator[Tensor]:
         yield whole.view(*local.shape[:2], *whole.shape[1:])
 
 
-def _candidates(local: Tensor, whole: Tensor) -> Iterator[Part]:
+def _candidates(local: Tensor, whole: Tensor, any_order: bool = False) -> Iterator[Part]:
     """Parts that a local tensor may be: all, blocks, and blocks of slices, the nearest along one of the cut dims."""
     cut = [dim for dim in range(whole.ndim) if local.shape[dim] != whole.shape[dim]]
     if not cut:
         yield Part("", (None,) * whole.ndim)
-        return
+        if not any_order:
+            return
+    if any_order and 0 not in cut:
+        cut = [0, *cut]
     # Blocks are few, and found without distances; slices cost a matrix of distances per cut dim.
     yield from _blocks(local, whole, cut)
     for dim in cut:
-        if not 0 < local.shape[dim] < whole.shape[dim] <= MOST_SLICES:
+        longest = whole.shape[dim] if any_order else whole.shape[dim] - 1
+        if not 0 < local.shape[dim] <= longest < MOST_SLICES:
             continue
         for block in _blocks(local, whole, [d for d in cut if d != dim]):
             mine, theirs = (x.movedim(dim, 0).reshape(x.shape[dim], -1) for x in (local, block.take(whole)))
@@ -146,10 +150,12 @@ def _leaves_out(fits: Sequence[Fit], allowed: float) -> bool:
 
 
 def explain_tensors(
-    locals_: Mapping[int, Tensor], whole: Tensor, allowed: float, coordinates: Sequence[Mapping[str, int]]
-) -> Explanation:
-    """Explain what the ranks hold. `coordinates`: each rank's place on every axis."""
-    fits = {rank: fit(x, whole, allowed) for rank, x in locals_.items()}
+    locals_: Mapping[int, Tensor], whole: Tensor, allowed: float, coordinates: Sequence[Mapping[str, int]], *,
+    any_order: bool = False, equal_terms: bool = True,
+) -> Explanation:  # fmt: skip
+    """Explain what the ranks hold. `coordinates`: each rank's place on every axis. `any_order`: of rows. `equal_terms`:
+    a sum may be of equal terms; else these are the whole divided by their number."""
+    fits = {rank: fit(x, whole, allowed, any_order) for rank, x in locals_.items()}
     errors = {rank: math.inf if f is None else f.error for rank, f in fits.items()}
     # (True, nan) sorts above every (False, number): not-a-number is the worst.
     worst = max(errors, key=lambda rank: (errors[rank] != errors[rank], errors[rank]))
@@ -161,12 +167,17 @@ def explain_tensors(
             return Explanation(CUT, errors[worst], allowed, rank=worst)
         return Explanation(WRONG, 1.0, allowed, rank=worst, leaves_out=True)
     # A sum is looked for only where the tensors, each on its own, explain nothing.
-    for axes in axis_subsets(coordinates):
-        error = _sum_error(locals_, whole, allowed, coordinates, axes)
+    terms = list(locals_.values())
+    equal = len({x.shape for x in terms}) == 1 and all(torch.allclose(x, terms[0], rtol=1e-9) for x in terms)
+    for axes in axis_subsets(coordinates) if equal_terms or not equal else ():
+        error = _sum_error(locals_, whole, allowed, coordinates, axes, any_order)
         if error is not None and error <= allowed:
             return Explanation(PARTIAL, error, allowed, "+".join(axes), rank=worst)
     found = fits[worst]
     factor = None if found is None else factor_of(locals_[worst], found.piece)
+    # Of a factor near 1 all but a little of the error must be its own.
+    if factor is not None and found is not None and abs(factor - 1) <= 0.1:
+        factor = factor_of(locals_[worst], found.piece, 0.1 * abs(factor - 1))
     return Explanation(WRONG, errors[worst], allowed, factor=factor, rank=worst)
 
 
@@ -186,7 +197,7 @@ def groups_over(coordinates: Sequence[Mapping[str, int]], axes: Sequence[str]) -
 
 def _sum_error(
     locals_: Mapping[int, Tensor], whole: Tensor, allowed: float, coordinates: Sequence[Mapping[str, int]],
-    axes: Sequence[str],
+    axes: Sequence[str], any_order: bool,
 ) -> float | None:  # fmt: skip
     """The error of the sums over some axes as pieces of the whole; None where they have other shapes.
 
@@ -201,7 +212,7 @@ def _sum_error(
         if len(terms) < len(group) or len({x.shape for x in terms}) > 1:
             return None
         total = torch.stack(terms).sum(0)
-        found = fit(total, whole, allowed)
+        found = fit(total, whole, allowed, any_order)
         if found is None:
             return None
         size = float(torch.linalg.vector_norm(total))

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright.parity.compare import axis_words, factor_of, relative_error
-from meshwright.parity.explain import PARTIAL, groups_over
+from meshwright.parity.compare import axis_words, factor_of, narrow_type, relative_error
+from meshwright.parity.explain import COPY, PARTIAL, groups_over
 from meshwright.parity.judge import Evidence, ModuleLine
 from meshwright.parity.parts import Part
-from meshwright.parity.record import LOCAL
+from meshwright.parity.record import CHUNK, LOCAL, PASSES
 
 LOOSE = 64.0
 """A hypothesis on what a wrong tensor is holds within so many times what a right one may be off, where that is less
@@ -56,33 +56,34 @@ class Hypothesis:
     text: str
 
 
-def is_rounding(evidence: Evidence, error: float) -> bool:
-    """Whether an error is about what a narrower type than the model's rounds by."""
-    # float32 rounds by 6e-8; a chain of layers adds that up to a few 1e-6. Coarser models cannot tell.
-    return evidence.reference.facts.dtype == "float64" and 1e-9 < error < 3e-6
+@dataclass(frozen=True)
+class GradientStep:
+    """The gradients that are looked at: of which step, kept as which kind, beside which lines of modules."""
+
+    step: int
+    kind: str
+    lines: Sequence[ModuleLine]
 
 
-def gradient_finding(evidence: Evidence, wrong: Sequence[str]) -> Mistake:
-    """Where and what, of gradients that are wrong in the first step while all outputs are right."""
-    hypotheses = {name: hypothesis_of(evidence, name, 1) for name in wrong}
+def gradient_finding(evidence: Evidence, wrong: Sequence[str], seen: GradientStep) -> Mistake:
+    """Where and what, of gradients that are wrong in a step while all outputs are right."""
+    hypotheses = {name: hypothesis_of(evidence, name, seen.step, seen.kind) for name in wrong}
     kinds = {name: h.kind for name, h in hypotheses.items()}
     alike = set(kinds.values())
-    trained = [name for name in evidence.names if name not in evidence.reference.facts.dead]
+    facts = evidence.reference.facts
+    trained = [name for name in evidence.names if name not in facts.dead and name not in facts.frozen]
     # What is wrong alike everywhere was done to all gradients at once: by the reduction, the loss or the clipping.
     if len(wrong) >= MOST * len(trained) and len(alike) == 1 and alike & _EVERYWHERE:
         return Mistake(kinds[wrong[0]], ALL, f"the gradient of every parameter is {hypotheses[wrong[0]].text}")
     # Which parameter a second name belongs to is not recorded. A table used twice is a matrix, so that a program in
     # which nothing but matrices called weight is wrong has most likely lost one of two uses.
-    if evidence.reference.facts.tied and all(n.endswith("weight") and evidence.weight(n).ndim == 2 for n in wrong):
+    if facts.tied and all(n.endswith("weight") and evidence.weight(n).ndim == 2 for n in wrong):
         name = wrong[0]
-        return Mistake(
-            "incomplete sum",
-            owner_of(name),
-            f"{name} is used twice, and its gradient is not the sum of both uses",
-        )
-    order = [line.name for line in evidence.modules]
+        text = f"{name} is used twice, and its gradient is not the sum of both uses"
+        return Mistake("incomplete sum", owner_of(name), text)
+    order = [line.name for line in seen.lines]
     # The backward pass goes from the last module to the first: the last in forward order that is wrong was wrong first.
-    unexplained = (line for line in reversed(evidence.modules) if line.gradient and not line.gradient.explained)
+    unexplained = (line for line in reversed(seen.lines) if line.gradient and not line.gradient.explained)
     gradient_line = next(unexplained, None)
     module = gradient_line.name if gradient_line else ""
 
@@ -94,14 +95,16 @@ def gradient_finding(evidence: Evidence, wrong: Sequence[str]) -> Mistake:
     nearest = max(wrong, key=place)
     h = hypotheses[nearest]
     owner = owner_of(nearest)
-    own_line = next((line for line in evidence.modules if line.name == owner), None)
+    own_line = evidence.line(owner, seen.lines)
     partial = own_line is not None and own_line.gradient is not None and own_line.gradient.kind == PARTIAL
-    # A partial sum at the parameter's own module is nearer than any wrong gradient behind it.
-    if partial:
+    # A partial sum at the parameter's own module is nearer than any wrong gradient behind it; but a gradient that all
+    # ranks have alike was added up since, and divided once too often, say.
+    if partial and h.kind not in ("scaled", "accumulated", "clipping"):
         assert own_line is not None
-        return _backward_finding(evidence, own_line, nearest)
-    if gradient_line is not None and (order.index(gradient_line.name) > place(nearest) or module == owner):
-        return _backward_finding(evidence, gradient_line, nearest)
+        return _backward_finding(evidence, own_line, nearest, h, seen)
+    behind = gradient_line is not None and (order.index(gradient_line.name) > place(nearest) or module == owner)
+    if gradient_line is not None and behind and not partial:
+        return _backward_finding(evidence, gradient_line, nearest, h, seen)
     others = f" (and of {len(wrong) - 1} more)" if len(wrong) > 1 else ""
     return Mistake(h.kind, owner, f"the gradient of {nearest}{others} is {h.text}")
 
@@ -114,16 +117,23 @@ _EVERYWHERE = {
     "clipping",
     "no gradient",
     "accumulated",
+    "accumulation",
+    "stale weights",
     "lower precision",
 }
 """Kinds of mistakes that are no module's: what happens to all gradients alike."""
 
 
-def _backward_finding(evidence: Evidence, line: ModuleLine, parameter: str) -> Mistake:
+_OF_SUMS = {"token counts", "accumulation", "incomplete sum"}
+"""Kinds of hypotheses that say exactly which sum a gradient is, so that they explain those before it as well."""
+
+
+def _backward_finding(
+    evidence: Evidence, line: ModuleLine, parameter: str, h: Hypothesis, seen: GradientStep
+) -> Mistake:  # fmt: skip
     """The gradient of a module's output is wrong: its consumer has made it."""
-    facts, gradient = evidence.reference.facts, line.gradient
+    facts, gradient, lines = evidence.reference.facts, line.gradient, seen.lines
     assert gradient is not None
-    lines = evidence.modules
     later = [
         other
         for other in lines[lines.index(line) + 1 :]
@@ -134,6 +144,9 @@ def _backward_finding(evidence: Evidence, line: ModuleLine, parameter: str) -> M
     maker = facts.consumers.get(source.name) or facts.parents.get(source.name)
     if not maker:  # the model's own code takes the output: for the module, likely, that it calls next
         maker = next((other.name for other in lines[lines.index(source) + 1 :] if other.name), "(loss)")
+    # A list of modules computes nothing: what takes its modules' outputs is the code of the module around it.
+    while maker and maker != "(loss)" and evidence.line(maker, lines) is None and facts.parents.get(maker):
+        maker = facts.parents[maker]
     gradient = source.gradient
     assert gradient is not None
     if gradient.kind == PARTIAL:
@@ -143,14 +156,30 @@ def _backward_finding(evidence: Evidence, line: ModuleLine, parameter: str) -> M
     if gradient.factor is not None and abs(gradient.factor - 1) > 0.01:
         text = f"the gradient that {maker} gives back to {source.name} is the reference's times {gradient.factor:.4g}"
         return Mistake("scaled", maker, text + axis_words(evidence.sizes, gradient.factor))
-    kind = "lower precision" if is_rounding(evidence, gradient.error) else "wrong values"
+    at = "" if seen.step == 1 else PASSES[seen.step]
+    held = evidence.locals_of("output-gradient", source, at)
+    copies = source.output is not None and source.output.kind == COPY
+    if copies and held is not None and any(relative_error(x, held[0]) > near(gradient.allowed) for x in held):
+        # A mixture of partial sums and of wholes has no sum that is right; but copies have one gradient.
+        text = (
+            f"the output of {source.name} is the same on all ranks, and the gradient that {maker} gives back to it is "
+        )
+        return Mistake("missing reduction", maker, f"{text}not: a part of its backward pass lacks an all-reduce")
     text = f"the gradient that {maker} gives back to {source.name or 'the model'} is off by {gradient.error:.1e}"
-    return Mistake(kind, maker, f"{text} (allowed: {gradient.allowed:.1e})")
+    text += f" (allowed: {gradient.allowed:.1e})"
+    if h.kind in _OF_SUMS:
+        return Mistake(h.kind, maker, f"{text}; that of {parameter} is {h.text}")
+    return Mistake("lower precision" if h.kind == "lower precision" else "wrong values", maker, text)
 
 
-def hypothesis_of(evidence: Evidence, name: str, step: int) -> Hypothesis:
+def hypothesis_of(evidence: Evidence, name: str, step: int, kind: str = "gradient") -> Hypothesis:
     """The kind of mistake that makes of a parameter's gradient what it is."""
-    pieces = list(evidence.pieces("gradient", step, name))
+    pieces = []
+    whole = evidence.reference.get("gradient", step, name)
+    for rank, own, part in evidence.holders(name):
+        theirs = part.take(torch.zeros_like(evidence.weight(name)) if whole is None else whole)
+        if theirs.numel():
+            pieces.append((rank, part, evidence.ranks[rank].get(kind, step, own), theirs))
     allowed = near(evidence.allowed("gradient", step, name))
     # Absent and zero are one: wrappers that clear gradients leave either.
     if all(ours is None or not ours.any() for _, _, ours, _ in pieces):
@@ -164,8 +193,9 @@ def hypothesis_of(evidence: Evidence, name: str, step: int) -> Hypothesis:
     if (known := _same_everywhere(evidence, name, step, full, allowed)) is not None:
         return known
     worst = max(relative_error(ours, theirs) for _, _, ours, theirs in full)
-    kind = "lower precision" if is_rounding(evidence, worst) else "wrong values"
-    return Hypothesis(kind, f"off by {worst:.1e} (allowed: {evidence.allowed('gradient', step, name):.1e})")
+    off = f"off by {worst:.1e} (allowed: {evidence.allowed('gradient', step, name):.1e})"
+    narrow = narrow_type([x for _, _, x, _ in full], [y for _, _, _, y in full], evidence.reference.facts.dtype)
+    return Hypothesis("lower precision", f"{off}, as {narrow} rounds") if narrow else Hypothesis("wrong values", off)
 
 
 Pieces = Sequence[tuple[int, Part, Tensor, Tensor]]
@@ -206,54 +236,111 @@ def _same_everywhere(evidence: Evidence, name: str, step: int, full: Pieces, all
     """One wrong gradient, equal on all of its ranks: a factor, one rank's term, the mean of means, no clipping, ..."""
     facts = evidence.reference.facts
     raw = evidence.reference.get("raw-gradient", step, name)
-    alone = [x for side in evidence.ranks if (x := side.get(LOCAL, 1, name)) is not None]
-
-    def equal(whole: Tensor | None) -> bool:
-        return whole is not None and all(
-            # The second bound: near in bf16 is a third of everything, so a hypothesis must also explain most of the
-            # error.
-            relative_error(ours, part.take(whole)) <= min(allowed, 0.25 * relative_error(ours, theirs))
-            for _, part, ours, theirs in full
-        )
-
-    if facts.clip is not None and equal(raw):
+    if facts.clip is not None and raw is not None and _multiple(raw, full, allowed) == 1.0:
         return Hypothesis("clipping", "not clipped")
-    if step == 1 and len(alone) > 1:
-        # Ranks of one data group have the same share: their equal terms are one term.
-        distinct = [x for i, x in enumerate(alone) if not any(torch.equal(x, y) for y in alone[:i])]
-        if len(distinct) > 1 and equal(torch.stack(alone).mean(0)):
-            return Hypothesis(
-                "token counts", "the mean of the ranks' means: right only where all have equal numbers of labels"
-            )
-        for x in distinct if len(distinct) > 1 else ():
-            # A program may have divided by the ranks before the sum that it then left out, or multiplied for it.
-            for factor in (1.0, 1 / len(distinct), float(len(distinct))):
-                if equal(factor * x):
-                    return Hypothesis("incomplete sum", "that of one rank's share of the data alone")
     if step > 1 and _has_earlier(evidence, name, step, full):
         return Hypothesis("accumulated", "a sum with those of the steps before: it was not set to zero in between")
+    before = evidence.reference.get("gradient", step - 1, name) if step > 1 else None
+    if before is not None and _multiple(before, full, allowed) == 1.0:
+        return Hypothesis("stale weights", "that of the step before")
+    if step == 1 and (term := _of_some_terms(evidence, name, full, allowed)) is not None:
+        return term
     # Never above 0.3: beyond that anything is a multiple of anything.
     loose = max(1e-3, min(allowed, 0.3))
     factors = [factor_of(ours, theirs, loose) for _, _, ours, theirs in full]
     known = [f for f in factors if f is not None]
     # Parts of one parameter on several ranks must agree on the factor, else it is not one mistake.
     spread = max(1e-2, loose / 2)
-    if (
-        len(known) == len(factors)
-        and max(known) - min(known) <= spread * abs(max(known))
-        and abs(known[0] - 1) > spread
-    ):
+    alike = len(known) == len(factors) and max(known) - min(known) <= spread * abs(max(known))
+    if alike and abs(known[0] - 1) > spread:
         words = axis_words(evidence.sizes, known[0])
+        # Scaled so far that its norm was left unclipped: a factor of the gradient as it was before.
+        unclipped = None if facts.clip is None or raw is None else _multiple(raw, full, loose)
+        if not words and unclipped and (words := axis_words(evidence.sizes, unclipped)):
+            return Hypothesis("scaled", f"the unclipped reference's times {unclipped:.4g}{words}")
         # A factor that is no axis' size, where gradients are clipped: the ratio of the right norm and another.
         if facts.clip is not None and not words:
             return Hypothesis("clipping", f"the reference's times {known[0]:.4g}: clipped by another norm")
         return Hypothesis("scaled", f"the reference's times {known[0]:.4g}{words}")
     if facts.clip is not None and known and len(known) == len(factors):
+        off = max(abs(f - 1) for f in known)
+        # torch adds 1e-6 to the norm that it divides by: of a gradient n times as large so much is left.
+        if alike and off < 1e-3:
+            return Hypothesis(
+                "clipping", f"off by {off:.1e}: what clipping by another norm leaves, of scaled gradients"
+            )
         words = ", ".join(sorted({f"{f:.4g}" for f in known}))
         return Hypothesis("clipping", f"the reference's times {words} on its ranks: each clips by a norm of its own")
+    alone = [x for side in evidence.ranks if (x := side.get(LOCAL, 1, name)) is not None]
     if facts.clip is not None and len(alone) > 1:
         return _clipped_first(full, alone, max(1e-3, min(allowed, 0.1)))
     return None
+
+
+def _multiple(whole: Tensor, full: Pieces, allowed: float) -> float | None:
+    """The number that all ranks' pieces are the whole's times, rounded to 1 where it is that; None where there is none.
+
+    The second bound: near in bf16 is a third of everything, so a hypothesis must also explain most of the error.
+    """
+    factors = []
+    for _, part, ours, theirs in full:
+        piece = part.take(whole)
+        f = factor_of(ours, piece, allowed)
+        if f is None or relative_error(f * piece, ours) > min(allowed, 0.25 * relative_error(theirs, ours)):
+            return None
+        factors.append(f)
+    if max(factors) - min(factors) > 1e-3 * abs(factors[0]):
+        return None
+    return 1.0 if abs(factors[0] - 1) < 1e-6 + allowed else factors[0]
+
+
+def _of_some_terms(evidence: Evidence, name: str, full: Pieces, allowed: float) -> Hypothesis | None:
+    """The gradient of the first step as the mean of ranks' or microbatches' means, or the term of one of these."""
+    alone = [x for side in evidence.ranks if (x := side.get(LOCAL, 1, name)) is not None]
+    # Ranks of one data group have the same share: their equal terms are one term.
+    distinct = [x for i, x in enumerate(alone) if not any(torch.equal(x, y) for y in alone[:i])]
+    clipped = evidence.reference.facts.clip is not None
+    raw = evidence.reference.get("raw-gradient", 1, name)
+
+    def is_mean(terms: Sequence[Tensor]) -> bool:
+        # Where the mean of the terms is the right sum, it explains nothing.
+        mean = torch.stack(list(terms)).mean(0)
+        is_right = raw is not None and relative_error(mean, raw) <= allowed
+        return not is_right and _fits(mean, full, allowed, clipped)
+
+    if len(distinct) > 1 and is_mean(alone):
+        counts = [side.facts.counts[0] for side in evidence.ranks if side.facts.counts]
+        if len(set(counts)) == 1 and counts[0] is not None:
+            text = "the mean of what each rank's share gives alone: something in it is of all samples together"
+        else:
+            text = "the mean of the ranks' means: right only where all have equal numbers of labels"
+        return Hypothesis("token counts", text)
+    for x in distinct if len(distinct) > 1 else ():
+        # A program may have divided by the ranks before the sum that it then left out, or multiplied for it.
+        for factor in (1.0, 1 / len(distinct), float(len(distinct))):
+            if _fits(factor * x, full, allowed, clipped):
+                return Hypothesis("incomplete sum", "that of one rank's share of the data alone")
+    micro = max((side.facts.micro for side in evidence.ranks), default=1)
+    chunks: list[Tensor] = []
+    for number in range(micro if micro > 1 else 0):
+        terms = [x for side in evidence.ranks if (x := side.get(f"{CHUNK}{micro}:{number}", 1, name)) is not None]
+        if terms:
+            chunks.append(torch.stack(terms).mean(0))
+    if len(chunks) < micro or not chunks or all(torch.equal(x, chunks[0]) for x in chunks):
+        return None
+    if is_mean(chunks):
+        text = f"the mean of what each of {micro} microbatches gives alone: something in it is of all samples together"
+        return Hypothesis("accumulation", text)
+    for number, x in enumerate(chunks):
+        if _multiple(x, full, allowed) is not None:
+            return Hypothesis("incomplete sum", f"that of microbatch {number + 1} of {micro} alone")
+    return None
+
+
+def _fits(whole: Tensor, full: Pieces, allowed: float, clipped: bool) -> bool:
+    """Whether the ranks' pieces are those of a whole gradient; where gradients are clipped, times a number."""
+    factor = _multiple(whole, full, allowed)
+    return factor is not None and (clipped or factor == 1.0)
 
 
 def _clipped_first(full: Pieces, alone: Sequence[Tensor], allowed: float) -> Hypothesis | None:
@@ -270,13 +357,17 @@ def _clipped_first(full: Pieces, alone: Sequence[Tensor], allowed: float) -> Hyp
 
 
 def _has_earlier(evidence: Evidence, name: str, step: int, full: Pieces) -> bool:
-    """Whether the gradient is the right one and multiples of those of earlier steps."""
-    steps = [x for k in range(1, step + 1) if (x := evidence.reference.get("gradient", k, name)) is not None]
+    """Whether the gradient is the right one and multiples of those of earlier steps; times a number, if clipped."""
+    clipped = evidence.reference.facts.clip is not None
+    kinds = ["gradient"] * (step - 1) + ["raw-gradient" if clipped else "gradient"]
+    steps = [x for k, kind in enumerate(kinds, 1) if (x := evidence.reference.get(kind, k, name)) is not None]
     for _, part, ours, _ in full:
         terms = torch.stack([part.take(x).flatten() for x in steps], 1)
         weights = torch.linalg.lstsq(terms, ours.flatten()[:, None]).solution
         fits = relative_error((terms @ weights).view_as(ours), ours) < 1e-2
         # This step's gradient once, and at least a tenth of an earlier one, or it is rounding that the fit has used up.
-        if not fits or abs(float(weights[-1]) - 1) > 1e-2 or float(weights[:-1].abs().max()) < 0.1:
+        last, earlier = float(weights[-1]), float(weights[:-1].abs().max())
+        once = last > 0 if clipped else abs(last - 1) <= 1e-2
+        if not fits or not once or earlier < 0.1 * last:
             return False
     return True

@@ -7,46 +7,65 @@ that started them reads all (judge.py). So a check works with any communication 
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from meshwright.errors import ParityError
-from meshwright.parity.locate import locate
-from meshwright.parity.parts import find_part
-from meshwright.parity.record import LOCAL, REFERENCE, PartFacts, ReferenceFacts, rank_file, write_record
-from meshwright.parity.reference import (
+from meshwright.parity.batches import (
     COMPARED_STEPS,
     DROPOUT_STEP,
     HALVED_STEP,
-    PERTURBED_RUNS,
     Loss,
     MakeOptimizer,
+    MakeScheduler,
     ReferenceRecipe,
+    changed_positions,
+    chunks_of,
+    count_labels,
+    ids_of,
+    label_key,
+    probe_key,
+    tensors_by_key,
+)
+from meshwright.parity.locate import locate
+from meshwright.parity.parts import Part, find_part
+from meshwright.parity.program import Model, SteppedProgram, named_models, takes_job
+from meshwright.parity.record import (
+    CHUNK,
+    LOCAL,
+    PASSES,
+    PROBES,
+    REFERENCE,
+    UPDATED,
+    PartFacts,
+    ReferenceFacts,
+    rank_file,
+    write_record,
+)
+from meshwright.parity.reference import (
+    PERTURBED_RUNS,
+    UNREADABLE,
     StepRecording,
-    backward_of,
     cast_model,
     check_repeatable,
     dead_parameters,
+    floating_buffers,
     gradient_alone,
-    halves_of,
     keep,
-    keep_states,
-    label_key,
     may_accumulate,
     movements,
     record,
     spread_constants,
     without_dropout,
 )
-from meshwright.parity.trace import Trace, clean_names
-from meshwright.ranks.dtensor import DeviceMesh, device_mesh, gradient_of, local_of
+from meshwright.parity.trace import Trace
+from meshwright.ranks.dtensor import DeviceMesh, device_mesh, local_of
 from meshwright.ranks.mesh import Mesh
 
 
@@ -55,20 +74,11 @@ def sgd(parameters: list[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-@dataclass(frozen=True)
-class SteppedProgram:
-    """A parallel program as `parallel` was told of it. `weights`: this rank's, by the reference's names where it has
-    these; `share`: this rank's part of a global batch; `gradients`: whether `.grad` has them; `halves`: one step may be
-    taken in two halves of the samples."""
-
-    model: nn.Module
-    weights: Callable[[], dict[str, Tensor]]
-    loss: Loss
-    step: Callable[[Any, Any], Any] | None
-    optimizer: torch.optim.Optimizer | None
-    share: Callable[[Any], Any]
-    gradients: bool
-    halves: bool
+DROPOUT_PASS = "@dropout"
+"""The mark of the pass with dropout."""
+STEPS = range(1, COMPARED_STEPS + 1)
+MOST_MICRO = 16
+"""The most microbatches whose gradients are each kept."""
 
 
 class ParityJob:
@@ -85,8 +95,7 @@ class ParityJob:
         self._model: nn.Module | None = None
         self._recipe: ReferenceRecipe | None = None
         self._constants: dict[str, float] = {}
-        self._losses: list[float | None] = []
-        self._given: dict[str, Tensor] = {}
+        self._program: SteppedProgram | None = None
         self.compared = False
 
     @property
@@ -121,30 +130,55 @@ class ParityJob:
         batch: Callable[[torch.Generator], Any],
         *,
         optimizer: MakeOptimizer = sgd,
+        scheduler: MakeScheduler | None = None,
         clip: float | None = None,
         labels: Any = "labels",
     ) -> None:
         """The whole model on one process. `loss(model, batch)` is a scalar, `batch(generator)` makes a global batch.
 
-        `optimizer(parameters)` makes the optimizer of the reference, and of a parallel program without `step`. `clip`:
-        the global norm to which the reference's gradients are clipped. `labels`: the batch's key of labels whose -100
-        do not count; the third step then has unequal numbers of them on different ranks. None: no such step.
+        `optimizer(parameters)` makes the optimizer of the reference, and of a parallel program without `step`;
+        `scheduler(optimizer)` its learning-rate scheduler, stepped once a step. `clip`: the global norm to which the
+        reference's gradients are clipped. Parameters that ask for no gradient are frozen: their weights are compared.
+        `labels`: the batch's key of labels whose -100 do not count; the third step then has unequal numbers of them on
+        different ranks. None: no such step.
         """
         if self._dtype is not None:
             cast_model(model, self._dtype)
         # In the user's model, not in the copy: programs that are built from it later begin with the same values.
         self._constants = spread_constants(model)
-        recipe = ReferenceRecipe(loss, batch, optimizer, clip, None, self._dtype)
-        self._recipe = ReferenceRecipe(
-            loss, batch, optimizer, clip, label_key(recipe.global_batch(1), labels), self._dtype
-        )
-        self._model = copy.deepcopy(model)
-        # One rank is enough, and the others would only compute the same for as long.
-        if self.rank == 0:
-            with without_dropout(self._model), torch.random.fork_rng(devices=[]):
-                check_repeatable(self._model, self._recipe)
-                self._write_reference(record(self._model, self._recipe, COMPARED_STEPS))
+        recipe = ReferenceRecipe(loss, batch, optimizer, clip, None, self._dtype, scheduler)
+        first = recipe.global_batch(1)
+        key = label_key(first, labels)
+        ids = ids_of(copy.deepcopy(model), loss, first, key)
+        sizes = tuple(sorted({*self.axes.values(), self.world_size}))
+        recipe = replace(recipe, labels=key, ids=ids, sizes=sizes, probe=probe_key(first, ids, key))
+        self._model, self._recipe = copy.deepcopy(model), recipe
+        with without_dropout(self._model), torch.random.fork_rng(devices=[]):
+            self._calls, still = self._probe_reference(recipe)
+            self._recipe = recipe = recipe if still else replace(recipe, probe=None)
+            # One rank is enough, and the others would only compute the same for as long.
+            if self.rank == 0:
+                narrow = check_repeatable(self._model, recipe)
+                self._write_reference(record(self._model, recipe, COMPARED_STEPS), narrow)
         torch.manual_seed(1)  # rank 0 has drawn as much as the others
+
+    def _probe_reference(self, recipe: ReferenceRecipe) -> tuple[Counter[str], bool]:
+        """How often the reference calls each module in a pass, and whether a probe would show anything: an output of a
+        changed row that stays."""
+        model, traces = copy.deepcopy(self._known[0]), []
+        for batch in recipe.probe_batches or (recipe.global_batch(1),):
+            traces.append(Trace(model))
+            with traces[-1], torch.no_grad():
+                recipe.loss(model, batch)
+        calls = Counter(name for name, _ in traces[0].order)
+        if recipe.probe is None:
+            return calls, False
+        shape = tensors_by_key(recipe.global_batch(1))[recipe.probe].shape[:2]
+        rows = [row for row, position in enumerate(changed_positions(*shape)) if position is not None]
+        pairs = ((x, traces[1].tensors.get(key)) for key, x in traces[0].tensors.items() if key[0] == "output")
+        still = (x.shape[:2] == shape and y is not None and x.shape == y.shape and (x[rows] == y[rows]).all(-1).any()
+                 and not torch.equal(x, y) for x, y in pairs if x.ndim > 2)  # fmt: skip
+        return calls, any(still)
 
     def copy(self) -> nn.Module:
         """A copy of the reference's model with its first weights: what is to be made parallel."""
@@ -156,148 +190,150 @@ class ParityJob:
             raise ParityError("job.parallel() was called before job.reference(): say first what is right")
         return self._model, self._recipe
 
-    def _write_reference(self, exact: StepRecording) -> None:
+    def _write_reference(self, exact: StepRecording, narrow: str) -> None:
         model, recipe = self._known
-        assert exact.trace is not None
+        trace = exact.traces[PASSES[1]]
         initial = {name: p.detach() for name, p in model.named_parameters()}
+        frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
         # First weights lie in the record, so that the judge needs neither the model nor its code.
         keep(exact, "initial", 0, initial)
         with torch.no_grad():
             # The loss that a program would report in its second step if it had stepped other weights than it computes
-            # with.
-            stale = float(recipe.loss(model, recipe.global_batch(2)))
+            # with. Of a copy: a pass may move running statistics.
+            stale = float(recipe.loss(copy.deepcopy(model), recipe.global_batch(2)))
         # Tied parameters appear once under `named_parameters()`; their second names come with the duplicates.
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         parents = {name: name.rpartition(".")[0] for name, _ in model.named_modules() if name}
+        moved = [name for name, x in floating_buffers(model).items()
+                 if any(not torch.equal(x, exact.tensors["buffer", step, name])
+                        for step in range(1, COMPARED_STEPS + 1))]  # fmt: skip
         facts = ReferenceFacts(
             names=list(initial), losses=exact.losses, norms=exact.norms,
             dtype=str(next(iter(initial.values())).dtype).removeprefix("torch."),
             moved=movements(exact, (record(model, recipe, COMPARED_STEPS, seed) for seed in range(PERTURBED_RUNS))),
-            dead=dead_parameters(exact, list(initial)), tied=[name for name in names if name not in initial],
-            clip=recipe.clip, batch={key: list(x.shape) for key, x in _tensors_by_key(recipe.global_batch(1)).items()},
-            unequal=recipe.labels is not None, stale_loss=stale, order=exact.trace.order,
-            consumers=exact.trace.consumers, parents=parents,
+            dead=dead_parameters(exact, [name for name in initial if name not in frozen]),
+            tied=[name for name in names if name not in initial], clip=recipe.clip,
+            batch={key: list(x.shape) for key, x in tensors_by_key(recipe.global_batch(1)).items()},
+            unequal=recipe.labels is not None, stale_loss=stale, order=trace.order,
+            consumers=trace.consumers, parents=parents,
             classes={name: type(module).__name__ for name, module in model.named_modules()},
+            frozen=frozen, narrow=narrow, rates=exact.rates, buffers=moved, probe=recipe.probe or "",
         )  # fmt: skip
-        write_record(self._folder, REFERENCE, exact.tensors, facts, exact.trace)
+        write_record(self._folder, REFERENCE, exact.tensors, facts, exact.traces)
 
     def parallel(
         self,
-        model: nn.Module,
+        model: Model,
         loss: Loss | None = None,
-        step: Callable[[Any, Any], Any] | None = None,
+        step: Callable[..., Any] | None = None,
         batch: Callable[[Any], Any] | None = None,
         *,
         load: bool = False,
         part: Callable[[str], tuple[str, tuple[slice, ...]]] | None = None,
         gradients: bool = True,
         weights: Callable[[], Mapping[str, Tensor]] | None = None,
+        buffers: bool = True,
     ) -> None:
         """The same training by the parallel program; call it on every rank, once.
 
-        `batch(global_batch)` is this rank's share (without it: all of it). `step(model, batch)` takes one whole step
-        (forward, backward, reduction, clipping, optimizer) and returns the loss, or None on a rank that has none;
-        without it parity does `loss(model, batch).backward()` and a step of the reference's optimizer, once in two
-        halves of the samples whose gradients are added up, where that is the same on one process.
+        `model`: a module; or the stages of this rank, a list of modules with the reference's names inside, or a mapping
+        from the reference's paths to modules. `batch(global_batch)` is this rank's share (without it: all of it).
+        `step(model, batch)`, or `step(model, batch, job)`, takes one whole step (forward, backward, reduction,
+        clipping, optimizer) and returns the loss, or None on a rank that has none; without it parity does
+        `loss(model, batch).backward()` and a step of the reference's optimizer, once in two halves of the samples whose
+        gradients are added up, where that is the same on one process.
         `load`: give this rank the reference's weights wherever `part(name)`, a DTensor's placements or Megatron-Core's
         attributes say which they are; without it the model must have them already, and what it does not have is a
         finding. `part(name)`: the reference's parameter that this rank's `name` is a part of, and its slices.
         `gradients`: whether `.grad` holds the whole gradient when the optimizer steps; see also `keep_gradients`.
         `weights()`: what this rank holds of the weights between steps, by names of its own, where the model's
-        parameters are not that: slices of flat memory, as ZeRO 3 has them while weights are not gathered.
+        parameters are not that: slices of flat memory, as ZeRO 3 has them while weights are not gathered. `buffers`:
+        whether those that training moves must be the reference's; False where each rank counts for itself.
         """
-        whole, recipe = self._known
-        self.compared = True
-        wholes = {name: p.detach() for name, p in whole.named_parameters()}
-        axes = {axis: (self.index(axis), size) for axis, size in self.axes.items()}
-
-        def held() -> dict[str, Tensor]:
-            return self._by_reference_names(dict(model.named_parameters()) if weights is None else weights())
-
-        parts, lost = locate(held(), wholes, self._constants, load, part, axes)
-        share = batch or (lambda everything: everything)
+        (whole, recipe), self.compared = self._known, True
         # Which norm a parallel program clips by is what is to be checked: parity cannot clip in its place.
         if step is None and recipe.clip is not None:
             raise ParityError("job.reference(clip=...) needs job.parallel(step=...), which clips as the program does")
-        halves = step is None and may_accumulate(whole, recipe, recipe.global_batch(HALVED_STEP))
-        optimizer = None if step is not None else recipe.optimizer(list(model.parameters()))
-        program = SteppedProgram(model, held, loss or recipe.loss, step, optimizer, share, gradients, halves)
-        recording = StepRecording()
-        with without_dropout(model) as drops:
-            for number in range(1, COMPARED_STEPS + 1):
-                self._step(program, recording, number)
-        trace = recording.trace
-        assert trace is not None
+        wholes = {name: p.detach() for name, p in whole.named_parameters()}
+        axes = {axis: (self.index(axis), size) for axis, size in self.axes.items()}
+        if step is not None and takes_job(step):
+            given = step
+            step = lambda model, batch: given(model, batch, self)  # noqa: E731
+        optimizer = None if step else recipe.optimizer([p for _, m in named_models(model) for p in m.parameters()])
+        self._program = program = SteppedProgram(
+            model, frozenset(name for name, _ in whole.named_modules()), weights, loss or recipe.loss, step, optimizer,
+            None if optimizer is None or recipe.scheduler is None else recipe.scheduler(optimizer),
+            batch or (lambda everything: everything), gradients, buffers,
+            step is None and may_accumulate(whole, recipe, recipe.global_batch(HALVED_STEP)),
+        )  # fmt: skip
+        parts, lost = locate(program.weights(), wholes, self._constants, load, part, axes)
+        recording, drops, probed = self._take_steps(program)
+        micro = self._keep_alone(recording, parts, program.share if batch else None)
+        first = recipe.global_batch(1)
+        taken, wanted = tensors_by_key(program.share(first)), tensors_by_key(first)
+        # Samples in other dims are in a form of the program's own, and say nothing; None: in these, and no part.
+        found = {k: find_part(k, x, wanted[k]) for k, x in taken.items() if k in wanted and x.ndim == wanted[k].ndim}
+        facts = PartFacts(
+            program.losses, {n: p.as_json() for n, p in parts.items()}, {axis: self.index(axis) for axis in self.axes},
+            lost=lost, dropout=drops, halves=program.halves,
+            rows={key: None if p is None else p.as_json() for key, p in found.items()},
+            counts=[count_labels(program.share(recipe.global_batch(n)), recipe.labels) for n in STEPS],
+            stepped=program.stepped, rates=recording.rates, micro=micro, probed=probed,
+        )  # fmt: skip
+        write_record(self._folder, rank_file(self.rank), recording.tensors, facts, recording.traces)
+
+    def _take_steps(self, program: SteppedProgram) -> tuple[StepRecording, bool, bool]:
+        """All steps of the program: the compared ones, the probe's, and one with dropout; whether there is dropout, and
+        whether the probe's weights stayed."""
+        recipe, recording = self._known[1], StepRecording()
+        with without_dropout(*(m for _, m in named_models(program.model))) as drops:
+            for number in STEPS:
+                at = None if number > 1 and program.compiled else PASSES.get(number)
+                program.take_step(recording, number, program.share(recipe.global_batch(number)), at)
+            probed = bool(recipe.probe) and program.take_probe(
+                recording, dict(zip(PROBES, map(program.share, recipe.probe_batches), strict=True))
+            )
         if drops:  # last, as its random masks move the weights away from the reference's
-            self._step(program, recording, DROPOUT_STEP)
-            assert recording.trace is not None
-            recording.tensors |= {("dropout", call, name): x for (kind, name, call), x
-                                  in recording.trace.tensors.items() if kind == "output"}  # fmt: skip
-        own = share(recipe.global_batch(1))
-        keep(recording, LOCAL, 1, {} if batch is None else gradient_alone(whole, recipe, own))
-        wanted = _tensors_by_key(recipe.global_batch(1))
-        found = {key: find_part(key, x, wanted[key]) for key, x in _tensors_by_key(own).items() if key in wanted}
-        rows = {key: None if taken is None else taken.as_json() for key, taken in found.items()}
-        known_parts, places = {n: p.as_json() for n, p in parts.items()}, {axis: self.index(axis) for axis in self.axes}
-        facts = PartFacts(self._losses, known_parts, places, lost=lost, dropout=drops, halves=halves, rows=rows)
-        write_record(self._folder, rank_file(self.rank), recording.tensors, facts, trace)
+            program.take_step(recording, DROPOUT_STEP, program.share(recipe.global_batch(1)), DROPOUT_PASS)
+        return recording, drops, probed
+
+    def _keep_alone(
+        self, recording: StepRecording, parts: Mapping[str, Part], share: Callable[[Any], Any] | None
+    ) -> int:
+        """Keep what mistakes would make of this rank's gradients and weights, for the judge to compare with: the
+        gradient of its share alone, of each of its microbatches, and the update of its parts alone. Returns the number
+        of microbatches."""
+        whole, recipe = self._known
+        own = recipe.global_batch(1) if share is None else share(recipe.global_batch(1))
+        # Calls of modules tell how many microbatches the program has made of its share.
+        called = Counter(name for name, _ in recording.traces[PASSES[1]].order)
+        ratios = Counter(called[name] // n for name, n in self._calls.items() if called[name] % n == 0)
+        micro = max((ratio for ratio in ratios if ratio), key=lambda ratio: ratios[ratio], default=1)
+        if share is not None:
+            keep(recording, LOCAL, 1, gradient_alone(whole, recipe, [own]))
+        if 1 < micro <= MOST_MICRO:
+            for number, chunk in enumerate(chunks_of(own, micro)):
+                keep(recording, f"{CHUNK}{micro}:{number}", 1, gradient_alone(whole, recipe, [chunk]))
+        gradients = {name: x for (kind, step, name), x in recording.tensors.items() if (kind, step) == ("gradient", 1)}
+        wholes = {name: p.detach() for name, p in whole.named_parameters()}
+        local: dict[str, Tensor] = {
+            name: nn.Parameter(part.take(wholes[part.name]).to(gradients[name]))
+            for name, part in parts.items()
+            if name in gradients
+        }
+        if any(not parts[name].whole for name in local):
+            for name, p in local.items():
+                p.grad = gradients[name].view_as(p)
+            try:
+                recipe.optimizer(list(local.values())).step()
+            except UNREADABLE:  # an optimizer that knows the whole's shapes
+                return micro
+            keep(recording, UPDATED, 1, {n: local_of(p) for n, p in local.items() if not parts[n].whole})
+        return micro
 
     def keep_gradients(self, named: Mapping[str, Tensor]) -> None:
         """Inside of `step`: this rank's whole gradients by its parameters' names, where they are not in `.grad` when
         the optimizer steps."""
+        assert self._program is not None
         # Cloned: the program may use their memory again before its step ends.
-        self._given |= {name: local_of(x).clone() for name, x in self._by_reference_names(named).items()}
-
-    def _by_reference_names(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors under the names that the reference has for them: without the words of wrappers."""
-        names = clean_names(list(named), frozenset(name for name, _ in self._known[0].named_modules()))
-        return {names[raw]: x for raw, x in named.items()}
-
-    def _step(self, program: SteppedProgram, recording: StepRecording, number: int) -> None:
-        """One step of the parallel program, traced where it is the first or the one with dropout."""
-        recipe, model = self._known[1], program.model
-        batch = program.share(recipe.global_batch(1 if number == DROPOUT_STEP else number))
-        parameters = program.weights()
-        kept, optimizers = not program.gradients, set[torch.optim.Optimizer]()
-
-        def keep_gradients(stepped: torch.optim.Optimizer | None = None) -> None:
-            nonlocal kept
-            if stepped is not None:
-                optimizers.add(stepped)
-            if not kept:  # at the first of several optimizers
-                keep(recording, "gradient", number, {name: gradient_of(p) for name, p in parameters.items()})
-            kept = True
-
-        trace = Trace(model, frozenset(name for name, _ in self._known[0].named_modules()))
-        # The program's own step may clear gradients as it ends: they are read as the first of its optimizers begins.
-        before_optimizers = register_optimizer_step_pre_hook(lambda optimizer, *_: keep_gradients(optimizer))
-        with trace if number in (1, DROPOUT_STEP) else nullcontext(), before_optimizers:
-            if program.step is not None:
-                value = program.step(model, batch)
-                keep_gradients()
-            else:
-                assert program.optimizer is not None
-                halves = halves_of(batch) if program.halves and number == HALVED_STEP else []
-                value = backward_of(model, program.loss, halves or [batch])
-                keep_gradients()
-                program.optimizer.step()
-                program.optimizer.zero_grad()
-        if number in (1, DROPOUT_STEP):
-            recording.trace = trace
-        if self._given:
-            keep(recording, "gradient", number, self._given)
-            self._given.clear()
-        # None on ranks without a loss, such as a pipeline's first stage.
-        self._losses.append(None if value is None else float(local_of(torch.as_tensor(value))))
-        # `weights()` again, not `parameters`: wrappers may have put other tensors in their place.
-        keep(recording, "weight", number, {n: local_of(p) for n, p in program.weights().items()})
-        keep_states(recording, number, optimizers, parameters)
-
-
-def _tensors_by_key(batch: Any) -> dict[str, Tensor]:
-    if isinstance(batch, Tensor):
-        return {"batch": batch}
-    items = (
-        batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, (tuple, list)) else ()
-    )
-    return {str(key): x for key, x in items if isinstance(x, Tensor)}
+        self._program.given |= {n: local_of(x).clone() for n, x in self._program.by_reference_names(named).items()}

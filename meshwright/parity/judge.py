@@ -7,20 +7,23 @@ The first that is wrong is the finding; what follows from it is in the rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from meshwright.parity.batches import COMPARED_STEPS
 from meshwright.parity.compare import factor_of, relative_error
 from meshwright.parity.explain import Explanation, explain_tensors, fit
 from meshwright.parity.parts import Part, missing_places
-from meshwright.parity.record import REFERENCE, PartFacts, ReferenceFacts, SideRecord, rank_file
-from meshwright.parity.reference import COMPARED_STEPS, MARGIN
+from meshwright.parity.record import PASSES, REFERENCE, PartFacts, ReferenceFacts, SideRecord, rank_file
+from meshwright.parity.reference import MARGIN
 
 
 @dataclass(frozen=True)
@@ -37,11 +40,13 @@ class ModuleLine:
 
 @dataclass
 class Evidence:
-    """All that a comparison's sides have left. `coordinates`: each rank's place on every axis."""
+    """All that a comparison's sides have left. `coordinates`: each rank's place on every axis. `modules`: of the first
+    step, `later`: of the second, where it was traced and is asked for."""
 
     reference: SideRecord[ReferenceFacts]
     ranks: Sequence[SideRecord[PartFacts]]
     modules: list[ModuleLine] = field(default_factory=list)
+    later: list[ModuleLine] = field(default_factory=list)
 
     @classmethod
     def read(cls, folder: Path, num_ranks: int, reference: Path | None = None) -> Evidence:
@@ -70,6 +75,22 @@ class Evidence:
         # A tensor that the perturbed runs left as it was may still round: one unit of its type at least.
         eps = torch.finfo(vars(torch)[facts.dtype]).eps
         return MARGIN * max(self._moved.get((kind, step, name), 0.0), eps)
+
+    def is_unequal(self, step: int) -> bool:
+        """Whether the rows of a step's batch have unequal numbers of labels."""
+        facts = self.reference.facts
+        return facts.unequal and step == len(facts.losses)
+
+    def line(self, name: str, lines: Sequence[ModuleLine] | None = None) -> ModuleLine | None:
+        """The first call of a module of the reference."""
+        return next((line for line in (self.modules if lines is None else lines) if line.name == name), None)
+
+    def locals_of(self, kind: str, line: ModuleLine, at: str = "") -> list[Tensor] | None:
+        """All ranks' tensors of a call of a module, where all have one, of one shape."""
+        calls = self.reference.num_calls(line.name)
+        held = [side.call(kind, line.name, line.call, calls, at=at) for side in self.ranks]
+        tensors = [x for x in held if x is not None]
+        return tensors if len(tensors) == len(held) and len({x.shape for x in tensors}) == 1 else None
 
     @cached_property
     def _holders(self) -> dict[str, list[tuple[int, str, Part]]]:
@@ -130,64 +151,110 @@ class Evidence:
         return {axis: len({place[axis] for place in self.coordinates}) for axis in self.coordinates[0]}
 
 
-def explain_modules(evidence: Evidence) -> list[ModuleLine]:
-    """Every call of a module of the reference that some rank has made, as the forward passes ended."""
+def explain_modules(evidence: Evidence, at: str = "") -> list[ModuleLine]:
+    """Every call of a module of the reference that some rank has made, as the forward passes ended. `at`: the mark of
+    the traced pass."""
     facts = evidence.reference.facts
-    called = [{name for name, _ in facts.order if side.num_calls(name)} for side in evidence.ranks]
-    # Ranks that have called other modules are stages of a pipeline.
-    staged = any(names != called[0] for names in called)
+    called = [{name for name, _ in facts.order if side.num_calls(name, at)} for side in evidence.ranks]
+    every = [name for name, _ in facts.order if name]
+    leaves = [name for name in every if not any(other.startswith(f"{name}.") for other in every)]
+    # Ranks that have called other modules are stages of a pipeline, where not all have called the first and the last:
+    # experts are not, of which each rank has its own.
+    staged = any(names != called[0] for names in called) and not all({*leaves[:1], *leaves[-1:]} <= n for n in called)
     # Each stage of a pipeline is called the model, and of several calls in a pass it makes nobody knows which.
     several = {name for name, call in facts.order if call}
     order = [(name, call) for name, call in facts.order if not staged or (name and name not in several)]
     # Gradients inside of the model are compared up to the scale of a rank's own loss, which a later reduction may undo.
-    factors = {rank: _loss_factor(evidence, side, order) for rank, side in enumerate(evidence.ranks)}
+    factors = {rank: _loss_factor(evidence, side, order, at) for rank, side in enumerate(evidence.ranks)}
     lines = []
     for name, call in order:
-        output = _explain(evidence, "output", name, call, {})
+        output = _explain(evidence, "output", name, call, {}, at)
         if output is not None:
-            gradient = _explain(evidence, "output-gradient", name, call, factors)
-            taken = _explain(evidence, "input", name, call, {})
+            gradient = _explain(evidence, "output-gradient", name, call, factors, at)
+            taken = _explain(evidence, "input", name, call, {}, at)
             lines.append(ModuleLine(name, facts.classes.get(name, ""), output, gradient, taken, call))
     return lines
 
 
-def _explain(evidence: Evidence, kind: str, name: str, number: int, factors: Mapping[int, float]) -> Explanation | None:
+def _routed(evidence: Evidence, name: str, number: int, calls: int) -> bool:
+    """Whether a router deals rows to a module: the second step has another number of them, or zeros pad them."""
+    side = evidence.reference
+    first, second = (side.call("input", name, number, calls, at=at) for at in ("", PASSES[2]))
+    if first is None or first.ndim < 2:
+        return False
+    rows = first.flatten(0, -2)
+    return (second is not None and second.shape != first.shape) or bool((rows == 0).all(1).any())
+
+
+def _used_rows(side: SideRecord[Any], x: Tensor, reading: Sequence[Any], at: str) -> Tensor:
+    """The rows of a routed module's tensor whose outputs get a gradient: no padding, and nothing that was dropped."""
+    name, number, calls, *rest = reading
+    skip, once = rest or (0, True)
+    gradient = side.call("output-gradient", name, number, calls, skip, once, at)
+    rows = x.flatten(0, -2)
+    if gradient is None or gradient.shape[:-1] != x.shape[:-1]:
+        return rows
+    return rows[(gradient.flatten(0, -2) != 0).any(1)]
+
+
+def _explain(
+    evidence: Evidence, kind: str, name: str, number: int, factors: Mapping[int, float], at: str
+) -> Explanation | None:
     """The explanation of a module's tensor, or the first of several readings that explain nothing.
 
     A pipeline's stage may be called once more, before all, to learn its shapes. What microbatches give alike may be a
     table, or rows that are equal by chance. Where a rank's output gets no gradient, nobody uses it: a pooler takes the
-    first token of each rank's part of the sequence, and that of the first rank alone goes on.
+    first token of each rank's part of the sequence, and that of the first rank alone goes on. Rows that a router deals
+    come in any order, and some are padding.
     """
     calls = evidence.reference.num_calls(name)
-    whole = evidence.reference.call(kind, name, number, calls)
+    whole = evidence.reference.call(kind, name, number, calls, at=at)
+    step = next((step for step, mark in PASSES.items() if mark == at), 1)
+    routed = _routed(evidence, name, number, calls)
+    if routed and whole is not None and whole.ndim > 1:
+        whole = _used_rows(evidence.reference, whole, (name, number, calls), at)
     first: Explanation | None = None
     # The plainest reading first; its error is reported where none explains the tensors.
-    for skip, once in product((0, calls), (True, False)):
-        every = {rank: side.call(kind, name, number, calls, skip, once) for rank, side in enumerate(evidence.ranks)}
+    several = any(side.num_calls(name, at) > calls for side in evidence.ranks)
+    for dim, skip, once in product((0, 1) if several else (0,), (0, calls), (True, False)):
+        every = {
+            rank: side.call(kind, name, number, calls, skip, once, at, dim) for rank, side in enumerate(evidence.ranks)
+        }
         held = {rank: x for rank, x in every.items() if x is not None and x.numel()}  # some ranks may have no rows
         scaled = {rank: x / factors.get(rank, 1.0) for rank, x in held.items()}
+        if routed:
+            reading = (name, number, calls, skip, once)
+            scaled = {rank: rows for rank, x in scaled.items() if x.ndim > 1
+                      and (rows := _used_rows(evidence.ranks[rank], x, reading, at)).numel()}  # fmt: skip
         if whole is None or whole.ndim == 0 or not scaled:  # a loss is compared as a number
             return first
-        used = {rank: x for rank, x in scaled.items() if not evidence.ranks[rank].unused(name)}
+        used = {rank: x for rank, x in scaled.items() if not evidence.ranks[rank].unused(name, at)}
         for tensors in (scaled, used) if 0 < len(used) < len(scaled) else (scaled,):
-            explanation = explain_tensors(tensors, whole, evidence.allowed(kind, 1, name), evidence.coordinates)
+            allowed = evidence.allowed(kind, step, name)
+            # Terms that are equal are no terms of a sum, but of a gradient they may be: losses are divided by ranks.
+            explanation = explain_tensors(
+                tensors, whole, allowed, evidence.coordinates, any_order=routed, equal_terms=kind != "output"
+            )
             if explanation.explained:
                 return explanation
-            first = first or explanation
+            # A reading of another shape says less than one that is off.
+            if first is None or (math.isinf(first.error) and not math.isinf(explanation.error)):
+                first = explanation
     return first
 
 
-def _loss_factor(evidence: Evidence, side: SideRecord, order: Sequence[tuple[str, int]]) -> float:
+def _loss_factor(evidence: Evidence, side: SideRecord[PartFacts], order: Sequence[tuple[str, int]], at: str) -> float:
     """By what a rank's loss is scaled, read off the gradient of its last module: a mean over its own share, say."""
-    last = next((name for name, _ in reversed(order) if side.get("output-gradient", 0, name) is not None), None)
+    kind = f"output-gradient{at}"
+    last = next((name for name, _ in reversed(order) if side.get(kind, 0, name) is not None), None)
     if last is None:
         return 1.0
     calls, allowed = evidence.reference.num_calls(last), evidence.allowed("output-gradient", 1, last)
-    whole = evidence.reference.call("output-gradient", last, calls - 1, calls)
+    whole = evidence.reference.call("output-gradient", last, calls - 1, calls, at=at)
     # Whole numbers before any other: losses are divided by ranks and microbatches, and a fit of a factor is never
     # exact.
     counts = [float(n) for n in range(1, max(8, len(evidence.ranks)) + 1)]
-    for ours in (side.call("output-gradient", last, calls - 1, calls, skip) for skip in (0, calls)):
+    for ours in (side.call("output-gradient", last, calls - 1, calls, skip, at=at) for skip in (0, calls)):
         if whole is not None and ours is not None and bool(ours.any()):
             fits = ((factor, fit(ours / factor, whole, allowed)) for n in counts for factor in (n, 1 / n))
             # Lazily: the first that fits ends the search, mostly 1.

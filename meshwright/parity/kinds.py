@@ -6,14 +6,17 @@
 | wrong data          | rows of the global batch that no rank takes, or a share that is no part of it                |
 | missing reduction   | partial sums where the next module takes a whole; copies that differ over an axis            |
 | scaled              | right but for a factor: the size of an axis, a mean for a sum, a sum for a mean              |
-| incomplete sum      | equal on all ranks, and one rank's term alone                                                |
+| incomplete sum      | equal on all ranks, and the term of one rank, microbatch or use alone                        |
 | token counts        | the mean of ranks' means; right with equal numbers of labels and wrong with unequal          |
+| leak                | outputs that move with other tokens than the reference's do                                  |
 | clipping            | all gradients off by one factor where they are clipped, or left unclipped                    |
 | no gradient         | zero, or none, where the reference has one                                                   |
 | accumulated         | the gradient of all steps so far: it was not set to zero                                     |
-| accumulation        | right in one pass, and wrong where two add up their gradients                                |
+| accumulation        | right in one pass, and wrong where several add up their gradients                            |
 | optimizer           | right gradients, wrong weights after the step                                                |
-| stale weights       | right weights, and outputs of the weights before                                             |
+| cut update          | weights that the optimizer made of each rank's part as if it were the whole                  |
+| stale weights       | right weights, and outputs of the weights before; weights that were not written back         |
+| wrong buffer        | right weights, and running statistics or the like that are not the reference's               |
 | dropout             | replicas are equal without dropout and differ with it                                        |
 | lower precision     | off by the rounding of a narrower type than the model's                                      |
 | wrong values        | none of these                                                                                |
@@ -21,26 +24,37 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from meshwright.parity.compare import Row, axis_words, relative_error
-from meshwright.parity.explain import COPY, PARTIAL, axis_subsets, fit, groups_over
-from meshwright.parity.gradients import (
-    ALL,
-    Mistake,
-    gradient_finding,
-    hypothesis_of,
-    is_rounding,
-    near,
-    owner_of,
-)
-from meshwright.parity.judge import Evidence, ModuleLine
+from meshwright.parity.batches import DROPOUT_STEP
+from meshwright.parity.compare import Row, relative_error
+from meshwright.parity.forward import MODEL, forward_finding
+from meshwright.parity.gradients import ALL, MOST, GradientStep, Mistake, gradient_finding, owner_of
+from meshwright.parity.judge import Evidence
+from meshwright.parity.later import and_more, later_finding, wrong_weights
+from meshwright.parity.leaks import leak_finding
 from meshwright.parity.parts import Part, missing_places
-from meshwright.parity.reference import DROPOUT_STEP, HALVED_STEP
+from meshwright.parity.record import COARSE
+
+
+@dataclass(frozen=True)
+class Case:
+    """A check as the rules see it. `failed`: the names of comparisons that do not hold, by kind and step."""
+
+    evidence: Evidence
+    failed: Mapping[tuple[str, int], list[str]]
+
+    def wrong(self, kind: str, step: int) -> list[str]:
+        """The parameters of a kind that are wrong after a step, in the reference's order; or names of other rows."""
+        names = self.failed.get((kind, step), [])
+        return [name for name in self.evidence.names if name in names] or names
+
+    def is_all(self, names: Sequence[str]) -> bool:
+        """Whether nearly all trained parameters are among some."""
+        facts = self.evidence.reference.facts
+        trained = {name for name in self.evidence.names if name not in facts.dead and name not in facts.frozen}
+        return len(trained & set(names)) >= MOST * len(trained)
 
 
 def first_finding(evidence: Evidence, rows: Sequence[Row]) -> Mistake | None:
@@ -48,68 +62,44 @@ def first_finding(evidence: Evidence, rows: Sequence[Row]) -> Mistake | None:
     failed: dict[tuple[str, int], list[str]] = {}
     for row in (row for row in rows if not row.holds):
         failed.setdefault((row.kind, row.step), []).append(row.name)
-    # Other weights make everything behind them wrong, so nothing else is worth a look.
-    if wrong := failed.get(("initial", 0)):
-        text = f"the first values of {wrong[0]}{_and_more(wrong)} are not the reference's"
-        return Mistake("wrong part", owner_of(wrong[0]), text)
-    first = _wrong_part(evidence) or _wrong_data(evidence) or forward_finding(evidence)
-    if first is not None:
-        return first
-    if wrong := failed.get(("gradient", 1)):
-        return gradient_finding(evidence, [name for name in evidence.names if name in wrong])
-    # After the gradients: a loss alone is wrong only in what is reported, where the gradients that it gave are right.
-    if ("loss", 1) in failed:
-        text = "the loss that the program reports is not the reference's, whose outputs and gradients are right"
-        return Mistake("scaled", "(loss)", text)
-    if ("norm", 1) in failed:
-        text = "the gradient norm that the program reports is not the reference's, whose gradients are right"
-        return Mistake("clipping", ALL, text)
-    for step in range(1, max((step for _, step in failed), default=0) + 1):
-        late = _later(evidence, failed, step) if step > 1 else None
-        wrong = failed.get(("weight", step), [])
-        late = late or (_wrong_weights(evidence, wrong, step) if wrong else None)
-        if late is None and (wrong := failed.get(("copy", step), [])):
-            # Copies that differ by less than a coarse type's tolerance; equal gradients and other weights were stepped
-            # by something else, gradients under clipping most likely by norms of their own.
-            kind, _, name = wrong[0].partition(" of ")
-            text = (
-                f"the {wrong[0]}{_and_more(wrong)} in step {step} has other bits on ranks that hold the same part of it"
-            )
-            if kind != "weight" and evidence.reference.facts.clip is not None:
-                late = Mistake("clipping", ALL, f"{text}: each clips by a norm of its own")
-            else:
-                late = Mistake("stale weights" if kind == "weight" else "missing reduction", owner_of(name), text)
-        if late is None and (wrong := failed.get(("state", step), [])):
-            text = f"{wrong[0]}{_and_more(wrong)} is wrong after step {step}, and all weights and gradients are right"
-            late = Mistake("optimizer", owner_of(wrong[0].partition(" of ")[2]), text)
-        if late is not None:
-            return late
-    # Last: with dropout there is no reference, and only replicas can be held against each other.
-    return _dropout(evidence)
+    case = Case(evidence, failed)
+    steps = range(1, max((step for _, step in failed), default=0) + 1)
+    found = (mistake for rule in FIRST_STEP if (mistake := rule(case)) is not None)
+    later = (mistake for step in steps for rule in EVERY_STEP if (mistake := rule(case, step)) is not None)
+    return next(found, None) or next(later, None) or _dropout(evidence)
 
 
-def _and_more(names: Sequence[str]) -> str:
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+def other_weights(case: Case) -> Mistake | None:
+    """First weights that are not the reference's make everything behind them wrong."""
+    if not (wrong := case.wrong("initial", 0)):
+        return None
+    text = f"the first values of {wrong[0]}{and_more(wrong)} are not the reference's"
+    return Mistake("wrong part", owner_of(wrong[0]), text)
 
 
-def _wrong_part(evidence: Evidence) -> Mistake | None:
-    """A rank's first weight that is no part of the reference's; elements that no rank holds."""
-    for rank, side in enumerate(evidence.ranks):
+def no_part(case: Case) -> Mistake | None:
+    """A rank's first weight that is no part of the reference's."""
+    for rank, side in enumerate(case.evidence.ranks):
         for name, why in side.facts.lost.items():
             text = f"rank {rank}'s first value of {name} ({why}) is no part of the reference's weights"
             return Mistake("wrong part", owner_of(name), text)
-    for name in evidence.names:
-        if missing := evidence.missing[name]:
-            held = [part for _, _, part in evidence.holders(name)]
+    return None
+
+
+def held_by_none(case: Case) -> Mistake | None:
+    """Elements of a parameter that no rank holds."""
+    for name in case.evidence.names:
+        if missing := case.evidence.missing[name]:
+            held = [part for _, _, part in case.evidence.holders(name)]
             parts = ", ".join(sorted({str(part) for part in held})) or "none"
             return Mistake("wrong part", owner_of(name), f"no rank has {missing} elements of {name}: held are {parts}")
     return None
 
 
-def _wrong_data(evidence: Evidence) -> Mistake | None:
+def taken_by_none(case: Case) -> Mistake | None:
     """Samples of the global batch that no rank takes. A share in a form of the program's own says nothing."""
-    for key, shape in evidence.reference.facts.batch.items():
-        rows = [side.facts.rows.get(key) for side in evidence.ranks]
+    for key, shape in case.evidence.reference.facts.batch.items():
+        rows = [side.facts.rows.get(key) for side in case.evidence.ranks]
         held = [Part.from_json(tree) for tree in rows if tree is not None]
         # Rows that were mixed, padded or packed are no slices of the batch; whether they are the right ones shows in
         # the loss.
@@ -123,159 +113,157 @@ def _wrong_data(evidence: Evidence) -> Mistake | None:
     return None
 
 
-def forward_finding(evidence: Evidence) -> Mistake | None:
-    """The first module in forward order whose output is none of the reference's.
-
-    Where its input is wrong already, the mistake is between: in a module before that gave partial sums, which were
-    taken for the whole, or else in the code of the parent.
-    """
-    lines = evidence.modules
-    for place, line in enumerate(lines):
-        output, name = line.output, line.name or "the model"
-        if output is None or output.explained:
-            continue
-        # A partial sum as the input is explained and wrong all the same: this module takes a whole.
-        lost = line.input is not None and (not line.input.explained or line.input.kind == PARTIAL)
-        partial = [other for other in lines[:place] if other.output is not None and other.output.kind == PARTIAL]
-        # Where the input is right, the partial sum must come from inside of this module to be its mistake.
-        if partial and (lost or all(other.name.startswith(f"{line.name}.") for other in partial)):
-            source, over = partial[-1].name, partial[-1].output
-            assert over is not None
-            text = f"{source} gives partial sums over {over.axis}, which {name} takes for the whole"
-            return Mistake("missing reduction", source, f"{text}: an all-reduce is missing")
-        if output.leaves_out:
-            return Mistake(
-                "wrong part", line.name, f"the ranks' outputs of {name} lack some of its slices, and repeat others"
-            )
-        if (biased := _linear_finding(evidence, line)) is not None:
-            return biased
-        where = evidence.reference.facts.parents.get(line.name, "") if lost and place else line.name
-        if output.factor is not None and abs(output.factor - 1) > 0.01:
-            factor = f"{output.factor:.4g}{axis_words(evidence.sizes, output.factor)}"
-            return Mistake("scaled", where, f"the output of {name} is the reference's times {factor}")
-        kind = "lower precision" if is_rounding(evidence, output.error) else "wrong values"
-        text = (
-            f"the output of {name} on rank {output.rank} is off by {output.error:.1e} (allowed: {output.allowed:.1e})"
-        )
-        return Mistake(kind, where, f"{text}; so is its input, and all before is right" if lost else text)
-    return None
+def foreign_share(evidence: Evidence) -> str:
+    """A sentence on the first tensor of a rank's share that looks like samples and is none of the global batch's."""
+    for rank, side in enumerate(evidence.ranks):
+        for key, tree in side.facts.rows.items():
+            if tree is None:
+                return f"rank {rank}'s `{key}` are no rows of the global batch"
+    return ""
 
 
-def _linear_finding(evidence: Evidence, line: ModuleLine) -> Mistake | None:
-    """A linear's product and bias, each times a number: the product of one rank alone, reduced twice, a bias a rank."""
-    if f"{line.name}.bias" not in evidence.names:
+def stepped_twice(case: Case) -> Mistake | None:
+    """An optimizer that steps several times in what is one step of the reference."""
+    times = max((side.facts.stepped[0] for side in case.evidence.ranks if side.facts.stepped), default=0)
+    if times < 2 or not case.failed:
         return None
-    bias, calls = evidence.weight(f"{line.name}.bias"), evidence.reference.num_calls(line.name)
-    whole = evidence.reference.call("output", line.name, line.call, calls)
-    held = [side.call("output", line.name, line.call, calls) for side in evidence.ranks]
-    ours = [x for x in held if x is not None]
-    if whole is None or len(ours) < len(held) or len({x.shape for x in ours}) > 1 or bias.shape != ours[0].shape[-1:]:
+    text = f"an optimizer steps {times} times in one step of the program, where the reference's steps once"
+    return Mistake("optimizer", ALL, text)
+
+
+def wrong_output(case: Case) -> Mistake | None:
+    """The first module whose output is none of the reference's; a leak, or other samples, where these explain it."""
+    evidence = case.evidence
+    found = forward_finding(evidence, evidence.modules)
+    if found is None or found.kind not in ("wrong values", "wrong part"):
+        return found
+    first = next((line for line in evidence.modules if line.output is not None and not line.output.explained), None)
+    foreign = foreign_share(evidence)
+    # The first module of all reads the samples themselves.
+    if foreign and first is not None and first is evidence.modules[0]:
+        return Mistake("wrong data", "(data)", f"{foreign}, and {found.text}")
+    leak = leak_finding(evidence)
+    if leak is None or first is None:
+        return found
+    order = [line.name for line in evidence.modules]
+    # What leaks behind the first wrong module only follows from it.
+    before = leak.module == MODEL or order.index(leak.module) <= order.index(first.name)
+    return Mistake("leak", found.module, leak.text) if before else found
+
+
+def wrong_gradient(case: Case) -> Mistake | None:
+    """Gradients that are wrong in the first step, all of whose outputs are right."""
+    if not (wrong := case.wrong("gradient", 1)):
         return None
-    # A row-parallel linear whose ranks each add the bias: the sum has the product once and the bias once a rank.
-    for axes in axis_subsets(evidence.coordinates):
-        group = next(group for group in groups_over(evidence.coordinates, axes))
-        product, times = _product_and_bias(torch.stack([ours[rank] for rank in group]).sum(0), whole, bias)
-        if math.isclose(product, 1, rel_tol=1e-2) and math.isclose(times, len(group), rel_tol=1e-2):
-            text = f"the product of {line.name} on each rank is a partial sum over {'+'.join(axes)}"
-            return Mistake("missing reduction", line.name, f"{text}: an all-reduce is missing")
-    product, times = _product_and_bias(ours[0], whole, bias)
-    if not math.isnan(product) and max(abs(product - 1), abs(times - 1)) > 1e-2:
-        text = (
-            f"the output of {line.name} has the reference's product {product:.4g} times and its bias {times:.4g} times"
-        )
-        return Mistake("scaled", line.name, f"{text}: added up once too often")
-    return None
+    evidence = case.evidence
+    found = gradient_finding(evidence, wrong, GradientStep(1, "gradient", evidence.modules))
+    foreign = foreign_share(evidence)
+    vague = found.kind == "token counts" or (found.kind == "wrong values" and found.module in ("(loss)", ALL))
+    if foreign and (vague or (("loss", 1) in case.failed and found.kind == "wrong values")):
+        return Mistake("wrong data", "(data)", f"{foreign}: outputs are right, and losses and gradients are not")
+    return found
 
 
-def _product_and_bias(ours: Tensor, whole: Tensor, bias: Tensor) -> tuple[float, float]:
-    """How many times a linear's output has the reference's product, and how many times the bias; nan for neither."""
-    found = fit(ours, whole, 0.0)
-    if found is None:
-        return math.nan, math.nan
-    # output = a (x W) + b bias, solved for a and b by least squares.
-    terms = torch.stack([(found.piece - bias).flatten(), bias.expand_as(ours).flatten()], 1)
-    solved = torch.linalg.lstsq(terms, ours.flatten()[:, None]).solution
-    if relative_error((terms @ solved).flatten(), ours.flatten()) > 1e-2:
-        return math.nan, math.nan
-    return float(solved[0]), float(solved[1])
+def hidden_leak(case: Case) -> Mistake | None:
+    """A leak that rounding hides: where it is fine, what leaks is a wrong output as well."""
+    return leak_finding(case.evidence) if case.evidence.reference.facts.dtype in COARSE else None
 
 
-def _wrong_weights(evidence: Evidence, wrong: Sequence[str], step: int) -> Mistake:
+def reported_loss(case: Case) -> Mistake | None:
+    """A loss alone is wrong only in what is reported, where the gradients that it gave are right."""
+    if ("loss", 1) not in case.failed:
+        return None
+    text = "the loss that the program reports is not the reference's, whose outputs and gradients are right"
+    return Mistake("scaled", "(loss)", text)
+
+
+def reported_norm(case: Case) -> Mistake | None:
+    """The same of the norm."""
+    if ("norm", 1) not in case.failed:
+        return None
+    text = "the gradient norm that the program reports is not the reference's, whose gradients are right"
+    return Mistake("clipping", ALL, text)
+
+
+FIRST_STEP: tuple[Callable[[Case], Mistake | None], ...] = (
+    other_weights,
+    no_part,
+    held_by_none,
+    taken_by_none,
+    stepped_twice,
+    wrong_output,
+    wrong_gradient,
+    reported_loss,
+    reported_norm,
+    hidden_leak,
+)
+"""The rules of what a rank was given and of the first step, in the order of cause and effect: the first that says
+something is the finding. Each rule's docstring is its sentence."""
+
+
+def of_later_steps(case: Case, step: int) -> Mistake | None:
+    """Mistakes that show in a later step first: stale weights, adding up, unequal counts."""
+    return later_finding(case.evidence, case.failed, step) if step > 1 else None
+
+
+def weights(case: Case, step: int) -> Mistake | None:
     """Weights that are wrong after a step whose outputs and gradients are right."""
-    if wrong[0] not in evidence.names:  # all of them as one
-        text = "all gradients are right, and the weights are wrong: look at what the optimizer does"
-        return Mistake("optimizer", ALL, text)
-    others = _and_more(wrong)
-    for name in wrong:
-        if evidence.replicas_differ("weight", step, name):
-            text = f"{name}{others} differs after step {step} between ranks that hold the same part of it"
-            return Mistake("stale weights", owner_of(name), text)
-    # Where no gradient was kept, nothing says whether the optimizer or a reduction before it is wrong.
-    kept = any(x is not None for name in wrong for _, _, x, _ in evidence.pieces("gradient", step, name))
-    seen = "all gradients are right" if kept else "all outputs are right, and the program keeps no gradients to look at"
-    where = ALL if len(wrong) == len(evidence.names) else owner_of(wrong[0])
-    text = f"{seen}, and {wrong[0]}{others} is wrong after step {step}: look at what the optimizer does"
-    return Mistake("optimizer", where, text)
+    wrong = case.wrong("weight", step)
+    return wrong_weights(case.evidence, wrong, step) if wrong else None
 
 
-def _later(evidence: Evidence, failed: Mapping[tuple[str, int], list[str]], step: int) -> Mistake | None:
-    """A mistake that shows in this step first: all is right in the steps before. Wrong weights alone are left to
-    `_wrong_weights`."""
-    wrong, weights = failed.get(("gradient", step), []), failed.get(("weight", step), [])
-    last = len(evidence.reference.facts.losses)
-    h = hypothesis_of(evidence, wrong[0], step) if wrong else None
-    if h is not None and h.kind == "accumulated":
-        return Mistake(h.kind, ALL, f"the gradient of {wrong[0]} in step {step} is {h.text}")
-    if step == 2 and (wrong or weights or ("loss", 2) in failed) and _is_stale(evidence):
-        text = "the second step's loss is that of the first weights: what is stepped is not what computes"
-        return Mistake("stale weights", ALL, text)
-    # The second step alone is taken in two halves, so what first shows there is likely their sum.
-    if step == HALVED_STEP and wrong and any(side.facts.halves for side in evidence.ranks):
-        text = "all is right in one pass, and wrong where two halves of the samples add up their gradients"
-        return Mistake("accumulation", ALL, f"{text}: that of {wrong[0]}{_and_more(wrong)}")
-    if step == last and evidence.reference.facts.unequal and (wrong or weights):
-        text = (
-            "all is right while ranks have equal numbers of valid labels, and wrong with unequal ones: a mean of means"
-        )
-        return Mistake("token counts", "(loss)", text)
-    if h is not None:
-        # Other gradients of right data and a right first step come from weights that were not the stepped ones.
-        kind = h.kind if h.kind in ("clipping", "scaled") else "stale weights"
-        where = ALL if kind != "stale weights" else owner_of(wrong[0])
-        return Mistake(kind, where, f"all is right before, and the gradient of {wrong[0]} in step {step} is {h.text}")
-    number = next((kind for kind in ("loss", "norm") if (kind, step) in failed), None)
-    if number is not None:
-        seen = ("weight", step - 1) in evidence.reference.recorded
-        kind = "stale weights" if seen else "optimizer"  # the weights of the step before may be wrong as well
-        text = f"all is right before, and the {number} of step {step} is not the reference's"
-        return Mistake(kind, ALL, text if seen else f"{text}: look at what the optimizer does")
-    return None
+def copies(case: Case, step: int) -> Mistake | None:
+    """Copies that differ by less than a coarse type's tolerance: equal gradients and other weights were stepped by
+    something else, gradients under clipping most likely by norms of their own."""
+    if not (wrong := case.wrong("copy", step)):
+        return None
+    kind, _, name = wrong[0].partition(" of ")
+    text = f"the {wrong[0]}{and_more(wrong)} in step {step} has other bits on ranks that hold the same part of it"
+    if kind != "weight" and case.evidence.reference.facts.clip is not None:
+        return Mistake("clipping", ALL, f"{text}: each clips by a norm of its own")
+    return Mistake("stale weights" if kind == "weight" else "missing reduction", owner_of(name), text)
 
 
-def _is_stale(evidence: Evidence) -> bool:
-    """Whether the second step's loss is that of the first weights."""
-    stale, right = evidence.reference.facts.stale_loss, evidence.reference.facts.losses[1]
-    losses = [x for side in evidence.ranks if (x := side.facts.losses[1]) is not None]
-    if stale is None:
-        return False
-    allowed = near(evidence.allowed("loss", 2, "")) * abs(stale)
-    # A rank's own loss, or the mean over ranks that each report their share's.
-    choices = (*losses, *((sum(losses) / len(losses),) if losses else ()))
-    return any(abs(x - stale) <= min(allowed, 0.25 * abs(x - right)) for x in choices)
+def states(case: Case, step: int) -> Mistake | None:
+    """States of the optimizer that are wrong where weights and gradients are right."""
+    if not (wrong := case.wrong("state", step)):
+        return None
+    text = f"{wrong[0]}{and_more(wrong)} is wrong after step {step}, and all weights and gradients are right"
+    names = [name.partition(" of ")[2] for name in wrong]
+    return Mistake("optimizer", ALL if case.is_all(names) else owner_of(names[0]), text)
+
+
+def buffers(case: Case, step: int) -> Mistake | None:
+    """Buffers that are wrong where weights are right: a model that trains right and evaluates wrong."""
+    if not (wrong := case.wrong("buffer", step)):
+        return None
+    text = f"the buffer {wrong[0]}{and_more(wrong)} is not the reference's after step {step}, and the weights are"
+    return Mistake("wrong buffer", owner_of(wrong[0]), f"{text}: statistics of one rank's samples, most likely")
+
+
+EVERY_STEP: tuple[Callable[[Case, int], Mistake | None], ...] = (of_later_steps, weights, copies, states, buffers)
+"""The rules of every step, the first step's weights among them."""
 
 
 def _dropout(evidence: Evidence) -> Mistake | None:
-    """Replicas that dropout has made different: outputs that were copies on every rank, or weights of one part."""
+    """Replicas that dropout has made different: outputs that were equal on some ranks, or weights of one part. Last:
+    with dropout there is no reference, and only replicas can be held against each other."""
     if not any(side.facts.dropout for side in evidence.ranks):
         return None
     for line in evidence.modules:
-        if line.output is not None and line.output.kind == COPY:
-            # A tensor that all ranks hold whole must be dropped by the same mask; cut ones have masks of their own by
-            # right.
-            held = [x for side in evidence.ranks if (x := side.get("dropout", 0, line.name)) is not None]
-            if any(relative_error(x, held[0]) > line.output.allowed for x in held):
-                text = f"the output of {line.name} is a copy on every rank, and differs under dropout: its masks differ"
-                return Mistake("dropout", line.name, text)
+        if line.output is None or not line.output.explained:
+            continue
+        pairs = [
+            (side.get("output", 0, line.name), side.get("output@dropout", 0, line.name)) for side in evidence.ranks
+        ]
+        held = [(plain, dropped) for plain, dropped in pairs if plain is not None and dropped is not None]
+        for plain, dropped in held:
+            # Ranks whose outputs are equal without dropout must drop the same; others have masks of their own by right.
+            first = next(pair for pair in held if pair[0].shape == plain.shape
+                         and relative_error(plain, pair[0]) <= line.output.allowed)  # fmt: skip
+            if dropped.shape == first[1].shape and relative_error(dropped, first[1]) > line.output.allowed:
+                text = f"the output of {line.name} is equal on some ranks, and differs under dropout: its masks differ"
+                return Mistake("dropout", line.name or MODEL, text)
     for name in evidence.names:
         if evidence.replicas_differ("weight", DROPOUT_STEP, name):
             text = f"replicas of {name} differ after a step with dropout: masks differ where they must not"

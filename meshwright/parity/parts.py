@@ -100,7 +100,16 @@ def find_part(name: str, local: Tensor, whole: Tensor) -> Part | None:
     if len(cut) <= 1:
         return _find_slices(name, local, whole, cut[0] if cut else 0)
     blocks = box_candidates(name, local.shape, whole.shape, cut)
-    return next((block for block in blocks if torch.equal(block.take(whole), local)), None)
+    found = next((block for block in blocks if torch.equal(block.take(whole), local)), None)
+    if found is not None or len(cut) > 2:
+        return found
+    # A block along one dim of slices along the other: rows of a data rank, positions of a ring that skips some.
+    for dim, other in (cut, cut[::-1]):
+        for block in box_candidates(name, local.shape, whole.shape, [dim]):
+            if block.index[dim] is not None and (piece := _find_slices(name, local, block.take(whole), other)):
+                return Part(name, tuple(b if d == dim else p for d, (b, p) in
+                                        enumerate(zip(block.index, piece.index, strict=True))))  # fmt: skip
+    return None
 
 
 def _find_slices(name: str, local: Tensor, whole: Tensor, dim: int) -> Part | None:

@@ -29,7 +29,8 @@ class ParityItem(pytest.Item):
         if not result.holds:
             # Eight are enough to see a pattern; the rest follows from the same mistake.
             rows = [f"  {row.kind} of {row.label}: {row.error:.1e} > {row.allowed:.1e}" for row in result.failed[:8]]
-            raise ParityFailure("\n".join([result.error or result.verdict, *rows]))
+            told = [text for text in (result.remedy and f"remedy: {result.remedy}", result.seen_by_losses) if text]
+            raise ParityFailure("\n".join([result.error or result.verdict, *rows, *told]))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         # The stack would show this plugin, and nothing of the program that failed.

@@ -25,6 +25,14 @@ from meshwright.parity.trace import Trace
 REFERENCE, PARALLEL = "reference", "rank"
 LOCAL = "alone"
 """The kind of the reference's gradients of one rank's share of the data alone."""
+CHUNK = "alone:"
+"""Kinds that begin so are the same of one of several chunks of the share's rows: `alone:2:0`, the first of two."""
+UPDATED = "updated-alone"
+"""The kind of the weights that the reference's optimizer makes of one rank's part as if there were no other."""
+PASSES = {1: "", 2: "@2"}
+"""The traced steps, and the mark that the kinds of their trace end with."""
+PROBES = ("@before", "@after")
+"""The marks of the two passes of a probe: before and after some samples change."""
 STATE = "state:"
 """Kinds of tensors that begin so are an optimizer's: `state:exp_avg`."""
 
@@ -37,10 +45,12 @@ class ReferenceFacts:
     """`stated`: the largest relative error of a kind that is promised; of other kinds it is derived from `moved`, what
     one rounding moves by (kind, step, name). `together`: kinds whose parameters are compared as one tensor.
 
-    `dead`: parameters whose gradient is zero everywhere. `tied`: second names of parameters. `batch`: shapes by key.
+    `dead`: parameters whose gradient is zero everywhere. `frozen`: those that ask for none. `tied`: second names of
+    parameters. `batch`: shapes by key.
     `order`: calls of modules as their forward passes end; `consumers`, `parents`, `classes`: of modules, by path.
     `unequal`: the last step's samples have unequal numbers of labels. `stale_loss`: the first weights' on the second
-    batch.
+    batch. `narrow`: a narrower type that the reference itself rounds to. `rates`: learning rates by step.
+    `buffers`: those that training moves. `probe`: key of the samples that the probe changes.
     """
 
     names: list[str]
@@ -60,6 +70,11 @@ class ReferenceFacts:
     consumers: dict[str, str] = field(default_factory=dict)
     parents: dict[str, str] = field(default_factory=dict)
     classes: dict[str, str] = field(default_factory=dict)
+    frozen: list[str] = field(default_factory=list)
+    narrow: str = ""
+    rates: list[list[float]] = field(default_factory=list)
+    buffers: list[str] = field(default_factory=list)
+    probe: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,7 +82,9 @@ class PartFacts:
     """`losses` and `norms` by step, None where this rank has none. `parts`: what each of its tensors is of the
     reference's parameters, by its own name. `lost`: first weights that are no part of them. `rows`: which part of every
     tensor of the global batch it took. `dropout`: the last step was made with it. `halves`: the second was made in two
-    halves of the samples, whose gradients were added up."""
+    halves of the samples, whose gradients were added up. `counts`: labels of its share by step. `stepped`: how often an
+    optimizer stepped in each step, `rates`: its learning rates. `micro`: microbatches in the first. `probed`: whether
+    the probe's passes are there."""
 
     losses: list[float | None]
     parts: dict[str, Any]
@@ -77,7 +94,15 @@ class PartFacts:
     dropout: bool = False
     halves: bool = False
     rows: dict[str, Any] = field(default_factory=dict)
+    counts: list[int | None] = field(default_factory=list)
+    stepped: list[int] = field(default_factory=list)
+    rates: list[list[float]] = field(default_factory=list)
+    micro: int = 1
+    probed: bool = False
 
+
+COARSE = ("bfloat16", "float16")
+"""Where rounding is coarse, copies are also held against each other: they must have equal bits."""
 
 SideFacts = TypeVar("SideFacts", ReferenceFacts, PartFacts)
 
@@ -88,13 +113,14 @@ def rank_file(rank: int) -> str:
 
 
 def write_record(
-    folder: Path, name: str, tensors: StepTensors, facts: ReferenceFacts | PartFacts, trace: Trace | None = None
-) -> None:
-    """Leave one side's record in a folder."""
+    folder: Path, name: str, tensors: StepTensors, facts: ReferenceFacts | PartFacts,
+    traces: Mapping[str, Trace] | None = None,
+) -> None:  # fmt: skip
+    """Leave one side's record in a folder. `traces`: by the mark of their pass."""
     # "|" is in no name of a parameter or module, and dots are in all of them.
     named = {f"{kind}|{step}|{own}": x for (kind, step, own), x in tensors.items()}
-    for (kind, module, call), x in ({} if trace is None else trace.tensors).items():
-        named[f"{kind}|{call}|{module}"] = x
+    for at, trace in (traces or {}).items():
+        named |= {f"{kind}{at}|{call}|{module}": x for (kind, module, call), x in trace.tensors.items()}
     # safetensors writes no strided tensors.
     save_file({key: x.detach().cpu().contiguous() for key, x in named.items()}, folder / f"{name}.safetensors")
     (folder / f"{name}.json").write_text(json.dumps(asdict(facts)))
@@ -122,34 +148,38 @@ class SideRecord(Generic[SideFacts]):
         """The kinds and steps of which there are tensors."""
         return {(kind, int(step)) for kind, step, _ in (key.split("|", 2) for key in self._keys)}
 
-    def num_calls(self, name: str) -> int:
-        """How often a module was called in the traced step of this side."""
-        return next(call for call in count() if f"output|{call}|{name}" not in self._keys)
+    def num_calls(self, name: str, at: str = "") -> int:
+        """How often a module was called in a traced pass of this side; `at`: the mark of the pass."""
+        return next(call for call in count() if f"output{at}|{call}|{name}" not in self._keys)
 
-    def unused(self, name: str) -> bool:
+    def unused(self, name: str, at: str = "") -> bool:
         """Whether a module's outputs have gradients that are zero everywhere."""
-        gradients = [x for n in range(self.num_calls(name)) if (x := self.get("output-gradient", n, name)) is not None]
+        calls = range(self.num_calls(name, at))
+        gradients = [x for n in calls if (x := self.get(f"output-gradient{at}", n, name)) is not None]
         return bool(gradients) and not any(x.any() for x in gradients)
 
     def call(
-        self, kind: str, name: str, number: int, calls: int, skip: int = 0, once: bool = True
+        self, kind: str, name: str, number: int, calls: int, skip: int = 0, once: bool = True, at: str = "",
+        dim: int = 0,
     ) -> Tensor | None:  # fmt: skip
         """A module's tensor in its call `number` of `calls` in a pass over the model, of all microbatches together.
 
         Microbatches one after the other are the batch. `once`: what a module gives alike in each (a table of positions)
         is kept once; the gradients of its outputs are added. `skip`: calls at the beginning that are no microbatch's.
+        `dim`: along which microbatches are put together; 1 where a loss is taken in chunks of the sequence.
         """
-        every = range(self.num_calls(name))
+        every = range(self.num_calls(name, at))
         # A pass without gradients, by which a pipeline learns its shapes, is no microbatch.
-        trained = [n for n in every if f"output-gradient|{n}|{name}" in self._keys]
+        trained = [n for n in every if f"output-gradient{at}|{n}|{name}" in self._keys]
         # Call i of microbatch m is number m * calls + i.
         numbers = (trained or every)[skip + number :: calls]
-        tensors = [x for n in numbers if (x := self.get(kind, n, name)) is not None]
+        tensors = [x for n in numbers if (x := self.get(f"{kind}{at}", n, name)) is not None]
         if len(tensors) < 2 or tensors[0].ndim == 0:  # every microbatch's loss has the gradient 1
             return tensors[0] if tensors else None
-        outputs = [x for n in numbers if (x := self.get("output", n, name)) is not None]
+        outputs = [x for n in numbers if (x := self.get(f"output{at}", n, name)) is not None]
         if once and all(torch.equal(x, outputs[0]) for x in outputs):
             return torch.stack(tensors).sum(0) if kind == "output-gradient" else tensors[0]
-        # Rows come first in the microbatches that are put together; of other shapes the first stands for all.
-        alike = len({x.shape[1:] for x in tensors}) == 1
-        return torch.cat(tensors) if alike else tensors[0]
+        # What has other shapes beside that dim cannot be put together: the first stands for all.
+        beside = {tuple(y.shape[:dim]) + tuple(y.shape[dim + 1 :]) for y in tensors}
+        alike = len(beside) == 1 and tensors[0].ndim > dim
+        return torch.cat(tensors, dim) if alike else tensors[0]

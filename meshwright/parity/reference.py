@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.errors import ParityError
+from meshwright.parity.batches import Loss, ReferenceRecipe, chunks_of
 from meshwright.parity.compare import relative_error
 from meshwright.parity.parts import is_constant
-from meshwright.parity.record import STATE
-from meshwright.parity.trace import Rounding, Trace
+from meshwright.parity.record import PASSES, PROBES, STATE
+from meshwright.parity.trace import Rounding, Trace, all_tensors
 from meshwright.ranks.dtensor import local_of
 
 MARGIN = 8.0
@@ -29,51 +31,19 @@ MARGIN = 8.0
 places, and the perturbed runs are two draws."""
 
 PERTURBED_RUNS = 2
-COMPARED_STEPS = 3
-"""Right after one step and wrong after three is what stale weights and a wrong optimizer look like."""
-
-HALVED_STEP = 2
-"""The step in which a program that parity steps adds up the gradients of two halves of the samples."""
-
-DROPOUT_STEP = COMPARED_STEPS + 1
-"""After the compared steps one more with the models' dropout: replicas must stay equal under it."""
-
-IGNORED_LABEL = -100
-"""The label that torch's cross entropy does not count."""
-
-Loss = Callable[[Any, Any], Any]
-MakeOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
 
 
 @dataclass
 class StepRecording:
-    """Some steps of a model: `tensors` by (kind, step, name), losses and norms by step from 1."""
+    """Some steps of a model: `tensors` by (kind, step, name), losses and norms by step from 1, traces by pass.
+
+    `rates`: the optimizers' learning rates in each step."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     tensors: dict[tuple[str, int, str], Tensor] = field(default_factory=dict)
-    trace: Trace | None = None
-
-
-@dataclass(frozen=True)
-class ReferenceRecipe:
-    """How the reference is trained. `labels`: the key of the global batch whose entries of -100 do not count."""
-
-    loss: Loss
-    batch: Callable[[torch.Generator], Any]
-    optimizer: MakeOptimizer
-    clip: float | None
-    labels: Any
-    dtype: torch.dtype | None
-
-    def global_batch(self, step: int) -> Any:
-        """The batch of a step from 1, on every rank the same. The last step's has unequal numbers of valid labels."""
-        generator = torch.Generator().manual_seed(1000 + step)
-        with torch.random.fork_rng(devices=[]):
-            # For a `batch` that ignores its generator: the same numbers on every rank, in every run.
-            torch.manual_seed(2000 + step)
-            batch = _cast(self.batch(generator), self.dtype)
-        return unequal(batch, self.labels) if step == COMPARED_STEPS else batch
+    traces: dict[str, Trace] = field(default_factory=dict)
+    rates: list[list[float]] = field(default_factory=list)
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype) -> None:
@@ -87,44 +57,6 @@ def cast_model(model: nn.Module, dtype: torch.dtype) -> None:
         return x.to(dtype) if x.is_floating_point() else x
 
     model._apply(cast)
-
-
-def _cast(batch: Any, dtype: torch.dtype | None) -> Any:
-    """A batch whose floating tensors have the check's precision."""
-    if isinstance(batch, Tensor):
-        return batch.to(dtype) if dtype is not None and batch.is_floating_point() else batch
-    if isinstance(batch, Mapping):
-        return {key: _cast(value, dtype) for key, value in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(_cast(value, dtype) for value in batch)
-    return batch
-
-
-def unequal(batch: Any, labels: Any) -> Any:
-    """A batch whose first half of rows keeps a quarter of its labels, and whose last row is padding: ranks then have
-    unequal numbers of them."""
-    if labels is None:
-        return batch
-    changed = dict(batch) if isinstance(batch, Mapping) else list(batch)
-    x = changed[labels].clone()
-    # Rows of the first half go to the first ranks: a mean of means then weighs them wrongly.
-    half = x[: max(1, x.shape[0] // 2)]
-    if half.ndim > 1:
-        half[:, max(1, half.shape[1] // 4) :] = IGNORED_LABEL
-    else:
-        half[max(1, half.shape[0] // 4) :] = IGNORED_LABEL
-    # A row of padding, as the last batch of a data set has; one row at least stays whole.
-    if len(x) > len(half) + 1:
-        x[-1] = IGNORED_LABEL
-    changed[labels] = x
-    return changed if isinstance(batch, Mapping) else type(batch)(changed)
-
-
-def label_key(batch: Any, labels: Any) -> Any:
-    """The key of the labels, where the batch has it; None where nothing is known of labels."""
-    if isinstance(batch, Mapping):
-        return labels if labels in batch else None
-    return labels if isinstance(labels, int) and isinstance(batch, (tuple, list)) else None
 
 
 def spread_constants(model: nn.Module) -> dict[str, float]:
@@ -145,22 +77,6 @@ def spread_constants(model: nn.Module) -> dict[str, float]:
     return moved
 
 
-def halves_of(batch: Any) -> list[Any]:
-    """The first and the second half of the rows of a batch; none where they cannot be halved."""
-    halves: list[Any] = []
-    for half in (0, 1):
-        if isinstance(batch, Tensor):
-            # An odd number of rows has no equal halves, and a mean over unequal ones is another number.
-            halves += [batch.chunk(2)[half]] if batch.ndim and len(batch) and len(batch) % 2 == 0 else []
-        elif isinstance(batch, Mapping) and batch:
-            parts = [halves_of(x) for x in batch.values()]
-            halves += [dict(zip(batch, (x[half] for x in parts), strict=True))] if all(parts) else []
-        elif isinstance(batch, (tuple, list)) and batch:
-            parts = [halves_of(x) for x in batch]
-            halves += [type(batch)(x[half] for x in parts)] if all(parts) else []
-    return halves
-
-
 def backward_of(model: Any, loss: Loss, batches: Sequence[Any]) -> float:
     """The mean of the losses of some batches; their gradients are added up."""
     total = 0.0
@@ -175,42 +91,64 @@ def backward_of(model: Any, loss: Loss, batches: Sequence[Any]) -> float:
 def may_accumulate(model: nn.Module, recipe: ReferenceRecipe, batch: Any) -> bool:
     """Whether two halves of a batch give the reference the loss and gradients of the whole: means over equally many do,
     sums do not."""
-    gradients = []
-    for batches in ([batch], halves_of(batch)):
-        copied = copy.deepcopy(model)
-        try:
-            with without_dropout(copied), torch.random.fork_rng(devices=[]):
-                backward_of(copied, recipe.loss, batches)
-        except (RuntimeError, ValueError, IndexError, KeyError, TypeError):  # a loss that only reads whole batches
-            return False
-        gradients.append([p.grad for p in copied.parameters() if p.grad is not None])
-    if not batches or len(gradients[0]) != len(gradients[1]):
+    halves = chunks_of(batch, 2)
+    gradients = [gradient_alone(model, recipe, batches) for batches in ([batch], halves)] if halves else []
+    # Statistics that every pass moves (batch norm) would move twice.
+    if not all(gradients) or not gradients or len(gradients[0]) != len(gradients[1]) or moves_buffers(model, recipe):
         return False
-    whole, added = (torch.cat([x.flatten().double() for x in tensors]) for tensors in gradients)
-    eps = torch.finfo(gradients[0][0].dtype).eps
+    whole, added = (torch.cat([x.flatten().double() for x in tensors.values()]) for tensors in gradients)
+    eps = torch.finfo(next(iter(gradients[0].values())).dtype).eps
     # Another order of adding: some roundings, and far from the factor 2 that a sum would be off by.
     return relative_error(added, whole) < 100 * eps
+
+
+UNREADABLE = (RuntimeError, ValueError, IndexError, KeyError, TypeError, AttributeError, AssertionError)
+"""Errors of a loss that is given samples in a form which it does not read, as those of one rank alone may be."""
+
+
+def gradient_alone(model: nn.Module, recipe: ReferenceRecipe, batches: Sequence[Any]) -> dict[str, Tensor]:
+    """The reference's gradient of some batches' mean loss, as if there were no others; none where the reference's
+    loss cannot take them."""
+    model = copy.deepcopy(model)
+    with without_dropout(model), torch.random.fork_rng(devices=[]):
+        try:
+            backward_of(model, recipe.loss, batches)
+        except UNREADABLE:
+            return {}
+    return {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def moves_buffers(model: nn.Module, recipe: ReferenceRecipe) -> bool:
+    """Whether a forward pass writes into the model's buffers."""
+    copied = copy.deepcopy(model)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        recipe.loss(copied, recipe.global_batch(1))
+    return any(not torch.equal(x, y) for x, y in zip(model.buffers(), copied.buffers(), strict=True))
 
 
 def record(model: nn.Module, recipe: ReferenceRecipe, steps: int, rounding: int | None = None) -> StepRecording:
     """Train a copy of the model for some steps on one process. `rounding`: the seed of a perturbed run."""
     model = copy.deepcopy(model)
-    hooks = None if rounding is None else Rounding(model, rounding)
-    if hooks is not None:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                # The weights as well: their rounding is what a run in this type cannot know of itself.
-                parameter.copy_(hooks.rounded(parameter))
     result = StepRecording()
     parameters = dict(model.named_parameters())
+    first = copy.deepcopy(model)
+    if rounding is not None:
+        hooks = Rounding(model, rounding)
+        with torch.no_grad():
+            for parameter in parameters.values():
+                # The weights as well: their rounding is what a run in this type cannot know of itself.
+                parameter.copy_(hooks.rounded(parameter))
     optimizer = recipe.optimizer(list(parameters.values()))
+    scheduler = None if recipe.scheduler is None else recipe.scheduler(optimizer)
     for step in range(1, steps + 1):
-        trace = Trace(model)
-        with trace:
+        # In the second step also what first weights would give: a module that still has them is known by it.
+        earlier = first if step == 2 and rounding is None else None
+        trace = Trace(model, earlier=earlier)
+        with trace if step in PASSES else nullcontext():
             loss = recipe.loss(model, recipe.global_batch(step))
             loss.backward()
-        if step == 1:
-            result.trace = trace
+        if step in PASSES:
+            result.traces[PASSES[step]] = trace
         result.losses.append(float(loss.detach()))
         # Before clipping, to know a program that does not clip.
         keep(result, "raw-gradient", step, {n: p.grad for n, p in parameters.items()})
@@ -219,11 +157,31 @@ def record(model: nn.Module, recipe: ReferenceRecipe, steps: int, rounding: int 
         if recipe.clip is not None:
             torch.nn.utils.clip_grad_norm_(list(parameters.values()), recipe.clip)
         keep(result, "gradient", step, {n: p.grad for n, p in parameters.items()})
+        result.rates.append(rates_of([optimizer]))
         optimizer.step()
         optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
         keep(result, "weight", step, parameters)
+        keep(result, "buffer", step, floating_buffers(model))
         keep_states(result, step, [optimizer], parameters)
+    if rounding is None:
+        for at, batch in zip(PROBES, recipe.probe_batches, strict=False):
+            result.traces[at] = Trace(model)
+            with result.traces[at], torch.no_grad():
+                recipe.loss(model, batch)
     return result
+
+
+def rates_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[float]:
+    """The different learning rates of some optimizers' groups, the smallest first."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return sorted({float(group["lr"]) for group in groups if "lr" in group})
+
+
+def floating_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers of a model that are real numbers: running statistics, tables, a router's corrections."""
+    return {name: x for name, x in model.named_buffers() if x.is_floating_point() and x.numel()}
 
 
 def keep(result: StepRecording, kind: str, step: int, tensors: Mapping[str, Tensor | None]) -> None:
@@ -246,30 +204,19 @@ def keep_states(
                     keep(result, f"{STATE}{kind}", step, {name: local_of(x)})
 
 
-def gradient_alone(model: nn.Module, recipe: ReferenceRecipe, batch: Any) -> dict[str, Tensor]:
-    """The reference's gradient of one rank's part of the batch, as if there were no other; none where the reference's
-    loss cannot take that part."""
-    model = copy.deepcopy(model)
-    with without_dropout(model), torch.random.fork_rng(devices=[]):
-        try:
-            recipe.loss(model, batch).backward()
-        except (RuntimeError, ValueError, IndexError, KeyError, TypeError):  # a form that only the program reads
-            return {}
-    return {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
-
-
 def movements(exact: StepRecording, perturbed: Iterable[StepRecording]) -> list[tuple[str, int, str, float]]:
     """How far one rounding moves each tensor, relatively, in the 2-norm, by kind, step and name: at least its kind's
     median. Losses have no name."""
     moved: dict[tuple[str, int, str], float] = {}
     for other in perturbed:
         pairs = [(key, x, exact.tensors[key]) for key, x in other.tensors.items()]
-        assert exact.trace is not None
-        assert other.trace is not None
-        pairs += [((kind, 1, name), x, other.trace.tensors[kind, name, call])
-                  for (kind, name, call), x in exact.trace.tensors.items()
-                  if (kind, name, call) in other.trace.tensors]  # fmt: skip
+        pairs += [((kind, step, name), other.traces[at].tensors[kind, name, call], x)
+                  for step, at in PASSES.items() if at in exact.traces
+                  for (kind, name, call), x in exact.traces[at].tensors.items()
+                  if (kind, name, call) in other.traces[at].tensors]  # fmt: skip
         for key, x, y in pairs:
+            if x.shape != y.shape:  # rows that a router dealt otherwise
+                continue
             moved[key] = max(moved.get(key, 0.0), relative_error(x, y))
         for step, (a, b) in enumerate(zip(exact.losses, other.losses, strict=True), 1):
             moved["loss", step, ""] = max(moved.get(("loss", step, ""), 0.0), abs(a - b) / (abs(a) or 1.0))
@@ -299,14 +246,33 @@ def without_dropout(*models: nn.Module) -> Iterator[bool]:
             layer.p = rate
 
 
-def check_repeatable(model: nn.Module, recipe: ReferenceRecipe) -> None:
-    """Raises ParityError where two passes of the reference differ: what is random cannot be compared."""
-    losses = []
+class NarrowTypes(TorchDispatchMode):
+    """Notes the floating types, narrower than its inputs', that an operation gives: a loss that casts to float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrowest: torch.dtype | None = None
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        result = function(*arguments, **(keywords or {}))
+        taken = [x.dtype for x in all_tensors(arguments) if x.is_floating_point()]
+        for x in all_tensors(result):
+            narrower = bool(taken) and x.is_floating_point() and x.dtype.itemsize < max(t.itemsize for t in taken)
+            if narrower and (self.narrowest is None or x.dtype.itemsize < self.narrowest.itemsize):
+                self.narrowest = x.dtype
+        return result
+
+
+def check_repeatable(model: nn.Module, recipe: ReferenceRecipe) -> str:
+    """The narrowest type that the reference rounds to inside, or nothing. Raises ParityError where two passes of the
+    reference differ: what is random cannot be compared."""
+    losses, narrow = [], NarrowTypes()
     # Other seeds, the same batch: only a random model gives other losses.
     for seed in (1, 2):
-        with torch.no_grad():
+        copied = copy.deepcopy(model)  # a pass may move running statistics
+        with torch.no_grad(), narrow:
             torch.manual_seed(seed)
-            losses.append(float(recipe.loss(model, recipe.global_batch(1))))
+            losses.append(float(recipe.loss(copied, recipe.global_batch(1))))
     if losses[0] != losses[1]:
         raise ParityError(
             f"the reference gives {losses[0]:.9g} and {losses[1]:.9g} on the same batch: it is random, so nothing can "
@@ -314,10 +280,12 @@ def check_repeatable(model: nn.Module, recipe: ReferenceRecipe) -> None:
         )
     if not math.isfinite(losses[0]):
         raise ParityError(f"the reference's loss is {losses[0]}: there is nothing to compare")
+    return "" if narrow.narrowest is None else str(narrow.narrowest).removeprefix("torch.")
 
 
 def dead_parameters(exact: StepRecording, names: Sequence[str]) -> list[str]:
-    """Parameters of the reference whose gradient is zero everywhere at all steps: comparing them proves nothing."""
+    """Trained parameters of the reference whose gradient is zero everywhere at all steps: comparing them proves
+    nothing."""
     steps = range(1, len(exact.losses) + 1)
     return [
         name for name in names

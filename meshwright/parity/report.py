@@ -17,7 +17,8 @@ from meshwright.parity.gradients import owner_of
 from meshwright.parity.judge import ModuleLine
 
 MOST_ROWS = 8
-KINDS = {"loss": "losses", "gradient": "gradients", "weight": "weights", "state": "states", "copy": "copies"}
+KINDS = {"loss": "losses", "gradient": "gradients", "weight": "weights", "state": "states", "buffer": "buffers",
+         "copy": "copies"}  # fmt: skip
 
 
 def as_dict(results: Sequence[ParityResult]) -> dict[str, Any]:
@@ -33,7 +34,9 @@ def _result_dict(result: ParityResult) -> dict[str, Any]:
         "precision": result.precision,
         "holds": result.holds,
         "verdict": result.verdict,
-        "finding": None if result.finding is None else asdict(result.finding),
+        "finding": None if result.finding is None else asdict(result.finding) | {"remedy": result.remedy},
+        "losses": result.seen_by_losses,
+        "notes": list(result.notes),
         "error": result.error,
         "zero_gradients": list(result.dead),
         "seconds": round(result.seconds, 3),
@@ -80,6 +83,11 @@ def render(results: Sequence[ParityResult]) -> None:
                 console.print(f"  {row.kind} of {row.label}: {row.error:.1e} > {row.allowed:.1e}", markup=False)
             if len(result.failed) > MOST_ROWS:
                 console.print(f"  ... and {len(result.failed) - MOST_ROWS} more (--json lists all)", markup=False)
+            for word, text in (("remedy: ", result.remedy), ("", result.seen_by_losses)):
+                if text:
+                    console.print(f"  {word}{text}", markup=False, soft_wrap=True)
+        for note in result.notes:
+            console.print(f"{result.check.title}: {note}", markup=False, soft_wrap=True)
 
 
 def write_page(results: Sequence[ParityResult], path: Path) -> Path:

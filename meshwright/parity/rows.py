@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from meshwright.parity.compare import Row, relative_error
+from meshwright.parity.explain import axis_subsets, fit, groups_over
 from meshwright.parity.judge import Evidence
 from meshwright.parity.parts import Part
-from meshwright.parity.record import STATE
+from meshwright.parity.record import COARSE, STATE
 
 
 def compare_all(evidence: Evidence) -> Iterator[Row]:
@@ -19,9 +20,7 @@ def compare_all(evidence: Evidence) -> Iterator[Row]:
     weights are none of the reference's."""
     facts, recorded = evidence.reference.facts, evidence.reference.recorded
     yield from parameter_rows(evidence, "initial", 0)
-    # With unequal counts a rank's own loss is neither the mean nor a term of the sum: gradients alone tell.
-    equal = facts.losses[:-1] if facts.unequal else facts.losses
-    yield from number_rows(evidence, "loss", equal, [side.facts.losses for side in evidence.ranks], summed=True)
+    yield from number_rows(evidence, "loss", facts.losses, [side.facts.losses for side in evidence.ranks], summed=True)
     yield from number_rows(evidence, "norm", facts.norms, [side.facts.norms for side in evidence.ranks])
     # Without its place in the reference a parameter has nothing to be compared with; the finding says so.
     if any(side.facts.lost for side in evidence.ranks):
@@ -33,10 +32,20 @@ def compare_all(evidence: Evidence) -> Iterator[Row]:
                 yield from parameter_rows(evidence, kind, step)
             if kind in ("gradient", "weight") and facts.dtype in COARSE:
                 yield from copy_rows(evidence, kind, step)
+        yield from buffer_rows(evidence, step)
 
 
-COARSE = ("bfloat16", "float16")
-"""Where rounding is coarse, copies are also held against each other: they must have equal bits."""
+def buffer_rows(evidence: Evidence, step: int) -> Iterator[Row]:
+    """Buffers that training moves, after a step: each rank has the reference's, or a cut of it."""
+    for name in evidence.reference.facts.buffers:
+        whole, errors = evidence.reference.get("buffer", step, name), []
+        for side in evidence.ranks:
+            x = side.get("buffer", step, name)
+            if x is not None and whole is not None:
+                found = fit(x, whole, evidence.allowed("buffer", step, name))
+                errors.append(math.inf if found is None else found.error)
+        if errors:
+            yield Row("buffer", name, worst_of(iter(errors)), evidence.allowed("buffer", step, name), step)
 
 
 def copy_rows(evidence: Evidence, kind: str, step: int) -> Iterator[Row]:
@@ -67,10 +76,34 @@ def number_rows(
         if not ours:
             continue
         error = worst_of(_number_error(x, theirs) for x in ours)
-        # A rank may report its own share's loss, of which the reference's is the mean, or the sum.
-        others = (sum(ours) / len(ours), sum(ours)) if summed and len(ours) > 1 else ()
+        others = _put_together(evidence, step, ours) if summed and len(ours) > 1 else ()
         error = min((error, *(_number_error(x, theirs) for x in others)), key=lambda e: (e != e, e))
+        # Where numbers of labels differ, each rank's own loss may be of a form that nobody here knows; one number of
+        # all ranks says that it is the loss of the whole.
+        if summed and len(set(ours)) > 1 and evidence.is_unequal(step) and error > evidence.allowed(kind, step, ""):
+            continue
         yield Row(kind, f"step {step}", error, evidence.allowed(kind, step, ""), step)
+
+
+def _put_together(evidence: Evidence, step: int, ours: Sequence[float]) -> Iterator[float]:
+    """The losses that ranks' own may be parts of: their mean, their sums over some axes, their mean over labels.
+
+    In a step whose ranks have unequal numbers of labels the plain mean is no loss of the whole; it is one there only
+    where it is the reference's all the same.
+    """
+    yield sum(ours) / len(ours)
+    if len(ours) < len(evidence.ranks):
+        yield sum(ours)
+        return
+    for axes in axis_subsets(evidence.coordinates):
+        sums = [math.fsum(ours[rank] for rank in group) for group in groups_over(evidence.coordinates, axes)]
+        # Other axes have copies of each sum, or none at all of them is right.
+        yield max(sums, key=lambda x: abs(x - sums[0]))
+    counts = [side.facts.counts[step - 1] if side.facts.counts else None for side in evidence.ranks]
+    known: list[int] = [n for n in counts if n is not None]
+    # Equal numbers on all ranks are a mean that was made already: weighing it once more would change nothing.
+    if len(known) == len(ours) and any(known) and len(set(ours)) > 1:
+        yield math.fsum(n * x for n, x in zip(known, ours, strict=True) if n) / sum(known)
 
 
 def _number_error(ours: float, theirs: float) -> float:
@@ -94,6 +127,9 @@ def parameter_rows(evidence: Evidence, kind: str, step: int) -> Iterator[Row]:
     name_of_kind, _, state = kind.partition(":")
     prefix, squares = f"{state} of " if state else "", []
     for name in evidence.names:
+        # A program may compute a gradient of a frozen weight, and leave it; that it moves shows in the weight.
+        if name in evidence.reference.facts.frozen and kind == "gradient":
+            continue
         whole = evidence.reference.get(kind, step, name)
         # A state that the reference's optimizer has for other parameters only.
         if whole is None and state:

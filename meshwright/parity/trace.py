@@ -7,13 +7,14 @@ Calls inside of the backward pass are recomputation, and are not kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.ranks.dtensor import local_of
@@ -32,6 +33,11 @@ def clean_names(names: Iterator[str] | list[str], known: frozenset[str] = frozen
             words = words[1:]
         cleaned[name] = ".".join(words)
     return cleaned
+
+
+def path_in(prefix: str, name: str) -> str:
+    """The path of something of a module that has the path `prefix` itself."""
+    return f"{prefix}.{name}" if prefix and name else prefix or name
 
 
 def all_tensors(value: Any) -> list[Tensor]:
@@ -64,11 +70,14 @@ class Trace:
     """`tensors`: (kind, module, call) -> local tensor, of the kinds input, output and output-gradient.
 
     `order`: modules and calls as their forward passes end. `consumers`: the first module that takes a module's
-    output as it is.
+    output as it is. `model`: one, or several stages of a rank with the names that they have in the whole; the output
+    of a stage that has none is nobody's.
+    `earlier`: a copy with earlier weights; what its modules give for the same is kept as the kind earlier-output.
     """
 
-    model: nn.Module
+    model: nn.Module | Sequence[tuple[str, nn.Module]]
     known: frozenset[str] = frozenset()
+    earlier: nn.Module | None = None
     tensors: dict[tuple[str, str, int], Tensor] = field(default_factory=dict)
     order: list[tuple[str, int]] = field(default_factory=list)
     consumers: dict[str, str] = field(default_factory=dict)
@@ -77,15 +86,18 @@ class Trace:
     _outputs: dict[int, tuple[str, Tensor]] = field(default_factory=dict)
 
     def __enter__(self) -> Self:
-        names = clean_names([name for name, _ in self.model.named_modules()], self.known)
-        seen: set[str] = set()
-        for raw, module in self.model.named_modules():
-            name = names[raw]
-            if name in seen:
-                continue  # a wrapper of a module that has the name
-            seen.add(name)
-            self._handles.append(module.register_forward_pre_hook(self._before(name), with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._after(name)))
+        models = [("", self.model)] if isinstance(self.model, nn.Module) else list(self.model)
+        seen: set[str] = set() if len(models) == 1 else {""}
+        for prefix, model in models:
+            modules = {path_in(prefix, raw): module for raw, module in model.named_modules()}
+            names = clean_names(list(modules), self.known)
+            for raw, module in modules.items():
+                name = names[raw]
+                if name in seen:
+                    continue  # a wrapper of a module that has the name
+                seen.add(name)
+                self._handles.append(module.register_forward_pre_hook(self._before(name), with_kwargs=True))
+                self._handles.append(module.register_forward_hook(self._after(name), with_kwargs=True))
         return self
 
     def __exit__(
@@ -111,7 +123,7 @@ class Trace:
         return hook
 
     def _after(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, arguments: Any, result: Any) -> None:
+        def hook(module: nn.Module, arguments: Any, keywords: Any, result: Any) -> None:
             if in_backward():
                 return
             # Counted here, as forward passes end, and read by the hook before: the next call has the next number.
@@ -124,6 +136,7 @@ class Trace:
                 return
             self.order.append((name, call))
             self.tensors["output", name, call] = local_of(given).clone()
+            self._keep_earlier(name, call, module, arguments, keywords)
             if given.requires_grad and not given.is_leaf:
 
                 def keep_gradient(gradient: Tensor | None) -> None:
@@ -133,6 +146,20 @@ class Trace:
                 given.register_hook(keep_gradient)
 
         return hook
+
+    def _keep_earlier(self, name: str, call: int, module: nn.Module, arguments: Any, keywords: Any) -> None:
+        """Keep the output that a module with weights of its own would have with the earlier ones."""
+        own = dict(module.named_parameters(recurse=False))
+        if self.earlier is None or not own:
+            return
+        # A copy of the module, as a forward pass may leave something in it (statistics, a loss of experts' balance).
+        before = self.earlier.get_submodule(name)
+        # In the type that the module computes with now: a reference may cast its weights, as FSDP2's policies do.
+        cast = {n: x.to(own[n].dtype) for n, x in before.named_parameters(recurse=False) if n in own}
+        with torch.no_grad():
+            given = traced_tensor(functional_call(before, cast, arguments, keywords))
+        if given is not None:
+            self.tensors["earlier-output", name, call] = given.clone()
 
 
 class Rounding:

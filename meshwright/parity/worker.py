@@ -24,7 +24,7 @@ CASTS = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloa
 
 def check_rank(rank: Rank, file: Path, name: str, precision: str, out: Path) -> None:
     """A check's process: the function `name` of a file."""
-    call_check(vars(load_checks(file))[name], rank.mesh, precision, out)
+    call_check(vars(load_checks(file, importing=True))[name], rank.mesh, precision, out)
 
 
 def call_check(function: Callable[[ParityJob], None], mesh: Mesh, precision: str, folder: Path) -> None:

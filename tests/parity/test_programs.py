@@ -117,7 +117,7 @@ def test_a_right_program_holds(program, tmp_path: Path) -> None:
     "program, wrong, module, kind",
     [
         (called_three_times, "g-missing", "block.down", "missing reduction"),
-        (called_three_times, "f-missing", "block.up", "wrong values"),
+        (called_three_times, "f-missing", "block.up", "missing reduction"),
         (uneven_heads, "g-missing", "1.out", "missing reduction"),
         (uneven_heads, "f-missing", "1", "missing reduction"),
         (uneven_heads, "same-head", "1.qkv", "wrong part"),

@@ -12,13 +12,14 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from meshwright.config import Config
 from meshwright.model import Batch
+from meshwright.parity.record import PASSES
 from meshwright.parity.reference import PERTURBED_RUNS, StepRecording, movements
 from meshwright.parity.trace import Rounding, Trace
 from meshwright.tools.verify.reference import Reference
@@ -75,9 +76,8 @@ def trace_reference(config: Config, batch: Batch, device: torch.device) -> tuple
     # All rows at once, so that a module's output is one tensor, of which layouts hold copies, cuts or sums.
     whole = config.model_copy(update={"batch": config.batch.model_copy(update={"micro": config.batch.global_})})
     exact, *perturbed = (_traced_step(whole, batch, device, seed) for seed in (None, *range(PERTURBED_RUNS)))
-    trace = exact.trace
-    assert trace is not None
-    modules = dict(trace.model.named_modules())
+    trace = exact.traces[PASSES[1]]
+    modules = dict(cast(torch.nn.Module, trace.model).named_modules())
     return trace, {
         "order": trace.order, "consumers": trace.consumers, "moved": movements(exact, perturbed),
         "parents": {name: name.rpartition(".")[0] for name in modules if name},
@@ -94,7 +94,7 @@ def _traced_step(config: Config, batch: Batch, device: torch.device, rounding: i
         with torch.no_grad():
             for parameter in reference.parameters.values():
                 parameter.copy_(hooks.rounded(parameter))
-    recording.trace = Trace(reference.model)
-    with recording.trace:
+    recording.traces[PASSES[1]] = Trace(reference.model)
+    with recording.traces[PASSES[1]]:
         recording.losses.append(reference.backward(batch))
     return recording

@@ -1,0 +1,240 @@
+"""The batches of a check: the same on every rank, in its precision, with the ids and the labels that show mistakes.
+
+| batch   | what parity changes in it                                                                       |
+|---------|-------------------------------------------------------------------------------------------------|
+| all     | some token ids and labels are the first and the last of the ranges that ranks may hold            |
+| 3       | unequal numbers of labels in different rows; a last row of padding                              |
+| a probe | batch 1, and a second time with one position of most rows changed                               |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+COMPARED_STEPS = 3
+"""Right after one step and wrong after three is what stale weights and a wrong optimizer look like."""
+
+HALVED_STEP = 2
+"""The step in which a program that parity steps adds up the gradients of two halves of the samples."""
+
+DROPOUT_STEP = COMPARED_STEPS + 1
+"""After the compared steps one more with the models' dropout: replicas must stay equal under it."""
+
+IGNORED_LABEL = -100
+"""The label that torch's cross entropy does not count."""
+
+Loss = Callable[[Any, Any], Any]
+MakeOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
+MakeScheduler = Callable[[torch.optim.Optimizer], Any]
+
+
+@dataclass(frozen=True)
+class ReferenceRecipe:
+    """How the reference is trained. `labels`: the key of the global batch whose entries of -100 do not count.
+
+    `ids`: keys of integers that index a table or the logits, and the number of its rows. `sizes`: by how many ranks
+    such a table may be cut. `probe`: key of the samples that a probe changes, None where none is made.
+    """
+
+    loss: Loss
+    batch: Callable[[torch.Generator], Any]
+    optimizer: MakeOptimizer
+    clip: float | None
+    labels: Any
+    dtype: torch.dtype | None
+    scheduler: MakeScheduler | None = None
+    ids: Mapping[Any, int] = field(default_factory=dict)
+    sizes: tuple[int, ...] = ()
+    probe: str | None = None
+
+    def global_batch(self, step: int) -> Any:
+        """The batch of a step from 1, on every rank the same. The last step's has unequal numbers of valid labels."""
+        generator = torch.Generator().manual_seed(1000 + step)
+        with torch.random.fork_rng(devices=[]):
+            # For a `batch` that ignores its generator: the same numbers on every rank, in every run.
+            torch.manual_seed(2000 + step)
+            batch = cast_batch(self.batch(generator), self.dtype)
+        for key, rows in self.ids.items():
+            batch = replaced(batch, key, with_boundaries(tensors_by_key(batch)[str(key)], rows, self.sizes))
+        return unequal(batch, self.labels) if step == COMPARED_STEPS else batch
+
+    @property
+    def probe_batches(self) -> tuple[Any, ...]:
+        """The first batch, and the same with some of its samples changed; none where no probe is made."""
+        if self.probe is None:
+            return ()
+        batch = self.global_batch(1)
+        x = tensors_by_key(batch)[self.probe]
+        rows = {str(key): n for key, n in self.ids.items()}.get(self.probe)
+        return batch, replaced(batch, self.probe, with_changes(x, rows))
+
+
+def probe_key(batch: Any, ids: Mapping[Any, int], labels: Any) -> str | None:
+    """The samples that a probe changes: the ids of tokens, else the first real [rows, positions, ...] of a batch."""
+    tensors = tensors_by_key(batch)
+    floating = [key for key, x in tensors.items() if x.is_floating_point() and x.ndim > 2]
+    tokens = [str(key) for key in ids if tensors[str(key)].ndim == 2 and str(key) != str(labels)]
+    return next(iter((*tokens, *floating)), None)
+
+
+def changed_positions(rows: int, positions: int) -> list[int | None]:
+    """The position that a probe changes of each row: the first, the last, the middle, none, and so on."""
+    # The last alone moves nothing before it under a causal mask, the first nothing in later documents.
+    every = (0, positions - 1, positions // 2, None)
+    return [positions // 2] if rows == 1 else [every[row % 4] for row in range(rows)]
+
+
+def with_changes(x: Tensor, ids: int | None) -> Tensor:
+    """Samples [rows, positions, ...] with one position of most rows changed. `ids`: integers are less than that."""
+    changed = x.clone()
+    for row, position in enumerate(changed_positions(*x.shape[:2])):
+        if position is not None:
+            changed[row, position] = (x[row, position] + 1 + (ids or 0) // 2) % ids if ids else x[row, position] + 1
+    return changed
+
+
+def cast_batch(batch: Any, dtype: torch.dtype | None) -> Any:
+    """A batch whose floating tensors have the check's precision."""
+    if isinstance(batch, Tensor):
+        return batch.to(dtype) if dtype is not None and batch.is_floating_point() else batch
+    if isinstance(batch, Mapping):
+        return {key: cast_batch(value, dtype) for key, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(cast_batch(value, dtype) for value in batch)
+    return batch
+
+
+def tensors_by_key(batch: Any) -> dict[str, Tensor]:
+    """A batch's tensors by their keys or places; a batch that is one tensor has the key `batch`."""
+    if isinstance(batch, Tensor):
+        return {"batch": batch}
+    items = (
+        batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, (tuple, list)) else ()
+    )
+    return {str(key): x for key, x in items if isinstance(x, Tensor)}
+
+
+def replaced(batch: Any, key: Any, x: Tensor) -> Any:
+    """A batch with another tensor under a key."""
+    if isinstance(batch, Tensor):
+        return x
+    changed = dict(batch) if isinstance(batch, Mapping) else list(batch)
+    changed[key if isinstance(batch, Mapping) else int(key)] = x
+    return changed if isinstance(batch, Mapping) else type(batch)(changed)
+
+
+def with_boundaries(ids: Tensor, rows: int, sizes: Sequence[int]) -> Tensor:
+    """Ids of which some are the first and the last of the ranges that ranks may hold: random ones miss a mistake at the
+    end of a range by chance. Entries below 0 stay; an id out of 0 ... `rows` leaves all as they are."""
+    allowed = (ids >= 0).flatten().nonzero()[:, 0]
+    if ids.is_floating_point() or not len(allowed) or bool((ids >= rows).any()):
+        return ids
+    ends = [0, rows - 1]
+    for size in sizes:
+        chunk = -(-rows // size)
+        ends += [edge for rank in range(1, size) for edge in (chunk * rank - 1, chunk * rank) if edge < rows]
+    wanted = torch.tensor(list(dict.fromkeys(ends)), dtype=ids.dtype)[: max(1, len(allowed) // 4)]
+    generator = torch.Generator().manual_seed(rows)
+    places = allowed[torch.randperm(len(allowed), generator=generator)[: len(wanted)]]
+    changed = ids.clone()
+    changed.view(-1)[places] = wanted
+    return changed
+
+
+def ids_of(model: nn.Module, loss: Loss, batch: Any, labels: Any) -> dict[Any, int]:
+    """The keys of a batch whose integers index a table of the model's, and its labels, each with the number of rows.
+
+    A tensor of the batch is one of ids where an embedding was given it, or a view of it.
+    """
+    known = {x.untyped_storage().data_ptr(): key for key, x in tensors_by_key(batch).items() if x.numel()}
+    found: dict[Any, int] = {}
+    classes = 0
+
+    def taken(module: nn.Embedding, arguments: Any) -> None:
+        x = arguments[0] if arguments else None
+        key = known.get(x.untyped_storage().data_ptr()) if isinstance(x, Tensor) else None
+        # A tensor that indexes two tables is no sample of tokens alone.
+        if key is not None:
+            found[key] = min(module.num_embeddings, found.get(key, module.num_embeddings))
+
+    def given(module: nn.Linear, arguments: Any, result: Any) -> None:
+        nonlocal classes
+        classes = module.out_features
+
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    handles = [m.register_forward_pre_hook(taken) for m in tables]
+    handles += [m.register_forward_hook(given) for m in linears]
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        loss(model, batch)
+    for handle in handles:
+        handle.remove()
+    # The last linear that is called gives the logits, if labels are in its range.
+    targets = None if labels is None else tensors_by_key(batch).get(str(labels))
+    if targets is not None and str(labels) not in found and classes and not targets.is_floating_point():
+        found[str(labels)] = classes
+    originals = dict(zip(map(str, batch), batch, strict=True)) if isinstance(batch, Mapping) else {}
+    tensors = tensors_by_key(batch)
+    return {originals.get(key, key): rows for key, rows in found.items() if not counts_up(tensors[key])}
+
+
+def counts_up(ids: Tensor) -> bool:
+    """Whether integers mostly follow one another: positions, segments, documents. A program may know these by itself,
+    and random ones in their place would mean nothing."""
+    if ids.ndim < 2 or ids.shape[-1] < 2:
+        return False
+    steps = ids[..., 1:] - ids[..., :-1]
+    return float(((steps == 0) | (steps == 1)).double().mean()) > 0.5
+
+
+def unequal(batch: Any, labels: Any) -> Any:
+    """A batch whose first half of rows keeps a quarter of its labels, and whose last row is padding: ranks then have
+    unequal numbers of them."""
+    if labels is None:
+        return batch
+    changed = dict(batch) if isinstance(batch, Mapping) else list(batch)
+    x = changed[labels].clone()
+    # Rows of the first half go to the first ranks: a mean of means then weighs them wrongly.
+    half = x[: max(1, x.shape[0] // 2)]
+    if half.ndim > 1:
+        half[:, max(1, half.shape[1] // 4) :] = IGNORED_LABEL
+    else:
+        half[max(1, half.shape[0] // 4) :] = IGNORED_LABEL
+    # A row of padding, as the last batch of a data set has; one row at least stays whole.
+    if len(x) > len(half) + 1:
+        x[-1] = IGNORED_LABEL
+    changed[labels] = x
+    return changed if isinstance(batch, Mapping) else type(batch)(changed)
+
+
+def label_key(batch: Any, labels: Any) -> Any:
+    """The key of the labels, where the batch has it; None where nothing is known of labels."""
+    if isinstance(batch, Mapping):
+        return labels if labels in batch else None
+    return labels if isinstance(labels, int) and isinstance(batch, (tuple, list)) else None
+
+
+def count_labels(batch: Any, labels: Any) -> int | None:
+    """The number of labels of a batch that count; None where it has no labels of integers."""
+    x = None if labels is None else tensors_by_key(batch).get(str(labels))
+    return None if x is None or x.is_floating_point() else int((x != IGNORED_LABEL).sum())
+
+
+def chunks_of(batch: Any, number: int) -> list[Any]:
+    """A batch in equal chunks of its rows; none where the rows of a tensor cannot be cut so."""
+    if isinstance(batch, Tensor):
+        # Other numbers of rows have no equal chunks, and a mean over unequal ones is another number.
+        fits = batch.ndim > 0 and len(batch) > 0 and len(batch) % number == 0
+        return list(batch.chunk(number)) if fits else []
+    if isinstance(batch, Mapping) and batch:
+        parts = [chunks_of(x, number) for x in batch.values()]
+        return [dict(zip(batch, each, strict=True)) for each in zip(*parts, strict=True)] if all(parts) else []
+    if isinstance(batch, (tuple, list)) and batch:
+        parts = [chunks_of(x, number) for x in batch]
+        return [type(batch)(each) for each in zip(*parts, strict=True)] if all(parts) else []
+    return []

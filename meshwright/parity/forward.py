@@ -1,0 +1,241 @@
+"""The first module in forward order whose output is none of the reference's: its place, and the kind of the mistake.
+
+| what the first wrong module has                        | the mistake                                            |
+|--------------------------------------------------------|--------------------------------------------------------|
+| an output that lacks what a partial sum before lacks    | that sum was not reduced: missing reduction            |
+| a wrong input                                          | in the code of the parent, or of its parents           |
+| slices missing                                         | wrong part                                             |
+| a linear's product and bias, each times a number       | scaled                                                 |
+| the reference's times a number                         | scaled                                                 |
+| the output of the weights before                       | stale weights (in the second step)                     |
+| the rounding of a narrower type                        | lower precision                                        |
+| other values                                           | wrong values                                           |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from meshwright.parity.compare import axis_words, narrow_type, relative_error
+from meshwright.parity.explain import COPY, CUT, PARTIAL, Explanation, axis_subsets, fit, groups_over
+from meshwright.parity.gradients import Mistake, near
+from meshwright.parity.judge import Evidence, ModuleLine
+
+MODEL = "(the model)"
+"""The place of a mistake in the code of the whole model, which has no path."""
+
+
+def forward_finding(evidence: Evidence, lines: Sequence[ModuleLine], at: str = "") -> Mistake | None:
+    """The mistake of the first module whose output is none of the reference's; None where all are explained.
+
+    `at`: the mark of the traced pass that the lines are of.
+    """
+    for place, line in enumerate(lines):
+        if line.output is None or line.output.explained:
+            continue
+        if (unreduced := _unreduced(evidence, lines, place, at)) is not None:
+            return unreduced
+        if line.output.leaves_out:
+            text = f"the ranks' outputs of {line.name or 'the model'} lack some of its slices, and repeat others"
+            return Mistake("wrong part", line.name or MODEL, text)
+        if not at and (biased := _linear_finding(evidence, line)) is not None:
+            return biased
+        if at and (stale := _stale(evidence, line, at)) is not None:
+            return stale
+        where, child = _outermost(lines, line)
+        return _of_values(evidence, line, where, child, at)
+    return None
+
+
+def is_lost(line: ModuleLine) -> bool:
+    """Whether a module was given something else than the reference's. A partial sum is explained, and is no whole."""
+    return line.input is not None and (not line.input.explained or line.input.kind == PARTIAL)
+
+
+def _outermost(lines: Sequence[ModuleLine], line: ModuleLine) -> tuple[str, ModuleLine | None]:
+    """The module in whose own code a line's wrong input was made: the nearest around it that was given the right one.
+    And the child to which the wrong one was given first; None where the line's own input is right."""
+    if not is_lost(line):
+        return line.name, None
+    by_name = {other.name: other for other in reversed(lines)}
+    child, where = line, line.name
+    while where:
+        where = where.rpartition(".")[0]
+        around = by_name.get(where)
+        # Lists of modules compute nothing, and have no line.
+        if around is not None and not (where and is_lost(around)):
+            return where, child
+        child = child if around is None else around
+    # A stage of a pipeline: what stands between two stages has no name but that of the second.
+    return child.name, child
+
+
+def _unreduced(evidence: Evidence, lines: Sequence[ModuleLine], place: int, at: str) -> Mistake | None:
+    """Partial sums before a wrong line that nobody has added up."""
+    line, tail = lines[place], list[ModuleLine]()
+    for other in reversed(lines[:place]):
+        if other.output is None or other.output.kind in (COPY, CUT):
+            break  # a right whole came after all partial sums before it
+        tail.insert(0, other)
+    if not tail:
+        return _unreduced_product(evidence, lines, place, at)
+    # The sum may be due in any of a chain of modules that hand it on; the first has made it.
+    source, kind = tail[0], "input" if is_lost(line) else "output"
+    explained = source.output
+    assert explained is not None
+    ours = evidence.locals_of(kind, line, at)
+    calls = evidence.reference.num_calls(line.name)
+    theirs = evidence.reference.call(kind, line.name, line.call, calls, at=at)
+    partials = evidence.locals_of("output", tail[-1], at)
+    whole = evidence.reference.call("output", tail[-1].name, tail[-1].call, evidence.reference.num_calls(tail[-1].name),
+                                    at=at)  # fmt: skip
+    if ours is None or theirs is None or partials is None or whole is None:
+        confirmed = is_lost(line)
+    else:
+        alike = partials[0].shape == whole.shape == ours[0].shape == theirs.shape
+        # All that is wrong is what each rank's term lacks of the sum: a residual that was added to it, say.
+        lacking = [relative_error(x - theirs, p - whole) for x, p in zip(ours, partials, strict=True)] if alike else [1]
+        # A term of a rank differs from the others'; what all ranks have alike was reduced, and is wrong otherwise.
+        differing = any(relative_error(x, ours[0]) > 1e-3 for x in ours)
+        confirmed = max(lacking) < 1e-2 or (is_lost(line) and differing)
+    if not confirmed:
+        return None
+    text = (
+        f"{source.name} gives partial sums over {explained.axis}, which {line.name or 'the model'} takes for the whole"
+    )
+    return Mistake("missing reduction", source.name, f"{text}: an all-reduce is missing")
+
+
+def _unreduced_product(evidence: Evidence, lines: Sequence[ModuleLine], place: int, at: str) -> Mistake | None:
+    """A product that no module has made, and that nobody has added up: the ranks' wrong inputs, added up, are the
+    reference's and once more per rank what was added to the product, an output before (and a bias)."""
+    line = lines[place]
+    kind = "input" if is_lost(line) else "output"
+    calls = evidence.reference.num_calls(line.name)
+    theirs = evidence.reference.call(kind, line.name, line.call, calls, at=at)
+    ours = evidence.locals_of(kind, line, at)
+    if ours is None or theirs is None or theirs.ndim < 2 or ours[0].shape != theirs.shape:
+        return None
+    for axes in axis_subsets(evidence.coordinates):
+        group = groups_over(evidence.coordinates, axes)[0]
+        added = (torch.stack([ours[rank] for rank in group]).sum(0) - theirs) / (len(group) - 1)
+        for other in reversed(lines[:place]):
+            if other.output is None or other.output.kind != COPY:
+                continue
+            before = evidence.reference.call("output", other.name, other.call, evidence.reference.num_calls(other.name),
+                                             at=at)  # fmt: skip
+            if before is None or before.shape != added.shape:
+                continue
+            bias = (added - before).flatten(0, -2).mean(0)
+            if relative_error(added - before, bias.expand_as(added)) < 1e-6 or relative_error(added, before) < 1e-6:
+                where, _ = _outermost(lines, line)
+                text = (
+                    f"the {kind} of {line.name or 'the model'} has a term that is a partial sum over {'+'.join(axes)}"
+                )
+                return Mistake("missing reduction", where or MODEL, f"{text}: an all-reduce is missing")
+    return None
+
+
+def _stale(evidence: Evidence, line: ModuleLine, at: str) -> Mistake | None:
+    """Whether a module's output is that of the weights before the last step."""
+    calls = evidence.reference.num_calls(line.name)
+    before = evidence.reference.call("earlier-output", line.name, line.call, calls, at=at)
+    held = evidence.locals_of("output", line, at)
+    if before is None or held is None:
+        return None
+    allowed = near(evidence.allowed("output", 2, line.name))
+    found = [fit(x, before, allowed) for x in held]
+    if not any(f is not None and f.error <= allowed for f in found):
+        return None
+    text = f"the output of {line.name} in the second step is that of its first weights, which were stepped since"
+    return Mistake("stale weights", line.name or MODEL, text)
+
+
+def _of_values(evidence: Evidence, line: ModuleLine, where: str, child: ModuleLine | None, at: str) -> Mistake:
+    """The mistake in the values of a line's output, or of the input that a child was given."""
+    output, name = line.output, line.name or "the model"
+    assert output is not None
+    step = " in the second step" if at else ""
+    if child is not None and child.input is not None and _is_scaled(child.input):
+        text = f"the input of {child.name}{step} is the reference's times {_times(evidence, child.input)}"
+        return Mistake("scaled", where or MODEL, text)
+    if _is_scaled(output) and child is None:
+        text = f"the output of {name}{step} is the reference's times {_times(evidence, output)}"
+        return Mistake("scaled", where or MODEL, text)
+    narrow = _narrow(evidence, line, at)
+    kind = "lower precision" if narrow else "wrong values"
+    off = f"is off by {output.error:.1e} (allowed: {output.allowed:.1e})"
+    if math.isinf(output.error):
+        calls = [side.num_calls(line.name, at) for side in evidence.ranks]
+        theirs = evidence.reference.num_calls(line.name)
+        several = (
+            f"; it was called {max(calls)} times where the reference calls it {theirs}" if max(calls) % theirs else ""
+        )
+        off = f"has another shape than any part of the reference's{several}"
+    text = f"the output of {name} on rank {output.rank}{step} {off}"
+    if narrow:
+        text += f": about what {narrow} rounds by"
+    if child is not None:
+        text += f"; so is the input of {child.name or 'the model'}, and all before is right"
+    return Mistake(kind, where or MODEL, text)
+
+
+def _is_scaled(explanation: Explanation) -> bool:
+    return explanation.factor is not None and abs(explanation.factor - 1) > 1e-4
+
+
+def _times(evidence: Evidence, explanation: Explanation) -> str:
+    return f"{explanation.factor:.4g}{axis_words(evidence.sizes, explanation.factor)}"
+
+
+def _narrow(evidence: Evidence, line: ModuleLine, at: str) -> str:
+    """The narrower type that a module's outputs are off by the rounding of."""
+    calls = evidence.reference.num_calls(line.name)
+    whole = evidence.reference.call("output", line.name, line.call, calls, at=at)
+    held = [x for side in evidence.ranks if (x := side.call("output", line.name, line.call, calls, at=at)) is not None]
+    if whole is None or line.output is None or not held:
+        return ""
+    found = [(x, f.piece) for x in held if (f := fit(x, whole, 0.0)) is not None]
+    return narrow_type([x for x, _ in found], [y for _, y in found], evidence.reference.facts.dtype) if found else ""
+
+
+def _linear_finding(evidence: Evidence, line: ModuleLine) -> Mistake | None:
+    """A linear's product and bias, each times a number: the product of one rank alone, reduced twice, a bias a rank."""
+    if f"{line.name}.bias" not in evidence.names:
+        return None
+    bias, calls = evidence.weight(f"{line.name}.bias"), evidence.reference.num_calls(line.name)
+    whole = evidence.reference.call("output", line.name, line.call, calls)
+    ours = evidence.locals_of("output", line)
+    if whole is None or ours is None or bias.shape != ours[0].shape[-1:]:
+        return None
+    # A row-parallel linear whose ranks each add the bias: the sum has the product once and the bias once a rank.
+    for axes in axis_subsets(evidence.coordinates):
+        group = next(group for group in groups_over(evidence.coordinates, axes))
+        product, times = _product_and_bias(torch.stack([ours[rank] for rank in group]).sum(0), whole, bias)
+        if math.isclose(product, 1, rel_tol=1e-2) and math.isclose(times, len(group), rel_tol=1e-2):
+            text = f"the product of {line.name} on each rank is a partial sum over {'+'.join(axes)}"
+            return Mistake("missing reduction", line.name, f"{text}: an all-reduce is missing")
+    product, times = _product_and_bias(ours[0], whole, bias)
+    if not math.isnan(product) and max(abs(product - 1), abs(times - 1)) > 1e-2:
+        text = (
+            f"the output of {line.name} has the reference's product {product:.4g} times and its bias {times:.4g} times"
+        )
+        return Mistake("scaled", line.name, f"{text}: added up once too often")
+    return None
+
+
+def _product_and_bias(ours: Tensor, whole: Tensor, bias: Tensor) -> tuple[float, float]:
+    """How many times a linear's output has the reference's product, and how many times the bias; nan for neither."""
+    found = fit(ours, whole, 0.0)
+    if found is None:
+        return math.nan, math.nan
+    # output = a (x W) + b bias, solved for a and b by least squares.
+    terms = torch.stack([(found.piece - bias).flatten(), bias.expand_as(ours).flatten()], 1)
+    solved = torch.linalg.lstsq(terms, ours.flatten()[:, None]).solution
+    if relative_error((terms @ solved).flatten(), ours.flatten()) > 1e-2:
+        return math.nan, math.nan
+    return float(solved[0]), float(solved[1])

@@ -1,0 +1,179 @@
+"""Mistakes that show after the first gradients: in weights, and in later steps, where all before is right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from meshwright.parity.batches import HALVED_STEP
+from meshwright.parity.compare import relative_error
+from meshwright.parity.forward import forward_finding
+from meshwright.parity.gradients import (
+    ALL,
+    MOST,
+    GradientStep,
+    Mistake,
+    gradient_finding,
+    hypothesis_of,
+    near,
+    owner_of,
+)
+from meshwright.parity.judge import Evidence, explain_modules
+from meshwright.parity.record import PASSES, UPDATED
+
+Failed = Mapping[tuple[str, int], list[str]]
+
+
+def and_more(names: Sequence[str]) -> str:
+    """`(and 3 more)`, of names of which the first is said."""
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+
+
+def wrong_weights(evidence: Evidence, wrong: Sequence[str], step: int) -> Mistake:
+    """Weights that are wrong after a step whose outputs and gradients are right."""
+    if wrong[0] not in evidence.names:  # all of them as one
+        text = "all gradients are right, and the weights are wrong: look at what the optimizer does"
+        return Mistake("optimizer", ALL, text)
+    others, facts = and_more(wrong), evidence.reference.facts
+    trained = [name for name in evidence.names if name not in facts.dead and name not in facts.frozen]
+    where = ALL if len(set(wrong) & set(trained)) >= MOST * len(trained) else owner_of(wrong[0])
+    if moved := [name for name in wrong if name in facts.frozen]:
+        text = f"{moved[0]}{and_more(moved)} is frozen on the reference, and has moved after step {step}"
+        return Mistake("optimizer", owner_of(moved[0]), text)
+    if (rates := _other_rates(evidence, step)) is not None:
+        return Mistake("optimizer", where, f"{rates}; {wrong[0]}{others} is wrong after it")
+    for name in wrong:
+        if evidence.replicas_differ("weight", step, name):
+            text = f"{name}{others} differs after step {step} between ranks that hold the same part of it"
+            return Mistake("stale weights", owner_of(name), text)
+    if (cut := _cut_updates(evidence, wrong, step)) is not None:
+        return cut
+    if all(is_unmoved(evidence, name, step) for name in wrong):
+        text = f"{wrong[0]}{others} is after step {step} as it was before"
+        if not any(x is not None for name in wrong for _, _, x, _ in evidence.pieces("gradient", step, name)):
+            kept = any(("gradient", step) in side.recorded for side in evidence.ranks)
+            where = where if kept else ALL
+            return Mistake("no gradient", where, f"{text}, and no rank has a gradient of it when the optimizer steps")
+        if where == ALL:
+            return Mistake("stale weights", ALL, f"{text}: not stepped, or what was stepped is not written back")
+        return Mistake("optimizer", where, f"{text}: the optimizer does not have it")
+    # Where no gradient was kept, nothing says whether the optimizer or a reduction before it is wrong.
+    kept = any(x is not None for name in wrong for _, _, x, _ in evidence.pieces("gradient", step, name))
+    seen = "all gradients are right" if kept else "all outputs are right, and the program keeps no gradients to look at"
+    text = f"{seen}, and {wrong[0]}{others} is wrong after step {step}: look at what the optimizer does"
+    return Mistake("optimizer", where, text)
+
+
+def _other_rates(evidence: Evidence, step: int) -> str | None:
+    """A sentence on learning rates in a step that are not the reference's; None where they are, or nobody knows."""
+    rates = evidence.reference.facts.rates
+    theirs = rates[step - 1] if len(rates) >= step else []
+    for rank, side in enumerate(evidence.ranks):
+        ours = side.facts.rates[step - 1] if len(side.facts.rates) >= step else []
+        if theirs and any(all(abs(x - y) > 1e-6 * abs(y) for y in theirs) for x in ours):
+            said = [", ".join(f"{x:.4g}" for x in rates) for rates in (ours, theirs)]
+            return f"rank {rank} steps with the learning rate {said[0]} in step {step}, the reference with {said[1]}"
+    return None
+
+
+def _cut_updates(evidence: Evidence, wrong: Sequence[str], step: int) -> Mistake | None:
+    """Whether weights are what the optimizer makes of each rank's part as if that were a whole parameter."""
+    if step != 1:
+        return None
+    for name in wrong:
+        for rank, own, _ in evidence.holders(name):
+            ours, alone = (evidence.ranks[rank].get(kind, 1, own) for kind in ("weight", UPDATED))
+            allowed = near(evidence.allowed("weight", 1, name))
+            if ours is None or alone is None or relative_error(ours, alone) > allowed:
+                return None
+    text = f"{wrong[0]}{and_more(wrong)} is what the optimizer makes of each rank's part alone: the update depends on "
+    text += "the cut (an orthogonalised update, a norm, or a factor over a whole matrix needs all of it)"
+    return Mistake("cut update", owner_of(wrong[0]), text)
+
+
+def is_unmoved(evidence: Evidence, name: str, step: int) -> bool:
+    """Whether all ranks' parts of a weight are after a step bit by bit what the reference's were before it."""
+    before = evidence.reference.get("weight", step - 1, name) if step > 1 else evidence.weight(name)
+    held = [(part, x) for rank, own, part in evidence.holders(name)
+            if (x := evidence.ranks[rank].get("weight", step, own)) is not None]  # fmt: skip
+    allowed = evidence.allowed("weight", step, name)
+    return before is not None and all(relative_error(x, part.take(before)) <= allowed for part, x in held)
+
+
+def later_finding(evidence: Evidence, failed: Failed, step: int) -> Mistake | None:
+    """A mistake that shows in this step first: all is right in the steps before. Wrong weights alone are left to
+    `wrong_weights`."""
+    named = failed.get(("gradient", step), [])
+    wrong = [name for name in evidence.names if name in named] or named
+    weights = failed.get(("weight", step), [])
+    unequal = evidence.is_unequal(step)
+    h = hypothesis_of(evidence, wrong[0], step) if wrong and wrong[0] in evidence.names else None
+    if h is not None and h.kind == "accumulated":
+        return Mistake(h.kind, ALL, f"the gradient of {wrong[0]} in step {step} is {h.text}")
+    second = step == 2 and bool(wrong or weights or ("loss", 2) in failed)
+    if second and (found := _second_step(evidence, wrong)) is not None:
+        return found
+    if unequal and (wrong or weights):
+        text = (
+            "all is right while ranks have equal numbers of valid labels, and wrong with unequal ones: a mean of means"
+        )
+        return Mistake("token counts", "(loss)", text)
+    if h is not None:
+        # Other gradients of right data and a right first step come from weights that were not the stepped ones.
+        kind = h.kind if h.kind in ("clipping", "scaled", "lower precision") else "stale weights"
+        where = ALL if kind != "stale weights" else owner_of(wrong[0])
+        return Mistake(kind, where, f"all is right before, and the gradient of {wrong[0]} in step {step} is {h.text}")
+    number = next((kind for kind in ("loss", "norm") if (kind, step) in failed), None)
+    if number == "loss" and unequal:
+        text = "gradients are right, and the loss that the program reports is not the reference's where ranks have "
+        return Mistake("token counts", "(loss)", f"{text}unequal numbers of labels: a mean of means")
+    if number is not None:
+        seen = ("weight", step - 1) in evidence.reference.recorded
+        kind = "stale weights" if seen else "optimizer"  # the weights of the step before may be wrong as well
+        text = f"all is right before, and the {number} of step {step} is not the reference's"
+        return Mistake(kind, ALL, text if seen else f"{text}: look at what the optimizer does")
+    return None
+
+
+def _second_step(evidence: Evidence, wrong: Sequence[str]) -> Mistake | None:
+    """The mistake that the second step's own trace and passes show."""
+    if _is_stale(evidence):
+        text = "the second step's loss is that of the first weights: what is stepped is not what computes"
+        return Mistake("stale weights", ALL, text)
+    # In one pass and in two halves: what is right in the first is wrong in how gradients are added up.
+    halved = any(("whole-gradient", HALVED_STEP) in side.recorded for side in evidence.ranks)
+    kind = "whole-gradient" if halved else "gradient"
+    right = halved and all(is_right(evidence, name, kind) for name in wrong)
+    if wrong and right:
+        text = "all is right in one pass, and wrong where two halves of the samples add up their gradients"
+        return Mistake("accumulation", ALL, f"{text}: that of {wrong[0]}{and_more(wrong)}")
+    if not any(("output" + PASSES[2], 0) in side.recorded for side in evidence.ranks):
+        return None
+    evidence.later = explain_modules(evidence, PASSES[2])
+    found = forward_finding(evidence, evidence.later, PASSES[2])
+    if found is None and wrong:
+        found = gradient_finding(evidence, wrong, GradientStep(2, kind, evidence.later))
+        if found.kind != "stale weights":
+            found = Mistake(found.kind, found.module, f"the first step is right; in the second {found.text}")
+    return found
+
+
+def is_right(evidence: Evidence, name: str, kind: str) -> bool:
+    """Whether all ranks' pieces of a gradient of the second step are the reference's."""
+    whole = evidence.reference.get("gradient", HALVED_STEP, name)
+    allowed = evidence.allowed("gradient", HALVED_STEP, name)
+    held = [(part, evidence.ranks[rank].get(kind, HALVED_STEP, own)) for rank, own, part in evidence.holders(name)]
+    return whole is not None and all(
+        x is not None and relative_error(x, part.take(whole)) <= allowed for part, x in held
+    )
+
+
+def _is_stale(evidence: Evidence) -> bool:
+    """Whether the second step's loss is that of the first weights."""
+    stale, right = evidence.reference.facts.stale_loss, evidence.reference.facts.losses[1]
+    losses = [x for side in evidence.ranks if (x := side.facts.losses[1]) is not None]
+    if stale is None:
+        return False
+    allowed = near(evidence.allowed("loss", 2, "")) * abs(stale)
+    # A rank's own loss, or the mean over ranks that each report their share's.
+    choices = (*losses, *((sum(losses) / len(losses),) if losses else ()))
+    return any(abs(x - stale) <= min(allowed, 0.25 * abs(x - right)) for x in choices)

@@ -1,0 +1,49 @@
+"""Programs in the styles that people write: right ones hold; mistakes are found, at their modules, of their kinds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.parity_styles.__main__ import MODULES, marks_of, result_of, run_styles
+from benchmarks.parity_styles.style import STYLES
+from meshwright.launch import Ranks, run
+
+FEW = {
+    "tensor": ["gqa:", "gqa:late_scale", "gqa:no_sum_down", "gqa:kv_mean", "lora:", "lora:thawed", "muon:shard"],
+    "data": ["ddp_accumulate:", "ddp_accumulate:report_means", "ddp_accumulate:last_microbatch", "batch_norm:running",
+             "ddp_hook:bf16", "fsdp_accumulate:divided_before_clip", "scheduled:scheduler_never"],
+    "cut": ["ring:", "ring:document_leak"],
+    "routed": ["experts:", "experts:aux_per_micro"],
+    "stages": ["interleaved:", "interleaved:norm_twice"],
+}  # fmt: skip
+"""One at least of each thing that was once missed; those of a group share their processes."""
+
+
+def check_cases(names: list[str], folder: Path) -> None:
+    axes = {STYLES[name.partition(":")[0]].axes for name in names}
+    assert len(axes) == 1, axes
+    run(run_styles, Ranks(axes.pop()), names=names, out=folder, precision="")
+    for name in names:
+        style, _, wrong = name.partition(":")
+        result = result_of(STYLES[style], wrong, folder)
+        if not wrong:
+            assert result.holds, (name, result.verdict)
+            continue
+        plant = next(plant for plant in STYLES[style].plants if plant.wrong == wrong)
+        assert marks_of(result, plant) == (True, True, True), (name, result.verdict)
+        assert result.remedy
+        assert result.seen_by_losses.startswith("an allclose of the losses would have ")
+
+
+@pytest.mark.parametrize("group", FEW)
+def test_some_programs_and_their_mistakes(group: str, tmp_path: Path) -> None:
+    check_cases(FEW[group], tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("style", STYLES)
+def test_a_style_and_all_its_mistakes(style: str, tmp_path: Path) -> None:
+    assert MODULES
+    check_cases([f"{style}:{wrong}" for wrong in ("", *(plant.wrong for plant in STYLES[style].plants))], tmp_path)
