@@ -3,6 +3,7 @@
 #: make test-long    all tests, every tensor layout for 20 steps, 2000 drawn runs: two hours or three on 2 cores
 #: make check        what CI runs: format, lint, types, tests
 #: make validate     the planner's predictions beside published results (2 minutes)
+#: make lock         packaging/requirements.lock anew, where uv is installed
 #: make site         the docs as a site in out/site, every link checked; make site-serve shows it while you write
 #:
 #: PYTHON=python3.12        another interpreter (>= 3.11)
@@ -24,7 +25,7 @@ RUNNABLE := $(VENV)/.runnable
 TESTABLE := $(VENV)/.testable
 SITED := $(VENV)/.sited
 
-.PHONY: help quickstart test test-long check validate site site-serve format clean
+.PHONY: help quickstart test test-long check validate lock site site-serve format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -85,6 +86,14 @@ check: $(TESTABLE)
 
 validate: $(RUNNABLE)
 	$(BIN)/python -m validation
+
+# The head of the file, which says how to use it, stays. No index is named: whoever installs has one.
+lock:
+	@command -v uv >/dev/null || { echo "make: no uv here: pip install uv" >&2; exit 1; }
+	@grep '^#' packaging/requirements.lock > packaging/.lock
+	uv pip compile pyproject.toml -c constraints.txt --universal --generate-hashes --no-emit-index-url --no-header \
+		--no-annotate --python-version 3.11 --quiet >> packaging/.lock
+	@mv packaging/.lock packaging/requirements.lock
 
 site: $(SITED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: the README with absolute links, since an index shows it away from the repository."""
+"""The README with absolute links, which pyproject.toml cannot make: an index shows it away from the repository."""
 
 import re
 from pathlib import Path

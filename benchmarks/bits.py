@@ -19,7 +19,7 @@ from rich.table import Table
 
 from benchmarks import ours
 from benchmarks.contender import Option
-from benchmarks.interleave import Plan, as_json, find, interleave, plan_arguments, write_json
+from benchmarks.interleave import as_json, find, interleave, machine, plan_arguments, plan_of, write_json
 from benchmarks.ours import reference_config
 from meshwright import launch
 from meshwright.config import Config, parse_config
@@ -64,7 +64,7 @@ GRAINS: dict[str, dict[str, Option]] = {
     "sub-graphs, 2 ranks": {"bits.tensor": 2},
     "2-D, 4 ranks": {"bits.tensor": 2, "bits.hidden": 2},
 }
-"""What a layout asks of the grain."""
+"""The fields of `bits` that a layout needs beside the kind, by the layout's name."""
 
 
 def options_of(name: str, mode: str) -> dict[str, Option]:
@@ -180,10 +180,11 @@ def main() -> None:
     if arguments.other is not None:
         arguments.other()
         return
-    table, kept = Table("layout", *MODES, title="milliseconds a step, and times the usual mode"), {}
+    title = "milliseconds a step, and times the usual mode"
+    table, kept = Table("layout", *MODES, title=title, caption=machine()), {}
     for name in arguments.layouts:
         contenders = [ours.configured(mode, "torch", options_of(name, mode)) for mode in MODES]
-        results = interleave(contenders, Plan(arguments.rounds, arguments.steps))
+        results = interleave(contenders, plan_of(arguments))
         usual = find(results, "usual")
         table.add_row(name, *(f"{result.median:.1f} ({result.ratio(usual):.2f})" for result in results))
         kept[name] = as_json(results, ("usual",))

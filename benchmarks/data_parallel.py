@@ -19,7 +19,7 @@ from importlib.util import find_spec
 
 from benchmarks import ours
 from benchmarks.contender import Contender
-from benchmarks.interleave import Plan, Result, as_json, interleave, plan_arguments, show, write_json
+from benchmarks.interleave import Plan, Result, as_json, interleave, plan_arguments, plan_of, show, write_json
 from meshwright.registry import entries
 
 BASELINES = ("DDP", "FSDP2", "plain loop")
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--transports", nargs="+", choices=["torch", "mpi"], default=installed)
     parser.add_argument("--waiting", action="store_true", help="also zero1 that waits for its weights in each step")
     arguments = parser.parse_args()
-    plan = Plan(arguments.rounds, arguments.steps)
+    plan = plan_of(arguments)
     tables = {}
     for ranks in arguments.ranks:
         results = measure(ranks, arguments.only, arguments.transports, plan, waiting=arguments.waiting)

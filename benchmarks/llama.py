@@ -21,7 +21,7 @@ from dataclasses import asdict, replace
 
 from benchmarks import ours
 from benchmarks.contender import Contender, Option
-from benchmarks.interleave import Plan, Result, as_json, interleave, plan_arguments, show, write_json
+from benchmarks.interleave import Plan, Result, as_json, interleave, plan_arguments, plan_of, show, write_json
 from benchmarks.llama_model import Sizes, options_of
 
 QUESTIONS = ("serial", "bf16", "zero3", "tensor", "pipe")
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=Sizes.tokens, help="of a sequence")
     arguments = parser.parse_args()
     sizes = Sizes(layers=arguments.layers, rows=arguments.rows, tokens=arguments.tokens)
-    plan = Plan(arguments.rounds, arguments.steps, warmup=1)
+    plan = plan_of(arguments, warmup=1)
     tables = {}
     for question in arguments.only:
         results, baselines = measure(question, sizes, plan)

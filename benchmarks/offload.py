@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.contender import Contender, Place, Step
-from benchmarks.interleave import Plan, as_json, interleave, plan_arguments, show, write_json
+from benchmarks.interleave import as_json, interleave, plan_arguments, plan_of, show, write_json
 from meshwright.config import Config, parse_config
 from meshwright.data_parallel.policies import AllReduce
 from meshwright.data_parallel.strategy import Synchroniser
@@ -208,7 +208,7 @@ def main() -> None:
     parser.add_argument("--transport", choices=["torch", "mpi"], default="torch")
     parser.add_argument("--link", type=float, default=0.3, metavar="GB_PER_SECOND", help="of the modelled link")
     arguments = parser.parse_args()
-    plan = Plan(arguments.rounds, arguments.steps)
+    plan = plan_of(arguments)
     footprints = measure_memory()
     show_memory(footprints)
     tables: dict[str, Any] = {"memory": [asdict(found) for found in footprints]}

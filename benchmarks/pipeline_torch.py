@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from benchmarks import torch_pipeline
 from benchmarks.contender import Contender
-from benchmarks.interleave import Plan, Result, as_json, interleave, plan_arguments, show, write_json
+from benchmarks.interleave import Plan, Result, as_json, interleave, plan_arguments, plan_of, show, write_json
 from benchmarks.ours import pipeline_contender
 
 SINGLE = {2: ("4+0", "3.5+0.5", "3+1", "2.5+1.5"), 4: ("2+1+1+0", "1.5+1.5+1+0", "1+1.5+1.5+0", "1+1+1+1")}
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(PARTITIONS), default=list(PARTITIONS), help="which schedules")
     parser.add_argument("--heats", type=int, default=3, help="turns of each partition before the final")
     arguments = parser.parse_args()
-    plan = Plan(arguments.rounds, arguments.steps)
+    plan = plan_of(arguments)
     tables = {}
     for ranks in arguments.ranks:
         what = f"{ranks} ranks of one thread, {arguments.microbatches} microbatches"

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.contender import Contender, Place, Step
-from benchmarks.interleave import Plan, as_json, interleave, plan_arguments, show, write_json
+from benchmarks.interleave import as_json, interleave, plan_arguments, plan_of, show, write_json
 from meshwright.config import Config, parse_config
 from meshwright.memory.recompute import LiveBytes
 from meshwright.on_device import AsOnDevice
@@ -113,7 +113,7 @@ def main() -> None:
     contenders = [
         Contender(name, "benchmarks.recompute:train", {"recompute": setting}, 1) for name, setting in SETTINGS.items()
     ]
-    results = interleave(contenders, Plan(arguments.rounds, arguments.steps, warmup=1))
+    results = interleave(contenders, plan_of(arguments, warmup=1))
     show("a step, one thread", results, ["none"])
     tables: dict[str, Any] = {
         "memory": [asdict(found) for found in footprints],

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from benchmarks import ours
 from benchmarks.contender import Contender
-from benchmarks.interleave import Plan, as_json, interleave, plan_arguments, show, write_json
+from benchmarks.interleave import as_json, interleave, plan_arguments, plan_of, show, write_json
 
 BASELINES = ("plain loop", "plain loop, compiled", "Hugging Face")
 
@@ -26,7 +26,7 @@ def main() -> None:
         ours.configured("meshwright serial, islands", "torch", {"compile": "islands"}),
         Contender("matrix products alone", "benchmarks.baselines:products"),
     ]
-    results = interleave(contenders, Plan(arguments.rounds, arguments.steps))
+    results = interleave(contenders, plan_of(arguments))
     show("(a) serial step, one thread", results, BASELINES)
     write_json(arguments.json, {"serial": as_json(results, BASELINES)})
 

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from benchmarks import ours, separate_heads
 from benchmarks.contender import Contender, Option
-from benchmarks.interleave import Plan, as_json, interleave, plan_arguments, show, write_json
+from benchmarks.interleave import as_json, interleave, plan_arguments, plan_of, show, write_json
 from benchmarks.reference import REFERENCE
 from tests.harness import counted_step
 
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", choices=[2, 4], default=[2, 4])
     parser.add_argument("--transport", choices=["torch", "mpi"], default="mpi" if find_spec("mpi4py") else "torch")
     arguments = parser.parse_args()
-    plan = Plan(arguments.rounds, arguments.steps)
+    plan = plan_of(arguments)
     tables = {}
     for ranks in arguments.ranks:
         if "bytes" in arguments.only:

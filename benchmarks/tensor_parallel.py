@@ -14,7 +14,7 @@ from importlib.util import find_spec
 
 from benchmarks import broadcast_model, dtensor, ours
 from benchmarks.contender import Contender
-from benchmarks.interleave import Plan, as_json, interleave, plan_arguments, show, write_json
+from benchmarks.interleave import as_json, interleave, plan_arguments, plan_of, show, write_json
 
 RANKS = {"a": (2, 4), "b": (4, 8)}
 """Numbers of ranks by question."""
@@ -51,7 +51,7 @@ def main() -> None:
     installed = ["torch", "mpi"] if find_spec("mpi4py") else ["torch"]
     parser.add_argument("--transports", nargs="+", choices=["torch", "mpi"], default=installed)
     arguments = parser.parse_args()
-    plan = Plan(arguments.rounds, arguments.steps)
+    plan = plan_of(arguments)
     tables = {}
     for question in arguments.only:
         for ranks in (count for count in RANKS[question] if count in arguments.ranks):

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from benchmarks.contender import Contender, Place, Step
-from benchmarks.interleave import Plan, as_json, interleave, plan_arguments, show, write_json
+from benchmarks.interleave import as_json, interleave, plan_arguments, plan_of, show, write_json
 from meshwright.environment import read_environment, rendezvous
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import open_mesh
@@ -70,7 +70,7 @@ def main() -> None:
                 )
                 for name, (transport, form) in forms.items()
             ]
-            results = interleave(contenders, Plan(arguments.rounds, arguments.steps))
+            results = interleave(contenders, plan_of(arguments))
             show(f"all-reduce of {label} at {ranks} ranks", results, ("gloo",))
             tables[f"{label}, {ranks} ranks"] = as_json(results, ("gloo",))
     write_json(arguments.json, tables)

@@ -112,6 +112,12 @@ def find_mpiexec() -> Path | None:
     return None if found is None else Path(found)
 
 
+def processor_name(facts: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name as Linux has it, or a word for one."""
+    lines = facts.read_text().splitlines() if facts.is_file() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
+
+
 def usable_cores(system: Any = os) -> int:
     """Cores that this process may run on: fewer than the machine's in many containers and batch jobs."""
     try:
@@ -133,7 +139,7 @@ def available_memory_bytes(root: Path = ROOT, system: Any = os) -> int:
         facts = dict(line.split(":", 1) for line in text.splitlines())
         here = int(facts["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):  # no Linux, or one from before 2014
-        here = memory_bytes(root, system) // 2
+        here = memory_bytes(root, system) // 2  # macOS has vm_stat: a process and a parser that no Mac has tested
     return max(0, min([here, *(limit - used for limit, used in _cgroup_limits(root))]))
 
 

@@ -48,14 +48,21 @@ class AsOnDevice(TorchFunctionMode):
     """While entered, F.scaled_dot_product_attention is the `attention` of a device of that type (a fused kernel where
     it fits, as the function would choose), dropout on a GPU is one kernel, and on a CPU GELU is our own.
     `gelu_in_steps`: kernel by kernel, as a program of torch's operators has it; `heads_apart`: each attended by kernels
-    of its own. Under autocast tensors are cast before they are used, so that autograd keeps what it would on the
-    device; of our layers' weights each is cast where it is used, once a pass."""
+    of its own; `norms_in_steps`: RMS norm on a GPU too, which torch has a kernel for since 2.9. Under autocast tensors
+    are cast before they are used, so that autograd keeps what it would on the device; of our layers' weights each is
+    cast where it is used, once a pass."""
 
     def __init__(
-        self, device_type: str, attention: Attention, *, gelu_in_steps: bool = False, heads_apart: bool = False
+        self,
+        device_type: str,
+        attention: Attention,
+        *,
+        gelu_in_steps: bool = False,
+        heads_apart: bool = False,
+        norms_in_steps: bool = False,
     ) -> None:
         super().__init__()
-        self.heads_apart = heads_apart
+        self.heads_apart, self.norms_in_steps = heads_apart, norms_in_steps
         self.device_type, self.attention, self.gelu_in_steps = device_type, attention, gelu_in_steps
 
     def __torch_function__(
@@ -73,6 +80,10 @@ class AsOnDevice(TorchFunctionMode):
             return self._attend(*args, **(kwargs or {}))
         if function is F.dropout and self.device_type == "cuda":
             return self._drop(*args, **(kwargs or {}))
+        if function is F.rms_norm and self.device_type == "cuda" and not self.norms_in_steps:
+            # Meta tensors take torch's steps where a GPU has one kernel each way; layer norm's move the same bytes.
+            given = dict(zip(("input", "normalized_shape", "weight", "eps"), args, strict=False)) | dict(kwargs or {})
+            return F.layer_norm(given["input"], given["normalized_shape"], given.get("weight"))
         if (
             function is F.gelu
             and kwargs == {"approximate": "tanh"}

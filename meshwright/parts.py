@@ -25,7 +25,7 @@ from meshwright.context.runs import RunsOfQueries
 from meshwright.data_parallel.strategy import Strategy
 from meshwright.machine import available_memory_bytes
 from meshwright.memory.offload import on_disk, on_host
-from meshwright.memory.recompute import best_group, groups_of, recomputed
+from meshwright.memory.recompute import best_group, groups_of, recomputed, recomputed_but_kept
 from meshwright.model import EMBEDDINGS, HEAD, Batch, Chunk, Hidden, Model, rows_of
 from meshwright.models.attention import AttentionCore
 from meshwright.models.chain import Chain, ChainPart, chain_of, make_chain
@@ -320,7 +320,7 @@ def build_model(config: Config, kit: Kit, mesh: Mesh, chunk: Chunk | None = None
 
 def rank_part(batch: Batch, kit: Kit, model: Chain) -> Batch:
     """A rank's rows of a replica's batch, and its tokens of them."""
-    return model.context.cut(rows_of_rank(batch, kit, model.inside), model.inside)
+    return model.context.cut(rows_of_rank(model.prepared(batch), kit, model.inside), model.inside)
 
 
 def empty_batch(config: Config, kit: Kit, model: Chain, device: torch.device, rows: int | None = None) -> Batch:
@@ -339,7 +339,7 @@ def recompute_in(config: Config, model: Chain, chunks: Sequence[Chunk]) -> None:
             if isinstance(module, AttentionCore):
                 module.run = recomputed
     elif setting != "none":
-        model.run_group = recomputed
+        model.run_group = recomputed_but_kept if setting == "ops" else recomputed
         model.groups = tuple(
             group for chunk in chunks for group in groups_of(chunk.layers, recomputed_group(config, len(chunk.layers)))
         )
@@ -370,6 +370,8 @@ def recomputed_group(config: Config, stage_layers: int) -> int:
     """The number of layers that are recomputed together in a chunk of so many."""
     setting = config.memory.recompute
     assert setting not in ("none", "selective"), f"memory.recompute={setting} has no groups"
+    if setting == "ops":
+        return 1
     return best_group(stage_layers, config.model.num_blocks) if setting == "auto" else int(setting)
 
 

@@ -38,6 +38,7 @@ OURS: Mapping[str, Mapping[str, str]] = {
     "models": {
         "gpt2": "meshwright.families.gpt.section:Gpt2",
         "llama": "meshwright.families.llama.section:Llama",
+        "deepseek": "meshwright.families.deepseek.section:DeepSeek",
         "bert": "meshwright.families.bert.section:Bert",
         "bert-pairs": "meshwright.families.bert.section:BertPairs",
         "bert-spans": "meshwright.families.bert.section:BertSpans",
@@ -101,6 +102,7 @@ OURS: Mapping[str, Mapping[str, str]] = {
     "convert": {
         "gpt2": "meshwright.families.gpt.convert:Gpt2Family",
         "llama": "meshwright.families.llama.convert:LlamaFamily",
+        "deepseek": "meshwright.families.deepseek.convert:DeepSeekFamily",
         "bert": "meshwright.families.bert.convert:BertFamily",
         "t5": "meshwright.families.seq2seq.convert:T5Family",
         "vit": "meshwright.families.vision.convert:VitFamily",

@@ -47,6 +47,7 @@ from meshwright.ranks.grid import PIPE, grid_of_run
 from meshwright.ranks.mailbox import TensorMeta
 from meshwright.ranks.mesh import Mesh, solo_mesh
 from meshwright.ranks.planned import planned_mesh
+from meshwright.tensor.router import Router
 from meshwright.tensor.serial import SerialKit
 from meshwright.tensor.tesseract import TesseractKit
 
@@ -209,6 +210,9 @@ def time_links(config: Config, device: torch.device) -> list[float]:
         for parameter in model.parameters():
             # Numbers of usual size: what the memory held may be denormals, with which a CPU is slow.
             nn.init.normal_(parameter, std=0.02)
+        for module in model.modules():
+            if isinstance(module, Router):  # what a pass before has counted of the batch
+                module.loads = torch.ones(module.shape.count, device=device)
         batch = empty_batch(config, kit, model, device)
         shapes = tuple(x.shape for x in (*hidden, *model.parameters()))
         if shapes not in known:

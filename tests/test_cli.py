@@ -225,7 +225,7 @@ def test_trace_from_either_clock(shop: Path) -> None:
 @needs_mpi
 @pytest.mark.long
 def test_mpirun(shop: Path) -> None:
-    """As torchrun's; tests/nodes and tests/bits start ranks by mpiexec each time."""
+    """A run under mpirun ends with the bits of a launched one; tests/nodes and tests/bits start mpiexec each time."""
     ran = joined(shop, [str(find_mpiexec()), "--oversubscribe", "-n", "2", sys.executable], "mpirun")
     assert ran.returncode == 0, ran.stderr
     assert losses_of(shop / "mpirun") == losses_of(shop / "out" / "run")[:5]

@@ -148,3 +148,19 @@ def test_images_are_built_of_files_that_the_context_has(name: str) -> None:
     words = {word for line in copied for word in line.split()}
     assert words == let_in
     assert all((ROOT / word).exists() for word in words)
+
+
+def test_the_lock_has_the_versions_of_the_constraints() -> None:
+    """packaging/requirements.lock beside constraints.txt: `make lock` makes it anew."""
+    pinned = re.compile(r"^([A-Za-z0-9_.\-]+)==(\S+)", re.MULTILINE)
+
+    def versions(path: str) -> dict[str, str]:
+        named = pinned.findall((ROOT / path).read_text())
+        return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in named}
+
+    locked, constrained = versions("packaging/requirements.lock"), versions("constraints.txt")
+    asked = {re.match(r"[A-Za-z0-9_\-]+", word)[0].lower() for word in project()["dependencies"]}  # type: ignore[index]
+    assert asked <= locked.keys()
+    assert {name: locked[name] for name in locked.keys() & constrained.keys()} == {
+        name: constrained[name] for name in locked.keys() & constrained.keys()
+    }

@@ -40,6 +40,7 @@ def navigation() -> list[str]:
 
 def test_every_page_has_one_place_in_the_navigation() -> None:
     pages = {path.name for path in (ROOT / "docs").glob("*.md")} - ASIDE
+    pages |= {f"course/{path.name}" for path in (ROOT / "docs/course").glob("*.md")}
     books = {f"notebooks/{path.stem}.md" for path in (ROOT / "docs/notebooks").glob("*.ipynb")}
     assert sorted(navigation()) == sorted(pages | books)
 
@@ -50,7 +51,7 @@ def test_the_reference_has_every_public_name() -> None:
 
 
 def test_links_into_the_repository_hold() -> None:
-    pages = {path: path.read_text() for path in (ROOT / "docs").glob("*.md")}
+    pages = {path: path.read_text() for path in (ROOT / "docs").rglob("*.md")}
     links = [(path, link) for path, text in pages.items() for link in re.findall(r"\]\((\.\./[^)#\s]+)", text)]
     assert len(links) > 50
     assert [(path.name, link) for path, link in links if not (path.parent / link).exists()] == []

@@ -10,6 +10,8 @@ from rich.table import Table
 
 from validation.case import Finding
 from validation.paper import Paper
+from validation.public import Judged
+from validation.scatter import sentence
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,8 @@ def show(result: Result) -> None:
         verdict = "holds" if claim.holds else "DOES NOT HOLD"
         verdict = verdict if claim.counts else f"no claim, since a fit was chosen by it ({verdict})"
         console.print(f"  {verdict}: {claim.text}; found: {claim.found}")
-    for sentence in paper.assumed:
-        console.print(f"  assumed: {sentence}")
+    for taken in paper.assumed:
+        console.print(f"  assumed: {taken}")
     console.print()
 
 
@@ -61,6 +63,30 @@ def summary(results: Sequence[Result]) -> None:
         admitted = f"{result.paper.limit:.0%}"
         table.add_row(result.paper.name, str(rows), f"{finding.mean_error:.1%}", admitted, unfitted, held)
     _console().print(table)
+
+
+def show_sets(judged: Sequence[Judged], *, rows: bool) -> None:
+    """A line a set of public rows, what could not be said of it; `rows`: every row as well."""
+    console = _console()
+    for each in judged:
+        console.print(f"{each.rows_set.title}: {sentence(each)}")
+        for fact, number in each.said.most_common():
+            console.print(f"  not said of {number}: {fact}")
+        for told in each.rows_set.assumed:
+            console.print(f"  assumed: {told}")
+        for row in each.rows if rows else ():
+            told = [row.missing or row.doubtful or row.fits]
+            if row.seconds is not None and row.measured_seconds is not None:
+                told.append(f"{row.measured_seconds:.4g} s, predicted {row.seconds:.4g} ({row.seconds_error:+.1%})")
+            if row.bytes is not None and row.measured_bytes is not None:
+                told.append(f"memory {row.bytes / row.measured_bytes - 1:+.1%}")
+            console.print(f"    {row.label}: {'; '.join(told)}")
+    timed = [row for each in judged for row in each.timed]
+    if timed:
+        mean = sum(abs(row.seconds_error) for row in timed) / len(timed)
+        signed = sum(row.seconds_error for row in timed) / len(timed)
+        all_rows = sum(len(each.rows) for each in judged)
+        console.print(f"All {len(timed)} of {all_rows} public rows: {mean:.1%} off on average, {signed:+.1%} signed")
 
 
 def _console() -> Console:

@@ -11,6 +11,8 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[2]
 INTO_REPOSITORY = re.compile(r"\]\(\.\./(?P<path>[^)#\s]+)(?P<rest>[^)]*)\)")
+INTO_DOCS = "course/"
+"""Pages one folder further down, whose `../` is docs/."""
 TABLE = "@@BITS_TABLE@@"
 FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
 NOTEBOOK = re.compile(r"\.ipynb\)")
@@ -54,6 +56,8 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
         name = Path(page.file.src_path).with_suffix(".ipynb")
         return f"{markdown}\n[This page as a notebook]({config.extra['repository']}/blob/main/docs/{name})\n"
     markdown = NOTEBOOK.sub(".md)", markdown)
+    if page.file.src_path.startswith(INTO_DOCS):
+        return markdown
     if TABLE in markdown:
         markdown = markdown.replace(TABLE, losses_table())
     return INTO_REPOSITORY.sub(absolute, markdown)
@@ -77,7 +81,7 @@ def on_post_build(config: Any) -> None:
             source = docs / name
             text = source.read_text() if source.exists() else page_of(source.with_suffix(".ipynb"))
             text = FRONT_MATTER.sub("", text).replace(TABLE, losses_table())
-            target = site / ("index.md" if name == "index.md" else f"{name.removesuffix('.md')}/index.md")
+            target = site / (name if name.endswith("index.md") else f"{name.removesuffix('.md')}/index.md")
             target.write_text(text)
             lines.append(f"- [{TITLES.findall(text)[0]}]({target.relative_to(site)}): {first_sentence(text)}")
         lines.append("")
@@ -88,7 +92,9 @@ def names_in(pages: Any) -> list[str]:
     """The files of an entry of the navigation, which may hold further entries."""
     if isinstance(pages, str):
         return [pages]
-    return [name for entry in pages for part in entry.values() for name in names_in(part)]
+    # A section's first page stands without a name of its own.
+    parts = [part for entry in pages for part in ([entry] if isinstance(entry, str) else entry.values())]
+    return [name for part in parts for name in names_in(part)]
 
 
 def first_sentence(markdown: str) -> str:

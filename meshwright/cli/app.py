@@ -19,7 +19,7 @@ from typer import Argument, Option
 from typer.core import TyperCommand, TyperGroup
 
 from meshwright import __version__
-from meshwright.cli.completion import complete_cluster, complete_run, complete_word
+from meshwright.cli.completion import complete_cluster, complete_run, complete_software, complete_word
 from meshwright.errors import ConfigError, MeshwrightError, Problem
 from meshwright.streams import PatientStream, flush, open_closed_streams
 
@@ -110,6 +110,12 @@ ClusterName = Annotated[
     str,
     Option(
         metavar="NAME|FILE", help="A cluster that we know, or a file of calibrate.", autocompletion=complete_cluster
+    ),
+]
+SoftwareName = Annotated[
+    str | None,
+    Option(
+        metavar="NAME", help="Whose program runs: facts of our own or of another.", autocompletion=complete_software
     ),
 ]
 CheckpointFolder = Annotated[Path, Argument(metavar="CHECKPOINT", help="A step folder, or a run's (its newest step).")]

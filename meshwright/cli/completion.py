@@ -28,6 +28,11 @@ def complete_cluster(incomplete: str) -> list[str]:
     return [name for name in shipped("clusters") if name.startswith(incomplete)]
 
 
+def complete_software(incomplete: str) -> list[str]:
+    """The programs of which a plan may be."""
+    return [name for name in shipped("software") if name.startswith(incomplete)]
+
+
 def complete_field(incomplete: str) -> list[str]:
     """Fields and sections by their dotted names, as `meshwright config` takes them."""
     return [word.removesuffix("=") for word in _names(_schema(), incomplete)]

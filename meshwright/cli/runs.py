@@ -24,6 +24,7 @@ from meshwright.cli.app import (
     OptionalRun,
     Overrides,
     RunFile,
+    SoftwareName,
     app,
     print_result,
     progress,
@@ -63,7 +64,7 @@ def train(
         bool, Option("--accept-changes", help="Go on also with another seed, data, sequence or global batch.")
     ] = False,
     explain: Annotated[
-        bool, Option("--explain", help="Say what the layout makes of the model and sends; train nothing.")
+        bool, Option("--explain", help="As the command explain: what the layout makes of the model; train nothing.")
     ] = False,
     trace: Annotated[
         list[str] | None,
@@ -89,7 +90,7 @@ def train(
         raise typer.BadParameter("Missing argument 'RUN' (or --status OUT).")
     config = _load(run, overrides)
     if explain:
-        from meshwright.tools.plan.explain import explain as explain_run
+        from meshwright.tools.explain.tables import explain as explain_run
 
         explain_run(config, planned_trace(trace or ()))
         return
@@ -135,6 +136,35 @@ def _print_status(run: Path | None, out: Path, as_json: bool) -> NoReturn:
     run_status = status.status_of(out)
     print_result(status, run_status, as_json)
     sys.exit(run_status.exit_code)
+
+
+@app.command(rich_help_panel=PREDICT)
+def explain(
+    run: RunFile,
+    overrides: Overrides = None,
+    trace: Annotated[
+        Path | None, Option(metavar="FILE.json", help="A step of the pipeline for Perfetto, and as a picture.")
+    ] = None,
+    page: Annotated[
+        Path | None, Option(metavar="FILE.html", help="The layout as a page to play with; needs no network.")
+    ] = None,
+) -> None:
+    """Say what a layout makes of the model and sends.
+
+    Parameters and what cuts them, a step's collectives and bytes, the pipeline's stages and what its schedule idles.
+    The page shows who holds what and who sends what to whom, and computes the step again as sliders move.
+
+    Example: meshwright explain quickstart layout.tensor=megatron layout.tensor.size=2 --page layout.html
+    """
+    config = _load(run, overrides)
+    from meshwright.tools.explain.page import write_page
+    from meshwright.tools.explain.tables import explain as explain_run
+    from meshwright.tools.explain.tables import forecast
+
+    explained = explain_run(config, None if trace is None else planned_trace([str(trace)]))
+    if page is not None:
+        write_page(explained, forecast(explained), page, run.stem)
+        print(f"written: {page}")
 
 
 @app.command(rich_help_panel=PROVE)
@@ -230,6 +260,23 @@ def branches(
     print_result(report, find_branches(config, parse_counts("--grids", grids, "sub-grids", least=2)), as_json)
 
 
+TraceFile = Annotated[
+    Path | None, Option(metavar="FILE.json", help="The fastest one's step for Perfetto, and as a picture.")
+]
+PageFile = Annotated[
+    Path | None, Option(metavar="FILE.html", help="The answer as a page, with what time and memory are made of.")
+]
+Imbalance = Annotated[float, Option(metavar="X", help="Rows of the busiest rank's experts in those of an even router.")]
+Facts = Annotated[
+    list[str] | None, Option("--fact", metavar="NAME=VALUE", help="A fact of it that is another; several times.")
+]
+
+
+ForeignFile = Annotated[
+    Path | None, Option("--from", metavar="FILE", help="Instead of a run file: another program's job.")
+]
+
+
 @app.command(rich_help_panel=PREDICT)
 def plan(
     cluster: ClusterName,
@@ -241,25 +288,23 @@ def plan(
     batch: Annotated[int | None, Option(min=1, help="With --model: samples a step.")] = None,
     top: Annotated[int, Option(min=1, help="How many of the fastest are shown.")] = 5,
     out: Annotated[Path, Option(help="The run file to write, with the fastest; must be new.")] = Path("plan.yaml"),
-    trace: Annotated[
-        Path | None, Option(metavar="FILE.json", help="The fastest one's step for Perfetto, and as a picture.")
-    ] = None,
-    page: Annotated[
-        Path | None, Option(metavar="FILE.html", help="The answer as a page, with what time and memory are made of.")
-    ] = None,
+    trace: TraceFile = None,
+    page: PageFile = None,
     tokens: Annotated[
         str | None, Option(metavar="N", help="Tokens to train on, such as 100B: how long that is.")
     ] = None,
     price: Annotated[float | None, Option(min=0, help="Dollars a device and hour: what --tokens cost.")] = None,
-    imbalance: Annotated[
-        float, Option(metavar="X", help="Rows of the busiest rank's experts in those of an even router.")
-    ] = 1.0,
+    imbalance: Imbalance = 1.0,
+    software: SoftwareName = None,
+    facts: Facts = None,
+    source: ForeignFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest layouts that fit a cluster.
 
     The run file's layout, microbatch, recomputation and offload are free; what a key=value word sets stays. Its corpus
-    and tokenizer need not be here. Ctrl-C, or SIGTERM, ends the search with the best so far.
+    and tokenizer need not be here. Ctrl-C, or SIGTERM, ends the search with the best so far. --from takes a job of
+    torchtitan, Megatron-LM, Accelerate or AutoModel, and answers in its words.
 
     Example: meshwright plan --model llama-3.1-8b --sequence 8192 --batch 512 --cluster dgx-h100 --devices 64
     """
@@ -268,18 +313,20 @@ def plan(
     from meshwright.tools.plan.estimate import Estimates
     from meshwright.tools.plan.page import write_plan_page
     from meshwright.tools.plan.predict import Planner
-    from meshwright.tools.plan.question import NamedRun, planned_run, stopped_by_signals
+    from meshwright.tools.plan.question import NamedRun, asked_run, stopped_by_signals
     from meshwright.tools.plan.search import search
-    from meshwright.tools.plan.software import software_of
+    from meshwright.tools.plan.software import OWN, load_program, with_imbalance
     from meshwright.tools.plan.space import fixed_fields
 
     training, described = answer.Training(answer.parse_tokens(tokens), price), load_cluster(cluster)
-    config, words = planned_run(run, NamedRun(model, sequence, batch), overrides or (), described)
+    named = NamedRun(model, sequence, batch)
+    config, words, job = asked_run(source, run, named, overrides or (), described)
     report.check_outputs(out, page, trace)
-    models = Estimates(Planner(described, software_of(config, imbalance)))
+    program = load_program(software or (job.program if job else OWN), [*(job.facts if job else ()), *(facts or ())])
+    models = Estimates(Planner(described, with_imbalance(program.software, config, imbalance)))
     with progress() as show, stopped_by_signals(show) as tell:
         plans = search(
-            config, described, devices, top,
+            config, described, devices, top, program=program,
             fixed=fixed_fields(words), models=models, report=tell, partial=True, processes=usable_cores(),
         )  # fmt: skip
         changes = () if plans.stopped else answer.changes(plans.predictions[0], models)

@@ -63,6 +63,8 @@ TENSOR = "layout.tensor"
 _SIZES = ("layout.data.size", "layout.pipeline.size", "layout.context.size", TENSOR)
 
 EFFECTS = (
+    # No row for data.validation: a run must not train on other documents because it does not validate, and `eval`
+    # measures on them. None for check.every: with one replica, too, hashes are compared at a resume and at the end.
     Effect(
         ("data.source",),
         ("data.mixture",),
@@ -246,11 +248,18 @@ EFFECTS = (
         "validation.every=100",
     ),
     Effect(
-        ("bits.samples", "bits.tensor", "bits.hidden", "bits.sequence", "bits.attention"),
+        ("bits.samples", "bits.tensor", "bits.hidden", "bits.sequence"),
         ("bits.kind",),
         lambda config: config.bits.layout_free,
         lambda config: "with bits.kind=usual, where kernels get whole microbatches",
         "bits.kind=layout-free",
+    ),
+    Effect(
+        ("bits.attention",),
+        ("bits.kind", "bits.sequence"),
+        lambda config: config.bits.layout_free and config.bits.sequence > 1,
+        lambda config: "where a sequence is one run",
+        "bits.kind=layout-free and bits.sequence=2",
     ),
 )
 

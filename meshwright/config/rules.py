@@ -193,6 +193,7 @@ def partition_is_of_the_layers(config: Config) -> Iterator[Problem]:
 
 @rule("layout.pipeline")
 def limit_has_an_effect(config: Config) -> Iterator[Problem]:
+    # A rule as well as an effect: the planner's space asks rules alone, and must not drop a user's limit with gpipe.
     pipeline = config.layout.pipeline
     if pipeline.limit != "auto" and pipeline.rule.fixed:
         rule_text = f"has no effect on layout.pipeline.schedule={pipeline.schedule}"
@@ -213,6 +214,14 @@ def selective_recomputation_finds_attention(config: Config) -> Iterator[Problem]
     if config.memory.recompute == "selective" and not config.model.has_attention:
         rule_text = f"recomputes attention, and a {config.model.family} has none"
         yield Problem("memory.recompute", "selective", rule_text, "none, auto, {every: n}")
+
+
+@rule("memory.recompute", "layout.tensor")
+def kept_operations_are_whole(config: Config) -> Iterator[Problem]:
+    tensor = config.layout.tensor
+    if config.memory.recompute == "ops" and tensor.by_size:
+        rule_text = f"keeps products, and layout.tensor.kind={tensor.kind} adds its up in place, panel by panel"
+        yield Problem("memory.recompute", "ops", rule_text, "none, auto, selective, {every: n}")
 
 
 @rule("memory.offload.to", "precision.level")
@@ -313,6 +322,7 @@ RULES = (
     *_where_chosen("syncs", "layout.data"),
     *PARTITION_RULES,
     recomputed_groups_fit,
+    kept_operations_are_whole,
     selective_recomputation_finds_attention,
     offload_leaves_half_precision,
     offload_buckets_have_two_halves,

@@ -88,8 +88,8 @@ class Offload(Section):
 class MemorySection(Section):
     """Memory for time: parts of a step that are computed or fetched again rather than kept."""
 
-    recompute: Annotated[Literal["none", "auto", "selective"] | Positive, BeforeValidator(parse_every)] = "none"
-    """Activation checkpointing: groups of N layers; auto: near the root of their number; selective: attention alone."""
+    recompute: Annotated[Literal["none", "auto", "selective", "ops"] | Positive, BeforeValidator(parse_every)] = "none"
+    """Recompute groups of N layers, near the root of all (auto), attention (selective), all but some products (ops)."""
     offload: Offload = Offload()
     """Master weights and moments in host memory or on disk."""
     empty_cache_every: Count = 0
@@ -203,6 +203,7 @@ class Metrics(Section):
     """The trackers of experiments that get them; []: none."""
     project: Annotated[str, Field(min_length=1)] = "meshwright"
     """The name under which trackers list the run."""
+    # True: a run's config may be secret, and leaves the machine only where somebody asks for it.
     offline: bool = True
     """All stays on this machine, in the run's folder where the tracker can; false: trackers send it."""
     peak_flops: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"

@@ -102,7 +102,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     "precision.dtype": {"bfloat16": "bf16", "float16 half": "fp16", "fp32": "float32", "fp64": "float64"},
     "device": {"gpu": "cuda"},
     "layout.transport": {"nccl gloo": "torch", "openmpi mpich": "mpi"},
-    "memory.recompute": {"full true": "auto", "false": "none"},
+    "memory.recompute": {"full true": "auto", "false": "none", "op per_op": "ops"},
     "memory.offload.to": {"cpu": "host", "nvme": "disk"},
 }
 """A field's choices, by what others call them."""

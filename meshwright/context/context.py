@@ -58,8 +58,8 @@ class Heads:
 
 @dataclass(frozen=True)
 class HeadParts(Heads):
-    """The same by parts of heads, each a call of one shape with random numbers of its own, so that neither kernels nor
-    masks depend on who has which heads (bits/blocks.py)."""
+    """Heads that attend in equal parts: each part is one call of one shape with random numbers of its own, so that
+    neither kernels nor masks depend on which rank holds which heads (bits/blocks.py)."""
 
     blocks: Blocks
     draw: Draw = field(default=undrawn, kw_only=True)

@@ -48,6 +48,11 @@ class TensorPair:
     """Our tensor without the padding to Hugging Face's, in any shapes of the same element order."""
     padding: int = 0
     """Rows that our tensor has behind Hugging Face's."""
+    part: tuple[int, int, int] | None = None
+    """(dim, start, stop): ours is this part of Hugging Face's one tensor, whose others are other tensors of ours, the
+    parts in their order; None: all of it."""
+    single: bool = False
+    """Whether it goes out in float32, whatever the dtype of the others."""
     drawn: ShardSpec | None = None
     """The spec of a parameter whose values are drawn, since the folder lacks them; None: they are read."""
 

@@ -182,6 +182,9 @@ def import_folder(
                     yield pair.name, first_values(pair.name, pair.drawn, seed)
                     continue
                 theirs = [stored.weight(name, shape) for name, shape in pair.theirs.items()]
+                if pair.part is not None:
+                    dim, start, stop = pair.part
+                    theirs = [theirs[0].narrow(dim, start, stop - start)]
                 rows = pair.to_ours(*theirs).reshape(pair.shape[0] - pair.padding, *pair.shape[1:])
                 if pair.padding:  # zeros: the softmax masks padding out, and a look-up never reads it
                     rows = torch.cat([rows, rows.new_zeros(pair.padding, *pair.shape[1:])])
@@ -255,7 +258,7 @@ def _check_names(stored: Source, family: Family, pairs: list[TensorPair], copies
     extra = {name for name in stored.names - wanted if not family.passed_over.fullmatch(name)}
     for name in copies.keys() & extra:
         if not torch.equal(stored.read(name), stored.read(copies[name])):
-            raise CheckpointError(f"{stored.folder}: {name} is not {copies[name]}, though tie_word_embeddings says so")
+            raise CheckpointError(f"{stored.folder}: {name} is not {copies[name]}, of which it must be a copy")
     extra -= copies.keys()
     has_more = f"has a tensor that {family.title} has not:"
     for what, names in (("has no tensor", wanted - stored.names), (has_more, extra)):
@@ -334,10 +337,18 @@ def export_folder(
     )  # fmt: skip
 
     def read() -> Iterator[tuple[str, Tensor]]:
+        parts: dict[str, list[Tensor]] = {}  # of tensors that several of ours make
         for index, pair in enumerate(pairs):
             report("weights", index / len(pairs))
             for name, tensor in _exported(checkpoint, pair).items():
-                yield name, tensor.to(wanted)
+                out = tensor.to(torch.promote_types(wanted, torch.float32) if pair.single else wanted)
+                if pair.part is None:
+                    yield name, out
+                    continue
+                dim, _, stop = pair.part
+                parts.setdefault(name, []).append(out)
+                if stop == pair.theirs[name][dim]:
+                    yield name, torch.cat(parts.pop(name), dim)
 
     with new_folder(out) as folder:
         _write_safetensors(folder, in_shards(read(), shard_bytes))
@@ -399,4 +410,6 @@ def _exported(checkpoint: Checkpoint, pair: TensorPair) -> dict[str, Tensor]:
     box = Box((0,) * len(rows), rows)
     parts = pair.to_theirs(checkpoint.read(pair.name, "weight", box))
     named = zip(pair.theirs.items(), parts, strict=True)
-    return {name: part.reshape(shape).contiguous() for (name, shape), part in named}
+    return {
+        name: (part if pair.part is not None else part.reshape(shape)).contiguous() for (name, shape), part in named
+    }

@@ -151,4 +151,4 @@ class FullySharded:
         places = (Place(name, spec.shape, box, 0, local.numel()),) if local.numel() else ()
         whole = Place(name, spec.shape, Box(tuple(0 for _ in spec.shape), spec.shape), 0, math.prod(spec.shape))
         slices = Slices((whole,), ("data",), rows * math.prod(spec.shape[1:]))
-        return Slot(nn.Parameter(local.detach().view(-1)), places, spec.matrix, ("data",), slices=slices)
+        return Slot(nn.Parameter(local.detach().view(-1)), places, spec.matrix, ("data",), (), slices, spec.nudged)

@@ -37,10 +37,13 @@ def run_mpi(session: Session, num_ranks: int, threads: int, last_words: LastWord
     segments = ["--mca", "btl_sm_backing_directory", str(session.shared)]
     worker = [sys.executable, "-m", "meshwright.launch", str(session.folder)]
     chatter = session.folder / f"mpiexec-{attempt}.txt"
+    with socket.socket() as probe:  # a port that nobody has now: ranks may open torch's store there
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     with chatter.open("wb") as sink:
         process = subprocess.Popen(
             [*tie, str(mpiexec), *options, *segments, *worker],
-            env=mpi_worker_variables(attempt, threads, _free_port(), sys.path, session.folder),
+            env=mpi_worker_variables(attempt, threads, port, sys.path, session.folder),
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=subprocess.STDOUT,
@@ -71,11 +74,3 @@ def _explain(mpiexec: Path, status: int, chatter: str, reports: list[Report], la
     if status < 0:
         return Failure(f"{mpiexec} was killed by {signal_name(-status)}", lost=True)
     return Failure(f"{mpiexec} (Open MPI's is needed) ended with code {status}:\n{chatter}", lost=False, certain=True)
-
-
-def _free_port() -> int:
-    """A port on loopback that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -188,7 +188,8 @@ class Offloaded:
             gradient = self._staging.room(piece.number, GRADIENT, length)
             gradient.copy_(narrow)
         moments = [[self._staging.room(piece.number, kind, length)] for kind in self._kinds]
-        step([weight], [gradient], moments, slot.matrix)
+        if not slot.nudged:
+            step([weight], [gradient], moments, slot.matrix)
         if staged:
             half.copy_(weight)
 

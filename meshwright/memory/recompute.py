@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 
@@ -26,6 +29,45 @@ def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
     """function(*arguments), of which only the arguments are kept."""
     # torch advises against its reentrant form, which also asks that some argument requires a gradient.
     return checkpoint(function, *arguments, use_reentrant=False)
+
+
+class _Keeping(TorchDispatchMode):
+    """The results of some operations of a first pass, and the second pass that takes them instead of computing again:
+    attention's kernels, and every second product (torchtitan's selective checkpointing by operation).
+
+    torch's own (create_selective_checkpoint_contexts) counts every operation of both passes, and fails where ranks are
+    threads, of which the last to come does a collective's work for all.
+    """
+
+    def __init__(self, kept: deque[Any], *, again: bool) -> None:
+        super().__init__()
+        self._kept, self._again, self._products = kept, again, 0
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = op._schema.name.removeprefix("aten::")
+        product = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        self._products += product
+        if not (name.startswith("_scaled_dot_product_") or (product and self._products % 2)):
+            return op(*args, **(kwargs or {}))
+        if self._again:
+            return self._kept.popleft()
+        result = op(*args, **(kwargs or {}))
+        # Another tensor on the same memory: the graph of the first pass hangs on the one that is given.
+        self._kept.append(tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, result))
+        return result
+
+
+def recomputed_but_kept(function: Callable[..., Any], *arguments: Any) -> Any:
+    """function(*arguments), of which the arguments and the results of some operations (`_Keeping`) are kept."""
+    kept: deque[Any] = deque()
+    return checkpoint(
+        function,
+        *arguments,
+        use_reentrant=False,
+        context_fn=lambda: (_Keeping(kept, again=False), _Keeping(kept, again=True)),
+    )
 
 
 def groups_of(layers: Sequence[int], every: int) -> tuple[Sequence[int], ...]:

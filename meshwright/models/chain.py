@@ -70,7 +70,7 @@ class Chain(nn.Module, ABC):
         return (self.with_layers_losses(loss, hidden, scales),)
 
     def hidden_states(self, batch: Batch, incoming: Hidden = (), chunk: Chunk | None = None) -> Hidden:
-        """The same as `forward`, but the chain's end returns the normed hidden states [B, T, H] that losses read."""
+        """`forward` without the loss: the chain's end returns the normed hidden states [B, T, H] that losses read."""
         hidden = self._through(batch, incoming, chunk)
         return (self.run_part(HEAD, self.final_states, hidden),) if (chunk or self.chunk).last else hidden
 
@@ -83,6 +83,10 @@ class Chain(nn.Module, ABC):
     def trunk(self, batch: Batch) -> Tensor:
         """The normed hidden states [B, T, H] of a whole model."""
         return self.hidden_states(batch)[0]
+
+    def prepared(self, batch: Batch) -> Batch:
+        """A batch of whole sequences with the entries that the model makes of it, before sequences are cut."""
+        return batch
 
     def run_layers(self, hidden: Hidden, batch: Batch, chunk: Chunk) -> Hidden:
         for group in self.groups:

@@ -55,11 +55,15 @@ class Decoder(Chain):
 
     def run_layers(self, hidden: Hidden, batch: Batch, chunk: Chunk) -> Hidden:
         """The mask of documents is made once, and goes through the layers with the batch."""
-        if "documents" in batch:
-            dtype = autocast_dtype(hidden[0]) or hidden[0].dtype  # the queries'
-            # torch's CPU kernel would make an addend of a boolean mask in each layer, and keep it.
-            batch = batch | {"seen": self.context.document_mask(batch["documents"], dtype)}
-        return super().run_layers(hidden, batch, chunk)
+        return super().run_layers(hidden, self.with_mask(batch, hidden[0]), chunk)
+
+    def with_mask(self, batch: Batch, h: Tensor) -> Batch:
+        """The batch, and where documents are kept apart what attention of states like h reads of them."""
+        if "documents" not in batch:
+            return batch
+        dtype = autocast_dtype(h) or h.dtype  # the queries'
+        # torch's CPU kernel would make an addend of a boolean mask in each layer, and keep it.
+        return batch | {"seen": self.context.document_mask(batch["documents"], dtype)}
 
     def final_states(self, hidden: Hidden) -> Tensor:
         h: Tensor = self.norm(*hidden)

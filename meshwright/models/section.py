@@ -49,6 +49,9 @@ class Network(Section):
     special_tokens: ClassVar[tuple[str, ...]] = ()
     """Tokens that it needs besides a text's and the one that ends a text, as published vocabularies spell them."""
 
+    balance_of_folders: ClassVar[str] = ""
+    """Why weights that come from a folder train without a balance of their experts, of a family that has some."""
+
     family: str
     """The form of the network."""
     hidden: Positive = 768
@@ -104,6 +107,21 @@ class Network(Section):
     def stacked_matrices(self) -> str:
         """The field by which one parameter holds several matrices; empty where each is a parameter of its own."""
         return ""
+
+    @property
+    def latents(self) -> tuple[tuple[str, int], ...]:
+        """The fields that hold widths of activations between pairs beside the hidden one, with their values."""
+        return ()
+
+    @property
+    def bias_rate(self) -> float:
+        """How far a step moves the biases by which routers choose experts; 0 where they stay."""
+        return 0.0
+
+    @property
+    def counts_first(self) -> bool:
+        """Whether a step goes forward once more before it trains, to count which experts the global batch takes."""
+        return False
 
     @property
     def losses_in_layers(self) -> str:

@@ -57,6 +57,8 @@ def norm_of_squares(
     a gradient was too large for its sum, on whichever rank, which 8 bytes more in the world tell."""
     by_axes: defaultdict[tuple[str, ...], list[Tensor]] = defaultdict(list)
     for index, slot in enumerate(slots):
+        if slot.nudged:
+            continue  # its gradient counts tokens
         # What both ends of the pipeline, or all ranks with a copy of a head, hold alike counts on the first of them.
         if all(mesh.index(axis) == 0 for axis in slot.shared if axis not in slot.part_axes):
             by_axes[mesh.grid.ordered(axis for axis in slot.part_axes if axis not in (HEAD_COPIES, ENDS))].append(

@@ -172,6 +172,7 @@ class Optimizer:
         arriving = range(len(self.slots)) if arrivals is None else arrivals
         if self.streams:
             self.held.step(self._measured(arriving, squares), self._update(rate))
+            self._nudge(None)
         elif self.mesh.device.type == "cuda":
             # A GPU's sums are behind each other on its stream anyway, so one launch of all norms is the cheaper form.
             squares = dict(zip(sorted(arriving), squares_of(self.slots, self.fixed), strict=True))
@@ -188,7 +189,9 @@ class Optimizer:
                 divisor = self.scaler.scale * excess.clamp(min=1.0)  # one pass takes out the loss scale and clips
             if skips and divisor is not None:
                 divisor = divisor.where(finite, 1.0)  # a step that is skipped leaves its gradients to be looked at
-            self.held.step(range(len(self.slots)), self._update(rate, divisor, (~finite).float() if skips else None))
+            skip = (~finite).float() if skips else None
+            self.held.step(range(len(self.slots)), self._update(rate, divisor, skip))
+            self._nudge(skip)
         self.steps_taken += 1
         return PendingStep(step, rate, norm)
 
@@ -222,6 +225,17 @@ class Optimizer:
             step(settings, weights, gradients, states, rate, decay, steps_taken, *skips)
 
         return update
+
+    @torch.no_grad()
+    def _nudge(self, skip: Tensor | None) -> None:
+        """Move what is nudged by the signs of its gradients. `skip`: as for `_update`."""
+        for slot in self.slots if self.config.model.bias_rate else ():
+            if slot.nudged:
+                # The sign alone counts, so neither the loss scale nor clipping matters.
+                assert slot.parameter.grad is not None, "a slot without a gradient"
+                signs = slot.parameter.grad.sign()
+                signs = signs if skip is None else signs * (1 - skip)
+                slot.parameter.sub_(signs.to(slot.parameter.dtype), alpha=self.config.model.bias_rate)
 
     def _measured(self, arrivals: Iterable[int], squares: dict[int, Tensor]) -> Iterator[int]:
         """Pass the arrivals on, and leave each slot's part of the norm in `squares`."""

@@ -89,7 +89,7 @@ class InPlace:
             self.prepare()
         # Weight decay acts on matrices alone, and is one number a call: two calls at least.
         for matrix in (True, False):
-            members = [index for index, slot in enumerate(self.slots) if slot.matrix == matrix]
+            members = [index for index, slot in enumerate(self.slots) if slot.matrix == matrix and not slot.nudged]
             # float32 copies of all gradients at once would take as much as the masters; WIDENED_BYTES bounds them.
             pairs = [(self.slots[index].parameter.grad, self.masters[index]) for index in members]
             widened = [size_bytes(master) * (own is None or own.dtype != master.dtype) for own, master in pairs]

@@ -1,6 +1,6 @@
 """Buckets: parameters and gradients in few flat runs of memory, so that one collective or one kernel serves many.
 
-A bucket's parameters have the same dtype, decay alike and are summed over the same axes. They lie in the reverse
+A bucket's parameters have the same dtype, are stepped alike and summed over the same axes. They lie in the reverse
 order of registration, about the order in which the backward pass finishes their gradients.
 A `Slot` is the part of a bucket that this rank's optimizer steps: all of it, a slice (ZeRO-1), or nothing (a worker
 of a parameter server). A `Place` says which part of which parameter lies where in a slot; checkpoints are written
@@ -79,6 +79,8 @@ class Slot:
     part_axes: tuple[str, ...]
     shared: tuple[str, ...] = ()
     slices: Slices = Slices()
+    nudged: bool = False
+    """Whether a step moves each element by the sign of its gradient (ShardSpec.nudged)."""
 
     def copy_axes(self, grid: Grid) -> tuple[str, ...]:
         """The axes whose ranks hold the same part."""
@@ -102,6 +104,7 @@ class Bucket:
     cut_axes: tuple[str, ...]
     parts: tuple[int, ...] = ()
     chunks: tuple[int, ...] = ()
+    nudged: bool = False
 
     def members(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Each parameter with its part of `gradients`, in the parameter's shape."""
@@ -118,7 +121,7 @@ class Bucket:
         parameter.grad = gradient
         places = tuple(part for place in self.places for part in place.clip(start, stop))
         slices = Slices(self.places, part_axes, stop - start)
-        return Slot(parameter, places, self.matrix, (*self.cut_axes, *part_axes), self.shared, slices)
+        return Slot(parameter, places, self.matrix, (*self.cut_axes, *part_axes), self.shared, slices, self.nudged)
 
     @property
     def shared(self) -> tuple[str, ...]:
@@ -174,6 +177,7 @@ class BucketKey:
     cut_axes: tuple[str, ...]
     parts: tuple[int, ...] = ()
     chunks: tuple[int, ...] = ()
+    nudged: bool = False
 
     def ranks(self, mesh: Mesh) -> int:
         """The number of ranks that sum such a bucket together."""
@@ -204,7 +208,7 @@ def arranged(
         # A spec's axes cost a walk over the grid: asked once a spec object, which layers of the same shape share.
         if id(spec) not in axes:
             axes[id(spec)] = spec.sum_axes(mesh), mesh.grid.ordered(spec.axes)
-        kind = BucketKey(dtype, spec.matrix, *axes[id(spec)], users, own)
+        kind = BucketKey(dtype, spec.matrix, *axes[id(spec)], users, own, spec.nudged)
         open_groups.setdefault(kind, []).append(name)
         sizes[kind] = sizes.get(kind, 0) + num_elements * dtype.itemsize
         # A part's bucket takes all of the part, however large: its weights are gathered and given back at once.
@@ -301,4 +305,6 @@ def _make_bucket(
         places.append(Place(name, spec.shape, box, start, stop, is_hidden))
         start = stop
     axes = kind.sum_axes, kind.cut_axes
-    return Bucket(values, gradients, tuple(members), tuple(places), kind.matrix, *axes, kind.parts, kind.chunks)
+    return Bucket(
+        values, gradients, tuple(members), tuple(places), kind.matrix, *axes, kind.parts, kind.chunks, kind.nudged
+    )

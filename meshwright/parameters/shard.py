@@ -120,7 +120,8 @@ class ShardSpec:
     weights in half. `tied`: the first and the last pipeline stage have a copy each, and its gradient is the sum of
     both. `owner`: (axis, index) where the whole parameter lives; the axis's other ranks hold no
     row of it. `initial` None: the values that it was made with, which are the same on every rank. `partial_over`: axes
-    whose ranks feed it different inputs though they split no tokens, such as heads that one norm is for.
+    whose ranks feed it different inputs though they split no tokens, such as heads that one norm is for. `nudged`: a
+    step moves each element by the sign of its gradient, whatever the optimizer; no norm and no clipping counts it.
     """
 
     shape: tuple[int, ...]
@@ -132,6 +133,7 @@ class ShardSpec:
     tied: bool = False
     owner: tuple[str, int] | None = None
     partial_over: tuple[str, ...] = ()
+    nudged: bool = False
 
     @property
     def axes(self) -> frozenset[str]:

@@ -130,6 +130,17 @@ class Pipeline:
 
         self._drive(FORWARD_ONLY, len(batches), act, received)
 
+    def preview(self, batches: Sequence[Batch], scales: Scales, seed: Seed) -> None:
+        """The forward passes that `train` will make, without gradients: layers see what they will compute."""
+        received: Received = {}
+
+        def act(task: Task) -> Hidden:
+            index, stage = task.microbatch, self.stages[task.chunk]
+            seed(index, task.chunk)
+            return stage.preview(received.pop(task, ()), batches[index], scales)
+
+        self._drive(FORWARD_ONLY, len(batches), act, received)
+
     def _drive(self, rule: ScheduleRule, num_batches: int, act: Callable[[Task], Hidden], received: Received) -> None:
         """Run the rank's engine to its end. What arrives lies in `received` until a task takes it."""
         recorder = self.mesh.recorder

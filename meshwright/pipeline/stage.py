@@ -153,6 +153,12 @@ class Stage:
                 work(final)
 
     @torch.no_grad()
+    def preview(self, incoming: Hidden, batch: Batch, scales: Scales) -> Hidden:
+        """F without gradients, of a whole microbatch."""
+        with self.autocast():
+            return self.run_forward(self.model, batch, scales, incoming)
+
+    @torch.no_grad()
     def evaluate(self, incoming: Hidden, batch: Batch) -> Hidden:
         """Forward without gradients: what the stage after reads, or (normed hidden states,)."""
         with self.autocast():

@@ -33,6 +33,7 @@ class Mesh:
 
     `stands_for`: of a plan, the type of the devices that it is for. `ranks_here`: those that share this node's memory.
     `imbalance`: of a plan, rows that this rank's experts get in those that an even router would give them.
+    `whole_logits`: of a plan, whether its program has all of a microbatch's logits at a time.
     `empty`: layers declare their parameters as meta tensors, which get memory and values in buckets (bucket.py).
     """
 
@@ -44,6 +45,7 @@ class Mesh:
     stands_for: str = "cpu"
     ranks_here: int = 1
     imbalance: float = 1.0
+    whole_logits: bool = False
     empty: bool = False
     ledger: Ledger = field(default_factory=Ledger)
     recorder: FlightRecorder = field(default_factory=FlightRecorder)

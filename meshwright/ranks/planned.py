@@ -127,14 +127,15 @@ class LedgerTransport(Transport):
 
 def planned_mesh(
     grid: Grid, rank: int, token_axes: tuple[str, ...], stands_for: str = "cpu", observer: Observer = unobserved,
-    imbalance: float = 1.0,
+    imbalance: float = 1.0, *, whole_logits: bool = False,
 ) -> Mesh:  # fmt: skip
     """A rank's mesh of a job that does not run: its tensors are meta tensors, its comms only write the ledger.
 
-    `stands_for`: the type of device that it is planned for. `observer`: is told of every collective. `imbalance`: as
-    Mesh has it.
+    `stands_for`: the type of device that it is planned for. `observer`: is told of every collective. `imbalance`,
+    `whole_logits`: as Mesh has them.
     """
     transport = LedgerTransport(observer)
     return Mesh(
-        grid, rank, torch.device("meta"), transport, token_axes, stands_for, grid.world_size, imbalance=imbalance
-    )
+        grid, rank, torch.device("meta"), transport, token_axes, stands_for, grid.world_size, imbalance=imbalance,
+        whole_logits=whole_logits,
+    )  # fmt: skip

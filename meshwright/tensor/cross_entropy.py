@@ -77,6 +77,7 @@ class Classes:
     device_type: str = "cpu"
     labelled: float = 1.0
     islands: Islands | None = None
+    whole: bool = False
 
     def held(self, table: Tensor) -> int:
         """How many of the table's rows are real classes."""
@@ -104,6 +105,8 @@ class Classes:
         return self.alike(self._chunks(h, table), h)
 
     def _chunks(self, h: Tensor, table: Tensor) -> Iterator[slice]:
+        if self.whole:
+            return iter([slice(0, h.shape[0])] if h.shape[0] else [])
         return ranges(0, h.shape[0], table.shape[0], CHUNK_BYTES[self.device_type], CHUNK_ROWS[self.device_type])
 
     def adds_in(self, h: Tensor, table: Tensor) -> torch.dtype:
@@ -114,12 +117,14 @@ class Classes:
 
     def exchanges(self, chunk: slice, h: Tensor, table: Tensor) -> Iterator[slice]:
         """Rows of a chunk whose statistics travel together: alone in the world, those that are still in the cache."""
-        if self.comm.size > 1 or self.islands is not None:
+        if self.comm.size > 1 or self.islands is not None or self.whole:
             return iter([chunk])
         return self.alike(ranges(chunk.start, chunk.stop, table.shape[0], SLICE_BYTES[self.device_type]), h)
 
     def slices(self, logits: Tensor) -> list[slice]:
         """Rows of logits that are worked on element by element at a time. Nothing is sent between them."""
+        if self.whole:
+            return [slice(0, logits.shape[0])]
         return list(ranges(0, logits.shape[0], logits.shape[1], SLICE_BYTES[self.device_type]))
 
 

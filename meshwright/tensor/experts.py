@@ -1,7 +1,6 @@
 """Experts: a feed-forward of n SwiGLUs, of which each token takes k (Mixtral, arXiv 2401.04088; Qwen3-MoE).
 
-    p = softmax(x R)        y = Σ over the k likeliest experts e of  w_e · contract_e(swiglu(expand_e(x)))
-                            w_e = p_e, or p_e over the sum of the k
+    y = Σ over a token's k experts e of  w_e · contract_e(swiglu(expand_e(x)))        which, and w_e: router.py
 
 | layer    | input        | weight                  | output          | forward sends | backward sends |
 |----------|--------------|-------------------------|-----------------|---------------|----------------|
@@ -25,20 +24,10 @@ to the rank that holds its expert, and its output back: two all-to-alls of rows 
 have as many rows as the router gives each rank, of which an all-to-all of counts tells beforehand; with a capacity all
 have as many, and no counts travel. An expert's gradient is then that of all the group's tokens; the spec's cut says
 that it is summed over the other axes alone.
-
-The balance of a sequence (Switch Transformer, arXiv 2101.03961, equation 4; Mixtral's has no 1/k):
-
-    balance = n Σ_e f_e P_e        f_e: pairs of a token and one of its k experts that are e's, over the sequence's T
-                                   P_e: the mean of its tokens' p_e
-
-Statistics are one sequence's, so the value is the same however sequences are dealt to replicas and microbatches; where
-ranks hold parts of a sequence, counts are summed over them (one all-reduce of [B, n], forward), and a rank's own
-tokens give its part of the sum. A gradient goes through P alone: f counts.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -51,40 +40,16 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from meshwright.parameters.shard import Initial, Placements, Shard, ShardedModule, ShardSpec
-from meshwright.ranks.collectives import all_reduce, start_all_reduce, trade_rows
+from meshwright.ranks.collectives import start_all_reduce, trade_rows
 from meshwright.ranks.grid import EXPERT
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.boundary import UNCUT, Boundary
-from meshwright.tensor.linear import cast, linear, write_part, write_product
+from meshwright.tensor.linear import cast, write_part, write_product
+from meshwright.tensor.router import ExpertsShape, Router
 from meshwright.tensor.swiglu import swiglu
 
 ALIGNED_BYTES = 64
 """A cache line, and the widest vector: torch's allocations begin at one."""
-
-
-@dataclass(frozen=True)
-class ExpertsShape:
-    """Experts as the model asks for them: `count` of width `inner`, `chosen` a token.
-
-    `renormalises`: the chosen experts' weights add up to 1. `balances`: the balance is computed, too. `capacity`: the
-    most tokens of a sequence that an expert takes in training, in those of an even router; None: all that choose it.
-    """
-
-    hidden: int
-    inner: int
-    count: int
-    chosen: int
-    renormalises: bool
-    balances: bool
-    capacity: float | None
-    initial: Initial
-    last: Initial
-    """The first values of the linear that ends in the residual stream."""
-
-    def most_tokens(self, length: int) -> int:
-        """C: the most tokens of a sequence of this length that an expert takes."""
-        assert self.capacity is not None, "experts without a capacity"
-        return min(length, math.ceil(self.capacity * self.chosen * length / self.count))
 
 
 Runs = Sequence[Sequence[int]]
@@ -146,17 +111,6 @@ class GroupedLinear(ShardedModule):
                 write_part(own, self.operand(part).t() @ self.operand(gradient), beta)
             else:
                 write_product(own, part.t(), gradient, beta)
-
-
-class Router(ShardedModule):
-    """Scores of experts, x R; R [H, n]."""
-
-    def __init__(self, mesh: Mesh, hidden: int, count: int, initial: Initial) -> None:
-        super().__init__(mesh)
-        self.weight = self.declare("weight", ShardSpec((hidden, count), initial=initial))
-
-    def forward(self, h: Tensor) -> Tensor:
-        return linear(h, self.weight, None, self)
 
 
 @dataclass(frozen=True)
@@ -230,7 +184,7 @@ class Experts(nn.Module):
     def __init__(self, mesh: Mesh, shape: ExpertsShape, boundary: Boundary = UNCUT) -> None:
         super().__init__()
         self.mesh, self.shape, self.boundary = mesh, shape, boundary
-        self.router = Router(mesh, shape.hidden, shape.count, shape.initial)
+        self.router = Router(mesh, shape, boundary)
         self.travels = EXPERT in mesh.grid.names and mesh.size(EXPERT) > 1
         self.dropped: Tensor | None = None
         self.rows_apart = False
@@ -244,19 +198,12 @@ class Experts(nn.Module):
         self.contract = GroupedLinear(mesh, (shape.count, shape.inner, shape.hidden), cuts(1), shape.last)
 
     def forward(self, h: Tensor, places: Tensor | None = None) -> tuple[Tensor, ...]:
-        """[B, T, H] -> ([B, T, H],), and where they are balanced each sequence's balance [B], or this rank's part of it
+        """[B, T, H] -> ([B, T, H],), and where the router has losses each sequence's [B], or this rank's part of it
         where the context axis cuts sequences. `places`: of the rank's tokens in their sequence, there in training."""
-        logits = self.router(h)
-        shares = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-        weights, ids = shares.topk(self.shape.chosen, -1)
-        if self.shape.renormalises:
-            weights = weights / weights.sum(-1, keepdim=True)
-        weights = weights.to(h.dtype)
-        balance = (self._balance(shares, ids),) if self.shape.balances else ()
-        whole = self._computed(
-            self.boundary.enter(h), self.boundary.enter(weights), self.boundary.start_enter(ids).wait(), places
-        )
-        return self.boundary.leave(whole), *balance
+        routed = self.router.route(self.router(h))
+        enter, start = self.boundary.enter, self.boundary.start_enter
+        whole = self._computed(enter(h), enter(routed.weights.to(h.dtype)), start(routed.ids).wait(), places)
+        return self.boundary.leave(whole), *routed.losses
 
     def _computed(self, h: Tensor, weights: Tensor, ids: Tensor, places: Tensor | None) -> Tensor:
         """The chosen experts' outputs [B, T, H], each times its weight; weights and ids [B, T, k]."""
@@ -348,19 +295,6 @@ class Experts(nn.Module):
         y = self._outputs(own.transpose(0, 1).flatten(0, 2), [[size * rows] * here])
         back = y.view(here, size, rows, -1).transpose(0, 1).flatten(0, 2)
         return trade_rows(back, pieces, pieces, self.mesh, EXPERT)
-
-    def _balance(self, shares: Tensor, ids: Tensor) -> Tensor:
-        """n Σ_e f_e P_e by sequence; shares [B, T, n], ids [B, T, k]."""
-        inside = self.boundary.split_axes
-        cut = tuple(axis for axis in self.mesh.grid.names if axis in (*inside, "context"))
-        tokens = shares.shape[1] * self.mesh.size(*cut)
-        counts = shares.new_zeros(shares.shape[0], self.shape.count)
-        counts.scatter_add_(1, ids.flatten(1), torch.ones_like(ids, dtype=counts.dtype).flatten(1))
-        counts = start_all_reduce(counts, self.mesh.comm(*cut)).wait() if cut else counts
-        balance = (counts.unsqueeze(1) * shares).sum((1, 2)) * (self.shape.count / tokens**2)
-        for axis in inside:  # whose ranks go on with one loss
-            balance = all_reduce(balance, self.mesh, axis)
-        return balance
 
 
 def rows_of_experts(ids: Tensor, count: int) -> list[int]:

@@ -43,7 +43,9 @@ class TableHead(ShardedModule, UsesIslands):
         one axis or none."""
         super().__init__(mesh)
         comm = mesh.comm(*classes)
-        self.classes = Classes(shape.vocabulary, comm, shape.smoothing, mesh.device_type, shape.labelled)
+        self.classes = Classes(
+            shape.vocabulary, comm, shape.smoothing, mesh.device_type, shape.labelled, whole=mesh.whole_logits
+        )
         if tied is None:
             spec = ShardSpec((shape.padded, shape.hidden), table, shape.initial, table=True)
             self.weight = self.declare("weight", spec)

@@ -18,8 +18,8 @@ from meshwright.parameters.shard import Initial
 if TYPE_CHECKING:
     from meshwright.bits.blocks import Blocks
     from meshwright.tensor.copies import HeadGroups
-    from meshwright.tensor.experts import ExpertsShape
     from meshwright.tensor.head import HeadShape
+    from meshwright.tensor.router import ExpertsShape
 
 
 class Head(Protocol):

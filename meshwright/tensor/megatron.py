@@ -27,11 +27,12 @@ from meshwright.parameters.shard import Initial, Shard, ShardSpec
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.boundary import SEQUENCE, Boundary, CutActivations, WholeActivations
 from meshwright.tensor.copies import HeadGroups, columns_of_parts
-from meshwright.tensor.experts import Experts, ExpertsShape
+from meshwright.tensor.experts import Experts
 from meshwright.tensor.head import HeadShape, TableHead
 from meshwright.tensor.kit import Where
 from meshwright.tensor.pair import CutContract, CutExpand
 from meshwright.tensor.part_loss import PartHead
+from meshwright.tensor.router import ExpertsShape
 from meshwright.tensor.serial import Embedding, KitBase, grouped
 
 

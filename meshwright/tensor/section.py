@@ -146,6 +146,11 @@ class TensorSection(Section):
         return dict(self.axes).get(self.inner_axis, 1)
 
     @property
+    def same_activation(self) -> str:
+        """The axis whose ranks all have the activation between two layers; nothing where each has its own part."""
+        return ""
+
+    @property
     def rows(self) -> tuple[str, int]:
         """Into how many equal parts a microbatch's rows must fall; before it, in words, which fields say so."""
         return "", 1
@@ -245,6 +250,10 @@ class Megatron(TensorSection):
         return ("tensor",) if self.sequence_parallel else ()
 
     @property
+    def same_activation(self) -> str:
+        return "" if self.sequence_parallel else "tensor"
+
+    @property
     def words(self) -> str:
         return f"{self.kind}, cut by sequence" if self.sequence_parallel else self.kind
 
@@ -314,6 +323,8 @@ class Tesseract(TensorSection):
 
     def cuts(self, config: Config) -> Iterator[Cut]:
         yield from whole_layers(config, "layout.tensor.q", self.q)
+        for field, number in config.model.latents:
+            yield Cut(field, number, "layout.tensor.q", self.q)
 
     @classmethod
     def candidates(cls, devices: int) -> Iterator[Self]:

@@ -29,7 +29,7 @@ from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.boundary import UNCUT, Boundary, collect, spread
 from meshwright.tensor.copies import ALL_COLUMNS, HeadGroups, part_columns
 from meshwright.tensor.cross_entropy import chunked_token_losses
-from meshwright.tensor.experts import Experts, ExpertsShape
+from meshwright.tensor.experts import Experts
 from meshwright.tensor.head import HeadShape, TableHead
 from meshwright.tensor.kit import LinearPair, NormKind, Role, Where
 from meshwright.tensor.linear import Local, linear, lookup
@@ -37,6 +37,7 @@ from meshwright.tensor.norms import GroupNorm, Norm
 from meshwright.tensor.pair import CutExpand
 from meshwright.tensor.part_loss import PartHead
 from meshwright.tensor.part_norm import PartNorm
+from meshwright.tensor.router import ExpertsShape
 
 TensorFunction = Callable[[Tensor], Tensor]
 """A kit's way with a layer's input or output."""

@@ -20,6 +20,7 @@ from meshwright.optim.optimizer import StepResult
 from meshwright.parameters.shard import seed_of
 from meshwright.parts import Parts
 from meshwright.ranks.grid import DATA_AXES, PIPE
+from meshwright.tensor.router import counted_loads
 from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE, PhaseClock
 from meshwright.training.record import StepRecord
 
@@ -159,7 +160,11 @@ def replica_backward(parts: Parts, rows: Batch, counts: list[int], samples: int)
         own = f"/{chunk}" if chunk else ""
         torch.manual_seed(seed_of(f"{config.seed}/dropout/{samples}/{index}/{place}{own}"))
 
-    loss = parts.pipeline.train(parts.microbatches(rows), scales, seed) / scale
+    microbatches = parts.microbatches(rows)
+    if config.model.counts_first:
+        with counted_loads(parts.model, mesh, config.batch.global_), parts.strategy.whole_weights():
+            parts.pipeline.preview(microbatches, scales, seed)
+    loss = parts.pipeline.train(microbatches, scales, seed) / scale
     # A replica's ranks hold the same loss, but for its stages, of which only the last has one: it is counted once.
     copies = (axis for axis in mesh.grid.names if axis not in (PIPE, *config.layout.batch_axes))
     return loss if mesh.index(*copies) == 0 else torch.zeros_like(loss)

@@ -108,13 +108,6 @@ def _resolve_together(mesh: Mesh, settings: Config, asked: Config, out: Path, *,
     return Resolved(Config.model_validate(tree[0]), tuple(tree[1]))
 
 
-def _of_experts(config: Config) -> Sequence[str]:
-    """A line on the balance loss of weights that come with experts."""
-    if not config.model.num_experts or config.model.losses_in_layers:
-        return ()
-    return ("no balance loss of the experts: config.json has output_router_logits=false, and true trains with one",)
-
-
 @dataclass(frozen=True)
 class _Run:
     """A rank's training run: the trainer, and around it checkpoints, validation, metrics and the display."""
@@ -144,7 +137,9 @@ class _Run:
         with RunDisplay(started.step, config.steps, speaks=speaks, live=live, level=level) as display:
             self._greet(display, writer.unfinished, attempt)
             if step == 0 and config.weights is not None:
-                display.say(f"starting from the weights of {config.weights}", *_of_experts(config))
+                display.say(f"starting from the weights of {config.weights}")
+                if config.model.num_experts and not config.model.losses_in_layers:
+                    display.say(f"no balance loss of the experts: {config.model.balance_of_folders}")
             elif step is not None:
                 display.say(f"going on from checkpoint step-{step}")
             elif resume:

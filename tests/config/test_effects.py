@@ -87,7 +87,7 @@ EFFECTIVE: dict[str, tuple[str, ...]] = {
     "bits.tensor=2": ("bits=layout-free",),
     "bits.hidden=2": ("bits=layout-free",),
     "bits.sequence=2": ("bits=layout-free",),
-    "bits.attention=runs": ("bits=layout-free",),
+    "bits.attention=runs": ("bits=layout-free", "bits.sequence=2"),
 }
 """Every field of the table, and the words that make it effective."""
 
@@ -131,7 +131,7 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     "bits.tensor=2": ((), "with bits.kind=usual"),
     "bits.hidden=2": ((), "with bits.kind=usual"),
     "bits.sequence=1": ((), "with bits.kind=usual"),
-    "bits.attention=runs": ((), "with bits.kind=usual"),
+    "bits.attention=runs": (("bits=layout-free",), "where a sequence is one run"),
 }
 """Every field of the table in a run where it has no effect, at its default or not, and why."""
 

@@ -44,6 +44,9 @@ LLAMAS = {
 }  # fmt: skip
 """Counted in tests/families/llama/test_model.py."""
 
+DEEPSEEKS = {"deepseek-v3", "deepseek-mini", "moonlight-16b-a3b", "kimi-k2"}
+"""Counted in tests/families/deepseek/test_convert.py."""
+
 
 def num_parameters(model: Model) -> int:
     """GPT-2's count, from its layers: attention 4 H^2 + 4 H, feed-forward 2 H N + N + H, two norms 4 H."""
@@ -54,7 +57,7 @@ def num_parameters(model: Model) -> int:
 
 
 def test_every_shipped_model_is_in_the_table() -> None:
-    assert set(model_names()) == set(PARAMETERS) | VITS | BERTS | RESNEXTS | TRANSFORMERS | T5S | LLAMAS
+    assert set(model_names()) == set(PARAMETERS) | VITS | BERTS | RESNEXTS | TRANSFORMERS | T5S | LLAMAS | DEEPSEEKS
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

@@ -13,6 +13,7 @@ from meshwright.config.rules import RULES
 from meshwright.data.messages_section import MessagesData
 from meshwright.errors import ConfigError
 from meshwright.families.bert.data_section import SquadData
+from meshwright.families.deepseek.section import DeepSeek
 from meshwright.families.llama.section import Llama
 from meshwright.families.seq2seq.data_section import PairData
 from meshwright.families.seq2seq.section import T5
@@ -39,7 +40,13 @@ def test_every_rule_is_listed() -> None:
 
 def test_rules_name_fields_that_exist() -> None:
     tree = parse_run({}).model_dump(by_alias=True)
-    for family in (Llama(family="llama"), Vit(family="vit"), T5(family="t5"), ResNeXt(family="resnext")):
+    for family in (
+        Llama(family="llama"),
+        DeepSeek(family="deepseek"),
+        Vit(family="vit"),
+        T5(family="t5"),
+        ResNeXt(family="resnext"),
+    ):
         tree["model"] |= family.model_dump()
     tree["data"] |= PairData(kind="pairs").model_dump() | MessagesData(kind="messages").model_dump()
     tree["data"] |= SquadData(kind="squad").model_dump()

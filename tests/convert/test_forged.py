@@ -20,10 +20,12 @@ from meshwright.convert.folder import Settings
 from meshwright.convert.transfer import families, family_of
 from meshwright.errors import CheckpointError, ConfigError, DataError
 from meshwright.families.bert.section import Bert, BertChoice, BertPairs, BertSpans
+from meshwright.families.deepseek.section import DeepSeek
 from meshwright.families.gpt.section import Gpt2
 from meshwright.families.llama.section import Llama
 from meshwright.families.seq2seq.section import T5
 from meshwright.families.vision.section import Vit
+from meshwright.models.experts_section import ExpertsSection
 from tests.tools.evaluate.tiny import tiny_checkpoint, tiny_config
 
 CONFIG, WEIGHTS, INDEX, TOKENIZER = "config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json"
@@ -244,6 +246,10 @@ def test_any_byte_may_change(sound: Path, tmp_path: Path) -> None:
 MODELS = {
     "gpt2": Gpt2(),
     "llama": Llama(family="llama"),
+    "deepseek": DeepSeek(
+        family="deepseek",
+        experts=ExpertsSection(count=8, width=64, shared=64, scores="sigmoid", bias_rate=0.0),
+    ),
     "bert": Bert(family="bert"),
     "t5": T5(family="t5"),
     "vit": Vit(family="vit"),

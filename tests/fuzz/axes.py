@@ -20,6 +20,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {
         "family": "llama", "feed_forward": 48, "head_width": 4, "head_norms": True, "biases": ["query-key-value"],
     },
+    "deepseek": {
+        "family": "deepseek", "feed_forward": 48, "query_rank": 12, "key_value_rank": 12, "head_width": 4,
+        "rotary_width": 4, "value_width": 6, "later_tokens": 1,
+    },
     "bert": {"family": "bert", "norm_order": "original"},
     "bert-megatron": {"family": "bert", "norm_order": "megatron", "next_sentence": False},
     "transformer": {"family": "transformer", "feed_forward": 48, "label_smoothing": 0.0},
@@ -51,7 +55,7 @@ VOCABULARIES: dict[str, tuple[int, int, int]] = {
 }
 """Tokens, the multiple that they are padded to, and a classifier's classes. hollow: with 3 or 4 ranks the last hold
 nothing but padding. real: GPT-2's own; the others take theirs."""
-REAL = {"bert": 30522, "t5": 32128, "llama": 49152}
+REAL = {"bert": 30522, "t5": 32128, "llama": 49152, "deepseek": 129280}
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "float64": {"level": "O0", "dtype": "float64"},

@@ -1,6 +1,6 @@
-"""Runs over all axes compute what one device computes: every value, every tensor layout with each model and each sync,
-and what was found before; with --long every pair of values that may stand together, and two thousand drawn at random
-(an hour or two on 2 cores).
+"""Runs over all axes compute what one device computes: every value, every kind of tensor layout with each model, sync
+and schedule, and what was found before; with --long every pair of values that may stand together, and two thousand
+drawn at random (an hour or two on 2 cores).
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from meshwright.config import Config, load_config
 from meshwright.config.load import parse_run
 from meshwright.errors import ConfigError
 from tests.fuzz.__main__ import COVERING, FOUND, HERE
-from tests.fuzz.axes import AXES, Case, read_cases, tree_of
+from tests.fuzz.axes import AXES, TENSORS, Case, read_cases, tree_of
 from tests.fuzz.check import mistakes
 from tests.fuzz.draw import Drawing, few_of, pairs_of
 
 FIXED, MORE = read_cases(COVERING), read_cases(HERE / "more.jsonl")
 """The fixed set, and runs of earlier ones, which it replaces in CI."""
 
-FEW = few_of(FIXED, [("tensor", "sync"), ("tensor", "model")])
-"""The numbers of the fixed cases that need no --long. All pairs of values took half as long again, and every plant of
+PAIRED = [("kind", "sync"), ("kind", "model"), ("kind", "schedule"), ("kind", "recompute"), ("sync", "offload")]
+"""The pairs of axes whose values meet without --long; `kind`: a tensor layout's, whatever its size."""
+
+FEW = few_of([case | {"kind": TENSORS[case["tensor"]]["kind"]} for case in FIXED], PAIRED)
+"""The numbers of the fixed cases that need no --long. All pairs of values took five times as long, and every plant of
 tests/plants is found without them."""
 
 RANDOM_RUNS, A_TEST = 2000, 20
@@ -55,16 +58,23 @@ def test_more_equal_one_device(case: Case) -> None:
 
 
 def with_experts(random: Random) -> tuple[Case, Config]:
-    """A drawn run of Llama whose feed-forwards are experts. In float64 alone a router chooses and a capacity drops: a
-    choice jumps where rounding moves it (check.py)."""
+    """A drawn run of Llama or DeepSeek with experts. In float64 alone a router chooses and a capacity drops: a choice
+    jumps where rounding moves it (check.py)."""
     drawing = Drawing(random)
     for case, _ in drawing.cases():
         if case["data"] == 1:
             continue
-        tree = tree_of(case | {"model": "llama"})
+        tree = tree_of(case | {"model": random.choice(("llama", "deepseek"))})
         exact = case["precision"] == "float64"
         chosen = {"per_token": 2, "capacity": random.choice((None, 0.75))} if exact else {"per_token": 6}
-        tree["model"] |= {"experts": {"count": 6, "balance": 0.3, **chosen}, "biases": [], "feed_forward": 12}
+        if exact and random.random() < 0.5:
+            chosen |= {"groups": 3, "groups_per_token": 2, "bias_rate": 0.05}
+        over, scores = random.choice(("sequence", "microbatch", "batch")), random.choice(("softmax", "sigmoid"))
+        beside = {"shared": random.choice((0, 24)), "router_z": random.choice((0.0, 0.01)), "balance_over": over}
+        tree["model"] |= {
+            "experts": {"count": 6, "balance": 0.3, "scores": scores, **beside, **chosen}, "feed_forward": 12,
+            **({"biases": []} if tree["model"]["family"] == "llama" else {}),
+        }  # fmt: skip
         tree["layout"]["data"]["expert"] = random.choice((1, 2, 2, 3))
         try:
             return case, parse_run(tree)

@@ -20,7 +20,8 @@ from tests.harness import build, forward_and_backward
 from tests.workers import run_ranks
 
 STEPS = 6
-CLIPS = (None, 1.0)
+CLIPS = (None, 1.0, 1e4)
+"""None; below the norm of the gradients; above it, where nothing is scaled."""
 SYNCS = ("allreduce", "zero1", "server-gradient")
 OPTIMIZERS = {
     "adamw": {"name": "adamw", "lr": 1e-2, "betas": [0.8, 0.9], "epsilon": 1e-6, "weight_decay": 0.2},
@@ -97,7 +98,7 @@ def stepped(sync: str, size: int) -> list[dict[tuple[str, float | None], dict[st
 
 
 @pytest.mark.parametrize("sync, size", [("allreduce", 1), ("zero1", 3), ("server-gradient", 2)])
-@pytest.mark.parametrize("clip", CLIPS, ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("clip", CLIPS, ids=["unclipped", "clipped", "below the clip"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_equals_torch(name: str, clip: float | None, sync: str, size: int) -> None:
     wanted = stepped("torch", 1)[0][name, clip]

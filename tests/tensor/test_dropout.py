@@ -22,7 +22,7 @@ WHOLE = {"kind": "megatron", "size": 2}
     ids=["whole sequences", "cut sequences", "blocks"],
 )
 def test_masks_are_one_where_activations_are(tensor: dict[str, Any], alike: bool) -> None:
-    """Of two replicas, in two steps on the same samples."""
+    """Two replicas drop in two steps on the same samples."""
     tree = config_for("gpt2", tensor, 2, steps=3).model_dump(mode="json", by_alias=True)
     tree["model"]["dropout"] = 0.5
     config = parse_config(tree)

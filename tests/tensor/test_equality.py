@@ -29,6 +29,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "family": "llama", "positions": 12, "vocabulary": 300, "feed_forward": 16,
         "experts": {"count": 4, "per_token": 2, "capacity": 1.0, "balance": 0.1},
     },
+    "deepseek": {
+        "family": "deepseek", "positions": 12, "vocabulary": 300, "layers": 2, "heads": 4, "query_rank": 8,
+        "key_value_rank": 12, "head_width": 6, "rotary_width": 4, "value_width": 8, "feed_forward": 40,
+        "rope": {"kind": "yarn", "factor": 4.0, "original": 16, "fast": 4.0, "slow": 0.25, "mscale_all_dim": 0.7},
+        "experts": {
+            "count": 6, "per_token": 2, "width": 12, "dense_layers": 1, "shared": 16, "scores": "sigmoid", "scale": 1.5,
+            "groups": 3, "groups_per_token": 2, "bias_rate": 0.05, "balance": 0.3, "router_z": 0.01,
+        },
+    },
     "bert": {"family": "bert", "positions": 12, "vocabulary": 300},
     "megatron-bert": {"family": "bert", "positions": 12, "vocabulary": 300, "norm_order": "megatron"},
     "vit": {"family": "vit", "image": 6, "patch": 2, "channels": 1, "classes": 10},

@@ -14,7 +14,8 @@ from meshwright.model import Batch
 from meshwright.parameters.shard import Initial
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from meshwright.tensor.experts import Experts, ExpertsShape, dropped_pairs
+from meshwright.tensor.experts import Experts, dropped_pairs
+from meshwright.tensor.router import ExpertsShape
 from meshwright.training.step import train_step
 from tests.data_parallel.test_equality import global_batch
 from tests.families.llama.test_experts_layouts import BOUNDED, BOUNDED_LAYOUTS, experts

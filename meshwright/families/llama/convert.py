@@ -1,4 +1,5 @@
-"""Hugging Face's Llama, Qwen2, Qwen3, Mistral, Mixtral and Qwen3-MoE, one family here. A SmolLM2 is a Llama.
+"""Hugging Face's Llama, Qwen2, Qwen3, Mistral, Mixtral, Qwen2-MoE and Qwen3-MoE, one family here.
+A SmolLM2 is a Llama.
 
 Their linears are [out, in], ours [in, out]. K key-value heads, each with G queries; A = K G.
 
@@ -25,9 +26,11 @@ from torch import Tensor
 from meshwright.config.schema import Model
 from meshwright.convert.family import Family, Names, TensorPair, TensorShape, WithTokens, in_blocks
 from meshwright.convert.folder import Settings
+from meshwright.convert.rotary import pair_of_experts, rope_fields, rope_settings
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import CheckpointError
-from meshwright.families.llama.section import ROPES, Llama, PlainRope
+from meshwright.families.llama.section import Llama
+from meshwright.models.experts_section import ExpertsSection
 from meshwright.section import shown
 
 _OUTSIDE = {"tokens": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
@@ -43,27 +46,16 @@ _IN_BLOCK = {
 }
 _EXPERTS = {
     "mixtral": ("block_sparse_moe", ("w1", "w3"), ("w2",)),
+    "qwen2_moe": ("mlp", ("gate_proj", "up_proj"), ("down_proj",)),
     "qwen3_moe": ("mlp", ("gate_proj", "up_proj"), ("down_proj",)),
 }
 """By model_type with experts: the module of router and experts; an expert's linears in our expand, and contract."""
-_ORIGINAL = "original_max_position_embeddings"
-_ROPE_KEYS = {
-    "rope_theta": "theta",
-    "factor": "factor",
-    _ORIGINAL: "original",
-    "low_freq_factor": "low_frequency",
-    "high_freq_factor": "high_frequency",
-    "beta_fast": "fast",
-    "beta_slow": "slow",
-    "attention_factor": "attention_factor",
-    "truncate": "truncate",
+_SHARED_EXPERT = {
+    "shared_expert.expand": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+    "shared_expert.contract": "mlp.shared_expert.down_proj",
+    "shared_expert.gate": "mlp.shared_expert_gate",
 }
-"""transformers' keys of a rotation, and our fields."""
-_SAME = {"default": "plain", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
-_NEEDED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
-"""The keys without which transformers computes no such rotation."""
-_THETA = {"mixtral": 1e6}
-"""The base where nothing is said, of those whose class has another than 10,000."""
+"""Qwen2-MoE's feed-forward of every token."""
 _ELSEWHERE: dict[str, object] = {
     "hidden_act": "silu",
     "rope_interleaved": False,
@@ -81,8 +73,8 @@ _COUNTS = ("num_local_experts", "num_experts")
 _WITH_EXPERTS: dict[str, object] = {"router_jitter_noise": 0.0, "decoder_sparse_step": 1, "mlp_only_layers": []}
 """Settings of those with experts, as `_ELSEWHERE` has them."""
 _SHARED = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
-"""The keys of an expert that every token takes beside its own (Qwen2-MoE, DeepSeek), which our layers do not have."""
-_GROUPED = ("qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe")
+"""The keys of an expert that every token takes beside its own, of which Qwen2-MoE's class reads the first alone."""
+_GROUPED = ("qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe", "qwen3_moe")
 """The model_types that have fewer key-value heads than queries where config.json does not say how many."""
 _READERS = {"attention_bias": ("llama", "qwen3", "qwen3_moe"), "mlp_bias": ("llama",)}
 """The model_types whose classes read these keys."""
@@ -90,11 +82,11 @@ _BIASES = {"attention_bias": ("query-key-value", "output"), "mlp_bias": ("feed-f
 
 
 class LlamaFamily(Family):
-    """LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, MistralForCausalLM, MixtralForCausalLM and
-    Qwen3MoeForCausalLM."""
+    """LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, MistralForCausalLM, MixtralForCausalLM,
+    Qwen2MoeForCausalLM and Qwen3MoeForCausalLM."""
 
     title, section = "Llama", Llama
-    model_types = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe")
+    model_types = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe", "qwen3_moe")
     fields: ClassVar = {
         "layers": "num_hidden_layers",
         "hidden": "hidden_size",
@@ -128,6 +120,7 @@ class LlamaFamily(Family):
         if model.experts is not None:
             module, expand, contract = _EXPERTS[_kind_of(model)]
             inside["feed_forward.router"] = f"{module}.gate"
+            inside |= _SHARED_EXPERT if model.experts.shared else {}
             for layer, linears in (("expand", expand), ("contract", contract)):
                 inside[f"feed_forward.{layer}"] = [
                     f"{module}.experts.{index}.{linear}" for index in range(model.experts.count) for linear in linears
@@ -143,7 +136,7 @@ class LlamaFamily(Family):
     def pair(self, name: str, shape: TensorShape, model: Llama, names: Names, rows: Mapping[str, int]) -> TensorPair:
         layer, _, kind = name.rpartition(".")
         if model.experts is not None and layer.endswith(("feed_forward.expand", "feed_forward.contract")):
-            return _pair_of_experts(name, shape, names[layer])
+            return pair_of_experts(name, shape, names[layer])
         if "query_key_value" not in name:
             return super().pair(name, shape, model, names, rows)
         queries, width = model.heads // model.num_key_value_heads, model.width_of_head
@@ -167,13 +160,13 @@ class LlamaFamily(Family):
         values, kind = settings.values, settings.values["model_type"]
         for key, ours in _ELSEWHERE.items():
             settings.only(key, ours)
-        for key in _SHARED:
+        for key in _SHARED[kind == "qwen2_moe" :]:
             settings.only(key, None, 0)
         self._refuse_windows(settings)
         # Their classes fill in a number of their own here, which differs: guessed wrongly it would reshape every head.
         if kind in _GROUPED and values.get("num_key_value_heads") is None:
             raise settings.refused(f"lacks num_key_value_heads, which a {kind} has")
-        found: dict[str, object] = {"rope": _rope(settings), "head_norms": kind in ("qwen3", "qwen3_moe")}
+        found: dict[str, object] = {"rope": rope_fields(settings), "head_norms": kind in ("qwen3", "qwen3_moe")}
         found |= _experts(settings)
         names: tuple[str, ...] = ()
         for key, some in _BIASES.items():
@@ -182,7 +175,9 @@ class LlamaFamily(Family):
                 names += some if values.get(key, False) else ()
         if kind == "qwen3" and "head_dim" not in values:
             found["head_width"] = 128  # as its class fills it in
-        return found | {"biases": ("query-key-value",) if kind == "qwen2" else names}
+        if kind == "qwen2_moe":
+            settings.only("qkv_bias", True)
+        return found | {"biases": ("query-key-value",) if kind in ("qwen2", "qwen2_moe") else names}
 
     @staticmethod
     def _refuse_windows(settings: Settings) -> None:
@@ -211,15 +206,10 @@ class LlamaFamily(Family):
         unread = {names for key, names in _BIASES.items() if settings[key] and kind not in _READERS[key]}
         # A key stands for several linears at once, so not every choice of biases can be said; weights that no class
         # would read right do not go out.
-        if kind != "qwen2" and (wanted != biases or unread):
+        if kind not in ("qwen2", "qwen2_moe") and (wanted != biases or unread):
             raise CheckpointError(
                 f"no class of transformers has {kind}'s layers with model.biases={shown(model.biases)}"
             )
-        theirs = {ours: key for key, ours in _ROPE_KEYS.items()}
-        rope = {
-            theirs[field]: value for field, value in model.rope.model_dump(exclude_none=True, exclude={"kind"}).items()
-        }
-        scaling = {"rope_type": next(name for name, ours in _SAME.items() if ours == model.rope.kind)} | rope
         return {
             "model_type": kind,
             "architectures": ["".join(part.capitalize() for part in kind.split("_")) + "ForCausalLM"],
@@ -227,12 +217,10 @@ class LlamaFamily(Family):
             "attention_dropout": 0.0,
             "num_key_value_heads": model.num_key_value_heads,
             "head_dim": model.width_of_head,
-            "rope_parameters": scaling,
-            "rope_theta": model.rope.theta,
-            "rope_scaling": None if model.rope.kind == "plain" else scaling,
+            **rope_settings(model.rope),
             "initializer_range": 0.02,
             "use_cache": True,
-            **({} if kind == "qwen2" else settings),
+            **({} if kind in ("qwen2", "qwen2_moe") else settings),
             **_experts_settings(model),
         }
 
@@ -244,23 +232,12 @@ class LlamaFamily(Family):
 
 def _kind_of(model: Llama) -> str:
     """The model_type that a model is exported as."""
+    if model.experts is not None and model.experts.shared and model.biases == ("query-key-value",):
+        return "qwen2_moe"
     if model.experts is not None:
         return "qwen3_moe" if model.head_norms else "mixtral"
     # The class follows from what the layers have: norms of heads, or biases of query, key and value alone.
     return "qwen3" if model.head_norms else "qwen2" if model.biases == ("query-key-value",) else "llama"
-
-
-def _pair_of_experts(name: str, shape: TensorShape, linears: str | Sequence[str]) -> TensorPair:
-    """The pair of all experts' tensor, ours [n, in, ..., out], with Hugging Face's [out, in] of each linear."""
-
-    def to_ours(*parts: Tensor) -> Tensor:
-        return torch.stack(parts).unflatten(0, (shape[0], -1)).movedim(-1, 1)  # [n, in, linears, out]
-
-    def to_theirs(whole: Tensor) -> list[Tensor]:
-        return list(whole.view(*shape[:2], -1, shape[-1]).movedim(1, -1).flatten(0, 1))
-
-    theirs = {f"{linear}.weight": (shape[-1], shape[1]) for linear in linears}
-    return TensorPair(name, shape, theirs, to_ours, to_theirs)
 
 
 def _experts(settings: Settings) -> dict[str, object]:
@@ -286,8 +263,11 @@ def _experts(settings: Settings) -> dict[str, object]:
     }
     if kind == "mixtral":
         return {"experts": experts}
-    if "moe_intermediate_size" not in values:
-        raise settings.refused("lacks moe_intermediate_size, which a qwen3_moe has")
+    needed = ("moe_intermediate_size", *(_SHARED[:1] if kind == "qwen2_moe" else ()))
+    if lacking := [key for key in needed if key not in values]:
+        raise settings.refused(f"lacks {', '.join(lacking)}, which a {kind} has")
+    if kind == "qwen2_moe":
+        experts |= {"shared": values[_SHARED[0]], "shared_gate": True}
     return {"experts": experts, "feed_forward": values["moe_intermediate_size"]}
 
 
@@ -296,9 +276,17 @@ def _experts_settings(model: Llama) -> dict[str, object]:
     experts = model.experts
     if experts is None:
         return {}
-    if _kind_of(model) == "mixtral" and not experts.renormalise:
+    kind = _kind_of(model)
+    if kind == "mixtral" and not experts.renormalise:
         rule = "no class of transformers has experts whose weights are not renormalised, but with norms of heads"
         raise CheckpointError(f"{rule}: model.experts.renormalise=false")
+    # The fields in which a class's experts must be plain ones, at their defaults.
+    plain = {"width", "dense_layers", "scores", "scale", "groups", "bias_rate", "shared", "shared_gate"}
+    plain -= {"shared", "shared_gate"} if kind == "qwen2_moe" and experts.shared_gate else set()
+    for field in sorted(plain):
+        if (value := getattr(experts, field)) != (usual := ExpertsSection.model_fields[field].default):
+            rule = f"no class of transformers has {kind}'s experts with model.experts.{field}={shown(value)}"
+            raise CheckpointError(f"{rule}; valid: {shown(usual)}")
     return {
         **dict.fromkeys(_COUNTS, experts.count),
         "num_experts_per_tok": experts.per_token,
@@ -306,39 +294,6 @@ def _experts_settings(model: Llama) -> dict[str, object]:
         "router_aux_loss_coef": experts.balance,
         "output_router_logits": experts.balance > 0,
         "moe_intermediate_size": model.feed_forward,
+        **({_SHARED[0]: experts.shared, "qkv_bias": True} if kind == "qwen2_moe" else {}),
         **_WITH_EXPERTS,
     }
-
-
-def _rope(settings: Settings) -> dict[str, object]:
-    """Our fields of a rotation: of `rope_parameters`, or of `rope_theta` and `rope_scaling`, as they were before. As in
-    transformers `rope_scaling` goes before the other, and original positions outside before those inside.
-
-    Raises CheckpointError for a kind, or a key of one, that ours has not.
-    """
-    values = settings.values
-    where = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
-    written = values.get(where) or {}
-    if not isinstance(written, dict):
-        raise settings.refused(f"{where}={shown(written)} is no section")
-    theta = values.get("rope_theta", _THETA.get(values["model_type"], PlainRope().theta))
-    theirs = {"rope_theta": theta} | {key: value for key, value in written.items() if value is not None}
-    kind = theirs.pop("rope_type", theirs.pop("type", "default"))
-    theirs.pop("type", None)
-    if kind not in _SAME:
-        raise settings.refused(f"{where}: rope_type={shown(kind)} is not supported; valid: {', '.join(_SAME)}")
-    if kind in ("llama3", "yarn"):
-        # Outside of the section before inside of it, as transformers reads them; where neither is there the positions
-        # are the original ones.
-        inside = theirs.get(_ORIGINAL, values.get("max_position_embeddings"))
-        theirs[_ORIGINAL] = values.get(_ORIGINAL, inside)
-    if lacking := [key for key in _NEEDED.get(kind, ()) if key not in theirs]:
-        raise settings.refused(f"{where}: rope_type={kind} lacks {', '.join(lacking)}")
-    # Said though it changes nothing.
-    if theirs.get("partial_rotary_factor") == 1.0:
-        del theirs["partial_rotary_factor"]
-    known = {key: ours for key, ours in _ROPE_KEYS.items() if ours in ROPES[_SAME[kind]].model_fields}
-    for key, value in theirs.items():
-        if key not in known:
-            raise settings.refused(f"{where}: {key}={shown(value)} is not supported; valid: {', '.join(known)}")
-    return {"kind": _SAME[kind]} | {known[key]: value for key, value in theirs.items()}

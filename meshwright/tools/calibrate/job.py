@@ -7,7 +7,7 @@ rank holds beyond its tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +20,7 @@ from meshwright.config import Config, parse_config
 from meshwright.data.files import ShowProgress, silent
 from meshwright.errors import ConfigError, LaunchError
 from meshwright.launch import Rank, Ranks, joined, run
-from meshwright.machine import Machine, memory_bytes, usable_cores
+from meshwright.machine import Machine, memory_bytes, processor_name, usable_cores
 from meshwright.ranks.grid import PIPE
 from meshwright.ranks.section import TransportName
 from meshwright.section import parse_counts
@@ -33,7 +33,6 @@ from meshwright.tools.compare.run import MeasuredRun, measure_run
 from meshwright.tools.plan.cluster import Cluster, Level, Links
 from meshwright.tools.plan.predict import Planner
 
-CPU_FACTS = Path("/proc/cpuinfo")
 MEMORY_RUN: dict[str, Any] = {
     "model": {"layers": 1, "hidden": 256, "heads": 4, "positions": 128, "vocabulary": 8192},
     "data": {"sequence": 128},
@@ -215,9 +214,7 @@ def source_of(machine: MeasuredMachine) -> str:
     if machine.kind == "cuda":
         device = torch.cuda.get_device_name()
     else:
-        lines: Sequence[str] = CPU_FACTS.read_text().splitlines() if CPU_FACTS.is_file() else ()
-        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-        device = f"core of {names[0]}" if names else "CPU core"
+        device = f"core of {processor_name()}"
     day = datetime.now(UTC).date().isoformat()
     text = f"meshwright calibrate, {day}: {machine.devices} x {device}, torch {torch.__version__}"
     return text if machine.ranks else text + "; a lone GPU: the level is its link to the host"

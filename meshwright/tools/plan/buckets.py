@@ -209,7 +209,7 @@ def memory_of(
     activations = min(peak.activation_bytes, most)
     return Memory(
         held.weights,
-        held.gradients,
+        held.gradients + software.apart_bytes(config, held.weights),
         state_bytes(config, slots_of(buckets)),
         activations,
         most - activations,

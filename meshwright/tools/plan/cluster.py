@@ -16,7 +16,7 @@ from math import exp, log
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
-from pydantic import AfterValidator, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, field_validator
 
 from meshwright.config.load import read_yaml
 from meshwright.config.messages import problems_of
@@ -40,7 +40,19 @@ def _check_rising(curve: tuple[tuple[float, float], ...]) -> tuple[tuple[float, 
 
 
 Curve = Annotated[tuple[tuple[Rate, Rate], ...], Field(min_length=1), AfterValidator(_check_rising)]
-Multiplies = Literal["float32", "tf32", "float64", "bf16", "fp16"]
+Multiplies = Literal["float32", "tf32", "float64", "bf16", "fp16", "fp8", "mxfp8"]
+AttentionKernel = Literal["flash-1", "flash-2", "flash-3"]
+"""FlashAttention's generations (Dao et al., 2022; Dao, 2023; Shah et al., 2024), and kernels that were as fast then."""
+
+
+def parse_share(value: object) -> object:
+    """`0.45` -> a curve that is as high everywhere."""
+    return ((1.0, value),) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+Shares = Annotated[Curve, BeforeValidator(parse_share)]
+"""A share over the side of a product, or one that holds at all."""
+Share = Annotated[float, Field(gt=0, le=1)]
 if TYPE_CHECKING:
     Verb: TypeAlias = str
 else:
@@ -50,13 +62,13 @@ else:
 class Device(Section):
     """A device's figures, by the keys of its file. `peak`: flops a second by dtype, tf32 being float32's in tensor
     cores, where there are any. `efficiency`: the share of it that a matrix product of m x n x k reaches, over the cube
-    root of mnk; `attention`: a fused attention's, where torch has one there, of a causal one half the products counted;
-    None: the device has none, and attends step by step. `bandwidth`: bytes a second of memory over the bytes that a
-    kernel touches. `launch`: seconds before a kernel begins when it has been issued. `issue`: seconds of the host to
-    issue one, from Python and op by op; 0 where the host is the device. There `part`: the host's seconds for a pass
-    through a part of the chain (a layer, the head) beyond the kernels: Python, autograd. `elements`: seconds that an
-    element takes on top of its bytes, in kernels of a kind (recorder.py).
-    """
+    root of mnk; `attention`: a fused attention's, where torch has one there, over the cube root of queries x keys x
+    width of a head, of a causal one half the products counted; None: the device has none, and attends step by step.
+    `bandwidth`: bytes a second of memory over the bytes that a kernel touches. `launch`: seconds before a kernel begins
+    when it has been issued. `issue`: seconds of the host to issue one, from Python and op by op; 0 where the host is
+    the device. There `part`: the host's seconds for a pass through a part of the chain (a layer, the head) beyond the
+    kernels: Python, autograd. `elements`: seconds that an element takes on top of its bytes, in kernels of a kind
+    (recorder.py)."""
 
     kind: Literal["cpu", "cuda"]
     memory_bytes: Size = Field(alias="memory")
@@ -71,7 +83,13 @@ class Device(Section):
     """The share that a process may hold beyond what is predicted, within which of `memory` a layout is tight."""
     peak_flops_per_second: dict[Multiplies, Rate] = Field(alias="peak")
     efficiency: Curve
-    attention_efficiency: Annotated[float, Field(gt=0, le=1)] | None = Field(default=None, alias="attention")
+    low_efficiency: Curve | None = Field(default=None, alias="efficiency_low")
+    """The same of products in FP8 and MXFP8; None: as in half precision."""
+    attention_efficiency: Shares | None = Field(default=None, alias="attention")
+    attention_kernels: dict[AttentionKernel, Shares] = Field(default_factory=dict, alias="attentions")
+    """The same of other kernels than torch's own, by their generation; without a figure it is torch's."""
+    norms: tuple[Share, Share] = (1.0, 1.0)
+    """The shares of the memory's pace that torch's norms reach, forward and backward."""
     bandwidth_bytes_per_second: Curve = Field(alias="bandwidth")
     launch_seconds: _Seconds = Field(default=0.0, alias="launch")
     issue_seconds: _Seconds = Field(default=0.0, alias="issue")
@@ -174,6 +192,18 @@ class Cluster(Section):
     cores: Positive | None = None
     turns: Curve | None = None
     links: dict[TransportName, Links]
+
+    @property
+    def domain_devices(self) -> int:
+        """Devices that reach each other as fast as those of a node: its own, or all of a larger NVLink domain."""
+        levels, units = self.links["torch"].levels, 1
+        inside = levels[0].bandwidth_bytes_per_second
+        for level in levels[:-1]:
+            each = level.device_bandwidth_bytes_per_second or level.bandwidth_bytes_per_second / units
+            if each < inside or level.joins is None:
+                break
+            units *= level.joins
+        return max(self.devices_per_node, units)
 
     def context(self, transport: TransportName) -> int:
         """Bytes that every process over a transport holds on its device."""

@@ -9,7 +9,7 @@ A stage of several chunks holds their parameters in common buckets, and does eac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import pairwise, product
@@ -21,6 +21,7 @@ from meshwright.model import EMBEDDINGS, HEAD, Chunk
 from meshwright.models.chain import split_name
 from meshwright.parts import chunks_of, placement_of, recomputed_group
 from meshwright.pipeline.pipeline import message_forms, sides_of
+from meshwright.pipeline.span import CATEGORIES
 from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.grid import PIPE, grid_of_run
 from meshwright.ranks.ledger import MESSAGE, Ledger, Traffic
@@ -57,10 +58,13 @@ class Unit:
             return cost
         return cost.extended(Cost.of(self.smaller.programs[kind][which], seconds), self.layers - 2)
 
-    def include_sent(self, total: Sent, kind: TaskKind, which: int, times: int) -> None:
-        include(total, self.recording.programs[kind][which].traffic, times * max(1, self.layers - 1))
+    def passes(self, kind: TaskKind, which: int) -> list[tuple[Program, int]]:
+        """The recorded programs that add up to the unit's task, and how often each counts: of a group that is extended
+        the recording of two layers layers - 1 times, less that of one."""
+        passes = [(self.recording.programs[kind][which], max(1, self.layers - 1))]
         if self.smaller is not None:
-            include(total, self.smaller.programs[kind][which].traffic, times * (2 - self.layers))
+            passes.append((self.smaller.programs[kind][which], 2 - self.layers))
+        return passes
 
     def freed(self, kind: TaskKind, read_bytes: int) -> int:
         """After B, or where its W needs them after that: what it was given to read, so many bytes, and the gradient
@@ -124,6 +128,21 @@ class ChunkPlan:
             costs[0] = costs[0].freeing(-self.outgoing_bytes * leaves)  # came with a message, and is counted there
             costs[-1] = costs[-1].freeing(self.incoming_bytes * comes)  # made here, and sent
         return costs
+
+
+BUCKETS = "buckets"
+"""The part of the model that a sum of gradients is for: parameters that share flat memory."""
+
+
+@dataclass(frozen=True)
+class Sending:
+    """An item of a rank's ledger of a step, which counts `times` times. `task`: in which the rank sends it: forward,
+    backward, weight, or what is done beside them; `part`: of the model that it is for."""
+
+    task: str
+    part: str
+    traffic: Mapping[tuple[str, str], Traffic]
+    times: int = 1
 
 
 @dataclass(frozen=True)
@@ -258,32 +277,43 @@ class Composition:
 
     def traffic(self, stage: int) -> Sent:
         """The ledger of the stage's first rank: its kit's collectives, messages, agreements, gradients' sums."""
-        chunks, count = self.stages[stage].chunks, self.config.num_microbatches
         total: Sent = {}
+        for sending in self.sendings(stage):
+            include(total, sending.traffic, sending.times)
+        return total
+
+    def sendings(self, stage: int) -> Iterator[Sending]:
+        """The same ledger, item by item."""
+        chunks, count = self.stages[stage].chunks, self.config.num_microbatches
         for which, times in enumerate(self.counts):
             for kind, chunk in product(self.kinds, chunks):
                 for unit in chunk.units:
-                    unit.include_sent(total, kind, which, times)
+                    begins = stage == 0 and unit is chunks[0].units[0]
+                    part = "layers" if unit_layers(unit) else "embeddings" if begins else "head"
+                    for program, passes in unit.passes(kind, which):
+                        yield Sending(CATEGORIES[kind], part, program.traffic, times * passes)
+        buckets = self.buckets[self.like[stage]]
         for which, times in enumerate(self.counts):
-            for gathered in self.gathers(stage, which).values():
+            for (kind, _), gathered in self.gathers(stage, which).items():
                 for index in gathered:
-                    include(total, self.buckets[self.like[stage]][index].gather.traffic, times)
+                    yield Sending(f"gather for {CATEGORIES[kind]}", BUCKETS, buckets[index].gather.traffic, times)
         ledger, messages = Ledger(), self.messages(stage)
         # Messages are the same in each microbatch, so one is recorded and counted so many times.
         with ledger.repeated(count):
             for other, side in sides_of(stage, self.placement).items():
                 for size in messages[side]:
                     ledger.record(PIPE, MESSAGE, size, other - stage)
+        yield Sending("between stages", "activations and their gradients", ledger.traffic)
         if self.agrees:
+            ledger = Ledger()
             with ledger.repeated(count * len(self.kinds) * len(chunks)):
                 # The stage's first rank tells its peers which task is next, in 8 bytes.
                 ledger.record(self.peers, "broadcast", 8 * (self.grid.size(*self.peers.split("+")) - 1), 0)
-        include(total, ledger.traffic)
-        for bucket in self.buckets[self.like[stage]]:
-            include(total, bucket.reduce.traffic, bucket.sums)
-            include(total, bucket.publish.traffic)
-            include(total, bucket.across.traffic)
-        return total
+            yield Sending("between stages", "which task is next", ledger.traffic)
+        for bucket in buckets:
+            yield Sending("sum of gradients", BUCKETS, bucket.reduce.traffic, bucket.sums)
+            yield Sending("new weights", BUCKETS, bucket.publish.traffic)
+            yield Sending("sum of gradients", BUCKETS, bucket.across.traffic)
 
     def messages(self, stage: int) -> dict[Side, list[int]]:
         """Bytes of a microbatch's messages to each side: activations one way, gradients the other way."""

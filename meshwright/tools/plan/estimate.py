@@ -108,7 +108,9 @@ class Estimates:
         passes, ending = self._passes_of(config), self._ending_of(config)
         sums = config.num_microbatches if config.layout.data.strategy.slices else 1
         # Slices are summed for every microbatch, whole gradients once, under the last task of the phase.
-        summed = passes.seconds + sums * max(0.0, ending.reduce - ending.overlaps * passes.last)
+        # What is not of the last task's chunk leaves before it.
+        reduce = ending.reduce / config.layout.pipeline.chunks
+        summed = passes.seconds + sums * max(0.0, reduce - ending.overlaps * passes.last)
         summed += max(0.0, 2 * config.num_microbatches * ending.gather - ending.publishes * passes.seconds)
         published = max(0.0, ending.publish - ending.publishes * passes.forward)
         return SURE * (summed + ending.norm + (0.0 if streams(config) else ending.steps) + published)
@@ -210,7 +212,8 @@ class Estimates:
         return _Work(
             sum(times * timed.forward for timed, times in stage),
             sum(times * (timed.inputs if split else timed.backward) for timed, times in stage)
-            + (again if in_groups(config) else 0.0),
+            # What is computed again but for some operations may be little.
+            + (again if in_groups(config) and config.memory.recompute != "ops" else 0.0),
             sum(times * timed.weights for timed, times in stage) if split else 0.0,
             stage[-1][0].part.outgoing_bytes,
         )
@@ -223,8 +226,9 @@ class Estimates:
         if key not in self._messages:
             ranks, network = grid_of_run(config).group(0, PIPE), self.planner.network(config)
             holders = [ranks[placement.stage_of(position)] for position in range(placement.num_positions)]
+            parts = self.planner.software.message_parts(config)
             self._messages[key] = [
-                network.message(start, end, size) if start != end else 0.0
+                network.message(start, end, size // parts) if start != end else 0.0
                 for (start, end), size in zip(pairwise(holders), sizes, strict=True)
             ]
         return self._messages[key]

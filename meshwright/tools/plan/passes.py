@@ -26,7 +26,7 @@ out; a step is as long as from one such pass to the next.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import lcm
@@ -67,13 +67,15 @@ Latency = Callable[[int, int], float]
 @dataclass(frozen=True)
 class Passes:
     """The pipeline phase: its seconds, each stage's last task, its most memory, and its seconds of tasks. `timeline`:
-    of a step of fewer microbatches, where there are many."""
+    of a step of fewer microbatches, where there are many. `chunk_ends`: of each stage, seconds from its last task's
+    begin to the last task of each of its chunks; below nothing where that was over before."""
 
     seconds: float
     timeline: Timeline
     last: tuple[Span, ...]
     peaks: tuple[Peak, ...]
     busy: tuple[float, ...]
+    chunk_ends: tuple[Mapping[int, float], ...] = ()
 
     @property
     def idle_share(self) -> float:
@@ -93,7 +95,7 @@ class Passes:
             for span, seconds in zip(self.last, delays, strict=True)
         )
         more = tuple(own + added for own, added in zip(self.busy, busy, strict=True))
-        return Passes(self.seconds + max(delays), self.timeline, last, peaks, more)
+        return Passes(self.seconds + max(delays), self.timeline, last, peaks, more, self.chunk_ends)
 
 
 def phase_of(config: Config, costs: TaskCosts, latency: Latency, pace: Pace = undisturbed) -> PipelinePhase:
@@ -191,8 +193,10 @@ class PipelinePhase:
 
         timeline = simulate(self.stages, some, self.rule, seconds, latency, self.pace, self.placement)
         last, busy = [timeline.spans[0]] * self.stages, [0.0] * self.stages
+        ends: list[dict[int, float]] = [{} for _ in range(self.stages)]
         for span in timeline.spans:  # in the order in which they begin
             last[span.stage] = span
+            ends[span.stage][span.chunk] = span.end_seconds
             busy[span.stage] += span.seconds
         peaks = []
         for costs in begun:
@@ -202,7 +206,11 @@ class PipelinePhase:
                 live += cost.kept_bytes
                 kept = max(kept, live)
             peaks.append(Peak(kept, most))
-        return Passes(timeline.total_seconds, timeline, tuple(last), tuple(peaks), tuple(busy))
+        chunk_ends = tuple(
+            {chunk: end - span.start_seconds for chunk, end in own.items()}
+            for own, span in zip(ends, last, strict=True)
+        )
+        return Passes(timeline.total_seconds, timeline, tuple(last), tuple(peaks), tuple(busy), chunk_ends)
 
     def repeated(self, some: int, shorter: Passes) -> Passes | None:
         """The whole step, if the shorter one has come to repeat itself before its first stage took its last one in."""
@@ -302,7 +310,8 @@ def _ticks(seconds: float) -> float:
 
 @dataclass(frozen=True)
 class Sum:
-    """A bucket's way: `ready`: seconds of its stage's last task after which it may leave; `reduce`, `publish`: seconds
+    """A bucket's way: `ready`: seconds of its stage's last task after which it may leave, less than none where an
+    earlier task was the last that writes it; `reduce`, `publish`: seconds
     of its collectives; `steps`: of its optimizer step; `lane`: of what must be fetched and written back for it; `read`:
     seconds of its stage's first task after which its new values are read."""
 
@@ -394,7 +403,7 @@ def _wait_for_published(sums: Sequence[Sum], begins: float, overlaps: float) -> 
 
 def _arrivals(last: Span, sums: Sequence[Sum], overlaps: float) -> list[float]:
     """The moments at which buckets are summed. Beside a task only the part `overlaps` of a collective goes on."""
-    times, free = [], last.start_seconds
+    times, free = [], 0.0
     for one in sums:
         begin = max(free, last.start_seconds + one.ready)
         beside = min(one.reduce, overlaps * max(0.0, last.end_seconds - begin))

@@ -104,7 +104,7 @@ class Planner:
         measured when the run begins, a dtype or a transport that the cluster knows nothing about."""
         run = self._run(config)
         config, passes = run.config, run.passes()
-        sums = {stage: run.sums(stage, passes.last[stage].chunk) for stage in run.buckets}
+        sums = {stage: run.sums(stage, passes.last[stage].chunk, passes.chunk_ends[stage]) for stage in run.buckets}
         every = [sums[like] for like in run.like]
         beside = {"overlaps": run.overlap("sums"), "publishes": run.overlap("gathers")}
         step = finish(passes, every, run.norm(), streams=streams(config), **beside)
@@ -147,7 +147,10 @@ class Planner:
             ranks = min(ranks, self.cluster.devices_per_node)
         key = ranks, config.precision.tf32, devices_per_host
         if key not in self._timers:
-            self._timers[key] = Timer(self.cluster, ranks, tf32=key[1], devices_per_host=devices_per_host)
+            self._timers[key] = Timer(
+                self.cluster, ranks, tf32=key[1], devices_per_host=devices_per_host,
+                attention=self.software.attention_kernel,
+            )  # fmt: skip
         return self._timers[key]
 
     def network(self, config: Config) -> ClusterNetwork:

@@ -97,6 +97,7 @@ class StageReplay:
             kept = held_of(config, [bucket])
             self._take(("values", index), kept.weights)
             self._take(("gradients", index), kept.gradients)
+            self._take(("half gradients", index), self._software.apart_bytes(config, kept.weights))
             # As the run builds: only one bucket at a time is there twice, in its parameters and by itself.
             self._drop(("parameter", name) for name in bucket.names)
         if config.memory.offload.to == "none":
@@ -107,6 +108,7 @@ class StageReplay:
             self._take(("staging", 0), half)
             self._take(("staging", 1), half)
         self._take(("tied",), self._plan.apart_bytes(config))
+        self._take(("buffers",), self._software.buffers_bytes)
 
     def _message_bytes(self, task: Task) -> int:
         """Bytes of the message that a task begins with."""

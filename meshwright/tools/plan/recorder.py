@@ -9,14 +9,22 @@ While a Recorder is entered, every operation on meta tensors is written down as 
 | attention | is a fused attention; of a causal one, half of the products are left out         |
 | special   | takes exponentials, logarithms, error functions: expensive on a CPU              |
 | random    | draws random numbers                                                             |
+| norm      | normalises rows: it reads them, and adds them up                                 |
+| norm back | is the backward pass of one, which adds up columns as well                       |
+| cast      | makes FP8 of half precision, in both orders of a matrix                          |
 | element   | does anything else, at the pace of the memory                                    |
+
+Where a program fuses element kernels (Software.fuses_elements), those in a row are one: it reads what none of them has
+made, and writes what is still there when the next product, collective or lookup begins (torch.compile's Inductor, and
+the fused kernels of Transformer Engine, do so).
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -29,14 +37,15 @@ from meshwright.memory.recompute import LiveBytes
 from meshwright.ranks.comm import Work
 from meshwright.ranks.ledger import Ledger, Traffic
 
-KernelKind = Literal["product", "attention", "special", "random", "element"]
+KernelKind = Literal["product", "attention", "special", "random", "norm", "norm back", "cast", "element"]
+LowProducts = Literal["fp8", "mxfp8"]
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """An operation on the device. `touched_bytes`: read and written. `elements`: of the largest tensor it touches.
-    `side`: of a product of m x n x k the cube root of mnk (of one of a batch). `times`: so many of the kind, one
-    after the other."""
+    `side`: of a product of m x n x k the cube root of mnk (of one of a batch); `members`: of the batch. `times`: so
+    many of the kind, one after the other."""
 
     kind: KernelKind
     flops: float
@@ -45,6 +54,7 @@ class Kernel:
     dtype: str
     side: float = 0.0
     times: int = 1
+    members: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +159,9 @@ def place(microbatch: int, num_microbatches: int) -> int:
     return min(microbatch, 1)
 
 
+_FLAT = frozenset(["mm", "addmm", "addmm_"])
+"""Products of linears, which FP8 has; attention's batched ones it has not."""
+_FUSED = frozenset(["special", "random", "norm", "norm back", "element"])
 _PRODUCTS = {"mm": 0, "addmm": 1, "addmm_": 1, "bmm": 0, "baddbmm": 1, "baddbmm_": 1}
 """Products of matrices, and at which argument the first factor is."""
 CONVOLUTIONS = {"convolution": 1, "convolution_backward": 2}
@@ -164,6 +177,10 @@ SPECIAL = frozenset([
     "exp", "log", "tanh", "sigmoid", "gelu", "gelu_backward", "silu", "silu_backward", "erf", "logsumexp",
     "softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax",
 ])  # fmt: skip
+NORMS: dict[str, KernelKind] = {
+    "native_layer_norm": "norm", "native_group_norm": "norm",
+    "native_layer_norm_backward": "norm back", "native_group_norm_backward": "norm back",
+}  # fmt: skip
 RANDOM = frozenset(["bernoulli", "native_dropout", "uniform", "normal", "rand_like", "rand"])
 LOOKUPS = frozenset(["embedding", "gather", "index", "index_select"])
 """They read as much of their first tensor as they make."""
@@ -186,11 +203,18 @@ class UnderWay:
 
 
 class Recorder(LiveBytes):
-    """Records the programs of a rank. `fuses_dropout`: as Software has it."""
+    """Records the programs of a rank. `fuses_dropout`, `fuses_elements`: as Software has them; `fast_norms`: norms go
+    at the memory's pace; `products`: the format of half-precision products of matrices."""
 
-    def __init__(self, *, fuses_dropout: bool = False) -> None:
+    def __init__(
+        self, *, fuses_dropout: bool = False, fuses_elements: bool = False, fast_norms: bool = False,
+        products: LowProducts | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self._fuses_dropout = fuses_dropout
+        self._fuses_dropout, self._fuses_elements = fuses_dropout, fuses_elements
+        self._fast_norms, self._products = fast_norms, products
+        self._row = _Row()
+        self._casts: dict[int, weakref.ref[Any]] = {}  # storages of which there is an FP8 copy
         self._dropped: int | None = None  # the storage that the last kernel, a dropout, has written
         self._events: list[_Event] = []
         self._memory: list[tuple[int, int]] = []
@@ -206,6 +230,17 @@ class Recorder(LiveBytes):
             # An out= overload is also given what it writes, last, and does not read it.
             given = given[: len(given) - len(results)] if overwrites else given
             kernel = _kernel(op, name, args, given, results, self._ledger.times)
+            if self._fast_norms and kernel.kind in NORMS.values():
+                kernel = replace(kernel, kind="element")
+            if self._products and name in _FLAT and kernel.dtype in ("bf16", "fp16"):
+                self._cast(args[_PRODUCTS[name] :][:2])
+                kernel = replace(kernel, dtype=self._products, touched_bytes=kernel.touched_bytes // 2)
+            if self._fuses_elements and kernel.kind in _FUSED and name not in LOOKUPS | UPDATES:
+                if self._row.kernels and self._row.kernels[-1].times != kernel.times:
+                    self._end_row()
+                self._row.add(kernel, given, results)
+                return
+            self._end_row()
             if name == "add" and self._dropped in {x.untyped_storage()._cdata for x in given}:
                 # One kernel for dropout and the residual's sum: what the first would write and the second read back
                 # never goes through memory. Here and not on tensors, since a dropout may have no sum after it.
@@ -218,12 +253,33 @@ class Recorder(LiveBytes):
             drops = self._fuses_dropout and name == "native_dropout"
             self._dropped = results[0].untyped_storage()._cdata if drops else None
 
+    def _cast(self, operands: Iterable[Tensor]) -> None:
+        """Casts of a product's operands that are not there yet: each is read once, and written in both orders of its
+        elements, since FP8 products take one order alone (Transformer Engine's cast_transpose)."""
+        for x in operands:
+            storage = x.untyped_storage()
+            known = self._casts.get(storage._cdata)
+            if known is None or known() is not storage:
+                self._casts[storage._cdata] = weakref.ref(storage)
+                size = x.numel() * (x.element_size() + 2)
+                self._write(Kernel("cast", 0.0, size, x.numel(), "bf16", times=self._ledger.times))
+
+    def _end_row(self) -> None:
+        """Write down the element kernels in a row as one."""
+        if self._row.kernels:
+            self._events.append(self._row.fused(self._storages))
+            self._row = _Row()
+
     def started(self, axes: str, verb: str, payload_bytes: int, root: int | None) -> Work:
         """A collective begins (planned.Observer)."""
         self._starts += 1
         self._dropped = None
-        self._events.append(Start(self._starts, axes, verb, payload_bytes, root, self._ledger.times))
-        return UnderWay(partial(self._events.append, WaitFor(self._starts)))
+        self._write(Start(self._starts, axes, verb, payload_bytes, root, self._ledger.times))
+        return UnderWay(partial(self._write, WaitFor(self._starts)))
+
+    def _write(self, event: _Event) -> None:
+        self._end_row()
+        self._events.append(event)
 
     def changed(self, number: int, size: int) -> None:
         self._memory.append((number, size))
@@ -240,16 +296,50 @@ class Recorder(LiveBytes):
         # Peak and kept bytes are counted from what is alive now: earlier tasks' activations are theirs.
         before = self.live
         self._events, self.peak, self._ledger, self._dropped = [], before, ledger, None
+        self._row = _Row()
         ledger.traffic.clear()
         self._memory.clear()
 
         def make() -> Program:
+            self._end_row()
             traffic = {key: entry.scaled(1) for key, entry in ledger.traffic.items()}
             kept, peak = self.live - before, self.peak - before
             return Program(tuple(self._events), kept, peak, traffic, memory=self.taken_memory())
 
         with self:
             yield make
+
+
+class _Row:
+    """Element kernels in a row that a program makes one of."""
+
+    def __init__(self) -> None:
+        self.kernels: list[Kernel] = []
+        self._made: dict[int, int] = {}
+        self._read: dict[int, int] = {}
+        self._changed: dict[int, int] = {}
+
+    def add(self, kernel: Kernel, given: list[Tensor], results: list[Tensor]) -> None:
+        """One more, which reads and makes these tensors."""
+        self.kernels.append(kernel)
+        read = {x.untyped_storage()._cdata: _size_bytes(x) for x in given}
+        for address, size in read.items():
+            if address not in self._made:
+                self._read[address] = max(size, self._read.get(address, 0))
+        for x in results:
+            address = x.untyped_storage()._cdata
+            # In place, of what was there before the row: that is written whatever becomes of it.
+            target = self._changed if address in read and address not in self._made else self._made
+            target[address] = _size_bytes(x)
+
+    def fused(self, alive: Collection[int]) -> Kernel:
+        """All of them as one. `alive`: the storages that are still there."""
+        written = sum(size for address, size in self._made.items() if address in alive)
+        touched = sum(self._read.values()) + sum(self._changed.values()) + written
+        special = any(kernel.kind in ("special", "random") for kernel in self.kernels)
+        most = max(self.kernels, key=lambda kernel: kernel.elements)
+        kind: KernelKind = "special" if special else "element"
+        return Kernel(kind, 0.0, touched, most.elements, most.dtype, times=most.times)
 
 
 @cache
@@ -275,7 +365,7 @@ def _kernel(
     touched = sum(_size_bytes(x) for x in moved)
     largest = max((x.numel() for x in moved), default=0)
     dtype = _DTYPES.get((results or given)[0].dtype, "float32") if results or given else "float32"
-    flops, side = _products(name, args)
+    flops, side, members = _products(name, args)
     if name in ATTENTIONS:
         # A fused causal attention leaves out the tiles above the diagonal, half of its products.
         causal = [argument.name for argument in op._schema.arguments].index("is_causal")
@@ -287,26 +377,30 @@ def _kernel(
         kind = "product"
     elif name in ATTENTIONS:
         kind = "attention"
+    elif name in NORMS:
+        kind = NORMS[name]
     elif fresh in SPECIAL:
         kind = "special"
     elif fresh in RANDOM:
         kind = "random"
-    return Kernel(kind, flops, touched, largest, dtype, side, times)
+    return Kernel(kind, flops, touched, largest, dtype, side, times, members)
 
 
-def _products(name: str, args: tuple[Any, ...]) -> tuple[float, float]:
-    """Floating-point operations, and the cube root of a product's three sizes."""
+def _products(name: str, args: tuple[Any, ...]) -> tuple[float, float, int]:
+    """Floating-point operations, the cube root of a product's three sizes, and how many such there are in a batch."""
     if name in _PRODUCTS:
         first = _PRODUCTS[name]
         *batch, rows, inner = args[first].shape
         columns = args[first + 1].shape[-1]
-        return 2.0 * math.prod(batch) * rows * inner * columns, float(rows * inner * columns) ** (1 / 3)
+        members = math.prod(batch)
+        return 2.0 * members * rows * inner * columns, float(rows * inner * columns) ** (1 / 3), members
     if name in ATTENTIONS:
         # Forward Q K' and P V; backward recomputes the scores and makes dQ, dK, dV and dP: five products for two.
         first, times = ATTENTIONS[name]
         query, key = args[first], args[first + 1]
         batch, heads, rows, width = query.shape
-        return times * 4.0 * batch * heads * rows * key.shape[2] * width, float(rows * width * key.shape[2]) ** (1 / 3)
+        side = float(rows * width * key.shape[2]) ** (1 / 3)
+        return times * 4.0 * batch * heads * rows * key.shape[2] * width, side, 1
     if name in CONVOLUTIONS:
         # As matrix products over patches: [B x positions, channels a group x kernel] times [.., channels out].
         times = CONVOLUTIONS[name]
@@ -314,8 +408,8 @@ def _products(name: str, args: tuple[Any, ...]) -> tuple[float, float]:
         rows, inner = x.shape[0] * math.prod(x.shape[2:]), math.prod(weight.shape[1:])
         groups = x.shape[1] // weight.shape[1]
         side = float(rows * inner * (weight.shape[0] // groups)) ** (1 / 3)
-        return times * 2.0 * rows * inner * weight.shape[0], side
-    return 0.0, 0.0
+        return times * 2.0 * rows * inner * weight.shape[0], side, 1
+    return 0.0, 0.0, 1
 
 
 def _size_bytes(x: Tensor) -> int:
@@ -364,6 +458,7 @@ def _interpolated_event(one: _Event, other: _Event, share: float) -> _Event | No
             # mnk grows in proportion to samples, its cube root does not.
             between(one.side**3, other.side**3, share) ** (1 / 3),
             one.times,
+            round(between(one.members, other.members, share)),
         )
     if isinstance(one, Start) and isinstance(other, Start):
         if (one.axes, one.verb, one.times) != (other.axes, other.verb, other.times):

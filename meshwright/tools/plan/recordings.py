@@ -19,9 +19,8 @@ from torch import nn
 
 from meshwright.config import Config
 from meshwright.errors import ConfigError
-from meshwright.memory.recompute import recomputed
 from meshwright.model import SAMPLES, Chunk, Costs, links
-from meshwright.models.chain import chain_of, make_chain, parameters_of, split_name
+from meshwright.models.chain import at_once, chain_of, make_chain, parameters_of, split_name
 from meshwright.on_device import AsOnDevice
 from meshwright.parameters.bucket import Bucket, gradient_views, make_buckets
 from meshwright.parameters.gradients import Gradients
@@ -32,7 +31,6 @@ from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.grid import PIPE, REPLICA_AXES, Grid
 from meshwright.ranks.mailbox import TensorMeta
 from meshwright.ranks.mesh import solo_mesh
-from meshwright.ranks.planned import planned_mesh
 from meshwright.registry import entries, load_entry
 from meshwright.tensor.serial import SerialKit
 from meshwright.tools.plan.memory import Parameter
@@ -97,6 +95,9 @@ SYNC = "layout.data.sync"
 def check(config: Config) -> None:
     """Raises ConfigError for what cannot be predicted."""
     check_recorded(config)
+    if config.model.counts_first:
+        rule = "goes forward once more before each step, which no plan counts"
+        raise ConfigError.of("model.experts.balance_over", "batch", rule, "sequence, microbatch")
     if unplanned := config.layout.data.strategy.unplanned:
         planned = ", ".join(name for name, entry in entries("syncs").items() if not entry.unplanned)
         raise ConfigError.of(SYNC, config.layout.data.sync, f"{unplanned}: it cannot be planned", planned)
@@ -149,8 +150,9 @@ class Recordings:
         key = (chunk, incoming, *_recording_key(config))
         if key not in self._recorded:
             software = self._software
-            recorder, on_device = software.recorder(), software.on_device(self._kind)
-            self._recorded[key] = _record(config, recorder, on_device, chunk, incoming, software.imbalance)
+            # The embeddings' and the head's products stay in the run's format, as Transformer Engine leaves them.
+            recorder, on_device = software.recorder(layers=bool(chunk.layers)), software.on_device(self._kind)
+            self._recorded[key] = _record(config, recorder, on_device, chunk, incoming, software)
         return self._recorded[key].moved(further)
 
 
@@ -170,7 +172,7 @@ def _recording_key(config: Config) -> tuple[Hashable, ...]:
     # Numbers of replicas and of stages change no part: one recording serves them all, which makes a search possible.
     axes = tuple(axis for axis in layout.axes if axis[0] not in (*REPLICA_AXES, PIPE))
     # The size of recomputed groups is in the chunk already.
-    groups = recompute if recompute in ("none", "selective") else "groups"
+    groups = recompute if recompute in ("none", "selective", "ops") else "groups"
     # One microbatch is first and last at once, of two none lies between.
     microbatches = min(config.num_microbatches, DISTINCT)
     return (
@@ -199,13 +201,13 @@ def _outline(config: Config) -> Outline:
 
 
 def _record(
-    config: Config, recorder: Recorder, on_device: AsOnDevice, chunk: Chunk, incoming: Forms, imbalance: float
+    config: Config, recorder: Recorder, on_device: AsOnDevice, chunk: Chunk, incoming: Forms, software: Software
 ) -> Recording:
     """Run a part's tasks for each place of a microbatch, on one replica and stage: compose.py adds what these send."""
     layout = config.layout
     alone = (PIPE,) if layout.data.strategy.unplanned else (*REPLICA_AXES, PIPE)
     grid = Grid(tuple((name, 1 if name in alone else size) for name, size in layout.axes), config.copies)
-    mesh = planned_mesh(grid, 0, layout.token_axes, on_device.device_type, recorder.started, imbalance)
+    mesh = software.mesh(grid, layout.token_axes, on_device.device_type, recorder)
     kit = build_kit(config, mesh)
     model = build_model(config, kit, mesh, chunk)
     recompute_in(config, model, (chunk,))
@@ -236,7 +238,7 @@ def _record(
             outgoing = stage.forward(index, given, batch, scales)
         programs[TaskKind.FORWARD].append(replace(recorded(), leads=leads))
         forms = () if chunk.last else tuple(TensorMeta(tuple(x.shape), x.dtype) for x in outgoing)
-        recomputes = model.run_group is recomputed and len(chunk.layers) > 0  # its second forward pass reads it again
+        recomputes = model.run_group is not at_once and len(chunk.layers) > 0  # its second pass reads it again
         holds_input = recomputes or any(x.untyped_storage()._cdata in saved for x in given)
         alive = recorder.live
         del outgoing  # what goes now is what its reader will free, not what autograd keeps

@@ -37,7 +37,7 @@ from bisect import insort
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from concurrent.futures import Executor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshwright.config import Config
 from meshwright.data.files import ShowProgress, silent
@@ -63,6 +63,7 @@ from meshwright.tools.plan.evaluator import (
 )
 from meshwright.tools.plan.memory import Memory, bytes_text, verdict
 from meshwright.tools.plan.predict import Planner, Prediction
+from meshwright.tools.plan.software import Program
 from meshwright.tools.plan.space import SearchJob, families, own_layout
 
 SIMULATED = 80
@@ -96,10 +97,10 @@ class SearchResult:
     """`predictions`: the fastest that fit, the fastest first; at least one. Only where none fits are they tight.
     `tight`: those that are, and are faster than the first. `runner_ups`: of each other strategy; `not_reached`: the
     strategies that a stopped search has not come to. `predicted`: all that were predicted and are no more than the
-    device holds.
-    `illegal`: kinds of tensor sections of which no layout is legal, with a rule that one breaks. `stopped`: by Ctrl-C,
-    so that there may be faster ones. `nearly_fits`: of those that do not fit the one with the least estimated seconds,
-    if it would be the fastest. `training`: what the user would train with it; `changes`: what would change it."""
+    device holds. `illegal`: kinds of tensor sections of which no layout is legal, with a rule that one breaks.
+    `stopped`: by Ctrl-C, so that there may be faster ones. `nearly_fits`: of those that do not fit the one with the
+    least estimated seconds, if it would be the fastest. `program`: whose run it is; None: our own. `training`: what the
+    user would train with it; `changes`: what would change it."""
 
     job: SearchJob
     predictions: tuple[Prediction, ...]
@@ -112,6 +113,7 @@ class SearchResult:
     stopped: bool = False
     nearly_fits: tuple[float, Config, Memory] | None = None
     training: Training = field(default_factory=Training)
+    program: Program | None = None
     changes: tuple[Change, ...] = ()
 
 
@@ -146,17 +148,18 @@ def search(
     report: ShowProgress = silent,
     partial: bool = False,
     processes: int = 1,
+    program: Program | None = None,
 ) -> SearchResult:
     """The `top` fastest layouts of a run on so many devices that fit, of those that `keep` lets pass.
 
     `fixed`: fields that keep the run's values (space.py). `models`: shared by searches for one cluster. `partial`:
-    whether Ctrl-C ends the search with the best so far. `processes`: among how many it is shared, whatever their number
-    with one answer; where more than one, as forks beside this one, in which torch must not have gone backward
-    (evaluator.forked).
+    whether Ctrl-C ends the search with the best so far. `program`: whose layouts alone are looked at. `processes`:
+    among how many it is shared, whatever their number with one answer; where more than one, as forks beside this one,
+    in which torch must not have gone backward (evaluator.forked).
 
     Raises ConfigError where no layout is legal, and where none fits: with what the closest one lacks.
     """
-    job = SearchJob(config, cluster, devices, frozenset(fixed))
+    job = SearchJob(config, cluster, devices, frozenset(fixed), program.layouts if program else {})
     evaluator = Evaluator(job, models or Estimates(Planner(cluster)), keep)
     with forked(processes, evaluator) as forks:
         current = _Search(evaluator, top, report, forks)
@@ -171,7 +174,7 @@ def search(
         raise ConfigError([Problem("--devices", devices, "leaves the run no legal layout"), *problems])
     if not current.known:
         raise current.nothing_fits()
-    return current.result(stopped=stopped)
+    return replace(current.result(stopped=stopped), program=program)
 
 
 def _finishes(work: Callable[[], None], partial: bool) -> bool:

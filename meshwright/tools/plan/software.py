@@ -1,26 +1,32 @@
 """A run's software, as far as its seconds and its memory hang on it and neither config nor cluster say it.
 
-Meshwright's own runs are the defaults. What other programs do is data: a preset of configs/software.yaml, which a
-published run names in its paper's file (validation/papers). `recorder` and `on_device` turn the facts of a layer into
-what records it; the others are read where a step's seconds and its optimizer's memory are counted.
+Meshwright's own runs are the defaults. What other programs do is data: a preset of configs/software, a file each, whose
+facts name their sources. `plan --software NAME --fact name=value` and validation/ read them. `recorder` and `on_device`
+turn the facts of a layer into what records it; the others are read where a step's seconds and memory are counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+import yaml
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from meshwright.config import Config
 from meshwright.config.load import read_yaml
-from meshwright.configs import SOFTWARE
+from meshwright.config.messages import problems_of
+from meshwright.configs import shipped
 from meshwright.errors import ConfigError
 from meshwright.on_device import AsOnDevice, Attention
 from meshwright.optim.states import stepped_together
-from meshwright.section import Section
-from meshwright.tools.plan.cluster import Device
-from meshwright.tools.plan.recorder import Recorder
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.planned import planned_mesh
+from meshwright.section import Section, Size
+from meshwright.tools.plan.cluster import AttentionKernel, Device
+from meshwright.tools.plan.recorder import LowProducts, Recorder
 
 Communication = Literal["sums", "gathers", "layers"]
 
@@ -32,12 +38,31 @@ class Software(Section):
     sends between its own products."""
 
     attention: Attention | None = None
+    attention_kernel: AttentionKernel | None = None
+    """A fused attention's generation, of which a device knows the pace (Device.attentions); None: torch's."""
     heads: Literal["together", "apart"] = "together"
     """Whether one kernel works on all heads, or each head has its own."""
     gelu: Literal["fused", "steps"] = "fused"
     """A kernel of its own, which torch has of GPT-2's since 1.12, or eight."""
     fuses_dropout: bool = False
     """Whether dropout and the sum with the residual after it are one kernel."""
+    fuses_elements: bool = False
+    """Whether element kernels in a row are one, as torch.compile and Transformer Engine make them: what only they read
+    is never written."""
+    norms: Literal["steps", "torch", "fast"] = "torch"
+    """The kernels of norms: of RMS norm one an operation, as torch had it before 2.9; torch's and Apex's, which reduce
+    rows and columns at a part of the memory's pace (Device.norms); or tuned ones at its whole pace."""
+    logits: Literal["slices", "whole"] = "slices"
+    """Whether the head has the float32 logits of some tokens at a time, or of the whole microbatch."""
+    products: Literal["stored"] | LowProducts = "stored"
+    """The format in which layers' linears multiply: the run's, or FP8 or MXFP8, into which operands are cast."""
+    messages: Literal["whole", "split"] = "whole"
+    """The message of a tensor rank to the next stage: all of the activation that its peers have too, or 1/t of
+    it, which they gather there."""
+    gradients: Literal["summed", "both"] = "summed"
+    """Whether half-precision gradients are gone when they have been added to float32 sums, or stay beside them."""
+    buffers_bytes: Size | Literal[0] = 0
+    """Buffers of a process beyond ours: flat ones for collectives."""
     optimizer: Literal["fused", "steps"] = "fused"
     """One kernel for many parameters, or STEPS_OF_ADAMW for each, as torch's AdamW stepped tensors before 2.0."""
     widening: Literal["parts", "whole"] = "parts"
@@ -51,24 +76,53 @@ class Software(Section):
     What a router does is known of a run, not of its config. A capacity makes it 1."""
     overlapped: frozenset[Communication] = frozenset(("sums", "gathers", "layers"))
 
+    @field_validator("overlapped", mode="before")
+    @classmethod
+    def parse_words(cls, value: object) -> object:
+        """`sums,gathers` -> both; `none` -> none."""
+        return [word for word in value.split(",") if word not in ("", "none")] if isinstance(value, str) else value
+
     def on(self, device: Device) -> Software:
         """This software with the attention that it has on a device."""
         attention = self.attention or ("torch" if device.attention_efficiency is None else "fused")
         return self.model_copy(update={"attention": attention})
 
-    def recorder(self) -> Recorder:
-        """The recorder of a layer of this software's."""
-        return Recorder(fuses_dropout=self.fuses_dropout)
+    def recorder(self, *, layers: bool = True) -> Recorder:
+        """The recorder of this software's layers, or of a part without any, whose products are in the run's format."""
+        return Recorder(
+            fuses_dropout=self.fuses_dropout,
+            fuses_elements=self.fuses_elements,
+            fast_norms=self.norms == "fast",
+            products=self.products if layers and self.products != "stored" else None,
+        )
 
     def on_device(self, kind: str) -> AsOnDevice:
         """A mode in which meta tensors do what this software's layers do on a kind of device."""
         return AsOnDevice(
-            kind, self.attention or "torch", gelu_in_steps=self.gelu == "steps", heads_apart=self.heads == "apart"
+            kind,
+            self.attention or "torch",
+            gelu_in_steps=self.gelu == "steps",
+            heads_apart=self.heads == "apart",
+            norms_in_steps=self.norms == "steps",
         )
+
+    def mesh(self, grid: Grid, token_axes: tuple[str, ...], kind: str, recorder: Recorder) -> Mesh:
+        """The first rank's mesh of a planned job on a kind of device, whose collectives the recorder writes down."""
+        whole = self.logits == "whole"
+        return planned_mesh(grid, 0, token_axes, kind, recorder.started, self.imbalance, whole_logits=whole)
 
     def stepped_together(self, widened_bytes: Sequence[int]) -> Iterable[list[int]]:
         """The indices of slots whose gradients are widened at a time, given the bytes that each is widened to."""
         return [list(range(len(widened_bytes)))] if self.widening == "whole" else stepped_together(widened_bytes)
+
+    def message_parts(self, config: Config) -> int:
+        """Into how many parts ranks that have the same activation cut what they send to the next stage."""
+        alike = config.layout.tensor.same_activation
+        return dict(config.layout.axes).get(alike, 1) if self.messages == "split" else 1
+
+    def apart_bytes(self, config: Config, half_bytes: int) -> int:
+        """Bytes of half-precision gradients that stay beside their float32 sums; `half_bytes`: of all of them."""
+        return half_bytes if self.gradients == "both" and config.widens_gradients else 0
 
     def overlap(self, communication: Communication, share: float) -> float:
         """The part of a communication that goes on under computation, where links let `share` of it do so."""
@@ -81,20 +135,79 @@ STEPS_OF_ADAMW, STEPPED_BYTES = 9, 88
 moment's decay and sum 8 + 12, root, bias correction and epsilon 8 each, the quotient 16."""
 
 OWN_SOFTWARE = Software()
+OWN = "meshwright"
+
+
+JobForm = Literal["toml", "arguments", "accelerate"]
+
+
+class _Fact(BaseModel, extra="forbid", frozen=True):
+    """A fact's value, and the text or code that says so."""
+
+    value: Any = Field(alias="is")  # a Section would refuse true and false where any value may stand
+    source: str
+
+
+class _Preset(BaseModel, extra="forbid", frozen=True):
+    """A file of configs/software. `layouts`: values of fields of the layout that the program knows, by dotted name;
+    `form`: of its jobs' files; `syncs`: its words for ours of layout.data.sync."""
+
+    program: str
+    facts: dict[str, _Fact]
+    layouts: dict[str, tuple[Any, ...]] = Field(default_factory=dict)
+    form: JobForm | None = None
+    syncs: dict[str, str] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Program:
+    """Somebody's program by name. `title`: its whole name; `sources`: of each fact that is not as in our own runs;
+    `layouts`, `form`, `syncs`: as in its file; no layouts: any."""
+
+    name: str
+    title: str
+    software: Software
+    sources: dict[str, str]
+    layouts: dict[str, tuple[Any, ...]]
+    form: JobForm | None
+    syncs: dict[str, str]
+
+
+def software_names() -> list[str]:
+    """The programs that can be named."""
+    return list(shipped("software"))
+
+
+def load_program(name: str = OWN, facts: Sequence[str] = ()) -> Program:
+    """A preset by its name, with facts laid over it (`attention=steps`). Raises ConfigError with what is valid."""
+    files = shipped("software")
+    if name not in files:
+        raise ConfigError.of("--software", name, "is no program that we know the facts of", ", ".join(files))
+    preset = _Preset.model_validate(read_yaml(files[name]))
+    said = {fact: each.value for fact, each in preset.facts.items()}
+    for word in facts:
+        fact, equals, text = word.partition("=")
+        if not equals:
+            raise ConfigError.of("--fact", word, "is no fact and value", "attention=fused, overlapped=sums,gathers")
+        said[fact] = yaml.safe_load(text)
+    try:
+        software = Software.model_validate(said)
+    except ValidationError as error:
+        raise ConfigError(problems_of(error, [], Software)) from error
+    sources = {fact: each.source for fact, each in preset.facts.items()}
+    sources |= {word.partition("=")[0]: "--fact" for word in facts}
+    return Program(name, preset.program, software, sources, preset.layouts, preset.form, preset.syncs)
 
 
 def load_software(name: str) -> Software:
-    """A preset by its name. Raises ConfigError with the names where there is no such preset."""
-    presets = read_yaml(SOFTWARE)
-    if name not in presets:
-        raise ConfigError.of("software", name, "is no program that we know the facts of", ", ".join(presets))
-    return Software.model_validate(presets[name])
+    """The facts of a preset. Raises ConfigError where there is no such preset."""
+    return load_program(name).software
 
 
-def software_of(config: Config, imbalance: float) -> Software:
-    """Our own, with a run's imbalance of experts. Raises ConfigError where that is no factor or has no effect."""
+def with_imbalance(software: Software, config: Config, imbalance: float) -> Software:
+    """The software with a run's imbalance of experts. Raises ConfigError where that is no factor or has no effect."""
     if imbalance == 1:
-        return OWN_SOFTWARE
+        return software
     if not imbalance > 1:
         raise ConfigError.of("--imbalance", imbalance, "is the busiest rank's share of an even one", "1 or more")
     if not config.model.num_experts:
@@ -103,4 +216,4 @@ def software_of(config: Config, imbalance: float) -> Software:
     if config.model.droppable_pairs:
         rule = "has no effect with model.experts.capacity, which gives all ranks as many rows"
         raise ConfigError.of("--imbalance", imbalance, rule, "1, or model.experts.capacity=null")
-    return OWN_SOFTWARE.model_copy(update={"imbalance": imbalance})
+    return software.model_copy(update={"imbalance": imbalance})

@@ -27,8 +27,8 @@ Fields that the user has fixed keep their values.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import permutations, product
 from typing import Any
@@ -42,8 +42,7 @@ from meshwright.config.rules import RULES, broken_rules
 from meshwright.config.shorthand import in_words
 from meshwright.errors import Problem
 from meshwright.registry import entries
-from meshwright.section import Rule, divisors, field_of, with_field
-from meshwright.tensor.section import TensorSection
+from meshwright.section import Rule, Section, divisors, field_of, with_field
 from meshwright.tools.plan.cluster import Cluster
 
 LONG = 8192
@@ -65,12 +64,22 @@ Refused = dict[str, Problem]
 
 @dataclass(frozen=True)
 class SearchJob:
-    """The run, cluster and devices of a search. `fixed`: dotted names of fields that keep the run's values."""
+    """The run, cluster and devices of a search. `fixed`: dotted names of fields that keep the run's values; `known`:
+    the values that a program knows of a field, by dotted name, where it knows some alone."""
 
     run: Config
     cluster: Cluster
     devices: int
     fixed: Collection[str] = ()
+    known: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+    def is_known(self, name: str, value: Any) -> bool:
+        """Whether a value of a field, or a section with fields that some values alone are known of, is known."""
+        if name in self.known:
+            return value in self.known[name]
+        # A kind of section has fields that others do not have.
+        inner = {each.removeprefix(f"{name}."): each for each in self.known if each.startswith(f"{name}.")}
+        return all(_field(value, short) in (None, *self.known[each]) for short, each in inner.items())
 
 
 @dataclass(frozen=True)
@@ -118,6 +127,8 @@ def own_layout(job: SearchJob) -> Config | None:
         run = with_field(run, "layout.data.size", max(1, rest))
     if run.layout.world_size != job.devices or broken_rules(run, frozenset(ELSEWHERE)):
         return None
+    if not all(job.is_known(choice.field, field_of(run, choice.field)) for choice in CHOICES):
+        return None
     return with_field(run, "batch.micro", run.micro)
 
 
@@ -160,15 +171,15 @@ def _leaves(key: str, value: object) -> Iterator[str]:
 def _start(job: SearchJob) -> Config:
     """The run, its nodes those of the cluster, and nothing left of a partition for other stages."""
     config = job.run
-    for field, value in {
+    for name, value in {
         "layout.ranks_per_node": ranks_per_node(job.cluster, job.devices),
         "layout.pipeline.partition": "auto",
         "layout.pipeline.placement": "loop",
         "layout.order": "auto",
         "layout.data.expert": 1,
     }.items():
-        if field not in job.fixed:
-            config = with_field(config, field, value)
+        if name not in job.fixed:
+            config = with_field(config, name, value)
     return config
 
 
@@ -190,9 +201,13 @@ def _chosen(config: Config, index: int, stop: int, job: SearchJob, refused: Refu
 
 
 def _allowed(choice: Choice, config: Config, job: SearchJob) -> Iterable[Any]:
-    """The values of a choice that agree with what is fixed."""
+    """The values of a choice that agree with what is fixed, and that the program knows."""
     run = field_of(job.run, choice.field)
     values = choice.values(config, job)
+    # How one stage chooses its tasks nobody asks.
+    one_stage = choice.field.startswith("layout.pipeline.") and config.layout.pipeline.size == 1
+    if job.known and (choice.field == "layout.pipeline.size" or not one_stage):
+        values = [value for value in values if job.is_known(choice.field, value)]
     inner = [name for name in job.fixed if name.startswith(choice.field + ".")]
     whole = is_fixed(choice.field, job.fixed)
     # A kind that is fixed leaves its sizes free, and the other way around.
@@ -204,9 +219,9 @@ def _allowed(choice: Choice, config: Config, job: SearchJob) -> Iterable[Any]:
     return [value for value in values if value == run] if choice.field in _SIZES else [run]
 
 
-def _field(section: TensorSection | ContextParallel, name: str) -> object:
-    """A section's value under a dotted name's last word; None where it has no such field."""
-    return section.model_dump().get(name.rpartition(".")[2])
+def _field(section: Any, name: str) -> object:
+    """A section's value under a dotted name's last word; None where it has no such field, or is no section."""
+    return section.model_dump().get(name.rpartition(".")[2]) if isinstance(section, Section) else None
 
 
 @cache
@@ -254,13 +269,13 @@ def _orders(config: Config, job: SearchJob) -> Iterator[tuple[str, ...] | str]:
         *((name,) for name in config.layout.context.token_axes),
         tuple(dict(tensor)),
     )
-    nodes = config.layout.ranks_per_node
+    reach = _ranks_in_reach(config, job)
     seen: set[tuple[int, ...]] = set()
     # Whole axes alone; those of the tensor section stay together, in their own order.
     orders = (tuple(name for block in chosen for name in block) for chosen in permutations(blocks))
     for order in (tuple(name for name, _ in usual), *orders):
         named = tuple((name, sizes[name]) for name in order)
-        together = _together(named, job.devices if nodes == "auto" else nodes)
+        together = _together(named, reach)
         # Orders that put the same ranks on each node send over the same links.
         if together not in seen:
             yield "auto" if not seen else tuple(name for name in order if sizes[name] > 1)
@@ -325,11 +340,21 @@ def _experts(config: Config, job: SearchJob) -> list[int]:
 
 
 def _replicas_of_node(config: Config, job: SearchJob) -> int:
-    """How many replicas a node has."""
+    """How many replicas a node has, or a domain of links as fast that is larger."""
     layout = config.layout
-    nodes = layout.ranks_per_node
-    return (job.devices if nodes == "auto" else nodes) // (_tensor_size(layout) * layout.pipeline.size)
+    return _ranks_in_reach(config, job) // (_tensor_size(layout) * layout.pipeline.size)
 
+
+def _ranks_in_reach(config: Config, job: SearchJob) -> int:
+    """The ranks of a node, or of a domain of links as fast, where that is larger."""
+    nodes, domain = config.layout.ranks_per_node, job.cluster.domain_devices
+    if domain > job.cluster.devices_per_node:
+        return max(size for size in divisors(job.devices) if size <= domain)
+    return job.devices if nodes == "auto" else nodes
+
+
+RECOMPUTED: tuple[str, ...] = ("none", "selective", "auto")
+"""Candidates for memory.recompute; by operation where a program asks for it alone, since that is a third more."""
 
 CHOICES = (
     Choice("layout.context", _contexts),
@@ -355,7 +380,9 @@ CHOICES = (
         Choice(f"layout.pipeline.{field}", partial(_pipelines, field))
         for field in ("schedule", "chunks", "placement", "limit")
     ),
-    Choice("memory.recompute", lambda config, job: ("none", "selective", "auto")),
+    Choice(
+        "memory.recompute", lambda config, job: RECOMPUTED + tuple({"ops"} & {*job.known.get("memory.recompute", ())})
+    ),
     Choice("layout.order", _orders),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
@@ -58,7 +59,7 @@ class TimedRun(Composition):
             memory_of(
                 self.config,
                 self.buckets[self.like[stage]],
-                peak.beside(self.awaited_bytes(stage) + plan.apart_bytes(self.config)),
+                peak.beside(self.awaited_bytes(stage) + plan.apart_bytes(self.config) + self.software.buffers_bytes),
                 self.context,
                 self.software,
             )
@@ -140,7 +141,13 @@ class TimedRun(Composition):
     def latency(self, start: int, end: int) -> float:
         """Seconds of a message from a position of the chain to the one beside it, on another stage."""
         sender, receiver = (self.rank(self.placement.stage_of(position)) for position in (start, end))
-        return self.network.message(sender, receiver, self.chunk(min(start, end)).outgoing_bytes)
+        size = self.chunk(min(start, end)).outgoing_bytes
+        parts = self.software.message_parts(self.config)
+        if parts == 1:
+            return self.network.message(sender, receiver, size)
+        # Peers have the same activation: each sends its part over its own link, and they gather the parts.
+        gathered = self.network.collective(self.config.layout.tensor.same_activation, "all_gather", size)
+        return self.network.message(sender, receiver, -(-size // parts)) + gathered
 
     def norm(self) -> float:
         """Seconds of what ranks tell each other between backward pass and optimizer: the next batch's rows, where a
@@ -157,12 +164,15 @@ class TimedRun(Composition):
             + self.network.collective(world, "all_gather", 1024)
         )
 
-    def sums(self, stage: int, chunk: int) -> list[Sum]:
-        """The stage's buckets, in the order in which they leave. `chunk`: the one whose task is the stage's last; other
-        chunks' gradients are there before it."""
+    def sums(self, stage: int, chunk: int, ends: Mapping[int, float]) -> list[Sum]:
+        """The stage's buckets, in the order in which they leave. `chunk`: the one whose task is the stage's last;
+        `ends`: as Passes.chunk_ends has them: other chunks' gradients are there before that task."""
         plan = self.stages[stage].chunks[chunk]
         passed = self.agreement()
-        ready = dict.fromkeys((parameter.name for parameter in self.stages[stage].parameters), 0.0)
+        ready = {
+            parameter.name: max((ends.get(each, 0.0) for each in parameter.chunks), default=0.0)
+            for parameter in self.stages[stage].parameters
+        }
         costs = plan.costs(self.kinds[-1], len(self.counts) - 1, self.seconds)
         for unit, cost in zip(plan.units[::-1], costs, strict=True):
             passed += cost.seconds
@@ -175,7 +185,7 @@ class TimedRun(Composition):
                     # A parameter of two chunks is read first by the first one.
                     read.setdefault(parameter.name, passed_forward)
                 passed_forward += cost.seconds
-        return [
+        sums = [
             self.sum(
                 bucket,
                 # A sum that blocks stands behind the whole task; others leave with the last gradient of their bucket.
@@ -184,6 +194,8 @@ class TimedRun(Composition):
             )
             for bucket in self.buckets[stage]
         ]
+        # Of several chunks' buckets those that are full first leave first, while other chunks are at work.
+        return sorted(sums, key=lambda one: one.ready) if len(self.stages[stage].chunks) > 1 else sums
 
     def sum(self, bucket: PlannedBucket, ready: float, read: float = 0.0) -> Sum:
         device, config = self.cluster.device, self.config

@@ -6,10 +6,15 @@ A kernel: a roofline over what such kernels reach (Williams et al., CACM 2009).
 |-----------|---------------------------------------------------------------------------------------|
 | product   | max(flops / (peak of its dtype x efficiency at its side), bytes / bandwidth) + launch |
 |           | on a CPU their sum: what computes also moves what is computed with                    |
-| attention | max(flops / (peak of its dtype x attention's part), bytes / bandwidth) + launch       |
+| attention | max(flops / (peak of its dtype x attention's part at its side), bytes / bandwidth) +  |
+|           | launch                                                                                |
+| norms     | bytes / (bandwidth x norms' part) + launch                                            |
 | others    | bytes / bandwidth + elements x seconds of such an element + launch                    |
 
 Efficiency and bandwidth are the device's curves: over the cube root of mnk, and over the bytes that a kernel touches.
+A batch of b products is as good on a GPU as one with b times the mnk: on an H100 4 products of 1024 x 1024 x 2048 reach
+626 Tflop/s, one of 2048 x 2048 x 2048 reaches 632, and one of 1024 x 1024 x 2048 alone 350 (github.com/openxla/xla,
+xla/service/gpu/model/matmul_interpolator_data.h, sm_90, bf16).
 
 A program: kernels one after the other, collectives beside them as far as the links allow. A rank has three lanes. Its
 host issues kernels and collectives, each for `Device.issue`; its device does a kernel when it has been issued and the
@@ -27,7 +32,7 @@ from typing import NamedTuple
 
 from meshwright.errors import ConfigError
 from meshwright.ranks.ledger import VERBS
-from meshwright.tools.plan.cluster import Cluster, interpolated
+from meshwright.tools.plan.cluster import AttentionKernel, Cluster, interpolated
 from meshwright.tools.plan.network import ClusterNetwork
 from meshwright.tools.plan.recorder import Kernel, Program, Start, WaitFor
 
@@ -56,10 +61,13 @@ Step = Kernels | Start | WaitFor
 class Timer:
     """Seconds of a rank's kernels and programs while `ranks_per_node` ranks compute on its node. `slowdown`: how many
     times as long everything takes as on a core of one's own (Cluster.oversubscription). `tf32`: precision.tf32.
-    `devices_per_host`: for how many one host issues kernels in turn."""
+    `devices_per_host`: for how many one host issues kernels in turn. `attention`: a fused one's generation."""
 
-    def __init__(self, cluster: Cluster, ranks_per_node: int, *, tf32: bool = False, devices_per_host: int = 1) -> None:
-        self._cluster = cluster
+    def __init__(
+        self, cluster: Cluster, ranks_per_node: int, *, tf32: bool = False, devices_per_host: int = 1,
+        attention: AttentionKernel | None = None,
+    ) -> None:  # fmt: skip
+        self._cluster, self._attention = cluster, attention
         self._issue = devices_per_host * cluster.device.issue_seconds
         self._tf32 = tf32
         self._seconds: dict[Kernel, float] = {}
@@ -88,16 +96,22 @@ class Timer:
         memory = kernel.touched_bytes / interpolated(device.bandwidth_bytes_per_second, kernel.touched_bytes)
         match kernel.kind:
             case "product":
-                products = kernel.flops / (self._peak(kernel) * interpolated(device.efficiency, kernel.side))
+                # Tiles of all members of a batch fill a GPU together; a core multiplies one member after the other.
+                side = kernel.side * (kernel.members ** (1 / 3) if device.kind == "cuda" else 1)
+                low = kernel.dtype in ("fp8", "mxfp8") and device.low_efficiency
+                products = kernel.flops / (self._peak(kernel) * interpolated(low or device.efficiency, side))
                 # A GPU loads the next tiles under the product, a core does one or the other.
                 return products + memory if device.kind == "cpu" else max(products, memory)
             case "attention":
-                share = device.attention_efficiency
-                assert share is not None, f"{self._cluster.name} has no fused attention: {kernel}"
-                return max(kernel.flops / (self._peak(kernel) * share), memory)
+                other = self._attention and device.attention_kernels.get(self._attention)
+                shares = other or device.attention_efficiency
+                assert shares is not None, f"{self._cluster.name} has no fused attention: {kernel}"
+                return max(kernel.flops / (self._peak(kernel) * interpolated(shares, kernel.side)), memory)
+            case "norm" | "norm back":
+                return memory / device.norms[kernel.kind == "norm back"]
             case "special" | "random":
                 return memory + kernel.elements * device.seconds_per_element.get(kernel.kind, 0.0)
-            case "element":
+            case "element" | "cast":
                 return memory
 
     def _peak(self, kernel: Kernel) -> float:

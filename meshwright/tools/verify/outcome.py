@@ -53,11 +53,15 @@ def reference_run(config: Config, batches: Iterable[Batch], steps: int, device: 
     losses, norms = [], []
     for step, batch in enumerate(islice(batches, steps)):
         losses.append(reference.backward(batch))
-        norms.append(math.sqrt(sum(float(x.double().square().sum()) for x in reference.gradients.values())))
+        counted = (x for name, x in reference.gradients.items() if name not in reference.nudged)
+        norms.append(math.sqrt(sum(float(x.double().square().sum()) for x in counted)))
         if first := not gradients and math.isfinite(norms[-1]):
             gradients = _copies(reference.gradients)
         reference.update(step, norms[-1])
         if first if early else step == steps - 1:
+            for name, parameter in reference.nudged.items():  # which has no moments, and a layout's are zeros
+                for kind in config.optimizer.update.states:
+                    states.setdefault(kind, {})[name] = torch.zeros_like(parameter)
             for name, parameter in reference.parameters.items():
                 for kind, x in reference.optimizer.state[parameter].items():
                     if isinstance(x, Tensor) and x.shape == parameter.shape:  # not torch's count of steps

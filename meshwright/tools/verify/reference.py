@@ -10,6 +10,7 @@ gradients of microbatches in float32.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from hashlib import blake2b
 from typing import cast
 
@@ -22,7 +23,7 @@ from meshwright.model import IGNORED, SAMPLES, Batch
 from meshwright.models.chain import make_chain
 from meshwright.parameters.shard import Initial
 from meshwright.registry import load_entry
-from meshwright.tools.verify.reference_kit import Layer, ReferenceKit
+from meshwright.tools.verify.reference_kit import Experts, Layer, ReferenceKit
 
 _Shape = tuple[int, ...]
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -39,17 +40,22 @@ class Reference:
         self.parameters = dict(self.model.named_parameters())
         self.gradients: dict[str, Tensor] = {}  # each parameter's .grad, to which autograd adds
         self.narrow: set[str] = set()  # what O2 casts to half precision
+        self.nudged: dict[str, nn.Parameter] = {}  # what a step moves by the signs of its gradients
         groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}  # whether they decay, and are hidden layers' matrices
         for name, parameter in self.parameters.items():
             path, own = name.rsplit(".", 1)
             layer = self.model.get_submodule(path)
             assert isinstance(layer, Layer), f"{name} is no layer's of the reference kit"
             values = initial_values(f"{config.seed}/{name}", tuple(parameter.shape), layer.initial)
-            if self.level == "O2" and not layer.wide:
+            nudged = layer.nudged and own == "bias"
+            if self.level == "O2" and not layer.wide and not nudged:
                 self.narrow.add(name)
                 values = values.to(self.dtype)
             parameter.data.copy_(values if own == "weight" else torch.zeros_like(values))
             parameter.grad = self.gradients[name] = torch.zeros_like(parameter)
+            if nudged:
+                self.nudged[name] = parameter
+                continue
             kind = (own == "weight" and layer.decays, own == "weight" and layer.hidden)
             groups.setdefault(kind, []).append(parameter)
         update, chosen = config.optimizer.update, config.optimizer
@@ -64,30 +70,56 @@ class Reference:
 
     def backward(self, batch: Batch) -> float:
         """The mean loss over all counted tokens of a global batch, whose gradient is added to `gradients`."""
-        micro, total = self.config.micro, 0.0  # what fits in memory in the run fits here
+        total = 0.0
         scales = {name: 1 / max(1, int((batch[name] != IGNORED).sum())) for name in self.model.labels}
         scales[SAMPLES] = 1 / self.config.batch.global_
-        for start in range(0, self.config.batch.global_, micro):
-            rows = {name: x[start : start + micro].to(self.device) for name, x in batch.items()}
-            weights = {name: self.parameters[name].to(self.dtype) for name in self.narrow}  # in the graph
-            with torch.autocast(self.device.type, self.dtype, enabled=self.level == "O1"):
-                (loss,) = torch.func.functional_call(self.model, weights, (rows, scales))
+        experts = [module for module in self.model.modules() if isinstance(module, Experts)]
+        if self.config.model.counts_first:  # a balance over the batch hangs on all of it
+            for module in experts:
+                module.counts = []
+            with torch.no_grad():
+                for rows in self._microbatches(batch):
+                    self._loss(rows, scales)
+            for module in experts:
+                assert module.counts, "experts that no pass reached"
+                module.counted, module.counts = torch.stack(module.counts).sum(0) * scales[SAMPLES], None
+        for rows in self._microbatches(batch):
+            loss = self._loss(rows, scales)
             self.scaler.scale(loss).backward()
             total += float(loss.detach())
         self.scaler.unscale_(self.optimizer)
+        for name in self.nudged:
+            self.gradients[name] /= self.scaler.get_scale()
         return total
+
+    def _microbatches(self, batch: Batch) -> Iterator[Batch]:
+        """The rows of a global batch by so many as fit in memory in the run."""
+        for start in range(0, self.config.batch.global_, self.config.micro):
+            rows = slice(start, start + self.config.micro)
+            yield self.model.prepared({name: x[rows].to(self.device) for name, x in batch.items()})
+
+    def _loss(self, rows: Batch, scales: dict[str, float]) -> Tensor:
+        weights = {name: self.parameters[name].to(self.dtype) for name in self.narrow}  # in the graph
+        with torch.autocast(self.device.type, self.dtype, enabled=self.level == "O1"):
+            (loss,) = torch.func.functional_call(self.model, weights, (rows, scales))
+        return cast(Tensor, loss)
 
     def update(self, step: int, norm: float) -> None:
         """The optimizer's step number `step` (from 0), clipped to the global norm; none if a gradient overflowed."""
         settings = self.config.optimizer
         if settings.clip:
             total = torch.tensor(norm, dtype=torch.float64)
-            nn.utils.clip_grads_with_norm_(self.parameters.values(), settings.clip, total)
+            stepped = [parameter for name, parameter in self.parameters.items() if name not in self.nudged]
+            nn.utils.clip_grads_with_norm_(stepped, settings.clip, total)
         for group in self.optimizer.param_groups:
             group["lr"] = settings.lr * rate_share(settings.schedule, step, self.config.steps)
         self.scaler.step(self.optimizer)
+        for parameter in self.nudged.values() if math.isfinite(norm) else ():
+            assert parameter.grad is not None
+            parameter.data.sub_(parameter.grad.sign(), alpha=self.config.model.bias_rate)
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=False)
+        for gradient in self.gradients.values():
+            gradient.zero_()
 
 
 def initial_values(label: str, shape: _Shape, initial: Initial) -> Tensor:

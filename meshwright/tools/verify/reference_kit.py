@@ -17,8 +17,8 @@ from meshwright.bits.blocks import WHOLE
 from meshwright.model import IGNORED
 from meshwright.parameters.shard import ONES, Initial
 from meshwright.tensor.copies import HeadGroups
-from meshwright.tensor.experts import ExpertsShape
 from meshwright.tensor.head import HeadShape
+from meshwright.tensor.router import ExpertsShape
 
 _Shape = tuple[int, ...]
 
@@ -27,14 +27,16 @@ class Layer(nn.Module):
     """`function(*inputs, weight, bias)` of whole parameters, under the names that all kits give them.
 
     `decays`: weight decay acts on the weight. `table`: its rows are looked up or scored. `wide`: float32 in O2. `tied`:
-    the layer whose weight it uses, which is no module of its own.
+    the layer whose weight it uses, which is no module of its own. `nudged`: a step moves the bias by the signs of its
+    gradient, and it is float32 in O2.
     """
 
     def __init__(self, function: Callable[..., Tensor], weight: _Shape | None, initial: Initial,
                  bias: _Shape | None = None, *, decays: bool = True, wide: bool = False,
-                 table: bool = False, tied: nn.Module | None = None) -> None:  # fmt: skip
+                 table: bool = False, tied: nn.Module | None = None, nudged: bool = False) -> None:  # fmt: skip
         super().__init__()
         self.function, self.initial, self.decays, self.wide = function, initial, decays, wide
+        self.nudged = nudged
         self.hidden = decays and not table
         # In a tuple, where torch does not find it as a module: its weight must not be there twice.
         self.tied = () if tied is None else (tied,)
@@ -105,7 +107,7 @@ class ReferenceKit:
         return Layer(function, own, shape.initial, (shape.padded,) if shape.bias else None, table=True, tied=tied)
 
     def experts(self, shape: ExpertsShape) -> nn.Module:
-        return _Experts(shape)
+        return Experts(shape)
 
     def local_heads(self, heads: int) -> int:
         return heads
@@ -120,33 +122,77 @@ class ReferenceKit:
         return None
 
 
-class _Experts(nn.Module):
+class Experts(nn.Module):
     """Every expert computes every token, and a token adds up those that it takes and that have room for it."""
 
     def __init__(self, shape: ExpertsShape) -> None:
         super().__init__()
         self.shape = shape
-        self.router = _linear(shape.hidden, (shape.count,), shape.initial, biased=False)
+        own, biases = (shape.hidden, shape.count), (shape.count,) if shape.biased else None
+        self.router = Layer(lambda h, weight, _: h @ weight, own, shape.initial, biases, nudged=True)
         sizes = (shape.count, shape.hidden, 2, shape.inner)
         self.expand = Layer(lambda weight, _: weight, sizes, shape.initial)
         self.contract = Layer(lambda weight, _: weight, (shape.count, shape.inner, shape.hidden), shape.last)
+        self.counted: Tensor | None = None
+        """A balance over the batch: tokens of the mean sequence that took each expert, counted beforehand."""
+        self.counts: list[Tensor] | None = None
+        """Left by a pass that counts: tokens of its rows that took each expert."""
 
     def forward(self, h: Tensor, places: Tensor | None = None) -> tuple[Tensor, ...]:
-        logits, count = self.router(h), self.shape.count
+        shape, count = self.shape, self.shape.count
+        logits, bias = self.router(h), self.router.bias
         # A router's choice jumps where rounding moves it: in float32 or better, as in the layouts.
-        shares = F.softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
-        weights, ids = shares.topk(self.shape.chosen, -1)
-        if self.shape.renormalises:
-            weights = weights / weights.sum(-1, keepdim=True)
-        taken = F.one_hot(ids, count).to(weights.dtype)  # [B, T, k, n]
-        gates = torch.einsum("btk,btkn->btn", weights, taken).to(h.dtype)
-        if self.shape.capacity is not None and self.training:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        scores = F.softmax(wide, -1) if shape.scores == "softmax" else torch.sigmoid(wide)
+        taken = self._taken(scores.detach() if bias is None else scores.detach() + bias.detach())  # [B, T, n]
+        loads = taken.sum((0, 1))
+        if self.counts is not None:
+            self.counts.append(loads)
+        if bias is not None:
+            scores = _Loads.apply(scores, bias, loads * count - loads.sum())
+        gates = scores * taken
+        if shape.renormalises:
+            gates = gates / (gates.sum(-1, keepdim=True) + (0 if shape.scores == "softmax" else 1e-20))
+        gates = (gates * shape.scale).to(h.dtype)
+        if shape.capacity is not None and self.training:
             # A capacity is counted by sequence, in the order of positions; evaluation drops nothing.
-            gates = gates * (taken.sum(2).cumsum(1) <= self.shape.most_tokens(h.shape[1]))
+            gates = gates * (taken.cumsum(1) <= shape.most_tokens(h.shape[1]))
         gate, up = torch.einsum("bth,nhgm->gbtnm", h, self.expand()).unbind(0)
         y = torch.einsum("btnm,nmh,btn->bth", F.silu(gate) * up, self.contract(), gates)
-        balance = (taken.sum((1, 2)) * shares.sum(1)).sum(-1) * count / h.shape[1] ** 2
-        return (y, balance) if self.shape.balances else (y,)
+        return (y, self._losses(wide, scores, taken)) if shape.balance or shape.router_z else (y,)
+
+    def _taken(self, scores: Tensor) -> Tensor:
+        """1 where a token takes an expert, [B, T, n]."""
+        shape = self.shape
+        if shape.groups > 1:
+            best = scores.unflatten(-1, (shape.groups, -1)).sort(-1, descending=True)[0][..., :2].sum(-1)
+            kept = F.one_hot(best.topk(shape.groups_chosen, -1)[1], shape.groups).sum(-2).bool()
+            scores = scores.masked_fill(~kept.repeat_interleave(shape.count // shape.groups, -1), -torch.inf)
+        return F.one_hot(scores.topk(shape.chosen, -1)[1], shape.count).sum(-2).to(scores.dtype)
+
+    def _losses(self, logits: Tensor, scores: Tensor, taken: Tensor) -> Tensor:
+        """Each sequence's share of the balance and of the z-loss, [B]."""
+        shape, loads = self.shape, taken.mean(1)  # [B, n]
+        if shape.balance_over == "microbatch":
+            loads = loads.mean(0, keepdim=True)
+        if shape.balance_over == "batch" and self.counted is not None:
+            loads = self.counted / taken.shape[1]
+        shares = scores if shape.scores == "softmax" else scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        balance = (loads * shares.mean(1)).sum(-1) * shape.count
+        return shape.balance * balance + shape.router_z * logits.logsumexp(-1).square().mean(1)
+
+
+class _Loads(torch.autograd.Function):
+    """Scores as they are; `excess`, by how much each expert was taken too often, is the bias's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, bias: Tensor, excess: Tensor) -> Tensor:
+        ctx.excess = excess.to(bias.dtype)
+        return scores.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        return gradient, ctx.excess, None
 
 
 def _linear(inputs: int, outputs: _Shape, initial: Initial, biased: bool) -> Layer:

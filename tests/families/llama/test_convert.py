@@ -43,6 +43,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"head_dim": 8}),
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 6}),
     "mixtral": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2}),
+    "qwen2-moe": (
+        "qwen2_moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "shared_expert_intermediate_size": 20,
+        },
+    ),
     "qwen3-moe": (
         "qwen3_moe",
         {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 12},
@@ -170,7 +179,7 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
         "shared_expert_intermediate_size=24 is not supported; valid: null, 0",
     ),
     ("mixtral", {"n_shared_experts": 1}, "n_shared_experts=1 is not supported; valid: null, 0"),
-    ("qwen3-moe", {"model_type": "qwen2_moe"}, "model_type=qwen2_moe is not supported; valid: gpt2, llama, qwen2"),
+    ("qwen2-moe", {"qkv_bias": False}, "qkv_bias=false is not supported; valid: true"),
     ("llama", {"num_experts": 8}, "num_experts=8 is not supported; valid: null"),
     ("mistral", {"sliding_window": 16}, r"sliding_window=16 is not supported; valid: null, or max_position_emb.*=32"),
     ("qwen2", {"use_sliding_window": True}, "use_sliding_window=true is not supported; valid: false"),
@@ -184,7 +193,7 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
     ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type=dynamic is not supported"),
     ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "llama3 lacks low_freq_factor, high_freq_fac"),
     ("llama", {"compression_config": {"format": "int"}}, "compression_config=.*format: int.* is not supported"),
-    ("qwen2", {"rope_parameters": YARN | {"mscale": 1.0}}, "rope_parameters: mscale=1.0 is not supported; valid: "),
+    ("qwen2", {"rope_parameters": YARN | {"short": 1.0}}, "rope_parameters: short=1.0 is not supported; valid: "),
     ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported; valid: null"),
     ("llama", {"quantization_config": {"bits": 4}}, r"quantization_config=.*bits: 4.* is not supported"),
     ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1 is not supported; valid: 0.0"),

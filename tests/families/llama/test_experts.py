@@ -17,11 +17,15 @@ from tests.families.llama.test_model import ONE, as_theirs, batch, config_of, hu
 from tests.models.harness import random_model
 from tests.workers import run_ranks
 
-THEIRS = ("mixtral", "qwen3_moe")
+THEIRS = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mixtral": ("mixtral", {"count": 4, "per_token": 2}, {}),
     "mixtral, three of five": ("mixtral", {"count": 5, "per_token": 3}, {"tied": True}),
+    "qwen2": (
+        "qwen2_moe", {"count": 5, "per_token": 2, "renormalise": False, "shared": 28, "shared_gate": True},
+        {"biases": ["query-key-value"]},
+    ),
     "qwen3": ("qwen3_moe", {"count": 8, "per_token": 3}, {"head_norms": True, "head_width": 8}),
     "qwen3, shares as they are": (
         "qwen3_moe", {"count": 6, "per_token": 2, "renormalise": False}, {"head_norms": True, "head_width": 8},

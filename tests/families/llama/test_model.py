@@ -93,7 +93,7 @@ def hugging_face(kind: str, model: LlamaModel, config: Config) -> nn.Module:
         settings |= {
             "num_local_experts" if mixtral else "num_experts": experts.count, "num_experts_per_tok": experts.per_token,
             "moe_intermediate_size": shape.feed_forward, "norm_topk_prob": experts.renormalise,
-            "router_aux_loss_coef": experts.balance,
+            "router_aux_loss_coef": experts.balance, "shared_expert_intermediate_size": experts.shared,
         }  # fmt: skip
     theirs: nn.Module = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(kind, **settings), attn_implementation="sdpa", experts_implementation="eager"
@@ -119,6 +119,7 @@ INSIDE = {
     "attention_norm": "input_layernorm", "feed_forward_norm": "post_attention_layernorm",
     "attention.output": "self_attn.o_proj", "feed_forward.contract": "mlp.down_proj",
     "attention.query_norm": "self_attn.q_norm", "attention.key_norm": "self_attn.k_norm",
+    "shared_expert.contract": "mlp.shared_expert.down_proj", "shared_expert.gate": "mlp.shared_expert_gate",
 }  # fmt: skip
 EXPERTS = {
     "feed_forward.router": "mlp.gate.weight",
@@ -146,9 +147,10 @@ def as_theirs(ours: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
             heads = rows.unflatten(0, (-1, queries + 2, model.width_of_head))
             for letter, some in zip("qkv", heads.split((queries, 1, 1), 1), strict=True):
                 theirs[f"{place}.self_attn.{letter}_proj.{kind}"] = some.flatten(0, 2)
-        elif part == "feed_forward.expand":
+        elif part in ("feed_forward.expand", "shared_expert.expand"):
+            module = "mlp.shared_expert" if part.startswith("shared") else "mlp"
             for which, half in zip(("gate", "up"), rows.chunk(2), strict=True):
-                theirs[f"{place}.mlp.{which}_proj.{kind}"] = half
+                theirs[f"{place}.{module}.{which}_proj.{kind}"] = half
         else:
             theirs[f"{place}.{INSIDE[part]}.{kind}"] = rows
     return theirs

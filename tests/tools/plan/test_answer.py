@@ -78,7 +78,15 @@ def test_every_cluster_says_how_sure_it_is() -> None:
     said = [sureness(load_cluster(name), 3072) for name in cluster_names()]
     assert all("more memory than is predicted" in text for text in said)
     unknown = [name for name, text in zip(cluster_names(), said, strict=True) if text.startswith("Nobody has compared")]
-    assert unknown == ["dgx-h100", "dgx-h200", "summit"]  # AxoNN's rows are of a Summit that was fitted to them
+    unknown_blackwell = ["dgx-b200", "dgx-b300"]
+    others = ["gb200-nvl72", "gb300-nvl72", "mi300x", "summit", "tpu-v5p", "tpu-v6e"]
+    assert unknown == [
+        "dgx-a100-40",
+        *unknown_blackwell,
+        "dgx-h100",
+        "dgx-h200",
+        *others,
+    ]  # AxoNN's rows are of a Summit that was fitted to them
     rows = "5 measured rows of Megatron-LM on DGX A100 (SC 2021) at hidden 2,304 to 20,480 were met to 5% on average"
     assert f"{rows} (nothing fitted); " in sureness(load_cluster("dgx-a100"), 3072)
     small = f"{rows} (nothing fitted), which says little of hidden 768: small kernels are predicted too fast; "

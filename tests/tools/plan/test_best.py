@@ -99,15 +99,18 @@ def test_no_fixed_field_finds_what_a_free_search_does_not(name: str, models: dic
 
 def test_slices_are_found_where_activations_would_not_fit_beside_whole_states(models: dict[str, Estimates]) -> None:
     """llama-3.1-8b on 64 H100: weights, gradients and states of zero1 leave more than a third of the memory, and its
-    activations take more. What slices less is no faster but tight; every strategy that fits is predicted."""
+    activations take more: what slices gradients and states fits without recomputation, with or without slices of
+    weights, which take as long; every strategy that fits is predicted."""
     question = SPACES["8 B, replicas"]
     found = question.ask(models[question.cluster])
     best = found.predictions[0]
-    assert (best.config.layout.data.sync, best.config.micro, best.config.memory.recompute) == ("zero3", 1, "none")
-    assert [one.config.layout.data.sync for one in found.tight] == ["zero2"]
-    assert found.tight[0].seconds < best.seconds
+    assert (best.config.layout.data.sync, best.config.micro, best.config.memory.recompute) == ("zero2", 1, "none")
+    assert found.tight == ()
+    second = found.predictions[1]
+    assert (second.config.layout.data.sync, second.config.micro, second.config.memory.recompute) == ("zero3", 1, "none")
+    assert second.seconds < 1.01 * best.seconds
     assert {runner_up.strategy: runner_up.prediction is not None for runner_up in found.runner_ups} == {
         "data": True,
-        "zero2": True,
+        "zero3": True,
     }
     assert all(verdict(one.fullest, one.cluster) == "fits" for one in found.predictions)

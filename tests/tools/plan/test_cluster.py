@@ -53,7 +53,7 @@ def test_all_mistakes_by_field(tmp_path: Path) -> None:
     lines = mistakes(
         tmp_path,
         ("kind: cuda", "kind: gpu"),
-        ("{float32: 1.0e+13}", "{float32: fast, fp8: 1.0e+14}"),
+        ("{float32: 1.0e+13}", "{float32: fast, fp4: 1.0e+14}"),
         ("[1024, 0.5]", "[1024, -1]"),
         ("host_link: 1.0e+10", "elements: {dear: 1}"),
         ("devices_per_node: 4", "devices_per_node: 0\ncore: 2"),
@@ -66,7 +66,8 @@ def test_all_mistakes_by_field(tmp_path: Path) -> None:
         [
             "device.kind=gpu is none of the choices (did you mean cpu?); valid: cpu, cuda",
             "device.peak.float32=fast is not a number; valid: a number > 0",
-            "device.peak.fp8=fp8 is an unknown key; valid: float32, tf32, float64, bf16, fp16",
+            "device.peak.fp4=fp4 is an unknown key (did you mean fp8?); "
+            "valid: float32, tf32, float64, bf16, fp16, fp8, mxfp8",
             f"device.efficiency=-1 at index 1, 1 is not above 0; {curve}",
             "device.host_link=nothing is missing; valid: a number > 0",
             "device.elements.dear=dear is an unknown key; valid: special, random",
@@ -119,10 +120,15 @@ def test_unknown_cluster_names_the_known() -> None:
         load_cluster("frontier")
 
 
+LIMITED_BY_POWER = ("dgx-b200", "dgx-b300", "gb200-nvl72", "gb300-nvl72")
+"""Whose largest products, one after the other, draw more power than there is."""
+
+
 @pytest.mark.parametrize("name", cluster_names())
 def test_shipped_clusters(name: str) -> None:
     """Named as its file, with its sources; a node is a unit of some level. On GPUs bigger products get more of the
-    peak; a CPU, as measured, gets most at some size, less by any smaller one, and moves less outside of its caches."""
+    peak, until power limits the largest; a CPU, as measured, gets most at some size, less by any smaller one, and moves
+    less outside of its caches."""
     cluster = load_cluster(name)
     assert cluster.name == name
     assert cluster.source
@@ -139,7 +145,11 @@ def test_shipped_clusters(name: str) -> None:
         assert rates[-1] < max(rates) / 2
     else:
         for curve in (device.efficiency, device.bandwidth_bytes_per_second):
-            assert all(less <= more for (_, less), (_, more) in pairwise(curve))
+            best = max(value for _, value in curve)
+            limited = [value for _, value in curve if name in LIMITED_BY_POWER and value < best]
+            rising = curve if not limited else curve[: [value for _, value in curve].index(best) + 1]
+            assert all(less <= more for (_, less), (_, more) in pairwise(rising))
+            assert all(value > 0.75 * best for _, value in curve[len(rising) :])
     assert interpolated(device.efficiency, 1e5) <= 1
     for backend, links in cluster.links.items():
         sizes = [1]

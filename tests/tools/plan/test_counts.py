@@ -102,6 +102,15 @@ FEW = {
         config_for("experts", WHOLE, 2, layout={"data": {"size": 2, "expert": 2, "sync": sync, "bucket": 8192}})
         for sync in ("zero1", "zero3")
     ],
+    "deepseek": [
+        config_for(
+            "deepseek",
+            CUT,
+            2,
+            batch={"global": 16, "micro": 4},
+            layout={"data": {"size": 2, "expert": 2, "sync": "zero1", "bucket": 8192}, "tensor": CUT},
+        )
+    ],
     "2-D": [summa(FLAT, form) for form in ("gather", "stream")],
     "2.5-D": [summa(DEEP, "gather")],
     "sub-graphs": [synced("allreduce", 1, tensor) for tensor in (SUBGRAPHS[0], SUBGRAPHS[-1])],

@@ -11,7 +11,7 @@ from meshwright.errors import ConfigError
 from meshwright.ranks.grid import PIPE, Grid
 from meshwright.tools.plan.cluster import Cluster, Device, Level, Links
 from meshwright.tools.plan.predict import Planner, Prediction
-from meshwright.tools.plan.software import software_of
+from meshwright.tools.plan.software import OWN_SOFTWARE, with_imbalance
 from meshwright.tools.plan.timed_run import TimedRun
 from tests.harness import counted_step
 
@@ -102,7 +102,7 @@ def test_an_imbalance_makes_the_busiest_rank_the_slowest() -> None:
 
     def made(expert: int, imbalance: float) -> Prediction:
         config = config_for({}, {}, "none", model=model, layout={"data": {"size": 4, "expert": expert}})
-        return Planner(CLUSTER, software_of(config, imbalance)).predict(config)
+        return Planner(CLUSTER, with_imbalance(OWN_SOFTWARE, config, imbalance)).predict(config)
 
     even, busy = made(2, 1.0), made(2, 1.5)
     assert busy.seconds > even.seconds
@@ -114,7 +114,7 @@ def test_an_imbalance_makes_the_busiest_rank_the_slowest() -> None:
         (config_for({}, {}, "none"), "--imbalance=1.5 has no effect on a model without experts"),
     ]:
         with pytest.raises(ConfigError, match=message):
-            software_of(config, 1.5)
+            with_imbalance(OWN_SOFTWARE, config, 1.5)
 
 
 def check_whole_run(config: Config) -> None:

@@ -6,8 +6,18 @@ import pytest
 
 from meshwright.config import Config, parse_config
 from meshwright.errors import ConfigError
+from meshwright.section import with_field
+from meshwright.tools.plan.cluster import load_cluster
 from meshwright.tools.plan.predict import Planner, Prediction
-from meshwright.tools.plan.software import OWN_SOFTWARE, Communication, Software, load_software
+from meshwright.tools.plan.search import search
+from meshwright.tools.plan.software import (
+    OWN_SOFTWARE,
+    Communication,
+    Software,
+    load_program,
+    load_software,
+    software_names,
+)
 from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE
 from tests.tools.plan.clusters import NODES
 
@@ -108,5 +118,119 @@ def test_programs_are_presets() -> None:
         widening="whole", attention="fused-softmax", fuses_dropout=True, overlapped=EVERY - {"sums"}
     )
     assert load_software("megatron-lm-2019") == Software(attention="steps", overlapped=frozenset())
-    with pytest.raises(ConfigError, match=r"software=megatron is no program .* valid: megatron-lm-2019, .*, super"):
+    assert load_software("meshwright") == OWN_SOFTWARE
+    with pytest.raises(ConfigError, match=r"--software=megatron is no program .* valid: axonn, .*, torchtitan-eager"):
         load_software("megatron")
+
+
+@pytest.mark.parametrize("name", software_names())
+def test_every_fact_of_a_preset_has_a_source(name: str) -> None:
+    program = load_program(name)
+    assert program.title
+    assert set(program.sources) == {fact for fact in program.sources if len(program.sources[fact]) > 10}
+    for field, values in program.layouts.items():
+        assert values, field
+        assert field.startswith(("layout.", "memory.")), field
+
+
+def test_a_fact_is_laid_over_a_preset() -> None:
+    program = load_program("deepspeed", ["attention=fused", "overlapped=sums,gathers", "gradients=summed"])
+    assert (program.software.attention, program.software.gradients) == ("fused", "summed")
+    assert program.software.overlapped == {"sums", "gathers"}
+    assert program.software.messages == "split"
+    assert program.sources["attention"] == "--fact"
+    with pytest.raises(ConfigError, match=r"--fact=attention is no fact and value"):
+        load_program("deepspeed", ["attention"])
+    with pytest.raises(ConfigError, match=r"attention=none at all is neither fused"):
+        load_program("deepspeed", ["attention=none at all"])
+    with pytest.raises(ConfigError, match=r"atention=fused is an unknown key \(did you mean attention\?\)"):
+        load_program("deepspeed", ["atention=fused"])
+
+
+GPUS = load_cluster("dgx-a100")
+
+
+def on_gpus(config: Config, **facts: object) -> Prediction:
+    return Planner(GPUS, Software.model_validate(facts)).predict(config)
+
+
+def llama(**layout: object) -> Config:
+    return parse_config({
+        "model": {"family": "llama", "layers": 4, "hidden": 1024, "heads": 8, "feed_forward": 2816, "vocabulary": 8192,
+                  "positions": 1024},
+        "data": {"sequence": 1024},
+        "batch": {"global": 32, "micro": 4},
+        "precision": "bf16",
+        "layout": layout,
+    })  # fmt: skip
+
+
+def test_element_kernels_in_a_row_are_one() -> None:
+    """Less traffic, the same products, nothing sent otherwise."""
+    apart, fused = on_gpus(llama()), on_gpus(llama(), fuses_elements=True)
+    assert fused.flops == apart.flops
+    assert fused.phases[PIPELINE] < 0.95 * apart.phases[PIPELINE]
+    assert fused.traffic == apart.traffic
+
+
+def test_norms_take_longer_in_steps_than_in_kernels_and_than_in_tuned_ones() -> None:
+    steps, own, fast = (on_gpus(llama(), norms=norms).phases[PIPELINE] for norms in ("steps", "torch", "fast"))
+    assert fast < own < steps
+
+
+def test_attention_of_an_older_generation_takes_longer() -> None:
+    first, second = (on_gpus(llama(), attention_kernel=kernel) for kernel in ("flash-1", "flash-2"))
+    assert first.phases[PIPELINE] > second.phases[PIPELINE]
+    assert second.seconds == on_gpus(llama()).seconds
+
+
+def test_split_messages_are_shorter_and_gathered() -> None:
+    """Two tensor ranks on each of two stages, on a node each: half goes between nodes, the gather stays inside."""
+    layout = {"tensor": {"kind": "megatron", "size": 8}, "pipeline": {"size": 2, "schedule": "1f1b"}}
+    whole, split = on_gpus(llama(**layout)), on_gpus(llama(**layout), messages="split")
+    assert split.phases[PIPELINE] < whole.phases[PIPELINE]
+    by_sequence = {**layout, "tensor": {"kind": "megatron", "size": 8, "sequence_parallel": True}}
+    assert on_gpus(llama(**by_sequence), messages="split").seconds == on_gpus(llama(**by_sequence)).seconds
+
+
+def test_half_gradients_beside_float32_sums_take_two_bytes_a_parameter() -> None:
+    summed, both = on_gpus(llama()), on_gpus(llama(), gradients="both")
+    assert both.memory[0].gradients == pytest.approx(1.5 * summed.memory[0].gradients, rel=1e-4)
+    assert both.seconds == summed.seconds
+
+
+def test_buffers_are_held_all_the_time() -> None:
+    own, more = on_gpus(llama()), on_gpus(llama(), buffers_bytes=10**9)
+    assert more.memory[0].temporaries - own.memory[0].temporaries == 10**9
+
+
+def test_whole_logits_take_memory() -> None:
+    """Float32 logits of 16 Ki tokens and 128 Ki classes: 8 GiB, where slices have 256 MiB."""
+    config = parse_config({
+        "model": {"family": "llama", "layers": 1, "hidden": 512, "heads": 4, "feed_forward": 1024,
+                  "vocabulary": 131072, "positions": 2048},
+        "data": {"sequence": 2048}, "batch": {"global": 8, "micro": 8}, "precision": "bf16",
+    })  # fmt: skip
+    slices, whole = on_gpus(config), on_gpus(config, logits="whole")
+    assert whole.worst_memory - slices.worst_memory > 7 * 2**30
+
+
+def test_products_in_fp8_are_faster_and_need_a_peak() -> None:
+    hopper = load_cluster("dgx-h100")
+    big = with_field(llama(), "model.hidden", 4096)
+    half, low = (
+        Planner(hopper, Software.model_validate({"products": name})).predict(big) for name in ("stored", "fp8")
+    )
+    assert low.flops == half.flops
+    assert low.phases[PIPELINE] < half.phases[PIPELINE]
+    with pytest.raises(ConfigError, match="fp8 is no dtype of which dgx-a100 says how fast it multiplies"):
+        on_gpus(llama(), products="fp8")
+
+
+def test_a_program_looks_at_no_layout_that_it_does_not_know() -> None:
+    config, program = llama(), load_program("fsdp")
+    found = search(config, GPUS, 8, 3, program=program)
+    assert found.program is program
+    assert {one.config.layout.data.sync for one in found.predicted} <= {"allreduce", "zero2", "zero3"}
+    assert all(one.config.layout.tensor.kind == "none" for one in found.predicted)
+    assert all(one.config.layout.pipeline.size == 1 for one in found.predicted)

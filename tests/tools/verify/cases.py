@@ -29,6 +29,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "family": "llama", "layers": 1, "feed_forward": 16, **TEXT,
         "experts": {"count": 4, "per_token": 2, "balance": 0.3},
     },
+    "deepseek": {
+        "family": "deepseek", "layers": 2, "query_rank": 8, "key_value_rank": 12, "head_width": 6, "rotary_width": 4,
+        "value_width": 8, "feed_forward": 40, "later_tokens": 1, **TEXT,
+        "experts": {
+            "count": 6, "per_token": 2, "width": 12, "dense_layers": 1, "shared": 16, "scores": "sigmoid", "scale": 1.5,
+            "groups": 3, "groups_per_token": 2, "bias_rate": 0.05, "balance": 0.3, "balance_over": "microbatch",
+            "router_z": 0.01,
+        },
+    },
     "bert": {"family": "bert", "layers": 1, **TEXT},
     "megatron-bert": {"family": "bert", "layers": 1, "norm_order": "megatron", **TEXT},
     "vit": {"family": "vit", "layers": 1, "image": 6, "patch": 2, "channels": 1, "classes": 10},

@@ -1,4 +1,4 @@
-"""`meshwright train --explain`: what a run's layout makes of the model, in tables. Nothing is trained.
+"""`meshwright explain` and `train --explain`: what a run's layout makes of the model, in tables. Nothing is trained.
 
 The run is composed of recordings as the planner composes it (compose.py). A pipeline's schedules are compared on the
 virtual clock, where a task takes its part of its stage's counted work, by which layers are shared out: F a third, B the
@@ -67,6 +67,14 @@ class Explained:
         """The nodes of the job, of which the last one may have fewer ranks."""
         return -(-self.run.grid.world_size // self.ranks_per_node)
 
+    def held(self, stage: int) -> str:
+        """`embeddings, layers 0-3`: the parts of the model that the stage holds."""
+        placement = self.run.placement
+        runs = [self.layers[position] for position in placement.positions(stage)]
+        words = ["embeddings"] if stage == 0 else []
+        words += [f"layers {layers[0]}-{layers[-1]}" for layers in runs if layers]
+        return ", ".join([*words, "head"] if stage == placement.last_stage else words)
+
     def volumes(self, stage: int) -> dict[tuple[str, str], Volume]:
         """Bytes and messages of the stage's first rank, inside of its node and between nodes, by axis and verb."""
         return volumes(self.run.grid, self.ranks_per_node, self.run.rank(stage), self.traffic[stage])
@@ -74,11 +82,12 @@ class Explained:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A pipeline on the virtual clock. `shares`: of each stage in the work; they add up to 1. `limits`: the most
-    microbatches that it holds, counted once for each of its chunks. `timelines`: a step by schedule, in UNITs;
-    `schedule`: the run's own, with its limit."""
+    """A pipeline on the virtual clock. `work`: the share of each position of the chain; they add up to 1. `shares`: of
+    each stage. `limits`: the most microbatches that it holds, counted once for each of its chunks. `timelines`: a step
+    by schedule, in UNITs; `schedule`: the run's own, with its limit."""
 
     schedule: str
+    work: tuple[float, ...]
     shares: tuple[float, ...]
     limits: tuple[int, ...]
     timelines: dict[str, Timeline]
@@ -89,7 +98,7 @@ class Forecast:
         return self.timelines[self.schedule]
 
 
-def explain(config: Config, trace: Path | None = None) -> None:
+def explain(config: Config, trace: Path | None = None) -> Explained:
     """Print what the layout makes of the run; where asked, write the trace of a pipeline's step on the virtual clock,
     and beside it a picture of all schedules.
 
@@ -103,13 +112,14 @@ def explain(config: Config, trace: Path | None = None) -> None:
     explained = compose(config)
     render(explained)
     if stages == 1:
-        return
+        return explained
     predicted = forecast(explained)
     render_stages(explained, predicted)
     if trace is not None:
         write_trace(predicted.chosen, trace)
         draw_timelines(predicted.timelines, trace.with_suffix(".png"), UNIT)
         Console(highlight=False).print(f"written: {trace}, {trace.with_suffix('.png')}", soft_wrap=True)
+    return explained
 
 
 def compose(config: Config) -> Explained:
@@ -154,6 +164,8 @@ def forecast(explained: Explained) -> Forecast:
         return simulate(len(stages), count, rule, seconds, lambda start, end, message: 0.0, placement=placement)
 
     own, chunked = rule_of(config), placement.num_chunks > 1
+    # A run of one stage has a schedule that its config need not name.
+    name = next((known for known, rule in entries("schedules").items() if rule is own), name)
     rules = {name: own} | {
         other: rule
         for other, rule in entries("schedules").items()
@@ -161,7 +173,7 @@ def forecast(explained: Explained) -> Forecast:
         if other != name and (not chunked or placement.shape in rule.shapes)
     }
     limits = tuple(own.limit_at(stage, placement, count) for stage in stages)
-    return Forecast(name, shares, limits, {other: timeline(rule) for other, rule in rules.items()})
+    return Forecast(name, tuple(work), shares, limits, {other: timeline(rule) for other, rule in rules.items()})
 
 
 def render(explained: Explained) -> None:
@@ -196,15 +208,10 @@ def render_stages(explained: Explained, predicted: Forecast) -> None:
         title=f"Stages (idle: on the virtual clock, {predicted.schedule})",
     )  # fmt: skip
     idle_shares = predicted.chosen.idle_shares
-    placement = explained.run.placement
     for stage, (plan, idle) in enumerate(zip(stages, idle_shares, strict=True)):
-        held = [explained.layers[position] for position in placement.positions(stage)]
-        words = ["embeddings"] if stage == 0 else []
-        words += [f"layers {layers[0]}-{layers[-1]}" for layers in held if layers]
-        words += ["head"] if stage == placement.last_stage else []
         sent = explained.volumes(stage).get((PIPE, MESSAGE), Volume())
         table.add_row(
-            str(stage), ", ".join(words), f"{_on_a_rank(plan):,}", f"{predicted.shares[stage]:.1%}",
+            str(stage), explained.held(stage), f"{_on_a_rank(plan):,}", f"{predicted.shares[stage]:.1%}",
             str(predicted.limits[stage]), _megabytes(sent.bytes_inside + sent.bytes_between),
             _megabytes(sent.bytes_between), f"{idle:.1%}",
         )  # fmt: skip

@@ -14,7 +14,7 @@ from meshwright.pipeline.trace import read_trace
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.kit import rows_of_rank
-from meshwright.tools.plan.explain import compose, explain, render
+from meshwright.tools.explain.tables import compose, explain, render
 from tests.data_parallel.test_equality import config_for as data_config
 from tests.harness import build, counted_step, forward_and_backward
 from tests.pipeline.test_equality import pipelined

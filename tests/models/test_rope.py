@@ -12,8 +12,8 @@ import torch
 
 from meshwright.convert.folder import Settings
 from meshwright.convert.transfer import family_of
-from meshwright.families.llama.rope import inverse_frequencies
 from meshwright.families.llama.section import Llama
+from meshwright.models.rope import inverse_frequencies
 
 transformers = pytest.importorskip("transformers")
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from meshwright.config import Config
-from meshwright.tools.plan.explain import Forecast, compose, forecast
+from meshwright.tools.explain.tables import Forecast, compose, forecast
 from tests.pipeline.test_equality import WHOLE, pipelined
 from tests.pipeline.test_partition import laid_out
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.families.llama.section import LinearRope, Llama3Rope, PlainRope, YarnRope
 from meshwright.model import to_device
+from meshwright.models.rotary_section import LinearRope, Llama3Rope, PlainRope, YarnRope
 
 
 class Rotation(NamedTuple):
@@ -55,8 +55,7 @@ def inverse_frequencies(rope: PlainRope, width: int) -> tuple[Tensor, float]:
             return torch.where(waves < rope.original / high, plain, scaled), 1.0
         case YarnRope():
             # YaRN's temperature of the scores: queries and keys are each multiplied by the factor.
-            factor = rope.attention_factor
-            return _by_turns(rope, powers), 0.1 * math.log(rope.factor) + 1.0 if factor is None else factor
+            return _by_turns(rope, powers), rope.multiplier
     return plain, 1.0
 
 

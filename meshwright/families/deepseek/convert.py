@@ -1,0 +1,269 @@
+"""Hugging Face's DeepSeek-V3, which DeepSeek-R1, Moonlight and Kimi-K2 are as well (model_type `deepseek_v3`; Kimi-K2's
+`kimi_k2` has the same classes).
+
+Their linears are [out, in], ours [in, out]. A heads of E + P numbers in queries, E + V in keys and values.
+
+| Hugging Face                     | shape              | ours                       | shape          |
+|----------------------------------|--------------------|----------------------------|----------------|
+| embed_tokens, lm_head            | [V, H]             | tokens, head (if untied)   | [padded V, H]  |
+| q_a_proj; q_b_proj, or q_proj    | [r_q, H]; [A (E + P), r_q] | query_latent; query | transposed     |
+| kv_a_proj_with_mqa               | [r + P, H]         | latent, shared_key         | [H, r], [H, P] |
+| kv_b_proj                        | [A (E + V), r]     | key_value                  | transposed     |
+| mlp.gate, e_score_correction_bias | [n, H], [n]       | router                     | [H, n], [n]    |
+| experts.e, shared_experts, mlp   | [N, H], [H, N]     | expand, contract           | as Llama's     |
+
+Theirs turn neighbouring numbers of a head (`rope_interleave`), ours its halves: columns 0, 2, 4, ... of a rotary part
+come first here, then 1, 3, 5, ...: the same scores, since queries and keys are ordered alike.
+
+A layer behind the last (`model.layers.L`) predicts a later token. transformers leaves these out where it writes a
+folder, whose `num_nextn_predict_layers` says nothing then: what counts is whether their weights are stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from meshwright.convert.family import Family, Names, TensorPair, TensorShape, WithTokens, in_blocks
+from meshwright.convert.folder import Settings
+from meshwright.convert.rotary import pair_of_experts, rope_fields, rope_settings
+from meshwright.data.tokenizer import Tokenizer
+from meshwright.errors import CheckpointError
+from meshwright.families.deepseek.section import DeepSeek
+from meshwright.section import shown
+
+_OUTSIDE = {"tokens": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+_ATTENTION = {
+    "attention_norm": "input_layernorm",
+    "feed_forward_norm": "post_attention_layernorm",
+    "attention.query_latent": "self_attn.q_a_proj",
+    "attention.query_norm": "self_attn.q_a_layernorm",
+    "attention.latent": "self_attn.kv_a_proj_with_mqa",
+    "attention.shared_key": "self_attn.kv_a_proj_with_mqa",
+    "attention.latent_norm": "self_attn.kv_a_layernorm",
+    "attention.key_value": "self_attn.kv_b_proj",
+    "attention.output": "self_attn.o_proj",
+}
+_DENSE = {"feed_forward.expand": ("mlp.gate_proj", "mlp.up_proj"), "feed_forward.contract": "mlp.down_proj"}
+_BESIDE_EXPERTS = {
+    "feed_forward.router": "mlp.gate",
+    "shared_expert.expand": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    "shared_expert.contract": "mlp.shared_experts.down_proj",
+}
+_LATER = {
+    "token_norm": "enorm",
+    "hidden_norm": "hnorm",
+    "of_token": "eh_proj",
+    "of_hidden": "eh_proj",
+    "norm": "shared_head.norm",
+}
+_TYPE, _KIMI = "deepseek_v3", "kimi_k2"
+_CODE = ("configuration_deepseek.DeepseekV3Config", "modeling_deepseek.DeepseekV3")
+"""The beginnings of a published folder's own code, whose classes transformers has under these names."""
+_EXPERTS = {
+    "n_routed_experts": "count",
+    "num_experts_per_tok": "per_token",
+    "moe_intermediate_size": "width",
+    "first_k_dense_replace": "dense_layers",
+    "norm_topk_prob": "renormalise",
+    "routed_scaling_factor": "scale",
+    "n_group": "groups",
+    "topk_group": "groups_per_token",
+}
+"""Their keys of experts, all of which a folder has, and our fields."""
+_ONLY: dict[str, object] = {
+    "hidden_act": "silu",
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "rope_interleave": True,
+    **dict.fromkeys(("quantization_config", "compression_config")),
+}
+"""Settings that change what is computed, and the one value that ours has, which is also what a missing key means."""
+
+
+class DeepSeekFamily(Family):
+    """DeepseekV3ForCausalLM."""
+
+    title, section = "DeepSeek", DeepSeek
+    model_types = (_TYPE, _KIMI)
+    fields: ClassVar = {
+        "layers": "num_hidden_layers",
+        "hidden": "hidden_size",
+        "heads": "num_attention_heads",
+        "query_rank": "q_lora_rank",
+        "key_value_rank": "kv_lora_rank",
+        "head_width": "qk_nope_head_dim",
+        "rotary_width": "qk_rope_head_dim",
+        "value_width": "v_head_dim",
+        "feed_forward": "intermediate_size",
+        "positions": "max_position_embeddings",
+        "vocabulary": "vocab_size",
+        "norm_epsilon": "rms_norm_eps",
+        "tied": "tie_word_embeddings",
+    }
+    required = tuple(field for field in fields if field != "tied")
+    fixed: ClassVar = _ONLY
+
+    def names(self, model: DeepSeek) -> Names:
+        names: dict[str, str | Sequence[str]] = dict(_OUTSIDE)
+        query = "self_attn.q_proj" if model.query_rank is None else "self_attn.q_b_proj"
+        for layer in range(model.layers + model.later_tokens):
+            inside: dict[str, str | Sequence[str]] = {**_ATTENTION, "attention.query": query}
+            experts = range(model.experts.count if model.experts is not None and model.has_experts(layer) else 0)
+            each = [f"mlp.experts.{index}" for index in experts]
+            routed: dict[str, str | Sequence[str]] = {
+                "feed_forward.expand": [f"{one}.{part}" for one in each for part in ("gate_proj", "up_proj")],
+                "feed_forward.contract": [f"{one}.down_proj" for one in each],
+            }
+            inside |= _BESIDE_EXPERTS | routed if experts else _DENSE
+            if layer < model.layers:
+                names |= in_blocks(inside, 1, f"model.layers.{layer}", first=layer)
+            else:
+                later, place = f"later.{layer - model.layers}", f"model.layers.{layer}"
+                named = {f"block.{ours}": theirs for ours, theirs in inside.items()} | _LATER
+                names |= {
+                    f"{later}.{ours}": f"{place}.{theirs}"
+                    if isinstance(theirs, str)
+                    else [f"{place}.{t}" for t in theirs]
+                    for ours, theirs in named.items()
+                }
+        return names
+
+    def rows(self, model: DeepSeek) -> Mapping[str, int]:
+        return {"tokens": model.vocabulary, "head": model.vocabulary}
+
+    def copies(self, model: DeepSeek) -> dict[str, str]:
+        table, head = "model.embed_tokens.weight", "lm_head.weight"
+        copies = {head: table} if model.tied else {}
+        # Published folders have both once more in each layer of a later token.
+        for layer in range(model.layers, model.layers + model.later_tokens):
+            copies[f"model.layers.{layer}.embed_tokens.weight"] = table
+            copies[f"model.layers.{layer}.shared_head.head.weight"] = table if model.tied else head
+        return copies
+
+    def pair(self, name: str, shape: TensorShape, model: DeepSeek, names: Names, rows: Mapping[str, int]) -> TensorPair:
+        layer, _, kind = name.rpartition(".")
+        inner = layer.rpartition(".")[2]
+        if layer.endswith("feed_forward.router") and kind == "bias":
+            theirs = f"{names[layer]}.e_score_correction_bias"
+            return TensorPair(name, shape, {theirs: shape}, single=True)
+        if inner in ("expand", "contract") and len(shape) == (4 if inner == "expand" else 3):
+            return pair_of_experts(name, shape, names[layer])
+        if inner in ("latent", "shared_key"):  # one linear of theirs
+            rank, rows_of_both = model.key_value_rank, model.key_value_rank + model.rotary_width
+            whole = {f"{names[layer]}.{kind}": (rows_of_both, model.hidden)}
+            if inner == "latent":
+                return TensorPair(name, shape, whole, lambda x: x.t(), lambda x: [x.t()], part=(0, 0, rank))
+            part = (0, rank, rows_of_both)
+            return TensorPair(name, shape, whole, lambda x: _halves(x).t(), lambda x: [_pairs(x.t())], part=part)
+        if inner in ("of_token", "of_hidden"):  # one linear [H, 2 H] of theirs, of the token and the states
+            width = model.hidden
+            part = (1, 0, width) if inner == "of_token" else (1, width, 2 * width)
+            whole = {f"{names[layer]}.{kind}": (width, 2 * width)}
+            return TensorPair(name, shape, whole, lambda x: x.t(), lambda x: [x.t()], part=part)
+        if inner == "query":
+            # [r_q, A (E + P)]: the rotary part of each head.
+            split = (model.head_width, model.rotary_width)
+            return TensorPair(
+                name, shape, {f"{names[layer]}.{kind}": (shape[1], shape[0])},
+                lambda x: _in_heads(x, model.heads, split, _halves).t(),
+                lambda x: [_in_heads(x.t(), model.heads, split, _pairs)],
+            )  # fmt: skip
+        return super().pair(name, shape, model, names, rows)
+
+    def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
+        values, code = settings.values, settings.values.get("auto_map") or {}
+        named = code.values() if isinstance(code, dict) else [code]
+        # Code of the folder's own is refused, but for the classes that are transformers' as well.
+        if other := [one for one in named if not (isinstance(one, str) and one.startswith(_CODE))]:
+            rule = f"auto_map has {shown(other[0])}, which is not supported"
+            raise settings.refused(f"{rule}; valid: {', '.join(_CODE)}")
+        if (heads := values.get("num_attention_heads")) != (keys := values.get("num_key_value_heads", heads)):
+            raise settings.refused(f"num_key_value_heads={shown(keys)} is not num_attention_heads={shown(heads)}")
+        layers, later = values.get("num_hidden_layers"), 0
+        while f"model.layers.{layers}.eh_proj.weight" in {*stored} and isinstance(layers, int):
+            layers, later = layers + 1, later + 1
+        found: dict[str, object] = {"rope": rope_fields(settings), "later_tokens": later}
+        layers, count = values.get("num_hidden_layers"), values.get("n_routed_experts")
+        dense = values.get("first_k_dense_replace", 3)
+        if count is None or (isinstance(layers, int) and isinstance(dense, int) and dense >= layers):
+            return found
+        if lacking := [key for key in (*_EXPERTS, "n_shared_experts") if values.get(key) is None]:
+            raise settings.refused(f"has n_routed_experts={shown(count)}, and lacks {', '.join(lacking)}")
+        counts = ("n_routed_experts", "n_group", "n_shared_experts", "moe_intermediate_size")
+        if wrong := [key for key in counts if type(values[key]) is not int or values[key] < 1]:
+            raise settings.refused(f"{wrong[0]}={shown(values[wrong[0]])} is no whole number above 0")
+        if count % (groups := values["n_group"]):
+            raise settings.refused(f"n_group={groups} does not divide n_routed_experts={count}")
+        experts = {ours: values[key] for key, ours in _EXPERTS.items()}
+        shared = values["n_shared_experts"] * values["moe_intermediate_size"]
+        # transformers has no balance and moves no bias: a run that wants either says so in a model of its own.
+        return found | {"experts": experts | {"shared": shared, "scores": "sigmoid", "bias_rate": 0.0}}
+
+    def further_settings(self, model: DeepSeek) -> dict[str, object]:
+        experts = model.experts
+        settings: dict[str, object] = {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "num_key_value_heads": model.heads,
+            **rope_settings(model.rope),
+            "num_nextn_predict_layers": model.later_tokens,
+            "initializer_range": 0.02,
+            "use_cache": True,
+        }
+        if experts is None:
+            # No class has it otherwise: all layers are before the first that has experts.
+            width = {"moe_intermediate_size": model.feed_forward, "n_routed_experts": 1, "n_shared_experts": 1}
+            one = {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
+            return (
+                settings
+                | width
+                | one
+                | {"first_k_dense_replace": model.layers + model.later_tokens, "routed_scaling_factor": 1.0}
+            )
+        self._refuse_experts(model)
+        values = experts.model_dump() | {"width": model.expert_width}
+        settings |= {key: values[ours] for key, ours in _EXPERTS.items()}
+        return settings | {"n_shared_experts": experts.shared // model.expert_width}
+
+    @staticmethod
+    def _refuse_experts(model: DeepSeek) -> None:
+        """Raises CheckpointError for experts that no class of transformers has."""
+        experts = model.experts
+        assert experts is not None, "a model without experts"
+        multiple = experts.shared > 0 and experts.shared % model.expert_width == 0
+        refused = (
+            ("scores", experts.scores, experts.scores != "sigmoid"),
+            ("bias_rate", experts.bias_rate, experts.bias_rate is None),
+            ("shared", experts.shared, not multiple),
+            ("shared_gate", experts.shared_gate, experts.shared_gate),
+        )
+        for field, value, wrong in refused:
+            if wrong:
+                raise CheckpointError(f"no class of transformers has experts with model.experts.{field}={shown(value)}")
+
+    def with_tokenizer(self, model: DeepSeek, text: str, tokenizer: Tokenizer) -> WithTokens:
+        named = {"bos_token": tokenizer.begin, "eos_token": tokenizer.end}
+        tokens = {key: tokenizer.name_of(token) for key, token in named.items() if token is not None}
+        return WithTokens(text, {f"{key}_id": token for key, token in named.items()}, tokens)
+
+
+def _halves(rows: Tensor) -> Tensor:
+    """Rows of neighbouring pairs [P, H] as two halves: 0, 2, 4, ..., then 1, 3, 5, ..."""
+    return rows.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
+
+
+def _pairs(rows: Tensor) -> Tensor:
+    """`_halves` back."""
+    return rows.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+
+
+def _in_heads(rows: Tensor, heads: int, split: tuple[int, int], order: Callable[[Tensor], Tensor]) -> Tensor:
+    """Rows [A (E + P), r] whose rotary parts, of each head, are ordered anew."""
+    plain, rotary = rows.unflatten(0, (heads, -1)).split(split, 1)
+    return torch.cat([plain, torch.stack([order(one) for one in rotary])], 1).flatten(0, 1)

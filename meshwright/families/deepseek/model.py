@@ -1,0 +1,193 @@
+"""DeepSeek-V3 (arXiv 2412.19437), and those made like it: Moonlight (arXiv 2502.16982), Kimi-K2 (arXiv 2507.20534).
+
+Llama's chain with multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1). Queries are made of one
+vector a token, keys and values of another; a head's key is a part of its own and one that all heads share, which alone
+is turned by positions:
+
+| tensor      | of                     | weight            | shape            | its gradient                          |
+|-------------|------------------------|-------------------|------------------|---------------------------------------|
+| query latent| hidden states          | [H, r_q]          | [B, T, r_q]      | enters a pair: summed over all heads  |
+| query       | rms(query latent)      | [r_q, A (E + P)]  | [B, T, A, E + P] | of its head                           |
+| latent      | hidden states          | [H, r]            | [B, T, r]        | enters a pair                         |
+| key, value  | rms(latent)            | [r, A (E + V)]    | [B, T, A, E + V] | of its head                           |
+| shared key  | hidden states          | [H, P]            | [B, T, P]        | enters branches by no linear: `enter` |
+
+Keys are as wide as queries, E + P, and values are not: inside of attention what is narrower has zeros behind it, which
+change no score and no output, so that every kernel and every context takes it.
+
+Later tokens (arXiv 2412.19437, section 2.2): in training D more layers in a row predict, at each place i, the token
+behind the next one, the one behind that, ... Layer k reads the states of the one before it (k = 1: the model's, normed)
+and the embedding of token i + k, shares the table and the head with the model, and its loss is that of the labels k
+places on (equations 21 to 25):
+
+    h^k = rms(layer_k(rms(embedding(t_{i+k})) M_k + rms(h^{k-1}) M'_k))        loss += weight / D · the k-th's
+
+The last k places have no such token: they get token 0, and their labels are not counted; nothing before them sees them.
+Each label weighs as much as one of the model's own, so a layer's loss is a sum over T - k tokens, divided by T.
+
+A head's rotated half is stored as halves and not as pairs (models/rope.py); an import orders columns so (convert.py).
+
+Shapes: B batch, T sequence, H hidden, A local heads, E head width, P rotary width, V value width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.config import Config
+from meshwright.families.deepseek.section import DeepSeek
+from meshwright.model import IGNORED, Batch, Chunk, Costs, Hidden, Scales
+from meshwright.models.attention import AttentionCore
+from meshwright.models.decoder import KeyValueCache
+from meshwright.models.feed_forward import last_initial
+from meshwright.models.rope import Rotation, rotate
+from meshwright.models.rotary import RotaryBlock, RotaryDecoder, feed_forward_products
+from meshwright.models.rotary_section import RotaryTransformer
+from meshwright.parameters.shard import Initial
+from meshwright.tensor.kit import Kit
+
+LATENT_EPSILON = 1e-6
+"""The addend of the latents' norms, whatever the model's others have: the authors' code and transformers' fix it."""
+
+
+class LatentAttention(nn.Module):
+    """Causal self-attention over this rank's heads, whose queries, keys and values are made of latents."""
+
+    def __init__(self, model: DeepSeek, kit: Kit, layer: int) -> None:
+        super().__init__()
+        self.layer, self.enter = layer, kit.enter
+        self.all_heads, self.heads = model.heads, kit.local_heads(model.heads)
+        self.head_width, self.rotary_width, self.value_width = model.head_width, model.rotary_width, model.value_width
+        initial, hidden, rank = Initial(0.02), model.hidden, model.key_value_rank
+        expand, query_width = kit.branches.expand, model.heads * model.query_width
+        self.has_query_latent = model.query_rank is not None
+        if model.query_rank is not None:
+            self.query_latent = kit.linear("transform", hidden, model.query_rank, initial, bias=False)
+            self.query_norm = kit.norm(model.query_rank, LATENT_EPSILON, kind="rms")
+        self.query = expand(model.query_rank or hidden, query_width, initial, bias=False)
+        self.latent = kit.linear("transform", hidden, rank, initial, bias=False)
+        self.latent_norm = kit.norm(rank, LATENT_EPSILON, kind="rms")
+        self.shared_key = kit.linear("transform", hidden, model.rotary_width, initial, bias=False)
+        # The columns are ordered by head, each with its key and its value: an equal cut is one into whole heads.
+        self.key_value = expand(rank, model.heads * (model.head_width + model.value_width), initial, bias=False)
+        self.core = AttentionCore(kit, model.dropout, model.score_scale)
+        self.output = kit.branches.contract(model.heads * model.value_width, hidden, last_initial(model), bias=False)
+
+    def forward(self, h: Tensor, rotation: Rotation, cache: KeyValueCache | None, seen: Tensor | None) -> Tensor:
+        source = self.query_norm(self.query_latent(h)) if self.has_query_latent else h
+        query = self.query(source).unflatten(-1, (self.heads, -1))  # [B, T, A, E + P]
+        plain, turned = query.split((self.head_width, self.rotary_width), -1)
+        own, value = (
+            self.key_value(self.latent_norm(self.latent(h)))
+            .unflatten(-1, (self.heads, -1))
+            .split((self.head_width, self.value_width), -1)
+        )
+        # Turned behind `enter`: a kit may hold a part of its numbers on each rank, and pairs of them are turned.
+        shared = self.enter(self.shared_key(h), self.all_heads)  # [B, T, A, P]
+        query = torch.cat([plain, _turned(turned, rotation)], -1)
+        key = torch.cat([own, _turned(shared, rotation)], -1)
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [B, A, T, E + P], and [B, A, T, V]
+        if cache is not None:
+            key, value = cache.extend(self.layer, key, value)
+        causal = query.shape[2] > 1 and seen is None
+        assert not causal or key.shape[2] == query.shape[2], "only one token at a time can follow a cache"
+        width = max(query.shape[-1], self.value_width)
+        wide = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+        attended = self.core(*wide, seen, causal)[..., : self.value_width]
+        y: Tensor = self.output(attended.transpose(1, 2).flatten(2))
+        return y
+
+
+def _turned(x: Tensor, rotation: Rotation) -> Tensor:
+    """x [B, T, A, P], turned by its tokens' rotation."""
+    return rotate(x.unsqueeze(2), rotation).squeeze(2)
+
+
+class LaterToken(nn.Module):
+    """A layer that predicts a token behind the next one."""
+
+    def __init__(self, model: DeepSeek, block: nn.Module, kit: Kit) -> None:
+        super().__init__()
+        hidden, initial = model.hidden, Initial(0.02)
+        self.token_norm = kit.norm(hidden, model.norm_epsilon, kind="rms")
+        self.hidden_norm = kit.norm(hidden, model.norm_epsilon, kind="rms")
+        # One linear of both, in two: a kit may hold a part of each one's numbers on every rank.
+        self.of_token = kit.linear("transform", hidden, hidden, initial, bias=False)
+        self.of_hidden = kit.linear("transform", hidden, hidden, initial, bias=False)
+        self.block = block
+        self.norm = kit.norm(hidden, model.norm_epsilon, kind="rms")
+
+    def forward(self, embedded: Tensor, hidden: Hidden, batch: Batch) -> Hidden:
+        """The states ([B, T, H],) that the head reads, with the routers' losses [B] where there are some."""
+        h, *losses = hidden
+        h = self.of_token(self.token_norm(embedded)) + self.of_hidden(self.hidden_norm(h))
+        rotation = Rotation(batch["cosines"], batch["sines"])
+        h, *losses = self.block((h, *losses), rotation, None, batch.get("seen"), batch["places"])
+        return self.norm(h), *losses
+
+
+class DeepSeekModel(RotaryDecoder):
+    """Tokens to a loss."""
+
+    def __init__(self, model: DeepSeek, kit: Kit, chunk: Chunk | None = None) -> None:
+        super().__init__(model, kit, chunk, model.rotary_width)
+        self.num_later = model.later_tokens
+        self.later_share = model.later_weight / max(1, model.later_tokens)
+        """The factor of each later token's loss."""
+        if self.chunk.last and model.later_tokens:
+            if not self.chunk.first and not model.tied:
+                self.tokens = kit.embedding(model.padded_vocabulary, model.hidden, Initial(0.02))
+            blocks = (self.make_block(model, kit, model.layers + depth) for depth in range(model.later_tokens))
+            self.later = nn.ModuleList(LaterToken(model, block, kit) for block in blocks)
+
+    def make_block(self, model: RotaryTransformer, kit: Kit, layer: int) -> nn.Module:
+        assert isinstance(model, DeepSeek), model
+        return RotaryBlock(model, kit, LatentAttention(model, kit, layer), has_experts=model.has_experts(layer))
+
+    def prepared(self, batch: Batch) -> Batch:
+        """Tokens and labels by how many places they are moved on."""
+        moved = dict(batch)
+        for depth in range(1, self.num_later + 1):
+            moved[f"tokens+{depth}"] = F.pad(batch["tokens"][:, depth:], (0, depth))
+            labels = batch["labels"][:, depth:]
+            if "documents" in batch:  # a label counts where its token is in the document that predicts it
+                documents = batch["documents"]
+                labels = labels.masked_fill(documents[:, depth:] != documents[:, :-depth], IGNORED)
+            moved[f"labels+{depth}"] = F.pad(labels, (0, depth), value=IGNORED)
+        return moved
+
+    def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
+        """In training with the losses of later tokens, and of these layers' routers."""
+        loss = super().loss(h, batch, scales)
+        if not self.num_later or not self.training:
+            return loss
+        batch = self.with_mask(batch, h) | self.turned(batch)
+        hidden: Hidden = (h,)
+        if self.loss_share:
+            hidden = h, torch.zeros(h.shape[0], dtype=torch.promote_types(h.dtype, torch.float32), device=h.device)
+        for depth, layer in enumerate(self.later, 1):
+            hidden = layer(self.tokens(batch[f"tokens+{depth}"]), hidden, batch)
+            share = scales["labels"] * self.later_share
+            loss = loss + self.head(hidden[0], batch[f"labels+{depth}"], share)
+        return self.with_layers_losses(loss, hidden, scales)
+
+    @staticmethod
+    def products(config: Config) -> Costs:
+        """Attention counts whole, though it is causal."""
+        model, sequence = config.model, config.data.lengths.source
+        assert isinstance(model, DeepSeek), model
+        attention = attention_products(model) + sequence * model.heads * (model.query_width + model.value_width)
+        layers = tuple(sequence * (attention + products) for products in feed_forward_products(model))
+        head = sequence * model.padded_vocabulary * model.hidden
+        later = layers[-1] + head + sequence * 2 * model.hidden**2
+        return Costs(0, layers, head + model.later_tokens * later)
+
+
+def attention_products(model: DeepSeek) -> int:
+    """Multiplications of a token by the weights of a layer's attention."""
+    hidden, queries, rank = model.hidden, model.heads * model.query_width, model.key_value_rank
+    of_queries = hidden * queries if model.query_rank is None else model.query_rank * (hidden + queries)
+    of_keys = hidden * (rank + model.rotary_width) + rank * model.heads * (model.head_width + model.value_width)
+    return of_queries + of_keys + model.heads * model.value_width * hidden

@@ -1,0 +1,93 @@
+"""The section of DeepSeek-V3's family: DeepSeek-V3, DeepSeek-R1, Moonlight, Kimi-K2. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from meshwright.errors import Problem
+from meshwright.models.experts_section import EXPERT_RULES
+from meshwright.models.rotary_section import AboveZero, RotaryTransformer, rope_has_a_ramp
+from meshwright.section import Count, Positive, Rule, rule
+
+if TYPE_CHECKING:
+    from meshwright.config import Config
+
+
+LATER_WEIGHT = 0.3
+"""DeepSeek-V3's, for its first ten trillion tokens."""
+
+
+@rule("model.rotary_width")
+def rotary_widths_are_even(config: Config) -> Iterator[Problem]:
+    model = config.model
+    assert isinstance(model, DeepSeek), model
+    if model.rotary_width % 2:
+        rule_text = "is odd, and rotary positions turn pairs of a head's numbers"
+        yield Problem("model.rotary_width", model.rotary_width, rule_text, "an even number")
+
+
+@rule("model.later_tokens", "model.later_weight", "data.sequence")
+def later_tokens_are_in_the_sequence(config: Config) -> Iterator[Problem]:
+    model = config.model
+    assert isinstance(model, DeepSeek), model
+    sequence = config.data.lengths.source
+    if not model.later_tokens and model.later_weight != LATER_WEIGHT:
+        rule_text = "has no effect with model.later_tokens=0"
+        yield Problem("model.later_weight", model.later_weight, rule_text, "leave it out, or later_tokens=1 or more")
+    if model.later_tokens >= sequence:
+        rule_text = f"looks past the last of data.sequence={sequence} tokens"
+        yield Problem("model.later_tokens", model.later_tokens, rule_text, f"0 to {sequence - 1}")
+
+
+class DeepSeek(RotaryTransformer):
+    """A decoder whose keys and values are made of one narrow vector a token (multi-head latent attention)."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        rotary_widths_are_even, rope_has_a_ramp, later_tokens_are_in_the_sequence, *EXPERT_RULES,
+    )  # fmt: skip
+
+    family: Literal["deepseek"]
+    chain: ClassVar[str] = "meshwright.families.deepseek.model:DeepSeekModel"
+    balance_of_folders: ClassVar[str] = "config.json asks for none, and the biases that choose experts stay as they are"
+    query_rank: Positive | None = None
+    """The width of the vector that all heads' queries are made of; null: they are made of the hidden states."""
+    key_value_rank: Positive = 512
+    """The width of the vector that all heads' keys and values are made of."""
+    head_width: Positive = 128
+    """The numbers of a head's query and key that have no positions."""
+    rotary_width: Positive = 64
+    """The numbers of a head's query that are turned, and of the one key with positions, which all heads share."""
+    value_width: Positive = 128
+    """The numbers of a head's value."""
+    later_tokens: Count = 0
+    """Tokens behind the next one that training predicts as well, by one more layer each (multi-token prediction)."""
+    later_weight: Annotated[float, Field(ge=0)] = LATER_WEIGHT
+    """The coefficient of their losses' mean."""
+    norm_epsilon: AboveZero = 1e-6
+
+    @property
+    def losses_in_layers(self) -> str:
+        return self.router_losses or ("model.later_tokens" if self.later_tokens else "")
+
+    @property
+    def expert_layers(self) -> int:
+        return super().expert_layers + (self.later_tokens if self.experts is not None else 0)
+
+    @property
+    def query_width(self) -> int:
+        """The numbers of a head's query, and key."""
+        return self.head_width + self.rotary_width
+
+    @property
+    def score_scale(self) -> float:
+        """The factor of attention's scores."""
+        return self.query_width**-0.5 * self.rope.score_factor
+
+    @property
+    def latents(self) -> tuple[tuple[str, int], ...]:
+        queries = [] if self.query_rank is None else [("model.query_rank", self.query_rank)]
+        others = ("model.key_value_rank", self.key_value_rank), ("model.rotary_width", self.rotary_width)
+        return *queries, *others

@@ -1,0 +1,150 @@
+"""The chain of decoders with rotary positions and RMS norms: Llama's family's and DeepSeek's, each with blocks of its
+own.
+
+Feed-forwards may be of experts (tensor/experts.py). What passes from layer to layer then has the sum over layers of the
+routers' losses [B] beside the hidden states, where these are a part of the loss.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.model import SAMPLES, Batch, Chunk, Hidden, Scales
+from meshwright.models.chain import blocks_of
+from meshwright.models.decoder import Decoder, KeyValueCache
+from meshwright.models.feed_forward import FeedForward, SharedExpert, experts_of, last_initial
+from meshwright.models.rope import Rotation, rotation_of
+from meshwright.models.rotary_section import RotaryTransformer
+from meshwright.parameters.shard import Initial
+from meshwright.tensor.head import HeadShape
+from meshwright.tensor.kit import Kit
+
+
+class RotaryBlock(nn.Module):
+    """h + attention(norm(h)), then h + feed_forward(norm(h)). `attention`: of (h, rotation, cache, seen)."""
+
+    def __init__(
+        self, model: RotaryTransformer, kit: Kit, attention: nn.Module, *, has_experts: bool, bias: bool = False
+    ) -> None:
+        """`bias`: of a feed-forward's linears."""
+        super().__init__()
+        self.attention_norm = kit.norm(model.hidden, model.norm_epsilon, kind="rms")
+        self.attention = attention
+        self.feed_forward_norm = kit.norm(model.hidden, model.norm_epsilon, kind="rms")
+        self.has_experts = has_experts
+        last = last_initial(model)
+        self.feed_forward = (
+            experts_of(model, kit) if has_experts else FeedForward(model.hidden, model.inner, kit, last, bias=bias)
+        )
+        shared = has_experts and model.experts is not None and model.experts.shared > 0
+        self.shared_expert = SharedExpert(model, kit, last) if shared else None
+        self.dropout = nn.Dropout(model.dropout)
+
+    def forward(
+        self, hidden: Hidden, rotation: Rotation, cache: KeyValueCache | None = None, seen: Tensor | None = None,
+        places: Tensor | None = None,
+    ) -> Hidden:  # fmt: skip
+        """([B, T, H],), or with the routers' losses so far ([B, T, H], [B]), to the same."""
+        h, *losses = hidden
+        h = h + self.dropout(self.attention(self.attention_norm(h), rotation, cache, seen))
+        normed = self.feed_forward_norm(h)
+        if not self.has_experts:
+            return (h + self.dropout(self.feed_forward(normed)), *losses)
+        y, *own = self.feed_forward(normed, places)
+        if self.shared_expert is not None:
+            y = y + self.shared_expert(normed)
+        return h + self.dropout(y), *(total + one for total, one in zip(losses, own, strict=True))
+
+
+class RotaryDecoder(Decoder):
+    """Tokens to a loss. Subclasses make blocks."""
+
+    def __init__(self, model: RotaryTransformer, kit: Kit, chunk: Chunk | None, rotary_width: int) -> None:
+        """`rotary_width`: a head's numbers that are turned."""
+        super().__init__(chunk or Chunk.whole(model.layers))
+        self.rope, self.rotary_width = model.rope, rotary_width
+        # The mean over layers: what passes on is their sum.
+        self.loss_share = 1 / model.expert_layers if model.router_losses else 0.0
+        """The factor of the sum of the routers' losses in the loss."""
+        hidden, initial = model.hidden, Initial(0.02)
+        if self.chunk.first or (self.chunk.last and model.tied):
+            self.tokens = kit.embedding(model.padded_vocabulary, hidden, initial)
+        if self.chunk.first:
+            self.dropout = nn.Dropout(model.dropout)
+        self.blocks = blocks_of(self.chunk, lambda layer: self.make_block(model, kit, layer))
+        if self.chunk.last:
+            self.norm = kit.norm(hidden, model.norm_epsilon, kind="rms")
+            tied = self.tokens if model.tied else None
+            shape = HeadShape(hidden, model.vocabulary, model.padded_vocabulary, initial)
+            self.head = kit.head_loss(shape, tied)
+
+    @abstractmethod
+    def make_block(self, model: RotaryTransformer, kit: Kit, layer: int) -> nn.Module:
+        """The block of layer number `layer`, called as a `RotaryBlock` is."""
+
+    def embed(self, batch: Batch) -> Hidden:
+        return self._embedded(batch["tokens"])
+
+    def _embedded(self, tokens: Tensor) -> Hidden:
+        h = self.dropout(self.tokens(tokens))
+        if not self.loss_share:
+            return (h,)
+        # A sum over layers of numbers near one, of which half precision would lose digits. It requires a gradient,
+        # since a stage is asked for the gradient of all that it was given.
+        wide = torch.promote_types(h.dtype, torch.float32)
+        return h, torch.zeros(tokens.shape[0], dtype=wide, device=h.device, requires_grad=True)
+
+    def run_layers(self, hidden: Hidden, batch: Batch, chunk: Chunk) -> Hidden:
+        """The rotation is computed once, and goes through the layers with the batch."""
+        return super().run_layers(hidden, batch | self.turned(batch), chunk)
+
+    def turned(self, batch: Batch) -> Batch:
+        """The entries by which layers know their tokens' places: cosines and sines, and the places themselves."""
+        tokens = batch["tokens"]
+        places = self.context.positions(0, tokens.shape[1], tokens.device)
+        # Once a microbatch and not once a layer.
+        return self._rotation(places, batch.get("documents"))._asdict() | {"places": places}
+
+    def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
+        rotation = Rotation(batch["cosines"], batch["sines"])
+        passing: Hidden = block(hidden, rotation, None, batch.get("seen"), batch["places"])
+        return passing
+
+    def final_states(self, hidden: Hidden) -> Tensor:
+        return super().final_states(hidden[:1])
+
+    def with_layers_losses(self, loss: Tensor, hidden: Hidden, scales: Scales) -> Tensor:
+        # A router's loss is a mean over sequences, so its scale counts samples and not tokens.
+        return loss + hidden[1].sum() * (self.loss_share * scales[SAMPLES]) if self.loss_share else loss
+
+    def hidden(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        start = cache.num_tokens if cache is not None else 0
+        rotation = self._rotation(self.context.positions(start, tokens.shape[1], tokens.device))
+        hidden = self._embedded(tokens)
+        for block in self.blocks.values():
+            hidden = cast(Hidden, block(hidden, rotation, cache))
+        return self.final_states(hidden)
+
+    def _rotation(self, positions: Tensor, documents: Tensor | None = None) -> Rotation:
+        """The rotation of tokens at these places of every sequence.
+
+        documents [B, T]: where in whole sequences each token's document begins; there positions are 0.
+        """
+        return rotation_of(
+            self.rope, self.rotary_width, positions if documents is None else positions - documents[:, positions]
+        )
+
+
+def feed_forward_products(model: RotaryTransformer) -> tuple[int, ...]:
+    """Multiplications of a token's feed-forward, by layer: of experts those that a token takes, and the router."""
+    dense, experts = 3 * model.hidden * model.inner, model.experts
+    if experts is None:
+        return (dense,) * model.layers
+    widths = experts.per_token * model.expert_width + experts.shared
+    # 3 N: gate, up and down; the router's scores; the shared feed-forward's gate.
+    routed = model.hidden * (3 * widths + experts.count + experts.shared_gate)
+    return tuple(routed if model.has_experts(layer) else dense for layer in range(model.layers))

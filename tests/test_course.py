@@ -1,0 +1,114 @@
+"""docs/course: each exercise fails with the words that its lesson has, and passes once its line is mended."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from meshwright import load, verify
+from meshwright.cli import app
+from meshwright.errors import ConfigError
+from tests.patience import PATIENCE_SECONDS
+
+COURSE = Path(__file__).resolve().parent.parent / "docs/course"
+LESSONS = sorted(path.stem for path in COURSE.glob("[1-8]-*.md"))
+MEND = re.compile(r"^(?P<indent> *).*  # mend\n", re.MULTILINE)
+QUICK = {("5-sub-graphs", True), ("7-experts", True), ("2-columns-and-rows", False)}
+"""Exercises that start processes, and their states (whether solved), without --long."""
+
+
+def block_of(lesson: str, language: str) -> str:
+    """The last block of the lesson in that language: the command of the exercise, what it says, the solution."""
+    blocks = re.findall(rf"```{language}\n(.*?)```", (COURSE / f"{lesson}.md").read_text(), re.DOTALL)
+    return str(blocks[-1])
+
+
+def command_of(lesson: str) -> list[str]:
+    return block_of(lesson, "sh").split()
+
+
+def exercise_of(lesson: str) -> Path:
+    return COURSE.parent.parent / command_of(lesson)[-1]
+
+
+def copied(lesson: str, folder: Path, *, solved: bool) -> Path:
+    """The exercise in a folder of its own, as it stands or with its line mended."""
+    file = exercise_of(lesson)
+    text, solution = file.read_text(), block_of(lesson, "yaml" if file.suffix == ".yaml" else "python")
+    assert len(MEND.findall(text)) == 1
+    mended = MEND.sub(
+        lambda match: "".join(match["indent"] + line for line in solution.splitlines(keepends=True)), text
+    )
+    for beside in COURSE.glob(f"{file.stem}.*"):
+        (folder / beside.name).write_text(beside.read_text())
+    (folder / file.name).write_text(mended if solved else text)
+    return folder / file.name
+
+
+def parts_of(page: str) -> tuple[str, dict[str, Any]]:
+    """The page without its facts, and the facts."""
+    match = re.search(r'id="facts">(.*?)</script>', page, re.DOTALL)
+    assert match
+    return page.replace(match[1], ""), json.loads(match[1])
+
+
+def test_the_picture_is_what_its_command_writes(tmp_path: Path) -> None:
+    """Else: run the command of docs/course/index.md in docs/course."""
+    blocks = re.findall(r"```sh\n(.*?)```", (COURSE / "index.md").read_text(), re.DOTALL)
+    *words, file = shlex.split(blocks[-1])[1:]
+    ran = CliRunner().invoke(app, [*words, str(tmp_path / file)])
+    assert ran.exit_code == 0, ran.output
+    (made, facts), (kept, known) = (parts_of((folder / file).read_text()) for folder in (tmp_path, COURSE))
+    assert made == kept
+    # Not the operations in order, which are the installed torch's.
+    assert {name: facts[name] for name in facts if name != "passes"} == {
+        name: known[name] for name in known if name != "passes"
+    }
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_a_lesson_has_an_idea_a_picture_and_an_exercise(lesson: str) -> None:
+    text = (COURSE / f"{lesson}.md").read_text()
+    assert re.findall(r"^## (.*)$", text, re.MULTILINE) == ["Look", "Exercise"]
+    assert text.count("<details") == 1
+    assert len(text.split()) < 400, "a lesson is short"
+    assert f"({lesson}.md)" in (COURSE / "index.md").read_text()
+
+
+@pytest.mark.parametrize("lesson", [lesson for lesson in LESSONS if exercise_of(lesson).suffix == ".yaml"])
+def test_a_run_file_is_refused(lesson: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(copied(lesson, tmp_path, solved=False))
+    assert len(refused.value.problems) == 1, "an exercise has one mistake"
+    assert block_of(lesson, "text").strip() in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "lesson, solved",
+    [
+        pytest.param(lesson, solved, marks=[] if (lesson, solved) in QUICK else pytest.mark.long)
+        for lesson in LESSONS
+        for solved in (False, True)
+        if solved or exercise_of(lesson).suffix == ".py"
+    ],
+)
+def test_an_exercise_is_marked(lesson: str, solved: bool, tmp_path: Path) -> None:
+    file = copied(lesson, tmp_path, solved=solved)
+    if file.suffix == ".yaml":
+        verify(load(file), steps=1).check()
+        return
+    program, *words = command_of(lesson)
+    start = [sys.executable] if program == "python" else [sys.executable, "-m", program]
+    ran = subprocess.run(
+        [*start, *words[:-1], str(file)], capture_output=True, text=True, timeout=PATIENCE_SECONDS, cwd=tmp_path
+    )
+    assert ran.returncode == (0 if solved else 1), ran.stderr
+    assert solved or block_of(lesson, "text").strip() in ran.stdout + ran.stderr

@@ -1,0 +1,87 @@
+"""The referee's rows are whole, each is predicted or says why not, and its figures are those of its rows."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.tools.plan.cluster import load_cluster
+from meshwright.tools.plan.software import load_program
+from validation import public
+from validation.paper import read_table
+from validation.public import FOLDER, Judged, PublicRow, judge, load_sets
+from validation.scatter import sentence, write_page
+
+SETS = load_sets()
+COLUMNS = [
+    "model",
+    "hidden",
+    "layers",
+    "heads",
+    "kv_heads",
+    "ffn",
+    "vocab",
+    "seq",
+    "device",
+    "gpus",
+    "tp",
+    "pp",
+    "vpp",
+    "cp",
+    "ep",
+    "sharding",
+    "micro",
+    "batch",
+    "recompute",
+    "precision",
+    "seconds",
+    "memory_gb",
+    "note",
+]
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_set_names_its_source_its_program_and_its_clusters(name: str) -> None:
+    rows_set = SETS[name]
+    assert rows_set.source
+    assert rows_set.checked
+    load_program(rows_set.software, rows_set.facts)
+    for told in rows_set.clusters.values():
+        load_cluster(told if isinstance(told, str) else told["like"])
+    table = FOLDER / f"{name}.csv"
+    assert table.read_text().startswith("# "), "a table says where its figures come from"
+    lines = read_table(table)
+    assert lines
+    assert all(list(line) == COLUMNS for line in lines)
+    assert all(line["device"] for line in lines)
+
+
+def test_every_table_is_a_sets() -> None:
+    assert {path.stem for path in FOLDER.glob("*.csv")} == set(SETS)
+
+
+def row(measured: float, predicted: float | None, **more: str) -> PublicRow:
+    return PublicRow("a", measured, None, predicted, None, **more)
+
+
+def test_figures_of_a_set_are_of_the_rows_that_were_said(tmp_path) -> None:
+    rows = (row(1.0, 1.1), row(2.0, 1.0), row(4.0, None, missing="FP4"), row(3.0, None, doubtful="a typo"))
+    judged = Judged("some", SETS["mpt"], rows)
+    assert judged.errors() == pytest.approx([0.1, -0.5])
+    assert judged.ordered == (0, 1)
+    assert judged.said == {"FP4": 1}
+    assert sentence(judged).startswith("2 of 4 rows: seconds 30.0% off on average, -20.0% signed, 0 of 1 pairs")
+    assert sentence(judged).endswith("; 1 doubtful")
+    write_page([judged], tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert text.count("<circle") == 2
+    assert "<td>FP4</td>" in text
+
+
+def test_rows_are_predicted_as_their_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dense Llama whose memory is measured, and one that needs what a plan cannot say."""
+    lines = read_table(FOLDER / "simumax.csv")[:3]
+    monkeypatch.setattr(public, "read_table", lambda path: lines)
+    judged = judge("simumax", SETS["simumax"])
+    assert [bool(one.seconds) for one in judged.rows] == [True, True, False]
+    assert judged.rows[2].missing == "multi-head latent attention"
+    assert max(map(abs, judged.memory_errors())) < 0.1

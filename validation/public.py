@@ -1,0 +1,291 @@
+"""The referee: measured rows of others, predicted as their pages describe them, by set.
+
+A row says a model, devices, a layout, a step's seconds or memory (validation/public/NAME.csv); its set says the rest
+(sets.yaml). What a plan cannot say of a row is named; what cannot be trusted of it is counted and left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from meshwright.config import parse_config
+from meshwright.config.load import read_yaml
+from meshwright.errors import ConfigError
+from meshwright.tools.plan.cluster import Cluster, load_cluster
+from meshwright.tools.plan.memory import Memory, verdict
+from meshwright.tools.plan.predict import Planner
+from meshwright.tools.plan.software import load_program
+from validation.paper import Line, read_table
+
+FOLDER = Path(__file__).resolve().parent / "public"
+LOW = {"fp8": "fp8", "mxfp8": "mxfp8"}
+"""Formats of products, by the tables' words in small letters."""
+SYNCS = {"zero1": "zero1", "zero2": "zero2", "zero3": "zero3", "fsdp": "zero3", "hsdp": "zero3", "none": "allreduce"}
+"""Ours for how a word of the tables begins."""
+HSDP = "hsdp"
+
+
+class MemoryColumn(BaseModel, extra="forbid", frozen=True):
+    """Whose bytes a table's memory is, and how many its unit has."""
+
+    of: str
+    unit: int
+
+
+class RowSet(BaseModel, extra="forbid", frozen=True):
+    """A set's entry of sets.yaml."""
+
+    title: str
+    source: str
+    checked: str
+    software: str
+    facts: tuple[str, ...] = ()
+    facts_by_note: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    clusters: dict[str, str | dict[str, Any]]
+    family: str
+    model: dict[str, Any] = Field(default_factory=dict)
+    models: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    memory: MemoryColumn | None = None
+    recompute: dict[str, Any] = Field(default_factory=dict)
+    sharding: dict[str, int] = Field(default_factory=dict)
+    missing: dict[str, str] = Field(default_factory=dict)
+    missing_by_note: dict[str, str] = Field(default_factory=dict)
+    missing_by_word: dict[str, str] = Field(default_factory=dict)
+    doubtful: dict[str, str] = Field(default_factory=dict)
+    assumed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PublicRow:
+    """A row and what was predicted of it: seconds and bytes, measured (None: not said) and predicted; `fits`: the
+    verdict of memory; `missing`: what a plan cannot say of it; `doubtful`: why it does not count."""
+
+    label: str
+    measured_seconds: float | None
+    measured_bytes: float | None
+    seconds: float | None = None
+    bytes: float | None = None
+    fits: str = ""
+    missing: str = ""
+    doubtful: str = ""
+
+    @property
+    def seconds_error(self) -> float:
+        """Predicted over measured, less 1."""
+        assert self.seconds is not None, self
+        assert self.measured_seconds is not None, self
+        return self.seconds / self.measured_seconds - 1
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A set with all of its rows."""
+
+    name: str
+    rows_set: RowSet
+    rows: tuple[PublicRow, ...] = field(default_factory=tuple)
+
+    @property
+    def timed(self) -> list[PublicRow]:
+        return [row for row in self.rows if row.seconds is not None and row.measured_seconds is not None]
+
+    @property
+    def weighed(self) -> list[PublicRow]:
+        return [row for row in self.rows if row.bytes is not None and row.measured_bytes is not None]
+
+    def errors(self) -> list[float]:
+        """The errors of seconds."""
+        return [row.seconds_error for row in self.timed]
+
+    def memory_errors(self) -> list[float]:
+        return [row.bytes / row.measured_bytes - 1 for row in self.weighed]  # type: ignore[operator]
+
+    @property
+    def ordered(self) -> tuple[int, int]:
+        """Pairs of rows that are predicted in the measured order, and all pairs; of steps as long as each other
+        none."""
+        pairs = [
+            (one.measured_seconds < other.measured_seconds) == (one.seconds < other.seconds)  # type: ignore[operator]
+            for one, other in combinations(self.timed, 2)
+            if one.measured_seconds != other.measured_seconds
+        ]
+        return sum(pairs), len(pairs)
+
+    @property
+    def said(self) -> Counter[str]:
+        """How many rows each missing fact costs."""
+        return Counter(row.missing for row in self.rows if row.missing)
+
+
+def load_sets() -> dict[str, RowSet]:
+    """All of them, by name."""
+    return {name: RowSet.model_validate(tree) for name, tree in read_yaml(FOLDER / "sets.yaml").items()}
+
+
+def judge(name: str, rows_set: RowSet) -> Judged:
+    """Predict a set's rows."""
+    planners: dict[Any, Planner] = {}
+    rows = [_judged(line, rows_set, planners) for line in read_table(FOLDER / f"{name}.csv")]
+    return Judged(name, rows_set, tuple(rows))
+
+
+def _judged(line: Line, rows_set: RowSet, planners: dict[Any, Planner]) -> PublicRow:
+    unit = rows_set.memory.unit if rows_set.memory else 0
+    row = PublicRow(
+        _label(line),
+        float(line["seconds"]) if line["seconds"] else None,
+        float(line["memory_gb"]) * unit if line["memory_gb"] and unit else None,
+    )
+    if doubt := next((why for word, why in rows_set.doubtful.items() if word in line["note"]), ""):
+        return replace(row, doubtful=doubt)
+    missing = next(_missing(line, rows_set), "")
+    if missing:
+        return replace(row, missing=missing)
+    try:
+        config = parse_config(_tree(line, rows_set))
+        facts = _facts(line, rows_set)
+        key = line["device"], tuple(facts)
+        if key not in planners:
+            software = load_program(rows_set.software, facts).software
+            planners[key] = Planner(_cluster(rows_set.clusters[line["device"]]), software)
+        prediction = planners[key].predict(config)
+    except ConfigError as error:
+        return replace(row, missing=str(error).splitlines()[-1].strip())
+    memory = prediction.fullest
+    return replace(
+        row,
+        seconds=prediction.seconds,
+        bytes=float(_bytes(memory, rows_set.memory.of)) if rows_set.memory else None,
+        fits=verdict(memory, prediction.cluster),
+    )
+
+
+def _bytes(memory: Memory, of: str) -> int:
+    return {"allocated": memory.allocated, "reserved": memory.reserved, "process": memory.total}[of]
+
+
+def _label(line: Line) -> str:
+    """`llama3-8b, 8 H100: tp 1, pp 1, micro 2, fp8`."""
+    cuts = ", ".join(f"{key} {line[key]}" for key in ("tp", "pp", "vpp", "cp", "ep") if line[key] not in ("", "1"))
+    rest = f"{line['sharding']}, micro {line['micro']}, {line['seq']} tokens, {line['precision'].lower()}"
+    return f"{line['model']}, {line['gpus']} {line['device']}: {f'{cuts}, ' if cuts else ''}{rest}"
+
+
+def _missing(line: Line, rows_set: RowSet) -> Iterator[str]:
+    """What a plan would have to say for a row and cannot."""
+    yield from (fact for word, fact in rows_set.missing.items() if word in line["model"])
+    yield from (fact for word, fact in rows_set.missing_by_note.items() if word in line["note"])
+    if line["recompute"] in rows_set.missing_by_word:
+        yield rows_set.missing_by_word[line["recompute"]]
+    precision = line["precision"].lower()
+    if precision not in ("bf16", "fp16", *LOW):
+        yield f"products in {line['precision']}"
+    if line["device"] not in rows_set.clusters:
+        yield f"a cluster of {line['device']}"
+    if not (line["tp"] and line["pp"]):
+        yield "the layout, which stands in a script beside the page"
+    if not line["hidden"]:
+        yield "the model's sizes"
+    if not line["micro"]:
+        yield "the microbatch, which the page does not say"
+    if not (line["seconds"] or line["memory_gb"]):
+        yield "a step's seconds, which the page does not say"
+    if not line["batch"]:
+        yield "the batch, which the page does not say"
+    # ZeRO-1's states over a part of the replicas: ours are over all.
+    part = next((size for word, size in rows_set.sharding.items() if word in line["sharding"]), None)
+    replicas = int(line["gpus"] or 1) // (int(line["tp"] or 1) * int(line["pp"] or 1) * int(line["cp"] or 1))
+    if part is not None and part < replicas and line["sharding"].startswith("zero1"):
+        yield "optimizer states over a part of the replicas (zero1 with layout.data.shard)"
+
+
+def _facts(line: Line, rows_set: RowSet) -> list[str]:
+    low = LOW.get(line["precision"].lower())
+    by_note = [fact for word, facts in rows_set.facts_by_note.items() if word in line["note"] for fact in facts]
+    return [*rows_set.facts, *by_note, *([f"products={low}"] if low else [])]
+
+
+def _tree(line: Line, rows_set: RowSet) -> dict[str, Any]:
+    """The row as a run file."""
+    number = {key: int(line[key] or 1) for key in ("gpus", "tp", "pp", "vpp", "cp", "ep", "micro", "batch", "layers")}
+    replicas = number["gpus"] // (number["tp"] * number["pp"] * number["cp"])
+    word = next((word for word in SYNCS if line["sharding"].startswith(word)), "none")
+    data: dict[str, Any] = {"size": replicas, "sync": SYNCS[word] if replicas * number["cp"] > 1 else "allreduce"}
+    data |= {"expert": number["ep"]} if number["ep"] > 1 else {}
+    data |= {"shard": 8} if word == HSDP and replicas > 8 else {}
+    layout: dict[str, Any] = {"data": data}
+    if number["tp"] > 1:
+        layout["tensor"] = {"kind": "megatron", "size": number["tp"], "sequence_parallel": True}
+    if number["pp"] > 1:
+        layout["pipeline"] = {"size": number["pp"], "schedule": "1f1b"} | _chunks(number)
+    if number["cp"] > 1:
+        layout["context"] = {"kind": "ulysses", "size": number["cp"]}
+    batch = number["micro"] * replicas
+    return {
+        "model": _model(line, rows_set),
+        "data": {"sequence": int(line["seq"])},
+        # What does not divide is left out: the rest of a step of many microbatches.
+        "batch": {"global": max(1, number["batch"] // batch) * batch, "micro": number["micro"]},
+        "layout": layout,
+        "precision": "bf16",
+        "memory": {"recompute": rows_set.recompute.get(line["recompute"], line["recompute"] or "none")},
+    }
+
+
+def _chunks(number: Mapping[str, int]) -> dict[str, Any]:
+    """Interleaved stages: as many chunks as are said, if they divide the layers; else the nearest number that does."""
+    if number["vpp"] == 1:
+        return {}
+    per_stage = number["layers"] / number["pp"]
+    fitting = [n for n in range(2, math.floor(per_stage) + 1) if number["layers"] % (n * number["pp"]) == 0]
+    if not fitting:
+        return {}
+    return {"chunks": min(fitting, key=lambda n: abs(n - number["vpp"]))}
+
+
+def _model(line: Line, rows_set: RowSet) -> dict[str, Any]:
+    own = next((fields for word, fields in rows_set.models.items() if line["model"].startswith(word)), {})
+    family = own.get("family", rows_set.family)
+    model: dict[str, Any] = {
+        "family": family,
+        "layers": int(line["layers"]),
+        "hidden": int(line["hidden"]),
+        "heads": int(line["heads"]),
+        "vocabulary": int(line["vocab"]),
+        "positions": int(line["seq"]),
+    }
+    if family == "llama":
+        model |= {"key_value_heads": int(line["kv_heads"] or line["heads"]), "feed_forward": int(line["ffn"])}
+    return model | rows_set.model | own
+
+
+def _cluster(told: str | Mapping[str, Any]) -> Cluster:
+    """A cluster by name, or one that is like it: with so many bytes of `memory`, so much of its `bandwidth`, so many
+    bytes a second out of a node (`outer`) and between its devices (`inner`)."""
+    if isinstance(told, str):
+        return load_cluster(told)
+    cluster = load_cluster(told["like"])
+    tree = cluster.model_dump(by_alias=True)
+    if "memory" in told:
+        tree["device"]["memory"] = told["memory"]
+    for dtype in tree["device"]["peak"] if "peak" in told else ():
+        tree["device"]["peak"][dtype] *= float(told["peak"])
+    if "bandwidth" in told:
+        curve = tree["device"]["bandwidth"]
+        tree["device"]["bandwidth"] = [(size, rate * float(told["bandwidth"])) for size, rate in curve]
+    for links in tree["links"].values():
+        levels = [dict(level) for level in links["levels"]]
+        if "inner" in told:
+            levels[0]["bandwidth"] = float(told["inner"])
+        if "outer" in told:
+            levels[-1]["bandwidth"] = float(told["outer"])
+        links["levels"] = levels
+    return Cluster.model_validate(tree)
