@@ -132,16 +132,18 @@ def parts_are_equal(config: Config) -> Iterator[Problem]:
         yield Problem(tensor.inner_field, size, rule_text, listed(divisors(parts)) + _or_parts(TENSOR, size))
 
 
-@_under_layout_free(HIDDEN, "layout.tensor", "model.hidden")
+@_under_layout_free(HIDDEN, "layout.tensor", "model")
 def parts_of_hidden_are_equal(config: Config) -> Iterator[Problem]:
     """A power of two, as above."""
-    parts, tensor, width = config.bits.hidden, config.layout.tensor, config.model.hidden
+    parts, tensor = config.bits.hidden, config.layout.tensor
+    uneven = [(field, width) for field, width in config.model.widths if parts > 1 and width % (parts * VECTOR)]
     if problem := no_power_of_two(HIDDEN, parts, "whose sums a tree makes"):
         yield problem
-    elif width % (parts * VECTOR) and parts > 1:
-        rule_text = f"does not cut model.hidden={width} into parts of whole vectors of {VECTOR}"
-        powers = [size for size in divisors(width // VECTOR) if not size & (size - 1)]
-        yield Problem(HIDDEN, parts, rule_text, listed(powers))
+    elif uneven:  # latent widths lie between pairs, too
+        field, width = uneven[0]
+        rule_text = f"does not cut {field}={width} into parts of whole vectors of {VECTOR}"
+        powers = [size for size in divisors(width // VECTOR) if not size & (size - 1)] if width % VECTOR == 0 else [1]
+        yield Problem(HIDDEN, parts, rule_text, listed(powers), (field,))
     elif parts % tensor.hidden_size:
         rule_text = f"does not divide bits.hidden={parts}, the parts of the hidden width that kernels get"
         size = tensor.hidden_size
