@@ -112,6 +112,7 @@ def as_dict(result: SearchResult) -> dict[str, Any]:
         "words_of_program": foreign_words(result.program, best.config) if result.program else None,
         "changes": {change.what: change.seconds for change in result.changes},
         "stopped": result.stopped,
+        "left_share": result.left_share,
         "counts": asdict(result.counts),
         "layouts": [figures_of(one) | {"config": _decided(one.config)} for one in result.predictions],
         "tight": [figures_of(one) | {"config": _decided(one.config)} for one in result.tight],
@@ -151,7 +152,7 @@ def plan_sentences(result: SearchResult) -> list[str]:
     if result.program is not None and result.program.name != OWN:
         said.append(f"As {result.program.title} runs it: {len(result.program.sources)} facts that are not ours.")
     if result.stopped:
-        said.append(STOPPED)
+        said += [STOPPED, f"{result.left_share:.0%} of the families of layouts were not looked at."]
     if result.tight:
         said.append(tight_sentence(result.tight[0], best, layout_text(result.tight[0].config)))
     if (alike := alike_sentence(result.predictions)) is not None:

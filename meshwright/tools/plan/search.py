@@ -98,9 +98,10 @@ class SearchResult:
     `tight`: those that are, and are faster than the first. `runner_ups`: of each other strategy; `not_reached`: the
     strategies that a stopped search has not come to. `predicted`: all that were predicted and are no more than the
     device holds. `illegal`: kinds of tensor sections of which no layout is legal, with a rule that one breaks.
-    `stopped`: by Ctrl-C, so that there may be faster ones. `nearly_fits`: of those that do not fit the one with the
-    least estimated seconds, if it would be the fastest. `program`: whose run it is; None: our own. `training`: what the
-    user would train with it; `changes`: what would change it."""
+    `left_share`: of families of layouts, those that a stopped search has not looked at. `stopped`: by Ctrl-C, so that
+    there may be faster ones. `nearly_fits`: of those that do not fit the one with the least estimated seconds, if it
+    would be the fastest. `program`: whose run it is; None: our own. `training`: what the user would train with it;
+    `changes`: what would change it."""
 
     job: SearchJob
     predictions: tuple[Prediction, ...]
@@ -111,6 +112,7 @@ class SearchResult:
     illegal: dict[str, Problem]
     counts: Counts
     stopped: bool = False
+    left_share: float = 0.0
     nearly_fits: tuple[float, Config, Memory] | None = None
     training: Training = field(default_factory=Training)
     program: Program | None = None
@@ -212,6 +214,7 @@ class _Search:
         self.found = SearchState()
         self.simulated = self.passed = 0
         self.families: list[Numbered] = []
+        self.families_done = 0
         self.best: list[Prediction] = []
         self.tight: list[Prediction] = []
         self.known: list[Prediction] = []
@@ -286,7 +289,7 @@ class _Search:
         predicted = tuple(sorted(self.known, key=lambda one: one.seconds))
         return SearchResult(
             self.evaluator.job, best, tight, tuple(runner_ups), not_reached, predicted, illegal, self.counts, stopped,
-            nearly_fits,
+            1 - self.families_done / max(1, len(self.families)), nearly_fits,
         )  # fmt: skip
 
     def nothing_fits(self) -> ConfigError:
@@ -312,6 +315,7 @@ class _Search:
             # A cut beside another makes no layer cheaper: what one cut alone cannot reach, both cannot.
             if any(self.found.least.get(cut, 0.0) >= cutoff for cut in cuts_within(family.layout)):
                 self.found.count_slow(family)
+                self.families_done += 1
             else:
                 numbered.append((number, family))
         found = SearchState()
@@ -349,6 +353,7 @@ class _Search:
                 parts |= answer.result()
                 tell(self.families[max(parts)][1].layout.summary, len(parts) / len(numbered))
         finally:
+            self.families_done += len(parts)
             for number in sorted(parts):
                 # In the order of families, so that the answer is one process' to the digit, also after Ctrl-C.
                 found.include(parts[number])

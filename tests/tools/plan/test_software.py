@@ -234,3 +234,7 @@ def test_a_program_looks_at_no_layout_that_it_does_not_know() -> None:
     assert {one.config.layout.data.sync for one in found.predicted} <= {"allreduce", "zero2", "zero3"}
     assert all(one.config.layout.tensor.kind == "none" for one in found.predicted)
     assert all(one.config.layout.pipeline.size == 1 for one in found.predicted)
+
+
+def test_a_search_that_ends_has_looked_at_every_family() -> None:
+    assert search(run(), NODES, 2, 1).left_share == 0
