@@ -1,5 +1,5 @@
-"""`bits: layout-free` at a real vocabulary and many tokens, with ranks of two threads: chunks of logits and products that
-threads share end with the bits of one device."""
+"""`bits: layout-free` at a real vocabulary and many tokens, with ranks of two threads: chunks of logits and products
+that threads share end with the bits of one device."""
 
 from __future__ import annotations
 
