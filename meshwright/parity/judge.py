@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -237,6 +237,8 @@ def _explain(
             )
             if explanation.explained:
                 return explanation
+            # Rows that a router did not deal are no part of a weight that a rank lacks.
+            explanation = replace(explanation, leaves_out=explanation.leaves_out and not routed)
             # A reading of another shape says less than one that is off.
             if first is None or (math.isinf(first.error) and not math.isinf(explanation.error)):
                 first = explanation
