@@ -214,7 +214,7 @@ class _Search:
         self.found = SearchState()
         self.simulated = self.passed = 0
         self.families: list[Numbered] = []
-        self.families_done = 0
+        self.looked_at: set[int] = set()
         self.best: list[Prediction] = []
         self.tight: list[Prediction] = []
         self.known: list[Prediction] = []
@@ -289,7 +289,7 @@ class _Search:
         predicted = tuple(sorted(self.known, key=lambda one: one.seconds))
         return SearchResult(
             self.evaluator.job, best, tight, tuple(runner_ups), not_reached, predicted, illegal, self.counts, stopped,
-            1 - self.families_done / max(1, len(self.families)), nearly_fits,
+            1 - len(self.looked_at) / max(1, len(self.families)), nearly_fits,
         )  # fmt: skip
 
     def nothing_fits(self) -> ConfigError:
@@ -315,7 +315,7 @@ class _Search:
             # A cut beside another makes no layer cheaper: what one cut alone cannot reach, both cannot.
             if any(self.found.least.get(cut, 0.0) >= cutoff for cut in cuts_within(family.layout)):
                 self.found.count_slow(family)
-                self.families_done += 1
+                self.looked_at.add(number)
             else:
                 numbered.append((number, family))
         found = SearchState()
@@ -353,7 +353,7 @@ class _Search:
                 parts |= answer.result()
                 tell(self.families[max(parts)][1].layout.summary, len(parts) / len(numbered))
         finally:
-            self.families_done += len(parts)
+            self.looked_at |= set(parts)
             for number in sorted(parts):
                 # In the order of families, so that the answer is one process' to the digit, also after Ctrl-C.
                 found.include(parts[number])
