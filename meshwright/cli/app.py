@@ -113,7 +113,7 @@ ClusterName = Annotated[
     ),
 ]
 SoftwareName = Annotated[
-    str,
+    str | None,
     Option(
         metavar="NAME", help="Whose program runs: facts of our own or of another.", autocompletion=complete_software
     ),

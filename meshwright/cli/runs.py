@@ -272,6 +272,11 @@ Facts = Annotated[
 ]
 
 
+ForeignFile = Annotated[
+    Path | None, Option("--from", metavar="FILE", help="Instead of a run file: another program's job.")
+]
+
+
 @app.command(rich_help_panel=PREDICT)
 def plan(
     cluster: ClusterName,
@@ -290,14 +295,16 @@ def plan(
     ] = None,
     price: Annotated[float | None, Option(min=0, help="Dollars a device and hour: what --tokens cost.")] = None,
     imbalance: Imbalance = 1.0,
-    software: SoftwareName = "meshwright",
+    software: SoftwareName = None,
     facts: Facts = None,
+    source: ForeignFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest layouts that fit a cluster.
 
     The run file's layout, microbatch, recomputation and offload are free; what a key=value word sets stays. Its corpus
-    and tokenizer need not be here. Ctrl-C, or SIGTERM, ends the search with the best so far.
+    and tokenizer need not be here. Ctrl-C, or SIGTERM, ends the search with the best so far. --from takes a job of
+    torchtitan, Megatron-LM, Accelerate or AutoModel, and answers in its words.
 
     Example: meshwright plan --model llama-3.1-8b --sequence 8192 --batch 512 --cluster dgx-h100 --devices 64
     """
@@ -306,15 +313,16 @@ def plan(
     from meshwright.tools.plan.estimate import Estimates
     from meshwright.tools.plan.page import write_plan_page
     from meshwright.tools.plan.predict import Planner
-    from meshwright.tools.plan.question import NamedRun, planned_run, stopped_by_signals
+    from meshwright.tools.plan.question import NamedRun, asked_run, stopped_by_signals
     from meshwright.tools.plan.search import search
-    from meshwright.tools.plan.software import load_program, with_imbalance
+    from meshwright.tools.plan.software import OWN, load_program, with_imbalance
     from meshwright.tools.plan.space import fixed_fields
 
     training, described = answer.Training(answer.parse_tokens(tokens), price), load_cluster(cluster)
-    config, words = planned_run(run, NamedRun(model, sequence, batch), overrides or (), described)
+    named = NamedRun(model, sequence, batch)
+    config, words, job = asked_run(source, run, named, overrides or (), described)
     report.check_outputs(out, page, trace)
-    program = load_program(software, facts or ())
+    program = load_program(software or (job.program if job else OWN), [*(job.facts if job else ()), *(facts or ())])
     models = Estimates(Planner(described, with_imbalance(program.software, config, imbalance)))
     with progress() as show, stopped_by_signals(show) as tell:
         plans = search(

@@ -49,6 +49,9 @@ class Network(Section):
     special_tokens: ClassVar[tuple[str, ...]] = ()
     """Tokens that it needs besides a text's and the one that ends a text, as published vocabularies spell them."""
 
+    balance_of_folders: ClassVar[str] = ""
+    """Why weights that come from a folder train without a balance of their experts, of a family that has some."""
+
     family: str
     """The form of the network."""
     hidden: Positive = 768

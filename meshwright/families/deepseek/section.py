@@ -51,6 +51,7 @@ class DeepSeek(RotaryTransformer):
 
     family: Literal["deepseek"]
     chain: ClassVar[str] = "meshwright.families.deepseek.model:DeepSeekModel"
+    balance_of_folders: ClassVar[str] = "config.json asks for none, and the biases that choose experts stay as they are"
     query_rank: Positive | None = None
     """The width of the vector that all heads' queries are made of; null: they are made of the hidden states."""
     key_value_rank: Positive = 512

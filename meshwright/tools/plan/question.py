@@ -30,6 +30,7 @@ from meshwright.decisions import this_machine
 from meshwright.errors import ConfigError
 from meshwright.section import with_field
 from meshwright.tools.plan.cluster import CALIBRATED, Cluster, cluster_names, load_cluster
+from meshwright.tools.plan.foreign import ForeignJob, read_foreign
 from meshwright.tools.plan.search import search
 from meshwright.tools.plan.space import fixed_fields
 
@@ -72,6 +73,20 @@ def planned_run(run: Path | None, named: NamedRun, words: Sequence[str], cluster
         return named.config(words, cluster), words
     # What the run's data reads need not be here: only shapes matter to a plan.
     return load_undecided(run, words, elsewhere=True), words
+
+
+def asked_run(
+    source: Path | None, run: Path | None, named: NamedRun, words: Sequence[str], cluster: Cluster
+) -> tuple[Config, list[str], ForeignJob | None]:
+    """The run that is asked about, the `key=value` words, and the job of another program that it is, if `source` is
+    one's file. Raises ConfigError as planned_run, and where both a run file and a job are given."""
+    if source is None:
+        return *planned_run(run, named, words, cluster), None
+    if run is not None and "=" not in str(run):
+        raise ConfigError.of("--from", source, f"has no effect beside the run file {run}", "one of them")
+    words = [*([str(run)] if run is not None else []), *words]
+    job = read_foreign(source, named.model, named.sequence, named.batch)
+    return parse_run(job.run, words, undecided=DECIDED, unread=ELSEWHERE), words, job
 
 
 @contextmanager

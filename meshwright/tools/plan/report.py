@@ -29,9 +29,11 @@ from meshwright.tools.plan.answer import (
     tight_sentence,
 )
 from meshwright.tools.plan.evaluator import RunnerUp
+from meshwright.tools.plan.foreign import foreign_words
 from meshwright.tools.plan.memory import bytes_text, verdict
 from meshwright.tools.plan.predict import Prediction
 from meshwright.tools.plan.search import SearchResult, layout_text
+from meshwright.tools.plan.software import OWN
 from meshwright.tools.plan.space import CHOICES, is_fixed
 from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PHASES, PIPELINE
 from meshwright.training.pictures import draw_timelines
@@ -105,6 +107,9 @@ def as_dict(result: SearchResult) -> dict[str, Any]:
         "training_seconds": training.seconds(best),
         "dollars": training.dollars(best),
         "words": words_to_paste(best.config, job.run),
+        "program": result.program and result.program.name,
+        "facts": result.program and result.program.software.model_dump(mode="json"),
+        "words_of_program": foreign_words(result.program, best.config) if result.program else None,
         "changes": {change.what: change.seconds for change in result.changes},
         "stopped": result.stopped,
         "counts": asdict(result.counts),
@@ -131,6 +136,9 @@ def render(result: SearchResult) -> None:
     for kind, problem in result.illegal.items():
         console.print(f"no legal layout of kind {kind}: {problem}")
     console.print(looked_at(result))
+    if result.program and (theirs := foreign_words(result.program, best.config)):
+        console.print(f"the first, in the words of {result.program.title}:")
+        print(theirs)
     if words := words_to_paste(best.config, result.job.run):
         console.print("the first, in words behind any command on this run:")
         print(words)  # on one line, to be pasted
@@ -140,6 +148,8 @@ def plan_sentences(result: SearchResult) -> list[str]:
     """The answer, how sure it is, and what would change it."""
     job, best = result.job, result.predictions[0]
     said = [answer(best, layout_text(best.config), result.training)]
+    if result.program is not None and result.program.name != OWN:
+        said.append(f"As {result.program.title} runs it: {len(result.program.sources)} facts that are not ours.")
     if result.stopped:
         said.append(STOPPED)
     if result.tight:

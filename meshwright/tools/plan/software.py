@@ -138,6 +138,9 @@ OWN_SOFTWARE = Software()
 OWN = "meshwright"
 
 
+JobForm = Literal["toml", "arguments", "accelerate"]
+
+
 class _Fact(BaseModel, extra="forbid", frozen=True):
     """A fact's value, and the text or code that says so."""
 
@@ -146,23 +149,28 @@ class _Fact(BaseModel, extra="forbid", frozen=True):
 
 
 class _Preset(BaseModel, extra="forbid", frozen=True):
-    """A file of configs/software. `layouts`: values of fields of the layout that the program knows, by dotted name."""
+    """A file of configs/software. `layouts`: values of fields of the layout that the program knows, by dotted name;
+    `form`: of its jobs' files; `syncs`: its words for ours of layout.data.sync."""
 
     program: str
     facts: dict[str, _Fact]
     layouts: dict[str, tuple[Any, ...]] = Field(default_factory=dict)
+    form: JobForm | None = None
+    syncs: dict[str, str] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Program:
     """Somebody's program by name. `title`: its whole name; `sources`: of each fact that is not as in our own runs;
-    `layouts`: as in its file; empty: any."""
+    `layouts`, `form`, `syncs`: as in its file; no layouts: any."""
 
     name: str
     title: str
     software: Software
     sources: dict[str, str]
     layouts: dict[str, tuple[Any, ...]]
+    form: JobForm | None
+    syncs: dict[str, str]
 
 
 def software_names() -> list[str]:
@@ -188,7 +196,7 @@ def load_program(name: str = OWN, facts: Sequence[str] = ()) -> Program:
         raise ConfigError(problems_of(error, [], Software)) from error
     sources = {fact: each.source for fact, each in preset.facts.items()}
     sources |= {word.partition("=")[0]: "--fact" for word in facts}
-    return Program(name, preset.program, software, sources, preset.layouts)
+    return Program(name, preset.program, software, sources, preset.layouts, preset.form, preset.syncs)
 
 
 def load_software(name: str) -> Software:

@@ -353,6 +353,9 @@ def _ranks_in_reach(config: Config, job: SearchJob) -> int:
     return job.devices if nodes == "auto" else nodes
 
 
+RECOMPUTED: tuple[str, ...] = ("none", "selective", "auto")
+"""Candidates for memory.recompute; by operation where a program asks for it alone, since that is a third more."""
+
 CHOICES = (
     Choice("layout.context", _contexts),
     Choice(
@@ -377,7 +380,9 @@ CHOICES = (
         Choice(f"layout.pipeline.{field}", partial(_pipelines, field))
         for field in ("schedule", "chunks", "placement", "limit")
     ),
-    Choice("memory.recompute", lambda config, job: ("none", "selective", "auto")),
+    Choice(
+        "memory.recompute", lambda config, job: RECOMPUTED + tuple({"ops"} & {*job.known.get("memory.recompute", ())})
+    ),
     Choice("layout.order", _orders),
 )
 

@@ -16,8 +16,9 @@ import torch
 
 from meshwright.config import Config, parse_config
 from meshwright.errors import ConfigError
+from tests.bits.runs import ended
 from tests.context.test_equality import BLOCKS, CUT, ONE_D, config_for
-from tests.families.deepseek.test_model import YARN
+from tests.families.deepseek.test_model import ROUTED, YARN
 from tests.tensor.test_equality import MODELS, check, run
 
 RING, ULYSSES = ({"size": 2, "kind": kind} for kind in ("ring", "ulysses"))
@@ -127,6 +128,44 @@ def test_equals_serial_with_recomputation(name: str, recompute: str | int) -> No
 def test_twenty_steps_of_a_mixture() -> None:
     layout = EXPERTS | {"context": RING, "tensor": ONE_D}
     check(run(deepseek(SHAPE, layout, steps=20)), run(deepseek(SHAPE, {}, steps=20))[0])
+
+
+def free_of_layout(*words: str, cuts: bool = True) -> Config:
+    """A run whose bits are free of the layout; `cuts`: layouts may cut its layers and sequences."""
+    shape = {
+        "family": "deepseek", "layers": 2, "hidden": 64, "heads": 8, "query_rank": 32, "key_value_rank": 32,
+        "head_width": 8, "rotary_width": 8, "value_width": 16, "feed_forward": 256, "positions": 32, "vocabulary": 301,
+        "vocabulary_multiple": 64, "later_tokens": 1, "dropout": 0.1,
+    }  # fmt: skip
+    routed = ROUTED | {"width": 32, "shared": 32, "bias_rate": None, "balance": 0.3}
+    tree = {
+        "seed": 3, "model": shape | ({} if cuts else {"experts": routed}), "data": {"sequence": 32},
+        "batch": {"global": 4, "micro": 2}, "optimizer": {"lr": 1e-2, "clip": 0.5}, "steps": 2,
+        "bits": {"kind": "layout-free"} | ({"tensor": 4, "sequence": 4} if cuts else {}),
+    }  # fmt: skip
+    return parse_config(tree, words)
+
+
+M2, M4 = (("layout.tensor=megatron", f"layout.tensor.size={size}") for size in (2, 4))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (*M4, "layout.tensor.sequence_parallel=true"),
+        pytest.param((*M2, "layout.context=2"), marks=pytest.mark.long),
+        pytest.param(("layout.pipeline.size=2",), marks=pytest.mark.long),
+    ],
+    ids=["1-D, cut", "1-D x ulysses", "stages"],
+)
+def test_bits_are_those_of_one_device(words: tuple[str, ...]) -> None:
+    assert ended(free_of_layout(*words)).differing(ended(free_of_layout("batch.micro=4"))) == []
+
+
+def test_bits_of_experts_are_those_of_one_device() -> None:
+    words = ("layout.data.size=2", "layout.data.expert=2", "layout.data.sync=zero1")
+    alone = ended(free_of_layout("batch.micro=4", cuts=False))
+    assert ended(free_of_layout(*words, cuts=False)).differing(alone) == []
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
