@@ -127,7 +127,7 @@ const inWords = ({ task, part }) => `${TASKS[task] ?? task}, ${part}`;
 function rowSaid(row) {
   const first = facts.stages[row.stage].first, group = facts.groups[row.axes].find((each) => each.includes(first));
   const verb = row.verb === "message" ? many(row.calls, "message") + " along" : `${many(row.calls, "call")} of ${row.verb} over`;
-  const kept = row.bytes === 0 ? " It receives, and sends nothing: the others of its group do." : "";
+  const kept = row.bytes === 0 && row.others ? ` It receives: each of the others sends ${size(row.others)}.` : "";
   return `In a step rank ${first} sends <b>${size(row.bytes)}</b> in ${verb} ${escaped(row.axes)}: `
     + `${escaped(inWords(row))}. Its group: ranks ${group.length > 16 ? group.slice(0, 16).join(", ") + ", …" : group.join(", ")}.${kept}`;
 }
@@ -141,7 +141,7 @@ function drawSent() {
   const choose = (index) => {
     at("sent").querySelectorAll("tr").forEach((line) => line.setAttribute("aria-selected", line.dataset.row === String(index)));
     at("order").querySelectorAll("[aria-pressed]").forEach((step) => step.setAttribute("aria-pressed", "false"));
-    drawArrows(rows[index], size(rows[index].bytes), rowSaid(rows[index]));
+    drawArrows(rows[index], size(rows[index].bytes || rows[index].others), rowSaid(rows[index]));
   };
   at("sent").querySelectorAll("[data-row]").forEach((line) => {
     line.addEventListener("click", () => choose(Number(line.dataset.row)));

@@ -189,10 +189,18 @@ def weight_blocks(explained: Explained, holders: Sequence[Sequence[int]]) -> Ite
 
 
 def sent_rows(run: Composition, stage: int) -> Iterator[dict[str, Any]]:
-    """The ledger of the stage's first rank in a step, by task, part, axes and verb."""
+    """The ledger of the stage's first rank in a step, by task, part, axes and verb. `others`: bytes that each other
+    member of the group sends to a root, which receives and has none of its own."""
     rows: defaultdict[tuple[str, str, str, str], Traffic] = defaultdict(Traffic)
+    others: defaultdict[tuple[str, str, str, str], int] = defaultdict(int)
     for sending in run.sendings(stage):
-        for (axes, verb), traffic in sending.traffic.items():
+        for event in sending.program.events:
+            if isinstance(event, Start) and VERBS[event.verb].direction == "to root":
+                size = len(run.grid.group(run.rank(stage), *event.axes.split("+")))
+                sent_bytes = VERBS[event.verb].sent_bytes(event.payload_bytes, size, is_root=False)
+                key = sending.task, sending.part, event.axes, event.verb
+                others[key] += sending.times * event.times * sent_bytes
+        for (axes, verb), traffic in sending.program.traffic.items():
             rows[sending.task, sending.part, axes, verb].include(traffic.scaled(sending.times))
     for (task, part, axes, verb), traffic in rows.items():
         if traffic.calls:
@@ -200,6 +208,7 @@ def sent_rows(run: Composition, stage: int) -> Iterator[dict[str, Any]]:
             yield {
                 "stage": stage, "task": task, "part": part, "axes": axes, "verb": verb, "calls": traffic.calls,
                 "bytes": traffic.sent_bytes, "direction": VERBS[verb].direction, "peers": peers,
+                "others": others[task, part, axes, verb],
             }  # fmt: skip
 
 

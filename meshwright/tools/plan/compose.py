@@ -136,12 +136,12 @@ BUCKETS = "buckets"
 
 @dataclass(frozen=True)
 class Sending:
-    """An item of a rank's ledger of a step, which counts `times` times. `task`: in which the rank sends it: forward,
-    backward, weight, or what is done beside them; `part`: of the model that it is for."""
+    """An item of a rank's ledger of a step, `times` times. `task`: forward, backward, weight, or what is done beside
+    them; `part`: of the model that it is for; `program`: what sends it, without events where it is not recorded."""
 
     task: str
     part: str
-    traffic: Mapping[tuple[str, str], Traffic]
+    program: Program
     times: int = 1
 
 
@@ -279,7 +279,7 @@ class Composition:
         """The ledger of the stage's first rank: its kit's collectives, messages, agreements, gradients' sums."""
         total: Sent = {}
         for sending in self.sendings(stage):
-            include(total, sending.traffic, sending.times)
+            include(total, sending.program.traffic, sending.times)
         return total
 
     def sendings(self, stage: int) -> Iterator[Sending]:
@@ -291,29 +291,29 @@ class Composition:
                     begins = stage == 0 and unit is chunks[0].units[0]
                     part = "layers" if unit_layers(unit) else "embeddings" if begins else "head"
                     for program, passes in unit.passes(kind, which):
-                        yield Sending(CATEGORIES[kind], part, program.traffic, times * passes)
+                        yield Sending(CATEGORIES[kind], part, program, times * passes)
         buckets = self.buckets[self.like[stage]]
         for which, times in enumerate(self.counts):
             for (kind, _), gathered in self.gathers(stage, which).items():
                 for index in gathered:
-                    yield Sending(f"gather for {CATEGORIES[kind]}", BUCKETS, buckets[index].gather.traffic, times)
+                    yield Sending(f"gather for {CATEGORIES[kind]}", BUCKETS, buckets[index].gather, times)
         ledger, messages = Ledger(), self.messages(stage)
         # Messages are the same in each microbatch, so one is recorded and counted so many times.
         with ledger.repeated(count):
             for other, side in sides_of(stage, self.placement).items():
                 for size in messages[side]:
                     ledger.record(PIPE, MESSAGE, size, other - stage)
-        yield Sending("between stages", "activations and their gradients", ledger.traffic)
+        yield Sending("between stages", "activations and their gradients", Program(traffic=ledger.traffic))
         if self.agrees:
             ledger = Ledger()
             with ledger.repeated(count * len(self.kinds) * len(chunks)):
                 # The stage's first rank tells its peers which task is next, in 8 bytes.
                 ledger.record(self.peers, "broadcast", 8 * (self.grid.size(*self.peers.split("+")) - 1), 0)
-            yield Sending("between stages", "which task is next", ledger.traffic)
+            yield Sending("between stages", "which task is next", Program(traffic=ledger.traffic))
         for bucket in buckets:
-            yield Sending("sum of gradients", BUCKETS, bucket.reduce.traffic, bucket.sums)
-            yield Sending("new weights", BUCKETS, bucket.publish.traffic)
-            yield Sending("sum of gradients", BUCKETS, bucket.across.traffic)
+            yield Sending("sum of gradients", BUCKETS, bucket.reduce, bucket.sums)
+            yield Sending("new weights", BUCKETS, bucket.publish)
+            yield Sending("sum of gradients", BUCKETS, bucket.across)
 
     def messages(self, stage: int) -> dict[Side, list[int]]:
         """Bytes of a microbatch's messages to each side: activations one way, gradients the other way."""

@@ -106,6 +106,15 @@ def test_owners_differ_where_layers_are_cut() -> None:
     assert (len(experts["blocks"]), experts["cut"]) == (2, {"expert": 0})
 
 
+def test_what_the_others_send_to_a_root() -> None:
+    """Two branches, common layers on the first rank: what that one broadcasts forward comes back to it as a sum."""
+    rows = {(row["task"], row["verb"]): row for row in facts_of("sub-graphs")["sendings"] if row["part"] == "layers"}
+    for task in ("forward", "backward"):
+        sent, summed = rows[task, "broadcast"], rows[task, "reduce"]
+        assert (summed["bytes"], summed["others"]) == (0, sent["bytes"])
+        assert sent["others"] == 0
+
+
 def test_a_layer_in_order() -> None:
     """1-D: two products and a sum, twice, as Megatron's paper has it; a ring passes keys and values on three times."""
     passes = {(each["part"], each["task"]): each["steps"] for each in facts_of("1-D")["passes"]}
