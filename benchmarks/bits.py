@@ -78,9 +78,8 @@ EIGHTEEN = (
     "layout.data=4 layout.data.sync=zero2 batch.micro=1", "layout.data=4 layout.data.sync=zero3 layout.data.shard=2",
     "layout.pipeline=2 batch.micro=2", "layout.pipeline=4 layout.pipeline.schedule=message-driven batch.micro=1",
     "layout.pipeline=2 layout.pipeline.chunks=2 batch.micro=1", "memory.recompute=1",
-    "layout.tensor=megatron layout.tensor.size=2",
     "layout.tensor=megatron layout.tensor.size=4 layout.tensor.sequence_parallel=true",
-    "layout.context=2", "layout.context=4",
+    "layout.tensor=tesseract layout.tensor.q=2", "layout.tensor=subgraph layout.tensor.size=2", "layout.context=4",
     "layout.data=2 layout.data.sync=zero3 layout.pipeline=2 layout.tensor=megatron layout.tensor.size=2 batch.micro=1",
 )  # fmt: skip
 SMALL: Mapping[str, Any] = {
@@ -114,9 +113,9 @@ def run(config: Config, steps: int) -> tuple[list[float], dict[str, torch.Tensor
 
 
 def small(mode: str, *words: str) -> Config:
-    """The small run in one mode. Layout-free: kernels get a quarter of the widths and of a sequence, so that layouts
-    may cut either into four."""
-    bits = {} if mode == "usual" else {"kind": "layout-free", "tensor": 4, "sequence": 4}
+    """The small run in one mode. Layout-free: kernels get a quarter of inner widths and of a sequence and half of the
+    hidden width, so that layouts may cut them into as many."""
+    bits = {} if mode == "usual" else {"kind": "layout-free", "tensor": 4, "hidden": 2, "sequence": 4}
     return parse_config({**SMALL, "bits": bits}, ("layout.transport=threads", *words))
 
 
