@@ -211,7 +211,7 @@ def test_a_run_goes_on_under_another_cut_with_the_same_bits(tmp_path: Path) -> N
         (("bits.sequence=2", *M4, *CUT), "layout.tensor.size"),
         (("bits.sequence=32",), "bits.sequence"),
         (("model.heads=4", *M4, *U2), "layout.context.size"),
-        (("layout.tensor={kind: tesseract, q: 2}",), "layout.tensor.kind"),
+        (("layout.tensor={kind: tesseract, q: 2}",), "layout.tensor.q"),
         (("layout.context=2", "layout.context.kind=ring", "model.dropout=0.0"), "layout.context.kind"),
     ],
 )
