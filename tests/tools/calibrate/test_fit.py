@@ -74,7 +74,7 @@ def test_a_device_is_found_again() -> None:
     device = fit_device("cpu", 2**30, device_points())
     assert device.peak_flops_per_second == {"float32": 5e10, "float64": 2.5e10, "bf16": pytest.approx(1e11, rel=1e-3)}
     assert dict(device.efficiency) == EFFICIENCY
-    assert device.attention_efficiency == pytest.approx(0.55, rel=1e-3)
+    assert dict(device.attention_efficiency) == {1.0: pytest.approx(0.55, rel=1e-3)}
     assert [rate for _, rate in device.bandwidth_bytes_per_second] == pytest.approx([BANDWIDTH] * 3, rel=1e-3)
     assert device.launch_seconds == LAUNCH
     assert device.seconds_per_element == {
