@@ -74,7 +74,8 @@ def render(cluster: Cluster, out: Path) -> None:
     host, disk = device.host_link_bytes_per_second, device.disk_bytes_per_second
     streams = ", ".join(f"{_size(size)}: {rate / 1e9:.1f}" for size, rate in device.bandwidth_bytes_per_second)
     elements = ", ".join(f"{kind} {seconds * 1e9:.2f}" for kind, seconds in device.seconds_per_element.items())
-    attention = "none fused" if device.attention_efficiency is None else f"{device.attention_efficiency:.0%}"
+    shares = device.attention_efficiency or ()
+    attention = ", ".join(f"{share:.0%}" for _, share in shares) or "none fused"
     for line in (
         f"{cluster.devices_per_node} devices ({device.kind}), {device.memory_bytes / 2**30:.1f} GiB each",
         f"Gflop/s: {peaks}; of it by the side of a product: {curve}; a fused attention: {attention}",
