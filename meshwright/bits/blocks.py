@@ -65,7 +65,7 @@ class Blocks:
         return [run for grain in x.chunk(self.grains) for run in grain.chunk(self.runs if x.shape[1] > 1 else 1, 1)]
 
     def rows(self, x: Tensor) -> list[Tensor]:
-        """The same of x [B, T, ..., N], each [rows, N] in memory of its own."""
+        """The runs of each grain of x [B, T, ..., N], each as [rows, N] in memory of its own."""
         return [(apart(run) if self.exact else run).flatten(0, -2) for run in self.cut(x)]
 
     def joined(self, runs: list[Tensor], batch: int) -> Tensor:
@@ -84,12 +84,12 @@ class Blocks:
 
     @property
     def uncut(self) -> Blocks:
-        """The same of a layer that no rank has a part of, between pairs."""
+        """The blocks between pairs of a layer that every rank holds whole: all parts are its own."""
         return replace(self.outer, parts=self.all_parts, first_part=0)
 
     @property
     def between(self) -> Blocks:
-        """The same of a layer between pairs, whose width falls into parts as that inside of pairs does."""
+        """The blocks between pairs of a layer whose hidden width falls into `hidden` parts, some of them the rank's."""
         own, first, count = self.own_hidden, self.first_hidden, self.hidden
         return replace(self.outer, parts=own, first_part=first, all_parts=count)
 

@@ -178,7 +178,7 @@ def reported_loss(case: Case) -> Mistake | None:
 
 
 def reported_norm(case: Case) -> Mistake | None:
-    """The same of the norm."""
+    """A gradient norm alone is wrong only in what is reported, where the gradients that it measures are right."""
     if ("norm", 1) not in case.failed:
         return None
     text = "the gradient norm that the program reports is not the reference's, whose gradients are right"

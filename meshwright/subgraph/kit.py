@@ -60,7 +60,8 @@ class CommonPair:
 
 
 class CommonPairByParts:
-    """The same by the parts of all branches, which kernels get wherever these are (bits/blocks.py)."""
+    """The pair of a common layer, computed by the parts of all branches: kernels get one part at a time, on whichever
+    rank it is (bits/blocks.py)."""
 
     def __init__(self, segment: Segment, blocks: Blocks, *, core: bool) -> None:
         self.segment, self.blocks, self.core = segment, blocks, core

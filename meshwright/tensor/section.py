@@ -183,7 +183,7 @@ class TensorSection(Section):
         return cast("Kit", load_entry(self.kit_class)(mesh, **self.kit_settings(config)))
 
     def kit_by_parts(self, config: Config, mesh: Mesh, blocks: Blocks) -> Kit:
-        """The same of a run whose layers fall into blocks."""
+        """The kit of a run whose kernels get blocks of one shape in every layout (bits/blocks.py)."""
         return cast("Kit", load_entry(self.by_parts)(mesh, blocks=blocks, **self.kit_settings(config)))
 
     @property

@@ -1,4 +1,4 @@
-"""What these programs share: sums over a group that are differentiable, and a step with plain SGD."""
+"""Differentiable sums over a group and a step with plain SGD, which the programs beside this file use."""
 
 from typing import Any
 

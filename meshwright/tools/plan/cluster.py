@@ -84,10 +84,10 @@ class Device(Section):
     peak_flops_per_second: dict[Multiplies, Rate] = Field(alias="peak")
     efficiency: Curve
     low_efficiency: Curve | None = Field(default=None, alias="efficiency_low")
-    """The same of products in FP8 and MXFP8; None: as in half precision."""
+    """The shares of the peak that products in FP8 and MXFP8 reach, by side; None: as in half precision."""
     attention_efficiency: Shares | None = Field(default=None, alias="attention")
     attention_kernels: dict[AttentionKernel, Shares] = Field(default_factory=dict, alias="attentions")
-    """The same of other kernels than torch's own, by their generation; without a figure it is torch's."""
+    """The shares of the peak that attention kernels of other generations than torch's reach; without one: torch's."""
     norms: tuple[Share, Share] = (1.0, 1.0)
     """The shares of the memory's pace that torch's norms reach, forward and backward."""
     bandwidth_bytes_per_second: Curve = Field(alias="bandwidth")
