@@ -90,7 +90,8 @@ def test_a_sum_at_the_first_rank_has_the_order_of_a_tree() -> None:
     assert first == [1.0 + 2.0**-23, 2.0**-22]  # one after another: 1, since each is half of the last digit
 
 
-def test_a_run_goes_on_on_sub_grids_with_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tensor", [{"kind": "subgraph", "size": 2}, {"kind": "tesseract", "q": 2}], ids=["2", "2 x 2"])
+def test_a_run_goes_on_on_sub_grids_and_blocks_with_the_same_bits(tensor: dict[str, Any], tmp_path: Path) -> None:
     corpus = make_corpus(tmp_path)
     tree: dict[str, Any] = {
         "model": {
@@ -100,15 +101,15 @@ def test_a_run_goes_on_on_sub_grids_with_the_same_bits(tmp_path: Path) -> None:
         "data": {"source": str(corpus), "sequence": 32},
         "batch": {"global": 4, "micro": 2},
         "precision": "float32",
-        "bits": {"kind": "layout-free", "tensor": 2},
+        "bits": {"kind": "layout-free", "tensor": 2, "hidden": 2},
         "check": {"root_every": 1},
         "checkpoint": {"every": 2, "keep": 3},
         "validation": {"every": 2, "batches": 1},
     }  # fmt: skip
-    branches = {"tensor": {"kind": "subgraph", "size": 2}, "transport": "threads"}
+    cut = {"tensor": tensor, "transport": "threads"}
     alone = run(config_for(corpus, **tree, steps=4, layout={"transport": "threads"}), tmp_path / "alone")
     moved = run(config_for(corpus, **tree, steps=2, layout={"data": 2, "transport": "threads"}), tmp_path / "moved")
-    run(config_for(corpus, **tree, steps=4, layout=branches), moved, resume=True)
+    run(config_for(corpus, **tree, steps=4, layout=cut), moved, resume=True)
     assert difference(moved, alone).equal
 
 
