@@ -6,6 +6,7 @@ import ast
 import importlib
 import re
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -56,9 +57,14 @@ def room_of(path: Path) -> str:
     return SECTION if is_section(path.stem) else path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def nodes_of(path: Path) -> Iterator[ast.AST]:
     """All of a module; on floor 0 without what is for a type checker."""
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     if FLOORS[room_of(path)] > 0:
         yield from ast.walk(tree)
         return
@@ -67,14 +73,17 @@ def nodes_of(path: Path) -> Iterator[ast.AST]:
     yield from (node for node in ast.walk(tree) if node not in skipped)
 
 
-def imports_of(path: Path) -> Iterator[str]:
+@cache
+def imports_of(path: Path) -> list[str]:
     """The dotted names of everything that a module imports, at its top or inside a function."""
+    names: list[str] = []
     for node in nodes_of(path):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
 
 
 def rooms_imported(path: Path) -> Iterator[str]:
@@ -99,13 +108,14 @@ def imports_run(node: ast.AST, lazy: bool) -> Iterator[ast.Import | ast.ImportFr
             yield from imports_run(inner, lazy)
 
 
+@cache
 def modules_imported(lazy: bool) -> dict[str, set[str]]:
     """Each module of the package and the modules of the package that it imports."""
     named = {".".join(("meshwright", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
              for path in MODULES}  # fmt: skip
     imported: dict[str, set[str]] = {name: set() for name in named}
     for name, path in named.items():
-        for node in imports_run(ast.parse(path.read_text()), lazy):
+        for node in imports_run(tree_of(path), lazy):
             if isinstance(node, ast.Import):
                 imported[name] |= {alias.name for alias in node.names if alias.name in named}
             else:
@@ -153,7 +163,7 @@ def test_sections_import_no_room(path: Path) -> None:
 
 @pytest.mark.parametrize("path", [path for path in MODULES if room_of(path) == "ranks"], ids=lambda path: path.stem)
 def test_ranks_know_no_config(path: Path) -> None:
-    nodes = imports_run(ast.parse(path.read_text()), lazy=True)
+    nodes = imports_run(tree_of(path), lazy=True)
     assert not [node for node in nodes if isinstance(node, ast.ImportFrom) and "meshwright.config" in str(node.module)]
 
 
@@ -161,39 +171,44 @@ def test_every_room_has_a_floor() -> None:
     assert {room_of(path) for path in MODULES} <= set(FLOORS)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_go_down(path: Path) -> None:
-    room = room_of(path)
-    for imported in rooms_imported(path):
-        if imported in (room, "__init__"):
-            continue
-        assert FLOORS[imported] <= FLOORS[room], f"{room} (floor {FLOORS[room]}) imports {imported} above it"
-        apart = FLOORS[room] == FLOORS[imported] == ROOMS_APART
-        assert not apart, f"{room} imports {imported}: rooms of floor {ROOMS_APART} do not know each other"
+def test_imports_go_down() -> None:
+    mistakes = []
+    for path in MODULES:
+        room = room_of(path)
+        for imported in set(rooms_imported(path)) - {room, "__init__"}:
+            if FLOORS[imported] > FLOORS[room]:
+                mistakes.append(f"{path}: {room} (floor {FLOORS[room]}) imports {imported} above it")
+            if FLOORS[room] == FLOORS[imported] == ROOMS_APART:
+                mistakes.append(f"{path}: {room} imports {imported}: rooms of floor {ROOMS_APART} know each other")
+    assert not mistakes
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_libraries_stay_in_their_rooms(path: Path) -> None:
-    room = room_of(path)
-    names = list(imports_of(path))
-    if FLOORS[room] == 0:
-        assert not [name for name in names if name.split(".")[0] == "torch"], "floor 0 knows no torch"
-    # fully_shard is torch.distributed itself; the launcher uses its store; doctor asks both what there is.
-    if room not in ("ranks", "launch") and path.stem not in ("fsdp", "doctor"):
-        assert not [name for name in names if name.startswith("torch.distributed")]
-    if room != "ranks" and path.stem != "doctor":
-        assert not [name for name in names if name.split(".")[0] == "mpi4py"]
+def test_libraries_stay_in_their_rooms() -> None:
+    """No torch on floor 0. `torch.distributed` for ranks and the launcher, which uses its store, beside fully_shard,
+    which is of it, and doctor, which asks both what there is."""
+    mistakes = []
+    for path in MODULES:
+        room, doctor = room_of(path), path.stem == "doctor"
+        roots = {name.split(".")[0] for name in imports_of(path)}
+        distributed = any(name.startswith("torch.distributed") for name in imports_of(path))
+        if FLOORS[room] == 0 and "torch" in roots:
+            mistakes.append(f"{path}: torch on floor 0")
+        if distributed and room not in ("ranks", "launch") and path.stem != "fsdp" and not doctor:
+            mistakes.append(f"{path}: torch.distributed")
+        if "mpi4py" in roots and room != "ranks" and not doctor:
+            mistakes.append(f"{path}: mpi4py")
+    assert not mistakes
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_one_place_reads_the_environment_and_nothing_is_unpickled(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    used = {f"{node.value.id}.{node.attr}" for node in ast.walk(tree) if isinstance(node, ast.Attribute)
-            and isinstance(node.value, ast.Name)}  # fmt: skip
-    if room_of(path) != "environment":
-        assert not used & {"os.environ", "os.getenv"}
-    assert "torch.load" not in used
-    assert not [name for name in imports_of(path) if name.split(".")[0] in ("pickle", "shelve", "dill")]
+def test_one_place_reads_the_environment_and_nothing_is_unpickled() -> None:
+    mistakes = []
+    for path in MODULES:
+        used = {f"{node.value.id}.{node.attr}" for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)}  # fmt: skip
+        forbidden = {"torch.load"} | ({"os.environ", "os.getenv"} if room_of(path) != "environment" else set())
+        mistakes += [f"{path}: {name}" for name in used & forbidden]
+        mistakes += [f"{path}: {n}" for n in imports_of(path) if n.split(".")[0] in ("pickle", "shelve", "dill")]
+    assert not mistakes
 
 
 def test_nobody_imports_a_family() -> None:
