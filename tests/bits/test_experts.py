@@ -52,7 +52,7 @@ def on_one_device(*words: str) -> Ended:
     return ended(run(*words))
 
 
-@pytest.mark.diagonal(2)
+@pytest.mark.diagonal
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("words", WORDS)
 def test_experts_end_with_the_bits_of_one_device(words: str, layout: str) -> None:

@@ -29,6 +29,8 @@ PLAIN: Case = {
 """One device: the axes of which bits are free, each with the value that cuts nothing."""
 FIXED: Case = {"tensor": "none", "context": None, "common": None, "branch": None, "summa": None}
 MODELS = ("gpt2", "gpt2-untied", "llama", "bert", "bert-megatron", "transformer", "t5", "vit")
+COVERED = ("gpt2", "llama", "bert")
+"""The models of the covering set of tests/fuzz/test_bits.py."""
 PRECISIONS = ("float32", "O1-bf16", "O2-bf16", "O2-fp16")
 
 
@@ -70,7 +72,9 @@ def check(case: Case, **how: Any) -> None:
     assert ended(parse_run(tree(case)), **how).differing(alone) == []
 
 
-@pytest.mark.parametrize("number", [*range(8), *(pytest.param(n, marks=pytest.mark.long) for n in range(8, 12))])
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=pytest.mark.long if n >= 8 or MODELS[n] in COVERED else ()) for n in range(12)]
+)
 def test_a_drawn_layout_ends_with_the_bits_of_one_device(number: int) -> None:
     model, precision = MODELS[number % len(MODELS)], PRECISIONS[number % 4 if number < 8 else (number + 1) % 4]
     check(drawn(number, model=model, precision=precision, vocabulary="padded"))
@@ -101,12 +105,15 @@ def gpt2(*words: str) -> Config:
     return parse_config(GPT2, words)
 
 
-@pytest.mark.parametrize("words", [("layout.data=2",), ("layout.data=3", "layout.data.sync=zero1")])
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param(("layout.data=2",), marks=pytest.mark.long), ("layout.data=3", "layout.data.sync=zero1")],
+)
 def test_processes_over_gloo_end_with_the_bits_of_threads(words: tuple[str, ...]) -> None:
     assert ended(gpt2(*words), transport="torch").differing(ended(gpt2())) == []
 
 
-@pytest.mark.parametrize("threads", [2, 4])
+@pytest.mark.parametrize("threads", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_ranks_of_many_threads_end_with_the_bits_of_one(threads: int) -> None:
     assert ended(gpt2("layout.data=2"), threads=threads).differing(ended(gpt2())) == []
 

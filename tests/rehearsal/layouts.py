@@ -45,7 +45,8 @@ def layouts() -> dict[str, dict[str, Config]]:
     }
     every = {name: config for configs in groups.values() for name, config in configs.items()}
     largest = set({_without_size(name): name for name in every}.values())  # sizes grow
-    shown = largest - {*_second_sizes(), *_second_schedules(), *_second_dtypes(), *_second_models(every)}
+    second = {*_second_sizes(), *_second_schedules(), *_second_dtypes(), *_second_models(every), *_second_places(every)}
+    shown = largest - second
     groups = {group: {name: c for name, c in cs.items() if name in shown} for group, cs in groups.items()}
     return groups | {ALIKE: {name: every[name] for name in every if name not in shown}}
 
@@ -85,6 +86,13 @@ def _second_models(every: Iterable[str]) -> Iterator[str]:
             "untied megatron 2 x1",
         ):
             yield name
+
+
+def _second_places(every: Iterable[str]) -> Iterator[str]:
+    """A bucket's sum does on sub-grids as it does without them; an offloaded optimizer steps pieces of flat memory,
+    whose model it does not know; a ring sends the keys of a second model as those of the first."""
+    yield from (name for name in every if name.endswith(" subgraph") and not name.startswith("zero1"))
+    yield from ("offload transformer", "ring bert 3", "ulysses bert 3")
 
 
 def _words(cut: dict[str, Any]) -> str:
