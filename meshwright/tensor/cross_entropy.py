@@ -54,6 +54,11 @@ CHUNK_ROWS = {"cpu": 256, "cuda": 1}
 """The least rows of a chunk: 8 MiB at V = 8192. Each chunk reads and writes all of dW [V, H], so that of few rows this
 is what takes the time: 13 chunks of 40 rows at V = 49152 took 1.2 times the step of 2."""
 
+CHUNK_OF_TABLE = {"cpu": 0.0, "cuda": 0.5}
+"""A chunk's logits may fill this share of what dW [V, H] fills, both in float32, however many classes there are: H / 2
+rows. Of 152,064 classes CHUNK_BYTES are 384 rows, and 16,384 tokens of width 5,120 were 43 chunks: each read and wrote
+3.1 GB of dW, two milliseconds of an H100's memory beside two of products. Chunks of 2,560 rows are 7."""
+
 SLICE_BYTES = {"cpu": 2**19, "cuda": 256 * 2**20}
 """The part of a chunk that is worked on element by element at a time: a CPU core's cache, all of it on a GPU."""
 
@@ -107,7 +112,7 @@ class Classes:
     def _chunks(self, h: Tensor, table: Tensor) -> Iterator[slice]:
         if self.whole:
             return iter([slice(0, h.shape[0])] if h.shape[0] else [])
-        return ranges(0, h.shape[0], table.shape[0], CHUNK_BYTES[self.device_type], CHUNK_ROWS[self.device_type])
+        return ranges(0, h.shape[0], table.shape[0], CHUNK_BYTES[self.device_type], least_rows(self.device_type, h))
 
     def adds_in(self, h: Tensor, table: Tensor) -> torch.dtype:
         """The dtype in which chunks' gradients of the table are added: at least float32, but for a chunk alone, whose
@@ -126,6 +131,11 @@ class Classes:
         if self.whole:
             return [slice(0, logits.shape[0])]
         return list(ranges(0, logits.shape[0], logits.shape[1], SLICE_BYTES[self.device_type]))
+
+
+def least_rows(device_type: str, h: Tensor) -> int:
+    """Rows of a chunk of h [B·T, H], however large the vocabulary is."""
+    return max(CHUNK_ROWS[device_type], int(CHUNK_OF_TABLE[device_type] * h.shape[1]))
 
 
 def ranges(start: int, stop: int, row_elements: int, most_bytes: int, least: int = 1) -> Iterator[slice]:

@@ -263,3 +263,12 @@ def test_split_over_ranks(split: tuple[int, int, int], chunk_elements: int) -> N
         assert mine[4] == right
     torch.testing.assert_close(torch.cat([mine[2] for mine in results]), dweight, rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(torch.cat([mine[3] for mine in results]), dbias, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    "classes, width, chunks", [(152_064, 5120, 7), (128_256, 4096, 8), (50_304, 768, 13), (16_384, 8192, 4)]
+)
+def test_a_gpu_adds_up_a_large_table_in_few_chunks(classes: int, width: int, chunks: int) -> None:
+    """16,384 tokens: rows of half the width, or 256 MiB of logits where that is more."""
+    h, table = torch.empty(16_384, width, device="meta"), torch.empty(classes, width, device="meta")
+    assert len(list(replace(WHOLE, vocabulary=classes, device_type="cuda")._chunks(h, table))) == chunks
