@@ -77,3 +77,8 @@ def write_local(x: Tensor, values: Tensor) -> None:
         # Not the clone of `local_of`: this is the parameter's own memory.
         target = x.to_local() if isinstance(x, DTensor) else x
         target.copy_(values)
+
+
+def joined_place() -> tuple[int, int] | None:
+    """This process's rank and the number of ranks in torch's process group; None where it has joined none."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else None
