@@ -152,6 +152,8 @@ class Recorder:
                 self.step.losses += [float(local_of(x)) for x in all_tensors(tensors) if x.numel() == 1]
             backward(tensors, *arguments, **keywords)
 
+        # A compiled module calls no hooks, or is compiled anew with each.
+        self._stack.enter_context(torch.compiler.set_stance("force_eager"))
         # Where the loss is made nobody knows but the script; this is the one place that it goes through.
         self._stack.enter_context(patch.object(torch.autograd, "backward", differentiated))
         for handle in (
@@ -211,8 +213,10 @@ class Recorder:
             return
         if self._stepped:
             self._end_step()
-            if self.recorded == len(self.plan.steps) and self.plan.stop:
-                raise SystemExit(0)
+            if self.number > max(self.plan.steps):
+                if self.plan.stop:
+                    raise SystemExit(0)
+                return
         if self._first:
             self._begin_run()
         if self.is_kept:
@@ -244,7 +248,6 @@ class Recorder:
             self._write_json("run.json", asdict(run))
         if self.plan.seed is None:
             return
-        self._stack.enter_context(torch.compiler.set_stance("force_eager"))
         for model in self.models:
             hooks = Rounding(model, self.plan.seed)
             self._stack.callback(hooks.remove)
@@ -257,9 +260,6 @@ class Recorder:
             one = len(self.models) == 1
             self._trace = SampledTrace(self.models[0] if one else [("", model) for model in self.models])
             self._trace.recorder = self
-            self._compiled = ExitStack()
-            if self.run.compiled:
-                self._compiled.enter_context(torch.compiler.set_stance("force_eager"))
             self._trace.__enter__()
             # torch made its list of this call's hooks before there was a trace.
             self._trace._before("")(module, arguments, {})
@@ -270,7 +270,6 @@ class Recorder:
         """The trace sees no more calls. Not as the model is called: torch has then listed the hooks of that call."""
         if self._trace is not None:
             self._trace.__exit__(None, None, None)
-            self._compiled.close()
 
     def before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Before an optimizer steps: the gradients that it sees."""
@@ -308,6 +307,9 @@ class Recorder:
             self.recorded += 1
         self.step, self.tensors, self._times = StepFacts(), {}, Counter()
         self.number, self._stepped = self.number + 1, False
+        if self.number > max(self.plan.steps):
+            # The rest of the script runs as if nobody had watched: compiled, with dropout, without hooks.
+            self._stack.close()
 
     def _write_json(self, name: str, tree: Mapping[str, Any]) -> None:
         unfinished = self.folder / f"{name}.part"
