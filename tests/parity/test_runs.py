@@ -39,7 +39,7 @@ def recorded(mesh: Mesh, folder: Path, ranks: dict[str, int], runs: list[dict[st
     for run in runs:
         options = {key: run[key] for key in ("most", "perturb") if key in run}
         with parity.recording(folder / run["name"], axes=ranks, **options):
-            train(ranks, run.get("wrong", ""), micro=run.get("micro", 1))
+            train(ranks, run.get("wrong", ""), micro=run.get("micro", 1), wrap=run.get("wrap", ""))
 
 
 def record_all(folder: Path, ranks: dict[str, int], *runs: dict[str, Any]) -> None:
@@ -57,6 +57,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     record_all(folder, TENSOR, {"name": "tp"}, {"name": "tp", "perturb": 1}, {"name": "tp-sampled", "most": 64},
                {"name": "tp-forward-sampled", "most": 64, "wrong": "forward"}, *wrong)  # fmt: skip
     record_all(folder, DATA, {"name": "data"}, {"name": "data", "perturb": 1},
+               {"name": "ddp", "wrap": "ddp"}, {"name": "fsdp2", "wrap": "fsdp2"},
+               {"name": "fsdp2", "wrap": "fsdp2", "perturb": 1},
                *({"name": f"data-{wrong}", "wrong": wrong} for wrong in ("reduction", "data")))  # fmt: skip
     record_all(folder, BOTH, {"name": "both"})
     return folder
@@ -68,7 +70,8 @@ def compared(folder: Path, first: str, second: str) -> list[ParityResult]:
 
 @pytest.mark.parametrize(
     "first, second",
-    [("one", "micro"), ("one", "tp"), ("one", "data"), ("one", "both"), ("data", "tp"), ("tp", "data"),
+    [("one", "micro"), ("one", "tp"), ("one", "data"), ("one", "ddp"), ("one", "fsdp2"), ("one", "both"),
+     ("fsdp2", "tp"), ("data", "tp"), ("tp", "data"),
      ("data", "both"), ("tp", "tp"), ("one-sampled", "tp-sampled"), ("one-sampled", "tp")],
 )  # fmt: skip
 def test_right_runs_are_equal(folder: Path, first: str, second: str) -> None:

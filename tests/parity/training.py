@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 VOCABULARY, HIDDEN, ROWS, POSITIONS = 32, 16, 8, 6
 
@@ -68,11 +70,13 @@ class Model(nn.Module):
         x = self.tokens(ids)
         for norm, block in zip(self.norms, self.blocks, strict=True):
             x = x + self.drop(block(norm(x)))
-        return self.head(x)
+        return self.head(x).clone()  # FSDP2 warns of views
 
 
-def train(ranks: Mapping[str, int] | None = None, wrong: str = "", steps: int = 2, micro: int = 1) -> None:
-    """Train some steps; `ranks`: sizes of the axes data and tp, in that order."""
+def train(
+    ranks: Mapping[str, int] | None = None, wrong: str = "", steps: int = 2, micro: int = 1, wrap: str = ""
+) -> None:
+    """Train some steps; `ranks`: sizes of the axes data and tp, in that order. `wrap`: ddp or fsdp2 over data."""
     sizes = {"data": 1, "tp": 1} | dict(ranks or {})
     groups, index = dict.fromkeys(sizes), dict.fromkeys(sizes, 0)
     if sizes["data"] * sizes["tp"] > 1:
@@ -87,15 +91,20 @@ def train(ranks: Mapping[str, int] | None = None, wrong: str = "", steps: int = 
     model = Model(groups["tp"] if sizes["tp"] > 1 else None, wrong).double()
     for block in model.blocks if sizes["tp"] > 1 else ():
         block.cut(index["tp"], sizes["tp"])
+    called: nn.Module = model
+    if wrap == "ddp":
+        called = DistributedDataParallel(model)
+    elif wrap:
+        fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2 if wrong == "rate" and index["tp"] else 1e-2)
     generator = torch.Generator().manual_seed(2)
     for step in range(steps):
         ids = torch.randint(0, VOCABULARY, (ROWS, POSITIONS + 1), generator=generator)
         own = ids.chunk(sizes["data"])[0 if wrong == "data" else index["data"]]
         for part in own.chunk(micro):
-            loss = F.cross_entropy(model(part[:, :-1]).flatten(0, 1), part[:, 1:].flatten()) / micro
+            loss = F.cross_entropy(called(part[:, :-1]).flatten(0, 1), part[:, 1:].flatten()) / micro
             loss.backward()
-        for parameter in model.parameters() if sizes["data"] > 1 else ():
+        for parameter in model.parameters() if sizes["data"] > 1 and not wrap else ():
             if not (wrong == "reduction" and parameter.ndim == 1):
                 dist.all_reduce(parameter.grad, group=groups["data"])
                 parameter.grad /= sizes["data"]
