@@ -265,16 +265,17 @@ def without_main() -> Iterator[None]:
 def judged(check: ParityCheck, precision: str, folder: Path, start: float) -> ParityResult:
     """The result of what a check's ranks have left."""
     # Imported here, as these need torch, and pytest imports this module for every collection, with checks or without.
-    from meshwright.parity.judge import Evidence, explain_modules
+    from meshwright.parity.judge import Evidence, explain_modules, one_thread
     from meshwright.parity.kinds import first_finding
     from meshwright.parity.rows import compare_all
 
     evidence = Evidence.read(folder, check.num_ranks)
-    # Modules are explained after the rows and before the finding, which reads both.
-    rows = tuple(compare_all(evidence))
-    evidence.modules = explain_modules(evidence)
-    facts = evidence.reference.facts
-    finding, seconds = first_finding(evidence, rows), time.monotonic() - start
+    with one_thread():
+        # Modules are explained after the rows and before the finding, which reads both.
+        rows = tuple(compare_all(evidence))
+        evidence.modules = explain_modules(evidence)
+        finding = first_finding(evidence, rows)
+    facts, seconds = evidence.reference.facts, time.monotonic() - start
     return ParityResult(
         check, precision, seconds, rows, finding, tuple(evidence.modules), tuple(facts.dead), narrow=facts.narrow
     )

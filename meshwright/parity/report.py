@@ -15,7 +15,7 @@ from meshwright.parity.judge import ModuleLine
 
 MOST_ROWS = 8
 KINDS = {"loss": "losses", "gradient": "gradients", "weight": "weights", "state": "states", "buffer": "buffers",
-         "copy": "copies"}  # fmt: skip
+         "copy": "copies", "norm": "norms"}  # fmt: skip
 
 
 def as_dict(results: Sequence[ParityResult]) -> dict[str, Any]:

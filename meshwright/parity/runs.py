@@ -23,7 +23,7 @@ from meshwright.launch.session import temporary_folder
 from meshwright.parity.check import ParityCheck, ParityResult
 from meshwright.parity.compare import Row, relative_error
 from meshwright.parity.explain import COPY, CUT, explain_tensors
-from meshwright.parity.judge import Evidence, explain_modules
+from meshwright.parity.judge import Evidence, explain_modules, one_thread
 from meshwright.parity.kinds import first_finding
 from meshwright.parity.locate import locate
 from meshwright.parity.parts import PADDING, Part, box_part, find_part, is_constant
@@ -69,7 +69,8 @@ def compare_runs(first: RecordedRun, second: RecordedRun, part: PartOf | None = 
                 f"{other.folder} took other samples than {first.folder}: seed the script, so that two runs of it are "
                 "the same"
             )
-    return [StepComparison(first, second, moved, number, part).result() for number in steps]
+    with one_thread():
+        return [StepComparison(first, second, moved, number, part).result() for number in steps]
 
 
 def same_samples(first: RecordedRun, other: RecordedRun, number: int) -> bool:

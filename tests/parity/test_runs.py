@@ -105,6 +105,26 @@ def test_a_mistake_is_found_where_it_is(folder: Path, first: str, second: str, m
     assert f"{result.finding.module}.".startswith(f"{module}."), result.verdict
 
 
+def test_a_layout_says_what_a_rank_holds(folder: Path) -> None:
+    """In a file of the user's, where values do not say it; one that is wrong is a wrong part."""
+    rows, columns = ("up.weight", "up.bias"), ("down.weight",)
+
+    def part(name: str, rank: int, turn: int = 0) -> tuple[str, tuple[slice, ...]]:
+        own = slice(32 * (rank ^ turn), 32 * (rank ^ turn) + 32)
+        if name.endswith(rows):
+            return name, (own, slice(None))[: 2 if name.endswith("weight") else 1]
+        everything = (slice(None),) * (1 if "norm" in name or name.endswith("bias") else 2)
+        return name, (slice(None), own) if name.endswith(columns) else everything
+
+    for one, two in (("one", "tp"), ("one-sampled", "tp-sampled")):
+        runs = RecordedRun.read(folder / one), RecordedRun.read(folder / two)
+        result = compare_runs(*runs, part)[0]
+        assert result.holds, result.verdict
+        finding = compare_runs(*runs, lambda name, rank: part(name, rank, 1))[0].finding
+        assert finding is not None
+        assert finding.kind == "wrong part"
+
+
 def refused(folder: Path, first: str, second: str) -> str:
     with pytest.raises(ParityError) as caught:
         compared(folder, first, second)
@@ -165,6 +185,8 @@ def test_the_command_says_steps_and_what_nobody_saw(folder: Path, capsys: pytest
     assert [check["check"] for check in told["checks"]] == ["step 1", "step 2"]
     assert any("compared by samples and norms" in note for note in told["checks"][0]["notes"])
     assert "dropout layers were off" in told["checks"][0]["notes"]
+    norms = [row["name"] for row in told["checks"][0]["comparisons"] if row["kind"] == "norm"]
+    assert {"output of blocks.1", "gradient of blocks.0.up.weight", "weight of tokens.weight"} <= set(norms)
     assert run_words(["compare", str(folder / "one"), str(folder / "tp-forward")]) == 1
     assert "step 1[tp2]: missing reduction at blocks.1" in capsys.readouterr().out
 
