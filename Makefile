@@ -3,6 +3,7 @@
 #: make test-long    all tests, every tensor layout for 20 steps, 2000 drawn runs: two hours or three on 2 cores
 #: make check        what CI runs: format, lint, types, tests
 #: make validate     the planner's predictions beside published results (2 minutes)
+#: make packages   both distributions in dist/: meshwright, and meshwright-parity, which is its parity alone
 #: make lock         packaging/requirements.lock anew, where uv is installed
 #: make site         the docs as a site in out/site, every link checked; make site-serve shows it while you write
 #:
@@ -25,7 +26,7 @@ RUNNABLE := $(VENV)/.runnable
 TESTABLE := $(VENV)/.testable
 SITED := $(VENV)/.sited
 
-.PHONY: help quickstart test test-long check validate lock site site-serve format clean
+.PHONY: help quickstart test test-long check validate packages lock site site-serve format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -86,6 +87,11 @@ check: $(TESTABLE)
 
 validate: $(RUNNABLE)
 	$(BIN)/python -m validation
+
+packages: $(CREATED)
+	$(PIP) build
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/python -m build --outdir dist packaging/parity
 
 # The head of the file, which says how to use it, stays. No index is named: whoever installs has one.
 lock:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
+import venv
 import zipfile
 from email import message_from_bytes
 from email.message import Message
@@ -17,6 +21,7 @@ from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 import meshwright
 from tests.patience import PATIENCE_SECONDS
@@ -24,7 +29,7 @@ from tests.patience import PATIENCE_SECONDS
 ROOT = Path(__file__).resolve().parent.parent
 NOT_OURS = (".git", ".venv", "out", "build", "dist", "shared", "node_modules")
 """Folders of the root that a build of the tests' copy does not need."""
-MADE = ("__pycache__", "*.pyc", "*.egg-info", ".*_cache", ".hypothesis")
+MADE = ("__pycache__", "*.pyc", "*.egg-info", ".*_cache", ".hypothesis", "meshwright_parity")
 
 
 def project() -> dict[str, Any]:
@@ -98,6 +103,93 @@ def test_the_wheel_says_who_it_is(wheel: zipfile.ZipFile) -> None:
     points = wheel.read(next(name for name in wheel.namelist() if name.endswith("entry_points.txt"))).decode()
     assert "meshwright = meshwright.cli:main" in points
     assert "meshwright = meshwright.parity.plugin" in points
+
+
+CHECKS = """
+import meshwright_parity as parity
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+
+def program(job, share):
+    batch = lambda generator: torch.randn(8, 4, generator=generator)
+    job.reference(torch.nn.Linear(4, 3), loss=lambda model, batch: model(batch).square().mean(), batch=batch)
+    job.parallel(DistributedDataParallel(job.copy()), batch=share)
+
+
+@parity.check(ranks=2)
+def right(job):
+    program(job, job.rows("data"))
+
+
+@parity.check(ranks=2)
+def wrong(job):
+    program(job, lambda batch: batch[:4])
+"""
+
+ALONE = """
+import sys
+
+
+class Refused:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {absent}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+
+sys.meta_path.insert(0, Refused())
+"""
+"""Refuses what the package must not need, of the packages that this environment has."""
+
+
+@pytest.fixture(scope="module")
+def parity_wheel(copy: Path) -> Path:
+    """The distribution of parity alone, built as the repository has it."""
+    source = shutil.copytree(copy, copy.with_name("parity"))
+    return build("wheel", source / "packaging/parity", copy.with_name("parity-wheels"))
+
+
+def test_parity_alone_asks_for_three_packages(parity_wheel: Path) -> None:
+    facts = metadata(zipfile.ZipFile(parity_wheel))
+    assert facts["Version"] == meshwright.__version__
+    asked = facts.get_all("Requires-Dist") or []
+    assert {re.match(r"\w+", line)[0] for line in asked} == {"torch", "numpy", "Jinja2"}  # type: ignore[index]
+    ours = {word.name: word.specifier for word in map(Requirement, project()["dependencies"])}
+    assert {word.name: word.specifier for word in map(Requirement, asked)}.items() <= ours.items()
+    points = zipfile.ZipFile(parity_wheel).read(f"meshwright_parity-{facts['Version']}.dist-info/entry_points.txt")
+    assert b"meshwright_parity = meshwright_parity.plugin" in points
+
+
+def test_parity_alone_runs_where_meshwright_is_not(parity_wheel: Path, tmp_path: Path) -> None:
+    """In a fresh environment that has this one's packages but for those that only the rest of meshwright needs."""
+    if find_spec("pip") is None:
+        pytest.skip("no pip here: python -m ensurepip")
+    venv.create(tmp_path / "env", symlinks=True)
+    python = tmp_path / "env/bin/python"
+    install = ["--python", str(python), "install", "--no-deps", "--no-index", "--quiet", str(parity_wheel)]
+    subprocess.run([sys.executable, "-m", "pip", *install], check=True, timeout=PATIENCE_SECONDS)
+    (packages,) = (tmp_path / "env/lib").glob("python*/site-packages")
+    absent = {re.match(r"\w+", line)[0].lower() for line in project()["dependencies"]}  # type: ignore[index]
+    absent = {"yaml" if name == "pyyaml" else name for name in absent} - {"torch", "numpy", "jinja2"} | {"meshwright"}
+    (packages / "alone.py").write_text(ALONE.format(absent=absent))
+    (packages / "alone.pth").write_text(f"import alone\n{sysconfig.get_path('purelib')}\n")
+    (tmp_path / "checks.py").write_text(CHECKS)
+    page = tmp_path / "parity.html"
+    words = [str(python.with_name("meshwright-parity")), "checks.py", "--json", "--page", str(page)]
+    ran = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    assert ran.returncode == 1, ran.stderr
+    right, wrong = json.loads(ran.stdout)["checks"]
+    assert right["holds"], right["verdict"]
+    assert wrong["finding"]["kind"] == "wrong data", wrong["verdict"]
+    assert "wrong data" in page.read_text()
+    # Beside meshwright, whose plugin takes the same option and has other checks: each is collected once.
+    plugins = ["-p", "meshwright.parity.plugin", "-p", "meshwright_parity.plugin", "-p", "no:cacheprovider"]
+    collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", *plugins, "checks.py"]
+    both = {"PYTHONPATH": f"{packages}:{ROOT}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    ran = subprocess.run(
+        collect, cwd=tmp_path, env=os.environ | both, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
+    assert ran.stdout.splitlines()[:2] == ["checks.py::right[data2]", "checks.py::wrong[data2]"], ran.stderr
 
 
 def test_links_of_the_readme_hold_away_from_the_repository(wheel: zipfile.ZipFile) -> None:

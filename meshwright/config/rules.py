@@ -28,7 +28,7 @@ from meshwright.config.layout import part_of_axis
 from meshwright.config.messages import nearest
 from meshwright.config.schema import Config
 from meshwright.errors import Problem
-from meshwright.ranks.section import TRANSPORTS
+from meshwright.ranks.transports_section import TRANSPORTS
 from meshwright.registry import entries
 from meshwright.section import Rule, divisors, listed, rule, shown
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshwright.errors import Problem
-from meshwright.ranks.section import TRANSPORTS, TransportFacts
+from meshwright.ranks.transports_section import TRANSPORTS, TransportFacts
 from meshwright.registry import entries
 from meshwright.section import Rule, divisors, listed, rule
 

@@ -14,31 +14,28 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.config import Config
 from meshwright.environment import Environment, Rendezvous, rendezvous
 from meshwright.errors import ConfigError, LaunchError
 from meshwright.launch.launcher import Start, launch_start
+from meshwright.launch.scripts import SCRIPT, load_script
 from meshwright.launch.signals import StopRequest
 from meshwright.launch.threads import launch_threads
 from meshwright.launch.worker import Job, joined, run_worker
 from meshwright.ranks.grid import Grid, grid_of_run
-from meshwright.ranks.section import TRANSPORTS, Timeout, TransportName
+from meshwright.ranks.section import Timeout
+from meshwright.ranks.transports_section import TRANSPORTS, TransportName
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from meshwright.ranks.mesh import Mesh
     from meshwright.ranks.thread_world import ThreadWorld
-
-
-_SCRIPT = "meshwright_script"
-"""The name of a user's script as a module."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +224,7 @@ def name_of(function: Callable[..., Any]) -> str:
     """The name under which another process finds the function. Raises LaunchError where it has none."""
     module, name = function.__module__, function.__qualname__
     # A rank imports the script under this name, so that what stands outside of the guard runs there as well.
-    if module == _SCRIPT:
+    if module == SCRIPT:
         rule = 'put what starts ranks under `if __name__ == "__main__":`'
         raise LaunchError(f"the script of {name} starts ranks while it is imported, as every rank imports it: {rule}")
     if "." in name or name == "<lambda>":
@@ -266,16 +263,3 @@ def _load(name: str) -> Callable[..., Any]:
     except (ModuleNotFoundError, FileNotFoundError, KeyError) as error:
         raise LaunchError(f"function {name} does not exist: {error}") from error
     return function
-
-
-def load_script(path: Path, until: type[BaseException] | None = None) -> ModuleType:
-    """A script's module, imported without running what stands under `if __name__ == "__main__"`. `until`: raised by
-    the line at which the import ends, with what stands above it."""
-    # Under another name than `__main__`: the guard of the script is false, and its job is not started once more.
-    spec = importlib.util.spec_from_file_location(_SCRIPT, path)
-    assert spec is not None, path
-    assert spec.loader is not None, path
-    module = importlib.util.module_from_spec(spec)
-    with suppress(*([] if until is None else [until])):
-        spec.loader.exec_module(module)
-    return module

@@ -13,7 +13,9 @@
     parts.py, locate.py, explain.py      what a local tensor is of the reference's
     judge.py, kinds.py                   what is wrong first: the rules, in the order of cause and effect
     forward.py, gradients.py, later.py, leaks.py    where, and of which kind
-    report.py, plugin.py                 a table, JSON, a page; pytest
+    recorder.py, sampling.py             a training script as it runs, kept in a folder
+    recorded.py, runs.py                 two such folders, by the same comparison
+    command.py, report.py, plugin.py     the command line; a table, JSON, a page; pytest
 
 It knows nothing of Meshwright's models, kits and configs.
 """
@@ -30,11 +32,16 @@ from meshwright.parity.check import parity_check as check
 if TYPE_CHECKING:
     from meshwright.parity.job import ParityJob as Job
     from meshwright.parity.policy import cast_like
+    from meshwright.parity.recorder import recording
 
-__all__ = ["Check", "Job", "ParityResult", "cast_like", "check", "collect", "run_check"]
+__all__ = ["Check", "Job", "ParityResult", "cast_like", "check", "collect", "recording", "run_check"]
 
 # These need torch, which pytest's collection of files without checks must not import.
-_LATE = {"Job": ("meshwright.parity.job", "ParityJob"), "cast_like": ("meshwright.parity.policy", "cast_like")}
+_LATE = {
+    "Job": ("meshwright.parity.job", "ParityJob"),
+    "cast_like": ("meshwright.parity.policy", "cast_like"),
+    "recording": ("meshwright.parity.recorder", "recording"),
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -2,8 +2,8 @@
 
     collect(file) -> its checks        run_check(check) -> a ParityResult for each number of ranks
 
-A check's processes are started by launch.run, as everything's here; the comparison is made by the process that started
-them, from the files that they leave.
+A check's processes are started by launch.launcher, as everything's here; the process that started them makes the
+comparison from the files that they leave.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import ConfigError, LaunchError, MeshwrightError
-from meshwright.launch import Interrupted, Ranks, run
-from meshwright.launch.function import load_script
+from meshwright.launch.failure import Interrupted
+from meshwright.launch.launcher import launch
+from meshwright.launch.scripts import load_script
 from meshwright.launch.session import temporary_folder
-from meshwright.ranks.section import Timeout
+from meshwright.launch.worker import Job
 
 if TYPE_CHECKING:
     from meshwright.parity.compare import Row
@@ -33,9 +34,7 @@ if TYPE_CHECKING:
 CHECK_PRECISIONS = ("float64", "float32", "bf16", "own")
 ALLCLOSE = 1e-5
 """The relative tolerance of torch.allclose and numpy.allclose."""
-CHECK_WORKER = "meshwright.parity.worker:check_rank"
-# seconds; models of checks are small: who waits longer waits for a rank that will not come
-PATIENCE = Timeout(join=60.0, wait=120.0)
+CHECK_WORKER = f"{__package__}.worker:check_rank"
 
 
 @dataclass(frozen=True)
@@ -176,7 +175,9 @@ def checks_of(value: object) -> Iterator[ParityCheck]:
     """The checks of a value of a module: those of a decorated function."""
     if isinstance(value, FunctionType):
         # Checks lie in the function itself, not in a list of the module: one that is imported comes with its checks.
-        yield from vars(value).get("parity_checks", ())
+        marked = vars(value).get("parity_checks", ())
+        # The package of parity alone has a class of its own: its checks are its plugin's to collect, and run once.
+        yield from (check for check in marked if isinstance(check, ParityCheck))
 
 
 _IMPORTING: ContextVar[bool] = ContextVar("importing", default=False)
@@ -236,10 +237,11 @@ def behind_rounding(result: ParityResult, again: Callable[[], ParityResult]) -> 
 def _run_once(check: ParityCheck, precision: str) -> ParityResult:
     start = time.monotonic()
     with temporary_folder() as folder:
-        ranks = Ranks(check.axes, threads=check.threads, timeout=PATIENCE)
+        arguments = {"file": str(check.file.resolve()), "name": check.name, "axes": check.axes, "out": str(folder)}
+        job = Job(CHECK_WORKER, arguments | {"precision": precision})
         try:
             with without_main():
-                run(CHECK_WORKER, ranks, file=check.file.resolve(), name=check.name, precision=precision, out=folder)
+                launch(job, check.num_ranks, "torch", threads=check.threads)
         # Ctrl-C ends the command; every other end of the ranks is this check's result, and the next check runs.
         except Interrupted:
             raise
@@ -263,16 +265,17 @@ def without_main() -> Iterator[None]:
 def judged(check: ParityCheck, precision: str, folder: Path, start: float) -> ParityResult:
     """The result of what a check's ranks have left."""
     # Imported here, as these need torch, and pytest imports this module for every collection, with checks or without.
-    from meshwright.parity.judge import Evidence, explain_modules
+    from meshwright.parity.judge import Evidence, explain_modules, one_thread
     from meshwright.parity.kinds import first_finding
     from meshwright.parity.rows import compare_all
 
     evidence = Evidence.read(folder, check.num_ranks)
-    # Modules are explained after the rows and before the finding, which reads both.
-    rows = tuple(compare_all(evidence))
-    evidence.modules = explain_modules(evidence)
-    facts = evidence.reference.facts
-    finding, seconds = first_finding(evidence, rows), time.monotonic() - start
+    with one_thread():
+        # Modules are explained after the rows and before the finding, which reads both.
+        rows = tuple(compare_all(evidence))
+        evidence.modules = explain_modules(evidence)
+        finding = first_finding(evidence, rows)
+    facts, seconds = evidence.reference.facts, time.monotonic() - start
     return ParityResult(
         check, precision, seconds, rows, finding, tuple(evidence.modules), tuple(facts.dead), narrow=facts.narrow
     )

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +66,7 @@ from meshwright.parity.reference import (
 )
 from meshwright.parity.trace import Trace
 from meshwright.ranks.dtensor import DeviceMesh, device_mesh, local_of
-from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.grid import Grid
 
 
 def sgd(parameters: list[Tensor]) -> torch.optim.Optimizer:
@@ -81,13 +81,22 @@ MOST_MICRO = 16
 """The most microbatches whose gradients are each kept."""
 
 
+class Place(Protocol):
+    """A rank of a grid. A Mesh is one."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def grid(self) -> Grid: ...
+
+
 class ParityJob:
     """A check as one rank sees it: say what the reference is, then what the parallel program is.
 
     `rank`, `world_size`, `axes` (names and sizes, outermost first); `device_mesh`: torch's, with the axes' names.
     """
 
-    def __init__(self, mesh: Mesh, dtype: torch.dtype | None, folder: Path) -> None:
+    def __init__(self, mesh: Place, dtype: torch.dtype | None, folder: Path) -> None:
         self.rank, self.world_size = mesh.rank, mesh.grid.world_size
         self.axes = dict(mesh.grid.axes)
         self._grid, self._dtype, self._folder = mesh.grid, dtype, folder

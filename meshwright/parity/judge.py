@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -24,6 +25,17 @@ from meshwright.parity.explain import Explanation, explain_tensors, fit
 from meshwright.parity.parts import Part, missing_places
 from meshwright.parity.record import PASSES, REFERENCE, PartFacts, ReferenceFacts, SideRecord, rank_file
 from meshwright.parity.reference import MARGIN
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """torch computes on one thread inside: of tensors as small as a check's, waking several costs most of the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)

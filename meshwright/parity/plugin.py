@@ -45,9 +45,11 @@ class ParityItem(pytest.Item):
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--parity-precision`."""
     group = parser.getgroup("parity")
-    group.addoption(
-        "--parity-precision", choices=CHECK_PRECISIONS, default=None, help="instead of what each check says"
-    )
+    # Installed as a part of meshwright and as a package of its own, the plugin is here twice: one option serves both.
+    if not any("--parity-precision" in option.names() for option in group.options):
+        group.addoption(
+            "--parity-precision", choices=CHECK_PRECISIONS, default=None, help="instead of what each check says"
+        )
 
 
 def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> list[ParityItem] | None:

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from meshwright.parity.tensors import TensorFile, write_tensors
 from meshwright.parity.trace import Trace
 
 REFERENCE, PARALLEL = "reference", "rank"
@@ -121,8 +120,7 @@ def write_record(
     named = {f"{kind}|{step}|{own}": x for (kind, step, own), x in tensors.items()}
     for at, trace in (traces or {}).items():
         named |= {f"{kind}{at}|{call}|{module}": x for (kind, module, call), x in trace.tensors.items()}
-    # safetensors writes no strided tensors.
-    save_file({key: x.detach().cpu().contiguous() for key, x in named.items()}, folder / f"{name}.safetensors")
+    write_tensors(folder / f"{name}.safetensors", named)
     (folder / f"{name}.json").write_text(json.dumps(asdict(facts)))
 
 
@@ -131,15 +129,15 @@ class SideRecord(Generic[SideFacts]):
 
     def __init__(self, folder: Path, name: str, facts: type[SideFacts]) -> None:
         self.facts: SideFacts = facts(**json.loads((folder / f"{name}.json").read_text()))
-        self._file = safe_open(folder / f"{name}.safetensors", "pt")
-        self._keys = set(self._file.keys())
+        self._file = TensorFile(folder / f"{name}.safetensors")
+        self._keys = self._file.keys
 
     def get(self, kind: str, step: int, name: str) -> Tensor | None:
         """A tensor in float64, by kind, step (or call) and name (or module's path); None where it was not kept."""
         key = f"{kind}|{step}|{name}"
         if key not in self._keys:
             return None
-        x: Tensor = self._file.get_tensor(key)
+        x = self._file.get(key)
         # Differences of narrower types would round once more, by as much as is measured.
         return x.to(torch.float64)
 

@@ -7,9 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Column, Table
-
 from meshwright.parity.check import ParityResult
 from meshwright.parity.compare import Row
 from meshwright.parity.explain import CUT, PARTIAL, WRONG, Explanation
@@ -18,7 +15,7 @@ from meshwright.parity.judge import ModuleLine
 
 MOST_ROWS = 8
 KINDS = {"loss": "losses", "gradient": "gradients", "weight": "weights", "state": "states", "buffer": "buffers",
-         "copy": "copies"}  # fmt: skip
+         "copy": "copies", "norm": "norms"}  # fmt: skip
 
 
 def as_dict(results: Sequence[ParityResult]) -> dict[str, Any]:
@@ -61,33 +58,33 @@ def worst_row(rows: Sequence[Row]) -> Row:
 def render(results: Sequence[ParityResult]) -> None:
     """A row a check, with the worst comparison of each kind; then what is wrong, and where.
 
-    Cells have two lines, so that the table fits in a terminal of 80 columns.
+    A check has two lines, so that the table fits in a terminal of 80 columns.
     """
     # A column only for what some check compares: the table has to fit 80 columns.
     kinds = {kind: label for kind, label in KINDS.items() if any(row.kind == kind for r in results for row in r.rows)}
-    table = Table(Column("check", overflow="fold"), *(Column(label, no_wrap=True) for label in kinds.values()), "")
+    cells = [["check", *kinds.values(), ""]]
     for result in results:
-        cells = []
-        for kind in kinds:
-            rows = [row for row in result.rows if row.kind == kind]
-            worst = worst_row(rows) if rows else None
-            cells.append("-" if worst is None else f"{worst.error:.0e}\nof {worst.allowed:.0e}")
+        rows = [[row for row in result.rows if row.kind == kind] for kind in kinds]
+        worst = [worst_row(of_kind) if of_kind else None for of_kind in rows]
         mark = "equal" if result.holds else "no comparison" if result.error else "DIFFERS"
-        table.add_row(f"{result.check.title}\n{result.precision}", *cells, f"{mark}\n{result.seconds:.1f} s")
-    console = Console(highlight=False)
-    console.print(table)
+        cells.append([result.check.title, *("-" if w is None else f"{w.error:.0e}" for w in worst), mark])
+        allowed = ("" if w is None else f"of {w.allowed:.0e}" for w in worst)
+        cells.append([f"  {result.precision}", *allowed, f"{result.seconds:.1f} s"])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in cells:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
     for result in results:
         if not result.holds:
-            console.print(f"\n{result.check.title}: {result.error or result.verdict}", markup=False, soft_wrap=True)
+            print(f"\n{result.check.title}: {result.error or result.verdict}")
             for row in result.failed[:MOST_ROWS]:
-                console.print(f"  {row.kind} of {row.label}: {row.error:.1e} > {row.allowed:.1e}", markup=False)
+                print(f"  {row.kind} of {row.label}: {row.error:.1e} > {row.allowed:.1e}")
             if len(result.failed) > MOST_ROWS:
-                console.print(f"  ... and {len(result.failed) - MOST_ROWS} more (--json lists all)", markup=False)
+                print(f"  ... and {len(result.failed) - MOST_ROWS} more (--json lists all)")
             for word, text in (("remedy: ", result.remedy), ("", result.seen_by_losses)):
                 if text:
-                    console.print(f"  {word}{text}", markup=False, soft_wrap=True)
+                    print(f"  {word}{text}")
         for note in result.notes:
-            console.print(f"{result.check.title}: {note}", markup=False, soft_wrap=True)
+            print(f"{result.check.title}: {note}")
 
 
 def write_page(results: Sequence[ParityResult], path: Path) -> Path:
@@ -95,7 +92,7 @@ def write_page(results: Sequence[ParityResult], path: Path) -> Path:
     # Here: a check in a terminal needs no templates.
     from jinja2 import Environment, PackageLoader
 
-    templates = Environment(loader=PackageLoader("meshwright.parity", "."), autoescape=True, trim_blocks=True)
+    templates = Environment(loader=PackageLoader(__package__, "."), autoescape=True, trim_blocks=True)
     checks = []
     for result in results:
         by_kind = {label: [row for row in result.rows if row.kind == kind] for kind, label in KINDS.items()}

@@ -107,6 +107,10 @@ class Trace:
             handle.remove()
         self._outputs.clear()
 
+    def store(self, kind: str, name: str, call: int, x: Tensor) -> None:
+        """Keep a tensor, which its module may write into later."""
+        self.tensors[kind, name, call] = x.clone()
+
     def _before(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: Any, keywords: Any) -> None:
             if in_backward():
@@ -118,7 +122,7 @@ class Trace:
             # Cloned, as modules may write into what they were given.
             taken = traced_tensor((arguments, keywords))
             if taken is not None:
-                self.tensors["input", name, self._calls.get(name, 0)] = local_of(taken).clone()
+                self.store("input", name, self._calls.get(name, 0), local_of(taken))
 
         return hook
 
@@ -135,13 +139,13 @@ class Trace:
             if given is None or isinstance(given, nn.Parameter):  # weights are compared as such
                 return
             self.order.append((name, call))
-            self.tensors["output", name, call] = local_of(given).clone()
+            self.store("output", name, call, local_of(given))
             self._keep_earlier(name, call, module, arguments, keywords)
             if given.requires_grad and not given.is_leaf:
 
                 def keep_gradient(gradient: Tensor | None) -> None:
                     if gradient is not None:  # autograd may have none for an output that only looks as if it were used
-                        self.tensors["output-gradient", name, call] = local_of(gradient).clone()
+                        self.store("output-gradient", name, call, local_of(gradient))
 
                 given.register_hook(keep_gradient)
 

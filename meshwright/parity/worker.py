@@ -6,28 +6,48 @@ when the first is made, for seconds; imported here, that is paid once, and not b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch._dynamo
 
+from meshwright.environment import Environment
 from meshwright.errors import ParityError
-from meshwright.launch import Rank
+from meshwright.launch.signals import StopRequest
 from meshwright.parity.check import load_checks
-from meshwright.parity.job import ParityJob
-from meshwright.ranks.mesh import Mesh
+from meshwright.parity.job import ParityJob, Place
+from meshwright.ranks.dtensor import process_group
+from meshwright.ranks.grid import Grid
 
 CASTS = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16, "own": None}
 """The reference is cast to these; own: nothing is cast."""
 
 
-def check_rank(rank: Rank, file: Path, name: str, precision: str, out: Path) -> None:
-    """A check's process: the function `name` of a file."""
-    call_check(vars(load_checks(file, importing=True))[name], rank.mesh, precision, out)
+PATIENCE_SECONDS = 120.0
+"""Models of checks are small: who waits longer waits for a rank that will not come."""
 
 
-def call_check(function: Callable[[ParityJob], None], mesh: Mesh, precision: str, folder: Path) -> None:
+@dataclass(frozen=True)
+class GridPlace:
+    """A rank's place, as a check needs it."""
+
+    rank: int
+    grid: Grid
+
+
+def check_rank(
+    environment: Environment, stop: StopRequest, *, file: str, name: str, axes: Sequence[Any], precision: str, out: str
+) -> None:
+    """A check's process: the function `name` of a file, on the rank that the environment says, of a grid of `axes`."""
+    place = GridPlace(environment.rank, Grid(tuple((axis, size) for axis, size in axes)))
+    with process_group(PATIENCE_SECONDS):
+        call_check(vars(load_checks(Path(file), importing=True))[name], place, precision, Path(out))
+
+
+def call_check(function: Callable[[ParityJob], None], mesh: Place, precision: str, folder: Path) -> None:
     """Call a check's function on one rank, in the precision that parameters are then made in."""
     before, dtype = torch.get_default_dtype(), CASTS[precision]
     # Models are made inside of the check: so their parameters are born in its precision, and not rounded twice.

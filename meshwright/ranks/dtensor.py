@@ -7,7 +7,9 @@ gradients and activations as DTensors, whose local part and place in the whole a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import cast
 
 import torch
@@ -16,6 +18,23 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from meshwright.environment import use_interface
+from meshwright.ranks.peers import interface_at
+
+
+@contextmanager
+def process_group(wait_seconds: float) -> Iterator[None]:
+    """torch's process group of a local job over gloo, while the context is entered, for programs that bring all else
+    themselves. Ranks meet as the environment says, and leave together."""
+    if interface := interface_at("127.0.0.1"):
+        use_interface(interface)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=wait_seconds))
+    yield
+    # A peer that still connects takes a rank that has left for one that has died. After an error nobody waits.
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def device_mesh(axes: Sequence[tuple[str, int]], device_type: str = "cpu") -> DeviceMesh:
@@ -58,3 +77,8 @@ def write_local(x: Tensor, values: Tensor) -> None:
         # Not the clone of `local_of`: this is the parameter's own memory.
         target = x.to_local() if isinstance(x, DTensor) else x
         target.copy_(values)
+
+
+def joined_place() -> tuple[int, int] | None:
+    """This process's rank and the number of ranks in torch's process group; None where it has joined none."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else None

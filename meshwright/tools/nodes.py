@@ -34,8 +34,8 @@ from meshwright.launch import Rank, Ranks, joined, run
 from meshwright.ranks.agreement import all_texts
 from meshwright.ranks.comm import Comm
 from meshwright.ranks.mesh import Mesh
-from meshwright.ranks.section import TransportName
 from meshwright.ranks.torch_comm import TorchTransport
+from meshwright.ranks.transports_section import TransportName
 from meshwright.tools.calibrate.report import writer_of
 from meshwright.tools.plan.cluster import Cluster, Level, load_cluster
 from meshwright.tools.report import table_console

@@ -18,7 +18,7 @@ from meshwright.environment import Environment
 from meshwright.errors import ConfigError, LaunchError
 from meshwright.launch import Rank, Ranks, run
 from meshwright.launch.function import name_of, open_ranks
-from meshwright.ranks.section import TransportName
+from meshwright.ranks.transports_section import TransportName
 from tests.patience import PATIENCE_SECONDS
 
 

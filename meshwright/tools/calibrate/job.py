@@ -22,7 +22,7 @@ from meshwright.errors import ConfigError, LaunchError
 from meshwright.launch import Rank, Ranks, joined, run
 from meshwright.machine import Machine, memory_bytes, processor_name, usable_cores
 from meshwright.ranks.grid import PIPE
-from meshwright.ranks.section import TransportName
+from meshwright.ranks.transports_section import TransportName
 from meshwright.section import parse_counts
 from meshwright.tools.calibrate.fit import fit_device, fit_links, merged, rounded
 from meshwright.tools.calibrate.kernels import measure_device

@@ -19,7 +19,7 @@ from meshwright.pipeline.partition import fastest
 from meshwright.pipeline.span import Timeline
 from meshwright.ranks.grid import REPLICA_AXES, Grid, grid_of_run
 from meshwright.ranks.ledger import Traffic
-from meshwright.ranks.section import TransportName
+from meshwright.ranks.transports_section import TransportName
 from meshwright.section import with_field
 from meshwright.stage_costs import all_state_bytes, microbatch_bytes, shared_work
 from meshwright.tools.plan.buckets import Buckets, held_of, slots_of, streams

@@ -10,7 +10,7 @@ import pytest
 from meshwright.errors import ConfigError
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.ledger import VERBS
-from meshwright.ranks.section import TRANSPORTS
+from meshwright.ranks.transports_section import TRANSPORTS
 from meshwright.tools.plan.cluster import Cluster, cluster_names, interpolated, load_cluster
 from meshwright.tools.plan.network import ClusterNetwork
 

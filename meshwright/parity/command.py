@@ -1,0 +1,166 @@
+"""The command line of parity, which `meshwright parity` and the package of parity alone share.
+
+parity CHECKS.py                       checks of a file, each a parallel program against one process
+parity record --out FOLDER SCRIPT ...  a training script run as it is, and what its modules gave, in a folder
+parity compare A B                     two such folders
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.parity.check import CHECK_PRECISIONS, ParityResult, collect, run_check
+
+PROGRAM = __package__.replace(".", " ").replace("_", "-")
+"""How a user calls it: `meshwright parity`."""
+
+
+def run_words(words: Sequence[str]) -> int:
+    """Run the command that some words ask for; its exit code. Raises MeshwrightError, whose text is the user's."""
+    if words[:1] == ["record"]:
+        return record_run(record_parser().parse_args(words[1:]))
+    if words[:1] == ["compare"]:
+        return compare_folders(compare_parser().parse_args(words[1:]))
+    return check_file(check_parser().parse_args(words))
+
+
+def check_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description="Prove any parallel program equal to one process.",
+        epilog=f"Two real runs: {PROGRAM} record --help, {PROGRAM} compare --help",
+    )
+    parser.add_argument("file", type=Path, metavar="CHECKS.py", help="a file with functions under @parity.check")
+    parser.add_argument("--precision", help="float64, float32, bf16 or own, instead of what each check says")
+    parser.add_argument("--only", metavar="NAME", help="the checks whose name has this in it")
+    add_report(parser)
+    return parser
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--page", type=Path, metavar="FILE.html", help="write a page that shows every module")
+    parser.add_argument("--json", action="store_true", help="print JSON for a script")
+
+
+def check_file(arguments: argparse.Namespace) -> int:
+    precision, only = arguments.precision, arguments.only
+    if precision is not None and precision not in CHECK_PRECISIONS:
+        raise ConfigError.of("--precision", precision, "is not a precision of a check", ", ".join(CHECK_PRECISIONS))
+    found = collect(arguments.file)
+    checks = [check for check in found if only is None or only in check.title]
+    if not checks:
+        raise ConfigError.of("--only", only, "is in no check's name", ", ".join(check.title for check in found))
+    results = []
+    for number, check in enumerate(checks, 1):
+        if sys.stderr.isatty():
+            print(f"{number} of {len(checks)}: {check.title}", file=sys.stderr)
+        # Each check runs to its end, also where another has failed: one run tells all that is wrong.
+        results.append(run_check(check, precision))
+    return tell(results, arguments.json, arguments.page)
+
+
+def record_parser() -> argparse.ArgumentParser:
+    """The options of `record`, which stand before the script; all behind it is the script's."""
+    parser = argparse.ArgumentParser(
+        prog=f"{PROGRAM} record",
+        description="Run a training script as it is, and keep what its modules gave. Under torchrun: "
+        f"torchrun ... -m {__package__} record ...",
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where the record goes")
+    parser.add_argument("--steps", default="1,2", help="numbers of the steps that are kept (1,2)")
+    parser.add_argument("--perturb", type=int, metavar="SEED", help="move all by one rounding: what may differ")
+    parser.add_argument("--axes", default="", metavar="data=2,tp=2", help="the ranks' axes, outermost first")
+    parser.add_argument("--most", type=int, default=65536, metavar="N", help="elements kept of a tensor (65536)")
+    parser.add_argument("--stop", action="store_true", help="end the script behind the last of the steps")
+    parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module's name")
+    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="...", help="the script's own words")
+    return parser
+
+
+def record_run(arguments: argparse.Namespace) -> int:
+    """Run a script while it is recorded."""
+    from meshwright.parity.recorder import Recorder, RecordPlan
+
+    try:
+        steps = tuple(sorted({int(word) for word in arguments.steps.split(",")}))
+        pairs = [word.split("=") for word in arguments.axes.split(",") if word]
+        axes = tuple((name, int(size)) for name, size in pairs)
+    except ValueError as error:
+        raise ConfigError.of(
+            "--steps, --axes", f"{arguments.steps}, {arguments.axes}", "cannot be read", "1,2 and data=2,tp=2"
+        ) from error
+    if min(steps) < 1 or arguments.most < 64:
+        raise ConfigError.of("--steps, --most", f"{steps}, {arguments.most}", "are too small", "from 1, from 64")
+    script: str = arguments.script
+    if not arguments.is_module and not Path(script).is_file():
+        raise ConfigError.of("SCRIPT", script, "is no file", "a Python script; a module behind -m")
+    plan = RecordPlan(arguments.out, steps, arguments.most, axes, arguments.perturb, arguments.stop)
+    sys.argv = [script, *arguments.words]
+    if not arguments.is_module:  # as `python SCRIPT` has it
+        sys.path.insert(0, str(Path(script).resolve().parent))
+    with Recorder(plan):
+        if arguments.is_module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
+    return 0
+
+
+def compare_parser() -> argparse.ArgumentParser:
+    """The options of `compare`."""
+    parser = argparse.ArgumentParser(
+        prog=f"{PROGRAM} compare",
+        description="Compare two recorded runs: layouts, versions, or a run and one process. Exit code 1 where they "
+        "differ.",
+    )
+    parser.add_argument("first", type=Path, metavar="A", help="the reference, recorded with --perturb as well")
+    parser.add_argument("second", type=Path, metavar="B")
+    parser.add_argument("--layout", type=Path, metavar="FILE.py", help="has part(name, rank): A's name, and slices")
+    add_report(parser)
+    return parser
+
+
+def compare_folders(arguments: argparse.Namespace) -> int:
+    """Compare two records."""
+    from meshwright.launch.scripts import load_script
+    from meshwright.parity.recorded import RecordedRun
+    from meshwright.parity.runs import compare_runs
+
+    part = None
+    if arguments.layout is not None:
+        if not arguments.layout.is_file() or "part" not in (told := vars(load_script(arguments.layout))):
+            raise ConfigError.of("--layout", arguments.layout, "has no part(name, rank)", "a Python file that has it")
+        part = told["part"]
+    first, second = RecordedRun.read(arguments.first), RecordedRun.read(arguments.second)
+    return tell(compare_runs(first, second, part), arguments.json, arguments.page)
+
+
+def tell(results: Sequence[ParityResult], as_json: bool, page: Path | None) -> int:
+    """Print results, and write their page; the exit code, 1 where something differs."""
+    from meshwright.parity import report
+
+    written = None if page is None else str(report.write_page(results, page))
+    if as_json:
+        print(json.dumps(report.as_dict(results) | ({} if written is None else {"written": [written]})))
+    else:
+        report.render(results)
+        if written is not None:
+            print(f"written: {written}")
+    return 0 if all(result.holds for result in results) else 1
+
+
+def main() -> None:
+    """The package's own command. A user's mistake is its text on stderr, never a traceback."""
+    try:
+        code = run_words(sys.argv[1:])
+    except MeshwrightError as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        code = error.exit_code
+    sys.exit(code)

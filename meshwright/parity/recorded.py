@@ -1,0 +1,200 @@
+"""Reads what record left of a run: of each rank its steps, their microbatches put together, samples made common."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from meshwright.errors import ParityError
+from meshwright.parity.recorder import RunFacts, StepFacts
+from meshwright.parity.sampling import Strides, are_aligned, coarser
+from meshwright.parity.tensors import TensorFile
+
+Key = tuple[str, int, str]
+"""Kind, call (1 for what has none) and the module's or parameter's name."""
+
+
+def key_of(text: str) -> Key:
+    kind, call, name = text.split("|", 2)
+    return kind, int(call), name
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """A step of a rank: facts, and its tensors as they were kept."""
+
+    facts: StepFacts
+    file: TensorFile
+
+    @cached_property
+    def keys(self) -> list[Key]:
+        return [key_of(text) for text in self.file.keys]
+
+    def kept(self, key: Key, x: Tensor) -> tuple[tuple[int, ...], Strides]:
+        """The shape of the whole tensor, and the strides of its samples."""
+        shape, strides = self.facts.kept.get("{}|{}|{}".format(*key), (x.shape, (1,) * x.ndim))
+        return tuple(shape), tuple(strides)
+
+    @cached_property
+    def tensors(self) -> dict[Key, Tensor]:
+        return {key: self.file.get("{}|{}|{}".format(*key)) for key in self.keys}
+
+
+class RecordedRank:
+    """One rank's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        tree = json.loads((folder / "run.json").read_text())
+        self.facts = RunFacts(**tree | {"axes": [(name, size) for name, size in tree["axes"]]})
+        self._folder = folder
+
+    @cached_property
+    def first(self) -> dict[str, Tensor]:
+        """The weights before the first step."""
+        file = TensorFile(self._folder / "first.safetensors")
+        return {name: file.get(name) for name in self.facts.names}
+
+    @property
+    def steps(self) -> set[int]:
+        """The steps that were finished."""
+        return {int(path.stem.removeprefix("step-")) for path in self._folder.glob("step-*.json")}
+
+    def step(self, number: int) -> RecordedStep:
+        facts = StepFacts(**json.loads((self._folder / f"step-{number}.json").read_text()))
+        return RecordedStep(facts, TensorFile(self._folder / f"step-{number}.safetensors"))
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """All ranks of a run, in order."""
+
+    folder: Path
+    ranks: tuple[RecordedRank, ...]
+
+    @classmethod
+    def read(cls, folder: Path) -> RecordedRun:
+        """Raises ParityError where the folder holds no record, or not that of all ranks."""
+        found = {int(path.parent.name.removeprefix("rank-")): path.parent for path in folder.glob("rank-*/run.json")}
+        if not found:
+            raise ParityError(f"{folder} holds no record: make one with `parity record --out {folder} SCRIPT`")
+        ranks = [RecordedRank(found[rank]) for rank in sorted(found)]
+        missing = sorted(set(range(ranks[0].facts.world_size)) - set(found))
+        if missing:
+            raise ParityError(
+                f"{folder} lacks rank {missing[0]} of {ranks[0].facts.world_size}: record on all ranks to one folder "
+                "that all of them see"
+            )
+        return cls(folder, tuple(ranks))
+
+    @property
+    def perturbed(self) -> list[RecordedRun]:
+        """The same run as rounding has moved it."""
+        return [RecordedRun.read(folder) for folder in sorted(self.folder.glob("perturbed-*"))]
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that all ranks finished."""
+        return sorted(set.intersection(*(rank.steps for rank in self.ranks)))
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        return tuple(self.ranks[0].facts.axes)
+
+    @property
+    def coordinates(self) -> list[dict[str, int]]:
+        """Each rank's place on every axis."""
+        names = [name for name, _ in self.axes]
+        return [dict(zip(names, place, strict=True)) for place in product(*(range(size) for _, size in self.axes))]
+
+
+def put_together(step: RecordedStep) -> tuple[dict[Key, Tensor], list[tuple[str, int]]]:
+    """A step's tensors as those of one pass: rows of microbatches one behind the other, in the order of their calls.
+
+    What microbatches give alike, as a table of positions, is kept once, and its gradients are added."""
+    passes = max(1, step.facts.passes)
+    calls = Counter(name for name, _ in step.facts.order)
+    per_pass = {name: n // passes if n % passes == 0 else n for name, n in calls.items()}
+    tensors: dict[Key, Tensor] = {}
+    for key, x in step.tensors.items():
+        kind, call, name = key
+        n = per_pass.get(name, 0)
+        if kind.startswith("sample:"):
+            n = 1
+        if kind not in ("output", "input", "output-gradient") and not kind.startswith("sample:"):
+            tensors[key] = x
+        elif call < n:
+            parts = [
+                step.tensors[at] for number in range(passes) if (at := (kind, call + number * n, name)) in step.tensors
+            ]
+            outputs = [step.tensors[at] for number in range(passes)
+                       if (at := ("output", call + number * n, name)) in step.tensors]  # fmt: skip
+            tensors[key] = rows_of_microbatches(kind, parts, outputs)
+    order = [(name, call) for name, call in step.facts.order if call < per_pass[name]]
+    return tensors, order
+
+
+def rows_of_microbatches(kind: str, parts: Sequence[Tensor], outputs: Sequence[Tensor]) -> Tensor:
+    if len(parts) < 2 or parts[0].ndim == 0 or len({x.shape[1:] for x in parts}) > 1:
+        return parts[0]
+    if not kind.startswith("sample:") and outputs and all(torch.equal(x, outputs[0]) for x in outputs):
+        return torch.stack(list(parts)).sum(0) if kind == "output-gradient" else parts[0]
+    return torch.cat(list(parts))
+
+
+def common_strides(steps: Iterable[RecordedStep]) -> tuple[dict[tuple[str, str], Strides], list[tuple[str, str]]]:
+    """The samples that all of some steps' tensors of a kind and a name have in common; and those that have none, as
+    parts begin between samples, or have other dims."""
+    kept: dict[tuple[str, str], list[tuple[tuple[int, ...], Strides]]] = {}
+    for step in steps:
+        for key, x in step.tensors.items():
+            kept.setdefault((key[0], key[2]), []).append(step.kept(key, x))
+    return _common(kept)
+
+
+def common_first(ranks: Iterable[RecordedRank]) -> tuple[dict[tuple[str, str], Strides], list[tuple[str, str]]]:
+    """The same of first weights."""
+    kept: dict[tuple[str, str], list[tuple[tuple[int, ...], Strides]]] = {}
+    for rank in ranks:
+        for name, x in rank.first.items():
+            shape, strides = rank.facts.kept.get(name, (x.shape, (1,) * x.ndim))
+            kept.setdefault(("first", name), []).append((tuple(shape), tuple(strides)))
+    return _common(kept)
+
+
+def _common(
+    kept: Mapping[tuple[str, str], Sequence[tuple[tuple[int, ...], Strides]]],
+) -> tuple[dict[tuple[str, str], Strides], list[tuple[str, str]]]:
+    found: dict[tuple[str, str], Strides] = {}
+    lost: list[tuple[str, str]] = []
+    for key, held in kept.items():
+        dims = {len(shape) for shape, _ in held}
+        if all(max(strides, default=1) == 1 for _, strides in held):
+            continue
+        strides = tuple(max(column) for column in zip(*(s for _, s in held), strict=True)) if len(dims) == 1 else ()
+        if len(dims) > 1 or not are_aligned([shape for shape, _ in held], strides):
+            lost.append(key)
+        else:
+            found[key] = strides
+    return found, lost
+
+
+def at_strides(
+    step: RecordedStep, common: Mapping[tuple[str, str], Strides], lost: Iterable[tuple[str, str]]
+) -> RecordedStep:
+    """A step whose tensors are the samples that it has in common with others, without those that have none."""
+    gone, tensors = set(lost), {}
+    for key, x in step.tensors.items():
+        if (at := (key[0], key[2])) not in gone:
+            own = step.kept(key, x)[1]
+            tensors[key] = coarser(x, own, common[at]) if at in common else x
+    reduced = RecordedStep(step.facts, step.file)
+    vars(reduced)["tensors"] = tensors
+    return reduced

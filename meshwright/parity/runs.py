@@ -1,0 +1,459 @@
+"""`parity compare A B`: two recorded runs, step by step, by the comparison that checks have.
+
+A is the reference: one process, or ranks whose tensors are put together; B's ranks hold copies, cuts or partial sums of
+it. Two runs of one layout are compared rank by rank. What may differ is derived from A as rounding moves it
+(`record --perturb`); over steps that lie far apart it grows with what training makes of a rounding.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.errors import ParityError
+from meshwright.launch.session import temporary_folder
+from meshwright.parity.check import ParityCheck, ParityResult
+from meshwright.parity.compare import Row, relative_error
+from meshwright.parity.explain import COPY, CUT, explain_tensors
+from meshwright.parity.judge import Evidence, explain_modules, one_thread
+from meshwright.parity.kinds import first_finding
+from meshwright.parity.locate import locate
+from meshwright.parity.parts import PADDING, Part, box_part, find_part, is_constant
+from meshwright.parity.record import REFERENCE, PartFacts, ReferenceFacts, rank_file, write_record
+from meshwright.parity.recorded import (
+    Key,
+    RecordedRank,
+    RecordedRun,
+    RecordedStep,
+    at_strides,
+    common_first,
+    common_strides,
+    put_together,
+)
+from meshwright.parity.reference import MARGIN, StepRecording, movements
+from meshwright.parity.rows import compare_all
+from meshwright.parity.sampling import coarser
+from meshwright.parity.trace import Trace
+
+PartOf = Callable[[str, int], tuple[str, tuple[slice, ...]]]
+"""A parameter of B and a rank, to the parameter of A that it is a part of and its slices."""
+
+TRACED = ("input", "output", "output-gradient")
+
+
+def compare_runs(first: RecordedRun, second: RecordedRun, part: PartOf | None = None) -> list[ParityResult]:
+    """A result for each step that both runs have. Raises ParityError where they cannot be compared."""
+    steps = sorted({*first.steps} & {*second.steps})
+    if not steps:
+        raise ParityError(
+            f"{first.folder} has the steps {first.steps or 'none'} and {second.folder} {second.steps or 'none'}: "
+            "record the same --steps of both, up to their ends"
+        )
+    moved = first.perturbed
+    if not moved:
+        raise ParityError(
+            f"{first.folder} has no run as rounding moves it, from which what may differ is derived: record it once "
+            f"more, to the same folder, with --perturb 1"
+        )
+    for other in moved:
+        if not same_samples(first, other, steps[0]):
+            raise ParityError(
+                f"{other.folder} took other samples than {first.folder}: seed the script, so that two runs of it are "
+                "the same"
+            )
+    with one_thread():
+        return [StepComparison(first, second, moved, number, part).result() for number in steps]
+
+
+def same_samples(first: RecordedRun, other: RecordedRun, number: int) -> bool:
+    """Whether two runs of a layout were given the same samples in a step."""
+    for one, two in zip(first.ranks, other.ranks, strict=True):
+        if number in two.steps:
+            a, b = (rank.step(number).tensors for rank in (one, two))
+            keys = [key for key in a if key[0].startswith("sample:")]
+            if any(key not in b or not torch.equal(a[key], b[key]) for key in keys):
+                return False
+    return True
+
+
+@dataclass
+class StepComparison:
+    """One step of two runs. `a` and `b`: what their ranks have left, as samples that all have in common."""
+
+    first: RecordedRun
+    second: RecordedRun
+    moved: Sequence[RecordedRun]
+    number: int
+    part: PartOf | None
+    unseen: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        ours, theirs = ([rank.step(self.number) for rank in run.ranks] for run in (self.second, self.first))
+        common, lost = common_strides([*ours, *theirs])
+        self.b, self.a = ([at_strides(step, common, lost) for step in steps] for steps in (ours, theirs))
+        self.perturbed = [
+            [at_strides(rank.step(self.number), common, lost) for rank in run.ranks]
+            for run in self.moved
+            if self.number in run.steps
+        ]
+        if not self.perturbed:
+            raise ParityError(
+                f"no run of {self.first.folder} as rounding moves it has step {self.number}: record it too"
+            )
+        self.strides, lost_first = common_first([*self.first.ranks, *self.second.ranks])
+        self.lost = {name for _, name in lost_first} | {name for kind, name in lost if kind in ("gradient", "weight")}
+        self._say(
+            sorted({name for _, name in [*lost, *lost_first]}), "was cut between samples: record with a larger --most"
+        )
+
+    def _say(self, names: Sequence[str], why: str) -> None:
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            self.unseen.append(f"not compared: {names[0]}{more}, which {why}")
+
+    @property
+    def same_layout(self) -> bool:
+        """Whether each rank of one run has the shapes of the other's."""
+        if len(self.a) != len(self.b):
+            return False
+        return all(
+            {n: x.shape for n, x in one.first.items()} == {n: x.shape for n, x in two.first.items()}
+            and {k: x.shape for k, x in a.tensors.items()} == {k: x.shape for k, x in b.tensors.items()}
+            for one, two, a, b in zip(self.first.ranks, self.second.ranks, self.a, self.b, strict=True)
+        )
+
+    def result(self) -> ParityResult:
+        start = time.monotonic()
+        if len(self.a) == 1 or not self.same_layout:
+            found = self._against_whole()
+        else:
+            # Each rank beside the same rank: their tensors have nothing to be put together.
+            alone = [{axis: 0 for axis, _ in self.second.axes}]
+            pairs = [
+                self._judge(*put_together(self.a[rank]), self._first(self.first.ranks[rank]), [rank], alone, [rank])
+                for rank in range(len(self.a))
+            ]
+            found = min(pairs, key=earliness)
+            # Other layouts may have the same shapes: rows that were dealt otherwise.
+            if not found.holds and self.first.axes != self.second.axes and (other := self._against_whole()).holds:
+                found = other
+        named = re.compile(r"\bstep 1\b")
+        finding = found.finding and replace(found.finding, text=named.sub(f"step {self.number}", found.finding.text))
+        rows = tuple(
+            replace(row, step=self.number, name=named.sub(f"step {self.number}", row.name)) for row in found.rows
+        )
+        notes = (*self.unseen, *self._notes(found))
+        return replace(found, finding=finding, rows=rows, notes=notes, dead=(), seconds=time.monotonic() - start)
+
+    def _notes(self, found: ParityResult) -> Iterator[str]:
+        """Sentences on what was not compared."""
+        kept = [step.facts.kept for step in (*self.a, *self.b)]
+        if any(kept):
+            yield (
+                f"compared by samples and norms: {max(len(k) for k in kept)} of {len(self.a[0].keys)} tensors of a "
+                "rank, which are larger than --most"
+            )
+        names = [{name for step in steps for name, _ in step.facts.order} for steps in (self.a, self.b)]
+        for one, two, run in ((names[0], names[1], self.first), (names[1], names[0], self.second)):
+            if only := sorted(one - two):
+                more = " ..." if len(only) > 4 else ""
+                yield f"not compared: modules that only {run.folder} calls: {', '.join(only[:4])}{more}"
+        facts = [rank.facts for run in (self.first, self.second) for rank in run.ranks]
+        if any(f.compiled for f in facts):
+            yield "compiled modules were recorded as they are written: what the compiler makes of them is not compared"
+        if any(f.dropout for f in facts):
+            yield "dropout layers were off"
+        if found.dead:
+            yield f"zero on both sides: the gradient of {found.dead[0]}" + f" and {len(found.dead) - 1} more" * (
+                len(found.dead) > 1
+            )
+
+    def _against_whole(self) -> ParityResult:
+        sides = [put_together(step) for step in self.a]
+        firsts = [self._first(rank) for rank in self.first.ranks]
+        if len(sides) == 1:
+            whole, order, first = *sides[0], firsts[0]
+        else:
+            whole, order, first = self._merged(sides, firsts)
+        everyone = list(range(len(self.b)))
+        return self._judge(whole, order, first, list(range(len(self.a))), self.second.coordinates, everyone)
+
+    def _first(self, rank: RecordedRank) -> dict[str, Tensor]:
+        """A rank's first weights, as samples that all have."""
+        first = {}
+        for name, x in rank.first.items():
+            if name not in self.lost:
+                own = rank.facts.kept.get(name, (x.shape, (1,) * x.ndim))[1]
+                common = self.strides.get(("first", name))
+                first[name] = x if common is None else coarser(x, tuple(own), common)
+        return first
+
+    def _moved(self, ranks: Sequence[int]) -> dict[tuple[str, int, str], float]:
+        """How far one rounding moves each tensor of the reference, on the rank where it moves it most."""
+        moved: dict[tuple[str, int, str], float] = {}
+        for rank in ranks:
+            exact, *others = (as_recording(step) for step in (self.a[rank], *(run[rank] for run in self.perturbed)))
+            for kind, step, name, value in movements(exact, others):
+                moved[kind, step, name] = max(moved.get((kind, step, name), 0.0), value)
+        return moved
+
+    def _merged(
+        self, sides: Sequence[tuple[dict[Key, Tensor], list[tuple[str, int]]]], firsts: Sequence[Mapping[str, Tensor]]
+    ) -> tuple[dict[Key, Tensor], list[tuple[str, int]], dict[str, Tensor]]:
+        """The whole tensors of a reference of several ranks: of all ways to put theirs together the first of which B's
+        are copies, cuts or terms."""
+        places, theirs = self.first.coordinates, [put_together(step)[0] for step in self.b]
+        moved = self._moved(range(len(self.a)))
+        eps = torch.finfo(vars(torch)[self.first.ranks[0].facts.dtype]).eps
+        first, recipes = dict[str, Tensor](), dict[str, Recipe]()
+        mine = [self._first(rank) for rank in self.second.ranks]
+        for name in dict.fromkeys(name for held in firsts for name in held):
+            held = {rank: one[name] for rank, one in enumerate(firsts) if name in one}
+            for recipe, x in wholes_of(held, places):
+                found = [find_part(name, local[name], x.to(local[name].dtype)) for local in mine if name in local]
+                # Padding fits into what lacks something.
+                fits = all(p is not None and all(PADDING not in i for i in p.index if i) for p in found)
+                if name not in first or fits:
+                    first[name], recipes[name] = x, recipe
+                if fits:
+                    break
+        whole = dict[Key, Tensor]()
+        for key in dict.fromkeys(key for tensors, _ in sides for key in tensors):
+            kind, _, name = key
+            held = {rank: tensors[key] for rank, (tensors, _) in enumerate(sides) if key in tensors}
+            if kind not in TRACED:
+                if name in recipes:
+                    whole[key] = made_by(recipes[name], held, places)
+                continue
+            ours = {rank: tensors[key] for rank, tensors in enumerate(theirs) if key in tensors}
+            allowed = MARGIN * max(moved.get((kind, 1, name), 0.0), eps)
+            for _, x in wholes_of(held, places):
+                fits = bool(ours) and x.ndim > 0 and explain_tensors(
+                    {r: y.double() for r, y in ours.items()}, x.double(), allowed, self.second.coordinates
+                ).explained  # fmt: skip
+                if key not in whole or fits:
+                    whole[key] = x
+                if fits:
+                    break
+        order = max((order for _, order in sides), key=len)
+        return whole, order, first
+
+    def _judge(
+        self, whole: Mapping[Key, Tensor], order: list[tuple[str, int]], first: Mapping[str, Tensor],
+        of_first: Sequence[int], coordinates: Sequence[Mapping[str, int]], of_second: Sequence[int],
+    ) -> ParityResult:  # fmt: skip
+        """Write both sides as a check's ranks leave them, and let its judge read them."""
+        run = self.first.ranks[of_first[0]].facts
+        located = [self._parts(rank, self._first(self.second.ranks[rank]), first) for rank in of_second]
+        names = [name for name in first if not any(name in vague for _, _, vague in located)]
+        self._say(sorted(set(first) - set(names)), "is constant at first, so that its part is not known: give --layout")
+        steps = [self.a[rank].facts for rank in of_first]
+        losses = [loss for step in steps for loss in step.losses]
+        loss = math.fsum(losses) / len(of_first)
+        moved = [(*key, value) for key, value in self._moved(of_first).items()]
+        parents = {name: name.rpartition(".")[0] for name in run.classes if name}
+        gradients = {name for (kind, _, name), x in whole.items() if kind == "gradient" and bool(x.any())}
+        frozen = [name for name in names if name in run.frozen or ("gradient", 1, name) not in whole]
+        samples = {
+            kind: list(x.shape) for (kind, _, _), x in whole.items() if kind.startswith("sample:") and x.ndim > 1
+        }
+        facts = ReferenceFacts(
+            names, [loss] if losses else [], [], run.dtype, moved=moved, order=order, consumers=steps[0].consumers,
+            parents=parents, classes=run.classes, frozen=frozen, rates=[steps[0].rates],
+            dead=[name for name in names if name not in frozen and name not in gradients],
+            batch=samples if len(self.a) == len(of_first) == 1 else {},
+        )  # fmt: skip
+        kept = {key: x for key, x in whole.items() if not key[0].startswith("sample:")}
+        wholes = {("initial", 0, name): first[name] for name in names}
+        with temporary_folder() as folder:
+            write_record(folder, REFERENCE, {**kept, **wholes}, facts)
+            for place, (rank, (parts, lost, _)) in enumerate(zip(of_second, located, strict=True)):
+                self._write_rank(folder, place, rank, {n: p for n, p in parts.items() if p.name in names}, lost,
+                                 coordinates[place], whole if facts.batch else {})  # fmt: skip
+            evidence = Evidence.read(folder, len(of_second))
+            rows = list(compare_all(evidence))
+            evidence.modules = explain_modules(evidence)
+            if len(of_first) == 1:  # of ranks put together nobody knows which norms add up
+                rows += self._norms(evidence, of_first, of_second)
+            found = first_finding(evidence, rows)
+        check = ParityCheck(f"step {self.number}", self.second.folder, self.second.axes, run.dtype)
+        return ParityResult(check, run.dtype, 0.0, tuple(rows), found, tuple(evidence.modules), tuple(facts.dead))
+
+    def _write_rank(
+        self, folder: Path, place: int, rank: int, parts: Mapping[str, Part], lost: Mapping[str, str],
+        coordinates: Mapping[str, int], whole: Mapping[Key, Tensor],
+    ) -> None:  # fmt: skip
+        step, rows = self.b[rank], {}
+        samples = put_together(step)[0]
+        for key, theirs in whole.items():
+            ours = samples.get(key)
+            # Samples in other dims are in a form of the program's own, and say nothing.
+            if key[0].startswith("sample:") and ours is not None and ours.ndim == theirs.ndim > 1:
+                found = find_part(key[0], ours, theirs) if ours.dtype == theirs.dtype else None
+                rows[key[0]] = None if found is None else found.as_json()
+        facts = PartFacts(
+            [math.fsum(step.facts.losses) if step.facts.losses else None],
+            {name: part.as_json() for name, part in parts.items()}, dict(coordinates), lost=dict(lost), rows=rows,
+            counts=[None], stepped=[step.facts.stepped], rates=[step.facts.rates],
+        )  # fmt: skip
+        kept = {key: x for key, x in step.tensors.items() if not key[0].startswith("sample:")}
+        write_record(folder, rank_file(place), kept, facts)
+
+    def _parts(
+        self, rank: int, locals_: Mapping[str, Tensor], wholes: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Part], dict[str, str], set[str]]:
+        """The part of A that each parameter of a rank is; those that are none; names of A whose part is not known."""
+        facts = self.second.ranks[rank].facts
+        stated: dict[str, Part] = {}
+        for name, x in locals_.items():
+            shape = facts.kept.get(name, (tuple(x.shape), ()))[0]
+            if self.part is not None:
+                target, slices = self.part(name, rank)
+                lengths = self.first.ranks[0].facts.kept.get(target, (tuple(wholes[target].shape), ()))[0]
+                bounds = [cut.indices(n)[:2] for cut, n in zip(slices, lengths, strict=True)]
+            elif name in facts.boxes and name in wholes and len(facts.boxes[name]) == wholes[name].ndim:
+                target, offsets = name, facts.boxes[name]
+                bounds = [(start, start + n) for start, n in zip(offsets, shape, strict=True)]
+            else:
+                continue
+            strides = self.strides.get(("first", target), (1,) * len(bounds))
+            starts = [-(-start // s) for (start, _), s in zip(bounds, strides, strict=True)]
+            sizes = [-(-stop // s) - start for (_, stop), s, start in zip(bounds, strides, starts, strict=True)]
+            stated[name] = box_part(target, starts, sizes, wholes[target].shape)
+        rest = {name: x for name, x in locals_.items() if name not in stated}
+        places = {axis: (self.second.coordinates[rank][axis], size) for axis, size in self.second.axes}
+        parts, lost = locate(rest, wholes, {}, False, None, places)
+        for name, part in stated.items():
+            same = torch.equal(part.take(wholes[part.name]).to(locals_[name].dtype), locals_[name])
+            if same:
+                parts[name] = part
+            else:
+                lost[name] = f"shape {tuple(locals_[name].shape)}"
+        vague = set[str]()
+        for name, part in list(parts.items()):
+            # Equal numbers are found anywhere: only what is known of the weight beside them says where they belong.
+            if name not in stated and not part.whole and is_constant(locals_[name]):
+                beside = self.part_beside(name, locals_[name], parts)
+                parts[name] = beside or part
+                vague |= set() if beside else {part.name}
+        return parts, lost, vague
+
+    def part_beside(self, name: str, local: Tensor, parts: Mapping[str, Part]) -> Part | None:
+        """The part that a bias is by the rows of its module's weight, of which samples may be known."""
+        for other, part in parts.items():
+            rows = part.index[0] if part.index else None
+            if other != name and other.rpartition(".")[0] == name.rpartition(".")[0] and local.ndim == 1 and rows:
+                stride = self.strides.get(("first", part.name), (1,))[0]
+                follows = rows == tuple(range(rows[0], rows[0] + len(rows)))
+                if follows and len(rows) * stride == len(local):
+                    return Part(name, (tuple(range(rows[0] * stride, rows[0] * stride + len(local))),))
+        return None
+
+    def _norms(self, evidence: Evidence, of_first: Sequence[int], of_second: Sequence[int]) -> Iterator[Row]:
+        """The norms of tensors of which samples are compared: those of copies, and of all cuts together."""
+        pieces = {line.name for line in evidence.modules if line.output and line.output.kind in (COPY, CUT)}
+        for kind in ("output", "gradient", "weight"):
+            for name in dict.fromkeys(key[2] for key in self.a[of_first[0]].tensors if key[0] == kind):
+                if kind == "output" and name not in pieces:
+                    continue
+                theirs, ours = (
+                    squares_of([steps[rank] for rank in ranks], kind, name)
+                    for steps, ranks in ((self.a, of_first), (self.b, of_second))
+                )
+                if theirs and ours:
+                    error = abs(math.sqrt(ours / theirs) - 1)
+                    # In float32 a norm adds up its own rounding.
+                    yield Row("norm", f"{kind} of {name}", error, 4 * evidence.allowed(kind, 1, name) + 1e-5, 1)
+
+
+def squares_of(steps: Sequence[RecordedStep], kind: str, name: str) -> float | None:
+    """The sum of squares of some ranks' tensors of a name an element, of which some keep samples; else None."""
+    total, number, is_sampled = 0.0, 0, False
+    for step in steps:
+        for key in step.keys:
+            if key[0] == kind and key[2] == name:
+                text = "{}|{}|{}".format(*key)
+                shape = step.facts.kept[text][0] if text in step.facts.kept else None
+                x = None if shape is not None else step.file.get(text)
+                total += step.facts.norms[text] ** 2 if x is None else float(x.double().square().sum())
+                number += math.prod(shape) if shape is not None else 0 if x is None else x.numel()
+                is_sampled |= shape is not None
+    return total / number if is_sampled and number else None
+
+
+def as_recording(step: RecordedStep) -> StepRecording:
+    """A recorded step as the steps of a reference are, from which movements are read."""
+    whole, _ = put_together(step)
+    trace = Trace(nn.Module(), tensors={(k, n, c): x for (k, c, n), x in whole.items() if k in TRACED})
+    tensors = {(k, c, n): x for (k, c, n), x in whole.items() if k in ("gradient", "weight")}
+    return StepRecording([math.fsum(step.facts.losses)], [], tensors, {"": trace})
+
+
+def earliness(result: ParityResult) -> tuple[bool, bool, int]:
+    """How early a rank's result shows a mistake: outputs in forward order before gradients in backward order."""
+    order = list(enumerate(result.modules))
+    forward = next((place for place, line in order if line.output and not line.output.explained), None)
+    if forward is not None:
+        return result.holds, False, forward
+    return (
+        result.holds,
+        True,
+        -next((p for p, line in reversed(order) if line.gradient and not line.gradient.explained), -1),
+    )
+
+
+Recipe = tuple[tuple[str, str, int], ...]
+"""The way to put ranks together over each axis, innermost first: copy, cat along a dim, or sum."""
+
+
+def wholes_of(held: Mapping[int, Tensor], places: Sequence[Mapping[str, int]]) -> Iterator[tuple[Recipe, Tensor]]:
+    """Ways to put ranks' tensors together, the plainest first: copies, cuts along one dim an axis, sums."""
+    axes = [axis for axis in reversed(list(places[0])) if len({places[rank][axis] for rank in held}) > 1]
+    dims = range(next(iter(held.values())).ndim)
+    options = [("copy", 0), *(("cat", dim) for dim in dims), ("sum", 0)]
+    for chosen in product(options, repeat=len(axes)):
+        recipe = tuple((axis, word, dim) for axis, (word, dim) in zip(axes, chosen, strict=True))
+        if (x := _made(recipe, held, places, strict=True)) is not None:
+            yield recipe, x
+    if axes and len({x.shape for x in held.values()}) > 1:
+        yield (), next(iter(held.values()))
+
+
+def made_by(recipe: Recipe, held: Mapping[int, Tensor], places: Sequence[Mapping[str, int]]) -> Tensor:
+    """Ranks' tensors put together by a recipe. Copies that differ are what their first rank has."""
+    x = _made(recipe, held, places, strict=False)
+    return next(iter(held.values())) if x is None else x
+
+
+def _made(
+    recipe: Recipe, held: Mapping[int, Tensor], places: Sequence[Mapping[str, int]], *, strict: bool
+) -> Tensor | None:
+    at = {tuple(places[rank].items()): x for rank, x in held.items()}
+    for axis, word, dim in recipe:
+        groups: dict[tuple[tuple[str, int], ...], list[Tensor]] = {}
+        for place, x in sorted(at.items(), key=lambda item: dict(item[0])[axis]):
+            groups.setdefault(tuple(pair for pair in place if pair[0] != axis), []).append(x)
+        at = {}
+        for rest, terms in groups.items():
+            same = len({x.shape for x in terms}) == 1
+            if word == "copy":
+                # Replicas of a run have the same bits, or nearly: they came from one sum.
+                near = same and all(relative_error(x, terms[0]) < 1e-5 for x in terms)
+                if strict and not near:
+                    return None
+                at[rest] = terms[0]
+            elif word == "sum" and same:
+                at[rest] = torch.stack(terms).sum(0)
+            elif word == "cat" and len({(*x.shape[:dim], *x.shape[dim + 1 :]) for x in terms}) == 1:
+                at[rest] = torch.cat(terms, dim)
+            else:
+                return None
+    return next(iter(at.values())) if len(at) >= 1 else None

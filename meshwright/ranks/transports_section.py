@@ -1,0 +1,49 @@
+"""The transports that may carry the messages of ranks: facts, known before any process starts.
+
+| transport | moves            | ranks meet at                | ranks are started by                |
+|-----------|------------------|------------------------------|-------------------------------------|
+| torch     | host, GPU memory | a store (comm_store.py)      | fork, or torchrun, srun             |
+| mpi       | host memory      | MPI's own world              | mpiexec, or srun with --mpi         |
+| threads   | host memory      | memory (thread_world.py)     | threads of the process that asks    |
+
+Who adds one writes its facts here and its comm and mailbox beside (mesh.py opens it); decisions.py says when
+`layout.transport=auto` takes it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+TransportName = Literal["torch", "mpi", "threads"]
+
+
+@dataclass(frozen=True)
+class TransportFacts:
+    """`module`: the Python module that must be installed. `devices`: the types of device whose memory it moves.
+
+    `by_mpiexec`: its ranks are started by an MPI launcher, which also brings them together. `in_process`: its ranks are
+    threads of one process. `process_groups`: ranks meet at a store and have torch.distributed's process groups.
+    `moves_alone`: a verb that nobody waits for yet makes progress.
+    """
+
+    module: str
+    devices: tuple[str, ...]
+    by_mpiexec: bool = False
+    in_process: bool = False
+    process_groups: bool = False
+    moves_alone: bool = True
+
+    @property
+    def is_installed(self) -> bool:
+        return importlib.util.find_spec(self.module) is not None
+
+
+TRANSPORTS: Mapping[str, TransportFacts] = {
+    "torch": TransportFacts("torch", ("cpu", "cuda"), process_groups=True),
+    # GPU-aware MPI was never at hand.
+    "mpi": TransportFacts("mpi4py", ("cpu",), by_mpiexec=True, moves_alone=False),
+    "threads": TransportFacts("torch", ("cpu",), in_process=True),
+}

@@ -1,0 +1,212 @@
+"""Recorded runs and their comparison: right layouts hold, mistakes are found at their modules, records can be read."""
+
+from __future__ import annotations
+
+import errno
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright import parity
+from meshwright.errors import ParityError
+from meshwright.parity import recorder
+from meshwright.parity.check import ParityResult
+from meshwright.parity.command import run_words
+from meshwright.parity.recorded import RecordedRun
+from meshwright.parity.runs import compare_runs, wholes_of
+from meshwright.parity.sampling import are_aligned, coarser, sampled, strides_of
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
+from tests.parity.training import train
+from tests.patience import PATIENCE_SECONDS
+from tests.workers import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+ONE, DATA, TENSOR, BOTH = {}, {"data": 2}, {"tp": 2}, {"data": 2, "tp": 2}
+
+
+def recorded(mesh: Mesh, folder: Path, ranks: dict[str, int], runs: list[dict[str, Any]]) -> None:
+    """Several runs of one layout, on the same processes: each folder's name, and what `recording` and `train` take."""
+    for run in runs:
+        options = {key: run[key] for key in ("most", "perturb") if key in run}
+        with parity.recording(folder / run["name"], axes=ranks, **options):
+            train(ranks, run.get("wrong", ""), micro=run.get("micro", 1), wrap=run.get("wrap", ""))
+
+
+def record_all(folder: Path, ranks: dict[str, int], *runs: dict[str, Any]) -> None:
+    run_ranks(recorded, Grid(tuple(ranks.items()) or (("data", 1),)), folder, ranks, list(runs), transport="torch")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The runs that are compared, each recorded once."""
+    folder = tmp_path_factory.mktemp("runs")
+    moved = [{"name": name, "perturb": 1, **more} for name, more in (("one", {}), ("one-sampled", {"most": 64}))]
+    record_all(folder, ONE, {"name": "one"}, {"name": "micro", "micro": 2}, {"name": "version", "wrong": "version"},
+               {"name": "one-sampled", "most": 64}, *moved)  # fmt: skip
+    wrong = [{"name": f"tp-{wrong}", "wrong": wrong} for wrong in ("forward", "backward", "version", "rate")]
+    record_all(folder, TENSOR, {"name": "tp"}, {"name": "tp", "perturb": 1}, {"name": "tp-sampled", "most": 64},
+               {"name": "tp-forward-sampled", "most": 64, "wrong": "forward"}, *wrong)  # fmt: skip
+    record_all(folder, DATA, {"name": "data"}, {"name": "data", "perturb": 1},
+               {"name": "ddp", "wrap": "ddp"}, {"name": "fsdp2", "wrap": "fsdp2"},
+               {"name": "fsdp2", "wrap": "fsdp2", "perturb": 1},
+               *({"name": f"data-{wrong}", "wrong": wrong} for wrong in ("reduction", "data")))  # fmt: skip
+    record_all(folder, BOTH, {"name": "both"})
+    return folder
+
+
+def compared(folder: Path, first: str, second: str) -> list[ParityResult]:
+    return compare_runs(RecordedRun.read(folder / first), RecordedRun.read(folder / second))
+
+
+@pytest.mark.parametrize(
+    "first, second",
+    [("one", "micro"), ("one", "tp"), ("one", "data"), ("one", "ddp"), ("one", "fsdp2"), ("one", "both"),
+     ("fsdp2", "tp"), ("data", "tp"), ("tp", "data"),
+     ("data", "both"), ("tp", "tp"), ("one-sampled", "tp-sampled"), ("one-sampled", "tp")],
+)  # fmt: skip
+def test_right_runs_are_equal(folder: Path, first: str, second: str) -> None:
+    results = compared(folder, first, second)
+    assert [result.check.name for result in results] == ["step 1", "step 2"]
+    for result in results:
+        assert result.holds, result.verdict
+        assert {"loss", "gradient", "weight"} <= {row.kind for row in result.rows}
+        assert len(result.modules) > 8
+
+
+@pytest.mark.parametrize(
+    "first, second, module, kind",
+    [
+        ("one", "version", "blocks.1", "wrong values"),
+        ("tp", "tp-version", "blocks.1", "wrong values"),
+        ("one", "tp-forward", "blocks.1", "missing reduction"),
+        ("one", "tp-backward", "blocks.1", "missing reduction"),
+        ("data", "tp-forward", "blocks.1", "missing reduction"),
+        ("data", "tp-backward", "blocks.1", "missing reduction"),
+        ("one-sampled", "tp-forward-sampled", "blocks.1", "missing reduction"),
+        ("one", "tp-rate", "(all parameters)", "optimizer"),
+        ("one", "data-reduction", "head", "missing reduction"),
+        ("one", "data-data", "(data)", "wrong data"),
+    ],
+)
+def test_a_mistake_is_found_where_it_is(folder: Path, first: str, second: str, module: str, kind: str) -> None:
+    result = compared(folder, first, second)[0]
+    assert result.finding is not None, "not seen"
+    assert result.finding.kind == kind, result.verdict
+    assert f"{result.finding.module}.".startswith(f"{module}."), result.verdict
+
+
+def test_a_layout_says_what_a_rank_holds(folder: Path) -> None:
+    """In a file of the user's, where values do not say it; one that is wrong is a wrong part."""
+    rows, columns = ("up.weight", "up.bias"), ("down.weight",)
+
+    def part(name: str, rank: int, turn: int = 0) -> tuple[str, tuple[slice, ...]]:
+        own = slice(32 * (rank ^ turn), 32 * (rank ^ turn) + 32)
+        if name.endswith(rows):
+            return name, (own, slice(None))[: 2 if name.endswith("weight") else 1]
+        everything = (slice(None),) * (1 if "norm" in name or name.endswith("bias") else 2)
+        return name, (slice(None), own) if name.endswith(columns) else everything
+
+    for one, two in (("one", "tp"), ("one-sampled", "tp-sampled")):
+        runs = RecordedRun.read(folder / one), RecordedRun.read(folder / two)
+        result = compare_runs(*runs, part)[0]
+        assert result.holds, result.verdict
+        finding = compare_runs(*runs, lambda name, rank: part(name, rank, 1))[0].finding
+        assert finding is not None
+        assert finding.kind == "wrong part"
+
+
+def refused(folder: Path, first: str, second: str) -> str:
+    with pytest.raises(ParityError) as caught:
+        compared(folder, first, second)
+    return str(caught.value)
+
+
+def test_what_cannot_be_compared_is_said_with_a_remedy(folder: Path, tmp_path: Path) -> None:
+    assert "record it once more, to the same folder, with --perturb 1" in refused(folder, "micro", "one")
+    assert "holds no record: make one with" in refused(folder, "nothing", "one")
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half/rank-1").symlink_to(folder / "tp/rank-1")
+    assert "lacks rank 0 of 2" in refused(tmp_path, "half", "half")
+    (tmp_path / "mixed").mkdir()
+    (tmp_path / "mixed/rank-0").symlink_to(folder / "one/rank-0")
+    (tmp_path / "mixed/perturbed-1").symlink_to(folder / "data")
+    assert "took other samples" in refused(tmp_path, "mixed", str(folder / "one"))
+
+
+def test_a_record_that_cannot_be_written_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ParityError, match=r"the record cannot be written to .*file/out.*\(Not a directory\): give a"):
+        with parity.recording(tmp_path / "file/out"):
+            pass
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(recorder, "write_tensors", lambda *_: (_ for _ in ()).throw(full))
+    with pytest.raises(ParityError, match=r"first weights cannot be written .*No space left on device"):
+        with parity.recording(tmp_path / "full"):
+            nn.Linear(2, 2)(torch.ones(2))
+    with pytest.raises(ParityError, match=r"rank 0 recorded nothing: .* start ranks by torchrun"):
+        with parity.recording(tmp_path / "empty"):
+            pass
+
+
+def test_a_killed_run_leaves_what_it_had(tmp_path: Path) -> None:
+    """By the command, around a script that knows nothing of it; the steps before the kill can be compared."""
+    words = [sys.executable, "-m", "meshwright", "parity", "record", "--out", str(tmp_path / "killed"), "--steps"]
+    running = subprocess.Popen([*words, ",".join(map(str, range(1, 4000))), "-m", "tests.parity.training",
+                                "--steps", "100000"], cwd=ROOT, stdout=subprocess.DEVNULL)  # fmt: skip
+    try:
+        until = time.monotonic() + PATIENCE_SECONDS
+        while not (tmp_path / "killed/rank-0/step-3.json").exists() and time.monotonic() < until:
+            assert running.poll() is None, "ended by itself"
+            time.sleep(0.05)
+    finally:
+        running.send_signal(signal.SIGKILL)
+        running.wait()
+    run = RecordedRun.read(tmp_path / "killed")
+    assert run.steps[:3] == [1, 2, 3]
+    step = run.ranks[0].step(3)
+    assert all(torch.isfinite(x).all() for x in step.tensors.values())
+    with pytest.raises(ParityError, match="with --perturb 1"):
+        run_words(["compare", str(tmp_path / "killed"), str(tmp_path / "killed")])
+
+
+def test_the_command_says_steps_and_what_nobody_saw(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_words(["compare", str(folder / "one-sampled"), str(folder / "tp-sampled"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [check["check"] for check in told["checks"]] == ["step 1", "step 2"]
+    assert any("compared by samples and norms" in note for note in told["checks"][0]["notes"])
+    assert "dropout layers were off" in told["checks"][0]["notes"]
+    norms = [row["name"] for row in told["checks"][0]["comparisons"] if row["kind"] == "norm"]
+    assert {"output of blocks.1", "gradient of blocks.0.up.weight", "weight of tokens.weight"} <= set(norms)
+    assert run_words(["compare", str(folder / "one"), str(folder / "tp-forward")]) == 1
+    assert "step 1[tp2]: missing reduction at blocks.1" in capsys.readouterr().out
+
+
+def test_samples_of_parts_are_parts_of_samples() -> None:
+    x = torch.arange(64 * 32.0).view(64, 32)
+    strides = strides_of(x.shape, 64)
+    assert x[:: strides[0], :: strides[1]].numel() <= 64
+    halves = [sampled(half, strides) for half in x.chunk(2, 1)]
+    assert torch.equal(torch.cat(halves, 1), sampled(x, strides))
+    assert torch.equal(coarser(sampled(x, (1, 2)), (1, 2), strides), sampled(x, strides))
+    assert torch.equal(torch.cat([sampled(x[:5], (2, 1)), sampled(x[5:], (2, 1), (5, 0))]), sampled(x, (2, 1)))
+    assert are_aligned([(64, 16), (64, 32)], (8, 4))
+    assert not are_aligned([(64, 15), (64, 17)], (1, 4))
+
+
+def test_ranks_are_put_together_in_every_way() -> None:
+    places: list[Mapping[str, int]] = [{"data": d, "tp": t} for d in range(2) for t in range(2)]
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    held = {rank: x.chunk(2)[place["data"]].chunk(2, 1)[place["tp"]] for rank, place in enumerate(places)}
+    assert any(x.shape == whole.shape and torch.equal(x, whole) for _, whole in wholes_of(held, places))
+    copies = dict.fromkeys(range(4), x)
+    assert torch.equal(next(wholes_of(copies, places))[1], x)
