@@ -62,7 +62,7 @@ class _AroundRing(torch.autograd.Function):
                     _merge(merged, part, piece)
         assert merged is not None, "a rank's first block is its own"
         out = merged.out.to(query.dtype)
-        # All by this word: what hangs on ctx itself stays where a layer is recomputed, and a graph keeps its own output.
+        # All by this word: what hangs on ctx itself stays there, also where the layer is computed again.
         ctx.save_for_backward(query, key, value, mask, out, merged.sums, *merged.seeds)
         return out
 
