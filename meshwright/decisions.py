@@ -8,6 +8,7 @@
 | batch.micro               | the layout (config/schema.py)                                                           |
 | layout.transport          | MPI on CPUs where it is installed and can carry the strategy, else torch.distributed    |
 | layout.pipeline.partition | auto: counted costs; measured: a microbatch timed on one rank (stage_costs.py)          |
+| precision.products        | float32 where this CPU multiplies halves at less than half of float32's rate, timed     |
 | memory.summa              | the stage with the least free memory: see `affordable_products`                         |
 | layout.pipeline.limit     | the stage that can hold the fewest microbatches in half of its free memory              |
 
@@ -42,7 +43,8 @@ from meshwright.ranks.transports_section import TRANSPORTS
 from meshwright.section import field_of, with_field
 
 PARTITION, LIMIT, SUMMA = "layout.pipeline.partition", "layout.pipeline.limit", "memory.summa"
-FIELDS = (PARTITION, LIMIT, SUMMA)
+WIDENING = "precision.products"
+FIELDS = (PARTITION, LIMIT, SUMMA, WIDENING)
 """The decisions that change the order of sums: checkpoints keep them."""
 
 SECTIONS = ("model", "batch", "layout", "precision", "memory")
@@ -219,16 +221,17 @@ def resolve_layout(config: Config, machine: Machine, sizes: StageSizes | None = 
 
     `sizes`: the planner's records; by default the stages are built on the meta device.
     """
+    resolved = _resolve_widening(Resolved(config), machine)
+    config = resolved.config
     pipeline = config.layout.pipeline
     undecided = pipeline.size > 1 and isinstance(pipeline.partition, str)
     by_memory = decides_products(config) or pipeline.limit_by_memory
     if not (undecided or by_memory):
-        return Resolved(config)
+        return resolved
     if sizes is None:
         from meshwright.stage_costs import BuiltStages  # which imports torch
 
         sizes = BuiltStages()
-    resolved = Resolved(config)
     if undecided:
         layers = sizes.partition(config)
         resolved = resolved.decide(PARTITION, layers, f"{' + '.join(map(str, layers))} layers")
@@ -252,6 +255,25 @@ def resolve_layout(config: Config, machine: Machine, sizes: StageSizes | None = 
         if pipeline.limit_by_memory:
             resolved = _resolve_limit(resolved, sizes.microbatch_bytes(resolved.config), free)
     return resolved
+
+
+def _resolve_widening(resolved: Resolved, machine: Machine) -> Resolved:
+    """Decide how halves are multiplied: ranks on other CPUs than the one that is timed here do as this one."""
+    precision = resolved.config.precision
+    if precision.products != "auto" or precision.dtype not in ("bf16", "fp16"):
+        return resolved
+    slow, paces = machine.slow_halves, ""
+    if resolved.config.device == "cuda":
+        slow = False
+    elif slow is None:
+        from meshwright.tensor.widened import product_rates  # which imports torch
+
+        rates = product_rates(precision.dtype)
+        slow, paces = rates.slow, f" ({rates.half / 1e9:.3g} and {rates.float32 / 1e9:.3g} Gflop/s a thread)"
+    if not slow:
+        return Resolved(with_field(resolved.config, WIDENING, "stored"), resolved.notes)
+    note = f"float32, of numbers stored in {precision.dtype}, whose own products are slower on this CPU{paces}"
+    return resolved.decide(WIDENING, "float32", note)
 
 
 def decides_products(config: Config) -> bool:

@@ -40,6 +40,10 @@ RANK_BYTES = 256 * 2**20
 """Host memory that a rank takes for itself, whatever it trains: the interpreter, torch, its transport's buffers."""
 
 
+SLOW_SHARE = 0.5
+"""The part of float32's rate under which a CPU multiplies halves as float32: above it casts cost what they save."""
+
+
 @dataclass(frozen=True)
 class Machine:
     """The facts by which a run is resolved: of this machine (`Machine.here`), or a cluster's (tools/plan/predict.py).
@@ -57,6 +61,8 @@ class Machine:
     starts_mpi: bool = False
     ranks_launched: int = 1
     world_size: int = 1
+    slow_halves: bool | None = None
+    """Whether its CPU multiplies halves at less than half of float32's rate; None: this machine's, which is timed."""
 
     @classmethod
     def here(cls) -> Machine:

@@ -66,11 +66,18 @@ def scales_of(labels: Sequence[str], counts: Sequence[int], scale: float, sample
     return means | {SAMPLES: scale / samples}
 
 
+ON_HOST = frozenset({"documents"})
+"""Entries of a batch that stay on the host: they say which kernels run, and a host that read them on a GPU would wait
+for all that the GPU has still to do."""
+
+
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch on the device. A GPU copies out of pinned memory, which torch keeps until then: the host goes on."""
-    if device.type == "cuda":
-        return {name: x.pin_memory().to(device, non_blocking=True) for name, x in batch.items()}
-    return {name: x.to(device) for name, x in batch.items()}
+
+    def there(x: Tensor) -> Tensor:
+        return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+    return {name: x if name in ON_HOST else there(x) for name, x in batch.items()}
 
 
 Hidden = tuple[Tensor, ...]

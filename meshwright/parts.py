@@ -7,6 +7,7 @@ and what passes between stages; then this rank's own, with the strategies that t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -38,7 +39,7 @@ from meshwright.pipeline.partition import ranges_of
 from meshwright.pipeline.pipeline import Pipeline, message_forms
 from meshwright.pipeline.placement import ChunkPlacement
 from meshwright.pipeline.schedule import ONE_F_ONE_B, ScheduleRule
-from meshwright.pipeline.stage import Grains, Stage
+from meshwright.pipeline.stage import Computing, Grains, Stage
 from meshwright.ranks.grid import PIPE
 from meshwright.ranks.mailbox import MessageMeta, TensorMeta
 from meshwright.ranks.mesh import Mesh
@@ -51,6 +52,7 @@ from meshwright.tensor.kit import Kit, rows_of_rank
 from meshwright.tensor.linear import autocast_device
 from meshwright.tensor.norms import Norm
 from meshwright.tensor.part_loss import PartHead
+from meshwright.tensor.widened import WidenedProducts
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -390,6 +392,11 @@ def autocasts_of(config: Config, mesh: Mesh) -> tuple[str, torch.dtype] | None:
     return (autocast_device(mesh.device), DTYPES[config.precision.dtype]) if config.precision.level == "O1" else None
 
 
+def multiplies_in(config: Config) -> Computing:
+    """The context in which a stage computes: how a CPU multiplies halves."""
+    return WidenedProducts if config.precision.products == "float32" else nullcontext
+
+
 def build_pipeline(
     config: Config, mesh: Mesh, model: Chain, stages: Stages, strategy: Strategy, grains: Grains | None = None
 ) -> Pipeline:
@@ -403,6 +410,7 @@ def build_pipeline(
             strategy.gradients,
             run=strategy.forward,
             autocasts=autocasts_of(config, mesh),
+            multiplies=multiplies_in(config),
             number=number,
             grains=grains,
         )

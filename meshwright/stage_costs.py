@@ -35,6 +35,7 @@ from meshwright.parts import (
     build_kit,
     build_model,
     empty_batch,
+    multiplies_in,
     placement_of,
     plan_stages,
     recompute_in,
@@ -125,7 +126,7 @@ def microbatch_bytes(config: Config, device: str, attention: Attention) -> list[
         if key not in known:
             gradients = Gradients()
             use_gradients(model, gradients)
-            stage = Stage(model, gradients, autocasts=autocasts_of(config, mesh))
+            stage = Stage(model, gradients, autocasts=autocasts_of(config, mesh), multiplies=multiplies_in(config))
             batch = empty_batch(config, kit, model, mesh.device)
             with AsOnDevice(device, attention):
                 held_bytes(stage, 0, batch, stages.ends(position))  # which gathers what the later ones find

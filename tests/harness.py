@@ -19,7 +19,7 @@ from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
 from meshwright.stage_costs import BuiltStages, time_links
 
-PLENTY = Machine(cores=1, memory=2**50, shared=False)
+PLENTY = Machine(cores=1, memory=2**50, shared=False, slow_halves=False)
 
 
 class Weightless(BuiltStages):

@@ -49,7 +49,7 @@ def tiny(**sections: Any) -> Config:
 
 
 def machine(memory: int = 10**12, **facts: Any) -> Machine:
-    return Machine(**{"cores": 4, "memory": memory, "shared": False, "has_mpi": True} | facts)
+    return Machine(**{"cores": 4, "memory": memory, "shared": False, "has_mpi": True, "slow_halves": False} | facts)
 
 
 STAGES = tiny(layout={"pipeline": {"size": 2}})

@@ -172,6 +172,13 @@ EFFECTS = (
         "precision.level=O2 and a smaller batch.micro",
     ),
     Effect(
+        ("precision.products",),
+        ("precision.dtype", "device"),
+        lambda config: config.precision.dtype in ("bf16", "fp16") and config.device != "cuda",
+        lambda config: f"with precision.dtype={config.precision.dtype} and device={config.device}",
+        "precision.dtype=bf16 on a CPU",
+    ),
+    Effect(
         ("precision.tf32",),
         ("precision.dtype", "device"),
         lambda config: config.precision.dtype == "float32" and config.device != "cpu",

@@ -63,6 +63,8 @@ class Precision(Section):
     """The format of products: float32 or float64 with O0, bf16 or fp16 with O1 and O2."""
     accumulate: Literal["float32", "stored"] = "float32"
     """How O2 adds gradients up over microbatches and ranks; stored: in dtype, half the memory (arXiv 2110.13005)."""
+    products: Literal["auto", "stored", "float32"] = "auto"
+    """A CPU's products of halves: as stored, or of the same numbers in float32; auto: float32 where that is faster."""
     tf32: bool = True
     """A GPU multiplies float32 matrices in its tensor cores: 10 bits of mantissa, sums in float32."""
     loss_scale: LossScale = LossScale()

@@ -13,7 +13,7 @@ Ulysses (DeepSpeed, arXiv 2309.14509) changes tokens of all heads for all tokens
 Of K key-value heads fewer than c, each is copied c/K times before it travels: a rank gets one, and some of its queries.
 
 A layer and microbatch sends 8 all-to-alls of [B, A, T/c, E], (c - 1)/c of each to other ranks. A head sees its whole
-sequence on one rank, so masks, causality and dropout are those of one device, and the kernel is.
+sequence on one rank, so masks, documents, causality and dropout are those of one device, and the kernel is.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.bits.blocks import Blocks, Draw, apart, own_stream, tree_sum, undrawn
+from meshwright.context.documents import attend_at_once, attend_by_document, flash_takes, keeps_documents
 from meshwright.model import IGNORED, Batch
 from meshwright.ranks.collectives import all_to_all
 from meshwright.ranks.mesh import Mesh
@@ -51,9 +52,21 @@ class Heads:
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
         scale: float | None,
     ) -> Tensor:  # fmt: skip
-        """F.scaled_dot_product_attention of Q [B, A, T, E] and K, V [B, A/G, T, E]."""
+        """F.scaled_dot_product_attention of Q [B, A, T, E] and K, V [B, A/G, T, E]; where mask says at which place
+        [B, T] each token's document begins, of each document by itself."""
         grouped = query.shape[HEADS] != key.shape[HEADS]
-        return F.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+            return F.scaled_dot_product_attention(
+                query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped
+            )
+
+        if mask is None or not keeps_documents(mask):
+            return attend(query, key, value, mask, causal)
+        if flash_takes(query, key, value, dropout):
+            flash = torch.ops.aten._flash_attention_forward
+            return attend_at_once(flash, mask, query, key, value, dropout, scale)
+        return attend_by_document(attend, mask, query, key, value)
 
 
 @dataclass(frozen=True)
@@ -98,7 +111,7 @@ class HeadParts(Heads):
         count = self.blocks.head_parts
         parts = zip(*(x.chunk(count, HEADS) for x in (query, key, value)), strict=True)
         masks: Sequence[Tensor | None] = [mask] * count
-        if mask is not None and mask.shape[HEADS] > 1:  # biases by head
+        if mask is not None and not keeps_documents(mask) and mask.shape[HEADS] > 1:  # biases by head
             masks = [apart(own) for own in mask.chunk(count, HEADS)]
         outs = []
         for number, (operands, own) in enumerate(zip(parts, masks, strict=True), self.blocks.first_head_part):
@@ -156,15 +169,6 @@ class Context:
         """This rank's tokens of a batch. `inside`: what attention reads (the mask of padding), which stays whole."""
         return batch
 
-    def document_mask(self, starts: Tensor, dtype: torch.dtype) -> Tensor:
-        """The mask by which `attend` keeps tokens to the earlier ones of their own document.
-
-        starts [B, T]: the place in its sequence where each token's document begins. Here the addend of scores
-        [B, 1, T, T]: made once a microbatch, since SDPA would make one a layer out of a boolean mask.
-        """
-        places = torch.arange(starts.shape[1], device=starts.device)
-        return document_bias(starts, starts, places, places, dtype, -torch.inf)
-
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
         scale: float | None,
@@ -172,7 +176,8 @@ class Context:
         """F.scaled_dot_product_attention over whole sequences, of this rank's Q [B, A, t, E] and K, V [B, A/G, t, E],
         each head of which serves G queries. [B, A, t, E].
 
-        mask: of whole sequences, as the function takes it; or what `document_mask` gave, which is causal itself.
+        mask: of whole sequences, as the function takes it; or the place in its sequence where each token's document
+        begins, int64 [B, T]: tokens see the earlier ones of their own document.
         """
         key, value = self.heads.shared(key, value, 1)
         return self.heads.attend(query, key, value, mask, dropout, causal, scale)
@@ -217,17 +222,6 @@ class Ulysses(CutContext):
         )  # [B, A/c, T, E]
         attended = self.heads.attend(q, k, v, mask, dropout, causal, scale)
         return all_to_all(attended, self.mesh, AXIS, gather_dim=HEADS, scatter_dim=TOKENS)
-
-
-def document_bias(
-    query_starts: Tensor, key_starts: Tensor, queries: Tensor, keys: Tensor, dtype: torch.dtype, unseen: float
-) -> Tensor:
-    """[B, 1, t, s]: 0 where a query sees a key of its own document that is no later, else `unseen`.
-
-    starts [B, t], [B, s]: where each one's document begins; queries [t], keys [s]: their places.
-    """
-    seen = (query_starts[:, :, None] == key_starts[:, None, :]) & (queries[:, None] >= keys)
-    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, unseen).unsqueeze(1)
 
 
 WHOLE_SEQUENCES = Context()

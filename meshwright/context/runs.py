@@ -26,7 +26,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.bits.blocks import apart, own_stream, start_tree_reduce_scatter, tree_sum
-from meshwright.context.context import HEADS, TOKENS, Apart, HeadParts, Heads, document_bias
+from meshwright.context.context import HEADS, TOKENS, Apart, HeadParts, Heads
+from meshwright.context.documents import keeps_documents
 from meshwright.context.ring import RingAttention
 
 
@@ -74,7 +75,14 @@ class RunsOfQueries(HeadParts):
         for run, own, k, v in zip(runs, query.chunk(len(runs), TOKENS), keys, values, strict=True):
             seen: Tensor | None = mask
             by_head: list[Tensor] = []
-            if mask is not None and mask.shape[TOKENS] > 1:
+            if mask is not None and keeps_documents(mask):
+                # One shape for all runs, so a mask: of this run's queries, and gone behind it.
+                starts, places = mask.to(query.device), torch.arange(total, device=query.device)
+                rows = slice(run * length, (run + 1) * length)
+                own_document = starts[:, rows, None] == starts[:, None, :]
+                hidden = ~(own_document & (places[rows, None] >= places)).unsqueeze(1)
+                seen = torch.zeros_like(hidden, dtype=query.dtype).masked_fill_(hidden, -torch.inf)
+            elif mask is not None and mask.shape[TOKENS] > 1:
                 seen = mask[:, :, run * length : (run + 1) * length]
             if causal:  # no kernel's own, whose corner is that of whole sequences
                 places = torch.arange(run * length, (run + 1) * length, device=query.device)
@@ -127,10 +135,6 @@ class GatheredRing(RingAttention):
         count = self.heads.count
         runs = [run for chunk in self.runs(count) for run in chunk]  # a sequence of runs, dealt as its tokens are
         keys, values = (_ForEachRun.apply(x, self, runs, count) for x in (key, value))
-        length = keys[0].shape[TOKENS]
-        if mask is not None and mask.dtype == torch.int64:
-            starts, places = mask, torch.arange(length, device=mask.device)
-            mask = document_bias(starts, starts, places, places, query.dtype, -torch.inf)
         return self.heads.attend_runs(query, keys, values, runs, mask, dropout, causal, scale)
 
     def gathered(self, x: Tensor) -> Tensor:

@@ -33,8 +33,8 @@ class AttentionCore(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, bias: Tensor | None = None
     ) -> Tensor:
-        """Q [B, A, T, E]; K, V [B, A, S, E]; mask [B, 1, 1, S]: true where a token is seen; or the context's
-        of documents, which is causal itself. [B, A, T, E].
+        """Q [B, A, T, E]; K, V [B, A, S, E]; mask [B, 1, 1, S]: true where a token is seen; or int64
+        [B, T]: where each token's document begins (context/documents.py). [B, A, T, E].
 
         bias [1, A, T, S]: is added to the scores; what may not be seen for causality is in it, so `causal` is false.
         """

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config import Config
-from meshwright.model import Batch, Chunk, Hidden, Scales
+from meshwright.model import Batch, Hidden, Scales
 from meshwright.models.chain import Chain
 from meshwright.tensor.kit import Head
-from meshwright.tensor.linear import autocast_dtype
 
 
 @dataclass
@@ -41,7 +40,8 @@ class Decoder(Chain):
     """Tokens to a loss. Subclasses make blocks, `norm` and `head`.
 
     Batch: `tokens` and `labels`, both [B, T]. Where documents are kept apart also `positions` [B, T], each token's
-    place in its document, and `documents` [B, T], the place in the sequence where that begins, which attention reads.
+    place in its document, and `documents` [B, T], the place in the sequence where that begins, by which attention keeps
+    to it (context/documents.py).
     """
 
     labels = ("labels",)
@@ -52,18 +52,6 @@ class Decoder(Chain):
     @abstractmethod
     def hidden(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """The normed hidden states [B, T, H] of tokens that follow those in the cache."""
-
-    def run_layers(self, hidden: Hidden, batch: Batch, chunk: Chunk) -> Hidden:
-        """The mask of documents is made once, and goes through the layers with the batch."""
-        return super().run_layers(hidden, self.with_mask(batch, hidden[0]), chunk)
-
-    def with_mask(self, batch: Batch, h: Tensor) -> Batch:
-        """The batch, and where documents are kept apart what attention of states like h reads of them."""
-        if "documents" not in batch:
-            return batch
-        dtype = autocast_dtype(h) or h.dtype  # the queries'
-        # torch's CPU kernel would make an addend of a boolean mask in each layer, and keep it.
-        return batch | {"seen": self.context.document_mask(batch["documents"], dtype)}
 
     def final_states(self, hidden: Hidden) -> Tensor:
         h: Tensor = self.norm(*hidden)

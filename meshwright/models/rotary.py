@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from meshwright.model import SAMPLES, Batch, Chunk, Hidden, Scales
+from meshwright.model import SAMPLES, Batch, Chunk, Hidden, Scales, to_device
 from meshwright.models.chain import blocks_of
 from meshwright.models.decoder import Decoder, KeyValueCache
 from meshwright.models.feed_forward import FeedForward, SharedExpert, experts_of, last_initial
@@ -25,7 +25,7 @@ from meshwright.tensor.kit import Kit
 
 
 class RotaryBlock(nn.Module):
-    """h + attention(norm(h)), then h + feed_forward(norm(h)). `attention`: of (h, rotation, cache, seen)."""
+    """h + attention(norm(h)), then h + feed_forward(norm(h)). `attention`: of (h, rotation, cache, documents)."""
 
     def __init__(
         self, model: RotaryTransformer, kit: Kit, attention: nn.Module, *, has_experts: bool, bias: bool = False
@@ -45,12 +45,12 @@ class RotaryBlock(nn.Module):
         self.dropout = nn.Dropout(model.dropout)
 
     def forward(
-        self, hidden: Hidden, rotation: Rotation, cache: KeyValueCache | None = None, seen: Tensor | None = None,
+        self, hidden: Hidden, rotation: Rotation, cache: KeyValueCache | None = None, documents: Tensor | None = None,
         places: Tensor | None = None,
     ) -> Hidden:  # fmt: skip
         """([B, T, H],), or with the routers' losses so far ([B, T, H], [B]), to the same."""
         h, *losses = hidden
-        h = h + self.dropout(self.attention(self.attention_norm(h), rotation, cache, seen))
+        h = h + self.dropout(self.attention(self.attention_norm(h), rotation, cache, documents))
         normed = self.feed_forward_norm(h)
         if not self.has_experts:
             return (h + self.dropout(self.feed_forward(normed)), *losses)
@@ -111,7 +111,7 @@ class RotaryDecoder(Decoder):
 
     def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
         rotation = Rotation(batch["cosines"], batch["sines"])
-        passing: Hidden = block(hidden, rotation, None, batch.get("seen"), batch["places"])
+        passing: Hidden = block(hidden, rotation, None, batch.get("documents"), batch["places"])
         return passing
 
     def final_states(self, hidden: Hidden) -> Tensor:
@@ -134,9 +134,9 @@ class RotaryDecoder(Decoder):
 
         documents [B, T]: where in whole sequences each token's document begins; there positions are 0.
         """
-        return rotation_of(
-            self.rope, self.rotary_width, positions if documents is None else positions - documents[:, positions]
-        )
+        if documents is not None:
+            positions = positions - to_device({"starts": documents}, positions.device)["starts"][:, positions]
+        return rotation_of(self.rope, self.rotary_width, positions)
 
 
 def feed_forward_products(model: RotaryTransformer) -> tuple[int, ...]:

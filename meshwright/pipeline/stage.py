@@ -27,6 +27,10 @@ RunForward = Callable[[Model, Batch, Scales, Hidden], Hidden]
 """run(model, batch, scales, incoming): what the stage after reads, or (loss,)."""
 
 
+Computing = Callable[[], AbstractContextManager[object]]
+"""The context in which a stage's passes run."""
+
+
 def run_model(model: Model, batch: Batch, scales: Scales, incoming: Hidden) -> Hidden:
     """The model's own forward pass; a data-parallel strategy may bring another."""
     return model(batch, scales, incoming)
@@ -66,16 +70,18 @@ class Stage:
         *,
         run: RunForward = run_model,
         autocasts: tuple[str, torch.dtype] | None = None,
+        multiplies: Computing = nullcontext,
         number: int = 0,
         grains: Grains | None = None,
     ) -> None:
         """`number`: the chunk's among those of its rank. `autocasts`: the type of device and the dtype of
         torch's autocast, under which forward passes run (O1); backward passes follow the dtypes that it chose.
+        `multiplies`: the context in which all passes do, which says how a CPU multiplies halves.
         `grains`: the samples of a microbatch that are computed at a time; by default all of them."""
         self.model = model
         self.gradients = gradients
         self.run_forward = run
-        self.autocasts = autocasts
+        self.autocasts, self.multiplies = autocasts, multiplies
         self.number = number
         self.grains = grains
         self._graphs: dict[int, list[Graph]] = {}
@@ -111,7 +117,7 @@ class Stage:
         for x in incoming:
             # A received tensor is a leaf, so its gradient ends in x.grad, from where it is sent.
             x.requires_grad_()
-        with self.autocast():
+        with self.multiplies(), self.autocast():
             outgoing = self.run_forward(self.model, batch, scales, incoming)
         # The edges keep the graph, not the output's numbers: these were sent, and are the next stage's to hold.
         return Graph(incoming, tuple(get_gradient_edge(x) for x in outgoing)), tuple(x.detach() for x in outgoing)
@@ -126,12 +132,13 @@ class Stage:
         works: list[list[WeightWork]] = []
         for number, (graph, after) in enumerate(zip(graphs, afters, strict=True)):
             self.gradients.last_grain = number == len(graphs) - 1
-            if defers:
-                with self.gradients.deferred() as of_grain:
+            with self.multiplies():
+                if defers:
+                    with self.gradients.deferred() as of_grain:
+                        torch.autograd.backward(graph.outgoing, after)
+                    works.append(of_grain)
+                else:
                     torch.autograd.backward(graph.outgoing, after)
-                works.append(of_grain)
-            else:
-                torch.autograd.backward(graph.outgoing, after)
         if defers:
             self._works[index] = works
         arrived = []
@@ -149,19 +156,20 @@ class Stage:
         grains = self._works.pop(index)
         for number, works in enumerate(grains):
             self.gradients.last_grain = number == len(grains) - 1
-            for work in works:
-                work(final)
+            with self.multiplies():
+                for work in works:
+                    work(final)
 
     @torch.no_grad()
     def preview(self, incoming: Hidden, batch: Batch, scales: Scales) -> Hidden:
         """F without gradients, of a whole microbatch."""
-        with self.autocast():
+        with self.multiplies(), self.autocast():
             return self.run_forward(self.model, batch, scales, incoming)
 
     @torch.no_grad()
     def evaluate(self, incoming: Hidden, batch: Batch) -> Hidden:
         """Forward without gradients: what the stage after reads, or (normed hidden states,)."""
-        with self.autocast():
+        with self.multiplies(), self.autocast():
             if self.grains is None:
                 return self.model.hidden_states(batch, incoming)
             return joined([self.model.hidden_states(grain, rows) for grain, rows in self.grains.of(batch, incoming)])

@@ -25,6 +25,7 @@ from rich.text import Text
 
 from meshwright.environment import cache_folder
 from meshwright.machine import find_mpiexec, memory_bytes, usable_cores
+from meshwright.tensor.widened import product_rates
 
 Plain = str | int | bool | list[str] | None
 
@@ -162,6 +163,10 @@ def _machine() -> Iterator[Finding]:
     cores, usable, threads = os.cpu_count() or 1, usable_cores(), torch.get_num_threads()
     yield Finding("machine", "cpu_cores", usable, f"{usable} of {cores} may be used here")
     yield Finding("machine", "cpu_threads", threads, f"torch takes {threads} in a lone process")
+    rates = product_rates("bf16")
+    share, widens = rates.half / rates.float32, "; runs multiply in float32 what they store in bf16" * rates.slow
+    text = f"{rates.half / 1e9:.3g} Gflop/s a thread, {share:.2g} of float32's {rates.float32 / 1e9:.3g}{widens}"
+    yield Finding("machine", "bf16_product_flops", int(rates.half), text)
     memory = memory_bytes()
     yield Finding("machine", "memory_bytes", memory, size_text(memory))
     shared = Path("/dev/shm")

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.context.context import CutContext, Ulysses
-from meshwright.context.ring import Block, RingAttention
+from meshwright.context.kernels import CpuKernel, InTiles
+from meshwright.context.ring import RingAttention
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.workers import run_ranks
@@ -31,7 +32,7 @@ def cut(mesh: Mesh, kind: str, causal: bool, masked: bool, fuses: bool) -> tuple
     (q, k, v), gradient, mask = operands()
     context = KINDS[kind](mesh)
     if isinstance(context, RingAttention):
-        context.fuses = fuses
+        context.kernel_for = lambda *_: CpuKernel() if fuses else InTiles()  # type: ignore[method-assign]
     places = torch.tensor([place for run in context.runs(T) for place in run])
     assert torch.equal(places, context.positions(0, len(places), torch.device("cpu")))
     mine = [x[:, :, places].clone().requires_grad_() for x in (q, k, v)]
@@ -66,24 +67,24 @@ def test_causal_ranks_do_the_same_work() -> None:
     """Pairs of a query and a key, by rank: c blocks of half the rank's tokens by all of them, half on the diagonal."""
 
     def pairs(ring: RingAttention, step: int) -> int:
-        rows, columns, product = ring.product(step, 2, True, 1.0, None)
-        all_pairs = (rows.stop - rows.start) * (columns.stop - columns.start)
-        return all_pairs // 2 if product.causal else all_pairs
+        (piece,) = ring.pieces(step, 2, True, None)
+        all_pairs = (piece.queries.stop - piece.queries.start) * (piece.keys.stop - piece.keys.start)
+        return all_pairs // 2 if piece.causal else all_pairs
 
     for size in (2, 3, 8):
         work = set()
         for index in range(size):
             ring = RingAttention.__new__(RingAttention)
-            ring.size, ring.index, ring.fuses = size, index, True
+            ring.size, ring.index = size, index
             work.add(tuple(pairs(ring, step) for step in range(size)))
         assert work == {(2,) * size}
 
 
 def test_tiles_of_scores_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     (q, k, v), gradient, _ = operands()
-    block = Block(True, 0.3, False)
-    at_once = block.attend(q, k, v, None)
-    expected = block.gradients(gradient, q, k, v, *at_once, None)
-    monkeypatch.setattr("meshwright.context.ring.TILE_ELEMENTS", B * A * T * 7)
-    torch.testing.assert_close(block.attend(q, k, v, None), at_once)
-    torch.testing.assert_close(block.gradients(gradient, q, k, v, *at_once, None), expected)
+    kernel = InTiles()
+    at_once = kernel.attend(q, k, v, None, True, 0.3)
+    expected = kernel.gradients(gradient, q, k, v, at_once, None, True, 0.3)
+    monkeypatch.setattr("meshwright.context.kernels.TILE_ELEMENTS", B * A * T * 7)
+    torch.testing.assert_close(kernel.attend(q, k, v, None, True, 0.3)[:2], at_once[:2])
+    torch.testing.assert_close(kernel.gradients(gradient, q, k, v, at_once, None, True, 0.3), expected)

@@ -20,11 +20,14 @@ from meshwright.errors import ConfigError
 from meshwright.model import IGNORED, Batch
 from meshwright.models.chain import Chain, make_chain
 from meshwright.parts import build_model
-from meshwright.ranks.grid import Grid
+from meshwright.ranks.grid import Grid, grid_of_run
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.serial import SerialKit
 from meshwright.tools.verify.reference_kit import ReferenceKit
+from meshwright.training.step import train_step as step_on
 from tests.context.test_equality import BLOCKS, CUT, ONE_D, config_for
+from tests.data_parallel.test_equality import global_batch
+from tests.harness import build
 from tests.tensor.test_equality import check, run
 from tests.workers import run_ranks
 
@@ -82,20 +85,38 @@ def test_packed_documents_are_computed_as_one_by_one(name: str) -> None:
         assert (gradients[parameter] - gradient).norm() <= 1e-12 * gradient.norm(), parameter
 
 
+ULYSSES, RING = ({"size": 2, "kind": kind} for kind in ("ulysses", "ring"))
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1-D, cut": {"tensor": CUT},
     "2-D": {"tensor": BLOCKS},
     "branches": {"tensor": {"kind": "subgraph", "size": 2, "branch": "attention-core"}},
     "stages": {"pipeline": {"size": 2, "schedule": "message-driven"}},
-    "ulysses": {"context": {"size": 2, "kind": "ulysses"}},
-    "ring": {"context": {"size": 2, "kind": "ring"}},
+    "ulysses": {"context": ULYSSES},
+    "ring": {"context": RING},
     "ring of 4": {"context": {"size": 4, "kind": "ring"}},
     "ring x 1-D x replicas": {
-        "context": {"size": 2, "kind": "ring"}, "tensor": ONE_D, "data": {"size": 2, "sync": "zero1", "bucket": 8192},
+        "context": RING, "tensor": ONE_D, "data": {"size": 2, "sync": "zero1", "bucket": 8192},
     },
     "fsdp": {"data": {"size": 2, "sync": "fsdp"}},
     "zero3": {"data": {"size": 2, "sync": "zero3"}},
 }  # fmt: skip
+HYBRID = {"size": 4, "sync": "zero3", "shard": 2}
+BRANCHES = {"kind": "subgraph", "size": 2, "branch": "block", "common": "one"}
+CROSSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "ulysses x 1-D, cut": ("llama", {"context": ULYSSES, "tensor": CUT}),
+    "ulysses x 2-D": ("gpt2", {"context": ULYSSES, "tensor": BLOCKS}),
+    "ulysses x branches": ("gpt2", {"context": ULYSSES, "tensor": BRANCHES}),
+    "ulysses x stages": ("llama", {"context": ULYSSES, "pipeline": {"size": 2, "schedule": "1f1b"}}),
+    "ulysses x shard groups": ("llama", {"context": ULYSSES, "data": HYBRID}),
+    "ring x 1-D, cut": ("gpt2", {"context": RING, "tensor": CUT}),
+    "ring x 2-D": ("llama", {"context": RING, "tensor": BLOCKS}),
+    "ring x branches": ("gpt2", {"context": RING, "tensor": BRANCHES}),
+    "ring x stages": ("gpt2", {"context": RING, "pipeline": {"size": 2, "schedule": "message-driven"}}),
+    "ring x shard groups": ("gpt2", {"context": RING, "data": HYBRID}),
+    "ring x experts": ("experts", {"context": RING, "data": {"size": 2, "expert": 2}}),
+    "ring x latents": ("deepseek", {"context": RING, "tensor": ONE_D}),
+}  # fmt: skip
+"""Axes beside a cut sequence, each with the family that it is tested with."""
 ONLY_LONG = {("gpt2", "ring of 4"), ("llama", "zero3"), ("llama", "fsdp"), ("gpt2", "branches"), ("gpt2", "zero3")}
 
 
@@ -116,8 +137,64 @@ def test_equals_serial(name: str, layout: str) -> None:
     check(run(separate(name, LAYOUTS[layout])), serial(name))
 
 
+@pytest.mark.parametrize("layout", CROSSED)
+def test_equals_serial_where_sequences_are_cut_beside_other_axes(layout: str) -> None:
+    name, tree = CROSSED[layout]
+    check(run(separate(name, tree)), serial(name))
+
+
+def gradients_of_one_document(mesh: Mesh, config: Config, changed: str) -> dict[str, Tensor]:
+    """The gradients of the losses of each row's second document. `changed`: whose tokens are others than drawn."""
+    parts, batch = build(config, mesh), global_batch(config, 0)
+    begins = batch["positions"] == 0
+    begins[:, 3] = begins[:, 17] = True  # every row has a second document
+    batch |= document_entries(begins.numpy())
+    second = begins.cumsum(1) == 2
+    batch["labels"] = torch.where(second, 1, IGNORED)
+    where = {"nothing": torch.zeros_like(second), "others": ~second, "itself": second}[changed]
+    batch["tokens"] = torch.where(where, (batch["tokens"] + 7) % config.model.vocabulary, batch["tokens"])
+    gradients: dict[str, Tensor] = {}
+
+    def keep() -> None:
+        for slot in parts.strategy.slots:
+            for place in slot.places:
+                part = slot.parameter.grad[place.start : place.stop].clone()
+                gradients[f"{place.name} {place.box.offsets}"] = part
+
+    step_on(parts, batch, 0, observe=keep)
+    return gradients
+
+
+LEAKS = {
+    "one device": ("llama", {}),
+    "ring of 4": ("gpt2", {"context": RING | {"size": 4}}),
+    "ulysses x 2-D": CROSSED["ulysses x 2-D"],
+    "ring x 1-D, cut": ("llama", {"context": RING, "tensor": CUT}),
+    "ring x branches x stages": ("gpt2", {"context": RING, "tensor": BRANCHES, "pipeline": {"size": 2}}),
+    "ulysses x shard groups": CROSSED["ulysses x shard groups"],
+}
+
+
+@pytest.mark.parametrize("layout", LEAKS)
+def test_what_changes_in_other_documents_changes_no_bit_of_a_gradient(layout: str) -> None:
+    name, tree = LEAKS[layout]
+    config = separate(name, tree)
+    drawn, others, itself = (
+        run_ranks(gradients_of_one_document, grid_of_run(config), config, changed, token_axes=config.layout.token_axes)
+        for changed in ("nothing", "others", "itself")
+    )
+    for rank, gradients in enumerate(drawn):
+        for parameter, gradient in gradients.items():
+            assert torch.equal(gradient, others[rank][parameter]), parameter
+    assert any(
+        not torch.equal(gradient, itself[rank][parameter])
+        for rank, gradients in enumerate(drawn)
+        for parameter, gradient in gradients.items()
+    ), "what changes in the document itself is seen"
+
+
 def test_equals_serial_with_recomputation() -> None:
-    layout = {"context": {"size": 2, "kind": "ring"}, "pipeline": {"size": 2}}
+    layout = {"context": RING, "pipeline": {"size": 2}}
     check(run(separate("llama", layout, memory={"recompute": "selective"})), serial("llama"))
 
 

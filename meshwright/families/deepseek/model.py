@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from meshwright.config import Config
 from meshwright.families.deepseek.section import DeepSeek
-from meshwright.model import IGNORED, Batch, Chunk, Costs, Hidden, Scales
+from meshwright.model import IGNORED, Batch, Chunk, Costs, Hidden, Scales, to_device
 from meshwright.models.attention import AttentionCore
 from meshwright.models.decoder import KeyValueCache
 from meshwright.models.feed_forward import last_initial
@@ -75,7 +75,7 @@ class LatentAttention(nn.Module):
         self.core = AttentionCore(kit, model.dropout, model.score_scale)
         self.output = kit.branches.contract(model.heads * model.value_width, hidden, last_initial(model), bias=False)
 
-    def forward(self, h: Tensor, rotation: Rotation, cache: KeyValueCache | None, seen: Tensor | None) -> Tensor:
+    def forward(self, h: Tensor, rotation: Rotation, cache: KeyValueCache | None, documents: Tensor | None) -> Tensor:
         source = self.query_norm(self.query_latent(h)) if self.has_query_latent else h
         query = self.query(source).unflatten(-1, (self.heads, -1))  # [B, T, A, E + P]
         plain, turned = query.split((self.head_width, self.rotary_width), -1)
@@ -91,11 +91,11 @@ class LatentAttention(nn.Module):
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [B, A, T, E + P], and [B, A, T, V]
         if cache is not None:
             key, value = cache.extend(self.layer, key, value)
-        causal = query.shape[2] > 1 and seen is None
+        causal = query.shape[2] > 1 and documents is None
         assert not causal or key.shape[2] == query.shape[2], "only one token at a time can follow a cache"
         width = max(query.shape[-1], self.value_width)
         wide = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
-        attended = self.core(*wide, seen, causal)[..., : self.value_width]
+        attended = self.core(*wide, documents, causal)[..., : self.value_width]
         y: Tensor = self.output(attended.transpose(1, 2).flatten(2))
         return y
 
@@ -124,7 +124,7 @@ class LaterToken(nn.Module):
         h, *losses = hidden
         h = self.of_token(self.token_norm(embedded)) + self.of_hidden(self.hidden_norm(h))
         rotation = Rotation(batch["cosines"], batch["sines"])
-        h, *losses = self.block((h, *losses), rotation, None, batch.get("seen"), batch["places"])
+        h, *losses = self.block((h, *losses), rotation, None, batch.get("documents"), batch["places"])
         return self.norm(h), *losses
 
 
@@ -153,7 +153,7 @@ class DeepSeekModel(RotaryDecoder):
             moved[f"tokens+{depth}"] = F.pad(batch["tokens"][:, depth:], (0, depth))
             labels = batch["labels"][:, depth:]
             if "documents" in batch:  # a label counts where its token is in the document that predicts it
-                documents = batch["documents"]
+                documents = to_device({"starts": batch["documents"]}, labels.device)["starts"]
                 labels = labels.masked_fill(documents[:, depth:] != documents[:, :-depth], IGNORED)
             moved[f"labels+{depth}"] = F.pad(labels, (0, depth), value=IGNORED)
         return moved
@@ -163,7 +163,7 @@ class DeepSeekModel(RotaryDecoder):
         loss = super().loss(h, batch, scales)
         if not self.num_later or not self.training:
             return loss
-        batch = self.with_mask(batch, h) | self.turned(batch)
+        batch = batch | self.turned(batch)
         hidden: Hidden = (h,)
         if self.loss_share:
             hidden = h, torch.zeros(h.shape[0], dtype=torch.promote_types(h.dtype, torch.float32), device=h.device)

@@ -33,15 +33,15 @@ class GptAttention(nn.Module):
         self.query_key_value = kit.branches.expand(model.hidden, 3 * model.hidden, Initial(0.02), groups=3)
         self.output = kit.branches.contract(model.hidden, model.hidden, Initial(0.02 / math.sqrt(2 * model.layers)))
 
-    def forward(self, h: Tensor, cache: KeyValueCache | None, seen: Tensor | None) -> Tensor:
+    def forward(self, h: Tensor, cache: KeyValueCache | None, documents: Tensor | None) -> Tensor:
         query, key, value = split_heads(self.query_key_value(h), self.heads)  # [B, A, T, E]
         if cache is not None:
             key, value = cache.extend(self.layer, key, value)
         # One token sees all that is cached; a mask of documents is causal itself.
-        causal = query.shape[2] > 1 and seen is None
+        causal = query.shape[2] > 1 and documents is None
         # A causal mask of several queries behind a cache would need an offset, which the kernels do not have.
         assert not causal or key.shape == query.shape, "only one token at a time can follow a cache"
-        return self.output(self.core(query, key, value, seen, causal).transpose(1, 2).flatten(2))
+        return self.output(self.core(query, key, value, documents, causal).transpose(1, 2).flatten(2))
 
 
 class GptFeedForward(nn.Module, UsesIslands):
@@ -69,8 +69,8 @@ class GptBlock(nn.Module):
         self.feed_forward = GptFeedForward(model, kit)
         self.dropout = nn.Dropout(model.dropout)
 
-    def forward(self, h: Tensor, cache: KeyValueCache | None = None, seen: Tensor | None = None) -> Tensor:
-        h = h + self.dropout(self.attention(self.attention_norm(h), cache, seen))
+    def forward(self, h: Tensor, cache: KeyValueCache | None = None, documents: Tensor | None = None) -> Tensor:
+        h = h + self.dropout(self.attention(self.attention_norm(h), cache, documents))
         return h + self.dropout(self.feed_forward(self.feed_forward_norm(h)))  # [B, T, H]
 
 
@@ -98,7 +98,7 @@ class GPT(Decoder):
         return (self._embed(batch["tokens"], batch.get("positions", 0)),)
 
     def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
-        return (block(*hidden, None, batch.get("seen")),)
+        return (block(*hidden, None, batch.get("documents")),)
 
     def hidden(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         h = self._embed(tokens, cache.num_tokens if cache is not None else 0)

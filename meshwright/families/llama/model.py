@@ -48,7 +48,7 @@ class LlamaAttention(nn.Module):
         self.head_norms = model.head_norms
         self.output = kit.branches.contract(width, model.hidden, last, bias="output" in model.biases)
 
-    def forward(self, h: Tensor, rotation: Rotation, cache: KeyValueCache | None, seen: Tensor | None) -> Tensor:
+    def forward(self, h: Tensor, rotation: Rotation, cache: KeyValueCache | None, documents: Tensor | None) -> Tensor:
         heads = self.query_key_value(h).unflatten(-1, self.parts)  # [B, T, K, G + 2, E]
         query, key, value = heads.split((self.queries, 1, 1), 3)
         if self.head_norms:
@@ -59,9 +59,9 @@ class LlamaAttention(nn.Module):
         )  # [B, K G, T, E], twice [B, K, T, E]
         if cache is not None:
             key, value = cache.extend(self.layer, key, value)
-        causal = query.shape[2] > 1 and seen is None
+        causal = query.shape[2] > 1 and documents is None
         assert not causal or key.shape[2] == query.shape[2], "only one token at a time can follow a cache"
-        return self.output(self.core(query, key, value, seen, causal).transpose(1, 2).flatten(2))
+        return self.output(self.core(query, key, value, documents, causal).transpose(1, 2).flatten(2))
 
 
 class LlamaModel(RotaryDecoder):

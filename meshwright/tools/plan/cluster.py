@@ -22,6 +22,7 @@ from meshwright.config.load import read_yaml
 from meshwright.config.messages import problems_of
 from meshwright.configs import shipped
 from meshwright.errors import ConfigError
+from meshwright.machine import SLOW_SHARE
 from meshwright.ranks.ledger import VERBS
 from meshwright.ranks.transports_section import TransportName
 from meshwright.section import Positive, Section, Size
@@ -98,6 +99,11 @@ class Device(Section):
     host_link_bytes_per_second: Rate = Field(alias="host_link")
     """Between the device's memory and the host's, each way."""
     disk_bytes_per_second: Rate = Field(default=1e9, alias="disk")
+
+    def slow_halves(self, dtype: str) -> bool:
+        """Whether a run on this CPU multiplies in float32 what it stores in that dtype, as it would find out itself."""
+        half, single = (self.peak_of(name, tf32=False) for name in (dtype, "float32"))
+        return self.kind == "cpu" and half is not None and single is not None and half < SLOW_SHARE * single
 
     def peak_of(self, dtype: str, *, tf32: bool) -> float | None:
         """The flops a second of products in a dtype; `tf32`: float32 ones may run in TF32 (precision.tf32)."""

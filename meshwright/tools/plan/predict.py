@@ -177,8 +177,9 @@ class Planner:
         device = self.cluster.device
         # What the run would read of its own machine, of which a device's share beside its context is free.
         machine = Machine(
-            cores=self.cluster.cores or 1, memory=device.memory_bytes - self.context(config), shared=False
-        )
+            cores=self.cluster.cores or 1, memory=device.memory_bytes - self.context(config), shared=False,
+            slow_halves=device.slow_halves(config.precision.dtype),
+        )  # fmt: skip
         return resolve_layout(config, machine, self).config
 
     def partition(self, config: Config) -> tuple[int, ...]:

@@ -169,6 +169,8 @@ CONVOLUTIONS = {"convolution": 1, "convolution_backward": 2}
 ATTENTIONS = {
     "_scaled_dot_product_flash_attention_for_cpu": (0, 1.0),
     "_scaled_dot_product_flash_attention_for_cpu_backward": (1, 2.5),
+    "_scaled_dot_product_flash_attention": (0, 1.0),
+    "_scaled_dot_product_flash_attention_backward": (1, 2.5),
     "_scaled_dot_product_efficient_attention": (0, 1.0),
     "_scaled_dot_product_efficient_attention_backward": (1, 2.5),
 }

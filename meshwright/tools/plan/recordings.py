@@ -25,7 +25,7 @@ from meshwright.on_device import AsOnDevice
 from meshwright.parameters.bucket import Bucket, gradient_views, make_buckets
 from meshwright.parameters.gradients import Gradients
 from meshwright.parameters.shard import shard_specs, use_gradients
-from meshwright.parts import autocasts_of, build_kit, build_model, empty_batch, recompute_in
+from meshwright.parts import autocasts_of, build_kit, build_model, empty_batch, multiplies_in, recompute_in
 from meshwright.pipeline.stage import Stage, run_model
 from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.grid import PIPE, REPLICA_AXES, Grid
@@ -226,7 +226,7 @@ def _record(
     strategy = load_entry(sync.synchroniser)([], mesh, load_entry(sync.policy)())
     strategy.expect(False)  # no bucket leaves: sums of gradients are programs of their own (buckets.py)
     run, leads = strategy.forward if chunk.last else run_model, layout.tensor.leading_ranks
-    stage = Stage(model, gradients, run=run, autocasts=autocasts_of(config, mesh))
+    stage = Stage(model, gradients, run=run, autocasts=autocasts_of(config, mesh), multiplies=multiplies_in(config))
     programs: dict[TaskKind, list[Program]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}
     leaving: dict[TaskKind, list[frozenset[int]]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}
     scales, count = dict.fromkeys((*model.labels, SAMPLES), 1.0), min(config.num_microbatches, DISTINCT)

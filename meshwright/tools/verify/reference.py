@@ -15,11 +15,14 @@ from hashlib import blake2b
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.config import Config
 from meshwright.config.schema import ScheduleSection
+from meshwright.context.context import Context
 from meshwright.model import IGNORED, SAMPLES, Batch
+from meshwright.models.attention import AttentionCore
 from meshwright.models.chain import make_chain
 from meshwright.parameters.shard import Initial
 from meshwright.registry import load_entry
@@ -29,6 +32,20 @@ _Shape = tuple[int, ...]
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+class MaskedSequences(Context):
+    """Whole sequences in one attention, whose documents a mask of T x T keeps apart: layouts never make one."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
+        scale: float | None,
+    ) -> Tensor:  # fmt: skip
+        if mask is not None and mask.dtype == torch.int64:
+            starts = mask.to(query.device)
+            mask = (starts[:, :, None] == starts[:, None, :]).tril().unsqueeze(1)
+        grouped = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped)
+
+
 class Reference:
     """A run on one device: the model, torch's optimizer over whole parameters, torch's loss scaler."""
 
@@ -36,6 +53,9 @@ class Reference:
         precision, self.config, self.device = config.precision, config, device
         self.level, self.dtype = precision.level, _DTYPES[precision.dtype]
         self.model = make_chain(config, ReferenceKit())
+        for module in self.model.modules():
+            if isinstance(module, AttentionCore):
+                module.context = MaskedSequences()
         self.model.to(device, self.dtype if self.level == "O0" else torch.float32)
         self.parameters = dict(self.model.named_parameters())
         self.gradients: dict[str, Tensor] = {}  # each parameter's .grad, to which autograd adds

@@ -30,6 +30,7 @@ ALLOWED = {
     "meshwright.model.Batch", "meshwright.model.IGNORED", "meshwright.model.SAMPLES",
     "meshwright.config.Config", "meshwright.config.schema.ScheduleSection",
     "meshwright.models.chain.make_chain",
+    "meshwright.context.context.Context", "meshwright.models.attention.AttentionCore",  # documents by a mask of its own
     "meshwright.parameters.shard.Initial", "meshwright.parameters.shard.ONES",
     "meshwright.registry.load_entry",
     "meshwright.tensor.copies.HeadGroups", "meshwright.tensor.head.HeadShape", "meshwright.tensor.router.ExpertsShape",
@@ -44,7 +45,7 @@ def test_it_imports_facts_and_the_models_alone() -> None:
     names = {name for path in paths for name in imports_of(path) if name.startswith("meshwright")}
     own = f"{reference_kit.__name__}."
     assert {name for name in names if not name.startswith(own)} == ALLOWED
-    assert sum(len(path.read_text().splitlines()) for path in paths) <= 363
+    assert sum(len(path.read_text().splitlines()) for path in paths) <= 383
 
 
 def functions_of(mesh: Mesh, config: Config) -> tuple[set[str], list[str]]:

@@ -1,0 +1,224 @@
+"""Kernels of attention that give the log of the sum of exponentials beside the output, of which a ring makes the whole.
+
+| kernel      | where                                            | l          | holds beside its arguments      |
+|-------------|--------------------------------------------------|------------|---------------------------------|
+| `CpuKernel` | CPUs                                             | [B, A, t]  | -                               |
+| `Flash`     | GPUs that have it, half precision, without masks | [B, A, t]  | -                               |
+| `Efficient` | GPUs, float32 or masks                           | [B, A, t'] | keys and values for all queries |
+| `InTiles`   | all: float64 on GPUs                             | [B, A, t]  | TILE_ELEMENTS scores, twice     |
+
+(t': t up to the next multiple of 32.) A backward kernel takes the output and the l of whole sequences: weights that it
+computes again are those of the whole softmax, so the gradients of blocks add up (Liu et al., arXiv 2310.01889).
+No GPU has run `Flash` and `Efficient` here: what is tested is what they are given, on meta tensors and by functions
+that stand for them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+TILE_ELEMENTS = 2**24
+"""Scores that are there at a time where no fused kernel gives l."""
+_LSE_MULTIPLE = 32
+"""Rows of l that `Efficient` fills up."""
+_BIAS_MULTIPLE = 8
+"""Numbers of a mask's row that `Efficient` asks for in memory."""
+
+
+class Attended(NamedTuple):
+    """The output [B, A, t, E], l [B, A, t] in float32 or better, and what the backward kernel takes as its dropout's
+    random numbers, of which there are none."""
+
+    out: Tensor
+    sums: Tensor
+    seeds: tuple[Tensor, ...] = ()
+
+
+class Kernel(ABC):
+    """softmax(scale · Q Kᵀ + bias) V of Q [B, A, t, E], K and V [B, A/G, s, E], each head for G queries, and a bias
+    [B, 1, 1 or t, s] or None; t = s where it is causal."""
+
+    @abstractmethod
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float
+    ) -> Attended: ...
+
+    @abstractmethod
+    def gradients(
+        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: Attended, bias: Tensor | None,
+        causal: bool, scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """The addend of dQ, and dK, dV of the block. `whole`: of all blocks merged, not of this one alone."""
+
+
+class CpuKernel(Kernel):
+    """torch's FlashAttention for CPUs."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float
+    ) -> Attended:
+        mask = None if bias is None else bias.expand(-1, -1, query.shape[2], -1)
+        return Attended(*torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, causal, attn_mask=mask, scale=scale
+        ))  # fmt: skip
+
+    def gradients(
+        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: Attended, bias: Tensor | None,
+        causal: bool, scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        mask = None if bias is None else bias.expand(-1, -1, query.shape[2], -1)
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, query, key, value, whole.out, whole.sums, 0.0, causal, attn_mask=mask, scale=scale
+        )
+        return dq, dk, dv
+
+
+class Flash(Kernel):
+    """FlashAttention on a GPU."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float
+    ) -> Attended:
+        assert bias is None, "FlashAttention takes no mask"
+        out, sums, _, _, _, _, *seeds, _ = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, causal, False, scale=scale
+        )
+        return Attended(out, sums, tuple(seeds))
+
+    def gradients(
+        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: Attended, bias: Tensor | None,
+        causal: bool, scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        lengths = query.shape[2], key.shape[2]
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            # The kernel reads l as one run of memory, whatever its strides.
+            gradient, query, key, value, whole.out, whole.sums.contiguous(), None, None, *lengths, 0.0, causal,
+            *whole.seeds, scale=scale,
+        )  # fmt: skip
+        return dq, dk, dv
+
+
+class Efficient(Kernel):
+    """The memory-efficient attention of a GPU (Rabe and Staats, arXiv 2112.05682, as xFormers wrote it)."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float
+    ) -> Attended:
+        key, value = (_for_each_query(x, query) for x in (key, value))
+        out, sums, *seeds = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, _aligned(bias, query), True, 0.0, causal, scale=scale
+        )
+        return Attended(out, sums[:, :, : query.shape[2]], tuple(seeds))
+
+    def gradients(
+        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: Attended, bias: Tensor | None,
+        causal: bool, scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        heads, key, value = key.shape[1], _for_each_query(key, query), _for_each_query(value, query)
+        # Rows behind the last have no weight: exp(x - inf).
+        filling = -query.shape[2] % _LSE_MULTIPLE
+        sums = torch.nn.functional.pad(whole.sums, (0, filling), value=torch.inf)
+        dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            gradient, query, key, value, _aligned(bias, query), whole.out, sums, *whole.seeds, 0.0,
+            [True, True, True, False], causal, scale=scale,
+        )  # fmt: skip
+        dk, dv = (_of_heads(x, heads) for x in (dk, dv))
+        return dq, dk, dv
+
+
+class InTiles(Kernel):
+    """Products over tiles of scores."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float
+    ) -> Attended:
+        key, value = (_for_each_query(x, query) for x in (key, value))
+        outs, all_sums = [], []
+        for rows in _tiles(query, key):
+            scores = _scores(query, key, bias, rows, causal, scale)
+            sums = scores.logsumexp(-1)
+            outs.append((scores - sums.unsqueeze(-1)).exp().to(value.dtype) @ value)
+            all_sums.append(sums)
+        return Attended(torch.cat(outs, 2), torch.cat(all_sums, 2))
+
+    def gradients(
+        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: Attended, bias: Tensor | None,
+        causal: bool, scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        out, sums, _ = whole
+        heads, key, value = key.shape[1], _for_each_query(key, query), _for_each_query(value, query)
+        inner = (gradient * out).to(sums.dtype).sum(-1, keepdim=True)
+        dqs, dk, dv = [], torch.zeros_like(key, dtype=sums.dtype), torch.zeros_like(value, dtype=sums.dtype)
+        for rows in _tiles(query, key):
+            weights = (_scores(query, key, bias, rows, causal, scale) - sums[:, :, rows].unsqueeze(-1)).exp()
+            dv += weights.to(gradient.dtype).transpose(-1, -2) @ gradient[:, :, rows]
+            dweights = (gradient[:, :, rows] @ value.transpose(-1, -2)).to(sums.dtype)
+            dscores = (weights * (dweights - inner[:, :, rows]) * scale).to(query.dtype)
+            dqs.append(dscores @ key)
+            dk += dscores.transpose(-1, -2) @ query[:, :, rows]
+        dk, dv = (_of_heads(x, heads) for x in (dk, dv))
+        return torch.cat(dqs, 2), dk, dv
+
+
+def kernel_of(query: Tensor, key: Tensor, value: Tensor, masked: bool, device_type: str) -> Kernel:
+    """The kernel of a device of that type for tensors like these, which may be meta."""
+    if has_torch_function((query,)):  # a plan's device may have no fused attention (on_device.py)
+        chosen: Kernel = handle_torch_function(kernel_of, (query,), query, key, value, masked, device_type)
+        return chosen
+    if device_type == "cpu":
+        return CpuKernel()
+    if query.dtype == torch.float64:
+        return InTiles()
+    asked = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, False, key.shape[1] != query.shape[1])
+    # As wide as the kernels ask for in memory; narrower heads would be filled up each step.
+    aligned = query.shape[-1] % 8 == 0
+    takes_flash = torch.backends.cuda.can_use_flash_attention(asked) if query.is_cuda else query.element_size() < 4
+    if aligned and takes_flash and not masked:
+        return Flash()
+    expanded = torch.backends.cuda.SDPAParams(query, query, query, None, 0.0, False, False)
+    takes_efficient = torch.backends.cuda.can_use_efficient_attention(expanded) if query.is_cuda else True
+    return Efficient() if aligned and takes_efficient else InTiles()
+
+
+def _aligned(bias: Tensor | None, query: Tensor) -> Tensor | None:
+    """The mask for all heads and queries, in rows of as many numbers as the kernel reads at a time."""
+    if bias is None:
+        return None
+    length = bias.shape[-1]
+    wide = torch.nn.functional.pad(bias, (0, -length % _BIAS_MULTIPLE))[..., :length]
+    return wide.expand(*query.shape[:3], length)
+
+
+def _tiles(query: Tensor, key: Tensor) -> list[slice]:
+    """Runs of queries whose scores fill TILE_ELEMENTS."""
+    batch, heads, count, _ = query.shape
+    length = max(1, TILE_ELEMENTS // (batch * heads * key.shape[2]))
+    return [slice(first, min(first + length, count)) for first in range(0, count, length)]
+
+
+def _scores(query: Tensor, key: Tensor, bias: Tensor | None, rows: slice, causal: bool, scale: float) -> Tensor:
+    """[B, A, rows, s], at least float32."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = (query[:, :, rows] @ key.transpose(-1, -2)).to(wide) * scale
+    if bias is not None:
+        scores = scores + (bias if bias.shape[2] == 1 else bias[:, :, rows])
+    if causal:
+        places = torch.arange(key.shape[2], device=key.device)
+        scores = scores.masked_fill(places > places[rows, None], torch.finfo(wide).min / 2)
+    return scores
+
+
+def _for_each_query(x: Tensor, query: Tensor) -> Tensor:
+    """Keys or values [B, A/G, s, E] as many times as queries: [B, A, s, E]."""
+    groups = query.shape[1] // x.shape[1]
+    return x if groups == 1 else x.repeat_interleave(groups, 1)
+
+
+def _of_heads(x: Tensor, heads: int) -> Tensor:
+    """The gradient [B, A/G, s, E] of heads, of what it is for each of their queries."""
+    return x if x.shape[1] == heads else x.unflatten(1, (heads, -1)).sum(2)
