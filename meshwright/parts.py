@@ -382,7 +382,7 @@ def recomputed_group(config: Config, stage_layers: int) -> int:
     """The number of layers that are recomputed together in a chunk of so many."""
     setting = config.memory.recompute
     assert setting not in ("none", "selective"), f"memory.recompute={setting} has no groups"
-    if setting == "ops":
+    if setting == "ops" or config.layout.data.in_pieces:
         return 1
     return best_group(stage_layers, config.model.num_blocks) if setting == "auto" else int(setting)
 

@@ -109,8 +109,8 @@ class View:
     """Whether each piece's activations, and gradients, come by a trade of rows from the piece beside it."""
     _opens: tuple[bool, ...] = field(init=False, repr=False)
     """Whether each piece is the first of its chunk, where microbatches begin."""
-    _whole: bool = field(init=False, repr=False)
-    """Whether no chunk falls into pieces."""
+    has_pieces: bool = field(init=False, repr=False)
+    """Whether a chunk falls into pieces."""
 
     def __post_init__(self) -> None:
         pieces = self.placement.pieces_of(self.stage)
@@ -135,7 +135,7 @@ class View:
                 for place in range(len(own))
             ),
             _opens=tuple(place == 0 for own in pieces for place in range(len(own))),
-            _whole=len(self.chunks) == len(pieces),
+            has_pieces=len(self.chunks) > len(pieces),
         )
         assert 0 <= self.stage < self.num_stages, f"stage {self.stage} of {self.num_stages}"
         assert self.num_microbatches >= 1, f"{self.num_microbatches} microbatches"
@@ -169,13 +169,13 @@ class View:
     def in_flight(self) -> int:
         """Microbatches whose activations a chunk holds: begun, and their last task not done."""
         # With W as a task, activations live until W: so the limit bounds what waits for it, too.
-        if self._whole:
+        if not self.has_pieces:
             return self.total.forwards - self.total.num_done(self.kinds[-1])
         return sum(map(self.held, range(self.placement.num_chunks)))
 
     def held(self, chunk: int) -> int:
         """Microbatches that a chunk holds: its first piece has begun them, and not all of its pieces have ended."""
-        if self._whole:
+        if not self.has_pieces:
             own = self.chunks[chunk]
             return own.forwards - own.num_done(self.kinds[-1])
         counts = [self.chunks[piece] for piece in self.placement.pieces_of(self.stage)[chunk]]
