@@ -156,7 +156,7 @@ class Run:
 
     @property
     def rule(self) -> ScheduleRule:
-        rule, chunks, _ = RULES[self.schedule]
+        rule = RULES[self.schedule][0]
         if rule is not MESSAGE_DRIVEN:
             return rule
         places = self.num_stages if self.schedule.endswith("of 1f1b") else 2 * self.num_stages
@@ -340,12 +340,6 @@ class HeldExchanges(Exchanges):
     @property
     def is_empty(self) -> bool:
         return super().is_empty and not self._held
-
-    @property
-    def call(self) -> Any:
-        from meshwright.ranks.flight_recorder import Call
-
-        return Call("expert", "all_to_all", 0, self.comm.ranks)
 
     def poll(self) -> list[tuple[Arrival, Tensor]]:
         for arrival, rows in super().poll():

@@ -30,7 +30,7 @@ from meshwright.parameters.gradients import WeightWork
 from meshwright.pipeline.placement import PiecePlacement
 from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.task import Arrival, Task
-from meshwright.ranks.comm import Comm, PieceSizes, Posted
+from meshwright.ranks.comm import Comm, PieceSizes, Posted, size_bytes
 from meshwright.ranks.flight_recorder import Call
 
 
@@ -152,8 +152,7 @@ class Exchanges:
     @property
     def call(self) -> Call:
         """The wait of a rank as long as none is over."""
-        waiting = next(iter(self._under_way))
-        size = waiting.came.numel() * waiting.came.element_size()
+        size = sum(size_bytes(trade.came) for trade in self._under_way)
         return Call(self.comm.axis, "all_to_all", size, self.comm.ranks)
 
     def poll(self) -> list[tuple[Arrival, Tensor]]:
