@@ -414,7 +414,7 @@ def in_processes(arguments: argparse.Namespace) -> list[Row]:
         for _ in warm:
             team.run(1)
         for run in runs:
-            taken[run] = team.run(1)[0]
+            taken[run] = team.run(1)[1]
     rows = []
     for (exchange, count), name in product(cells, RULES):
         turns = [run for run in runs if (run.exchange, run.num_microbatches, run.schedule) == (exchange, count, name)]

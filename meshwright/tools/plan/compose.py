@@ -155,9 +155,10 @@ class StagePlan:
     def apart_bytes(self, config: Config) -> int:
         """Bytes of the second memory in which a stage of both ends adds up a tied table's gradients (gradients.py)."""
         ends = {EMBEDDINGS, HEAD}
-        # One chunk adds both uses up in one memory; two chunks come in an order that messages choose, and would round
-        # differently.
-        tied = [each for each in self.parameters if ends <= set(each.parts)] if len(self.chunks) > 1 else []
+        # One chunk adds both uses up in one memory; two chunks, or pieces, come in an order that messages choose, and
+        # would round differently.
+        parted = len(self.chunks) > 1 or config.layout.data.in_pieces
+        tied = [each for each in self.parameters if ends <= set(each.parts)] if parted else []
         return sum(each.gradient_bytes(config) for each in tied)
 
 

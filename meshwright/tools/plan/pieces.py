@@ -42,12 +42,14 @@ def piece_costs(
         pieces += [share * computed for share in shares[1:]]
     # Each piece is a task, and pays for itself what a task pays: what the whole has beside its parts, once.
     beside = max(0.0, whole.seconds - sum(pieces) - sum(trades))
-    costs = [Cost(own + beside) for own in pieces]
-    # Memory as if the whole task ran at its first piece, and gave back what it gives back at its last.
-    first, last = (0, -1) if kind is TaskKind.FORWARD else (-1, 0)
-    costs[first] = replace(costs[first], peak_bytes=whole.peak_bytes)
-    takes = first if whole.kept_bytes > 0 else last
-    costs[takes] = replace(costs[takes], kept_bytes=whole.kept_bytes, flops=whole.flops)
+    # A piece keeps, or frees, and needs beside that, its part of what the whole does.
+    total, costs = sum(pieces), []
+    passing_bytes = whole.peak_bytes - max(0, whole.kept_bytes)
+    for own in pieces:
+        share = own / total if total else 1 / len(pieces)
+        kept_bytes = round(share * whole.kept_bytes)
+        peak_bytes = max(0, kept_bytes) + round(share * passing_bytes)
+        costs.append(Cost(own + beside, kept_bytes, peak_bytes, share * whole.flops))
     return PieceCosts(tuple(costs), tuple(trades))
 
 
