@@ -13,7 +13,7 @@ the chain between any two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -84,6 +84,21 @@ Hidden = tuple[Tensor, ...]
 """The activations between two layers; one tensor [B, T, H] in a model without a second stream."""
 
 
+@dataclass(frozen=True)
+class Crossing:
+    """The end of a piece of a forward or backward pass, at which rows [R, ...] leave for other ranks: given[j] to
+    member j of the axis, from which taken[j] come. `stays`: what a later piece of this rank reads."""
+
+    rows: Tensor
+    given: Sequence[int]
+    taken: Sequence[int]
+    stays: Hidden = ()
+
+
+Pieces = Generator[Crossing, Hidden, Hidden]
+"""A forward pass in pieces: each is sent (rows that came, *what stayed), and the last returns what the pass returns."""
+
+
 EMBEDDINGS, HEAD = -1, 2**31 - 1
 """The parts of a chain before its layers, which have their numbers, and behind them."""
 
@@ -145,6 +160,9 @@ class Model(Protocol):
 
     def __call__(self, batch: Batch, scales: Scales, incoming: Hidden = ()) -> Hidden:
         """The input of the chunk after; the last one returns (the losses' sum, each times its scale,)."""
+
+    def in_pieces(self, batch: Batch, scales: Scales, incoming: Hidden = ()) -> Pieces:
+        """The same as a call, in pieces that end where rows leave for other ranks' experts."""
 
     def hidden_states(self, batch: Batch, incoming: Hidden = ()) -> Hidden:
         """The input of the chunk after; the last one returns the normed hidden states [B, T, H]."""

@@ -36,11 +36,12 @@ from meshwright.parameters.bucket import VECTOR, make_buckets
 from meshwright.parameters.gradients import Gradients
 from meshwright.parameters.shard import ShardSpec, draw_values, initialise, shard_specs, use_gradients
 from meshwright.pipeline.partition import ranges_of
+from meshwright.pipeline.pieces import Exchanges, PieceStage, PiecewiseChunks
 from meshwright.pipeline.pipeline import Pipeline, message_forms
-from meshwright.pipeline.placement import ChunkPlacement
-from meshwright.pipeline.schedule import ONE_F_ONE_B, ScheduleRule
+from meshwright.pipeline.placement import ChunkPlacement, PiecePlacement
+from meshwright.pipeline.schedule import MESSAGE_DRIVEN, ONE_F_ONE_B, ScheduleRule
 from meshwright.pipeline.stage import Computing, Grains, Stage
-from meshwright.ranks.grid import PIPE
+from meshwright.ranks.grid import EXPERT, PIPE
 from meshwright.ranks.mailbox import MessageMeta, TensorMeta
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
@@ -53,6 +54,9 @@ from meshwright.tensor.linear import autocast_device
 from meshwright.tensor.norms import Norm
 from meshwright.tensor.part_loss import PartHead
 from meshwright.tensor.widened import WidenedProducts
+
+ALONE_IN_FLIGHT = 2
+"""Microbatches in flight on a stage without others, whose rows travel to experts under each other's tasks."""
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -275,6 +279,14 @@ def placement_of(config: Config) -> ChunkPlacement:
     return ChunkPlacement(pipeline.size, pipeline.chunks if pipeline.size > 1 else 1, pipeline.placement)
 
 
+def piece_placement_of(config: Config, partition: Sequence[int]) -> PiecePlacement:
+    """The pieces of every stage where rows travel as messages: a layer with experts ends two and begins a third."""
+    whole = placement_of(config)
+    layers = ranges_of(partition)
+    pieces = tuple(1 + 2 * sum(config.model.has_experts(layer) for layer in own) for own in layers)
+    return PiecePlacement(whole.num_stages, whole.num_chunks, whole.shape, pieces)
+
+
 def chunks_of(partition: Sequence[int]) -> tuple[Chunk, ...]:
     """The chunks of a chain that is cut so, by position."""
     runs = ranges_of(partition)
@@ -372,17 +384,17 @@ def recomputed_group(config: Config, stage_layers: int) -> int:
     """The number of layers that are recomputed together in a chunk of so many."""
     setting = config.memory.recompute
     assert setting not in ("none", "selective"), f"memory.recompute={setting} has no groups"
-    if setting == "ops":
+    if setting == "ops" or config.layout.data.in_pieces:
         return 1
     return best_group(stage_layers, config.model.num_blocks) if setting == "auto" else int(setting)
 
 
 def rule_of(config: Config) -> ScheduleRule:
     """The run's schedule with its limit. One stage goes back as soon as it has gone forward: nothing is gained by more
-    microbatches in flight."""
+    microbatches in flight, but by a second where rows travel under its tasks."""
     settings = config.layout.pipeline
     if settings.size == 1:
-        return ONE_F_ONE_B
+        return MESSAGE_DRIVEN.limited(ALONE_IN_FLIGHT) if config.layout.data.in_pieces else ONE_F_ONE_B
     rule = settings.rule
     return rule if settings.limit == "auto" else rule.limited(settings.limit)
 
@@ -416,25 +428,34 @@ def build_pipeline(
         )
         for number, part in enumerate(models)
     ]
+    data = config.layout.data
+    piecewise = None
+    if data.in_pieces and mesh.device.type != "meta":
+        in_pieces = piece_placement_of(config, [len(chunk.layers) for chunk in stages.chunks])
+        whole = zip(own, in_pieces.pieces_of(index), strict=True)
+        pieces = [PieceStage(stage, numbers[0]) for stage, numbers in whole]
+        piecewise = PiecewiseChunks(pieces, in_pieces, Exchanges(mesh.comm(EXPERT)))
     # In a v the first and the last chunk are one rank's, and messages decide which of them adds to a tied table first.
-    _share_tables(strategy.gradients, model, config, mesh, chunks)
-    peers = mesh.comm(*(config.layout.peer_axes if config.layout.pipeline.size > 1 else ()))
-    mailbox = mesh.mailbox(PIPE, ring=placement.is_ring)
-    return Pipeline(own, rule_of(config), mesh, peers, mailbox, stages.message(index), strategy, placement)
+    _share_tables(strategy.gradients, model, config, mesh, placement if piecewise is None else piecewise.placement)
+    peers = mesh.comm(*(config.layout.peer_axes if config.layout.pipeline.size > 1 or data.in_pieces else ()))
+    mailbox, forms = mesh.mailbox(PIPE, ring=placement.is_ring), stages.message(index)
+    return Pipeline(own, rule_of(config), mesh, peers, mailbox, forms, strategy, placement, piecewise)
 
 
-def _share_tables(gradients: Gradients, model: Chain, config: Config, mesh: Mesh, chunks: Sequence[Chunk]) -> None:
-    """Let two chunks of a stage, which holds both ends of the chain, add up the gradients of a tied table apart."""
-    if len(chunks) == 1 or not (model.chunk.first and model.chunk.last):
+def _share_tables(
+    gradients: Gradients, model: Chain, config: Config, mesh: Mesh, placement: ChunkPlacement
+) -> None:  # fmt: skip
+    """Let two chunks or pieces of a stage, which holds both ends of the chain, add up the gradients of a table that
+    both use apart."""
+    last = placement.pieces_of(mesh.index(PIPE))[-1][-1]
+    if last == 0 or not (model.chunk.first and model.chunk.last):
         return
     there = planned_mesh(mesh.grid, mesh.rank, mesh.token_axes)
-    ends = (
-        shard_specs(build_model(config, build_kit(config, there), there, chunk)) for chunk in (chunks[0], chunks[-1])
-    )
-    first, last = ends
+    ends = (Chunk(range(0), True, False), Chunk(range(0), False, True))
+    of_ends = [shard_specs(build_model(config, build_kit(config, there), there, end)) for end in ends]
     for name, parameter in model.named_parameters():
-        if name in first and name in last:
-            gradients.share(parameter, (0, len(chunks) - 1))
+        if all(name in specs for specs in of_ends):
+            gradients.share(parameter, (0, last))
 
 
 def bucket_bytes(config: Config) -> int:

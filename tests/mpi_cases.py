@@ -47,7 +47,10 @@ PIPELINES: dict[int, dict[str, tuple[int, int, str, dict[str, object]]]] = {
 """Pipelines by world size: replicas, stages, schedule, tensor layout."""
 
 EXPERTS: dict[int, dict[str, dict[str, Any]]] = {
-    2: {"experts-2": {"data": {"size": 2, "expert": 2}}},
+    2: {
+        "experts-2": {"data": {"size": 2, "expert": 2}},
+        "experts-2-messages": {"data": {"size": 2, "expert": 2, "exchange": "messages"}},
+    },
     3: {"experts-3": {"data": {"size": 3, "expert": 3}}},
     4: {
         "experts-2-zero1": {"data": {"size": 4, "expert": 2, "sync": "zero1", "bucket": 8192}},

@@ -107,6 +107,13 @@ EFFECTS = (
         "layout.data.size=2 or more and a model with experts",
     ),
     Effect(
+        ("layout.data.exchange",),
+        ("layout.data.expert",),
+        lambda config: config.layout.data.expert > 1,
+        lambda config: "with layout.data.expert=1",
+        "layout.data.expert=2 or more",
+    ),
+    Effect(
         ("layout.data.bucket",),
         ("layout.data.sync", "memory.offload.to"),
         lambda config: not _by_layers(config) and config.memory.offload.to == "none",

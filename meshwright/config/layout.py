@@ -37,6 +37,8 @@ class DataParallel(Section):
     """How many of the size ranks share one set of slices (HSDP); null: all. zero2 and zero3 have slices."""
     expert: Positive = 1
     """How many of the size ranks share one set of a model's experts (expert parallelism)."""
+    exchange: Literal["blocking", "messages"] = "blocking"
+    """How rows travel to their experts: blocking: a layer waits for them; messages: under other microbatches' tasks."""
     bucket: Size = 16 * 2**20
     """Bytes that one collective reduces."""
 
@@ -52,6 +54,11 @@ class DataParallel(Section):
     def expert_axes(self) -> tuple[tuple[str, int], ...]:
         """The axis whose ranks hold different experts, where there is one."""
         return (("expert", self.expert),) if self.expert > 1 else ()
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether layers are cut where rows leave for experts, and other tasks run until they come."""
+        return self.exchange != "blocking" and self.expert > 1
 
     @property
     def token_axes(self) -> tuple[str, ...]:

@@ -278,6 +278,32 @@ def replicas_share_experts(config: Config) -> Iterator[Problem]:
         yield Problem("layout.data.expert", data.expert, rule_text, listed(divisors(ranks)))
 
 
+@rule("layout.data.exchange", "layout.data.expert", "layout.pipeline")
+def messages_go_with_schedule(config: Config) -> Iterator[Problem]:
+    pipeline = config.layout.pipeline
+    if config.layout.data.in_pieces and pipeline.size > 1 and not pipeline.rule.in_pieces:
+        rule_text = (
+            f"does not go with layout.pipeline.schedule={pipeline.schedule}, whose order knows no pieces of layers"
+        )
+        free = ", ".join(name for name, rule in entries("schedules").items() if rule.in_pieces)
+        yield Problem("layout.data.exchange", "messages", rule_text, f"blocking, or schedule {free}")
+
+
+@rule("layout.data.exchange", "layout.data.expert", "memory.recompute")
+def messages_are_kept(config: Config) -> Iterator[Problem]:
+    recompute = config.memory.recompute
+    if config.layout.data.in_pieces and isinstance(recompute, int) and recompute > 1:
+        rule_text = "is of whole layers, and layout.data.exchange=messages keeps the rows that come inside of each"
+        yield Problem("memory.recompute.every", recompute, rule_text, "1, or layout.data.exchange=blocking")
+
+
+@rule("layout.data.exchange", "layout.data.expert", "bits")
+def messages_are_of_whole_microbatches(config: Config) -> Iterator[Problem]:
+    if config.layout.data.in_pieces and config.bits.layout_free:
+        rule_text = "sends a microbatch's rows at a time, and bits.layout_free computes some of its samples at a time"
+        yield Problem("layout.data.exchange", "messages", rule_text, "blocking")
+
+
 @rule("layout.ranks_per_node", *_SIZES)
 def nodes_are_full(config: Config) -> Iterator[Problem]:
     here, ranks = config.layout.ranks_per_node, config.layout.world_size
@@ -329,6 +355,9 @@ RULES = (
     order_names_every_axis_once,
     nodes_are_full,
     replicas_share_experts,
+    messages_go_with_schedule,
+    messages_are_kept,
+    messages_are_of_whole_microbatches,
     grains_fill_microbatches,
     sums_have_digits,
     scales_are_powers_of_two,

@@ -124,6 +124,17 @@ def needs_one_axis_of_replicas(config: Config) -> Iterator[Problem]:
         yield Problem(FIELD, sync, rule_text, _others(needs_one_axis_of_replicas))
 
 
+@rule(FIELD, "layout.data.exchange", EXPERT_FIELD)
+def needs_whole_parts(config: Config) -> Iterator[Problem]:
+    """Slices are summed in every microbatch, bucket by bucket in an order that pieces of layers do not keep."""
+    sync = config.layout.data.sync
+    if config.layout.data.in_pieces:
+        rule_text = "sums a layer's gradients as one, and layout.data.exchange=messages cuts layers into pieces"
+        syncs = {needs_whole_parts, needs_one_axis_of_replicas}
+        left = [name for name, other in entries("syncs").items() if syncs.isdisjoint(other.rules)]
+        yield Problem(FIELD, sync, rule_text, f"{', '.join(left)}, or layout.data.exchange=blocking")
+
+
 @rule(SHARD, "layout.data.size")
 def shards_are_equal(config: Config) -> Iterator[Problem]:
     size, shard = config.layout.data.size, config.layout.data.shard
@@ -188,13 +199,14 @@ ZERO1 = Sync("meshwright.data_parallel.policies:Zero1", cuts_parameters=True, ca
 """Optimizer states are slices: reduce-scatter, each rank steps its 1/n, all-gather (ZeRO-1)."""
 ZERO2 = Sync(
     "meshwright.data_parallel.sharded:Zero2", "meshwright.data_parallel.sharded:Sharded", slices=True,
-    cuts_parameters=True, rules=(needs_verbs_under_way, shards_are_equal), over_mpi=False, candidate=True,
+    cuts_parameters=True, rules=(needs_verbs_under_way, shards_are_equal, needs_whole_parts), over_mpi=False,
+    candidate=True,
 )  # fmt: skip
 """Gradients are slices, too: a reduce-scatter in every microbatch (ZeRO-2)."""
 ZERO3 = Sync(
     "meshwright.data_parallel.gathering:Zero3", "meshwright.data_parallel.gathering:Gathering", slices=True,
-    gathers=True, cuts_parameters=True, rules=(needs_verbs_under_way, shards_are_equal), over_mpi=False,
-    candidate=True, like="FSDP",
+    gathers=True, cuts_parameters=True, rules=(needs_verbs_under_way, shards_are_equal, needs_whole_parts),
+    over_mpi=False, candidate=True, like="FSDP",
 )  # fmt: skip
 """Weights are slices, too, gathered part by part of the model (ZeRO-3, as FSDP)."""
 FSDP = Sync(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 
 from meshwright.context.context import WHOLE_SEQUENCES, Context
-from meshwright.model import EMBEDDINGS, HEAD, Batch, Chunk, Costs, Hidden, Scales
+from meshwright.model import EMBEDDINGS, HEAD, Batch, Chunk, Costs, Hidden, Pieces, Scales
 from meshwright.parameters.shard import ShardSpec, num_parameters
 from meshwright.registry import load_entry
 from meshwright.tensor.kit import Kit
@@ -62,8 +62,14 @@ class Chain(nn.Module, ABC):
         holds runs; by default all.
         """
         hidden = self._through(batch, incoming, chunk)
-        if not (chunk or self.chunk).last:
-            return hidden
+        return self.ended(hidden, batch, scales) if (chunk or self.chunk).last else hidden
+
+    def in_pieces(self, batch: Batch, scales: Scales, incoming: Hidden = (), chunk: Chunk | None = None) -> Pieces:
+        """`forward` that stops where rows leave for other ranks' experts, and goes on with those that came."""
+        raise AssertionError(f"{type(self).__name__} has no experts, and is one piece")
+
+    def ended(self, hidden: Hidden, batch: Batch, scales: Scales) -> Hidden:
+        """(The sum of the scaled losses,) of the last layer's output."""
         h = self.run_part(HEAD, self.final_states, hidden)
         # Two parts of the head: an evaluation takes the states and leaves the loss.
         loss = self.run_part(HEAD, self.loss, h, batch, scales)
@@ -162,6 +168,9 @@ class ChainPart:
     def __call__(self, batch: Batch, scales: Scales, incoming: Hidden = ()) -> Hidden:
         hidden: Hidden = self.chain(batch, scales, incoming, self.chunk)
         return hidden
+
+    def in_pieces(self, batch: Batch, scales: Scales, incoming: Hidden = ()) -> Pieces:
+        return self.chain.in_pieces(batch, scales, incoming, self.chunk)
 
     def hidden_states(self, batch: Batch, incoming: Hidden = ()) -> Hidden:
         return self.chain.hidden_states(batch, incoming, self.chunk)

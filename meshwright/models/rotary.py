@@ -8,18 +8,20 @@ routers' losses [B] beside the hidden states, where these are a part of the loss
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.model import SAMPLES, Batch, Chunk, Hidden, Scales, to_device
+from meshwright.model import EMBEDDINGS, SAMPLES, Batch, Chunk, Crossing, Hidden, Pieces, Scales, to_device
 from meshwright.models.chain import blocks_of
 from meshwright.models.decoder import Decoder, KeyValueCache
 from meshwright.models.feed_forward import FeedForward, SharedExpert, experts_of, last_initial
 from meshwright.models.rope import Rotation, rotation_of
 from meshwright.models.rotary_section import RotaryTransformer
 from meshwright.parameters.shard import Initial
+from meshwright.tensor.experts import Dispatch, Experts
 from meshwright.tensor.head import HeadShape
 from meshwright.tensor.kit import Kit
 
@@ -50,14 +52,45 @@ class RotaryBlock(nn.Module):
     ) -> Hidden:  # fmt: skip
         """([B, T, H],), or with the routers' losses so far ([B, T, H], [B]), to the same."""
         h, *losses = hidden
-        h = h + self.dropout(self.attention(self.attention_norm(h), rotation, cache, documents))
-        normed = self.feed_forward_norm(h)
+        h, normed = self._attended(h, rotation, cache, documents)
         if not self.has_experts:
             return (h + self.dropout(self.feed_forward(normed)), *losses)
         y, *own = self.feed_forward(normed, places)
         if self.shared_expert is not None:
             y = y + self.shared_expert(normed)
         return h + self.dropout(y), *(total + one for total, one in zip(losses, own, strict=True))
+
+    def _attended(
+        self, h: Tensor, rotation: Rotation, cache: KeyValueCache | None, documents: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states [B, T, H] behind attention, and what the feed-forward reads of them."""
+        h = h + self.dropout(self.attention(self.attention_norm(h), rotation, cache, documents))
+        return h, self.feed_forward_norm(h)
+
+    def to_experts(
+        self, hidden: Hidden, rotation: Rotation, documents: Tensor | None, places: Tensor
+    ) -> tuple[Hidden, Dispatch]:
+        """The block up to where rows leave for their experts: (rows [R, H], h, weights, then with a shared expert what
+        it reads, then the routers' losses), and where the rows go."""
+        h, *losses = hidden
+        h, normed = self._attended(h, rotation, None, documents)
+        (rows, weights, own), plan = self.experts.dispatch(normed, places)
+        shared = () if self.shared_expert is None else (normed,)
+        return (rows, h, weights, *shared, *(total + one for total, one in zip(losses, own, strict=True))), plan
+
+    def from_experts(self, y: Tensor, stayed: Hidden, plan: Dispatch) -> Hidden:
+        """The rest of the block, when the experts' outputs y [R, H] are back. `stayed`: what to_experts gave beside
+        rows."""
+        h, weights, *rest = stayed
+        y = self.experts.combine(y, weights, plan)
+        if self.shared_expert is not None:
+            y = y + self.shared_expert(rest.pop(0))
+        return h + self.dropout(y), *rest
+
+    @property
+    def experts(self) -> Experts:
+        """Feed-forwards of experts, which the block has."""
+        return cast(Experts, self.feed_forward)
 
 
 class RotaryDecoder(Decoder):
@@ -101,6 +134,26 @@ class RotaryDecoder(Decoder):
     def run_layers(self, hidden: Hidden, batch: Batch, chunk: Chunk) -> Hidden:
         """The rotation is computed once, and goes through the layers with the batch."""
         return super().run_layers(hidden, batch | self.turned(batch), chunk)
+
+    def in_pieces(self, batch: Batch, scales: Scales, incoming: Hidden = (), chunk: Chunk | None = None) -> Pieces:
+        part = chunk or self.chunk
+        hidden = self.run_part(EMBEDDINGS, self.embed, batch) if part.first else incoming
+        batch = batch | self.turned(batch)
+        rotation, documents = Rotation(batch["cosines"], batch["sines"]), batch.get("documents")
+        for layer in part.layers:
+            block = cast(RotaryBlock, self.blocks[str(layer)])
+            if not block.has_experts:
+                hidden = self.run_group(partial(self._layers, (layer,), batch), hidden)
+                continue
+            # Each part of the layer is recomputed by itself: what came from other ranks is kept, and travels once.
+            run = partial(self.run_part, layer, self.run_group)
+            (rows, *stays), plan = run(block.to_experts, hidden, rotation, documents, batch["places"])
+            trade = block.experts.trade_of(plan, rows.device)
+            rows, *stayed = yield Crossing(rows, trade.given, trade.taken, tuple(stays))
+            rows = run(block.experts.outputs_here, rows, trade)
+            (rows,) = yield Crossing(rows, trade.taken, trade.given)
+            hidden = run(block.from_experts, rows, tuple(stayed), plan)
+        return self.ended(hidden, batch, scales) if part.last else hidden
 
     def turned(self, batch: Batch) -> Batch:
         """The entries by which layers know their tokens' places: cosines and sines, and the places themselves."""

@@ -161,7 +161,6 @@ class RotaryTransformer(TextTransformer):
         return max(0, self.layers - self.experts.dense_layers) if self.experts is not None else 0
 
     def has_experts(self, layer: int) -> bool:
-        """Whether the feed-forward of layer number `layer` is of experts."""
         return self.experts is not None and layer >= self.experts.dense_layers
 
     @property

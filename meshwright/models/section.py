@@ -93,6 +93,10 @@ class Network(Section):
         """The field that gives attention's scores addends that all samples share; empty where there are none."""
         return ""
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether the feed-forward of layer number `layer` is of experts."""
+        return False
+
     @property
     def num_experts(self) -> int:
         """Experts of a layer, which an axis may deal out; none where feed-forwards are whole."""

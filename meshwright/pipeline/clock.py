@@ -22,8 +22,8 @@ TaskSeconds = Callable[[int, Task], float]
 """costs(stage, task): the seconds that the task takes there. Asked once for each task."""
 
 MessageSeconds = Callable[[int, int, Task], float]
-"""latency(from, to, message): the seconds from the end of the task that sends it to its arrival. Asked once for each
-message."""
+"""latency(from, to, message): the seconds from the end of the task that sends it to its arrival; of a trade of rows,
+from a stage to itself, those that the trade takes alone. Asked once for each message."""
 
 Pace = Callable[[int], float]
 """pace(busy): how fast the tasks of so many stages go at once; at 1 they take the seconds that they cost."""
@@ -112,7 +112,8 @@ def _in_order(
 @dataclass
 class _Stage:
     """A stage as the clock sees it: what it does, and the messages that it has not been given yet. Of its task: its
-    place among all that have begun, and the event that ends it as things stand."""
+    place among all that have begun, and the event that ends it as things stand. `traded`: when the last of its trades
+    of rows is over."""
 
     process: StageProcess
     action: Task | Wait | None = WAIT
@@ -120,6 +121,7 @@ class _Stage:
     inbox: list[Arrival] = field(default_factory=list)
     place: int = 0
     ending: _Event | None = None
+    traded: float = 0.0
 
 
 class _Event(NamedTuple):
@@ -192,8 +194,15 @@ class _Simulation:
         """Put the message that a task sends when it ends into the queue of events. One to the stage itself, from one of
         its chunks to the next, is there at once."""
         sent = self.placement.receiver(index, task)
-        if sent is not None:
-            to, message = sent
+        if sent is None:
+            return
+        to, message = sent
+        if self.placement.crosses(index, task):
+            # A stage's trades of rows share its links: one behind the other, in the order of its tasks.
+            stage = self.stages[index]
+            stage.traded = max(time, stage.traded) + self.latency(index, to, task)
+            self.push(stage.traded, to, message)
+        else:
             self.push(time if to == index else time + self.latency(index, to, task), to, message)
 
     def push(self, time: float, index: int, message: Arrival | None) -> _Event:

@@ -17,8 +17,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from meshwright.model import Batch, Hidden, Scales
+from meshwright.model import Batch, Crossing, Hidden, Scales
 from meshwright.pipeline.engine import stage_process
+from meshwright.pipeline.pieces import PiecewiseChunks
 from meshwright.pipeline.placement import ChunkPlacement
 from meshwright.pipeline.schedule import FORWARD_ONLY, Schedule, ScheduleRule
 from meshwright.pipeline.span import Moment, Span, Watch, task_span
@@ -26,7 +27,7 @@ from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.task import Arrival, Task, TaskKind, View
 from meshwright.ranks.comm import NAP_SECONDS, Comm
 from meshwright.ranks.grid import PIPE
-from meshwright.ranks.mailbox import CutForms, Mailbox, MessageMeta, Side, TensorMeta
+from meshwright.ranks.mailbox import CutForms, Mailbox, Message, MessageMeta, Side, TensorMeta
 from meshwright.ranks.mesh import Mesh
 
 Seed = Callable[[int, int], None]
@@ -51,7 +52,7 @@ class Pipeline:
     `stages`: its chunks, which `placement` gives their positions in the chain; by default there is one. `peers`: the
     ranks that share the stage (the tensor kit's), and must do its tasks in one order; nobody where there is one stage,
     since without messages all decide alike. `mailbox`, `forms`: the way to the stages beside this one, and what passes
-    there.
+    there. `pieces`: the chunks as training runs them, where rows travel to experts as messages.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Pipeline:
         forms: MessageMeta,
         strategy: Synchronises,
         placement: ChunkPlacement | None = None,
+        pieces: PiecewiseChunks | None = None,
     ) -> None:
         self.stages = stages
         self.rule = rule
@@ -75,6 +77,7 @@ class Pipeline:
         self.mailbox = mailbox
         self.forms = forms
         self.strategy = strategy
+        self.pieces = pieces
         self.watch = Watch(mesh.device)
         self.done: list[tuple[Task, Moment, Moment]] = []
         self._epoch = -1
@@ -89,6 +92,8 @@ class Pipeline:
 
         Returns the sum of the scaled losses, a float64 scalar; 0 on a rank that computes no loss.
         """
+        if self.pieces is not None:
+            return self._train_in_pieces(self.pieces, batches, scales, seed)
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         received: Received = {}
         last = len(batches) - 1
@@ -116,6 +121,31 @@ class Pipeline:
         self._drive(self.rule, len(batches), act, received)
         return total
 
+    def _train_in_pieces(self, pieces: PiecewiseChunks, batches: Sequence[Batch], scales: Scales, seed: Seed) -> Tensor:
+        """`train` where rows travel to experts under other tasks."""
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        received: Received = {}
+        last = len(batches) - 1
+
+        def act(task: Task) -> Hidden | Crossing:
+            nonlocal total
+            index, (chunk, place) = task.microbatch, pieces.placement.place(self.row.index, task.chunk)
+            stage = pieces.stages[chunk]
+            if task.kind is TaskKind.FORWARD:
+                seed(index, task.chunk)
+                outgoing = stage.forward(index, place, received.pop(task, ()), batches[index], scales)
+                if isinstance(outgoing, tuple) and stage.stage.is_last:
+                    total += outgoing[0]
+                return outgoing
+            self.strategy.expect(index == last)
+            if task.kind is TaskKind.BACKWARD:
+                return stage.backward(index, place, received.pop(task, ()))
+            stage.weights(index, place, final=index == last)
+            return ()
+
+        self._drive(self.rule, len(batches), act, received, pieces)
+        return total
+
     def evaluate(self, batches: Sequence[Batch], use: Callable[[Tensor, Batch], None]) -> None:
         """Forward passes without gradients. On the last stage `use` is given each microbatch with its normed hidden
         states [B, T, H], of which no more than one is held."""
@@ -141,7 +171,14 @@ class Pipeline:
 
         self._drive(FORWARD_ONLY, len(batches), act, received)
 
-    def _drive(self, rule: ScheduleRule, num_batches: int, act: Callable[[Task], Hidden], received: Received) -> None:
+    def _drive(
+        self,
+        rule: ScheduleRule,
+        num_batches: int,
+        act: Callable[[Task], Hidden | Crossing],
+        received: Received,
+        pieces: PiecewiseChunks | None = None,
+    ) -> None:
         """Run the rank's engine to its end. What arrives lies in `received` until a task takes it."""
         recorder = self.mesh.recorder
         # A stage ahead of this one may send the next pass's first message before this pass ends: the epoch tells them
@@ -156,7 +193,8 @@ class Pipeline:
         self.done = []
         self.watch.start()
         schedule = agreed(rule.schedule, rule.kinds, self.peers, planned=self.mesh.device.type == "meta")
-        process = stage_process(rule.view(self.row.index, self.row.size, num_batches, self.placement), schedule)
+        placement = self.placement if pieces is None else pieces.placement
+        process = stage_process(rule.view(self.row.index, self.row.size, num_batches, placement), schedule)
         arrived: list[Arrival] | None = None
         start = self.watch.now()
         while True:
@@ -164,42 +202,76 @@ class Pipeline:
                 action = next(process) if arrived is None else process.send(arrived)
             except StopIteration:
                 break
-            arrived = []
             if isinstance(action, Task):
                 recorder.task = action
-                arrived += self._pass_on(action, act(action), received)
+                arrived = self._pass_on(action, act(action), received, pieces)
                 end = self.watch.now()
                 self.done.append((action, start, end))
-                start, messages = end, self.mailbox.poll()
+                start = end
+                arrived += self._polled(received, pieces)
                 # One task runs on the device and one waits behind it. Asked at once, the schedule would know none of
                 # the messages that come meanwhile; asked when the last task has ended, the device would idle.
-                while self.row.size > 1 and len(self.done) > 1 and not self.done[-2][-1].is_past():
+                messages = self.row.size > 1 or pieces is not None
+                while messages and len(self.done) > 1 and not self.done[-2][-1].is_past():
                     time.sleep(NAP_SECONDS)
-                    messages += self.mailbox.poll()
+                    arrived += self._polled(received, pieces)
             else:
                 recorder.task = ""
-                messages = self.mailbox.wait()
+                arrived = self._awaited(received, pieces)
                 start = self.watch.now()
-            for message in messages:
-                # A message's subject is the position before the cut that it crossed: activations cross it inward.
-                inward = self.forms[message.side][message.subject].inward
-                kind, to = (TaskKind.FORWARD, message.subject + 1) if inward else (TaskKind.BACKWARD, message.subject)
-                arrived.append(Arrival(kind, message.index, to // self.row.size))
-                received[arrived[-1]] = message.tensors
         recorder.task = ""
         self.mailbox.flush()
         self.row.assemble()  # stages end at different moments, and the next thing they do is a collective
 
-    def _pass_on(self, task: Task, outgoing: Hidden, received: Received) -> list[Arrival]:
+    def _polled(self, received: Received, pieces: PiecewiseChunks | None) -> list[Arrival]:
+        """The tasks that other stages' messages and trades of rows have made ready since the last call."""
+        arrived = [self._taken(message, received, pieces) for message in self.mailbox.poll()]
+        for arrival, rows in pieces.exchanges.poll() if pieces is not None else ():
+            received[arrival] = (rows,)
+            arrived.append(arrival)
+        return arrived
+
+    def _awaited(self, received: Received, pieces: PiecewiseChunks | None) -> list[Arrival]:
+        """At least one message, or the rows of one trade, asleep until they come."""
+        if pieces is None or pieces.exchanges.is_empty:
+            return [self._taken(message, received, pieces) for message in self.mailbox.wait()]
+        arrived: list[Arrival] = []
+
+        def ready() -> bool:
+            arrived.extend(self._polled(received, pieces))
+            return bool(arrived)
+
+        with self.mesh.recorder.waiting(pieces.exchanges.call):
+            self.mesh.transport.wait_until(ready)
+        return arrived
+
+    def _taken(self, message: Message, received: Received, pieces: PiecewiseChunks | None) -> Arrival:
+        """The task that a message makes ready; its tensors lie in `received` until then."""
+        # A message's subject is the position before the cut that it crossed: activations cross it inward.
+        inward = self.forms[message.side][message.subject].inward
+        kind, to = (TaskKind.FORWARD, message.subject + 1) if inward else (TaskKind.BACKWARD, message.subject)
+        placement, chunk = self.placement if pieces is None else pieces.placement, to // self.row.size
+        arrival = Arrival(kind, message.index, placement.entry(self.row.index, kind, chunk))
+        received[arrival] = message.tensors
+        return arrival
+
+    def _pass_on(
+        self, task: Task, outgoing: Hidden | Crossing, received: Received, pieces: PiecewiseChunks | None
+    ) -> list[Arrival]:
         """Send what came of a task; what stays on this rank, for its next chunk, has arrived."""
-        sent = self.placement.receiver(self.row.index, task)
+        placement = self.placement if pieces is None else pieces.placement
+        sent = placement.receiver(self.row.index, task)
         if sent is None:
             return []
         to, arrival = sent
+        if isinstance(outgoing, Crossing):
+            assert pieces is not None, f"rows of {task}, which nobody expects"
+            pieces.exchanges.begin(arrival, outgoing)
+            return []
         if to == self.row.index:
             received[arrival] = outgoing
             return [arrival]
-        position = self.placement.position(self.row.index, task.chunk)
+        position = self.placement.position(self.row.index, placement.place(self.row.index, task.chunk)[0])
         subject = position if task.kind is TaskKind.FORWARD else position - 1
         self.mailbox.send(self.sides[to], task.microbatch, outgoing, subject)
         return []

@@ -15,6 +15,8 @@ A position counts along the chain, a chunk among those of one stage: chunk c is 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Literal
 
 from meshwright.pipeline.task import Arrival, Task, TaskKind
@@ -71,3 +73,79 @@ class ChunkPlacement:
         """The stage that a chunk's activations or gradients come from; None: it begins or ends the chain."""
         source = self.position(stage, chunk) + (-1 if kind is TaskKind.FORWARD else 1)
         return self.stage_of(source) if 0 <= source < self.num_positions else None
+
+    def pieces_of(self, stage: int) -> tuple[range, ...]:
+        """By chunk of a stage, the numbers that its tasks have as their chunk."""
+        return tuple(range(chunk, chunk + 1) for chunk in range(self.num_chunks))
+
+    def place(self, stage: int, number: int) -> tuple[int, int]:
+        """The chunk of a task that has this number as its chunk, and the task's place in it."""
+        return number, 0
+
+    def entry(self, stage: int, kind: TaskKind, chunk: int) -> int:
+        """The number of the task that a message from another chunk lets a chunk do."""
+        return chunk
+
+    def crosses(self, stage: int, task: Task) -> bool:
+        """Whether a task's result comes back to its own stage by a trade of rows with the stage's other ranks."""
+        return False
+
+
+@dataclass(frozen=True)
+class PiecePlacement(ChunkPlacement):
+    """Chunks that fall into pieces, where rows leave for other ranks' experts and where they come back.
+
+    A stage's tasks count its pieces, through all of its chunks, where others count chunks. What ends a piece inside of
+    a chunk comes to the next one by an exchange of the ranks that share the stage. `pieces`: of each position.
+    """
+
+    pieces: tuple[int, ...] = ()
+
+    @cached_property
+    def _pieces(self) -> tuple[tuple[range, ...], ...]:
+        """By stage and chunk."""
+        stages = []
+        for stage in range(self.num_stages):
+            counts = [self.pieces[position] for position in self.positions(stage)]
+            starts = accumulate(counts, initial=0)
+            stages.append(tuple(range(start, start + count) for start, count in zip(starts, counts, strict=False)))
+        return tuple(stages)
+
+    @cached_property
+    def _places(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """By stage and number of the piece, its chunk and its place in there."""
+        return tuple(
+            tuple((chunk, place) for chunk, own in enumerate(pieces) for place in range(len(own)))
+            for pieces in self._pieces
+        )
+
+    def pieces_of(self, stage: int) -> tuple[range, ...]:
+        return self._pieces[stage]
+
+    def place(self, stage: int, number: int) -> tuple[int, int]:
+        return self._places[stage][number]
+
+    def entry(self, stage: int, kind: TaskKind, chunk: int) -> int:
+        pieces = self._pieces[stage][chunk]
+        return pieces[0] if kind is TaskKind.FORWARD else pieces[-1]
+
+    def crosses(self, stage: int, task: Task) -> bool:
+        chunk, place = self.place(stage, task.chunk)
+        if task.kind is TaskKind.WEIGHT:
+            return False
+        return place < len(self._pieces[stage][chunk]) - 1 if task.kind is TaskKind.FORWARD else place > 0
+
+    def receiver(self, stage: int, task: Task) -> tuple[int, Arrival] | None:
+        if self.crosses(stage, task):
+            return stage, task._replace(chunk=task.chunk + (1 if task.kind is TaskKind.FORWARD else -1))
+        sent = super().receiver(stage, task._replace(chunk=self.place(stage, task.chunk)[0]))
+        if sent is None:
+            return None
+        to, message = sent
+        return to, message._replace(chunk=self.entry(to, message.kind, message.chunk))
+
+    def sender(self, stage: int, kind: TaskKind, chunk: int) -> int | None:
+        own, place = self.place(stage, chunk)
+        if place != (0 if kind is TaskKind.FORWARD else len(self._pieces[stage][own]) - 1):
+            return stage
+        return super().sender(stage, kind, own)

@@ -90,6 +90,8 @@ def message_driven(view: View) -> Task | None:
     memory is so scarce that each place must be filled with what will soon be free again, the view has an order
     (`scarce_order`): F and B keep to it, and only weight gradients fill the waits.
     """
+    if view.has_pieces:
+        return _message_driven_in_pieces(view)
     deepest_first = range(len(view.chunks) - 1, -1, -1)
     if view.order:
         done = view.forwards + view.backwards
@@ -108,6 +110,41 @@ def message_driven(view: View) -> Task | None:
     return None
 
 
+def _message_driven_in_pieces(view: View) -> Task | None:
+    """The same of chunks in pieces: while the rows of one are under way another runs. What has begun goes on first.
+
+    At most one chunk goes forward and one backward at a time. Two microbatches that go forward by turns end as soon as
+    one after the other would, and the stages after them wait for the first twice as long: by the clock up to 15 %.
+    """
+    pieces = view.placement.pieces_of(view.stage)
+    deepest_first = range(len(view.chunks) - 1, -1, -1)
+    first, last = [own[0] for own in pieces], [own[-1] for own in pieces]
+    for kind, begins in ((TaskKind.BACKWARD, last), (TaskKind.FORWARD, first)):
+        for piece in deepest_first:
+            if piece not in begins and view.ready(kind, piece):
+                return view.next(kind, piece)
+    begun = [view.chunks[at].forwards for at in first], [view.chunks[at].backwards for at in last]
+    goes_forward = sum(begun[0]) > sum(view.chunks[at].forwards for at in last)
+    goes_back = sum(begun[1]) > sum(view.chunks[at].backwards for at in first)
+    chosen: list[tuple[TaskKind, int]] = []
+    if view.order:
+        rest = islice(view.order, sum(begun[0]) + sum(begun[1]), None)
+        counts = {TaskKind.FORWARD: begun[0], TaskKind.BACKWARD: begun[1]}
+        ordered = (task for task in rest if task.kind in counts and counts[task.kind][task.chunk] <= task.microbatch)
+        chosen = [(task.kind, task.chunk) for task in islice(ordered, 1)]
+    else:
+        chosen = [(kind, own) for kind in view.kinds[:2] for own in range(len(pieces) - 1, -1, -1)]
+    for kind, own in chosen:
+        forward = kind is TaskKind.FORWARD
+        piece = first[own] if forward else last[own]
+        # An order keeps memory's bounds by itself.
+        room = not forward or bool(view.order) or _leaves_room(view, piece)
+        if room and not (goes_forward if forward else goes_back) and view.ready(kind, piece):
+            return view.next(kind, piece)
+    waiting = (piece for piece in deepest_first if view.ready(TaskKind.WEIGHT, piece))
+    return next((view.next(TaskKind.WEIGHT, piece) for piece in waiting), None)
+
+
 def _leaves_room(view: View, chunk: int) -> bool:
     """Whether a forward pass of the chunk leaves the deeper chunks their places below the limit.
 
@@ -115,12 +152,12 @@ def _leaves_room(view: View, chunk: int) -> bool:
     has its share, as long as a microbatch of it is under way: as many positions as are left to the chain's end.
     """
     left = [view.placement.num_positions - position for position in view.placement.positions(view.stage)]
+    chunk, _ = view.placement.place(view.stage, chunk)
     # Never more than 2p units in reserve: shares of the whole limit were slower (56.8 for 53.0 at a limit of 23).
     spare = max(0, min(view.limit, view.placement.num_positions) - len(left))
     reserved = sum(1 + spare * way // sum(left) for way in left[chunk + 1 :])
     # A microbatch is in flight until its last task: a W that waits holds its activations, too.
-    ended = view.kinds[-1]
-    return sum(counts.forwards - counts.num_done(ended) for counts in view.chunks[: chunk + 1]) < view.limit - reserved
+    return sum(map(view.held, range(chunk + 1))) < view.limit - reserved
 
 
 def forward_only(view: View) -> Task | None:
@@ -156,6 +193,8 @@ class ScheduleRule:
     """Whether a run without a limit of its own takes as many microbatches as memory allows."""
     shapes: tuple[Shape, ...] = ()
     """The placements in which it goes with several chunks a stage."""
+    in_pieces: bool = False
+    """Whether it goes with chunks in pieces, whose rows travel to experts under its other tasks."""
     tried_shape: Shape | None = None
     """The one of them that a planner tries; None: it tries one chunk."""
     chunked_limit: ChunkedLimit = lambda stage, placement, num_microbatches: num_microbatches * placement.num_chunks
@@ -178,7 +217,7 @@ class ScheduleRule:
         placement = placement or ChunkPlacement(num_stages)
         limit = self.limit_at(stage, placement, num_microbatches)
         order = () if self.order is None else self.order(stage, placement, num_microbatches, limit)
-        counts = (Counters(),) * placement.num_chunks
+        counts = (Counters(),) * sum(map(len, placement.pieces_of(stage)))
         return View(stage, placement, num_microbatches, limit, self.kinds, counts, order=order)
 
     def limited(self, limit: int) -> ScheduleRule:
@@ -267,7 +306,7 @@ AXONN = ScheduleRule(axonn, WHOLE, lambda stage, num_stages, num_microbatches: n
 MESSAGE_DRIVEN = ScheduleRule(
     message_driven, SPLIT, lambda stage, num_stages, num_microbatches: 2 * num_stages,
     held=lambda stage, num_stages, limit: limit if stage == 0 else min(limit, num_stages - stage), by_memory=True,
-    shapes=("loop", "v"), tried_shape="v",
+    shapes=("loop", "v"), tried_shape="v", in_pieces=True,
     chunked_limit=lambda stage, placement, num_microbatches: 2 * placement.num_positions, order=scarce_order,
 )  # fmt: skip
 """The gradient that a neighbour waits for, else forward; weight gradients fill every wait."""

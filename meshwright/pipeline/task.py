@@ -8,7 +8,9 @@
 
 The chain's beginning needs no message for F, as it has the batch; nor does its end for B, as it has the loss.
 3 is the microbatch. Where the backward pass is not split, B does the work of W too, and there is no W.
-A stage holds one chunk of the chain, or several (placement.py): F3.1 is F3 of its second chunk.
+A stage holds one chunk of the chain, or several (placement.py): F3.1 is F3 of its second chunk. Where rows travel to
+experts as messages, a chunk is cut there into pieces, which tasks count in place of chunks: F3.1 ends where rows leave,
+and F3.2 needs those that other ranks have sent.
 
 What a schedule may see of its stage: counters only.
 
@@ -103,8 +105,15 @@ class View:
     total: Counters = field(init=False)
     _from_others: tuple[tuple[bool, bool], ...] = field(init=False, repr=False)
     """Whether each chunk's activations, and gradients, come from another stage."""
+    _traded: tuple[tuple[bool, bool], ...] = field(init=False, repr=False)
+    """Whether each piece's activations, and gradients, come by a trade of rows from the piece beside it."""
+    _opens: tuple[bool, ...] = field(init=False, repr=False)
+    """Whether each piece is the first of its chunk, where microbatches begin."""
+    has_pieces: bool = field(init=False, repr=False)
+    """Whether a chunk falls into pieces."""
 
     def __post_init__(self) -> None:
+        pieces = self.placement.pieces_of(self.stage)
         # Past the frozen dataclass: what follows from the other fields is computed once, not at every look of a
         # schedule.
         self.__dict__.update(
@@ -120,12 +129,20 @@ class View:
                 )
                 for chunk in range(len(self.chunks))
             ),
+            _traded=tuple(
+                (place > 0, place < len(own) - 1 and TaskKind.BACKWARD in self.kinds)
+                for own in pieces
+                for place in range(len(own))
+            ),
+            _opens=tuple(place == 0 for own in pieces for place in range(len(own))),
+            has_pieces=len(self.chunks) > len(pieces),
         )
         assert 0 <= self.stage < self.num_stages, f"stage {self.stage} of {self.num_stages}"
         assert self.num_microbatches >= 1, f"{self.num_microbatches} microbatches"
         assert self.limit >= 1, f"a limit of {self.limit} microbatches in flight: stage {self.stage} could never begin"
         # Below a place a chunk, a microbatch could not come to the chain's end and back.
-        assert TaskKind.BACKWARD not in self.kinds or self.limit >= len(self.chunks), f"{self.limit} places: {self}"
+        chunks = self.placement.num_chunks
+        assert TaskKind.BACKWARD not in self.kinds or self.limit >= chunks, f"{self.limit} places: {self}"
 
     @property
     def splits(self) -> bool:
@@ -152,7 +169,17 @@ class View:
     def in_flight(self) -> int:
         """Microbatches whose activations a chunk holds: begun, and their last task not done."""
         # With W as a task, activations live until W: so the limit bounds what waits for it, too.
-        return self.total.forwards - self.total.num_done(self.kinds[-1])
+        if not self.has_pieces:
+            return self.total.forwards - self.total.num_done(self.kinds[-1])
+        return sum(map(self.held, range(self.placement.num_chunks)))
+
+    def held(self, chunk: int) -> int:
+        """Microbatches that a chunk holds: its first piece has begun them, and not all of its pieces have ended."""
+        if not self.has_pieces:
+            own = self.chunks[chunk]
+            return own.forwards - own.num_done(self.kinds[-1])
+        counts = [self.chunks[piece] for piece in self.placement.pieces_of(self.stage)[chunk]]
+        return counts[0].forwards - min(each.num_done(self.kinds[-1]) for each in counts)
 
     @property
     def done(self) -> bool:
@@ -170,7 +197,8 @@ class View:
         if kind is TaskKind.FORWARD:
             # The chain's beginning has the batch, its end the loss: neither needs a message.
             given = self.num_microbatches if chunk == 0 and self.is_first else counts.activations
-            return counts.forwards < given and self.in_flight < self.limit
+            # A microbatch that has begun goes on: its place is taken, and what waits for it may be another rank.
+            return counts.forwards < given and (not self._opens[chunk] or self.in_flight < self.limit)
         if kind is TaskKind.BACKWARD:
             return counts.backwards < (counts.forwards if self._ends(chunk) else counts.gradients)
         return counts.weights < counts.backwards
@@ -187,6 +215,11 @@ class View:
             count += (self.num_microbatches - counts.activations) * activations
             # A gradient comes of each microbatch that was sent on, and of no other.
             count += (counts.forwards - counts.gradients) * gradients
+        for piece, (activations, gradients) in enumerate(self._traded):
+            if activations:
+                count += self.chunks[piece - 1].forwards - self.chunks[piece].activations
+            if gradients:
+                count += self.chunks[piece + 1].backwards - self.chunks[piece].gradients
         return count
 
     def after(self, task: Task) -> View:

@@ -32,12 +32,21 @@ class Work(Protocol):
     def wait(self) -> object: ...
 
 
+class Posted(Work, Protocol):
+    """A verb that goes on under computation, and may be asked whether it is over without being waited for."""
+
+    def is_done(self) -> bool: ...
+
+
 @dataclass(frozen=True)
 class Done:
     """Work that was finished when it was handed out."""
 
     def wait(self) -> None:
         return None
+
+    def is_done(self) -> bool:
+        return True
 
 
 DONE = Done()
@@ -125,6 +134,12 @@ class Comm(ABC):
         if pieces is None:
             assert out.numel() == x.numel(), f"{out.numel()} != {x.numel()}"
         return self._collective("all_to_all", size_bytes(x), lambda: self._all_to_all(out, x, pieces), wait)
+
+    def post_all_to_all(self, out: Tensor, x: Tensor, pieces: PieceSizes) -> Posted:
+        """An all-to-all that travels while its members compute, over every transport. Members begin theirs, and all
+        other verbs between them, in one order; `out` and x stay as they are until it is over."""
+        self._count("all_to_all", size_bytes(x), None)
+        return self._post_all_to_all(out, x, pieces)
 
     def broadcast(self, x: Tensor, root: int, *, wait: bool = True) -> Work:
         """x of the member `root` becomes everyone's x."""
@@ -223,6 +238,8 @@ class Comm(ABC):
     @abstractmethod
     def _all_to_all(self, out: Tensor, x: Tensor, pieces: PieceSizes | None) -> Work: ...
     @abstractmethod
+    def _post_all_to_all(self, out: Tensor, x: Tensor, pieces: PieceSizes) -> Posted: ...
+    @abstractmethod
     def _broadcast(self, x: Tensor, root: int) -> Work: ...
     @abstractmethod
     def _reduce(self, x: Tensor, root: int) -> Work: ...
@@ -257,6 +274,9 @@ class SoloComm(Comm):
     def _all_to_all(self, out: Tensor, x: Tensor, pieces: PieceSizes | None) -> Work:
         return _copied(out, x)
 
+    def _post_all_to_all(self, out: Tensor, x: Tensor, pieces: PieceSizes) -> Posted:
+        return _copied(out, x)
+
     def _broadcast(self, x: Tensor, root: int) -> Work:
         return DONE
 
@@ -276,7 +296,7 @@ class SoloComm(Comm):
         raise AssertionError(f"axis {self.axis} has one rank: nobody to send to")
 
 
-def _copied(target: Tensor, source: Tensor) -> Work:
+def _copied(target: Tensor, source: Tensor) -> Done:
     # `part` may be a slice of x: then the value lies where it belongs.
     if target.data_ptr() != source.data_ptr():
         target.view(-1).copy_(source.view(-1))

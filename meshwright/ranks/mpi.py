@@ -32,6 +32,7 @@ from meshwright.ranks.comm import (
     Comm,
     Later,
     PieceSizes,
+    Posted,
     RankGroup,
     RecordedComm,
     SoloComm,
@@ -57,6 +58,21 @@ def raw(x: Tensor) -> np.ndarray[Any, Any]:
     """The tensor's memory as bytes, for verbs that only move."""
     assert x.is_contiguous(), f"a tensor with gaps, of shape {tuple(x.shape)}: it would be received into a copy"
     return x.detach().view(-1).view(torch.uint8).numpy()
+
+
+@dataclass(frozen=True)
+class MpiPosted:
+    """A request of MPI's, which moves whenever it is asked. It keeps what it sends and receives alive."""
+
+    request: Any
+
+    def is_done(self) -> bool:
+        done: bool = self.request.Test()
+        return done
+
+    def wait(self) -> None:
+        while not self.is_done():
+            time.sleep(NAP_SECONDS)
 
 
 class MpiComm(RecordedComm):
@@ -131,6 +147,10 @@ class MpiComm(RecordedComm):
             return self._later(x, lambda: self.comm.Alltoall(raw(x), raw(out)))
         sent, received = ([size * x.element_size() for size in sizes] for sizes in (pieces.sent, pieces.received))
         return Later(lambda: self.comm.Alltoallv([raw(x), sent], [raw(out), received]))  # sizes differ by rank
+
+    def _post_all_to_all(self, out: Tensor, x: Tensor, pieces: PieceSizes) -> Posted:
+        sent, received = ([size * x.element_size() for size in sizes] for sizes in (pieces.sent, pieces.received))
+        return MpiPosted(self.comm.Ialltoallv([raw(x), sent], [raw(out), received]))
 
     def _broadcast(self, x: Tensor, root: int) -> Work:
         return self._later(x, lambda: self.comm.Bcast(raw(x), root=root))

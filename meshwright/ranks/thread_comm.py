@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from meshwright.ranks.board import Board
-from meshwright.ranks.comm import DONE, Comm, Later, PieceSizes, RankGroup, RecordedComm, SoloComm, Work
+from meshwright.ranks.comm import DONE, Comm, Later, PieceSizes, Posted, RankGroup, RecordedComm, SoloComm, Work
 from meshwright.ranks.mailbox import Mailbox, PackedMailbox, Packet, Side, SoloMailbox, header_of
 from meshwright.ranks.thread_world import Act, Meeting, ThreadWorld
 from meshwright.ranks.transport import Transport
@@ -66,8 +66,11 @@ class _Arrival:
     meeting: Meeting
     number: int
 
+    def is_done(self) -> bool:
+        return self.meeting.ended > self.number
+
     def wait(self) -> None:
-        self.world.wait(self.rank, lambda: self.meeting.ended > self.number)
+        self.world.wait(self.rank, self.is_done)
 
 
 class ThreadComm(RecordedComm):
@@ -79,7 +82,7 @@ class ThreadComm(RecordedComm):
         self._meeting, self._calls = world.meeting(name, self.size), itertools.count()
         self._sent, self._received = ([itertools.count() for _ in group.ranks] for _ in range(2))
 
-    def _meet(self, verb: str, given: object, act: Act) -> Work:
+    def _meet(self, verb: str, given: object, act: Act) -> Posted:
         # A member's own count: the n-th calls of all members are one collective.
         number = next(self._calls)
         if self._meeting.come(number, verb, self.index, given, act):
@@ -109,7 +112,10 @@ class ThreadComm(RecordedComm):
     def _gather(self, x: Tensor, part: Tensor, root: int) -> Work:
         return self._meet("gather", (_flat(x), _flat(part)), _gather_to([root]))
 
-    def _all_to_all(self, out: Tensor, x: Tensor, pieces: PieceSizes | None) -> Work:
+    def _post_all_to_all(self, out: Tensor, x: Tensor, pieces: PieceSizes) -> Posted:
+        return self._all_to_all(out, x, pieces)
+
+    def _all_to_all(self, out: Tensor, x: Tensor, pieces: PieceSizes | None) -> Posted:
         def act(given: Sequence[tuple[Tensor, Tensor, PieceSizes | None]]) -> None:
             # Piece j of member i's x becomes piece i of member j's out.
             equal = [[x.numel() // len(given)] * len(given) for _, x, _ in given]
@@ -218,3 +224,6 @@ class ThreadTransport(Transport):
 
     def aside(self) -> AbstractContextManager[None]:
         return self.world.aside(self.rank)
+
+    def wait_until(self, ready: Callable[[], bool]) -> None:
+        self.world.wait(self.rank, ready)

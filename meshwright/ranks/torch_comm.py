@@ -28,7 +28,7 @@ from meshwright.errors import LaunchError
 from meshwright.ranks import comm_store
 from meshwright.ranks.agreement import all_texts
 from meshwright.ranks.board import Board, StoreBoard
-from meshwright.ranks.comm import Comm, Later, PieceSizes, RankGroup, RecordedComm, SoloComm, Work
+from meshwright.ranks.comm import Comm, Later, PieceSizes, Posted, RankGroup, RecordedComm, SoloComm, Work
 from meshwright.ranks.flight_recorder import CONNECT, Call, FlightRecorder
 from meshwright.ranks.ledger import Ledger
 from meshwright.ranks.mailbox import Mailbox, Side, SoloMailbox, neighbours_of
@@ -47,6 +47,19 @@ except ImportError:  # before torch 2.13 these had other names
 
 TORCH_MARGIN_SECONDS = 60.0
 """How much longer torch's own timeouts are than the watchdog's, which can say more."""
+
+
+@dataclass(frozen=True)
+class TorchPosted:
+    """Work of torch's: gloo's goes on in its own threads, NCCL's in its stream."""
+
+    work: dist.Work
+
+    def is_done(self) -> bool:
+        return self.work.is_completed()
+
+    def wait(self) -> None:
+        self.work.wait()
 
 
 class TorchComm(RecordedComm):
@@ -100,6 +113,11 @@ class TorchComm(RecordedComm):
         received, sent = (list(pieces.received), list(pieces.sent)) if pieces else (None, None)
         flat = out.view(-1), x.view(-1)
         return dist.all_to_all_single(*flat, received, sent, group=self.process_group, async_op=True)
+
+    def _post_all_to_all(self, out: Tensor, x: Tensor, pieces: PieceSizes) -> Posted:
+        sizes = list(pieces.received), list(pieces.sent)
+        flat = out.view(-1), x.view(-1)
+        return TorchPosted(dist.all_to_all_single(*flat, *sizes, group=self.process_group, async_op=True))
 
     def _broadcast(self, x: Tensor, root: int) -> Work:
         return dist.broadcast(x, group_src=root, group=self.process_group, async_op=True)

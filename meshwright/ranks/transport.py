@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
 
 from meshwright.ranks.board import Board, FolderBoard
-from meshwright.ranks.comm import Comm, RankGroup, SoloComm
+from meshwright.ranks.comm import NAP_SECONDS, Comm, RankGroup, SoloComm
 from meshwright.ranks.mailbox import Mailbox, SoloMailbox
 
 
@@ -39,6 +41,11 @@ class Transport(ABC):
         """While entered, this rank waits for a thread of its own, and calls no verb: ranks of one process run
         meanwhile."""
         return nullcontext()
+
+    def wait_until(self, ready: Callable[[], bool]) -> None:
+        """Look again and again, asleep between two looks, until `ready`: for what comes by several ways."""
+        while not ready():
+            time.sleep(NAP_SECONDS)
 
     def close(self) -> None:
         """Leave the other ranks behind, without waiting for any."""

@@ -32,7 +32,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -127,6 +127,25 @@ class Dispatch:
     drops: bool = False
 
 
+class Dispatched(NamedTuple):
+    """Tokens at the gate of their experts: rows [R, H], sorted by expert, weights [B, T, k], the router's losses."""
+
+    rows: Tensor
+    weights: Tensor
+    losses: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Trade:
+    """Rows that ranks have for each other's experts: given[j] go to rank j and taken[j] come from it, of which
+    coming[j, e] are for expert e of this rank. `evenly`: all of them are as many."""
+
+    given: Sequence[int]
+    taken: Sequence[int]
+    coming: Tensor
+    evenly: bool
+
+
 class _Gather(torch.autograd.Function):
     """Row index[i] of x as row i. Backward, back [R, copies] says where each row went, and its copies are added up in
     their order, so that the sum's bits are the same each time."""
@@ -200,26 +219,34 @@ class Experts(nn.Module):
     def forward(self, h: Tensor, places: Tensor | None = None) -> tuple[Tensor, ...]:
         """[B, T, H] -> ([B, T, H],), and where the router has losses each sequence's [B], or this rank's part of it
         where the context axis cuts sequences. `places`: of the rank's tokens in their sequence, there in training."""
-        routed = self.router.route(self.router(h))
-        enter, start = self.boundary.enter, self.boundary.start_enter
-        whole = self._computed(enter(h), enter(routed.weights.to(h.dtype)), start(routed.ids).wait(), places)
-        return self.boundary.leave(whole), *routed.losses
-
-    def _computed(self, h: Tensor, weights: Tensor, ids: Tensor, places: Tensor | None) -> Tensor:
-        """The chosen experts' outputs [B, T, H], each times its weight; weights and ids [B, T, k]."""
-        bounded = self.shape.capacity is not None and self.training
-        if bounded:
-            plan, h = self._bounded(h, ids, places)
-        else:
-            plan = self._dropless(ids)
-        back = plan.slots.view(-1, plan.copies)
-        x = gather_rows(h.flatten(0, 1), plan.pairs // plan.copies, back, zeros=plan.drops)
+        dispatched, plan = self.dispatch(h, places)
+        x = dispatched.rows
         if not self.travels:
             y = self._outputs(x, [plan.rows])
         else:
-            y = self._elsewhere_evenly(x, plan.rows[0]) if bounded else self._elsewhere(x, plan.rows)
+            trade = self.trade_of(plan, x.device)
+            own = trade_rows(x, trade.given, trade.taken, self.mesh, EXPERT)
+            y = trade_rows(self.outputs_here(own, trade), trade.taken, trade.given, self.mesh, EXPERT)
+        return self.combine(y, dispatched.weights, plan), *dispatched.losses
+
+    def dispatch(self, h: Tensor, places: Tensor | None) -> tuple[Dispatched, Dispatch]:
+        """Up to where rows leave for their experts. h [B, T, H], `places`: as the forward pass has them."""
+        routed = self.router.route(self.router(h))
+        enter = self.boundary.enter
+        whole, weights = enter(h), enter(routed.weights.to(h.dtype))
+        ids = self.boundary.start_enter(routed.ids).wait()
+        if self.shape.capacity is not None and self.training:
+            plan, whole = self._bounded(whole, ids, places)
+        else:
+            plan = self._dropless(ids)
+        back = plan.slots.view(-1, plan.copies)
+        rows = gather_rows(whole.flatten(0, 1), plan.pairs // plan.copies, back, zeros=plan.drops)
+        return Dispatched(rows, weights, routed.losses), plan
+
+    def combine(self, y: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
+        """The chosen experts' outputs [B, T, H], each times its weight, of the outputs y [R, H] of all rows."""
         y = gather_rows(y, plan.slots, plan.pairs.unsqueeze(1), zeros=plan.drops)
-        return (y.view(*ids.shape, -1) * weights.unsqueeze(-1)).sum(2)
+        return self.boundary.leave((y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(2))
 
     def _dropless(self, ids: Tensor) -> Dispatch:
         """All rows, sorted by expert."""
@@ -265,36 +292,36 @@ class Experts(nn.Module):
         parts = [swiglu(part.clone()) for part in gates.split([*chain(*runs)])]
         return self.contract(torch.cat(parts), runs)
 
-    def _elsewhere(self, x: Tensor, rows: Sequence[int]) -> Tensor:
-        """The outputs of all experts for so many rows each, by the ranks that hold them."""
+    def trade_of(self, plan: Dispatch, device: torch.device) -> Trade:
+        """Which rows travel between the ranks that hold experts. Dropless they tell each other how many, in an
+        all-to-all that is waited for; with a capacity every rank has as many."""
         size, here = self.mesh.size(EXPERT), self.shape.count // self.mesh.size(EXPERT)
-        sent = torch.tensor(rows).view(size, here)
-        coming = torch.empty_like(sent)
-        self.mesh.comm(EXPERT).all_to_all(coming, sent)
-        if x.device.type == "meta":  # all ranks send as many rows, and this one is the busiest
-            coming = (sent[self.mesh.index(EXPERT)].expand(size, here) * self.mesh.imbalance).ceil().long()
-        given, taken = sent.sum(1).tolist(), coming.sum(1).tolist()
+        sent = torch.tensor(plan.rows).view(size, here)
+        if plan.drops:
+            coming = sent
+        else:
+            coming = torch.empty_like(sent)
+            self.mesh.comm(EXPERT).all_to_all(coming, sent)
+            if device.type == "meta":  # all ranks send as many rows, and this one is the busiest
+                coming = (sent[self.mesh.index(EXPERT)].expand(size, here) * self.mesh.imbalance).ceil().long()
+        return Trade(sent.sum(1).tolist(), coming.sum(1).tolist(), coming, evenly=plan.drops)
+
+    def outputs_here(self, x: Tensor, trade: Trade) -> Tensor:
+        """The outputs of this rank's experts for the rows x that have come, which are by rank and in it by expert."""
+        coming = trade.coming
         if self.rows_apart:
-            y = self._outputs(trade_rows(x, given, taken, self.mesh, EXPERT), coming.tolist())
-            return trade_rows(y, taken, given, self.mesh, EXPERT)
-        # Rows come by rank and in it by expert; an expert's are brought together.
+            return self._outputs(x, coming.tolist())
+        size, here = coming.shape
+        if trade.evenly:
+            rows = int(coming[0, 0])
+            own = x.view(size, here, rows, -1).transpose(0, 1).flatten(0, 2)
+            y = self._outputs(own, [[size * rows] * here])
+            return y.view(here, size, rows, -1).transpose(0, 1).flatten(0, 2)
+        # An expert's rows are brought together.
         order = torch.arange(here).repeat(size).repeat_interleave(coming.flatten()).argsort(stable=True)
         order, inverse = order.to(x.device), order.argsort().to(x.device)
-        own = gather_rows(trade_rows(x, given, taken, self.mesh, EXPERT), order, inverse.unsqueeze(1))
-        y = gather_rows(self._outputs(own, [coming.sum(0).tolist()]), inverse, order.unsqueeze(1))
-        return trade_rows(y, taken, given, self.mesh, EXPERT)
-
-    def _elsewhere_evenly(self, x: Tensor, rows: int) -> Tensor:
-        """The outputs of all experts for `rows` rows each, which every rank has: no counts travel."""
-        size, here = self.mesh.size(EXPERT), self.shape.count // self.mesh.size(EXPERT)
-        pieces = [here * rows] * size
-        own = trade_rows(x, pieces, pieces, self.mesh, EXPERT)
-        if self.rows_apart:
-            return trade_rows(self._outputs(own, [[rows] * here] * size), pieces, pieces, self.mesh, EXPERT)
-        own = own.view(size, here, rows, -1)
-        y = self._outputs(own.transpose(0, 1).flatten(0, 2), [[size * rows] * here])
-        back = y.view(here, size, rows, -1).transpose(0, 1).flatten(0, 2)
-        return trade_rows(back, pieces, pieces, self.mesh, EXPERT)
+        own = gather_rows(x, order, inverse.unsqueeze(1))
+        return gather_rows(self._outputs(own, [coming.sum(0).tolist()]), inverse, order.unsqueeze(1))
 
 
 def rows_of_experts(ids: Tensor, count: int) -> list[int]:

@@ -143,7 +143,8 @@ def test_model_by_name_and_by_base() -> None:
         ),
         (
             "layout.data=[2]",
-            r"layout.data=\[2\] is not a section; valid: a section with the keys size, sync, shard, expert, bucket",
+            r"layout.data=\[2\] is not a section; valid: a section with the keys size, sync, shard, expert, exchange, "
+            "bucket",
         ),
         (
             "model=gpt2-smal",

@@ -94,7 +94,10 @@ def test_what_is_said_of_a_name(name: str, texts: list[str]) -> None:
 @pytest.mark.parametrize(
     "name, text",
     [
-        ("layout.data.sze", "is no field (did you mean layout.data.size?); valid: size, sync, shard, expert, bucket"),
+        (
+            "layout.data.sze",
+            "is no field (did you mean layout.data.size?); valid: size, sync, shard, expert, exchange, bucket",
+        ),
         ("lr", "FIELD=lr is no field (did you mean optimizer.lr?)"),
         ("sequence", "(did you mean data.sequence or bits.sequence?)"),
         ("optimiser", "(did you mean optimizer?); valid: seed, model,"),

@@ -88,7 +88,7 @@ def test_every_shorthand_names_a_section_and_fields_of_it() -> None:
             ["validation=some"],
             "is not a section; valid: a section with the keys every, batches, metric, patience, or none, or its eve",
         ),
-        ({}, ["layout.data={}", "layout.data=[1]"], "expert, bucket, or its size, a number, or its sync"),
+        ({}, ["layout.data={}", "layout.data=[1]"], "expert, exchange, bucket, or its size, a number, or its sync"),
         # What words have said together is not thrown away.
         ({}, ["layout.tensor={kind: megatron, size: 2}", "layout.tensor=none"], "layout.tensor.size=2 is an unknown"),
         (MEGATRON, ["layout.tensor.size=2", "layout.tensor=tesseract"], "layout.tensor.size=2 is an unknown key"),

@@ -76,6 +76,8 @@ def with_experts(random: Random) -> tuple[Case, Config]:
             **({"biases": []} if tree["model"]["family"] == "llama" else {}),
         }  # fmt: skip
         tree["layout"]["data"]["expert"] = random.choice((1, 2, 2, 3))
+        if tree["layout"]["data"]["expert"] > 1:
+            tree["layout"]["data"]["exchange"] = random.choice(("blocking", "messages"))
         try:
             return case, parse_run(tree)
         except ConfigError:

@@ -19,7 +19,7 @@ from meshwright.data_parallel.gathering import Walk
 from meshwright.memory.recompute import groups_of
 from meshwright.model import EMBEDDINGS, HEAD, Chunk
 from meshwright.models.chain import split_name
-from meshwright.parts import chunks_of, placement_of, recomputed_group
+from meshwright.parts import chunks_of, piece_placement_of, placement_of, recomputed_group
 from meshwright.pipeline.pipeline import message_forms, sides_of
 from meshwright.pipeline.span import CATEGORIES
 from meshwright.pipeline.task import TaskKind
@@ -155,9 +155,10 @@ class StagePlan:
     def apart_bytes(self, config: Config) -> int:
         """Bytes of the second memory in which a stage of both ends adds up a tied table's gradients (gradients.py)."""
         ends = {EMBEDDINGS, HEAD}
-        # One chunk adds both uses up in one memory; two chunks come in an order that messages choose, and would round
-        # differently.
-        tied = [each for each in self.parameters if ends <= set(each.parts)] if len(self.chunks) > 1 else []
+        # One chunk adds both uses up in one memory; two chunks, or pieces, come in an order that messages choose, and
+        # would round differently.
+        parted = len(self.chunks) > 1 or config.layout.data.in_pieces
+        tied = [each for each in self.parameters if ends <= set(each.parts)] if parted else []
         return sum(each.gradient_bytes(config) for each in tied)
 
 
@@ -240,6 +241,12 @@ class Composition:
     ) -> None:
         self.config, self.stages = config, stages
         self.grid, self.placement = grid_of_run(config), placement_of(config)
+        layers = [
+            sum(len(unit_layers(unit)) for unit in self.chunk(position).units)
+            for position in range(self.placement.num_positions)
+        ]
+        self.tasks = piece_placement_of(config, layers) if config.layout.data.in_pieces else self.placement
+        """The placement whose numbers tasks have as their chunk."""
         self.kinds = (TaskKind.FORWARD, TaskKind.BACKWARD, *([TaskKind.WEIGHT] if splits(config) else []))
         self.peers = "+".join(name for name in self.grid.names if name in config.layout.peer_axes)
         self.counts = microbatches_by_place(config.num_microbatches)
@@ -273,7 +280,8 @@ class Composition:
     @property
     def agrees(self) -> bool:
         """True where a stage's ranks must agree on each task (pipeline.agreed)."""
-        return len(self.stages) > 1 and self.grid.size(*(self.peers.split("+") if self.peers else ())) > 1
+        alone = len(self.stages) == 1 and not self.config.layout.data.in_pieces
+        return not alone and self.grid.size(*(self.peers.split("+") if self.peers else ())) > 1
 
     def traffic(self, stage: int) -> Sent:
         """The ledger of the stage's first rank: its kit's collectives, messages, agreements, gradients' sums."""
@@ -306,7 +314,8 @@ class Composition:
         yield Sending("between stages", "activations and their gradients", Program(traffic=ledger.traffic))
         if self.agrees:
             ledger = Ledger()
-            with ledger.repeated(count * len(self.kinds) * len(chunks)):
+            tasks = sum(map(len, self.tasks.pieces_of(stage)))
+            with ledger.repeated(count * len(self.kinds) * tasks):
                 # The stage's first rank tells its peers which task is next, in 8 bytes.
                 ledger.record(self.peers, "broadcast", 8 * (self.grid.size(*self.peers.split("+")) - 1), 0)
             yield Sending("between stages", "which task is next", Program(traffic=ledger.traffic))

@@ -39,6 +39,7 @@ from meshwright.pipeline.schedule import ScheduleRule
 from meshwright.pipeline.span import Span, Timeline, phase_span
 from meshwright.pipeline.task import Task, TaskKind
 from meshwright.tools.plan.memory import Peak
+from meshwright.tools.plan.pieces import PieceCosts
 from meshwright.tools.plan.recorder import Cost, place
 from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE
 
@@ -62,6 +63,8 @@ TaskCosts = Callable[[int, TaskKind, int], Cost]
 (recordings.place)."""
 Latency = Callable[[int, int], float]
 """latency(from, to): seconds of a message between neighbouring positions."""
+Pieces = Callable[[int, TaskKind, int], PieceCosts]
+"""pieces(position, kind, place): the task in pieces, where a position falls into some."""
 
 
 @dataclass(frozen=True)
@@ -98,14 +101,19 @@ class Passes:
         return Passes(self.seconds + max(delays), self.timeline, last, peaks, more, self.chunk_ends)
 
 
-def phase_of(config: Config, costs: TaskCosts, latency: Latency, pace: Pace = undisturbed) -> PipelinePhase:
-    """All microbatches of a step. `costs`: while all stages are at work; `pace`: how much faster fewer of them are."""
-    return PipelinePhase(rule_of(config), placement_of(config), config.num_microbatches, costs, latency, pace)
+def phase_of(
+    config: Config, placement: ChunkPlacement, costs: TaskCosts, latency: Latency, pace: Pace = undisturbed,
+    pieces: Pieces | None = None,
+) -> PipelinePhase:  # fmt: skip
+    """All microbatches of a step. `placement`: of its tasks; `costs`: while all stages are at work; `pace`: how much
+    faster fewer of them are."""
+    return PipelinePhase(rule_of(config), placement, config.num_microbatches, costs, latency, pace, pieces)
 
 
 def tasks_of_stages(config: Config, costs: TaskCosts, latency: Latency, some: int) -> list[list[Task]]:
-    """Each stage's tasks of a step that has only `some` microbatches, in the order in which they begin."""
-    phase = phase_of(config, costs, latency)
+    """Each stage's tasks of a step that has only `some` microbatches, in the order in which they begin; of whole
+    chunks."""
+    phase = phase_of(config, placement_of(config), costs, latency)
     spans = phase.simulated(some).timeline.spans
     tasks: list[list[Task]] = [[] for _ in range(phase.stages)]
     for span in spans:
@@ -124,10 +132,13 @@ class PipelinePhase:
         costs: TaskCosts,
         latency: Latency,
         pace: Pace,
+        pieces: Pieces | None = None,
     ) -> None:
         self.rule, self.placement, self.stages = rule, placement, placement.num_stages
         self.count, self.pace = count, pace
-        self.tasks_of_one = placement.num_positions * len(rule.kinds)
+        tasks = sum(len(own) for stage in range(self.stages) for own in placement.pieces_of(stage))
+        self.tasks_of_one = tasks * len(rule.kinds)
+        self.pieces = None if pieces is None else cache(pieces)
         self.costs = cache(lambda *key: replace(cost := costs(*key), seconds=_ticks(cost.seconds)))
         self.latency = cache(lambda start, end: _ticks(latency(start, end)))
         self.fills = rule.limit_at(0, placement, count) == count * placement.num_chunks
@@ -177,18 +188,21 @@ class PipelinePhase:
 
     def simulated(self, some: int) -> Passes:
         """Simulate `some` microbatches, whose places are those of a step of `count`."""
-        at = self.placement.position
         begun: list[list[Cost]] = [[] for _ in range(self.stages)]
 
         def seconds(stage: int, task: Task) -> float:
             # The last simulated microbatch is the step's last, whose gradients become whole.
             index = task.microbatch if task.microbatch < some - 1 else self.count - 1
-            cost = self.costs(at(stage, task.chunk), task.kind, place(index, self.count))
+            cost = self.cost(stage, task, place(index, self.count))
             begun[stage].append(cost)  # a stage's tasks begin in the order in which the clock asks
             return cost.seconds
 
         def latency(start: int, end: int, task: Task) -> float:
-            position = at(start, task.chunk)
+            chunk, at = self.placement.place(start, task.chunk)
+            position = self.placement.position(start, chunk)
+            if self.pieces is not None and self.placement.crosses(start, task):
+                before = at if task.kind is TaskKind.FORWARD else at - 1
+                return _ticks(self.pieces(position, task.kind, 0).trades[before])
             return self.latency(position, position + (1 if task.kind is TaskKind.FORWARD else -1))
 
         timeline = simulate(self.stages, some, self.rule, seconds, latency, self.pace, self.placement)
@@ -196,7 +210,7 @@ class PipelinePhase:
         ends: list[dict[int, float]] = [{} for _ in range(self.stages)]
         for span in timeline.spans:  # in the order in which they begin
             last[span.stage] = span
-            ends[span.stage][span.chunk] = span.end_seconds
+            ends[span.stage][self.placement.place(span.stage, span.chunk)[0]] = span.end_seconds
             busy[span.stage] += span.seconds
         peaks = []
         for costs in begun:
@@ -224,11 +238,27 @@ class PipelinePhase:
         times = (self.count - some - rest) // microbatches
         return shorter.continued([times * seconds] * self.stages, [times * each for each in busy], shorter.peaks)
 
+    def cost(self, stage: int, task: Task, which: int) -> Cost:
+        """The cost of a task of a microbatch at a place of the step: a chunk's, or of one of its pieces."""
+        chunk, at = self.placement.place(stage, task.chunk)
+        position = self.placement.position(stage, chunk)
+        if self.pieces is None:
+            return self.costs(position, task.kind, which)
+        own = self.pieces(position, task.kind, which).costs[at]
+        return replace(own, seconds=_ticks(own.seconds))
+
     @cached_property
     def slowest(self) -> float:
         """The seconds that the slowest stage works on a microbatch; of each kind of task where they fill."""
         middle = [
-            [sum(self.costs(at, kind, 1).seconds for at in self.placement.positions(stage)) for kind in self.rule.kinds]
+            [
+                sum(
+                    self.cost(stage, Task(kind, 0, at), 1).seconds
+                    for own in self.placement.pieces_of(stage)
+                    for at in own
+                )
+                for kind in self.rule.kinds
+            ]
             for stage in range(self.stages)
         ]
         return sum(map(max, zip(*middle, strict=True))) if self.fills else max(map(sum, middle))

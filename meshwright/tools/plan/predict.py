@@ -104,7 +104,10 @@ class Planner:
         measured when the run begins, a dtype or a transport that the cluster knows nothing about."""
         run = self._run(config)
         config, passes = run.config, run.passes()
-        sums = {stage: run.sums(stage, passes.last[stage].chunk, passes.chunk_ends[stage]) for stage in run.buckets}
+        sums = {
+            stage: run.sums(stage, run.tasks.place(stage, passes.last[stage].chunk)[0], passes.chunk_ends[stage])
+            for stage in run.buckets
+        }
         every = [sums[like] for like in run.like]
         beside = {"overlaps": run.overlap("sums"), "publishes": run.overlap("gathers")}
         step = finish(passes, every, run.norm(), streams=streams(config), **beside)

@@ -25,7 +25,15 @@ from meshwright.on_device import AsOnDevice
 from meshwright.parameters.bucket import Bucket, gradient_views, make_buckets
 from meshwright.parameters.gradients import Gradients
 from meshwright.parameters.shard import shard_specs, use_gradients
-from meshwright.parts import autocasts_of, build_kit, build_model, empty_batch, multiplies_in, recompute_in
+from meshwright.parts import (
+    autocasts_of,
+    build_kit,
+    build_model,
+    empty_batch,
+    multiplies_in,
+    recompute_in,
+    rule_of,
+)
 from meshwright.pipeline.stage import Stage, run_model
 from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.grid import PIPE, REPLICA_AXES, Grid
@@ -86,7 +94,7 @@ class Outline:
 
 def splits(config: Config) -> bool:
     """True where weight gradients are tasks of their own."""
-    return config.layout.pipeline.size > 1 and config.layout.pipeline.rule.splits
+    return rule_of(config).splits
 
 
 SYNC = "layout.data.sync"
@@ -101,6 +109,9 @@ def check(config: Config) -> None:
     if unplanned := config.layout.data.strategy.unplanned:
         planned = ", ".join(name for name, entry in entries("syncs").items() if not entry.unplanned)
         raise ConfigError.of(SYNC, config.layout.data.sync, f"{unplanned}: it cannot be planned", planned)
+    if config.layout.data.in_pieces and config.memory.recompute != "none":
+        rule = "keeps the rows that came from other ranks with layout.data.exchange=messages, which no plan counts"
+        raise ConfigError.of("memory.recompute", config.memory.recompute, rule, "none, or exchange=blocking")
     if config.layout.pipeline.partition == "measured":
         rule = "is known when the run begins: it cannot be planned"
         raise ConfigError.of("layout.pipeline.partition", "measured", rule, "auto, or layers a stage")

@@ -15,7 +15,8 @@ from meshwright.tools.plan.buckets import PlannedBucket, memory_of, share_progra
 from meshwright.tools.plan.compose import Composition, StagePlan
 from meshwright.tools.plan.memory import Footprint, Memory
 from meshwright.tools.plan.passes import Passes, PipelinePhase, Sum, phase_of, tasks_of_stages
-from meshwright.tools.plan.recorder import Cost, Kernel, Program
+from meshwright.tools.plan.pieces import PieceCosts, piece_costs
+from meshwright.tools.plan.recorder import Cost, Kernel, Program, Start
 from meshwright.tools.plan.software import STEPPED_BYTES, STEPS_OF_ADAMW, Communication
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class TimedRun(Composition):
         # One process issues forward kernels of all devices in turn; backward passes have threads of their own.
         self.forward_timer = planner.timer(config, self.devices_per_host)
         self.costs: dict[tuple[int, int, TaskKind, int], Cost] = {}
+        self.in_pieces: dict[tuple[int, int, TaskKind, int], PieceCosts] = {}
         self.footprints: dict[int, Footprint] = {}
         """The memory of stages, by number, as their allocators hold it (process.py)."""
 
@@ -93,7 +95,7 @@ class TimedRun(Composition):
             config.model, config.data, config.precision, config.memory.recompute, config.memory.summa, config.micro,
             config.num_microbatches, layout.layer, layout.nesting, layout.pipeline, layout.transport,
             # Sums and states come after the phase, unless slices travel beside its tasks.
-            (layout.data, config.memory.offload) if layout.data.strategy.slices else None, brief,
+            (layout.data, config.memory.offload) if layout.data.strategy.slices else layout.data.in_pieces, brief,
         )  # fmt: skip
         if key not in self.known_passes:
             self.known_passes[key] = self.phase.beginning.shown() if brief else self.phase.whole
@@ -104,7 +106,21 @@ class TimedRun(Composition):
         # Stages that wait leave their cores to the others; where every rank has a device, nobody can.
         ranks = self.grid.world_size // len(self.stages)
         pace = undisturbed if self.cluster.cores is None else lambda busy: self.timer.gain(busy * ranks)
-        return phase_of(self.config, self.cost, self.latency, pace)
+        pieces = self.pieces if self.config.layout.data.in_pieces else None
+        return phase_of(self.config, self.tasks, self.cost, self.latency, pace, pieces)
+
+    def pieces(self, position: int, kind: TaskKind, which: int) -> PieceCosts:
+        """A task at a position of the chain in pieces, where rows travel to experts as messages."""
+        stage = self.placement.stage_of(position)
+        key = self.like[stage], position // self.placement.num_stages, kind, which
+        if key not in self.in_pieces:
+            whole = self.cost(position, kind, which)
+            self.in_pieces[key] = piece_costs(self.chunk(position), kind, which, whole, self.seconds, self.sent_in)
+        return self.in_pieces[key]
+
+    def sent_in(self, start: Start) -> float:
+        """Seconds of a collective by itself."""
+        return start.times * self.network.collective(start.axes, start.verb, start.payload_bytes)
 
     def cost(self, position: int, kind: TaskKind, which: int) -> Cost:
         """The cost of a task at a position of the chain, with what its ranks tell each other before it."""

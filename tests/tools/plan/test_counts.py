@@ -33,6 +33,7 @@ SYNCS = ("allreduce", "ring", "rooted", "zero1", "zero2", "zero3")
 HYBRID = {"size": 4, "sync": "zero3", "shard": 2}
 WHOLE = {"kind": "none"}
 MEGATRON = {"kind": "megatron", "size": 2}
+MESSAGES = {"size": 2, "expert": 2, "exchange": "messages", "sync": "zero1", "bucket": 8192}
 CUT = MEGATRON | {"sequence_parallel": True}
 FLAT = {"kind": "tesseract", "q": 2, "d": 1}
 DEEP = {"kind": "tesseract", "q": 2, "d": 2}
@@ -101,6 +102,9 @@ FEW = {
     "experts": [
         config_for("experts", WHOLE, 2, layout={"data": {"size": 2, "expert": 2, "sync": sync, "bucket": 8192}})
         for sync in ("zero1", "zero3")
+    ],
+    "experts as messages": [
+        config_for("experts", WHOLE, 2, batch={"global": 16, "micro": 2}, layout={"data": MESSAGES})
     ],
     "deepseek": [
         config_for(

@@ -1,0 +1,82 @@
+"""A chunk's tasks in pieces, where rows travel to experts as messages (pipeline/pieces.py): their seconds, cut out of
+what was recorded of whole layers.
+
+A layer's forward program sends rows to their experts and back: what comes before the first of these two exchanges is
+the first piece's, what lies between them the second's. B and W compute in each piece the same part of a layer as F.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from meshwright.pipeline.task import TaskKind
+from meshwright.ranks.grid import EXPERT
+from meshwright.tools.plan.compose import ChunkPlan
+from meshwright.tools.plan.recorder import Cost, Program, Seconds, Start, WaitFor
+
+
+@dataclass(frozen=True)
+class PieceCosts:
+    """By place in the chunk: the cost of each piece, and seconds of the exchange between it and the next."""
+
+    costs: tuple[Cost, ...]
+    trades: tuple[float, ...]
+
+
+def piece_costs(
+    chunk: ChunkPlan, kind: TaskKind, which: int, whole: Cost, seconds: Seconds, sent: Callable[[Start], float]
+) -> PieceCosts:
+    """The pieces of a task whose cost as a whole is `whole`, its exchanges among it. `sent`: an exchange's seconds."""
+    pieces, trades = [0.0], []
+    for unit in chunk.units:
+        program, forward = unit.recording.programs[kind][which], unit.recording.programs[TaskKind.FORWARD][0]
+        computed = seconds(_without_trades(program))
+        parts = [seconds(part) for part in _parts(forward)]
+        shares = [part / sum(parts) for part in parts] if sum(parts) else [1 / len(parts)] * len(parts)
+        own = [sent(start) for start in _trades(program)] or [0.0] * (len(parts) - 1)
+        # Backward the outputs' gradients travel first.
+        trades += own if kind is TaskKind.FORWARD else own[::-1]
+        pieces[-1] += shares[0] * computed
+        pieces += [share * computed for share in shares[1:]]
+    # Each piece is a task, and pays for itself what a task pays: what the whole has beside its parts, once.
+    beside = max(0.0, whole.seconds - sum(pieces) - sum(trades))
+    # A piece keeps, or frees, and needs beside that, its part of what the whole does.
+    total, costs = sum(pieces), []
+    passing_bytes = whole.peak_bytes - max(0, whole.kept_bytes)
+    for computed in pieces:
+        share = computed / total if total else 1 / len(pieces)
+        kept_bytes = round(share * whole.kept_bytes)
+        peak_bytes = max(0, kept_bytes) + round(share * passing_bytes)
+        costs.append(Cost(computed + beside, kept_bytes, peak_bytes, share * whole.flops))
+    return PieceCosts(tuple(costs), tuple(trades))
+
+
+def _trades(program: Program) -> list[Start]:
+    """The exchanges of rows of a layer's program: its last two all-to-alls between experts' ranks. Without a capacity
+    one of counts comes before them."""
+    sent = [event for event in program.events if isinstance(event, Start) and event.verb == "all_to_all"]
+    return [event for event in sent if event.axes == EXPERT][-2:]
+
+
+def _without_trades(program: Program) -> Program:
+    numbers = {start.number for start in _trades(program)}
+    events = tuple(
+        event for event in program.events if not (isinstance(event, Start | WaitFor) and event.number in numbers)
+    )
+    return replace(program, events=events)
+
+
+def _parts(program: Program) -> list[Program]:
+    """A layer's forward program, cut where rows travel."""
+    cuts = [0, *(program.events.index(start) for start in _trades(program)), len(program.events)]
+    numbers = {start.number for start in _trades(program)}
+    parts = [program.events[start:stop] for start, stop in pairwise(cuts)]
+    return [
+        replace(
+            program,
+            events=tuple(e for e in part if not (isinstance(e, Start | WaitFor) and e.number in numbers)),
+        )
+        for part in parts
+    ]
