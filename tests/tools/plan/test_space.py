@@ -265,7 +265,7 @@ def test_a_program_that_knows_one_kind_of_context_also_has_whole_sequences() -> 
 
 
 def test_savings_of_a_layout_are_legal_and_one_each() -> None:
-    run = parse_config({"model": "gpt2-small", "data": {"sequence": 512}, "batch": {"global": 8}})
+    run = parse_config({"model": "gpt2-small", "data": {"sequence": 512}, "batch": {"global": 8}, "precision": "bf16"})
     job = SearchJob(run, load_cluster("dgx-h100"), 1)
     found = {(one.memory.offload.to, one.memory.recompute) for one in savings(run, job)}
     assert found == {("host", "none"), ("none", "selective"), ("none", "auto")}
