@@ -1,9 +1,13 @@
-"""How long the planner's search takes, and what becomes of the layouts: python -m benchmarks.plan_search
+"""How long the planner's search takes, and how good its answer is by then: python -m benchmarks.plan_search
 
-    python -m benchmarks.plan_search [--only small medium large axonn many] [--processes N]
+    python -m benchmarks.plan_search [--only small medium large axonn many 8b 70b] [--processes N] [--exhaustive]
 
-Seconds of the clock, on as many processes as --processes says, by default two; and the most memory that this process
-and a worker have held so far, added up, which counts twice what they share: with --only a case is alone.
+Seconds of the clock, on as many processes as --processes says, by default two: until the first layout that fits is
+known, and until the search ends; the best after 5 and 30 seconds beside the last one; processor seconds of all
+processes; and the most memory that this process and a worker have held so far, added up, which counts twice what they
+share: with --only a case is alone. --exhaustive: also estimates and predicts whatever a search's cutoffs leave out, of
+layouts without savings of memory, which takes hours for the large ones (tests/tools/plan/test_whole_spaces.py does it
+for small spaces).
 """
 
 from __future__ import annotations
@@ -11,23 +15,41 @@ from __future__ import annotations
 import argparse
 import resource
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
-from meshwright.config import parse_config
+from meshwright.config import Config, parse_config
 from meshwright.tools.plan.answer import seconds_text
-from meshwright.tools.plan.cluster import load_cluster
+from meshwright.tools.plan.cluster import Cluster, load_cluster
+from meshwright.tools.plan.estimate import Estimates
+from meshwright.tools.plan.memory import verdict
+from meshwright.tools.plan.predict import Planner, Prediction
 from meshwright.tools.plan.search import layout_text, search
+from meshwright.tools.plan.space import SearchJob, legal_layouts
+
+MARKS_SECONDS = (5, 30)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model in O2 fp16 on some devices."""
+    """A model in half precision on some devices."""
 
     model: str
     sequence: int
     samples: int
     cluster: str
     devices: int
+    precision: str = "fp16"
+
+    @property
+    def run(self) -> Config:
+        return parse_config(
+            {
+                "model": self.model,
+                "data": {"sequence": self.sequence},
+                "batch": {"global": self.samples},
+                "precision": {"level": "O2", "dtype": self.precision},
+            }
+        )
 
 
 CASES = {
@@ -36,34 +58,76 @@ CASES = {
     "large": Case("axonn-100b", 512, 2048, "summit", 1024),
     "axonn": Case("axonn-100b", 512, 16384, "summit", 384),
     "many": Case("axonn-100b", 512, 65536, "summit", 4096),
+    "8b": Case("llama-3.1-8b", 8192, 512, "dgx-h100", 64, "bf16"),
+    "70b": Case("llama-3.1-70b", 8192, 1024, "dgx-h100", 512, "bf16"),
 }
+
+
+@dataclass
+class Found:
+    """The fastest layouts that fit, each with the seconds after which a search has come to it."""
+
+    start: float = field(default_factory=time.perf_counter)
+    improvements: list[tuple[float, Prediction]] = field(default_factory=list)
+
+    def __call__(self, best: Prediction) -> None:
+        self.improvements.append((time.perf_counter() - self.start, best))
+
+    def best_at(self, seconds: float) -> Prediction | None:
+        """The fastest that was known after so many seconds."""
+        return next((best for clock, best in reversed(self.improvements) if clock <= seconds), None)
+
+
+def exhaustive(case: Case, cluster: Cluster) -> float:
+    """The least predicted seconds of all legal layouts that fit and save no memory; those whose estimates rule them out
+    by more than a third are not predicted."""
+    fixed = frozenset({"memory.offload.to", "memory.recompute"})
+    models, best = Estimates(Planner(cluster)), float("inf")
+    for config in legal_layouts(SearchJob(case.run, cluster, case.devices, fixed)):
+        if models.weights_memory(config).total > cluster.device.memory_bytes:
+            continue
+        if models.estimated_seconds(config) > 1.5 * best:
+            continue
+        made = models.predict(config)
+        if verdict(made.fullest, cluster) == "fits":
+            best = min(best, made.seconds)
+    return best
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", choices=CASES, default=list(CASES), help="which cases")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--exhaustive", action="store_true", help="also predict what the search leaves out")
     arguments = parser.parse_args()
     for name in arguments.only:
         case = CASES[name]
-        run = parse_config(
-            {
-                "model": case.model,
-                "data": {"sequence": case.sequence},
-                "batch": {"global": case.samples},
-                "precision": {"level": "O2", "dtype": "fp16"},
-            }
-        )
-        clock = time.perf_counter()
-        found = search(run, load_cluster(case.cluster), case.devices, processes=arguments.processes)
-        clock = time.perf_counter() - clock
+        cluster, known, before = load_cluster(case.cluster), Found(), _processor_seconds()
+        found = search(case.run, cluster, case.devices, processes=arguments.processes, improved=known)
+        clock, best = time.perf_counter() - known.start, found.predictions[0]
         every = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
         held = sum(resource.getrusage(who).ru_maxrss for who in every[: arguments.processes]) / 2**20
-        told = f"{clock:.1f} s on {arguments.processes} processes, {held:.2f} GiB"
+        used = _processor_seconds() - before
+        told = f"{clock:.1f} s on {arguments.processes} processes ({used:.1f} processor seconds), {held:.2f} GiB"
         print(f"{name}: {case.model} on {case.devices} devices of {case.cluster}: {told}")
+        first, _ = known.improvements[0] if known.improvements else (clock, best)
+        print(f"  first layout that fits after {first:.1f} s", end="")
+        for mark in MARKS_SECONDS:
+            then = known.best_at(mark)
+            share = "none yet" if then is None else f"{then.seconds / best.seconds - 1:.1%} slower than the last"
+            print(f"; best after {mark} s: {share}", end="")
+        print()
         print("  " + ", ".join(f"{count:,} {kind}" for kind, count in asdict(found.counts).items()))
-        best = found.predictions[0]
         print(f"  {layout_text(best.config)}: {seconds_text(best.seconds)}", flush=True)
+        if arguments.exhaustive:
+            least = exhaustive(case, cluster)
+            print(f"  of all without savings the fastest: {seconds_text(least)}", flush=True)
+
+
+def _processor_seconds() -> float:
+    """Of this process and of those that it has waited for."""
+    every = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in every)
 
 
 if __name__ == "__main__":

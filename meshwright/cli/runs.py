@@ -326,7 +326,7 @@ def plan(
     models = Estimates(Planner(described, with_imbalance(program.software, config, imbalance)))
     with progress() as show, stopped_by_signals(show) as tell:
         plans = search(
-            config, described, devices, top, program=program,
+            config, described, devices, top, program=program, improved=report.BestSoFar(),
             fixed=fixed_fields(words), models=models, report=tell, partial=True, processes=usable_cores(),
         )  # fmt: skip
         changes = () if plans.stopped else answer.changes(plans.predictions[0], models)

@@ -100,7 +100,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        result = op(*args, **(kwargs or {}))
+        result = self.result_of(op, args, kwargs or {})
         given = [*tensors_in(args), *tensors_in(kwargs.values() if kwargs else ())]
         results = list(tensors_in((result,)))
         # By storage, not by tensor: a view allocates nothing, and an operation in place gives back what it was given.
@@ -110,6 +110,10 @@ class LiveBytes(TorchDispatchMode):
             self._follow(x)
         self.note(op, args, given, results, new)
         return result
+
+    def result_of(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """op(*args, **kwargs), for subclasses that know it already."""
+        return op(*args, **kwargs)
 
     def note(
         self, op: Any, args: tuple[Any, ...], given: list[Tensor], results: list[Tensor], new: list[Tensor]

@@ -26,7 +26,8 @@ from meshwright.tools.plan.buckets import PlannedBucket, held_of, memory_of, str
 from meshwright.tools.plan.compose import StagePlan
 from meshwright.tools.plan.memory import Memory, Parameter, Peak
 from meshwright.tools.plan.recordings import check, parameters_in, splits
-from meshwright.tools.plan.timed_parts import HeldActivations, StageShape, TimedParts, in_groups, strides
+from meshwright.tools.plan.space import CHUNKS
+from meshwright.tools.plan.timed_parts import HeldActivations, StageShape, TimedParts, strides
 from meshwright.tools.plan.timed_run import TimedRun
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class Estimates:
         self._last: tuple[Config, tuple[Memory, int]] | None = None
         self._fullest: dict[Hashable, list[Parameter]] = {}
         self._stage_shapes: dict[tuple[int, ...], list[StageShape]] = {}
-        self._work_of_model: dict[Hashable, float] = {}
+        self._work_of_model: dict[Hashable, _Work] = {}
         self._messages: dict[Hashable, list[float]] = {}
         self._passes: dict[Hashable, _Passes] = {}
         self._endings: dict[Hashable, _Ending] = {}
@@ -102,6 +103,9 @@ class Estimates:
 
     def least_memory(self, config: Config) -> Memory:
         return self.planner.least_memory(config)
+
+    def seconds(self, config: Config) -> float:
+        return self.planner.seconds(config)
 
     def estimated_seconds(self, config: Config) -> float:
         """SURE of about what a step takes."""
@@ -119,12 +123,15 @@ class Estimates:
         """Seconds below which no estimate is of layouts that differ from this one in schedule, limit, or the strategy
         that sums gradients alone: that of its parts' work, the same for every stage."""
         count, layout = config.num_microbatches, config.layout
-        key = layout.layer, strides(config), config.micro, config.widens_gradients, in_groups(config)
+        key = layout.layer, strides(config), config.micro, config.widens_gradients, config.memory.recompute
         if key not in self._work_of_model:
             # The whole model as one stage: shared equally, it is less than the slowest stage's work.
             one = self._work(config, self._shapes(config, (config.model.num_blocks,))[0], split=False)
-            self._work_of_model[key] = one.forward + one.backward
-        return SURE * count * self._work_of_model[key] / layout.pipeline.size
+            self._work_of_model[key] = one
+        one, stages = self._work_of_model[key], layout.pipeline.size
+        # The last stage begins when a chunk's worth of the first microbatch has been through the others.
+        filled = (stages - 1) * one.forward / max(CHUNKS, layout.pipeline.chunks)
+        return SURE * (count * (one.forward + one.backward) + filled) / stages
 
     def estimated_memory(self, config: Config) -> Memory:
         """SURE of what the rank that holds most has in a step, of which temporaries take the room that wider gradients
@@ -208,12 +215,15 @@ class Estimates:
     def _work(self, config: Config, shape: StageShape, *, split: bool) -> _Work:
         parts = self.parts.of(config)
         stage = [(parts[place], times) for place, times in shape]
+        layers = sum(times for timed, times in stage if timed.part.is_layer)
         again = MIN_RECOMPUTED_SHARE * sum(times * timed.forward for timed, times in stage if timed.part.is_layer)
+        if config.memory.recompute == "selective":
+            again = MIN_RECOMPUTED_SHARE * layers * self.parts.attention_again(config)
         return _Work(
             sum(times * timed.forward for timed, times in stage),
             sum(times * (timed.inputs if split else timed.backward) for timed, times in stage)
             # What is computed again but for some operations may be little.
-            + (again if in_groups(config) and config.memory.recompute != "ops" else 0.0),
+            + (again if config.memory.recompute not in ("none", "ops") else 0.0),
             sum(times * timed.weights for timed, times in stage) if split else 0.0,
             stage[-1][0].part.outgoing_bytes,
         )

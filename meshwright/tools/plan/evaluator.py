@@ -12,20 +12,22 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.config import Config
 from meshwright.config.layout import ContextParallel, Layout
 from meshwright.data.files import ShowProgress, silent
 from meshwright.registry import entries
-from meshwright.section import divisors, with_field
+from meshwright.section import divisors, field_of, with_field
 from meshwright.tensor.section import Whole
+from meshwright.tools.plan.buckets import streams
 from meshwright.tools.plan.memory import Memory, verdict
-from meshwright.tools.plan.space import Refused, SearchJob, layouts_of, orders_of
+from meshwright.tools.plan.space import OFFLOAD, SAVINGS, Refused, SearchJob, is_fixed, layouts_of, orders_of, savings
 
 if TYPE_CHECKING:
     from meshwright.tools.plan.estimate import Estimates
@@ -135,22 +137,77 @@ class Evaluator:
         self.job, self.models, self.keep = job, models, keep
         self.device_bytes = job.cluster.device.memory_bytes
         self._bounds: dict[Hashable, float] = {}
+        self._asked: tuple[Layout, object, object, object, bool] | None = None
 
     def evaluate_family(
         self, family: Config, found: SearchState, cutoff: float = math.inf, report: ShowProgress = silent
     ) -> None:
         """Put into `found` what there is to know of a family's layouts that may take less than `cutoff` seconds."""
         for config, memory in self._kept(family, found, cutoff):
-            seconds = self.models.estimated_seconds(config)
-            if seconds < cutoff:
-                found.count(config)
-                # Tight by an estimate that is below the truth: a prediction can only be tight, too, or not fit.
-                tight = verdict(memory, self.job.cluster) == "tight"
-                found.queue.append(Queued(seconds, memory.total, tight, config))
-            else:
-                found.count_slow(config)
+            self._estimate(config, memory, found, cutoff)
             if found.legal % _REPORTED_EVERY == 1:
                 report(config.layout.summary, None)
+
+    def _estimate(self, config: Config, memory: Memory, found: SearchState, cutoff: float) -> None:
+        """Queue a layout that may fit, if it may take less than `cutoff` seconds."""
+        seconds = self.models.estimated_seconds(config)
+        if seconds < cutoff:
+            found.count(config)
+            # Tight by an estimate that is below the truth: a prediction can only be tight, too, or not fit.
+            tight = verdict(memory, self.job.cluster) == "tight"
+            found.queue.append(Queued(seconds, memory.total, tight, config))
+        else:
+            found.count_slow(config)
+
+    def evaluate_savings(self, config: Config, full: Collection[Config], found: SearchState, cutoff: float) -> None:
+        """Put into `found` the layouts that save more memory than this one, as far as they wait for none but those in
+        `full`; where one does not fit, those that save even more."""
+        waiting, seen = [config], {config}
+        while waiting:
+            for saving in savings(waiting.pop(), self.job):
+                if saving in seen or self._waits(saving, full):
+                    continue
+                seen.add(saving)
+                if not self.may_fit(saving):
+                    waiting.append(saving)
+                for memory in self._room(saving, found, cutoff, full):
+                    self._estimate(saving, memory, found, cutoff)
+
+    def least_full(self, config: Config) -> Config:
+        """The one that holds least by its estimate, of a layout and all that save more memory than it."""
+        every = [config]
+        for one in every:  # grows under way
+            every += [saving for saving in savings(one, self.job) if saving not in every]
+        return min(every, key=lambda one: self.models.estimated_memory(one).total)
+
+    def _waits(self, config: Config, full: Collection[Config] = ()) -> bool:
+        """Whether the layout saves memory, and the same layout without that, which is at least as fast, may fit: until
+        a prediction says that it does not (then it is in `full`), nobody needs the slower one."""
+        # A limit that asks memory lets fewer microbatches in where layers keep more.
+        if config.layout.pipeline.limit_by_memory:
+            return False
+        for name in SAVINGS:
+            if field_of(config, name) == "none" or is_fixed(name, self.job.fixed):
+                continue
+            # An offloaded optimizer that steps each bucket as it comes may be the faster one.
+            if self.job.is_known(name, "none") and not (name == OFFLOAD and streams(config)):
+                keeper = with_field(config, name, "none")
+                if keeper not in full and self.may_fit(keeper):
+                    return True
+        return False
+
+    def may_fit(self, config: Config) -> bool:
+        """Whether a layout's memory is no more than a device's by its estimate."""
+        layout, batch, offload = config.layout, config.batch, config.memory.offload
+        before = self._asked
+        # One layout's ways to recompute come one after the other, and ask for the same one without.
+        if before is None or (
+            before[0] is not layout or before[1] is not batch or before[2:4] != (offload, config.memory.recompute)
+        ):
+            fits = self.models.weights_memory(config).total <= self.device_bytes
+            fits = fits and self.models.estimated_memory(config).total <= self.device_bytes
+            before = self._asked = layout, batch, offload, config.memory.recompute, fits
+        return before[4]
 
     def evaluate_families(
         self, families: Sequence[Numbered], cutoff: float, found: dict[int, SearchState], report: ShowProgress = silent
@@ -160,11 +217,15 @@ class Evaluator:
             found[number] = SearchState()
             self.evaluate_family(family, found[number], cutoff, report)
 
-    def predict_or_memory(self, config: Config) -> Prediction | Memory:
-        """The prediction if the layout fits, else the memory that shows it does not."""
+    def predict_or_memory(self, config: Config, cutoff: float = math.inf) -> Prediction | Memory | None:
+        """The prediction if the layout fits, else the memory that shows it does not; None where it is known to take
+        `cutoff` seconds or more."""
         memory = self.models.least_memory(config)
         if memory.total > self.device_bytes:
             return memory
+        # What its process holds beside tensors costs more than its seconds: it is not asked for where these decide.
+        if cutoff < math.inf and self.models.seconds(config) >= cutoff:
+            return None
         prediction = self.models.predict(config)
         return prediction if prediction.fullest.total <= self.device_bytes else prediction.fullest
 
@@ -201,9 +262,13 @@ class Evaluator:
         found.count_slow(config)
         return False
 
-    def _room(self, config: Config, found: SearchState, cutoff: float) -> tuple[Memory, ...]:
+    def _room(
+        self, config: Config, found: SearchState, cutoff: float, full: Collection[Config] = ()
+    ) -> tuple[Memory, ...]:
         """The estimated memory of a layout that may fit, and may be fast enough, in whatever order of axes."""
         if self.models.recomputes_for_nothing(config) or not self._may_be_fast(config, found, cutoff):
+            return ()
+        if self._waits(config, full):
             return ()
         # The bytes of weights alone are asked first: they rule out whole families, and cost less than activations.
         if not self._has_room(config, found) or self._gathers_for_nothing(config):
@@ -311,18 +376,27 @@ def ways_cut(layout: Layout) -> int:
     return bool(layout.tensor.axes) + bool(layout.context.axes)
 
 
-def round_of(layout: Layout) -> tuple[int, int]:
-    """The order in which the search comes to a way to cut layers: what `cuts_within` names comes before."""
-    ways = ways_cut(layout)
-    return ways, layout.context.size if ways == 1 else 1
+def round_of(layout: Layout) -> tuple[bool, int, int]:
+    """The order in which the search comes to a layout: one stage before several, then by the ways in which layers are
+    cut and the ranks that share one. Of layouts with as many stages, what `cuts_within` names comes before."""
+    # One stage and fewest ranks first: few layouts, mostly fast, so that all others meet a tight cutoff.
+    ranks = math.prod(size for _, size in (*layout.context.axes, *layout.tensor.axes))
+    return layout.pipeline.size > 1, ways_cut(layout), ranks
 
 
 def cuts_within(layout: Layout) -> Iterator[Hashable]:
     """The cuts that a layer's cut is made of: of its inside alone, of its sequences alone, and over fewer ranks. None
-    is taken to become faster by the others beside it, or a sequence's over more ranks."""
-    context = layout.context
-    if context.axes and layout.tensor.axes:
-        yield layout.data.expert, ContextParallel(), layout.tensor
-    # All divisors, itself too: the last is the context cut alone, beside a tensor section that cuts the inside.
-    for size in divisors(context.size)[1:]:
-        yield layout.data.expert, context.model_copy(update={"size": size}), Whole()
+    is taken to become faster by the others beside it, or over more ranks."""
+    cut = layout.context, layout.tensor
+    contexts = [
+        layout.context.model_copy(update={"size": size}) if size > 1 else ContextParallel()
+        for size in divisors(layout.context.size)
+    ]
+    sizes = {name: size for name, size in layout.tensor if isinstance(size, int) and not isinstance(size, bool)}
+    tensors = [
+        layout.tensor.model_copy(update=dict(zip(sizes, smaller, strict=True)))
+        for smaller in product(*map(divisors, sizes.values()))
+    ]
+    for inside in product(contexts, (Whole(), *tensors)):
+        if inside not in (cut, (ContextParallel(), Whole())):
+            yield layout.data.expert, *inside

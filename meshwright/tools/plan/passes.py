@@ -354,7 +354,7 @@ class Sum:
 
 
 @dataclass(frozen=True)
-class _Step:
+class PlannedStep:
     """`phases`: seconds by name (training/phases.py), of the step's longest way through the stages."""
 
     seconds: float
@@ -370,7 +370,7 @@ def finish(
     streams: bool,
     overlaps: float,
     publishes: float,
-) -> _Step:
+) -> PlannedStep:
     """The step's end. `sums`: each stage's buckets, in the order in which they leave; `norm_seconds`: of the
     collectives that all ranks join in before the optimizer; `streams`: whether it steps a bucket when it has come;
     `overlaps`, `publishes`: the parts of a sum and of publishing that go on under computation.
@@ -417,7 +417,7 @@ def finish(
         DATA_PARALLEL: all_summed - passes.seconds,
         OPTIMIZER: over - all_summed,
     }
-    return _Step(seconds, phases, timeline)
+    return PlannedStep(seconds, phases, timeline)
 
 
 def _wait_for_published(sums: Sequence[Sum], begins: float, overlaps: float) -> float:

@@ -27,7 +27,7 @@ from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.compose import Composition, StagePlan, compose_stages
 from meshwright.tools.plan.memory import Memory
 from meshwright.tools.plan.network import ClusterNetwork
-from meshwright.tools.plan.passes import Passes, finish
+from meshwright.tools.plan.passes import Passes, PlannedStep, finish
 from meshwright.tools.plan.process import held_by_processes
 from meshwright.tools.plan.recordings import Recordings, check
 from meshwright.tools.plan.software import OWN_SOFTWARE, Software
@@ -103,14 +103,7 @@ class Planner:
         """Raises ConfigError for what cannot be planned: sync fsdp and server-loss, O1, a partition that is
         measured when the run begins, a dtype or a transport that the cluster knows nothing about."""
         run = self._run(config)
-        config, passes = run.config, run.passes()
-        sums = {
-            stage: run.sums(stage, run.tasks.place(stage, passes.last[stage].chunk)[0], passes.chunk_ends[stage])
-            for stage in run.buckets
-        }
-        every = [sums[like] for like in run.like]
-        beside = {"overlaps": run.overlap("sums"), "publishes": run.overlap("gathers")}
-        step = finish(passes, every, run.norm(), streams=streams(config), **beside)
+        config, passes, step = run.config, run.passes(), self._step(run)
         return Prediction(
             config,
             self.cluster,
@@ -123,15 +116,25 @@ class Planner:
             run.most_flops,
         )
 
+    def _step(self, run: TimedRun) -> PlannedStep:
+        passes = run.passes()
+        sums = {
+            stage: run.sums(stage, run.tasks.place(stage, passes.last[stage].chunk)[0], passes.chunk_ends[stage])
+            for stage in run.buckets
+        }
+        every = [sums[like] for like in run.like]
+        beside = {"overlaps": run.overlap("sums"), "publishes": run.overlap("gathers")}
+        return finish(passes, every, run.norm(), streams=streams(run.config), **beside)
+
     def least_memory(self, config: Config) -> Memory:
-        """The memory of the fullest rank in a step's first microbatches, in a fraction of a prediction's time; beside
-        tensors what its process holds, where they fit."""
+        """The memory of the fullest rank's tensors and context in a step's first microbatches, in a fraction of a
+        prediction's time."""
         run = self._run(config)
-        memory = run.memory(run.passes(brief=True))
-        # A replay costs 0.1 s: what tensors alone rule out does not see it.
-        if all(each.total <= self.cluster.device.memory_bytes for each in memory):
-            memory = held_by_processes(run, memory, run.sent)
-        return max(memory, key=lambda each: each.total)
+        return max(run.memory(run.passes(brief=True)), key=lambda each: each.total)
+
+    def seconds(self, config: Config) -> float:
+        """A prediction's seconds, without its memory."""
+        return self._step(self._run(config)).seconds
 
     def _run(self, config: Config) -> TimedRun:
         """The resolved run; the last one is at hand."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 import re
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -33,7 +33,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from meshwright.memory.recompute import LiveBytes
+from meshwright.memory.recompute import LiveBytes, tensors_in
 from meshwright.ranks.comm import Work
 from meshwright.ranks.ledger import Ledger, Traffic
 
@@ -204,6 +204,44 @@ class UnderWay:
         self.wait_for()
 
 
+_RESULTS: dict[Hashable, tuple[Any, ...]] = {}
+"""Shape, strides and dtype of each result of an operation, by what it is given; before them the kind of list that they
+come in (None: one tensor, in none). Empty where torch must be asked each time, since results share memory."""
+
+
+def _shapes_in(values: Iterable[Any]) -> tuple[Hashable, ...]:
+    """Values of which each tensor is its shape, strides and dtype. Raises TypeError for a tensor that is not meta."""
+    shapes: list[Hashable] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            if not value.is_meta:
+                raise TypeError("a tensor with values")
+            shapes.append((value.shape, value.stride(), value.dtype))
+        elif isinstance(value, list | tuple):
+            shapes.append(_shapes_in(value))
+        else:
+            # 1, 1.0 and True are equal, and make different tensors.
+            shapes.append((type(value), value))
+    return tuple(shapes)
+
+
+def _forms_of(result: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The entry of an operation's results in _RESULTS."""
+    results = list(tensors_in((result,)))
+    storages = {x.untyped_storage()._cdata for x in results}
+    shared = not storages.isdisjoint(x.untyped_storage()._cdata for x in tensors_in(given))
+    whole = all(x.is_meta and x.untyped_storage().nbytes() == x.numel() * x.element_size() for x in results)
+    if not results or shared or not whole or len(storages) < len(results):
+        return ()
+    if isinstance(result, Tensor):
+        kind = None
+    elif type(result) in (list, tuple) and len(result) == len(results):
+        kind = type(result)
+    else:
+        return ()
+    return kind, *((tuple(x.shape), x.stride(), x.dtype) for x in results)
+
+
 class Recorder(LiveBytes):
     """Records the programs of a rank. `fuses_dropout`, `fuses_elements`: as Software has them; `fast_norms`: norms go
     at the memory's pace; `products`: the format of half-precision products of matrices."""
@@ -222,6 +260,23 @@ class Recorder(LiveBytes):
         self._memory: list[tuple[int, int]] = []
         self._starts = 0
         self._ledger = Ledger()
+
+    def result_of(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The operation's results on meta tensors, which hang on shapes alone: torch is asked once for each."""
+        # Most of a recording's seconds were torch's own, which finds a meta tensor's shape by steps in Python.
+        try:
+            key = op, _shapes_in(args), _shapes_in(kwargs.values()), tuple(kwargs)
+            forms = _RESULTS.get(key)
+        except TypeError:  # an argument that has no hash, or is no meta tensor
+            return op(*args, **kwargs)
+        if forms is None:
+            result = op(*args, **kwargs)
+            _RESULTS[key] = _forms_of(result, (*args, *kwargs.values()))
+            return result
+        if not forms:
+            return op(*args, **kwargs)
+        made = [torch.empty_strided(*form[:2], dtype=form[2], device="meta") for form in forms[1:]]
+        return made[0] if forms[0] is None else forms[0](made)
 
     def note(
         self, op: Any, args: tuple[Any, ...], given: list[Tensor], results: list[Tensor], new: list[Tensor]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 import yaml
 from rich.console import Console
@@ -19,8 +20,10 @@ from meshwright.errors import ConfigError
 from meshwright.models.chain import chain_of
 from meshwright.pipeline.trace import write_trace
 from meshwright.registry import entries
+from meshwright.streams import PatientStream
 from meshwright.tools.plan.answer import (
     NO_DIFFERENCE,
+    Training,
     alike_sentence,
     answer,
     is_difference,
@@ -44,6 +47,20 @@ NOT_LOOKED_AT = "not looked at (stopped)"
 
 _WIDTH = 120
 """Columns, where no terminal says how many there are."""
+
+
+class BestSoFar:
+    """Prints a line on stderr for the first layout that fits, and for each faster one that a search comes to."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+
+    def __call__(self, best: Prediction) -> None:
+        """`3 s: so far data 64 (zero2); micro 1: 7.09 s a step, 70.36 GB of 85.52 GB (fits).`"""
+        seconds = time.monotonic() - self._start
+        told = answer(best, layout_text(best.config), Training())
+        # Asked for anew each time: while a bar is drawn, stderr is one that prints above it.
+        print(f"{seconds:.0f} s: so far {told}", file=cast(TextIO, PatientStream(cast(TextIO, sys.stderr))), flush=True)
 
 
 def check_new(option: str, path: Path | None) -> None:

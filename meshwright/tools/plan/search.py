@@ -9,20 +9,21 @@
 | an estimate of its memory | the same recordings (estimate.py)                           | it does not fit      |
 | an estimate of its step,  | the same, on the links between its ranks                    | the top K are faster |
 | in each order of axes     |                                                             |                      |
-| its memory                | recordings of its own, its first microbatches simulated     | it does not fit      |
-| its prediction            | the whole step (predict.py)                                 | it does not fit, or  |
-|                           |                                                             | the top K are faster |
+| the memory of its tensors | recordings of its own, its first microbatches simulated     | it does not fit      |
+| its seconds               | the whole step (predict.py)                                 | the top K are faster |
+| its memory                | its allocations, replayed (process.py)                      | it does not fit      |
 
-The run file's own layout is predicted first, if it is legal. Then come layouts in rounds: of whole layers; of layers
-cut in one way, inside or along the sequence, sequences over more and more ranks; of those cut in both, where either
-cut alone is fast enough. After each round layouts are predicted in the order of their estimates: what is slower than
-the K fastest is not looked at in the next. SIMULATED of a round are predicted at most. When the next estimate is not
-below the K-th fastest prediction, nothing that is left can be, as far as an estimate is no more than 1/SURE of the
-prediction (estimate.py).
+The run file's own layout is predicted first, if it is legal. Then come layouts in rounds (evaluator.round_of): one
+stage before several; of whole layers, of layers cut in one way, inside or along the sequence, over more and more ranks,
+then in both, where each cut that a cut is made of is fast enough. After each round layouts are predicted in the order
+of their estimates: what is slower than the K fastest is not looked at in the next. SIMULATED of a round are predicted
+at most. When the next estimate is not below the K-th fastest prediction, nothing that is left can be, as far as an
+estimate is no more than 1/SURE of the prediction (estimate.py).
 
-A layout that recomputes, moves or sends what it might keep is not predicted where the one that keeps it fits and is
-estimated to be as fast, unless fewer than K fit without; attention is not recomputed at all where its kernel keeps
-nothing.
+A layout that recomputes or moves what it might keep is looked at when the one that keeps it does not fit, by an
+estimate or a prediction, or is tight; one that sends in slices what it might keep is not predicted where the one that
+keeps it fits and is estimated to be as fast; both also where fewer than K fit without. Attention is not recomputed at
+all where its kernel keeps nothing.
 
 What fits with all that is not predicted (Device.unpredicted_share) stands first; what is tight stands beside it, where
 it is faster. Of each strategy (evaluator.strategy_of) one layout that fits is predicted; a strategy does not fit where
@@ -151,20 +152,22 @@ def search(
     partial: bool = False,
     processes: int = 1,
     program: Program | None = None,
+    improved: Callable[[Prediction], None] = lambda best: None,
 ) -> SearchResult:
     """The `top` fastest layouts of a run on so many devices that fit, of those that `keep` lets pass.
 
     `fixed`: fields that keep the run's values (space.py). `models`: shared by searches for one cluster. `partial`:
     whether Ctrl-C ends the search with the best so far. `program`: whose layouts alone are looked at. `processes`:
     among how many it is shared, whatever their number with one answer; where more than one, as forks beside this one,
-    in which torch must not have gone backward (evaluator.forked).
+    in which torch must not have gone backward (evaluator.forked). `improved`: is given the fastest that fits, each time
+    that a faster one is found.
 
     Raises ConfigError where no layout is legal, and where none fits: with what the closest one lacks.
     """
     job = SearchJob(config, cluster, devices, frozenset(fixed), program.layouts if program else {})
     evaluator = Evaluator(job, models or Estimates(Planner(cluster)), keep)
     with forked(processes, evaluator) as forks:
-        current = _Search(evaluator, top, report, forks)
+        current = _Search(evaluator, top, report, forks, improved)
         # What torch makes at its first pass hangs together in a cycle, and would count as memory if it stayed.
         stopped = not _finishes(current.predict_own, partial)
         with _uncollected():
@@ -209,8 +212,16 @@ class _Search:
     layouts that fit, and those that keep less and so fit, too: these are `dominated`. `behind`: those that would be
     tight, and no use."""
 
-    def __init__(self, evaluator: Evaluator, top: int, report: ShowProgress, forks: Executor | None) -> None:
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        top: int,
+        report: ShowProgress,
+        forks: Executor | None,
+        improved: Callable[[Prediction], None],
+    ) -> None:
         self.evaluator, self.top, self.report, self.forks = evaluator, top, report, forks
+        self.improved = improved
         self.found = SearchState()
         self.simulated = self.passed = 0
         self.families: list[Numbered] = []
@@ -222,6 +233,7 @@ class _Search:
         self.dominated: dict[Config, Queued] = {}
         self.behind: list[Queued] = []
         self.seen: set[Config] = set()
+        self.full: set[Config] = set()
         self.fitting: set[Config] = set()
         self.fastest: dict[str, Prediction] = {}
 
@@ -236,6 +248,15 @@ class _Search:
     def cutoff(self) -> float:
         """Seconds from which on a layout is of no interest, as far as is known."""
         return self.best[-1].seconds if len(self.best) >= self.top else math.inf
+
+    @property
+    def left_share(self) -> float:
+        """The share of families of layouts that were not looked at."""
+        return 1 - len(self.looked_at) / max(1, len(self.families))
+
+    @property
+    def left_text(self) -> str:
+        return f"{self.left_share:.0%} of the families left"
 
     @property
     def strategies(self) -> list[str]:
@@ -260,14 +281,17 @@ class _Search:
             self._predict_fastest(complete=place > 0 or len(rounds) == 1)
         # Estimates of two strategies err apart: zero3 was estimated 2 % slower than zero1, and predicted 4 % faster.
         # Where fewer fit than were asked for, those that keep less are worth their predictions.
+        for config in [*self.fitting] if len(self.best) < self.top else ():
+            found = SearchState()
+            self.evaluator.evaluate_savings(config, {*self.full, *self.fitting}, found, math.inf)
+            self.dominated |= {queued.config: queued for queued in found.queue if queued.config not in self.seen}
+            found.queue = []
+            self.found.include(found)
         for queued in sorted(self.dominated.values(), key=lambda one: one.seconds):
             if len(self.best) < self.top and not queued.tight:
                 self._predict(queued.config)
         for strategy in self.strategies:
-            left = [*self.dominated.values(), *self.behind, *self.queue[self.passed :]]
-            waiting = [one for one in left if strategy_of(one.config) == strategy]
-            waiting.sort(key=lambda queued: queued.seconds)
-            if not self._try(strategy, waiting) and strategy in self.found.slow:
+            if not self._try(strategy) and strategy in self.found.slow:
                 self._try_slow(strategy)
 
     def result(self, *, stopped: bool) -> SearchResult:
@@ -289,7 +313,7 @@ class _Search:
         predicted = tuple(sorted(self.known, key=lambda one: one.seconds))
         return SearchResult(
             self.evaluator.job, best, tight, tuple(runner_ups), not_reached, predicted, illegal, self.counts, stopped,
-            1 - len(self.looked_at) / max(1, len(self.families)), nearly_fits,
+            self.left_share, nearly_fits,
         )  # fmt: skip
 
     def nothing_fits(self) -> ConfigError:
@@ -305,7 +329,7 @@ class _Search:
         )
         return ConfigError.of("--cluster", job.cluster.name, rule, "more --devices, or a smaller model")
 
-    def _gather(self, this: tuple[int, int]) -> None:
+    def _gather(self, this: tuple[bool, int, int]) -> None:
         """Queue the layouts of one round that may fit and may be fast enough, by their estimates."""
         cutoff = self.cutoff
         numbered = []
@@ -338,9 +362,10 @@ class _Search:
             lists.setdefault(key, []).append((number, family))
         parts: dict[int, SearchState] = {}
 
-        def tell(summary: str, share: float | None) -> None:
+        def tell(summary: str, _: float | None) -> None:
             looked_at = self.found.legal + sum(one.legal for one in parts.values())
-            self.report(f"{looked_at:,} layouts; now {summary}", share)
+            self.looked_at |= set(parts)
+            self.report(f"{looked_at:,} layouts, {self.left_text}; now {summary}", 1 - self.left_share)
 
         try:
             if self.forks is None:
@@ -351,7 +376,7 @@ class _Search:
             asked = [self.forks.submit(evaluate_in_fork, families, cutoff) for families in shared]
             for answer in as_completed(asked):
                 parts |= answer.result()
-                tell(self.families[max(parts)][1].layout.summary, len(parts) / len(numbered))
+                tell(self.families[max(parts)][1].layout.summary, None)
         finally:
             self.looked_at |= set(parts)
             for number in sorted(parts):
@@ -374,23 +399,40 @@ class _Search:
             # What is tight at best is of use only while it may be faster than the first that fits.
             if queued.tight and (behind or len(self.tight) >= self.top):
                 self.behind.append(queued)
+                self._queue_savings(queued.config)
                 continue
             # The queue is in the order of the estimates, so what fits and keeps more was estimated to be as fast.
             if any(keeps in self.fitting for keeps in without_savings(queued.config)):
                 self.dominated[queued.config] = queued
                 self.fitting.add(queued.config)  # what keeps even less is slower still
                 continue
-            self._predict(queued.config)
+            if not self._predict(queued.config, self.cutoff):
+                self.behind.append(queued)
 
-    def _try(self, strategy: str, waiting: Sequence[Queued]) -> bool:
+    def _queue_savings(self, config: Config) -> None:
+        """Queue the layouts that save more memory than one that does not fit, or is tight."""
+        self.full.add(config)
+        found = SearchState()
+        self.evaluator.evaluate_savings(config, self.full, found, self.cutoff)
+        for queued in found.queue:
+            insort(self.queue, queued, lo=self.passed, key=lambda one: one.seconds)
+        found.queue = []
+        self.found.include(found)
+
+    def _try(self, strategy: str) -> bool:
         """Predict a strategy's layouts by their estimates until one fits or TRIES do not; then the one that holds
         least. Whether one fits."""
         # The fastest by their estimates use most memory; if these do not fit, the one that holds least decides.
-        rest = waiting[TRIES:]
-        for queued in (*waiting[:TRIES], *([min(rest, key=lambda one: one.memory)] if rest else ())):
-            if strategy in self.fastest:
+        for number in range(TRIES + 1):
+            left = (*self.dominated.values(), *self.behind, *self.queue[self.passed :])
+            waiting = [one for one in left if strategy_of(one.config) == strategy and one.config not in self.seen]
+            if strategy in self.fastest or not waiting:
                 break
-            self._predict(queued.config)
+            if number < TRIES:
+                # Those that are tight by their estimates mostly do not fit.
+                self._predict(min(waiting, key=lambda one: (one.tight, one.seconds)).config)
+            else:
+                self._predict(self.evaluator.least_full(min(waiting, key=lambda one: one.memory).config))
         return strategy in self.fastest
 
     def _try_slow(self, strategy: str) -> None:
@@ -404,32 +446,42 @@ class _Search:
             self._evaluate(numbered, math.inf, found)
             for runner_up in found.closest.values():
                 self.found.include_runner_up(runner_up)
-            if self._try(strategy, sorted(found.queue, key=lambda queued: queued.seconds)):
+            self.behind += found.queue
+            if self._try(strategy):
                 return
 
-    def _predict(self, config: Config) -> None:
+    def _predict(self, config: Config, cutoff: float = math.inf) -> bool:
+        """Predict a layout; False where it takes `cutoff` seconds or more, of which nothing else is known."""
         if config in self.seen:
             self.found.legal -= 1  # the run's own
-            return
+            return True
+        self.simulated += 1
+        text = f"{self.found.legal:,} layouts, {self.left_text}; predicting number {self.simulated}: "
+        self.report(text + layout_text(config), 1 - self.left_share)
+        found, strategy = self.evaluator.predict_or_memory(config, cutoff), strategy_of(config)
+        if found is None:
+            return False
         self.seen.add(config)
         self.dominated.pop(config, None)
-        self.simulated += 1
-        text = f"{self.found.legal:,} layouts; predicting number {self.simulated}: {layout_text(config)}"
-        self.report(text, min(1.0, self.simulated / SIMULATED))
-        found, strategy = self.evaluator.predict_or_memory(config), strategy_of(config)
         if isinstance(found, Memory):
             self.found.unfit += 1
             self.found.include_runner_up(RunnerUp(strategy, config, found, whole=True))
-            return
+            self._queue_savings(config)
+            return True
         self.known.append(found)
         fits = self._fits(found)
         if fits:
             self.fitting.add(config)
+        else:
+            self._queue_savings(config)
         for fastest in (self.best,) if fits else (self.tight,):
             insort(fastest, found, key=lambda one: one.seconds)
             del fastest[self.top :]
+        if fits and self.best[0] is found:
+            self.improved(found)
         known = self.fastest.get(strategy, found)
         self.fastest[strategy] = min(known, found, key=lambda one: (not self._fits(one), one.seconds))
+        return True
 
     def _fits(self, prediction: Prediction) -> bool:
         return verdict(prediction.fullest, self.evaluator.job.cluster) == "fits"

@@ -77,6 +77,9 @@ class SearchJob:
         """Whether a value of a field, or a section with fields that some values alone are known of, is known."""
         if name in self.known:
             return value in self.known[name]
+        # Whole sequences are of no kind, whatever the field says.
+        if name == "layout.context" and not value.axes:
+            return True
         # A kind of section has fields that others do not have.
         inner = {each.removeprefix(f"{name}."): each for each in self.known if each.startswith(f"{name}.")}
         return all(_field(value, short) in (None, *self.known[each]) for short, each in inner.items())
@@ -125,7 +128,7 @@ def own_layout(job: SearchJob) -> Config | None:
     rest = job.devices // (run.layout.world_size // run.layout.data.size)
     if not is_fixed("layout.data.size", job.fixed) and rest % run.layout.data.expert == 0:
         run = with_field(run, "layout.data.size", max(1, rest))
-    if run.layout.world_size != job.devices or broken_rules(run, frozenset(ELSEWHERE)):
+    if run.layout.world_size != job.devices or not is_legal(run):
         return None
     if not all(job.is_known(choice.field, field_of(run, choice.field)) for choice in CHOICES):
         return None
@@ -136,6 +139,21 @@ def orders_of(config: Config, job: SearchJob) -> Iterator[Config]:
     """The layout in each order of its axes that may be chosen."""
     for order in _allowed(CHOICES[-1], config, job):
         yield with_field(config, "layout.order", order)
+
+
+def savings(config: Config, job: SearchJob) -> Iterator[Config]:
+    """The legal layouts that differ from this one in one further saving of memory: recomputation, or offload."""
+    for choice in CHOICES:
+        if choice.field not in SAVINGS or is_fixed(choice.field, job.fixed) or field_of(config, choice.field) != "none":
+            continue
+        for value in _allowed(choice, config, job):
+            saving = with_field(config, choice.field, value)
+            if value != "none" and is_legal(saving):
+                yield saving
+
+
+def is_legal(config: Config) -> bool:
+    return not broken_rules(config, frozenset(ELSEWHERE))
 
 
 def fixed_fields(overrides: Iterable[str]) -> frozenset[str]:
@@ -353,6 +371,10 @@ def _ranks_in_reach(config: Config, job: SearchJob) -> int:
     return job.devices if nodes == "auto" else nodes
 
 
+OFFLOAD = "memory.offload.to"
+SAVINGS = OFFLOAD, "memory.recompute"
+"""The fields by which a layout saves memory and takes longer; both say "none" where it does not."""
+
 RECOMPUTED: tuple[str, ...] = ("none", "selective", "auto")
 """Candidates for memory.recompute; by operation where a program asks for it alone, since that is a third more."""
 
@@ -371,7 +393,7 @@ CHOICES = (
         "layout.data.size",
         lambda config, job: [_left(job, _tensor_size(config.layout), config.layout.pipeline.size)],
     ),
-    Choice("memory.offload.to", lambda config, job: ("none", "host")),
+    Choice(OFFLOAD, lambda config, job: ("none", "host")),
     Choice("layout.data.sync", _syncs),
     Choice("layout.data.shard", _shards),
     Choice("layout.data.expert", _experts),

@@ -70,6 +70,7 @@ class TimedParts:
         self._parts: dict[Hashable, dict[int, EstimatedPart]] = {}
         self._timed: dict[Hashable, dict[int, TimedPart]] = {}
         self._kept_shares: dict[Hashable, float] = {}
+        self._attention_again: dict[Hashable, float] = {}
 
     def distinct(self, config: Config) -> Iterator[tuple[int, Chunk]]:
         """The chain's distinct parts by position, in the order of the forward pass."""
@@ -135,14 +136,33 @@ class TimedParts:
         """The share of what the first layer keeps that it still keeps where attention is recomputed."""
         layer = config.layout.layer
         if layer not in self._kept_shares:
-            alone = _alone(config, _SIZES[0] * smallest_micro(config))
-            again = alone.model_copy(update={"memory": alone.memory.model_copy(update={"recompute": "selective"})})
-            recordings = self.planner.recordings
-            forms = recordings.of(alone, Chunk(range(0), True, False), ()).outgoing
-            kept, still = (_kept(recordings.of(one, Chunk(range(1), False, False), forms)) for one in (alone, again))
+            kept, still = (_kept(recording) for recording in self._with_attention_again(config))
             # Of one layer, as all of a chain's layers are cut alike.
             self._kept_shares[layer] = still / kept
         return self._kept_shares[layer]
+
+    def attention_again(self, config: Config) -> float:
+        """Seconds by which the first layer's backward pass is longer where attention is recomputed."""
+        key = config.layout.layer, config.micro, strides(config)
+        if key not in self._attention_again:
+            timer, network = self.planner.timer(config), self.planner.network(config)
+            once, twice = (
+                timer.seconds(recording.programs[TaskKind.BACKWARD][-1], network, 1.0)
+                for recording in self._with_attention_again(config)
+            )
+            # In proportion to the samples: attention grows no slower than they do, but for launches.
+            share = config.micro / (_SIZES[0] * smallest_micro(config))
+            self._attention_again[key] = max(0.0, twice - once) * share
+        return self._attention_again[key]
+
+    def _with_attention_again(self, config: Config) -> tuple[Recording, Recording]:
+        """Recordings of the first layer, for a small microbatch, without and with attention that is recomputed."""
+        alone = _alone(config, _SIZES[0] * smallest_micro(config))
+        again = alone.model_copy(update={"memory": alone.memory.model_copy(update={"recompute": "selective"})})
+        recordings = self.planner.recordings
+        forms = recordings.of(alone, Chunk(range(0), True, False), ()).outgoing
+        once, twice = (recordings.of(one, Chunk(range(1), False, False), forms) for one in (alone, again))
+        return once, twice
 
 
 def strides(config: Config, *more: str) -> Hashable:

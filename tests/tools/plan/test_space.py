@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from meshwright.config import Config, parse_config
-from meshwright.config.layout import Layout
+from meshwright.config.layout import ContextParallel, Layout
 from meshwright.config.rules import broken_rules
 from meshwright.ranks.grid import Grid
-from meshwright.tools.plan.cluster import Cluster
-from meshwright.tools.plan.space import FEW, SearchJob, fixed_fields, legal_layouts, ranks_per_node
+from meshwright.tools.plan.cluster import Cluster, load_cluster
+from meshwright.tools.plan.software import load_program
+from meshwright.tools.plan.space import FEW, SearchJob, fixed_fields, legal_layouts, ranks_per_node, savings
 
 LEVELS = [{"joins": 2, "latency": 1e-6, "bandwidth": 1e10}, {"latency": 1e-5, "bandwidth": 1e9}]
 TREE: dict[str, Any] = {
@@ -252,3 +253,21 @@ def test_positions_are_padded_for_ranks_that_do_not_divide_them(devices: int) ->
     assert devices in {
         layout.layout.tensor.size for layout in legal_layouts(job) if layout.layout.tensor.kind == "megatron"
     }
+
+
+def test_a_program_that_knows_one_kind_of_context_also_has_whole_sequences() -> None:
+    """torchtitan cuts sequences over a ring alone; sequences that nobody cuts are of no kind."""
+    run = parse_config({"model": "gpt2-small", "data": {"sequence": 512}, "batch": {"global": 8}})
+    job = SearchJob(run, load_cluster("dgx-h100"), 8, known=load_program("torchtitan").layouts)
+    assert job.is_known("layout.context", ContextParallel())
+    assert job.is_known("layout.context", ContextParallel(kind="ring", size=2))
+    assert not job.is_known("layout.context", ContextParallel(kind="ulysses", size=2))
+
+
+def test_savings_of_a_layout_are_legal_and_one_each() -> None:
+    run = parse_config({"model": "gpt2-small", "data": {"sequence": 512}, "batch": {"global": 8}, "precision": "bf16"})
+    job = SearchJob(run, load_cluster("dgx-h100"), 1)
+    found = {(one.memory.offload.to, one.memory.recompute) for one in savings(run, job)}
+    assert found == {("host", "none"), ("none", "selective"), ("none", "auto")}
+    fixed = SearchJob(run, load_cluster("dgx-h100"), 1, fixed=("memory.offload",))
+    assert {one.memory.offload.to for one in savings(run, fixed)} == {"none"}
