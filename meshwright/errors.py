@@ -66,6 +66,10 @@ class PluginError(MeshwrightError):
     """A strategy of another package that cannot be used: names the package, its entry point and the cause."""
 
 
+class SumError(MeshwrightError):
+    """A layout whose sums cannot be right: names the module, the axis and what would mend it, before ranks start."""
+
+
 class DataError(MeshwrightError):
     """A corpus, tokenizer or token file that cannot be read."""
 

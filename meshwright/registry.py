@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, reduce
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -179,6 +179,13 @@ def where_from(group: str, name: str) -> str:
     brought = [(point.name, point.value) for point in points]
     brought += [(known, value) for of, known, value, _ in registered() if of == group]
     return OURS[group].get(name) or next((value for known, value in brought if known == name), "")
+
+
+def brought(config: Any) -> list[str]:
+    """The strategies of other packages that take part in a run's sums, as `field=name`."""
+    fields = {group: NAMED_BY[group] for group in ("models", "tensor", "contexts", "syncs")}
+    named = {group: reduce(getattr, field.split("."), config) for group, field in fields.items()}
+    return [f"{fields[group]}={name}" for group, name in named.items() if name not in OURS[group]]
 
 
 def register(group: str, name: str, entry: Any) -> None:

@@ -26,6 +26,8 @@ FLOORS: dict[str, int] = {
     "subgraph": 3, "models": 3,
     # 4: what makes a run of the parts.
     "parts": 4, "on_device": 4, "stage_costs": 4, "decisions": 4, "checkpoint": 4, "convert": 4, "data": 4, "launch": 4,
+    # 4 too: a rank's sums, followed before it starts.
+    "typed": 4,
     # 5: the run. The core ends here.
     "training": 5,
     # 5 too: the comparison with one process, of any program.

@@ -196,6 +196,8 @@ class Check(Section):
     """Steps between two comparisons; 0: never."""
     root_every: Count = 0
     """Steps between two roots in metrics.jsonl, of the weights that a step has read; 0: never."""
+    sums: Literal["plugins", "always", "never"] = "plugins"
+    """Follow a step's sums on meta tensors before ranks start: where a package's strategy takes part, always, never."""
 
 
 class Metrics(Section):

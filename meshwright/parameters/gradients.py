@@ -41,6 +41,11 @@ OnFirst = Callable[[nn.Parameter], None]
 """on_first(parameter): called before a gradient is written, not added: its memory may have been given back."""
 
 
+def memory_of(x: Tensor) -> tuple[int, int]:
+    """The storage that a tensor lies in, and where in it."""
+    return x.untyped_storage()._cdata, int(x.storage_offset())
+
+
 class Gradients:
     """All layers of a rank share one. Layers that were given none leave the adding up to autograd."""
 
@@ -110,8 +115,8 @@ class Gradients:
                 self._on_first(parameter)
             if gradient is None:
                 view.zero_()
-            # It may be in its memory as another tensor object: equal addresses need no copy.
-            elif gradient.data_ptr() != view.data_ptr():
+            # It may be in its memory as another tensor object. By storage: meta tensors all have the address 0.
+            elif memory_of(gradient) != memory_of(view):
                 view.copy_(gradient)
         # In the order of the chunks, whatever order their backward passes took: the same last bits in every run.
         for apart in self._apart.get(parameter, {}).values():

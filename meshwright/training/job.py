@@ -1,7 +1,7 @@
 """`meshwright train`: what the launcher does before its ranks start. What they do: worker.py.
 
-Nothing here imports torch, but for a run that goes on: the ranks' own imports have begun before this process would have
-ended them.
+Nothing here imports torch, but for a run that goes on or that has a strategy of another package, whose sums are checked
+first: the ranks' own imports have begun before this process would have ended them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from meshwright.drawing import require_matplotlib
 from meshwright.environment import read_environment
 from meshwright.launch import Ranks, run
 from meshwright.machine import Machine
+from meshwright.registry import brought
 from meshwright.training import folder
 from meshwright.training.follow import Each, followed
 from meshwright.training.sinks import require_sinks
@@ -82,10 +83,19 @@ def train(
             "follow": stack.enter_context(followed(each)),
         }
 
-        notes = [*counted.notes, *resolved.notes, *notes]
+        notes = [*counted.notes, *resolved.notes, *_notes_of_sums(resolved.config), *notes]
         ranks = Ranks.of(resolved.config, str(out), out / STATUS)
         fewer = partial(_with_fewer, before, machine, arguments)
         run(TRAIN_WORKER, ranks, fewer=fewer, config=resolved.config, notes=notes, **arguments)
+
+
+def _notes_of_sums(config: Config) -> list[str]:
+    """Follow the sums of a run that has a strategy of another package, or asks for it; a note. Raises SumError."""
+    if config.check.sums == "never" or not (config.check.sums == "always" or brought(config)):
+        return []
+    from meshwright.typed.check import checked  # torch, which this process has no other use for
+
+    return checked(config)
 
 
 def _with_fewer(

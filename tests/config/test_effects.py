@@ -42,7 +42,7 @@ ALWAYS = {
     *("optimizer.name", "optimizer.lr", "optimizer.weight_decay", "optimizer.clip"),
     *("optimizer.schedule.warmup", "optimizer.schedule.decay"),
     *("checkpoint.every", "checkpoint.keep", "validation.every"),
-    *("metrics.sinks", "metrics.peak_flops", "check.every", "check.root_every", "logging.level"),
+    *("metrics.sinks", "metrics.peak_flops", "check.every", "check.root_every", "check.sums", "logging.level"),
 }
 """Fields that no other field can switch off. A model's are all of this kind: a family has no field of another's,
 and a kind of data none of another's (test_kinds.py)."""

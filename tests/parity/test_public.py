@@ -9,20 +9,42 @@ import pytest
 from meshwright.parity.check import collect, run_check
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples/parity/public"
+ALL = "(all parameters)"
 NAMED = {
+    "attention_sink_norm": ("clipping", ALL),
     "chunked_loss": ("missing reduction", "head"),
     "contiguous_copy": ("missing reduction", "1"),
+    "copies_in_norm": ("clipping", ALL),
+    "doubled_each_microbatch": ("wrong values", "2"),
+    "encoder_twice": ("wrong values", "encoder"),
     "expert_gradients": ("scaled", "experts.1"),
+    "expert_norm": ("clipping", ALL),
+    "expert_norm_mean": ("clipping", ALL),
+    "expert_prescale": ("scaled", "experts.1"),
     "experts_to_local": ("missing reduction", "1"),
+    "head_norm": ("missing reduction", "1.out_norm"),
+    "labels_after_cut": ("wrong values", "(loss)"),
+    "last_microbatch": ("missing reduction", ALL),
+    "latent_twice": ("scaled", "1.norm"),
     "loss_parallel_log_softmax": ("wrong values", "(loss)"),
+    "muon_each_microbatch": ("optimizer", "0"),
+    "muon_off": ("optimizer", "0"),
+    "muon_own_slice": ("missing reduction", ALL),
+    "recomputed_over_data": ("wrong values", "1.body.0"),
+    "replica_means": ("scaled", ALL),
     "router_counts": ("wrong values", "1"),
+    "router_scores": ("missing reduction", "experts.0"),
+    "router_sentinels": ("wrong values", "experts.0"),
     "shared_kv_biases": ("missing reduction", "1"),
     "shared_rotary_key": ("missing reduction", "1"),
 }
+SHORT = ("expert_norm", "head_norm", "muon_off", "recomputed_over_data", "router_sentinels")
+"""One of each kind that the tests of planted mistakes are not full of; the others are long."""
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in NAMED]
+)
 def test_a_public_mistake_is_named(name: str) -> None:
     right, wrong = (run_check(check) for check in collect(FOLDER / f"{name}.py"))
     assert right.holds, right.verdict

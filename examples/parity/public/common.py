@@ -51,3 +51,86 @@ def real_batch(generator: torch.Generator) -> Tensor:
 def squares(model: Any, batch: Tensor) -> Tensor:
     """The mean square of the output."""
     return model(batch).square().mean()
+
+
+def sgd_step(model: Any, loss_of: Any, reduce: Any = lambda: None) -> Any:
+    """A step of plain SGD, with `reduce` between the backward pass and the update."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(model: Any, batch: Any) -> Tensor:
+        loss = loss_of(model, batch)
+        loss.backward()
+        reduce()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def clipped(parameters: Any, square: Tensor, clip: float) -> None:
+    """Scale gradients down to the norm `clip`, the sum of squares being `square`."""
+    scale = min(1.0, clip / (float(square.sqrt()) + 1e-6))
+    for p in parameters:
+        p.grad *= scale
+
+
+def square_of(parameters: Any) -> Tensor:
+    """The sum of squares of these parameters' gradients on this rank."""
+    return torch.stack([p.grad.square().sum() for p in parameters]).sum()
+
+
+class Routed(torch.nn.Module):
+    """The sum of two experts, each times its score; a rank of its own has one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.gate = torch.nn.Linear(16, 16), torch.nn.Linear(16, 2, bias=False)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(2))
+        self.here: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        scores = self.gate(x).softmax(-1)
+        if self.here is not None:
+            return self.here(x, scores)
+        return sum(scores[..., [i]] * expert(x) for i, expert in enumerate(self.experts))
+
+
+def on_own_rank(job: Any) -> tuple[Any, Any, Any]:
+    """A copy of Routed with this rank's expert alone; the model, the expert, the ranks' group."""
+    model, group = job.copy(), job.device_mesh.get_group("ep")
+    mine = model.experts[job.rank]
+    model.experts[1 - job.rank] = None
+
+    def here(x: Tensor, scores: Tensor) -> Tensor:
+        x, scores = SumBackward.apply(x, group), SumBackward.apply(scores, group)
+        return SumForward.apply(scores[..., [job.rank]] * mine(x), group)
+
+    model.here = here
+    return model, mine, group
+
+
+class Muon(torch.optim.Optimizer):
+    """Every matrix moves by its momentum with all singular values 1 (exact, by an SVD); all else by plain SGD."""
+
+    def __init__(self, parameters: Any, lr: float = 0.02) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(self.update(p, p.grad), alpha=group["lr"])
+
+    def update(self, p: Tensor, gradient: Tensor) -> Tensor:
+        if p.dim() < 2:
+            return gradient
+        momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+        momentum.mul_(0.9).add_(gradient)
+        return orthogonal(momentum)
+
+
+def orthogonal(x: Tensor) -> Tensor:
+    u, _, v = torch.linalg.svd(x, full_matrices=False)
+    return u @ v

@@ -37,6 +37,7 @@ from meshwright.section import with_field
 from meshwright.tools.verify.outcome import reference_run, trace_reference
 from meshwright.tools.verify.tolerance import TOGETHER, tolerance_of
 from meshwright.training.loop import Trainer
+from meshwright.typed.check import checked
 
 WORKER = "meshwright.tools.verify.job:verify_rank"
 REFERENCE_WORKER = "meshwright.tools.verify.job:reference_worker"
@@ -122,6 +123,8 @@ def verify(config: Config, *, steps: int, as_configured: bool = False, report: R
     process = resolve_process(config, this_machine())
     config = with_field(config, "device", process.config.device)  # the reference's too: one GPU might do for it alone
     for note in process.notes:
+        report(note, None)
+    for note in checked(resolve(config, this_machine()).config):
         report(note, None)
     data = config.data.prepare(config, report)
     config = in_steps(config, data).config

@@ -1,0 +1,150 @@
+"""`check_sums(config)`: a layout's sums, before its ranks start; a plug-in's wrong one is refused in a sentence.
+
+A rank's forward and backward passes run on meta tensors, as a plan's do, and so do the sums of gradients and the
+publishing of new values. Every parameter's spec says which axes cut it; over the others it is invariant, and its
+gradient must be whole where the optimizer reads it. A pipeline is left out: its messages sum nothing.
+
+What is found: sums that are missing, made twice, or made over another axis, where addends meet what is whole, come to
+a function that is not linear, or to the optimizer. What is not: a factor (a mean for a sum), the wrong part of the
+right size, wrong data, masks and random numbers, and what follows messages from one rank to another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.config import Config
+from meshwright.config.layout import PipelineSection
+from meshwright.config.schema import MemorySection, Precision
+from meshwright.data_parallel.strategy import Synchroniser
+from meshwright.errors import SumError
+from meshwright.model import SAMPLES, Batch
+from meshwright.models.chain import chain_of
+from meshwright.on_device import AsOnDevice
+from meshwright.parameters.shard import ShardSpec
+from meshwright.parts import Parts, build, rank_part
+from meshwright.ranks.grid import DATA_AXES, Grid, grid_of_run
+from meshwright.registry import brought
+from meshwright.typed.kinds import Kind, constant, cut_at, uncut
+from meshwright.typed.operators import WrongSum
+from meshwright.typed.verbs import typed_mesh
+from meshwright.typed.watch import Neighbour, Watch
+
+
+def checked(config: Config) -> list[str]:
+    """Check a resolved run's sums where `check.sums` asks for it; a note of what was checked. Raises SumError."""
+    own = brought(config)
+    if config.check.sums == "never" or (config.check.sums == "plugins" and not own):
+        return []
+    started = time.perf_counter()
+    check_sums(config)
+    who = f" of {', '.join(own)}" if own else ""
+    return [f"the sums{who} fit on all axes: followed on meta tensors in {time.perf_counter() - started:.1f} s"]
+
+
+def check_sums(config: Config) -> None:
+    """Raises SumError where the types of a resolved run's values do not hold, with the module, the axis and a
+    remedy."""
+    config = reduced(config)
+    grid = grid_of_run(config)
+    axes = [name for name, size in grid.axes if size > 1]
+    neighbours = []
+    for axis in axes:
+        recording = Watch(records=True)
+        step(config, grid, grid.rank(grid.coordinates(0) | {axis: 1}), recording)
+        neighbours.append(Neighbour(axis, recording.stretches))
+    step(config, grid, 0, Watch(neighbours))
+
+
+def reduced(config: Config) -> Config:
+    """The run as it is checked: one stage, two microbatches at most, nothing recomputed or offloaded, in float32."""
+    layout = config.layout
+    sync = layout.data if not layout.data.strategy.whole else layout.data.model_copy(update={"sync": "allreduce"})
+    layout = layout.model_copy(update={"pipeline": PipelineSection(), "data": sync})
+    changes = {"layout": layout, "memory": MemorySection(), "precision": Precision(level="O0", dtype="float32")}
+    return config.model_copy(update=changes)
+
+
+def step(config: Config, grid: Grid, rank: int, watch: Watch) -> None:
+    """A rank's step on the meta device, followed by `watch`."""
+    mesh = typed_mesh(grid, rank, config.layout.token_axes, watch)
+    parts = build(config, mesh)
+    strategy = parts.strategy
+    assert isinstance(strategy, Synchroniser), "a strategy without buckets is replaced (reduced)"
+    named = dict(parts.model.named_parameters())
+    for name, parameter in named.items():
+        watch.declare(name, parameter, invariant_kind(parts.specs[name], parameter, grid))
+    for one in strategy.sums:
+        for place, (_, view) in zip(one.bucket.places, one.bucket.members(), strict=True):
+            watch.declare(place.name, view, constant(view.shape))
+    shapes = chain_of(config).sample_shapes(config)
+    whole = {name: mesh_zeros(parts, shape) for name, shape in shapes.items()}
+    for x in whole.values():
+        kind = Kind(uncut(x.shape))
+        for axis in DATA_AXES:
+            kind = cut_at(kind, 0, axis) if axis in grid.names and grid.size(axis) > 1 else kind
+        watch.say(x, kind)
+    with refused(), watch, watch.modules(parts.model), AsOnDevice("cpu", "fused"):
+        batches: list[Batch] = [
+            rank_part(whole, parts.kit, parts.model) for _ in range(min(2, config.num_microbatches))
+        ]
+        scales = dict.fromkeys((*parts.model.labels, SAMPLES), 1.0)
+        parts.pipeline.train(batches, scales, lambda index, chunk: None)
+        strategy.finish()
+    if not watch.records:
+        check_gradients(parts, strategy, watch)
+
+
+def mesh_zeros(parts: Parts, shape: tuple[int, ...]) -> Tensor:
+    return torch.zeros(parts.config.micro, *shape, dtype=torch.long, device="meta")
+
+
+def invariant_kind(spec: ShardSpec, parameter: nn.Parameter, grid: Grid) -> Kind:
+    """A parameter as its spec has it: cut by its axes, whole over all others."""
+    kind = Kind(uncut(parameter.shape))
+    cuts = {axis: shard.dim for axis, shard in spec.placements.items()}
+    cuts |= {spec.owner[0]: 0} if spec.owner else {}
+    for axis, dim in cuts.items():
+        kind = cut_at(kind, dim, axis) if grid.size(axis) > 1 else kind
+    return kind
+
+
+@contextmanager
+def refused() -> Iterator[None]:
+    """A wrong sum inside becomes a sentence with the module."""
+    try:
+        yield
+    except WrongSum as wrong:
+        place = f"what {', '.join(wrong.names)} gets" if wrong.names else wrong.place or "the model"
+        since = f" made in {wrong.since}" if wrong.since not in ("", wrong.place) else ""
+        shown = wrong.shown.replace("a partial sum", f"a partial sum{since}")
+        raise SumError(f"{place}: {shown} (axis {wrong.axis}): {wrong.remedy}") from None
+
+
+def check_gradients(parts: Parts, strategy: Synchroniser, watch: Watch) -> None:
+    """Every gradient that the optimizer reads is whole over the axes that do not cut it."""
+    for one in strategy.sums:
+        for place in one.slot.places:
+            kind, axes = watch.kind(one.total[place.start : place.stop]), parts.specs[place.name].axes
+            check_kind(place.name, axes, kind, parts.mesh.grid, one.slot.part_axes)
+
+
+def check_kind(name: str, cut: Collection[str], kind: Kind, grid: Grid, sliced: Collection[str] = ()) -> None:
+    """Raises SumError where ranks that hold a parameter alike read another gradient of it. `cut`: the axes that cut it;
+    `sliced`: those whose ranks step slices of it, or one of which steps all."""
+    for axis in grid.names:
+        word = kind.word(axis)
+        wrong = ("partial",) if axis in sliced else ("partial", "own", "cut")
+        if axis in cut or kind.constant or word not in wrong:
+            continue
+        held = "each rank's own addend" if word == "partial" else "another on each rank"
+        raise SumError(
+            f"{name}: its gradient is {held} when the optimizer reads it, and ranks of {axis} hold the parameter alike "
+            f"(axis {axis}): sum it over the axis; in a kit or a model its spec says so (partial_over, where ranks "
+            "feed it different heads), in a section the axes that split tokens (token_axes)"
+        )

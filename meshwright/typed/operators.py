@@ -1,0 +1,586 @@
+"""Operators of torch, and what they make of kinds.
+
+| operators                   | partial inputs                            | a cut dim that is                  |
+|-----------------------------|-------------------------------------------|------------------------------------|
+| sums, differences           | stay partial; beside a whole one: refused | kept                               |
+| products by elements        | one may be partial, two: refused          | kept                               |
+| other functions of elements | refused: f(a + b) is not f(a) + f(b)      | kept                               |
+| products of matrices, sums  | one may be partial, two: refused          | summed over: the result is partial |
+| maxima, softmax, norms      | refused                                   | reduced over: the result is own    |
+| a function's backward pass  | its incoming gradient may be partial      | as forward                         |
+| look-ups with whole indices | stay partial                              | looked up in: the result is partial|
+| whatever is not listed      | give what is own                          | gives what is own                  |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from meshwright.memory.recompute import tensors_in
+from meshwright.typed.kinds import (
+    NONE,
+    Axes,
+    Dim,
+    Kind,
+    aligned,
+    axes_of,
+    broadcast,
+    constant,
+    joined,
+    reshaped,
+    shortened,
+)
+
+
+class WrongSum(Exception):
+    """A sum over `axis` that is missing, or one too many: what shows it, and what would mend it. `names`: the
+    parameters whose gradients it sums; `place`, `since`: the modules that show it, and that made the partial sum."""
+
+    def __init__(self, axis: str, shown: str, remedy: str, names: Sequence[str] = ()) -> None:
+        super().__init__(f"{shown} ({axis})")
+        self.axis, self.shown, self.remedy, self.names = axis, shown, remedy, names
+        self.place = self.since = ""
+
+
+SUM_FIRST = "sum it over the axis first (all_reduce, or reduce_scatter where a part is enough)"
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operator's call: its arguments by their names in torch's schema, its results, and the kinds of tensors."""
+
+    name: str
+    given: dict[str, Any]
+    results: Sequence[Tensor]
+    kind_of: Callable[[Tensor], Kind]
+    elementwise: bool = False
+
+    def kind(self, name: str) -> Kind:
+        return self.kind_of(self.given[name])
+
+    def number(self, name: str, default: int = 0) -> int:
+        return int(self.given.get(name, default))
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        return list(tensors_in(value for name, value in self.given.items() if name != "out"))
+
+    @property
+    def kinds(self) -> list[Kind]:
+        return [self.kind_of(x) for x in self.inputs]
+
+    @property
+    def shape(self) -> Sequence[int]:
+        return self.results[0].shape
+
+    @property
+    def floats(self) -> bool:
+        return self.results[0].is_floating_point()
+
+
+Rule = Callable[[Call], Kind | list[Kind]]
+
+
+def kinds_of_results(call: Call) -> list[Kind]:
+    """The kind of every result. Raises WrongSum."""
+    rule = RULES.get(call.name) or (elementwise if call.elementwise else None)
+    if rule is None and call.inputs and all(kind.constant for kind in call.kinds):
+        return [constant(x.shape) for x in call.results]
+    found = (rule or unlisted)(call)
+    return found if isinstance(found, list) else [found] * len(call.results)
+
+
+def of_numbers(call: Call) -> list[Kind]:
+    return [constant(x.shape) for x in call.results]
+
+
+def unlisted(call: Call) -> list[Kind]:
+    """All that one input has of its own the results have."""
+    if not call.inputs:
+        return of_numbers(call)
+    return [_loose(call.kinds, x.shape) for x in call.results]
+
+
+def _loose(kinds: Sequence[Kind], shape: Sequence[int]) -> Kind:
+    return joined(kinds, constant(shape).dims, NONE.union(*(kind.cut | kind.partial for kind in kinds)))
+
+
+def add(kinds: Sequence[Kind], shape: Sequence[int]) -> Kind:
+    partial = NONE.union(*(kind.partial for kind in kinds))
+    loose = NONE.union(*(kind.own | kind.unknown for kind in kinds))
+    for axis in sorted(partial - loose):
+        for kind in kinds:
+            if not kind.constant and axis not in kind.partial:
+                word = kind.word(axis)
+                else_ = "a later sum counts the whole one once a rank" if word == "whole" else "parts meet addends"
+                raise WrongSum(axis, f"a partial sum is added to what is {word}", f"{SUM_FIRST}; else {else_}")
+    dims, lost = broadcast(kinds, shape)
+    return joined(kinds, dims, lost, partial)
+
+
+def multiply(kinds: Sequence[Kind], shape: Sequence[int]) -> Kind:
+    """A product, linear in each of its factors."""
+    partial: Axes = NONE
+    loose = NONE.union(*(kind.own | kind.unknown for kind in kinds))
+    for kind in kinds:
+        for axis in sorted(partial & kind.partial - loose):
+            raise WrongSum(axis, "two partial sums are multiplied", SUM_FIRST)
+        partial |= kind.partial
+    dims, lost = broadcast(kinds, shape)
+    cut = NONE.union(*(kind.cut for kind in kinds))
+    return joined(kinds, dims, lost | (partial & cut), partial)
+
+
+def refuse_partial(kinds: Iterable[Kind], name: str) -> None:
+    kinds = list(kinds)
+    loose = NONE.union(*(kind.own | kind.unknown for kind in kinds))
+    for axis in sorted(NONE.union(*(kind.partial for kind in kinds)) - loose):
+        raise WrongSum(axis, f"{name.strip('_')}, which is not linear, is taken of a partial sum", SUM_FIRST)
+
+
+def function(kinds: Sequence[Kind], shape: Sequence[int], name: str, *, floats: bool = True) -> Kind:
+    """Any function of elements."""
+    if floats:
+        refuse_partial(kinds, name)
+    dims, lost = broadcast(kinds, shape)
+    return joined(kinds, dims, lost.union(*(kind.partial for kind in kinds)))
+
+
+def elementwise(call: Call) -> Kind:
+    return function(call.kinds, call.shape, call.name, floats=call.floats)
+
+
+def sums(call: Call) -> Kind:
+    if call.name in ("add", "sub", "rsub") and len(call.inputs) == 1 and call.given.get("other"):
+        for axis in sorted(call.kinds[0].partial):
+            raise WrongSum(axis, "a number is added to a partial sum, once on every rank", SUM_FIRST)
+    return add(call.kinds, call.shape)
+
+
+def first(call: Call) -> Kind:
+    """The first tensor's numbers, in another dtype or memory."""
+    return call.kinds[0]
+
+
+def divided(call: Call) -> Kind:
+    above, *below = call.kinds
+    refuse_partial(below, "division")
+    return multiply([above, *below], call.shape)
+
+
+def chosen(call: Call) -> Kind:
+    condition, *kinds = call.kinds
+    return multiply([condition, add(kinds, call.shape)], call.shape)
+
+
+def filled(call: Call) -> Kind:
+    kind, mask = call.kinds[:2]
+    value = call.given["value"]
+    if not isinstance(value, Tensor) and value != 0:
+        refuse_partial([kind], "a mask's value")
+    return multiply([kind, mask], call.shape)
+
+
+def product_added(call: Call) -> Kind:
+    """self + value * tensor1 * tensor2."""
+    return add([call.kind("self"), multiply([call.kind("tensor1"), call.kind("tensor2")], call.shape)], call.shape)
+
+
+def copied(call: Call) -> Kind:
+    """A tensor that is written over the first one."""
+    source = call.kind_of(call.inputs[-1])
+    dims, lost = broadcast([source], call.shape)
+    return joined([source], dims, lost, source.partial)
+
+
+def backward(call: Call) -> Kind:
+    """The backward pass of a function of elements: linear in the gradient that comes in."""
+    gradient, *others = call.kinds
+    refuse_partial(others, call.name)
+    return multiply([gradient, *others], call.shape)
+
+
+def product(a: Kind, b: Kind, summed: Sequence[Dim], dims: Sequence[Dim]) -> Kind:
+    """A sum of products over the dims `summed`."""
+    over = NONE.union(*(axes_of(dim) for dim in summed))
+    loose = a.own | b.own | a.unknown | b.unknown
+    for axis in sorted(a.partial & b.partial - loose):
+        raise WrongSum(axis, "two partial sums are multiplied", SUM_FIRST)
+    partial = a.partial | b.partial
+    lost, seen = partial & over, NONE
+    for dim in dims:
+        lost |= axes_of(dim) & (seen | partial | over)
+        seen |= axes_of(dim)
+    # What is not told of the result's dims or sum is a cut that both dims of a batch did not agree on.
+    return joined([a, b], tuple(dims), lost, partial | over)
+
+
+def mm(call: Call) -> Kind:
+    a, b = call.kinds[-2:]
+    return product(a, b, [a.dims[-1], b.dims[-2]], [a.dims[0], b.dims[1]])
+
+
+def mv(call: Call) -> Kind:
+    a, b = call.kinds[-2:]
+    return product(a, b, [a.dims[1], b.dims[0]], [a.dims[0]])
+
+
+def bmm(call: Call) -> Kind:
+    a, b = call.kinds[-2:]
+    batch = aligned(a.dims[0], b.dims[0])
+    if batch is None:
+        return _loose([a, b], call.shape)
+    return product(a, b, [a.dims[2], b.dims[1]], [batch, a.dims[1], b.dims[2]])
+
+
+def with_sum(rule: Callable[[Call], Kind]) -> Callable[[Call], Kind]:
+    """beta * self + the product of the other two."""
+
+    def added(call: Call) -> Kind:
+        made = rule(call)
+        if call.given.get("beta", 1) == 0:
+            return made
+        return add([call.kinds[0], made], call.shape)
+
+    return added
+
+
+def dims_reduced(call: Call, rank: int) -> list[int]:
+    dim = call.given.get("dim")
+    if dim is None or dim == []:
+        return list(range(rank))
+    return [one % rank for one in (dim if isinstance(dim, list | tuple) else [dim])]
+
+
+def without(kind: Kind, reduced: Sequence[int], shape: Sequence[int], partial: Axes, lost: Axes) -> Kind:
+    """The kind without some dims, which stay with a length of 1 where the shape has them."""
+    kept = [dim for position, dim in enumerate(kind.dims) if position not in reduced]
+    if len(shape) == len(kind.dims):
+        kept = [((1, NONE),) if at in reduced else dim for at, dim in enumerate(kind.dims)]
+    return joined([kind], tuple(kept), lost, kind.partial | partial)
+
+
+def summed(call: Call) -> Kind:
+    kind = call.kinds[0]
+    reduced = dims_reduced(call, len(kind.dims))
+    over = NONE.union(*(axes_of(kind.dims[at]) for at in reduced))
+    return without(kind, reduced, call.shape, over, kind.partial & over)
+
+
+def reduced(call: Call) -> list[Kind]:
+    """A maximum, a norm, a variance: no sum."""
+    kind = call.kinds[0]
+    if call.floats:
+        refuse_partial([kind], call.name)
+    dims = dims_reduced(call, len(kind.dims))
+    over = NONE.union(*(axes_of(kind.dims[at]) for at in dims))
+    return [without(kind, dims, x.shape, NONE, over | kind.partial) for x in call.results]
+
+
+def along(call: Call) -> list[Kind]:
+    """A function of rows along `dim`: softmax, sorting."""
+    kind = call.kinds[0]
+    if call.floats:
+        refuse_partial([kind], call.name)
+    at = call.number("dim", -1) % len(kind.dims)
+    loose = kind.loosened(axes_of(kind.dims[at]) | kind.partial)
+    # The largest k of a row stand where the row stood.
+    return [_resized(loose, at, x.shape[at]) for x in call.results]
+
+
+def along_backward(call: Call) -> Kind:
+    gradient, output = call.kinds[:2]
+    refuse_partial([output], call.name)
+    at = call.number("dim", -1) % len(output.dims)
+    return multiply([gradient, output], call.shape).loosened(axes_of(output.dims[at]))
+
+
+def accumulated(call: Call) -> Kind:
+    """cumsum: linear."""
+    kind = call.kinds[0]
+    return kind.loosened(axes_of(kind.dims[call.number("dim")]))
+
+
+def _resized(kind: Kind, at: int, size: int) -> Kind:
+    """The kind with another length of a dim; factors of a dim that is no longer whole are one."""
+    dims = [*kind.dims]
+    dims[at] = ((size, axes_of(dims[at])),)
+    return replace(kind, dims=tuple(dims))
+
+
+def viewed(call: Call) -> Kind:
+    return reshaped(call.kinds[0], call.shape)
+
+
+def transposed(call: Call) -> Kind:
+    kind = call.kinds[0]
+    order = list(range(len(kind.dims)))
+    if call.name == "permute":
+        order = [at % len(order) for at in call.given["dims"]]
+    elif len(order) > 1:
+        one, other = (call.number("dim0", 0) % len(order), call.number("dim1", 1) % len(order))
+        order[one], order[other] = order[other], order[one]
+    return replace(kind, dims=tuple(kind.dims[at] for at in order))
+
+
+def expanded(call: Call) -> Kind:
+    kind, shape = call.kinds[0], call.shape
+    dims: list[Dim] = [((size, NONE),) for size in shape[: len(shape) - len(kind.dims)]]
+    before = call.inputs[0].shape
+    for dim, old, new in zip(kind.dims, before, shape[len(dims) :], strict=True):
+        dims.append(dim if old == new else ((old, axes_of(dim)), (new, NONE)) if axes_of(dim) else ((new, NONE),))
+    return replace(kind, dims=tuple(dims))
+
+
+def unsqueezed(call: Call) -> Kind:
+    kind = call.kinds[0]
+    at = call.number("dim") % (len(kind.dims) + 1)
+    return replace(kind, dims=(*kind.dims[:at], ((1, NONE),), *kind.dims[at:]))
+
+
+def selected(call: Call) -> list[Kind]:
+    """One of a dim's places, or each: of a cut dim another on every rank."""
+    kind = call.kinds[0]
+    at = call.number("dim") % len(kind.dims)
+    loose = kind.loosened(axes_of(kind.dims[at]))
+    return [replace(loose, dims=loose.dims[:at] + loose.dims[at + 1 :])] * len(call.results)
+
+
+def sliced(call: Call) -> list[Kind]:
+    kind = call.kinds[0]
+    at = call.number("dim") % len(kind.dims)
+    whole = call.inputs[0].shape[at]
+    return [kind if x.shape[at] == whole else _resized(kind, at, x.shape[at]) for x in call.results]
+
+
+def padded(call: Call) -> Kind:
+    """More places around, with zeros."""
+    kind = call.kinds[0]
+    for at, (old, new) in enumerate(zip(call.inputs[0].shape, call.shape, strict=True)):
+        kind = kind if old == new else _resized(kind, at, new)
+    return kind
+
+
+def put_back(call: Call) -> Kind:
+    """The gradient of what was selected: zeros elsewhere."""
+    kind = call.kinds[0]
+    at = call.number("dim") % len(call.shape)
+    return replace(kind, dims=(*kind.dims[:at], ((call.shape[at], NONE),), *kind.dims[at:]))
+
+
+def concatenated(call: Call) -> Kind:
+    """Tensors side by side. Of addends and whole values together none is sure."""
+    tensors = [x for x in call.inputs if x.dim() == call.inputs[-1].dim()]
+    kinds = [call.kind_of(x) for x in tensors]
+    if call.name == "stack":
+        at = call.number("dim") % (len(kinds[0].dims) + 1)
+        kinds = [replace(kind, dims=(*kind.dims[:at], ((1, NONE),), *kind.dims[at:])) for kind in kinds]
+    else:
+        at = call.number("dim") % len(kinds[0].dims)
+    solid = [kind for kind in kinds if not kind.constant] or kinds
+    partial = NONE.union(*(kind.partial for kind in kinds))
+    lost = NONE.union(*(partial - kind.partial for kind in solid))
+    dims: list[Dim] = []
+    for place in range(len(kinds[0].dims)):
+        several = {axes_of(kind.dims[place]) for kind in solid}
+        lost |= NONE.union(*several) if len(several) > 1 else NONE
+        one = solid[0].dims[place]
+        dims.append(((call.shape[place], NONE.union(*several)),) if place == at else one)
+    return joined(kinds, tuple(dims), lost, partial)
+
+
+def looked_up(call: Call) -> Kind:
+    """Rows of a table. Of a table that an axis cuts each rank finds its own rows, and masks the others."""
+    table, ids = call.kind("weight"), call.kind("indices")
+    return product(table, ids, [table.dims[0]], [*ids.dims, table.dims[1]])
+
+
+def table_gradient(call: Call) -> Kind:
+    gradient, ids = call.kind("grad_output"), call.kind("indices")
+    return product(gradient, ids, [*gradient.dims[:-1], *ids.dims], [((call.shape[0], NONE),), gradient.dims[-1]])
+
+
+def gathered(call: Call) -> Kind:
+    kind, ids = call.kind("self"), call.kind("index")
+    at = call.number("dim") % len(kind.dims)
+    over = axes_of(kind.dims[at])
+    dims, lost = broadcast([ids], call.shape)
+    others = NONE.union(*(axes_of(dim) for place, dim in enumerate(kind.dims) if place != at))
+    return joined([kind, ids], dims, lost | (others - ids.cut) | (over & ids.different), kind.partial | over)
+
+
+def rows_added(call: Call) -> Kind:
+    """self[index] += source along `dim`: source's rows are summed."""
+    source, ids = call.kind("source"), call.kind("index")
+    at = call.number("dim") % len(source.dims)
+    dims = [*source.dims]
+    over = axes_of(dims[at]) | ids.cut
+    dims[at] = ((call.shape[at], NONE),)
+    return add([call.kind("self"), joined([source, ids], tuple(dims), NONE, source.partial | over)], call.shape)
+
+
+def put(call: Call) -> Kind:
+    """self[indices] = values, or += where they accumulate."""
+    values = call.kind("values")
+    indices = [call.kind_of(x) for x in tensors_in(call.given["indices"])]
+    if not call.given.get("accumulate"):
+        return _loose([call.kind("self"), values, *indices], call.shape)
+    over = values.cut.union(*(ids.cut for ids in indices))
+    rows = joined([values, *indices], constant(call.shape).dims, NONE, values.partial | over)
+    return add([call.kind("self"), rows], call.shape)
+
+
+def scattered(call: Call) -> Kind:
+    """Some places of each row along `dim` written over."""
+    at = call.number("dim") % len(call.shape)
+    lost = NONE.union(*(axes_of(kind.dims[at]) | kind.partial for kind in call.kinds))
+    kinds = [_resized(kind, at, call.shape[at]) for kind in call.kinds]
+    dims, apart = broadcast(kinds, call.shape)
+    return joined(kinds, dims, lost | apart)
+
+
+def norm_forward(call: Call) -> list[Kind]:
+    """A layer or group norm, and its statistics."""
+    kind = call.kinds[0]
+    refuse_partial(call.kinds, call.name)
+    cut = axes_of(kind.dims[-1]) if call.name == "native_layer_norm" else NONE.union(*map(axes_of, kind.dims[2:]))
+    made = function(call.kinds[:1], call.shape, call.name).loosened(cut)
+    made = joined([made, *call.kinds[1:]], made.dims)
+    statistics = [
+        replace(made, dims=tuple(shortened(dim, size) for dim, size in zip(made.dims, x.shape, strict=False)))
+        for x in call.results[1:]
+    ]
+    return [made, *statistics]
+
+
+def norm_backward(call: Call) -> list[Kind]:
+    """Gradients of a norm's input, weight and bias."""
+    gradient, x, *others = call.kinds[:2] + [kind for kind in call.kinds[2:] if len(kind.dims) == 1]
+    refuse_partial([x, *others], call.name)
+    dx = multiply([gradient, x], call.inputs[1].shape)
+    last = len(dx.dims) - 1 if call.name == "native_layer_norm_backward" else 1
+    over = NONE.union(*(axes_of(dim) for place, dim in enumerate(dx.dims) if place != last))
+    dweight = joined([dx], (dx.dims[last],), dx.partial & over, dx.partial | over)
+    dx = joined([dx, *others], dx.dims, NONE, dx.partial)
+    return [dx, dweight, dweight][: len(call.results)]
+
+
+def attended(call: Call) -> list[Kind]:
+    """softmax(q kᵀ) v, [B, A, T, E]. Keys of other places than a rank's are gathered before."""
+    query, key, value = call.kinds[:3]
+    refuse_partial([query, key], "attention's softmax")
+    lost = _keys_apart(query, key, value)
+    dims = [*query.dims[:3], value.dims[3]]
+    made = joined([query, key, value], tuple(dims), lost, value.partial)
+    return [made, *(replace(made, dims=made.dims[: x.dim()]) for x in call.results[1:])]
+
+
+def _keys_apart(query: Kind, key: Kind, value: Kind) -> Axes:
+    """The axes that cut keys otherwise than queries, or inside of a head."""
+    apart = axes_of(query.dims[3]) | axes_of(key.dims[3]) | axes_of(key.dims[2]) | axes_of(value.dims[2])
+    for place in (0, 1):
+        held = {axes_of(kind.dims[place]) for kind in (query, key, value)}
+        apart |= NONE.union(*held) if len(held) > 1 else NONE
+    return apart
+
+
+def attended_backward(call: Call) -> list[Kind]:
+    gradient, query, key, value = call.kinds[:4]
+    refuse_partial([query, key, value], "attention's softmax")
+    lost, over = _keys_apart(query, key, value), axes_of(query.dims[2])
+    kinds, partial = [gradient, query, key, value], gradient.partial
+    dq = joined(kinds, query.dims, lost, partial)
+    # Every query's place adds to the gradients of all keys.
+    return [dq, *(joined(kinds, kind.dims, lost, partial | over) for kind in (key, value))]
+
+
+def convolved(call: Call) -> Kind:
+    """[B, C, ...] by [O, C/groups, ...]."""
+    x, weight, *bias = call.kinds
+    space = NONE.union(*(axes_of(dim) for dim in (*x.dims[2:], *weight.dims[2:])))
+    grouped = call.number("groups", 1) > 1
+    summed_dims = [weight.dims[1], *([] if grouped else [x.dims[1]])]
+    out = constant(call.shape).dims
+    made = product(x, weight, summed_dims, [x.dims[0], weight.dims[0], *out[2:]]).loosened(space)
+    if not bias:
+        return made
+    return add([made, replace(bias[0], dims=(bias[0].dims[0], *(((1, NONE),) for _ in out[2:])))], call.shape)
+
+
+def convolved_backward(call: Call) -> list[Kind]:
+    gradient, x, weight = call.kinds[:3]
+    grouped = call.number("groups", 1) > 1
+    space = NONE.union(*(axes_of(dim) for dim in (*x.dims[2:], *weight.dims[2:], *gradient.dims[2:])))
+    channels = [] if grouped else [gradient.dims[1]]
+    dx = product(gradient, weight, channels, x.dims).loosened(space)
+    dw = product(gradient, x, [gradient.dims[0]], [gradient.dims[1], *weight.dims[1:]]).loosened(space)
+    db = product(gradient, gradient.settled(gradient.partial), [gradient.dims[0]], [gradient.dims[1]]).loosened(space)
+    return [kind for kind, asked in zip((dx, dw, db), call.given["output_mask"], strict=True) if asked]
+
+
+def dropped(call: Call) -> list[Kind]:
+    """Ranks that hold the same draw the same masks: their seeds are the step's."""
+    return [call.kinds[0], constant(call.results[-1].shape)][: len(call.results)]
+
+
+def losses(call: Call) -> list[Kind]:
+    """nll_loss of log-probabilities [N, V]."""
+    kind, labels = call.kind("self"), call.kind("target")
+    over = axes_of(kind.dims[0]) if call.results[0].dim() == 0 else NONE
+    dims = () if call.results[0].dim() == 0 else (kind.dims[0],)
+    made = joined([kind, labels], dims, axes_of(kind.dims[-1]), kind.partial | over)
+    return [made, replace(made, dims=())]
+
+
+def losses_backward(call: Call) -> Kind:
+    gradient, kind, labels = call.kind("grad_output"), call.kind("self"), call.kind("target")
+    return joined([gradient, kind, labels], kind.dims, axes_of(kind.dims[-1]), gradient.partial)
+
+
+def _named(rule: Rule, names: str) -> dict[str, Rule]:
+    return dict.fromkeys(names.split(), rule)
+
+
+RULES: dict[str, Rule] = {
+    **_named(of_numbers, """
+        zeros ones full empty empty_like zeros_like ones_like full_like new_empty new_zeros new_full new_ones zero
+        new_empty_strided empty_strided empty_permuted arange scalar_tensor normal uniform bernoulli rand randn
+        rand_like randn_like linspace eye
+    """),
+    **_named(sums, "add sub rsub"),
+    **_named(first, "neg clone _to_copy positive detach alias lift_fresh"),
+    "copy": copied, "fill": lambda call: copied(call) if len(call.inputs) > 1 else of_numbers(call),
+    "mul": lambda call: multiply(call.kinds, call.shape),
+    "div": divided, "where": chosen, "masked_fill": filled, "addcmul": product_added,
+    "mm": mm, "mv": mv, "bmm": bmm,
+    "addmm": with_sum(mm), "addmv": with_sum(mv), "baddbmm": with_sum(bmm),
+    **_named(summed, "sum mean"),
+    **_named(reduced, """
+        amax amin max min argmax argmin logsumexp var std var_mean linalg_vector_norm norm prod any all
+    """),
+    **_named(along, "softmax _softmax _log_softmax log_softmax _safe_softmax sort topk"),
+    **_named(along_backward, "_softmax_backward_data _log_softmax_backward_data"),
+    "cumsum": accumulated,
+    **_named(viewed, "view _unsafe_view squeeze"),
+    **_named(transposed, "t transpose permute"),
+    "expand": expanded, "unsqueeze": unsqueezed,
+    **_named(selected, "select unbind"),
+    **_named(sliced, "slice split split_with_sizes"),
+    **_named(padded, "constant_pad_nd slice_backward"),
+    "select_backward": put_back,
+    **_named(concatenated, "cat stack"),
+    "embedding": looked_up, "embedding_dense_backward": table_gradient, "gather": gathered,
+    "scatter": scattered, "index_add": rows_added, "index_put": put,
+    **_named(norm_forward, "native_layer_norm native_group_norm"),
+    **_named(norm_backward, "native_layer_norm_backward native_group_norm_backward"),
+    "_scaled_dot_product_flash_attention_for_cpu": attended,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": attended_backward,
+    "convolution": convolved, "convolution_backward": convolved_backward,
+    "native_dropout": dropped, "nll_loss_forward": losses, "nll_loss_backward": losses_backward,
+    **_named(backward, "threshold_backward gelu_backward silu_backward tanh_backward sigmoid_backward"),
+}  # fmt: skip
+"""By the operator's name; the one in place and the one with an `out` have the same rule."""

@@ -1,0 +1,401 @@
+"""Follows the tensors of a rank's program on the meta device: the kind of each, from operator to operator.
+
+A kind is kept by where a tensor lies: storage, offset, sizes, strides. Autograd hands out new objects for what it
+saved, and a bucket's memory is read through many views; what was written last into a region is what it holds.
+
+Python's numbers are not followed: a rank takes its part of a batch by its index, and nothing of that is to be seen in
+one rank's operators. So the program of a neighbour on each axis is recorded first, and the two are compared as the
+second runs: a slice that begins elsewhere is a cut, another number makes a value of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwright.memory.recompute import tensors_in
+from meshwright.typed.kinds import NONE, Axes, Kind, axes_of, constant, cut_at, joined, reshaped, uncut
+from meshwright.typed.operators import Call, WrongSum, kinds_of_results
+
+Shape = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""Where a tensor lies in its storage: offset, sizes, strides."""
+
+Told = tuple[Any, ...]
+"""Arguments: numbers as they are, tensors as Tensors."""
+
+Seen = tuple[str, Told, tuple[int, ...]]
+"""An operator or a verb, its arguments, and the numbers of its results' storages."""
+
+
+class Part(NamedTuple):
+    """A tensor by its storage's number, its offset in it and its sizes."""
+
+    storage: int
+    offset: int
+    sizes: tuple[int, ...]
+
+
+PLACE = "meshwright_module"
+"""The key under which a node of autograd's graph keeps the module that made it."""
+
+
+EMPTY = frozenset(["empty", "empty_like", "new_empty", "zeros", "zeros_like", "new_zeros", "zero", "ones_like"])
+"""Operators whose results are the same on all ranks, whichever call them."""
+
+AHEAD = 12
+"""Operators of a neighbour that are looked through for the one that this rank calls."""
+
+
+def notes_of(node: Any) -> dict[str, str]:
+    """The notes at a node of autograd's graph, which last as long as the node."""
+    notes: dict[str, str] = node.metadata
+    return notes
+
+
+def shape_of(x: Tensor) -> Shape:
+    return int(x.storage_offset()), tuple(x.shape), tuple(x.stride())
+
+
+def region_of(x: Tensor) -> tuple[int, int]:
+    """The first element of the storage that a tensor may touch, and the one behind the last."""
+    start = int(x.storage_offset())
+    if x.numel() == 0:
+        return start, start
+    return start, start + 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+@dataclass
+class Memory:
+    """A storage's contents. `writes`: (start, stop, kind, time), the last one last. `known`: by shape, with the
+    time."""
+
+    number: int
+    storage: Any
+    writes: list[tuple[int, int, Kind, int]] = field(default_factory=list)
+    known: dict[Shape, tuple[Kind, int]] = field(default_factory=dict)
+    declared: list[tuple[str, Tensor, Kind]] = field(default_factory=list)
+    """Parameters, or their gradients, that lie in it: name, view, and the kind that the spec says."""
+
+    def names(self, start: int, stop: int) -> list[str]:
+        """The parameters of a region."""
+        return [name for name, x, _ in self.declared if region_of(x)[0] < stop and region_of(x)[1] > start]
+
+    def write(self, x: Tensor, kind: Kind, time: int) -> None:
+        start, stop = region_of(x)
+        if start == stop:  # padding of no rows
+            return
+        # Regions that this one covers can be read no more.
+        self.writes = [w for w in self.writes if w[0] < start or w[1] > stop]
+        self.writes.append((start, stop, kind, time))
+        self.known[shape_of(x)] = kind, time
+
+    def read(self, x: Tensor) -> Kind:
+        start, stop = region_of(x)
+        kind, time = self.known.get(shape_of(x), (None, -1))
+        later = [w for w in self.writes if w[3] > time and w[0] < stop and w[1] > start]
+        if not later and kind is not None:
+            return kind
+        return together(list(self.held(start, stop)), x.shape)
+
+    def held(self, start: int, stop: int) -> Iterator[Kind]:
+        """The kinds that lie in a region, as far as later writes have left them."""
+        open_runs = [(start, stop)]
+        for first, last, kind, _ in reversed(self.writes):
+            touched = [(a, b) for a, b in open_runs if first < b and last > a]
+            if touched:
+                yield kind
+                pieces = [piece for a, b in touched for piece in ((a, first), (last, b)) if piece[0] < piece[1]]
+                open_runs = [run for run in open_runs if run not in touched] + pieces
+
+
+def together(kinds: Sequence[Kind], shape: Sequence[int]) -> Kind:
+    """Tensors that lie side by side in memory, read as one: partial where all are; of several kinds each its own."""
+    solid = [kind for kind in kinds if not kind.constant]
+    if not solid:
+        return constant(shape)
+    if len(kinds) == 1 and math.prod(size for dim in kinds[0].dims for size, _ in dim) == math.prod(shape):
+        return reshaped(kinds[0], shape)
+    partial = NONE.union(*(kind.partial for kind in solid))
+    mixed = NONE.union(*(partial - kind.partial for kind in solid))
+    cuts = {tuple(axes_of(dim) for dim in kind.dims) for kind in solid}
+    dims, lost = uncut(shape), NONE.union(*(kind.cut for kind in solid))
+    if len(cuts) == 1 and len(solid[0].dims) == len(shape):
+        # Runs of rows, written one after the other.
+        dims, lost = tuple(((size, axes),) for size, axes in zip(shape, *cuts, strict=True)), NONE
+    return joined(solid, dims, lost | mixed, partial)
+
+
+@dataclass
+class Neighbour:
+    """The recorded program of the next rank on an axis, and how far this rank's goes along with it.
+
+    `stretches`: between two verbs, which both come to. `twins`: its storage for each of this rank's, by their numbers.
+    """
+
+    axis: str
+    stretches: list[list[Seen]]
+    stretch: int = 0
+    at: int = 0
+    twins: dict[int, int] = field(default_factory=dict)
+
+    def next(self, name: str, results: Sequence[int]) -> Told | None:
+        """The neighbour's arguments of the same operator; None where it does something else here."""
+        events = self.stretches[self.stretch] if self.stretch < len(self.stretches) else []
+        # A rank that has a step more than the other (padding, a root's sum) is soon in step again.
+        for at in range(self.at, min(self.at + AHEAD, len(events))):
+            known, told, theirs = events[at]
+            if known == name:
+                self.at = at + 1
+                self.twins.update(zip(results, theirs, strict=False))
+                return told
+        return None
+
+    def meet(self, name: str, storages: Sequence[int]) -> Told | None:
+        """Both come to a verb, with these tensors; the neighbour's."""
+        self.stretch, self.at = self.stretch + 1, 0
+        theirs = self.next(name, ())
+        for mine, part in zip(storages, theirs or (), strict=False):
+            self.twins.setdefault(mine, part.storage)
+        return theirs
+
+
+@cache
+def names_of(op: Any) -> tuple[str, str, tuple[str, ...], bool, bool]:
+    """(schema's name, name in RULES, arguments' names, element-wise, changes no memory and makes none)."""
+    schema = op._schema
+    full = schema.name.removeprefix("aten::")
+    arguments = tuple(argument.name for argument in schema.arguments)
+    views = any(a.alias_info is not None and not a.alias_info.is_write for a in schema.arguments)
+    return full, full.removesuffix("_"), arguments, torch.Tag.pointwise in op.tags, views
+
+
+class Watch(TorchDispatchMode):
+    """While entered, follows every operator. `neighbours`: the axes' recorded ones; without them it only records."""
+
+    def __init__(self, neighbours: Sequence[Neighbour] = (), *, records: bool = False) -> None:
+        super().__init__()
+        self.neighbours, self.records = neighbours, records
+        self.stretches: list[list[Seen]] = [[]]
+        self._memories: dict[int, Memory] = {}
+        self._time = 0
+        self._forward: list[str] = []
+        self._backward = ""
+
+    def memory(self, x: Tensor) -> Memory:
+        storage = x.untyped_storage()
+        address = storage._cdata
+        if address not in self._memories:
+            # Kept, or another storage would get the address.
+            self._memories[address] = Memory(len(self._memories), storage)
+        return self._memories[address]
+
+    def kind(self, x: Tensor) -> Kind:
+        """A tensor's kind; one that was made before, of numbers alone, is constant."""
+        return self.memory(x).read(x)
+
+    def say(self, x: Tensor, kind: Kind, *, view: bool = False) -> None:
+        """A tensor's memory holds this from now on. `view`: it did before, under another shape."""
+        if self.records:
+            return
+        self._time += 1
+        if view:
+            self.memory(x).known[shape_of(x)] = kind, self._time
+        else:
+            self.memory(x).write(x, kind, self._time)
+
+    def declare(self, name: str, x: Tensor, kind: Kind) -> None:
+        """A parameter, or the memory of its gradient, is of this kind when the program begins."""
+        self.memory(x).declared.append((name, x, kind))
+        self.say(x, kind)
+
+    def restore(self, x: Tensor) -> None:
+        """Parameters in a tensor's memory are again what was declared: slices of them were gathered."""
+        for _, parameter, kind in self.memory(x).declared:
+            self.say(parameter, kind)
+
+    def change(self, x: Tensor, rule: Callable[[Kind, list[str]], Kind]) -> None:
+        """Give each region that was written in a tensor's memory the kind `rule(kind, names of parameters)`."""
+        memory, (start, stop) = self.memory(x), region_of(x)
+        inside = [w for w in memory.writes if w[0] >= start and w[1] <= stop]
+        # A bucket's memory holds many gradients, each of a kind of its own.
+        if len(inside) < 2 or len(inside) < sum(w[0] < stop and w[1] > start for w in memory.writes):
+            self.say(x, rule(self.kind(x), memory.names(start, stop)))
+            return
+        self._time += 1
+        fresh = [(w[0], w[1], rule(w[2], memory.names(w[0], w[1])), self._time) for w in inside]
+        memory.writes = [w for w in memory.writes if w not in inside] + fresh
+
+    def meet(self, verb: str, *tensors: Tensor) -> None:
+        """The rank comes to a verb of several ranks, with these tensors."""
+        told = tuple(self._told(x) for x in tensors)
+        storages = tuple(part.storage for part in told)
+        self.stretches.append([(verb, told, storages)])
+        for neighbour in self.neighbours:
+            theirs = neighbour.meet(verb, storages) or ()
+            for x, one, other in zip(tensors, told, theirs, strict=False):
+                twin = neighbour.twins[one.storage] == other.storage
+                if twin and one.sizes == other.sizes and one.offset != other.offset:
+                    self.say(x, self._part(x, neighbour.axis, other.offset - one.offset))
+
+    @property
+    def place(self) -> str:
+        """The module whose forward or backward pass runs."""
+        node = torch._C._current_autograd_node()
+        if node is not None and (name := notes_of(node).get(PLACE)) is not None:
+            self._backward = f"the backward pass of {name}"
+        # Between two nodes gradients that meet are added up: behind the last one's module.
+        return self._forward[-1] if self._forward else self._backward
+
+    @contextmanager
+    def placing(self, kinds: Sequence[Kind], written: Sequence[Tensor] = ()) -> Iterator[None]:
+        """A wrong sum inside is told the module that runs, and the one that made the partial one of these kinds; of
+        what is written in place, the parameters."""
+        try:
+            yield
+        except WrongSum as wrong:
+            wrong.place = self.place
+            wrong.names = wrong.names or [name for x in written for name in self.memory(x).names(*region_of(x))]
+            wrong.since = next((kind.since for kind in kinds if wrong.axis in kind.partial), "")
+            raise
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if op is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            # A program reads a number that meta tensors do not have: any will do, and the same on all ranks.
+            return 1.0 if args[0].dtype.is_floating_point else 1
+        result = op(*args, **(kwargs or {}))
+        full, name, names, elementwise, views = names_of(op)
+        given = dict(zip(names, args, strict=False)) | dict(kwargs or {})
+        results = list(tensors_in((result,)))
+        told = tuple(self._told(value) for value in given.values())
+        storages = tuple(self.memory(x).number for x in results)
+        if self.records:
+            self.stretches[-1].append((full, told, storages))
+            return result
+        selected = self.compared(full, told, storages, given)
+        if results:
+            call = Call(name, given, results, lambda x: self.kind_given(x, selected), elementwise)
+            before = call.kinds
+            with self.placing(before, results if full.endswith("_") else ()):
+                kinds = kinds_of_results(call)
+            for x, kind in zip(results, kinds, strict=True):
+                self.say(x, self.made(name, x, kind, before, selected), view=views)
+        return result
+
+    def made(self, name: str, x: Tensor, kind: Kind, before: Sequence[Kind], selected: Selected) -> Kind:
+        """The kind of a result, with what neighbours do otherwise, and where it became partial."""
+        if kind.partial and not kind.since:
+            since = (one.since for one in before if one.partial & kind.partial)
+            kind = replace(kind, since=next(since, self.place))
+        if name not in EMPTY:
+            kind = kind.loosened(selected.own)
+        for axis, dim in selected.cuts:
+            kind = kind.loosened([axis]) if dim >= x.dim() else cut_at(kind, dim, axis)
+        return kind
+
+    def _told(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return Part(self.memory(value).number, int(value.storage_offset()), tuple(value.shape))
+        if isinstance(value, list | tuple):
+            return tuple(self._told(one) for one in value)
+        # Of what is no number, such as a generator, only that it is one: objects have no equals on another rank.
+        return value if isinstance(value, int | float | str | None) else type(value).__name__
+
+    def compared(self, name: str, mine: Told, results: Sequence[int], given: Mapping[str, Any]) -> Selected:
+        """How the call differs from the neighbours'."""
+        selected = Selected()
+        for neighbour in self.neighbours:
+            theirs = neighbour.next(name, results)
+            if theirs is None or len(theirs) != len(mine):
+                selected.own |= {neighbour.axis}
+                continue
+            for (argument, value), one, other in zip(given.items(), mine, theirs, strict=True):
+                self._compare_argument(name, argument, value, (one, other), neighbour, given, selected)
+        return selected
+
+    def _compare_argument(
+        self, name: str, argument: str, value: Any, told: tuple[Any, Any], neighbour: Neighbour,
+        given: Mapping[str, Any], selected: Selected,
+    ) -> None:  # fmt: skip
+        one, other = told
+        if isinstance(one, tuple) and not isinstance(one, Part) and isinstance(other, tuple) and len(one) == len(other):
+            for inner in zip(value, one, other, strict=True):
+                self._compare_argument(name, argument, inner[0], inner[1:], neighbour, given, selected)
+        elif isinstance(one, Part) and isinstance(other, Part):
+            # What no operator has made was there before, on both; what was made apart is `own` already.
+            if neighbour.twins.setdefault(one.storage, other.storage) != other.storage or one.sizes != other.sizes:
+                selected.own |= {neighbour.axis}
+            elif one.offset != other.offset:
+                # A view of the same memory that begins elsewhere: this rank's part of it.
+                selected.parts.append((value, neighbour.axis, other.offset - one.offset))
+        elif one != other and name == "slice" and argument in ("start", "end"):
+            selected.cuts |= {(neighbour.axis, int(given.get("dim", 0)) % given["self"].dim())}
+        elif one != other and name == "arange":
+            selected.cuts |= {(neighbour.axis, 0)}
+        elif one != other:
+            selected.own |= {neighbour.axis}
+
+    def kind_given(self, x: Tensor, selected: Selected) -> Kind:
+        kind = self.kind(x)
+        for tensor, axis, distance in selected.parts:
+            kind = self._part(x, axis, distance, kind) if tensor is x else kind
+        return kind
+
+    def _part(self, x: Tensor, axis: str, distance: int, kind: Kind | None = None) -> Kind:
+        """The kind of a view that lies so many elements further on at the axis's next rank."""
+        kind, dim = kind or self.kind(x), part_dim(x, distance)
+        if axis in kind.cut | kind.own | kind.unknown:  # a part of what is this rank's part already
+            return kind
+        return kind.loosened([axis]) if dim is None or axis in kind.partial else cut_at(kind, dim, axis)
+
+    @contextmanager
+    def modules(self, model: nn.Module) -> Iterator[None]:
+        """While entered, the modules of a model say where an operator is called."""
+        hooks = []
+        for name, module in model.named_modules():
+            hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self._forward.append(name)))
+            hooks.append(module.register_forward_hook(lambda _, __, out, name=name: self.leave(name, out)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def leave(self, name: str, out: Any) -> None:
+        self._forward.pop()
+        waiting = [x.grad_fn for x in tensors_in((out,)) if x.grad_fn is not None]
+        while waiting:
+            node = waiting.pop()
+            # Modules inside have left before, and their nodes are theirs.
+            if PLACE not in notes_of(node):
+                notes_of(node)[PLACE] = name
+                waiting += [before for before, _ in node.next_functions if before is not None]
+
+
+@dataclass
+class Selected:
+    """How a call differs from a neighbour's: by numbers (`own`), by where a slice begins (`cuts`: axis, dim), by which
+    part of a tensor an argument is (`parts`: the tensor, axis, elements further on)."""
+
+    own: Axes = NONE
+    cuts: frozenset[tuple[str, int]] = frozenset()
+    parts: list[tuple[Tensor, str, int]] = field(default_factory=list)
+
+
+def part_dim(x: Tensor, distance: int) -> int | None:
+    """The dim along which a view of the same form lies so many elements further on."""
+    fits = [
+        (stride, x.shape[dim] > 1, -dim)
+        for dim, stride in enumerate(x.stride())
+        if stride and distance % stride == 0 and abs(distance) // stride >= x.shape[dim]
+    ]
+    return -max(fits)[2] if fits else None
