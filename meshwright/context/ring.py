@@ -188,10 +188,10 @@ class RingAttention(CutContext):
         that a row that sees none of a block has a finite l, and no part of the output."""
         if mask is None or not self.masks(mask):
             return None
-        seen = mask[..., self._places(mask.shape[-1], (self.index - step) % self.size, mask.device)]
+        seen = mask[..., self.places(mask.shape[-1], (self.index - step) % self.size, mask.device)]
         return torch.zeros_like(seen, dtype=like.dtype).masked_fill_(~seen, torch.finfo(like.dtype).min / 2)
 
-    def _places(self, length: int, index: int, device: torch.device) -> Tensor:
+    def places(self, length: int, index: int, device: torch.device) -> Tensor:
         """The places of a rank's tokens in their sequence."""
         return torch.cat([torch.arange(run.start, run.stop, device=device) for run in self._runs(length, index)])
 

@@ -151,4 +151,4 @@ class GatheredRing(RingAttention):
 
     def _dealt(self, x: Tensor) -> Tensor:
         """The places in their sequence of all ranks' tokens, rank by rank."""
-        return torch.cat([self._places(x.shape[TOKENS], rank, x.device) for rank in range(self.size)])
+        return torch.cat([self.places(x.shape[TOKENS], rank, x.device) for rank in range(self.size)])

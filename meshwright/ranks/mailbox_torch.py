@@ -108,7 +108,12 @@ class GlooMailbox(PackedMailbox):
         self._inbox: SimpleQueue[Packet | None] = SimpleQueue()  # None: look at the failures
         self._failures: list[tuple[Side, Exception]] = []
         # Two threads a side: a send that waits for a slow neighbour must not hold up what has come from it.
-        self._receivers = {side: self._waiter(side, "receives", self._into_inbox(side)) for side in channels}
+        self._receivers = {
+            side: self._waiter(side, "receives", lambda buffer, side=side: self._inbox.put(  # type: ignore[misc]
+                Packet(side, header_of(buffer), buffer)
+            ))
+            for side in channels
+        }  # fmt: skip
         self._senders = {side: self._waiter(side, "sends", lambda buffer: None) for side in channels}
 
     def _waiter(self, side: Side, what: str, done: Callable[[Tensor], None]) -> Waiter:
@@ -117,9 +122,6 @@ class GlooMailbox(PackedMailbox):
             self._inbox.put(None)
 
         return Waiter(f"{self.axis} {what} {side}", done, failed)
-
-    def _into_inbox(self, side: Side) -> Callable[[Tensor], None]:
-        return lambda buffer: self._inbox.put(Packet(side, header_of(buffer), buffer))
 
     def _post(self, side: Side) -> None:
         self._post_on_host(side, self.new_buffer(side))

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 from meshwright.machine import SLOW_SHARE
 
 SIDE, TRIES = 128, 5
-"""Of the products that are timed: 4 Mflop each, 6 ms at the slowest rate that was seen."""
+"""Rows and columns, and tries, of the products that are timed: 4 Mflop each, 6 ms at the slowest rate seen."""
 
 HALVES = (torch.bfloat16, torch.float16)
 

@@ -7,14 +7,14 @@ the first piece's, what lies between them the second's. B and W compute in each 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.grid import EXPERT
-from meshwright.tools.plan.recorder import Cost, Program, Seconds, Start, WaitFor
+from meshwright.tools.plan.recorder import Cost, Kernel, Program, Seconds, Start, WaitFor
 
 if TYPE_CHECKING:
     from meshwright.tools.plan.compose import ChunkPlan
@@ -35,8 +35,9 @@ def piece_costs(
     pieces, trades = [0.0], []
     for unit in chunk.units:
         program, forward = unit.recording.programs[kind][which], unit.recording.programs[TaskKind.FORWARD][0]
-        computed = seconds(_without_trades(program))
-        parts = [seconds(part) for part in _parts(forward)]
+        computed = seconds(_without_trades(program, program.events))
+        cuts = [0, *(forward.events.index(start) for start in _trades(forward)), len(forward.events)]
+        parts = [seconds(_without_trades(forward, forward.events[start:stop])) for start, stop in pairwise(cuts)]
         shares = [part / sum(parts) for part in parts] if sum(parts) else [1 / len(parts)] * len(parts)
         own = [sent(start) for start in _trades(program)] or [0.0] * (len(parts) - 1)
         # Backward the outputs' gradients travel first.
@@ -63,23 +64,8 @@ def _trades(program: Program) -> list[Start]:
     return [event for event in sent if event.axes == EXPERT][-2:]
 
 
-def _without_trades(program: Program) -> Program:
+def _without_trades(program: Program, events: Sequence[Kernel | Start | WaitFor]) -> Program:
+    """These events of the program, but for its exchanges of rows."""
     numbers = {start.number for start in _trades(program)}
-    events = tuple(
-        event for event in program.events if not (isinstance(event, Start | WaitFor) and event.number in numbers)
-    )
-    return replace(program, events=events)
-
-
-def _parts(program: Program) -> list[Program]:
-    """A layer's forward program, cut where rows travel."""
-    cuts = [0, *(program.events.index(start) for start in _trades(program)), len(program.events)]
-    numbers = {start.number for start in _trades(program)}
-    parts = [program.events[start:stop] for start, stop in pairwise(cuts)]
-    return [
-        replace(
-            program,
-            events=tuple(e for e in part if not (isinstance(e, Start | WaitFor) and e.number in numbers)),
-        )
-        for part in parts
-    ]
+    left = (event for event in events if not (isinstance(event, Start | WaitFor) and event.number in numbers))
+    return replace(program, events=tuple(left))
