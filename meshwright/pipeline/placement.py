@@ -111,19 +111,13 @@ class PiecePlacement(ChunkPlacement):
             stages.append(tuple(range(start, start + count) for start, count in zip(starts, counts, strict=False)))
         return tuple(stages)
 
-    @cached_property
-    def _places(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """By stage and number of the piece, its chunk and its place in there."""
-        return tuple(
-            tuple((chunk, place) for chunk, own in enumerate(pieces) for place in range(len(own)))
-            for pieces in self._pieces
-        )
-
     def pieces_of(self, stage: int) -> tuple[range, ...]:
         return self._pieces[stage]
 
     def place(self, stage: int, number: int) -> tuple[int, int]:
-        return self._places[stage][number]
+        pieces = self._pieces[stage]
+        chunk = next(chunk for chunk, own in enumerate(pieces) if number in own)
+        return chunk, number - pieces[chunk][0]
 
     def entry(self, stage: int, kind: TaskKind, chunk: int) -> int:
         pieces = self._pieces[stage][chunk]

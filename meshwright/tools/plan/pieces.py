@@ -8,31 +8,24 @@ the first piece's, what lies between them the second's. B and W compute in each 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.grid import EXPERT
 from meshwright.tools.plan.compose import ChunkPlan
-from meshwright.tools.plan.recorder import Cost, Program, Seconds, Start, WaitFor
-
-
-@dataclass(frozen=True)
-class PieceCosts:
-    """By place in the chunk: the cost of each piece, and seconds of the exchange between it and the next."""
-
-    costs: tuple[Cost, ...]
-    trades: tuple[float, ...]
+from meshwright.tools.plan.recorder import Cost, Kernel, PieceCosts, Program, Seconds, Start
 
 
 def piece_costs(
     chunk: ChunkPlan, kind: TaskKind, which: int, whole: Cost, seconds: Seconds, sent: Callable[[Start], float]
 ) -> PieceCosts:
     """The pieces of a task whose cost as a whole is `whole`, its exchanges among it. `sent`: an exchange's seconds."""
-    pieces, trades = [0.0], []
+    pieces: list[float] = [0.0]
+    trades: list[float] = []
     for unit in chunk.units:
         program, forward = unit.recording.programs[kind][which], unit.recording.programs[TaskKind.FORWARD][0]
-        computed = seconds(_without_trades(program))
+        computed = sum(map(seconds, _parts(program)))
         parts = [seconds(part) for part in _parts(forward)]
         shares = [part / sum(parts) for part in parts] if sum(parts) else [1 / len(parts)] * len(parts)
         own = [sent(start) for start in _trades(program)] or [0.0] * (len(parts) - 1)
@@ -45,11 +38,11 @@ def piece_costs(
     # A piece keeps, or frees, and needs beside that, its part of what the whole does.
     total, costs = sum(pieces), []
     passing_bytes = whole.peak_bytes - max(0, whole.kept_bytes)
-    for own in pieces:
-        share = own / total if total else 1 / len(pieces)
+    for computed in pieces:
+        share = computed / total if total else 1 / len(pieces)
         kept_bytes = round(share * whole.kept_bytes)
         peak_bytes = max(0, kept_bytes) + round(share * passing_bytes)
-        costs.append(Cost(own + beside, kept_bytes, peak_bytes, share * whole.flops))
+        costs.append(Cost(computed + beside, kept_bytes, peak_bytes, share * whole.flops))
     return PieceCosts(tuple(costs), tuple(trades))
 
 
@@ -60,23 +53,11 @@ def _trades(program: Program) -> list[Start]:
     return [event for event in sent if event.axes == EXPERT][-2:]
 
 
-def _without_trades(program: Program) -> Program:
-    numbers = {start.number for start in _trades(program)}
-    events = tuple(
-        event for event in program.events if not (isinstance(event, Start | WaitFor) and event.number in numbers)
-    )
-    return replace(program, events=events)
-
-
 def _parts(program: Program) -> list[Program]:
-    """A layer's forward program, cut where rows travel."""
-    cuts = [0, *(program.events.index(start) for start in _trades(program)), len(program.events)]
-    numbers = {start.number for start in _trades(program)}
-    parts = [program.events[start:stop] for start, stop in pairwise(cuts)]
-    return [
-        replace(
-            program,
-            events=tuple(e for e in part if not (isinstance(e, Start | WaitFor) and e.number in numbers)),
-        )
-        for part in parts
-    ]
+    """A layer's program, cut where rows travel, and without their exchanges."""
+    trades = _trades(program)
+    numbers = {start.number for start in trades}
+    cuts = [0, *map(program.events.index, trades), len(program.events)]
+    events = (program.events[start:stop] for start, stop in pairwise(cuts))
+    kept = (tuple(e for e in own if isinstance(e, Kernel) or e.number not in numbers) for own in events)
+    return [replace(program, events=own) for own in kept]
