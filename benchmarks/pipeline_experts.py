@@ -238,7 +238,7 @@ class Row:
     total: float
     ratio: float
     memory: float
-    idle: float
+    idle: float | None
 
 
 def by_clock(exchange: float, count: int, num_stages: int) -> list[Row]:
@@ -267,7 +267,7 @@ def show(rows: Sequence[Row], title: str) -> None:
         first, known = known != cell, cell
         table.add_row(
             f"{row.exchange:g}" if first else "", f"{row.num_microbatches}" if first else "", row.schedule,
-            f"{row.total:.1f}", f"{row.ratio:.3f}", f"{row.memory:.1f}", f"{row.idle:.0%}",
+            f"{row.total:.1f}", f"{row.ratio:.3f}", f"{row.memory:.1f}", "" if row.idle is None else f"{row.idle:.0%}",
         )  # fmt: skip
     Console(width=100).print(table)
 
@@ -394,9 +394,10 @@ def in_processes(arguments: argparse.Namespace) -> list[Row]:
     """All schedules in turns; each ratio is the median of the rounds' ratios."""
     stages = arguments.stages // 2
     cells = list(product(arguments.exchange, arguments.microbatches))
+    chosen = list(dict.fromkeys([BASELINE, *arguments.schedules]))
     runs = [
         Run(name, exchange, stages, count, turn)
-        for turn, (exchange, count), name in product(range(arguments.rounds), cells, RULES)
+        for turn, (exchange, count), name in product(range(arguments.rounds), cells, chosen)
         if count >= 2 * stages
     ]
     taken: dict[Run, float] = {}
@@ -416,13 +417,13 @@ def in_processes(arguments: argparse.Namespace) -> list[Row]:
         for run in runs:
             taken[run] = team.run(1)[1]
     rows = []
-    for (exchange, count), name in product(cells, RULES):
+    for (exchange, count), name in product(cells, chosen):
         turns = [run for run in runs if (run.exchange, run.num_microbatches, run.schedule) == (exchange, count, name)]
         bases = [taken[Run(BASELINE, exchange, stages, count, run.turn)] for run in turns]
         total = statistics.median(taken[run] for run in turns) * 1e3 / arguments.forward_ms
         ratio = statistics.median(taken[run] / base for run, base in zip(turns, bases, strict=True))
         clock = turns[0].simulated()
-        rows.append(Row(exchange, count, name, total, ratio, most_in_flight(turns[0], clock), float("nan")))
+        rows.append(Row(exchange, count, name, total, ratio, most_in_flight(turns[0], clock), None))
     return rows
 
 
@@ -433,6 +434,7 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3, help="turns of the processes")
     parser.add_argument("--paced", action="store_true", help="in processes as well, half as many stages of two ranks")
+    parser.add_argument("--schedules", nargs="+", choices=RULES, default=list(RULES), help="in processes, beside 1f1b")
     parser.add_argument("--transport", choices=["mpi", "torch"], default="mpi")
     parser.add_argument("--forward-ms", type=float, default=40.0, help="how long a forward pass of a stage sleeps")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE as well")

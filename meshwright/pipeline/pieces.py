@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,10 +29,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from meshwright.model import Batch, Crossing, Hidden, Pieces, Scales
 from meshwright.parameters.gradients import WeightWork
 from meshwright.pipeline.placement import PiecePlacement
-from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.task import Arrival, Task
 from meshwright.ranks.comm import Comm, PieceSizes, Posted, size_bytes
 from meshwright.ranks.flight_recorder import Call
+
+if TYPE_CHECKING:
+    from meshwright.pipeline.stage import Stage
 
 
 @dataclass(frozen=True)

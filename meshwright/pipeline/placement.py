@@ -115,8 +115,9 @@ class PiecePlacement(ChunkPlacement):
         return self._pieces[stage]
 
     def place(self, stage: int, number: int) -> tuple[int, int]:
-        chunk = next(chunk for chunk, pieces in enumerate(self._pieces[stage]) if number in pieces)
-        return chunk, number - self._pieces[stage][chunk].start
+        pieces = self._pieces[stage]
+        chunk = next(chunk for chunk, own in enumerate(pieces) if number in own)
+        return chunk, number - pieces[chunk][0]
 
     def entry(self, stage: int, kind: TaskKind, chunk: int) -> int:
         pieces = self._pieces[stage][chunk]

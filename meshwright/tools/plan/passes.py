@@ -39,8 +39,7 @@ from meshwright.pipeline.schedule import ScheduleRule
 from meshwright.pipeline.span import Span, Timeline, phase_span
 from meshwright.pipeline.task import Task, TaskKind
 from meshwright.tools.plan.memory import Peak
-from meshwright.tools.plan.pieces import PieceCosts
-from meshwright.tools.plan.recorder import Cost, place
+from meshwright.tools.plan.recorder import Cost, PieceCosts, place
 from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE
 
 WHOLE_TASKS = 3_000

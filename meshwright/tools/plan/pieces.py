@@ -7,37 +7,29 @@ the first piece's, what lies between them the second's. B and W compute in each 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.grid import EXPERT
-from meshwright.tools.plan.recorder import Cost, Kernel, Program, Seconds, Start, WaitFor
+from meshwright.tools.plan.recorder import Cost, Kernel, PieceCosts, Program, Seconds, Start
 
 if TYPE_CHECKING:
     from meshwright.tools.plan.compose import ChunkPlan
-
-
-@dataclass(frozen=True)
-class PieceCosts:
-    """By place in the chunk: the cost of each piece, and seconds of the exchange between it and the next."""
-
-    costs: tuple[Cost, ...]
-    trades: tuple[float, ...]
 
 
 def piece_costs(
     chunk: ChunkPlan, kind: TaskKind, which: int, whole: Cost, seconds: Seconds, sent: Callable[[Start], float]
 ) -> PieceCosts:
     """The pieces of a task whose cost as a whole is `whole`, its exchanges among it. `sent`: an exchange's seconds."""
-    pieces, trades = [0.0], []
+    pieces: list[float] = [0.0]
+    trades: list[float] = []
     for unit in chunk.units:
         program, forward = unit.recording.programs[kind][which], unit.recording.programs[TaskKind.FORWARD][0]
-        computed = seconds(_without_trades(program, program.events))
-        cuts = [0, *(forward.events.index(start) for start in _trades(forward)), len(forward.events)]
-        parts = [seconds(_without_trades(forward, forward.events[start:stop])) for start, stop in pairwise(cuts)]
+        computed = sum(map(seconds, _parts(program)))
+        parts = [seconds(part) for part in _parts(forward)]
         shares = [part / sum(parts) for part in parts] if sum(parts) else [1 / len(parts)] * len(parts)
         own = [sent(start) for start in _trades(program)] or [0.0] * (len(parts) - 1)
         # Backward the outputs' gradients travel first.
@@ -64,8 +56,11 @@ def _trades(program: Program) -> list[Start]:
     return [event for event in sent if event.axes == EXPERT][-2:]
 
 
-def _without_trades(program: Program, events: Sequence[Kernel | Start | WaitFor]) -> Program:
-    """These events of the program, but for its exchanges of rows."""
-    numbers = {start.number for start in _trades(program)}
-    left = (event for event in events if not (isinstance(event, Start | WaitFor) and event.number in numbers))
-    return replace(program, events=tuple(left))
+def _parts(program: Program) -> list[Program]:
+    """A layer's program, cut where rows travel, and without their exchanges."""
+    trades = _trades(program)
+    numbers = {start.number for start in trades}
+    cuts = [0, *map(program.events.index, trades), len(program.events)]
+    events = (program.events[start:stop] for start, stop in pairwise(cuts))
+    kept = (tuple(e for e in own if isinstance(e, Kernel) or e.number not in numbers) for own in events)
+    return [replace(program, events=own) for own in kept]

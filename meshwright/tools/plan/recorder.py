@@ -151,6 +151,15 @@ DISTINCT = 3
 """Places in a step that a microbatch can have: first, between, last."""
 
 
+@dataclass(frozen=True)
+class PieceCosts:
+    """A task in pieces (pieces.py), by place in its chunk: the cost of each piece, and seconds of the exchange between
+    it and the next."""
+
+    costs: tuple[Cost, ...]
+    trades: tuple[float, ...]
+
+
 def place(microbatch: int, num_microbatches: int) -> int:
     """Which of a part's programs a microbatch runs."""
     # The last makes gradients whole, also where it is the first or second of a short step.

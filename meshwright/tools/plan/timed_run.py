@@ -15,8 +15,8 @@ from meshwright.tools.plan.buckets import PlannedBucket, memory_of, share_progra
 from meshwright.tools.plan.compose import Composition, StagePlan
 from meshwright.tools.plan.memory import Footprint, Memory
 from meshwright.tools.plan.passes import Passes, PipelinePhase, Sum, phase_of, tasks_of_stages
-from meshwright.tools.plan.pieces import PieceCosts, piece_costs
-from meshwright.tools.plan.recorder import Cost, Kernel, Program, Start
+from meshwright.tools.plan.pieces import piece_costs
+from meshwright.tools.plan.recorder import Cost, Kernel, PieceCosts, Program, Start
 from meshwright.tools.plan.software import STEPPED_BYTES, STEPS_OF_ADAMW, Communication
 
 if TYPE_CHECKING:
