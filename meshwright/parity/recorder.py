@@ -223,10 +223,16 @@ class Recorder:
             self._trace = SampledTrace(self.models[0] if one else [("", model) for model in self.models])
             self._trace.recorder = self
             self._trace.__enter__()
+            for model in self.models:
+                self._trace.hooked(model.register_forward_hook(self.after_model, with_kwargs=True))
             # torch made its list of this call's hooks before there was a trace.
             self._trace._before("")(module, arguments, {})
-        for place, x in enumerate(x for x in all_tensors(arguments) if x.ndim):
-            self.tensors[f"sample:{place}|{self.step.passes - 1}|"] = self.keep(f"sample:{place}", local_of(x))
+
+    def after_model(self, module: nn.Module, arguments: Any, keywords: Any, result: Any) -> None:
+        """Keep what a model was given: behind its pass, as only then torch tells keywords of a call under way."""
+        if not in_backward():
+            for place, x in enumerate(x for x in all_tensors((arguments, keywords)) if x.ndim):
+                self.tensors[f"sample:{place}|{self.step.passes - 1}|"] = self.keep(f"sample:{place}", local_of(x))
 
     def _begin_run(self) -> None:
         """At the first call: dropout off, the first weights, and what one rounding moves of them."""
