@@ -26,6 +26,8 @@ import torch.nn.functional as F
 
 from benchmarks.llama_model import PlainLlama, Sizes
 from meshwright import parity
+from meshwright.parity.recorded import RecordedRun
+from meshwright.parity.runs import compare_runs
 
 WAYS = ("plain", "recorded", "perturbed")
 LAYERS = 16
@@ -69,10 +71,14 @@ def report(told: dict[str, dict[str, object]], folder: Path, sizes: Sizes) -> No
         median = statistics.median(facts["seconds"])  # type: ignore[arg-type]
         peak = facts["peak_bytes"]
         print(f"{way:10} {median:9.2f} {median / plain:12.2f} {peak / 1e9:8.2f} {(peak - base) / 1e6:8.0f}")  # type: ignore[operator]
-    step, first = written_bytes(folder / "recorded")
+    step, first = written_bytes(folder / "rank-0")
     whole = step * LAYERS / sizes.layers
     print(f"on disk: {step / 1e6:.0f} MB a step and {first / 1e6:.0f} MB of first weights", end="; ")
+    start = time.monotonic()
+    holds = all(result.holds for result in compare_runs(RecordedRun.read(folder), RecordedRun.read(folder)))
+    seconds = time.monotonic() - start
     print(f"of {LAYERS} layers at most {whole / 1e6:.0f} and {first * LAYERS / sizes.layers / 1e6:.0f} MB")
+    print(f"compared with itself: {'equal' if holds else 'DIFFERS'}, {seconds:.1f} s")
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -93,7 +99,7 @@ def main(words: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         told = {}
         for way in WAYS:
-            again = [sys.executable, "-m", "benchmarks.record_cost", "--way", way, "--out", str(Path(folder, way))]
+            again = [sys.executable, "-m", "benchmarks.record_cost", "--way", way, "--out", folder]
             again += [
                 f"--{name}={getattr(given, name)}" for name in ("layers", "vocabulary", "tokens", "rows", "steps")
             ]

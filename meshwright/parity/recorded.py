@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -74,10 +74,11 @@ class RecordedRank:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """All ranks of a run, in order."""
+    """All ranks of a run, in order. `grid`: axes to read them by, instead of those that were told to record."""
 
     folder: Path
     ranks: tuple[RecordedRank, ...]
+    grid: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def read(cls, folder: Path) -> RecordedRun:
@@ -106,7 +107,16 @@ class RecordedRun:
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        return tuple(self.ranks[0].facts.axes)
+        return self.grid or tuple(self.ranks[0].facts.axes)
+
+    @property
+    def readings(self) -> list[RecordedRun]:
+        """The run by its axes; where none were told, also by every two whose sizes multiply to its ranks."""
+        number = len(self.ranks)
+        if self.axes != (("rank", number),):
+            return [self]
+        sizes = [size for size in range(2, number) if number % size == 0]
+        return [self, *(replace(self, grid=(("outer", size), ("inner", number // size))) for size in sizes)]
 
     @property
     def coordinates(self) -> list[dict[str, int]]:

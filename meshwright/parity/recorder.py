@@ -130,10 +130,6 @@ class Recorder:
         above = self.plan.folder if self.plan.seed is None else self.plan.folder / f"perturbed-{self.plan.seed}"
         return above / f"rank-{self.run.rank}"
 
-    @property
-    def is_kept(self) -> bool:
-        return self.number in self.plan.steps
-
     def __enter__(self) -> Recorder:
         if (self.folder / "run.json").exists():
             raise ParityError(f"{self.folder} holds a record already: give another folder, or remove that one")
@@ -219,8 +215,24 @@ class Recorder:
                 return
         if self._first:
             self._begin_run()
-        if self.is_kept:
-            self._begin_pass(module, arguments)
+        if self.number not in self.plan.steps:
+            return
+        self.step.passes += 1
+        if self._trace is None:
+            one = len(self.models) == 1
+            self._trace = SampledTrace(self.models[0] if one else [("", model) for model in self.models])
+            self._trace.recorder = self
+            self._trace.__enter__()
+            for model in self.models:
+                self._trace.hooked(model.register_forward_hook(self.after_model, with_kwargs=True))
+            # torch made its list of this call's hooks before there was a trace.
+            self._trace._before("")(module, arguments, {})
+
+    def after_model(self, module: nn.Module, arguments: Any, keywords: Any, result: Any) -> None:
+        """Keep what a model was given: behind its pass, as only then torch tells keywords of a call under way."""
+        if not in_backward():
+            for place, x in enumerate(x for x in all_tensors((arguments, keywords)) if x.ndim):
+                self.tensors[f"sample:{place}|{self.step.passes - 1}|"] = self.keep(f"sample:{place}", local_of(x))
 
     def _begin_run(self) -> None:
         """At the first call: dropout off, the first weights, and what one rounding moves of them."""
@@ -253,18 +265,6 @@ class Recorder:
             self._stack.callback(hooks.remove)
             for parameter in model.parameters():
                 write_local(parameter, hooks.rounded(local_of(parameter)))
-
-    def _begin_pass(self, module: nn.Module, arguments: Any) -> None:
-        self.step.passes += 1
-        if self._trace is None:
-            one = len(self.models) == 1
-            self._trace = SampledTrace(self.models[0] if one else [("", model) for model in self.models])
-            self._trace.recorder = self
-            self._trace.__enter__()
-            # torch made its list of this call's hooks before there was a trace.
-            self._trace._before("")(module, arguments, {})
-        for place, x in enumerate(x for x in all_tensors(arguments) if x.ndim):
-            self.tensors[f"sample:{place}|{self.step.passes - 1}|"] = self.keep(f"sample:{place}", local_of(x))
 
     def _unhook(self) -> None:
         """The trace sees no more calls. Not as the model is called: torch has then listed the hooks of that call."""

@@ -107,6 +107,10 @@ class Trace:
             handle.remove()
         self._outputs.clear()
 
+    def hooked(self, handle: RemovableHandle) -> None:
+        """Another hook that goes with the trace."""
+        self._handles.append(handle)
+
     def store(self, kind: str, name: str, call: int, x: Tensor) -> None:
         """Keep a tensor, which its module may write into later."""
         self.tensors[kind, name, call] = x.clone()

@@ -37,8 +37,8 @@ ONE, DATA, TENSOR, BOTH = {}, {"data": 2}, {"tp": 2}, {"data": 2, "tp": 2}
 def recorded(mesh: Mesh, folder: Path, ranks: dict[str, int], runs: list[dict[str, Any]]) -> None:
     """Several runs of one layout, on the same processes: each folder's name, and what `recording` and `train` take."""
     for run in runs:
-        options = {key: run[key] for key in ("most", "perturb") if key in run}
-        with parity.recording(folder / run["name"], axes=ranks, **options):
+        options = {key: run[key] for key in ("most", "perturb", "steps") if key in run}
+        with parity.recording(folder / run["name"], axes=run.get("axes", ranks), **options):
             train(ranks, run.get("wrong", ""), micro=run.get("micro", 1), wrap=run.get("wrap", ""))
 
 
@@ -60,7 +60,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                {"name": "ddp", "wrap": "ddp"}, {"name": "fsdp2", "wrap": "fsdp2"},
                {"name": "fsdp2", "wrap": "fsdp2", "perturb": 1},
                *({"name": f"data-{wrong}", "wrong": wrong} for wrong in ("reduction", "data")))  # fmt: skip
-    record_all(folder, BOTH, {"name": "both"})
+    record_all(folder, BOTH, {"name": "both"}, {"name": "both-untold", "axes": {}},
+               {"name": "both-forward", "axes": {}, "wrong": "forward", "steps": (1,)})  # fmt: skip
     return folder
 
 
@@ -71,6 +72,7 @@ def compared(folder: Path, first: str, second: str) -> list[ParityResult]:
 @pytest.mark.parametrize(
     "first, second",
     [("one", "micro"), ("one", "tp"), ("one", "data"), ("one", "ddp"), ("one", "fsdp2"), ("one", "both"),
+     ("one", "both-untold"),
      ("fsdp2", "tp"), ("data", "tp"), ("tp", "data"),
      ("data", "both"), ("tp", "tp"), ("one-sampled", "tp-sampled"), ("one-sampled", "tp")],
 )  # fmt: skip
@@ -90,6 +92,7 @@ def test_right_runs_are_equal(folder: Path, first: str, second: str) -> None:
         ("tp", "tp-version", "blocks.1", "wrong values"),
         ("one", "tp-forward", "blocks.1", "missing reduction"),
         ("one", "tp-backward", "blocks.1", "missing reduction"),
+        ("one", "both-forward", "blocks.1", "missing reduction"),
         ("data", "tp-forward", "blocks.1", "missing reduction"),
         ("data", "tp-backward", "blocks.1", "missing reduction"),
         ("one-sampled", "tp-forward-sampled", "blocks.1", "missing reduction"),

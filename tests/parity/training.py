@@ -102,7 +102,7 @@ def train(
         ids = torch.randint(0, VOCABULARY, (ROWS, POSITIONS + 1), generator=generator)
         own = ids.chunk(sizes["data"])[0 if wrong == "data" else index["data"]]
         for part in own.chunk(micro):
-            loss = F.cross_entropy(called(part[:, :-1]).flatten(0, 1), part[:, 1:].flatten()) / micro
+            loss = F.cross_entropy(called(ids=part[:, :-1]).flatten(0, 1), part[:, 1:].flatten()) / micro
             loss.backward()
         for parameter in model.parameters() if sizes["data"] > 1 and not wrap else ():
             if not (wrong == "reduction" and parameter.ndim == 1):
