@@ -25,16 +25,17 @@ from torch.utils._pytree import tree_map
 from meshwright.machine import SLOW_SHARE
 
 SIDE, TRIES = 128, 5
-"""Rows and columns, and tries, of the products that are timed: 4 Mflop each, 6 ms at the slowest rate seen."""
+"""The side of the products that are timed, and how many are: 4 Mflop each, 6 ms at the slowest rate that was seen."""
 
 HALVES = (torch.bfloat16, torch.float16)
 
 _aten = torch.ops.aten
-_PRODUCTS = frozenset([
+_PACKETS = (
     _aten.mm, _aten.addmm, _aten.addmm_, _aten.bmm, _aten.baddbmm, _aten.baddbmm_, _aten.addbmm, _aten.mv, _aten.dot,
-    _aten.convolution, _aten.convolution_backward,
-])  # fmt: skip
-"""Not attention's fused kernel, which reads halves as fast as float32 on every CPU that was timed."""
+    _aten.convolution, _aten.convolution_backward, _aten._scaled_dot_product_flash_attention_for_cpu_backward,
+)  # fmt: skip
+"""Attention has its backward kernel alone here: the one forward reads halves as fast as float32."""
+_PRODUCTS = frozenset(getattr(packet, name) for packet in _PACKETS for name in packet.overloads())
 
 
 class Rates(NamedTuple):
@@ -72,9 +73,10 @@ class WidenedProducts(TorchDispatchMode):
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        # Every operation of a pass comes here: one look-up, and it goes on.
+        if op not in _PRODUCTS or not any(isinstance(x, Tensor) and x.dtype in HALVES for x in args):
+            return op(*args, **(kwargs or {}))
         kwargs = dict(kwargs or {})
-        if op.overloadpacket not in _PRODUCTS or not any(isinstance(x, Tensor) and x.dtype in HALVES for x in args):
-            return op(*args, **kwargs)
         half = next(x.dtype for x in args if isinstance(x, Tensor) and x.dtype in HALVES)
 
         def widened(x: Any) -> Any:
