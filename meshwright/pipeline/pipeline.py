@@ -301,9 +301,8 @@ def agreed(schedule: Schedule, kinds: tuple[TaskKind, ...], peers: Comm, *, plan
     """The schedule as the first of a stage's ranks follows it: it tells the others what it decides, and they obey.
 
     Ranks that share layers meet in the layers' collectives, so they must do the same tasks in the same order, though
-    messages reach them at different moments. Sends one broadcast of 8 bytes a task, between hosts, for which the first
-    does not wait: it would pay for each task with the turn of the last. `planned`: nobody is there to be told by, and
-    each decides what the first would.
+    messages reach them at different moments. Sends one broadcast of 8 bytes a task, between hosts. `planned`: nobody is
+    there to be told by, and each decides what the first would.
     """
     if peers.size == 1:
         return schedule
@@ -314,14 +313,14 @@ def agreed(schedule: Schedule, kinds: tuple[TaskKind, ...], peers: Comm, *, plan
         task = schedule(view)
         # A wait is not told: who follows waits for the next word anyway.
         if task is not None:
-            peers.tell(torch.tensor(kinds.index(task.kind) + task.chunk * len(kinds)), 0)
+            peers.broadcast(torch.tensor(kinds.index(task.kind) + task.chunk * len(kinds)), 0)
         return task
 
     def follow(view: View) -> Task | None:
         nonlocal told
         if told is None:
             code = torch.empty((), dtype=torch.int64)
-            peers.tell(code, 0)
+            peers.broadcast(code, 0)
             chunk, kind = divmod(int(code), len(kinds))
             told = view.next(kinds[kind], chunk)
         if not view.ready(told.kind, told.chunk):

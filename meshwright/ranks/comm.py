@@ -145,10 +145,6 @@ class Comm(ABC):
         """x of the member `root` becomes everyone's x."""
         return self._collective("broadcast", size_bytes(x), lambda: self._broadcast(x, root), wait, root)
 
-    def tell(self, x: Tensor, root: int) -> None:
-        """x of the member `root`, a few bytes, becomes everyone's x; the root waits for nobody."""
-        self.under_way().broadcast(x, root)
-
     def reduce(self, x: Tensor, root: int, *, wait: bool = True) -> Work:
         """Sum x over the group into the x of `root`; the others' x is undefined afterwards."""
         return self._collective("reduce", size_bytes(x), lambda: self._reduce(x, root), wait, root)

@@ -50,9 +50,6 @@ LARGE_BYTES = 2**20
 TEXT_BYTES = 256
 """The longest text that members tell each other while they open a window."""
 
-TELL_TAG = 1
-"""The tag of words that a member tells the others, beside which two of them may exchange tensors."""
-
 MAILBOX_TAG = 2**14
 """Added to a group's tag: beyond every set of axes, and MPI promises tags up to 32767."""
 
@@ -195,17 +192,6 @@ class MpiWindowComm(WindowComm, MpiComm):
     def __init__(self, group: RankGroup, comm: Any, window: SharedWindow) -> None:
         MpiComm.__init__(self, group, comm)
         self._use(window)
-
-    def tell(self, x: Tensor, root: int) -> None:
-        # In the window all would meet, and the root wait for the last. Few bytes leave at once.
-        self._count("broadcast", size_bytes(x), root)
-        if self.index == root:
-            for member in range(self.size):
-                if member != root:
-                    self.comm.Send(raw(x), dest=member, tag=TELL_TAG)
-            return
-        with self._waiting("broadcast", size_bytes(x), root):
-            MpiPosted(self.comm.Irecv(raw(x), source=root, tag=TELL_TAG)).wait()
 
 
 class MpiMailbox(PolledMailbox):
