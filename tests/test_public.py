@@ -7,6 +7,7 @@ import pytest
 from meshwright.tools.plan.cluster import load_cluster
 from meshwright.tools.plan.software import load_program
 from validation import public
+from validation.beside import formula_bytes
 from validation.paper import read_table
 from validation.public import FOLDER, Judged, PublicRow, judge, load_sets
 from validation.scatter import sentence, write_page
@@ -85,3 +86,18 @@ def test_rows_are_predicted_as_their_page_says(monkeypatch: pytest.MonkeyPatch) 
     assert [bool(one.seconds) for one in judged.rows] == [True, True, False]
     assert judged.rows[2].missing == "multi-head latent attention"
     assert max(map(abs, judged.memory_errors())) < 0.1
+
+
+def test_megatrons_formula_is_what_it_says_of_a_row() -> None:
+    """llama3-70b cut to 12 layers, tensor 4: 12 bytes a parameter, 32 of a token's width and a layer."""
+    [line] = [
+        one
+        for one in read_table(FOLDER / "simumax.csv")
+        if one["model"].startswith("llama3_70b") and (one["tp"], one["seq"]) == ("4", "4096")
+    ][:1]
+    hidden, tokens = 8192, 4096
+    layers = 12 * (2 * hidden**2 * (1 + 8 / 64) + 3 * hidden * 28672 + 4 * hidden) + 2 * hidden
+    states = 12 * (layers + 2 * hidden * 128256) / 4
+    kept = tokens * (hidden * 32 * 12 + 8 + hidden + 4 * (hidden + 128256)) / 4
+    assert formula_bytes(line) == pytest.approx(states + kept)
+    assert formula_bytes(line) / 2**30 == pytest.approx(float(line["memory_gb"]), rel=0.03)

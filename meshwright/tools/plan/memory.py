@@ -110,11 +110,10 @@ class Memory:
         return self.weights + self.gradients + self.states + self.activations + self.temporaries
 
     @property
-    def held_text(self) -> str:
-        """`allocated 5.00 GB, reserved 5.31 GB, ...`: what its process holds, by who asked for it."""
-        sizes = {"allocated": self.allocated, "reserved": self.reserved, CONTEXT: self.context}
-        sizes |= {"communicators": self.communicators} if self.communicators else {}
-        return ", ".join(f"{part} {bytes_text(size)}" for part, size in sizes.items())
+    def held(self) -> dict[str, int]:
+        """Bytes by who counts them: torch's max_memory_allocated and max_memory_reserved, and the process on its device
+        (nvidia-smi's), each with the one before."""
+        return {"allocated": self.allocated, "reserved": self.reserved, "process": self.total}
 
     @property
     def parts(self) -> dict[str, int]:

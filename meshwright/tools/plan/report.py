@@ -33,7 +33,7 @@ from meshwright.tools.plan.answer import (
 )
 from meshwright.tools.plan.evaluator import RunnerUp
 from meshwright.tools.plan.foreign import foreign_words
-from meshwright.tools.plan.memory import bytes_text, verdict
+from meshwright.tools.plan.memory import CONTEXT, bytes_text, verdict
 from meshwright.tools.plan.predict import Prediction
 from meshwright.tools.plan.search import SearchResult, layout_text
 from meshwright.tools.plan.software import OWN
@@ -111,6 +111,7 @@ def as_dict(result: SearchResult) -> dict[str, Any]:
             "layout": layout_text(runner_up.config),
             "seconds": None if runner_up.prediction is None else runner_up.prediction.seconds,
             "memory": runner_up.memory.parts,
+            "held": runner_up.memory.held if runner_up.prediction else None,
             "why": why(runner_up, best),
             "config": _decided(runner_up.config),
         }
@@ -147,8 +148,7 @@ def render(result: SearchResult) -> None:
         console.print(sentence)
     console.print()
     console.print(_fastest(result))
-    console.print(f"memory of the first: {best.fullest.text}")
-    console.print(f"as its process holds it: {best.fullest.held_text}")
+    console.print(_memory(result))
     if result.runner_ups or result.not_reached:
         console.print(_runner_ups(result))
     for kind, problem in result.illegal.items():
@@ -217,6 +217,7 @@ def figures_of(one: Prediction) -> dict[str, Any]:
         "idle_share": one.idle_share,
         "phases": one.phases,
         "memory": one.fullest.parts,
+        "held": one.fullest.held,
         "verdict": verdict(one.fullest, one.cluster),
     }
 
@@ -236,6 +237,30 @@ def _fastest(result: SearchResult) -> Table:
             f"{one.idle_share:.1%}" if one.config.layout.pipeline.size > 1 else "-",
             bytes_text(memory.total), figures["verdict"],
         )  # fmt: skip
+    return table
+
+
+def _memory(result: SearchResult) -> Table:
+    """The memory of each layout's fullest rank by part: allocated and reserved as torch counts them, then the rest of
+    what its process holds."""
+    shown = (*result.predictions, *result.tight)
+    table = Table(
+        "bytes of the fullest rank", *(Column(str(place), justify="right") for place in range(1, len(shown) + 1)),
+        title="What the memory of these layouts is made of",
+    )  # fmt: skip
+    parts = [one.fullest.parts for one in shown]
+    sums = {
+        "cached": ("allocated (torch.cuda.max_memory_allocated)", [one.fullest.allocated for one in shown]),
+        "context": ("reserved (torch.cuda.max_memory_reserved)", [one.fullest.reserved for one in shown]),
+    }
+    # A sum stands behind its parts: what torch allocates, then what its allocator keeps beside that, then the process.
+    order = [part for part in parts[0] if part not in ("cached", "context", "communicators")]
+    for part in (*order, "cached", "context", "communicators"):
+        if part in sums:
+            name, sizes = sums[part]
+            table.add_row(name, *map(bytes_text, sizes), style="bold")
+        table.add_row(f"  {CONTEXT if part == 'context' else part}", *(bytes_text(each[part]) for each in parts))
+    table.add_row("what its process holds", *(bytes_text(one.worst_memory) for one in shown), style="bold")
     return table
 
 

@@ -370,9 +370,12 @@ def test_it_is_shown(small: Small, capsys: pytest.CaptureFixture[str]) -> None:
     told = as_dict(found)
     assert told["layouts"][0]["seconds"] == found.predictions[0].seconds
     assert sum(told["layouts"][0]["memory"].values()) == found.predictions[0].worst_memory
+    held = told["layouts"][0]["held"]
+    assert held["allocated"] <= held["reserved"] <= held["process"] == found.predictions[0].worst_memory
     assert told["absent"] == {}
     render(found)
     shown = capsys.readouterr().out
+    assert "reserved (torch.cuda.max_memory_reserved)" in shown
     assert f"{found.counts.legal:,} legal layouts" in shown
     for runner_up in found.runner_ups:
         assert runner_up.strategy in shown
