@@ -344,7 +344,8 @@ class Synchroniser:
     def arrivals(self) -> Iterator[int]:
         self._wait()  # a slot must not be stepped while it travels
         for one in self.sums:
-            for parameter in tuple(one.missing):  # which the last microbatch did not reach
+            # Those that the last microbatch did not reach, in the bucket's order: a set has another in every process.
+            for parameter in [member for member in one.bucket.parameters if member in one.missing]:
                 self.gradients.fill(parameter)
                 one.take(parameter)
         self._launch()

@@ -83,13 +83,13 @@ def train(
             "follow": stack.enter_context(followed(each)),
         }
 
-        notes = [*counted.notes, *resolved.notes, *_notes_of_sums(resolved.config), *notes]
+        notes = [*counted.notes, *resolved.notes, *notes_of_sums(resolved.config), *notes]
         ranks = Ranks.of(resolved.config, str(out), out / STATUS)
         fewer = partial(_with_fewer, before, machine, arguments)
         run(TRAIN_WORKER, ranks, fewer=fewer, config=resolved.config, notes=notes, **arguments)
 
 
-def _notes_of_sums(config: Config) -> list[str]:
+def notes_of_sums(config: Config) -> list[str]:
     """Follow the sums of a run that has a strategy of another package, or asks for it; a note. Raises SumError."""
     if config.check.sums == "never" or not (config.check.sums == "always" or brought(config)):
         return []

@@ -117,13 +117,17 @@ class TypedComm(SoloComm):
         return DONE
 
     def _exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> Work:
+        self.pass_on(x, into)
+        return DONE
+
+    def pass_on(self, x: Tensor, into: Tensor) -> None:
+        """A message from one rank to another: nobody says whose turn it is."""
         self._meet("exchange", into, x)
         kind = _flat(self.watch.kind(x), into).settled(self.axes)
         self.watch.say(into, Kind(kind.dims, kind.partial, kind.own, kind.unknown | self.axes))
-        return DONE
 
     def _receive(self, x: Tensor, source: int) -> None:
-        self._exchange(x, source, x, source)
+        self.pass_on(x, x)
 
     def _send(self, x: Tensor, to: int) -> None:
         self._meet("send", x)

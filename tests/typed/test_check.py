@@ -5,13 +5,18 @@ The mistakes are those of somebody who writes a kit, a policy or a model: each i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
-from benchmarks.parity_cases import MISTAKES, RIGHT
+from benchmarks.parity_cases import MISTAKES, RIGHT, PlantedMistake
+from benchmarks.parity_programs import Setting
 from benchmarks.types import WHY_NOT, refusal
 from meshwright.config import parse_config
 from meshwright.config.load import parse_run
@@ -27,14 +32,16 @@ from tests.fuzz.axes import TENSORS, read_cases, tree_of
 from tests.fuzz.draw import few_of
 from tests.fuzz.test_fuzz import numbered
 from tests.harness import resolved
+from tests.patience import PATIENCE_SECONDS
 
+ROOT = Path(__file__).resolve().parents[2]
 FIXED = read_cases(COVERING)
-SHOWN = ("model", "sync", "kind", "context", "common", "branch", "recompute")
+SHOWN = ("sync", "kind", "context")
 FEW = few_of(
     [{axis: (case | {"kind": TENSORS[case["tensor"]]["kind"]})[axis] for axis in SHOWN}
      | {axis: FIXED[0][axis] for axis in FIXED[0] if axis not in SHOWN} for case in FIXED], [],
 )  # fmt: skip
-"""The numbers of the fixed cases that have every model, sync and kind of layout; the others are long."""
+"""The numbers of the fixed cases that have every sync, kind of layout and context; the others are long."""
 
 
 @numbered(FIXED, FEW)
@@ -113,12 +120,68 @@ def test_a_wrong_sum_is_refused_with_module_axis_and_remedy(name: str) -> None:
     check_sums(run(**layout))
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.wrong)
-def test_of_the_planted_mistakes_those_are_refused_that_types_can_tell(mistake) -> None:
+def some(cases: Sequence[Any], every: int) -> list[Any]:
+    """The cases with ids, of which each `every`-th is not long."""
+    marks = [() if number % every == 0 else pytest.mark.long for number in range(len(cases))]
+    names = [case.wrong if isinstance(case, PlantedMistake) else str(case) for case in cases]
+    return [pytest.param(case, id=name, marks=mark) for case, name, mark in zip(cases, names, marks, strict=True)]
+
+
+@pytest.mark.parametrize("mistake", some(MISTAKES, 4))
+def test_of_the_planted_mistakes_those_are_refused_that_types_can_tell(mistake: PlantedMistake) -> None:
     assert bool(refusal(mistake.setting, mistake.wrong)) == (mistake.wrong not in WHY_NOT)
 
 
-@pytest.mark.parametrize("setting", RIGHT, ids=str)
-@pytest.mark.diagonal
-def test_right_programs_are_not_refused(setting) -> None:
+@pytest.mark.parametrize("setting", some(RIGHT, 8))
+def test_right_programs_are_not_refused(setting: Setting) -> None:
     assert refusal(setting) == ""
+
+
+def test_the_page_has_the_table_that_the_command_prints() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/extending.md").read_text()
+    assert all(f"| {wrong} | not: {why} |" in page for wrong, why in WHY_NOT.items())
+    assert all(f"| {mistake.wrong} | " in page for mistake in MISTAKES)
+    assert f"it refuses {len(MISTAKES) - len(WHY_NOT)}, and none of the {len(RIGHT)} right programs" in page
+
+
+REGISTERED = """
+import sys
+from pathlib import Path
+import meshwright as mw
+
+if __name__ == "__main__":
+    mw.register("syncs", "own", "own_section:OWN")
+    config = mw.load("run.yaml", sys.argv[1:])
+    mw.train(config, Path("out"))
+"""
+
+
+def test_a_plug_in_is_refused_before_its_ranks_start(tmp_path: Path) -> None:
+    (tmp_path / "run.py").write_text(REGISTERED)
+    section = (
+        'from meshwright.data_parallel.section import Sync\n\nOWN = Sync(policy="own_policy:Own")\n"""No sums."""\n'
+    )
+    (tmp_path / "own_section.py").write_text(section)
+    (tmp_path / "own_policy.py").write_text(
+        "from meshwright.data_parallel.strategy import Replicated\nfrom meshwright.ranks.comm import DONE\n\n\n"
+        "class Own(Replicated):\n    blocks = False\n\n    def reduce(self, bucket, comm):\n        return DONE\n"
+    )
+    (tmp_path / "run.yaml").write_text(
+        "model: {layers: 1, hidden: 16, heads: 4, positions: 8, vocabulary: 257, dropout: 0.0}\n"
+        "data: {kind: text, source: stdlib, sequence: 8}\nbatch: {global: 8, micro: 4}\n"
+        "layout: {data: {size: 2, sync: own}, transport: torch}\nsteps: 1\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "run.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "SumError" in done.stderr, done.stderr
+    assert "its gradient is each rank's own addend when the optimizer reads it" in done.stderr, done.stderr
+    assert "(axis data): sum it over the axis" in done.stderr
+    assert not list(tmp_path.glob("out/metrics.jsonl")), "ranks have begun"
