@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.grid import EXPERT
-from meshwright.tools.plan.compose import ChunkPlan
 from meshwright.tools.plan.recorder import Cost, Kernel, PieceCosts, Program, Seconds, Start
+
+if TYPE_CHECKING:
+    from meshwright.tools.plan.compose import ChunkPlan
 
 
 def piece_costs(
