@@ -241,12 +241,12 @@ class Composition:
     ) -> None:
         self.config, self.stages = config, stages
         self.grid, self.placement = grid_of_run(config), placement_of(config)
-        layers = [
-            sum(len(unit_layers(unit)) for unit in self.chunk(position).units)
-            for position in range(self.placement.num_positions)
-        ]
-        self.tasks = piece_placement_of(config, layers) if config.layout.data.in_pieces else self.placement
+        self.tasks = self.placement
         """The placement whose numbers tasks have as their chunk."""
+        if config.layout.data.in_pieces and all(stage.chunks for stage in stages):  # an estimate's ending has no tasks
+            positions = map(self.chunk, range(self.placement.num_positions))
+            layers = [sum(len(unit_layers(unit)) for unit in chunk.units) for chunk in positions]
+            self.tasks = piece_placement_of(config, layers)
         self.kinds = (TaskKind.FORWARD, TaskKind.BACKWARD, *([TaskKind.WEIGHT] if splits(config) else []))
         self.peers = "+".join(name for name in self.grid.names if name in config.layout.peer_axes)
         self.counts = microbatches_by_place(config.num_microbatches)

@@ -141,7 +141,7 @@ def test_it_finds_what_predicting_everything_finds(seed: int) -> None:
 
 @pytest.mark.parametrize("processes", [1, 3])
 def test_ctrl_c_ends_a_search_with_the_best_so_far(processes: int, capsys: pytest.CaptureFixture[str]) -> None:
-    cluster, models = made_up(1)
+    cluster, models = made_up(5)  # where the own layout fits, and none of the first three is refused by its seconds
 
     def press(text: str, share: float | None) -> None:
         if "predicting number 4" in text:
@@ -159,7 +159,7 @@ def test_ctrl_c_ends_a_search_with_the_best_so_far(processes: int, capsys: pytes
 @pytest.mark.parametrize("processes", [1, 3])
 def test_ctrl_c_while_layouts_are_gathered_ends_the_search(processes: int) -> None:
     """With what is known by then, the run's own layout; nothing more is predicted, and nothing said of the others."""
-    cluster, models = made_up(1)
+    cluster, models = made_up(5)  # where the own layout fits, and none of the first three is refused by its seconds
     told: list[str] = []
 
     def press(text: str, share: float | None) -> None:
@@ -182,7 +182,7 @@ def test_ctrl_c_while_layouts_are_gathered_ends_the_search(processes: int) -> No
 @pytest.mark.parametrize("processes", [1, 3])
 def test_ctrl_c_among_the_losers_keeps_the_best(processes: int) -> None:
     """And one that comes before anything is known ends all."""
-    cluster, models = made_up(1)
+    cluster, models = made_up(5)  # where the own layout fits, and none of the first three is refused by its seconds
     run = parse_config(TREE)
 
     def pressing(number: int, told: list[str]) -> ShowProgress:
@@ -382,7 +382,7 @@ def test_it_is_shown(small: Small, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_kinds_without_a_legal_layout_say_why(capsys: pytest.CaptureFixture[str]) -> None:
-    cluster, models = made_up(1)
+    cluster, models = made_up(5)  # where the own layout fits, and none of the first three is refused by its seconds
     run = parse_config(TREE | {"model": TREE["model"] | {"heads": 3, "hidden": 33}})
     found = search(run, cluster, 2, models=models)
     why = "layout.tensor.size=2 does not divide model.heads=3; valid: 1, 3"
@@ -413,14 +413,14 @@ def test_slices_are_found_where_a_model_does_not_fit() -> None:
 
 
 def test_nothing_fits() -> None:
-    cluster, models = made_up(1)
+    cluster, models = made_up(5)  # where the own layout fits, and none of the first three is refused by its seconds
     small = cluster.model_copy(update={"device": cluster.device.model_copy(update={"memory_bytes": models.room // 10})})
     with pytest.raises(ConfigError, match=r"--cluster=made-up has 0.1 MB a device, and none of \d+ legal layouts on 2"):
         search(parse_config(TREE), small, 2, models=models)
 
 
 def test_nothing_is_legal() -> None:
-    cluster, models = made_up(1)
+    cluster, models = made_up(5)  # where the own layout fits, and none of the first three is refused by its seconds
     words = ["layout.data.size=4"]
     with pytest.raises(ConfigError, match="--devices=3 leaves the run no legal layout"):
         search(parse_config(TREE, words), cluster, 3, fixed=fixed_fields(words), models=models)
