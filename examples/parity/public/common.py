@@ -32,6 +32,43 @@ class SumForward(torch.autograd.Function):
         return gradients[0], None
 
 
+class Gathered(torch.autograd.Function):
+    """All positions of a sequence cut over a group; backward: this rank's positions of the ranks' sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return gathered(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return own_positions(summed(gradients[0], ctx.group), ctx.group), None
+
+
+class Scattered(torch.autograd.Function):
+    """This rank's positions of the ranks' sum; backward: the gradients of all positions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return own_positions(summed(x, group), group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gathered(gradients[0], ctx.group), None
+
+
+def gathered(x: Tensor, group: Any) -> Tensor:
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2)]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts, 1)
+
+
+def own_positions(x: Tensor, group: Any) -> Tensor:
+    """The half of [rows, positions, ...] that belongs to this rank's place in a group of two."""
+    return x.chunk(2, 1)[dist.get_rank(group)].contiguous()
+
+
 def summed(x: Tensor, group: Any) -> Tensor:
     x = x.clone()
     dist.all_reduce(x, group=group)
@@ -46,6 +83,11 @@ def own(weight: Tensor, rank: int, dim: int = 0) -> torch.nn.Parameter:
 def real_batch(generator: torch.Generator) -> Tensor:
     """[rows, positions, width]."""
     return torch.randn(4, 6, 16, generator=generator)
+
+
+def word_batch(generator: torch.Generator) -> dict[str, Tensor]:
+    """Words and labels of 16, [rows, positions] each."""
+    return {name: torch.randint(0, 16, (4, 8), generator=generator) for name in ("ids", "labels")}
 
 
 def squares(model: Any, batch: Tensor) -> Tensor:
@@ -73,6 +115,13 @@ def clipped(parameters: Any, square: Tensor, clip: float) -> None:
     scale = min(1.0, clip / (float(square.sqrt()) + 1e-6))
     for p in parameters:
         p.grad *= scale
+
+
+def averaged_by_axes(model: Any, job: Any, cut: str | tuple[()] = ()) -> None:
+    """The mean over four ranks, two of "data" by two of "tp"; weights below `cut` are cut over "tp"."""
+    for name, p in model.named_parameters():
+        dist.all_reduce(p.grad, group=job.device_mesh.get_group("data") if name.startswith(cut) else None)
+        p.grad /= 4
 
 
 def square_of(parameters: Any) -> Tensor:
