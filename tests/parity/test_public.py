@@ -12,8 +12,11 @@ FOLDER = Path(__file__).resolve().parents[2] / "examples/parity/public"
 ALL = "(all parameters)"
 NAMED = {
     "attention_sink_norm": ("clipping", ALL),
+    "bias_each_rank": ("scaled", "1"),
+    "bias_share_gradient": ("scaled", "1"),
     "checkpoint_local_names": ("wrong part", "2"),
     "chunked_loss": ("missing reduction", "head"),
+    "clip_generator": ("clipping", ALL),
     "contiguous_copy": ("missing reduction", "1"),
     "copies_in_norm": ("clipping", ALL),
     "cp_local_counts": ("token counts", "(loss)"),
@@ -33,11 +36,13 @@ NAMED = {
     "latent_twice": ("scaled", "1.norm"),
     "loss_parallel_log_softmax": ("wrong values", "(loss)"),
     "mtp_local_counts": ("token counts", "(loss)"),
+    "muon_cut_matrix": ("cut update", "0"),
     "muon_each_microbatch": ("optimizer", "0"),
     "muon_off": ("optimizer", "0"),
     "muon_own_slice": ("missing reduction", ALL),
     "muon_then_clip": ("optimizer", ALL),
     "padding_mask_group": ("wrong values", "1"),
+    "partial_sum_gradient": ("scaled", "1"),
     "recomputed_over_data": ("wrong values", "1.body.0"),
     "replica_means": ("scaled", ALL),
     "router_counts": ("wrong values", "1"),
@@ -45,6 +50,7 @@ NAMED = {
     "router_sentinels": ("wrong values", "experts.0"),
     "shared_kv_biases": ("missing reduction", "1"),
     "shared_rotary_key": ("missing reduction", "1"),
+    "stage_norm": ("clipping", ALL),
 }
 SHORT = ("expert_norm_mean", "muon_off", "router_sentinels")
 """Kinds that the tests of planted mistakes are not full of; the others are long."""

@@ -160,6 +160,36 @@ def on_own_rank(job: Any) -> tuple[Any, Any, Any]:
     return model, mine, group
 
 
+class Expert(torch.nn.Module):
+    """Two linears and a bias behind the second, which every rank of a cut one adds to its part of the sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (torch.nn.Linear(16, 16, bias=False) for _ in range(2))
+        self.bias = torch.nn.Parameter(torch.randn(16))
+        self.enter: Any = lambda x: x
+        self.leave: Any = lambda x, bias: x + bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.leave(self.down(self.up(self.enter(x)).relu()), self.bias)
+
+
+def cut_expert(job: Any, part: Any) -> None:
+    """Expert cut over two ranks; `part(x, bias, group)` is a rank's part of the sum that leaves it."""
+    job.reference(torch.nn.Sequential(torch.nn.Linear(16, 16), Expert()), loss=squares, batch=real_batch)
+    model, group = job.copy(), job.device_mesh.get_group("tp")
+    expert = model[1]
+    expert.up.weight, expert.down.weight = own(expert.up.weight, job.rank), own(expert.down.weight, job.rank, 1)
+    expert.enter = lambda x: SumBackward.apply(x, group)
+    expert.leave = lambda x, bias: SumForward.apply(part(x, bias, group), group)
+    job.parallel(model, step=sgd_step(model, squares))
+
+
+def share_of(bias: Tensor) -> Tensor:
+    """Half of the bias, with the gradient of all of it."""
+    return bias + (bias / 2 - bias).detach()
+
+
 class Muon(torch.optim.Optimizer):
     """Every matrix moves by its momentum with all singular values 1 (exact, by an SVD); all else by plain SGD."""
 
