@@ -42,6 +42,7 @@ NAMED = {
     "muon_own_slice": ("missing reduction", ALL),
     "muon_then_clip": ("optimizer", ALL),
     "never_zeroed": ("accumulated", ALL),
+    "packed_context_parallel": ("leak", "(the model)"),
     "padding_mask_group": ("wrong values", "1"),
     "partial_sum_gradient": ("scaled", "1"),
     "recomputed_over_data": ("wrong values", "1.body.0"),

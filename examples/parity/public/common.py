@@ -117,6 +117,13 @@ def clipped(parameters: Any, square: Tensor, clip: float) -> None:
         p.grad *= scale
 
 
+def averaged(model: Any, group: Any) -> None:
+    """Gradients averaged over a group of two."""
+    for p in model.parameters():
+        dist.all_reduce(p.grad, group=group)
+        p.grad /= 2
+
+
 def averaged_by_axes(model: Any, job: Any, cut: str | tuple[()] = ()) -> None:
     """The mean over four ranks, two of "data" by two of "tp"; weights below `cut` are cut over "tp"."""
     for name, p in model.named_parameters():

@@ -5,8 +5,7 @@ parts. A few lines of ours.
 
 from typing import Any
 
-import torch.distributed as dist
-from common import sgd_step, summed, word_batch
+from common import averaged, sgd_step, summed, word_batch
 from torch import Tensor, nn
 
 import meshwright.parity as parity
@@ -28,12 +27,7 @@ def parts(job: parity.Job, whole_sequence: bool) -> None:
         logits = model(batch["ids"]).flatten(0, 1)
         return nn.functional.cross_entropy(logits, batch["labels"].flatten(), reduction="sum") / divisor
 
-    def average() -> None:
-        for p in model.parameters():
-            dist.all_reduce(p.grad, group=group)
-            p.grad /= 2
-
-    step = sgd_step(model, loss_of_part, average)
+    step = sgd_step(model, loss_of_part, lambda: averaged(model, group))
 
     def reported(model: nn.Module, batch: Any) -> Tensor:
         return summed(step(model, batch), group) / 2

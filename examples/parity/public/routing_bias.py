@@ -5,8 +5,7 @@ ranks have a part of each sequence, and their counts are not added up over them.
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from common import own_positions, real_batch, sgd_step, squares, summed
+from common import averaged, own_positions, real_batch, sgd_step, squares, summed
 from torch import Tensor, nn
 
 import meshwright.parity as parity
@@ -36,12 +35,7 @@ def routed(job: parity.Job, added_up: bool) -> None:
     if added_up:
         model[1].total = lambda counts: summed(counts, group)
 
-    def average() -> None:
-        for p in model.parameters():
-            dist.all_reduce(p.grad, group=group)
-            p.grad /= 2
-
-    step = sgd_step(model, squares, average)
+    step = sgd_step(model, squares, lambda: averaged(model, group))
     part = lambda x: own_positions(x, group)  # noqa: E731
     job.parallel(model, step=lambda model, x: summed(step(model, x), group) / 2, batch=part)
 
