@@ -32,6 +32,43 @@ class SumForward(torch.autograd.Function):
         return gradients[0], None
 
 
+class Gathered(torch.autograd.Function):
+    """All positions of a sequence cut over a group; backward: this rank's positions of the ranks' sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return gathered(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return own_positions(summed(gradients[0], ctx.group), ctx.group), None
+
+
+class Scattered(torch.autograd.Function):
+    """This rank's positions of the ranks' sum; backward: the gradients of all positions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return own_positions(summed(x, group), group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gathered(gradients[0], ctx.group), None
+
+
+def gathered(x: Tensor, group: Any) -> Tensor:
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2)]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts, 1)
+
+
+def own_positions(x: Tensor, group: Any) -> Tensor:
+    """The half of [rows, positions, ...] that belongs to this rank's place in a group of two."""
+    return x.chunk(2, 1)[dist.get_rank(group)].contiguous()
+
+
 def summed(x: Tensor, group: Any) -> Tensor:
     x = x.clone()
     dist.all_reduce(x, group=group)
@@ -46,6 +83,11 @@ def own(weight: Tensor, rank: int, dim: int = 0) -> torch.nn.Parameter:
 def real_batch(generator: torch.Generator) -> Tensor:
     """[rows, positions, width]."""
     return torch.randn(4, 6, 16, generator=generator)
+
+
+def word_batch(generator: torch.Generator) -> dict[str, Tensor]:
+    """Words and labels of 16, [rows, positions] each."""
+    return {name: torch.randint(0, 16, (4, 8), generator=generator) for name in ("ids", "labels")}
 
 
 def squares(model: Any, batch: Tensor) -> Tensor:
@@ -73,6 +115,20 @@ def clipped(parameters: Any, square: Tensor, clip: float) -> None:
     scale = min(1.0, clip / (float(square.sqrt()) + 1e-6))
     for p in parameters:
         p.grad *= scale
+
+
+def averaged(model: Any, group: Any) -> None:
+    """Gradients averaged over a group of two."""
+    for p in model.parameters():
+        dist.all_reduce(p.grad, group=group)
+        p.grad /= 2
+
+
+def averaged_by_axes(model: Any, job: Any, cut: str | tuple[()] = ()) -> None:
+    """The mean over four ranks, two of "data" by two of "tp"; weights below `cut` are cut over "tp"."""
+    for name, p in model.named_parameters():
+        dist.all_reduce(p.grad, group=job.device_mesh.get_group("data") if name.startswith(cut) else None)
+        p.grad /= 4
 
 
 def square_of(parameters: Any) -> Tensor:
@@ -109,6 +165,36 @@ def on_own_rank(job: Any) -> tuple[Any, Any, Any]:
 
     model.here = here
     return model, mine, group
+
+
+class Expert(torch.nn.Module):
+    """Two linears and a bias behind the second, which every rank of a cut one adds to its part of the sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (torch.nn.Linear(16, 16, bias=False) for _ in range(2))
+        self.bias = torch.nn.Parameter(torch.randn(16))
+        self.enter: Any = lambda x: x
+        self.leave: Any = lambda x, bias: x + bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.leave(self.down(self.up(self.enter(x)).relu()), self.bias)
+
+
+def cut_expert(job: Any, part: Any) -> None:
+    """Expert cut over two ranks; `part(x, bias, group)` is a rank's part of the sum that leaves it."""
+    job.reference(torch.nn.Sequential(torch.nn.Linear(16, 16), Expert()), loss=squares, batch=real_batch)
+    model, group = job.copy(), job.device_mesh.get_group("tp")
+    expert = model[1]
+    expert.up.weight, expert.down.weight = own(expert.up.weight, job.rank), own(expert.down.weight, job.rank, 1)
+    expert.enter = lambda x: SumBackward.apply(x, group)
+    expert.leave = lambda x, bias: SumForward.apply(part(x, bias, group), group)
+    job.parallel(model, step=sgd_step(model, squares))
+
+
+def share_of(bias: Tensor) -> Tensor:
+    """Half of the bias, with the gradient of all of it."""
+    return bias + (bias / 2 - bias).detach()
 
 
 class Muon(torch.optim.Optimizer):

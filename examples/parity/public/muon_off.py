@@ -1,4 +1,4 @@
-"""deepspeedai/DeepSpeed#8437, #8438: under zero.Init a parameter is a flat placeholder when the optimizer
+"""deepspeedai/DeepSpeed#8438: under zero.Init a parameter is a flat placeholder when the optimizer
 asks for its dims, so no matrix is taken for one: Muon is silently off, and the loss falls all the same. A few lines of
 ours.
 """

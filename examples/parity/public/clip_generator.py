@@ -1,0 +1,36 @@
+"""pytorch/torchtitan#1258, areal-project/AReaL#335: clipping reads its parameters twice, once for the norm and once for
+the gradients. A generator, as `model.parameters()` is one, is at its end by then: nothing is clipped. torch's own
+functions in a few lines of ours.
+"""
+
+from typing import Any
+
+from common import real_batch, sgd_step, squares
+from torch import nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+import meshwright.parity as parity
+
+CLIP = 0.01
+
+
+def clip(parameters: Any) -> None:
+    norm = get_total_norm([p.grad for p in parameters])
+    clip_grads_with_norm_(parameters, CLIP, norm)
+
+
+def trained(job: parity.Job, as_list: bool) -> None:
+    job.reference(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), loss=squares, batch=real_batch, clip=CLIP)
+    model = nn.parallel.DistributedDataParallel(job.copy())
+    step = sgd_step(model, squares, lambda: clip(list(model.parameters()) if as_list else model.parameters()))
+    job.parallel(model, step=step, batch=job.rows("data"))
+
+
+@parity.check(ranks=2)
+def right_list(job: parity.Job) -> None:
+    trained(job, True)
+
+
+@parity.check(ranks=2)
+def wrong_generator(job: parity.Job) -> None:
+    trained(job, False)
