@@ -119,7 +119,8 @@ FEW = {
     "1-D pipe": [pipelined("gpt2", 3, "1f1b", MEGATRON)],
     "loop": [pipelined("gpt2", 3, "1f1b", WHOLE, placed=LOOP)],
     "v": [pipelined("gpt2", 2, "message-driven", WHOLE, placed=V)],
-    "v of slices": [sliced("zero3", 2, placed=V)],
+    # A fixed order: which weights stay gathered hangs on the order of tasks, and messages' on when they come.
+    "loop of slices": [sliced("zero3", 2, placed=LOOP, schedule="1f1b")],
 }
 """Configs of one grid and the same token axes together; one with stages alone, for mailboxes are opened once."""
 
@@ -160,7 +161,8 @@ MANY = {
     "v gpipe": [pipelined("gpt2", 2, "gpipe", WHOLE, placed=V)],
     "v untied": [pipelined("untied", 2, "message-driven", WHOLE, placed=V)],
     "v of slices of gradients": [sliced("zero2", 2, placed=V)],
-    "loop of slices": [sliced("zero3", 2, placed=LOOP, schedule="1f1b", memory={"recompute": 1})],
+    "v of slices": [sliced("zero3", 2, placed=V)],
+    "loop of slices, recomputed": [sliced("zero3", 2, placed=LOOP, schedule="1f1b", memory={"recompute": 1})],
     "v of shard groups": [sliced("zero2", 4, placed=V, batch={"global": 48, "micro": 3})],
     "v x data 2 x 1-D": [pipelined("gpt2", 2, "message-driven", CUT, 2, placed=V)],
     "loop x data 2 x 2-D": [
