@@ -34,7 +34,7 @@ from meshwright.parity.batches import (
     tensors_by_key,
 )
 from meshwright.parity.locate import locate
-from meshwright.parity.parts import Part, find_part
+from meshwright.parity.parts import Part, find_part, parts_alike
 from meshwright.parity.program import Model, SteppedProgram, named_models, takes_job
 from meshwright.parity.record import (
     CHUNK,
@@ -286,6 +286,7 @@ class ParityJob:
             program.losses, {n: p.as_json() for n, p in parts.items()}, {axis: self.index(axis) for axis in self.axes},
             lost=lost, dropout=drops, halves=program.halves,
             rows={key: None if p is None else p.as_json() for key, p in found.items()},
+            alike={k: [p.as_json() for p in parts_alike(k, taken[k], wanted[k])] for k, p in found.items() if p},
             counts=[count_labels(program.share(recipe.global_batch(n)), recipe.labels) for n in STEPS],
             stepped=program.stepped, rates=recording.rates, micro=micro, probed=probed,
         )  # fmt: skip

@@ -105,7 +105,9 @@ def taken_by_none(case: Case) -> Mistake | None:
         # the loss.
         if not shape or len(held) < len(rows):
             continue
-        if missing_places(held, shape):
+        # Of equal slices a rank may have taken any.
+        alike = [Part.from_json(tree) for side in case.evidence.ranks for tree in side.facts.alike.get(key, ())]
+        if missing_places([*held, *alike], shape):
             where = "; ".join(f"rank {rank}: {part}" for rank, part in enumerate(held))
             return Mistake(
                 "wrong data", "(data)", f"samples of {key} that no rank takes, and others several times ({where})"

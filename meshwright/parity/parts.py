@@ -130,6 +130,21 @@ def _find_slices(name: str, local: Tensor, whole: Tensor, dim: int) -> Part | No
     return Part(name, tuple(tuple(index) if d == dim else None for d in range(whole.ndim)))
 
 
+def parts_alike(name: str, local: Tensor, whole: Tensor) -> list[Part]:
+    """All parts of `whole` that have the values of `local`, a part of it: of equal slices, such as the numbers of
+    documents that are packed alike in all rows, values do not say which one a rank took."""
+    cut = [dim for dim in range(whole.ndim) if local.shape[dim] != whole.shape[dim]]
+    if local.ndim == 1 and cut and local.numel():
+        starts = (whole.unfold(0, local.numel(), 1) == local).all(1).nonzero().flatten().tolist()
+        return [Part(name, (tuple(range(start, start + local.numel())),)) for start in starts]
+    if len(cut) != 1:
+        blocks = box_candidates(name, local.shape, whole.shape, cut)
+        return [block for block in blocks if torch.equal(block.take(whole), local)]
+    held = {_bytes(piece) for piece in local.unbind(cut[0])}
+    index = tuple(place for place, piece in enumerate(whole.unbind(cut[0])) if _bytes(piece) in held)
+    return [Part(name, tuple(index if dim == cut[0] else None for dim in range(whole.ndim)))]
+
+
 def box_candidates(name: str, local: Sequence[int], whole: Sequence[int], cut: Sequence[int]) -> list[Part]:
     """All blocks of a local shape in a whole one: at multiples of their sizes along the dims `cut`, and at the ends."""
     if any(not 0 < local[dim] <= whole[dim] for dim in cut):

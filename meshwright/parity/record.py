@@ -80,10 +80,10 @@ class ReferenceFacts:
 class PartFacts:
     """`losses` and `norms` by step, None where this rank has none. `parts`: what each of its tensors is of the
     reference's parameters, by its own name. `lost`: first weights that are no part of them. `rows`: which part of every
-    tensor of the global batch it took. `dropout`: the last step was made with it. `halves`: the second was made in two
-    halves of the samples, whose gradients were added up. `counts`: labels of its share by step. `stepped`: how often an
-    optimizer stepped in each step, `rates`: its learning rates. `micro`: microbatches in the first. `probed`: whether
-    the probe's passes are there."""
+    tensor of the global batch it took, and `alike` all parts of the same values. `dropout`: the last step was made with
+    it. `halves`: the second was made in two halves of the samples, whose gradients were added up. `counts`: labels of
+    its share by step. `stepped`: how often an optimizer stepped in each step, `rates`: its learning rates. `micro`:
+    microbatches in the first. `probed`: whether the probe's passes are there."""
 
     losses: list[float | None]
     parts: dict[str, Any]
@@ -93,6 +93,7 @@ class PartFacts:
     dropout: bool = False
     halves: bool = False
     rows: dict[str, Any] = field(default_factory=dict)
+    alike: dict[str, list[Any]] = field(default_factory=dict)
     counts: list[int | None] = field(default_factory=list)
     stepped: list[int] = field(default_factory=list)
     rates: list[list[float]] = field(default_factory=list)

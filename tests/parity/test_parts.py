@@ -10,7 +10,7 @@ import torch
 from meshwright.parity.compare import factor_of
 from meshwright.parity.explain import explain_tensors
 from meshwright.parity.locate import locate
-from meshwright.parity.parts import Part, find_part, missing_places
+from meshwright.parity.parts import Part, find_part, missing_places, parts_alike
 from meshwright.parity.record import PartFacts, SideRecord, write_record
 from meshwright.parity.reference import cast_model
 
@@ -44,6 +44,19 @@ def test_rows_of_padding_are_no_part_of_the_reference() -> None:
 def test_what_no_rank_holds_is_counted() -> None:
     parts = [find_part("w", WHOLE[:4], WHOLE), find_part("w", WHOLE[6:, :3], WHOLE)]
     assert missing_places([part for part in parts if part], (12, 6)) == 6 * 3 + 2 * 6
+
+
+@pytest.mark.parametrize(
+    "whole",
+    [torch.tensor([[0, 0, 0, 1, 1, 1]]).expand(4, 6), torch.tensor([0, 1, 0, 1])],
+    ids=["documents that are packed alike", "labels"],
+)
+@pytest.mark.parametrize("dim", [0, -1])
+def test_of_equal_slices_a_rank_may_have_taken_any(whole: torch.Tensor, dim: int) -> None:
+    first, second = whole.chunk(2, dim)
+    assert not missing_places([*parts_alike("w", first, whole), *parts_alike("w", second, whole)], whole.shape)
+    if whole.ndim > 1 and dim == -1:
+        assert missing_places([*parts_alike("w", first, whole), *parts_alike("w", first, whole)], whole.shape) == 12
 
 
 @pytest.mark.parametrize(

@@ -73,3 +73,16 @@ def test_a_public_mistake_is_named(name: str) -> None:
 
 def test_every_program_is_tried() -> None:
     assert {path.stem for path in FOLDER.glob("*.py")} == {*NAMED, "common"}
+
+
+def test_documents_that_are_packed_alike_in_all_rows_are_no_wrong_data(tmp_path: Path) -> None:
+    """Their numbers are equal from row to row: values do not say which rows and positions a rank took."""
+    text = (FOLDER / "packed_context_parallel.py").read_text()
+    alike = text.replace("torch.tensor([[1, 4], [2, 5], [3, 4], [1, 3]])", "torch.tensor([[2, 4]] * 4)")
+    assert alike != text
+    (tmp_path / "alike.py").write_text(alike)
+    (tmp_path / "common.py").write_text((FOLDER / "common.py").read_text())
+    right, wrong = (run_check(check) for check in collect(tmp_path / "alike.py"))
+    assert right.holds, right.verdict
+    assert wrong.finding is not None
+    assert (wrong.finding.kind, wrong.finding.module) == NAMED["packed_context_parallel"]
