@@ -85,7 +85,7 @@ def test_the_words_to_paste_make_the_layout_of_the_run(
 @pytest.mark.parametrize("processes", [1, 3])
 def test_a_signal_ends_a_search_with_the_best_so_far(number: signal.Signals, processes: int) -> None:
     """Also Ctrl-C where a shell had it ignored; then all is as it was before."""
-    cluster, models = made_up(1)
+    cluster, models = made_up(5)  # where the own layout fits
     before = signal.signal(number, signal.SIG_IGN)
     try:
 
