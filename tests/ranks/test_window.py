@@ -21,7 +21,7 @@ from meshwright.environment import Environment, Rendezvous
 from meshwright.errors import LaunchError, LostRankError
 from meshwright.launch import Job, StopRequest, launch
 from meshwright.machine import find_mpiexec
-from meshwright.ranks.comm import RankGroup, Work
+from meshwright.ranks.comm import PieceSizes, Posted, RankGroup, Work
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import open_mesh
 from meshwright.ranks.window import SLOT_BYTES, ExchangeTexts, SharedWindow, open_window
@@ -46,6 +46,9 @@ class ThreadComm(WindowComm):
         raise NotImplementedError
 
     def _send(self, x: Tensor, to: int) -> None:
+        raise NotImplementedError
+
+    def _post_all_to_all(self, out: Tensor, x: Tensor, pieces: PieceSizes) -> Posted:
         raise NotImplementedError
 
 
