@@ -284,11 +284,10 @@ class ParityJob:
         found = {k: find_part(k, x, wanted[k]) for k, x in taken.items() if k in wanted and x.ndim == wanted[k].ndim}
         facts = PartFacts(
             program.losses, {n: p.as_json() for n, p in parts.items()}, {axis: self.index(axis) for axis in self.axes},
-            lost=lost, dropout=drops, halves=program.halves,
-            rows={key: None if p is None else p.as_json() for key, p in found.items()},
+            lost=lost, dropout=drops, halves=program.halves, stepped=program.stepped, rates=recording.rates,
+            rows={key: None if p is None else p.as_json() for key, p in found.items()}, micro=micro,
             alike={k: [p.as_json() for p in parts_alike(k, taken[k], wanted[k])] for k, p in found.items() if p},
-            counts=[count_labels(program.share(recipe.global_batch(n)), recipe.labels) for n in STEPS],
-            stepped=program.stepped, rates=recording.rates, micro=micro, probed=probed,
+            counts=[count_labels(program.share(recipe.global_batch(n)), recipe.labels) for n in STEPS], probed=probed,
         )  # fmt: skip
         write_record(self._folder, rank_file(self.rank), recording.tensors, facts, recording.traces)
 

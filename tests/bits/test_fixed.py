@@ -37,6 +37,13 @@ def test_any_order_has_the_same_bits_and_float64s_sum() -> None:
     assert (one - exact).abs().max() <= (plain[0] - exact).abs().max()
 
 
+def test_each_addend_is_rounded_to_a_multiple_of_the_quantum() -> None:
+    fixed, total = FixedPoint(3, CPU), torch.zeros(2, dtype=torch.int64)
+    for index in range(3):
+        fixed.add(total, fixed.quantum * torch.tensor([0.75, -0.25]), fresh=index == 0)
+    assert total.tolist() == [3, 0]
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, 2.0**10, -(2.0**10)])
 def test_an_addend_that_is_too_large_or_no_number_is_told(value: float) -> None:
     fixed, total = FixedPoint(2, CPU), torch.zeros(3, dtype=torch.int64)
