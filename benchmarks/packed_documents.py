@@ -1,4 +1,4 @@
-"""What documents in one row cost: attention by document beside a mask of T x T, and rings by kernel.
+"""Time and memory of documents in one row: attention by document beside a mask of T x T, and rings by kernel.
 
     python -m benchmarks.packed_documents [--sequence 4096] [--rounds 5]
 
@@ -80,7 +80,7 @@ def timed(sequence: int, length: int, rounds: int) -> dict[str, tuple[float, int
 
 
 def ring_bytes(attention: Attention, sequence: int = 131072, ranks: int = 8) -> int:
-    """What a rank of a ring holds at most while a layer of Llama-3.1-8B attends, forward and backward, in bf16."""
+    """The most bytes that a rank of a ring holds while a layer of Llama-3.1-8B attends, both ways, in bf16."""
     mesh = planned_mesh(Grid((("context", ranks),)), 1, ("context",), "cuda")
     q, k, v = (
         torch.empty(1, heads, sequence // ranks, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)

@@ -125,7 +125,7 @@ def main() -> None:
 
 
 def _processor_seconds() -> float:
-    """Of this process and of those that it has waited for."""
+    """Processor seconds of this process and of those that it has waited for."""
     every = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in every)
 

@@ -71,7 +71,7 @@ class Verbs:
 
 @dataclass
 class Job:
-    """What the programs ask of a ParityJob."""
+    """Stands for a ParityJob: answers what the programs ask of one."""
 
     mesh: Mesh
     setting: Setting
@@ -133,7 +133,7 @@ def run_rank(setting: Setting, wrong: str, rank: int, watch: Watch) -> None:
 
 
 def refusal(setting: Setting, wrong: str = "") -> str:
-    """What types say of a program; empty where they find nothing."""
+    """The sentence with which types refuse a program; empty where they find nothing."""
     grid = Grid(setting.axes)
     neighbours = []
     for axis, _ in setting.axes:

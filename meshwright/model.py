@@ -162,7 +162,7 @@ class Model(Protocol):
         """The input of the chunk after; the last one returns (the losses' sum, each times its scale,)."""
 
     def in_pieces(self, batch: Batch, scales: Scales, incoming: Hidden = ()) -> Pieces:
-        """The same as a call, in pieces that end where rows leave for other ranks' experts."""
+        """Run the chunk forward in pieces, each up to where rows leave for experts; the result is a call's."""
 
     def hidden_states(self, batch: Batch, incoming: Hidden = ()) -> Hidden:
         """The input of the chunk after; the last one returns the normed hidden states [B, T, H]."""
