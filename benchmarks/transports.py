@@ -1,6 +1,7 @@
 """One all-reduce on each transport, and MPI's own forms beside ours, which sums in memory that a node's ranks share.
 
 Of any tensor ours copies pieces into that memory; gradients lie there (`Comm.zeros`), and are summed where they are.
+Beside them the same bytes as a zero1 step moves them: a reduce-scatter of gradients, an all-gather of weights.
 
 python -m benchmarks.transports [--ranks 2 4] [--rounds N] [--steps N] [--json FILE]
 """
@@ -19,23 +20,30 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import open_mesh
 from meshwright.ranks.mpi import MpiComm
 
-SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "16 MiB": 2**24}
+SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "16 MiB": 2**24, "28 MiB": 28 * 2**20}
 
 
 @contextmanager
 def all_reduce(place: Place, transport: str, size_bytes: int, form: str) -> Iterator[Step]:
     """A step is one sum of `size_bytes` of float32, in place. `form`: ours, of any tensor or one that lies in shared
-    memory, or MPI's own."""
+    memory, there as a reduce-scatter and an all-gather, or MPI's own."""
     grid = Grid((("data", place.ranks),))
     with open_mesh(grid, read_environment(), transport, torch.device("cpu"), rendezvous()) as mesh:
         comm = mesh.comm("data")
         count = size_bytes // 4
-        x = comm.zeros(count, torch.float32, mesh.device) if form == "shared" else torch.zeros(count)
+        shared = form in ("shared", "scattered")
+        x = comm.zeros(count, torch.float32, mesh.device) if shared else torch.zeros(count)
+        weights = torch.zeros(count)
+        part = weights.view(place.ranks, -1)[comm.index]
 
         def step() -> float:
             if form in ("ours", "shared"):
                 comm.all_reduce(x)
                 return float(x[0])
+            if form == "scattered":
+                comm.reduce_scatter(part, x)
+                comm.all_gather(weights, part)
+                return float(weights[0])
             assert isinstance(comm, MpiComm), f"{form} is a form of MPI's"
             if form == "blocking":
                 comm.comm.Allreduce(comm.in_place, x.numpy())
@@ -59,6 +67,8 @@ def main() -> None:
                 "MPI's own, blocking": ("mpi", "blocking"),
                 "MPI's own, posted": ("mpi", "posted"),
                 "MPI, in shared memory": ("mpi", "shared"),
+                "gloo, in shared memory": ("torch", "shared"),
+                "gloo, reduce-scatter and all-gather": ("torch", "scattered"),
             }
             contenders = [
                 Contender(
