@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from tests.harness import build
 from tests.tools.evaluate.test_commands import run_json
 from tests.tools.evaluate.tiny import lively, save, tiny_checkpoint
 
-pytest.importorskip("sklearn", reason="pip install 'meshwright[images]'")
+if find_spec("sklearn") is None:  # imported by the first test that reads digits: it takes three seconds
+    pytest.skip("pip install 'meshwright[images]'", allow_module_level=True)
 image = pytest.importorskip("PIL.Image", reason="pip install 'meshwright[images]'")
 
 
