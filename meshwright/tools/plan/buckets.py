@@ -15,7 +15,7 @@ from meshwright.data_parallel.strategy import BucketBytes, HeldBytes, Policy, Sy
 from meshwright.memory.offload import SINGLE, state_bytes
 from meshwright.model import Batch
 from meshwright.models.chain import chain_of
-from meshwright.parameters.bucket import Bucket, BucketKey, arranged, gradient_dtype, padded, slice_axes
+from meshwright.parameters.bucket import Bucket, BucketKey, arranged, gradient_dtype, group_axes, padded, slice_axes
 from meshwright.parts import bucket_bytes
 from meshwright.ranks.grid import grid_of_run
 from meshwright.ranks.mesh import Mesh
@@ -124,7 +124,8 @@ class Buckets:
                 config.copies,
             )  # fmt: skip
             if key not in self._programs:
-                axes = slice_axes(kind.sum_axes) if sync.slices else kind.sum_axes
+                grouped = group_axes(kind.sum_axes) if sync.grouped else kind.sum_axes
+                axes = slice_axes(kind.sum_axes) if sync.slices else grouped
                 self._programs[key] = _programs(policy, kind, axes, summed_in, num_elements, mesh, recorder)
             stepped, *programs = self._programs[key]
             # A bucket whose gradients are late keeps them whole, and is summed once at the step's end.

@@ -335,7 +335,7 @@ def _syncs(config: Config, job: SearchJob) -> tuple[str, ...]:
     sizes = dict(config.layout.axes)
     summed = math.prod(sizes[axis] for axis in config.layout.token_axes)
     sharded = is_fixed("layout.data.shard", job.fixed) and job.run.layout.data.shard is not None
-    tried = tuple(name for name, sync in entries("syncs").items() if sync.candidate and (sync.slices or not sharded))
+    tried = tuple(name for name, sync in entries("syncs").items() if sync.candidate and (sync.grouped or not sharded))
     return tried if summed > 1 else tried[:1]
 
 
