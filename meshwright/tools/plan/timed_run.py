@@ -7,7 +7,8 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from meshwright.config import Config
-from meshwright.pipeline.clock import undisturbed
+from meshwright.pipeline.clock import Pace, undisturbed
+from meshwright.pipeline.schedule import FORWARD_ONLY
 from meshwright.pipeline.task import Task, TaskKind
 from meshwright.ranks.ledger import Traffic
 from meshwright.ranks.mailbox import AHEAD
@@ -102,12 +103,23 @@ class TimedRun(Composition):
         return self.known_passes[key]
 
     @cached_property
-    def phase(self) -> PipelinePhase:
+    def pace(self) -> Pace:
         # Stages that wait leave their cores to the others; where every rank has a device, nobody can.
         ranks = self.grid.world_size // len(self.stages)
-        pace = undisturbed if self.cluster.cores is None else lambda busy: self.timer.gain(busy * ranks)
+        return undisturbed if self.cluster.cores is None else lambda busy: self.timer.gain(busy * ranks)
+
+    @cached_property
+    def phase(self) -> PipelinePhase:
         pieces = self.pieces if self.config.layout.data.in_pieces else None
-        return phase_of(self.config, self.tasks, self.cost, self.latency, pace, pieces)
+        return phase_of(self.config, self.tasks, self.cost, self.latency, self.pace, pieces)
+
+    def counting(self) -> float:
+        """Seconds of the pass before the step in which routers count the batch, where their balance is over it."""
+        if not self.config.model.counts_first:
+            return 0.0
+        count = self.config.num_microbatches
+        phase = PipelinePhase(FORWARD_ONLY, self.placement, count, self.cost, self.latency, self.pace)
+        return phase.whole.seconds + max(self.seconds(self.loads(stage)) for stage in range(len(self.stages)))
 
     def pieces(self, position: int, kind: TaskKind, which: int) -> PieceCosts:
         """A task at a position of the chain in pieces, where rows travel to experts as messages."""
