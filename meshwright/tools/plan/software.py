@@ -24,8 +24,8 @@ from meshwright.optim.states import stepped_together
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
-from meshwright.section import Section, Size
-from meshwright.tools.plan.cluster import AttentionKernel, Device
+from meshwright.section import Positive, Section, Size
+from meshwright.tools.plan.cluster import AttentionKernel, Cluster, Device, Share
 from meshwright.tools.plan.recorder import LowProducts, Recorder
 
 Communication = Literal["sums", "gathers", "layers"]
@@ -148,6 +148,16 @@ class _Fact(BaseModel, extra="forbid", frozen=True):
     source: str
 
 
+class KnownMemory(Section):
+    """Measured rows of a program's memory beside predictions: the mean error, and the most by which a row held more
+    than is predicted, as shares; `of`: whose rows, and what was counted of them."""
+
+    rows: Positive
+    error: Share
+    most: Annotated[float, Field(ge=0)]
+    of: str
+
+
 class _Preset(BaseModel, extra="forbid", frozen=True):
     """A file of configs/software. `layouts`: values of fields of the layout that the program knows, by dotted name;
     `form`: of its jobs' files; `syncs`: its words for ours of layout.data.sync."""
@@ -157,12 +167,13 @@ class _Preset(BaseModel, extra="forbid", frozen=True):
     layouts: dict[str, tuple[Any, ...]] = Field(default_factory=dict)
     form: JobForm | None = None
     syncs: dict[str, str] = Field(default_factory=dict)
+    memory: KnownMemory | None = None
 
 
 @dataclass(frozen=True)
 class Program:
     """Somebody's program by name. `title`: its whole name; `sources`: of each fact that is not as in our own runs;
-    `layouts`, `form`, `syncs`: as in its file; no layouts: any."""
+    `layouts`, `form`, `syncs`, `memory`: as in its file; no layouts: any."""
 
     name: str
     title: str
@@ -171,6 +182,14 @@ class Program:
     layouts: dict[str, tuple[Any, ...]]
     form: JobForm | None
     syncs: dict[str, str]
+    memory: KnownMemory | None = None
+
+    def on(self, cluster: Cluster) -> Cluster:
+        """The cluster with what this program's rows have held beyond predictions in place of what others' have."""
+        if self.memory is None:
+            return cluster
+        device = cluster.device.model_copy(update={"unpredicted_share": self.memory.most})
+        return cluster.model_copy(update={"device": device})
 
 
 def software_names() -> list[str]:
@@ -196,7 +215,7 @@ def load_program(name: str = OWN, facts: Sequence[str] = ()) -> Program:
         raise ConfigError(problems_of(error, [], Software)) from error
     sources = {fact: each.source for fact, each in preset.facts.items()}
     sources |= {word.partition("=")[0]: "--fact" for word in facts}
-    return Program(name, preset.program, software, sources, preset.layouts, preset.form, preset.syncs)
+    return Program(name, preset.program, software, sources, preset.layouts, preset.form, preset.syncs, preset.memory)
 
 
 def load_software(name: str) -> Software:

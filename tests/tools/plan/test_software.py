@@ -8,6 +8,7 @@ from meshwright.config import Config, parse_config
 from meshwright.errors import ConfigError
 from meshwright.section import with_field
 from meshwright.tools.plan.cluster import load_cluster
+from meshwright.tools.plan.memory import Memory, verdict
 from meshwright.tools.plan.predict import Planner, Prediction
 from meshwright.tools.plan.search import search
 from meshwright.tools.plan.software import (
@@ -145,6 +146,14 @@ def test_a_fact_is_laid_over_a_preset() -> None:
         load_program("deepspeed", ["attention=none at all"])
     with pytest.raises(ConfigError, match=r"atention=fused is an unknown key \(did you mean attention\?\)"):
         load_program("deepspeed", ["atention=fused"])
+
+
+def test_tight_begins_where_a_programs_rows_have_held_more_than_was_predicted() -> None:
+    """BLOOM's row that ran out of 81,251 MiB is predicted to hold 66.4 GiB: no fit for DeepSpeed's runs."""
+    memory = Memory(round(66.4 * 2**30), 0, 0, 0, 0, 0)
+    assert verdict(memory, GPUS) == "fits"
+    assert verdict(memory, load_program("deepspeed").on(GPUS)) == "tight"
+    assert load_program().on(GPUS) is GPUS
 
 
 GPUS = load_cluster("dgx-a100")
