@@ -428,10 +428,13 @@ class _Search:
     def _try_messages(self) -> None:
         """Predict the fastest layouts that share experts with rows that travel under other tasks, too: under the first
         limit that fits."""
-        # Of predictions, not of estimates, which know nothing of pieces.
+        # Of predictions, not of estimates, which know nothing of pieces; layouts that differ in their schedule or their
+        # slices become one.
         sharing = [one for one in self.known if one.config.layout.data.expert > 1]
-        for one in sorted(sharing, key=lambda one: one.seconds)[:AS_MESSAGES]:
-            for config in as_messages(one.config, self.evaluator.job):
+        sharing.sort(key=lambda one: (not self._fits(one), one.seconds))
+        variants = dict.fromkeys(tuple(as_messages(one.config, self.evaluator.job)) for one in sharing)
+        for limits in [*filter(None, variants)][:AS_MESSAGES]:
+            for config in limits:
                 self.found.count(config)
                 known = len(self.known)
                 if not self._predict(config, self.cutoff) or len(self.known) > known:

@@ -67,6 +67,8 @@ class Software(Section):
     """One kernel for many parameters, or STEPS_OF_ADAMW for each, as torch's AdamW stepped tensors before 2.0."""
     widening: Literal["parts", "whole"] = "parts"
     """Whether an optimizer on the device has float32 copies of some half-precision gradients at a time, or of all."""
+    publishes: Literal["gathers", "broadcasts"] = "gathers"
+    """How stepped slices reach the other ranks: all of a bucket's at once, or each rank's by a broadcast of its own."""
     one_process: bool = False
     """Whether one process drives all devices of a node, as torch's DataParallel does: its threads go forward in turn
     under the interpreter's lock (backward passes have threads beneath it), and every step makes each replica's

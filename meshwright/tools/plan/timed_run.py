@@ -233,11 +233,22 @@ class TimedRun(Composition):
             else min(device.host_link_bytes_per_second, device.disk_bytes_per_second)
         )
         steps = self.step_seconds(bucket) if bucket.stepped_elements else 0.0
-        reduce, publish = self.seconds(bucket.reduce) + self.seconds(bucket.across), self.seconds(bucket.publish)
+        reduce, publish = self.seconds(bucket.reduce) + self.seconds(bucket.across), self.published(bucket)
         if self.software.one_process:
             # torch's DataParallel makes every parameter of every replica anew, one call each.
             publish += self.devices_per_host * len(bucket.names) * device.issue_seconds
         return Sum(ready, reduce, publish, steps, bucket.moved_bytes(config) / rate, read)
+
+    def published(self, bucket: PlannedBucket) -> float:
+        """Seconds until the other ranks have what a bucket's owners have stepped."""
+        starts = [event for event in bucket.publish.events if isinstance(event, Start)]
+        if self.software.publishes == "gathers" or not starts:
+            return self.seconds(bucket.publish)
+        # A rank's slices of all buckets are one message, and the other ranks' stand behind it.
+        (start,), own = starts, next(own for own in self.buckets.values() if bucket in own)
+        ranks, total = self.network.ranks(start.axes), sum(each.num_elements for each in own)
+        every = start.payload_bytes * total // bucket.num_elements
+        return bucket.num_elements / total * ranks * self.network.collective(start.axes, "broadcast", every // ranks)
 
     def step_seconds(self, bucket: PlannedBucket) -> float:
         """Seconds in which the optimizer steps a bucket's slot."""
