@@ -219,7 +219,7 @@ class Grouped(Synchroniser):
 
     def _launch(self) -> None:
         super()._launch()
-        under_way = [one for one in self.sums if one.state is State.SUMMING]
+        under_way = [one for one in self.sums if one.state is State.SUMMING and not one.comm.begins_when_waited_for]
         # Beside stages replicas do their tasks in orders of their own, and must not wait for each other in one.
         for one in under_way[:-1] if self.mesh.size(PIPE) == 1 else ():
             one.cross()

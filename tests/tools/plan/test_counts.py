@@ -120,8 +120,9 @@ FEW = {
     "1-D pipe": [pipelined("gpt2", 3, "1f1b", MEGATRON)],
     "loop": [pipelined("gpt2", 3, "1f1b", WHOLE, placed=LOOP)],
     "v": [pipelined("gpt2", 2, "message-driven", WHOLE, placed=V)],
-    # A fixed order: which weights stay gathered hangs on the order of tasks, and messages' on when they come.
     "states in groups": [synced("zero1", 4, layout={"data": HYBRID | {"sync": "zero1", "bucket": 8192}})],
+    # Chunks of one layer, which go backward several times in a row, and gather each time.
+    "v of slices, all forward first": [sliced("zero3", 2, "gpipe", placed=V)],
     "loop of slices": [sliced("zero3", 2, placed=LOOP, schedule="1f1b")],
 }
 """Configs of one grid and the same token axes together; one with stages alone, for mailboxes are opened once."""
@@ -164,7 +165,6 @@ MANY = {
     "v untied": [pipelined("untied", 2, "message-driven", WHOLE, placed=V)],
     "v of slices of gradients": [sliced("zero2", 2, placed=V)],
     "v of slices": [sliced("zero3", 2, placed=V)],
-    "v of slices, all forward first": [sliced("zero3", 2, "gpipe", placed=V)],
     "loop of slices, recomputed": [sliced("zero3", 2, placed=LOOP, schedule="1f1b", memory={"recompute": 1})],
     "v of shard groups": [sliced("zero2", 4, placed=V, batch={"global": 48, "micro": 3})],
     "v x data 2 x 1-D": [pipelined("gpt2", 2, "message-driven", CUT, 2, placed=V)],
