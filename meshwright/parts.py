@@ -354,6 +354,7 @@ def recompute_in(config: Config, model: Chain, chunks: Sequence[Chunk]) -> None:
                 module.run = recomputed
     elif setting != "none":
         model.run_group = recomputed_but_kept if setting == "ops" else recomputed
+        model.keeps_rows = config.layout.data.in_pieces
         model.groups = tuple(
             group for chunk in chunks for group in groups_of(chunk.layers, recomputed_group(config, len(chunk.layers)))
         )

@@ -78,13 +78,24 @@ def test_figures_of_a_set_are_of_the_rows_that_were_said(tmp_path) -> None:
     assert "<td>FP4</td>" in text
 
 
+def test_a_row_that_ran_out_of_memory_held_more_than_the_device_has() -> None:
+    rows = (
+        PublicRow("a", None, 11.0, None, 10.0, fits="fits"),
+        PublicRow("b", None, None, None, 8.0, fits="tight", ran_out=True, device_bytes=10),
+        PublicRow("c", None, None, None, 12.0, fits="does not fit", ran_out=True, device_bytes=10),
+    )
+    judged = Judged("some", SETS["bloom"], rows)
+    assert judged.most_unseen == pytest.approx(0.25)
+    assert sentence(judged).endswith("at most 25.0% above; ran out of memory: 1 tight, 1 does not fit")
+
+
 def test_rows_are_predicted_as_their_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dense Llama whose memory is measured, and one that needs what a plan cannot say."""
-    lines = read_table(FOLDER / "simumax.csv")[:3]
+    lines = (*read_table(FOLDER / "simumax.csv")[:2], read_table(FOLDER / "automodel.csv")[0])
     monkeypatch.setattr(public, "read_table", lambda path: lines)
     judged = judge("simumax", SETS["simumax"])
     assert [bool(one.seconds) for one in judged.rows] == [True, True, False]
-    assert judged.rows[2].missing == "multi-head latent attention"
+    assert judged.rows[2].missing == "a cluster of H100-80GB"
     assert max(map(abs, judged.memory_errors())) < 0.1
 
 

@@ -31,6 +31,8 @@ LOW = {"fp8-mx": "mxfp8", "mxfp8": "mxfp8", "fp8-cs": "fp8", "fp8": "fp8"}
 SYNCS = {"zero1": "zero1", "zero2": "zero2", "zero3": "zero3", "fsdp": "zero3", "hsdp": "zero3", "none": "allreduce"}
 """Ours for how a word of the tables begins."""
 HSDP = "hsdp"
+OUT_OF_MEMORY = "OOM"
+"""A word of a row's note."""
 
 
 class MemoryColumn(BaseModel, extra="forbid", frozen=True):
@@ -56,6 +58,9 @@ class RowSet(BaseModel, extra="forbid", frozen=True):
     memory: MemoryColumn | None = None
     recompute: dict[str, Any] = Field(default_factory=dict)
     sharding: dict[str, int] = Field(default_factory=dict)
+    sums: dict[str, str] = Field(default_factory=dict)
+    contexts: str = "ring"
+    cuts_sequences: bool = True
     missing: dict[str, str] = Field(default_factory=dict)
     missing_by_note: dict[str, str] = Field(default_factory=dict)
     missing_by_word: dict[str, str] = Field(default_factory=dict)
@@ -66,7 +71,8 @@ class RowSet(BaseModel, extra="forbid", frozen=True):
 @dataclass(frozen=True)
 class PublicRow:
     """A row and what was predicted of it: seconds and bytes, measured (None: not said) and predicted; `fits`: the
-    verdict of memory; `missing`: what a plan cannot say of it; `doubtful`: why it does not count."""
+    verdict of memory; `missing`: what a plan cannot say of it; `doubtful`: why it does not count; `ran_out`: whether it
+    ran out of the device's memory, of so many bytes."""
 
     label: str
     measured_seconds: float | None
@@ -76,6 +82,8 @@ class PublicRow:
     fits: str = ""
     missing: str = ""
     doubtful: str = ""
+    ran_out: bool = False
+    device_bytes: int = 0
 
     @property
     def seconds_error(self) -> float:
@@ -107,6 +115,19 @@ class Judged:
 
     def memory_errors(self) -> list[float]:
         return [row.bytes / row.measured_bytes - 1 for row in self.weighed]  # type: ignore[operator]
+
+    @property
+    def most_unseen(self) -> float:
+        """The most by which a row's memory was above what is predicted, as a share of that; of one that ran out the
+        device's."""
+        held = [(row.measured_bytes, row.bytes) for row in self.weighed]
+        held += [(row.device_bytes, row.bytes) for row in self.rows if row.ran_out and row.bytes]
+        return max((real / told - 1 for real, told in held), default=0.0)  # type: ignore[operator]
+
+    @property
+    def ran_out(self) -> Counter[str]:
+        """What was judged of the rows that ran out of memory."""
+        return Counter(row.fits for row in self.rows if row.ran_out and row.fits)
 
     @property
     def ordered(self) -> tuple[int, int]:
@@ -143,6 +164,7 @@ def _judged(line: Line, rows_set: RowSet, planners: dict[Any, Planner]) -> Publi
         _label(line),
         float(line["seconds"]) if line["seconds"] else None,
         float(line["memory_gb"]) * unit if line["memory_gb"] and unit else None,
+        ran_out=OUT_OF_MEMORY in line["note"],
     )
     if doubt := next((why for word, why in rows_set.doubtful.items() if word in line["note"]), ""):
         return replace(row, doubtful=doubt)
@@ -154,8 +176,8 @@ def _judged(line: Line, rows_set: RowSet, planners: dict[Any, Planner]) -> Publi
         facts = _facts(line, rows_set)
         key = line["device"], tuple(facts)
         if key not in planners:
-            software = load_program(rows_set.software, facts).software
-            planners[key] = Planner(_cluster(rows_set.clusters[line["device"]]), software)
+            program = load_program(rows_set.software, facts)
+            planners[key] = Planner(program.on(_cluster(rows_set.clusters[line["device"]])), program.software)
         prediction = planners[key].predict(config)
     except ConfigError as error:
         return replace(row, missing=str(error).splitlines()[-1].strip())
@@ -165,6 +187,7 @@ def _judged(line: Line, rows_set: RowSet, planners: dict[Any, Planner]) -> Publi
         seconds=prediction.seconds,
         bytes=float(_bytes(memory, rows_set.memory.of)) if rows_set.memory else None,
         fits=verdict(memory, prediction.cluster),
+        device_bytes=prediction.cluster.device.memory_bytes,
     )
 
 
@@ -195,15 +218,10 @@ def _missing(line: Line, rows_set: RowSet) -> Iterator[str]:
         yield "the model's sizes"
     if not line["micro"]:
         yield "the microbatch, which the page does not say"
-    if not (line["seconds"] or line["memory_gb"]):
+    if not (line["seconds"] or line["memory_gb"] or OUT_OF_MEMORY in line["note"]):
         yield "a step's seconds, which the page does not say"
     if not line["batch"]:
         yield "the batch, which the page does not say"
-    # ZeRO-1's states over a part of the replicas: ours are over all.
-    part = next((size for word, size in rows_set.sharding.items() if word in line["sharding"]), None)
-    replicas = int(line["gpus"] or 1) // (int(line["tp"] or 1) * int(line["pp"] or 1) * int(line["cp"] or 1))
-    if part is not None and part < replicas and line["sharding"].startswith("zero1"):
-        yield "optimizer states over a part of the replicas (zero1 with layout.data.shard)"
 
 
 def _facts(line: Line, rows_set: RowSet) -> list[str]:
@@ -223,14 +241,19 @@ def _tree(line: Line, rows_set: RowSet) -> dict[str, Any]:
     word = next((word for word in SYNCS if line["sharding"].startswith(word)), "none")
     data: dict[str, Any] = {"size": replicas, "sync": SYNCS[word] if replicas * number["cp"] > 1 else "allreduce"}
     data |= {"expert": number["ep"]} if number["ep"] > 1 else {}
-    data |= {"shard": 8} if word == HSDP and replicas > 8 else {}
+    part = (
+        8 if word == HSDP else next((n for told, n in rows_set.sharding.items() if told in line["sharding"]), replicas)
+    )
+    data |= {"shard": part} if part < replicas else {}
     layout: dict[str, Any] = {"data": data}
     if number["tp"] > 1:
-        layout["tensor"] = {"kind": "megatron", "size": number["tp"], "sequence_parallel": True}
+        layout["tensor"] = {
+            "kind": "megatron", "size": number["tp"], "sequence_parallel": rows_set.cuts_sequences,
+        }  # fmt: skip
     if number["pp"] > 1:
         layout["pipeline"] = {"size": number["pp"], "schedule": "1f1b"} | _chunks(number)
     if number["cp"] > 1:
-        layout["context"] = {"kind": "ulysses", "size": number["cp"]}
+        layout["context"] = {"kind": rows_set.contexts, "size": number["cp"]}
     if number["pp"] > 1:
         # Stages are outermost in Megatron-LM ("tp-cp-ep-dp-pp") and torchtitan, so that replicas share nodes.
         sizes = {"pipe": number["pp"], "replicate": 1, "data": replicas // number["ep"], "expert": number["ep"]}
@@ -243,7 +266,11 @@ def _tree(line: Line, rows_set: RowSet) -> dict[str, Any]:
         # What does not divide is left out: the rest of a step of many microbatches.
         "batch": {"global": max(1, number["batch"] // batch) * batch, "micro": number["micro"]},
         "layout": layout,
-        "precision": "bf16",
+        "precision": {
+            "level": "O2",
+            "dtype": "fp16" if line["precision"] == "fp16" else "bf16",
+            "accumulate": rows_set.sums.get(line["precision"], "float32"),
+        },
         "memory": {"recompute": rows_set.recompute.get(line["recompute"], line["recompute"] or "none")},
     }
 
@@ -271,7 +298,9 @@ def _model(line: Line, rows_set: RowSet) -> dict[str, Any]:
         "positions": int(line["seq"]),
     }
     if family == "llama":
-        model |= {"key_value_heads": int(line["kv_heads"] or line["heads"]), "feed_forward": int(line["ffn"])}
+        model["key_value_heads"] = int(line["kv_heads"] or line["heads"])
+    if family in ("llama", "deepseek"):
+        model["feed_forward"] = int(line["ffn"])
     return model | rows_set.model | own
 
 

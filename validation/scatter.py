@@ -46,7 +46,9 @@ def sentence(judged: Judged) -> str:
         right, pairs = judged.ordered
         parts.append(f"seconds {_mean_text(errors)}, {right} of {pairs} pairs in order")
     if errors := judged.memory_errors():
-        parts.append(f"memory of {len(errors)} {_mean_text(errors)}")
+        parts.append(f"memory of {len(errors)} {_mean_text(errors)}, at most {judged.most_unseen:.1%} above")
+    if ran_out := judged.ran_out:
+        parts.append("ran out of memory: " + ", ".join(f"{number} {told}" for told, number in ran_out.items()))
     doubted = sum(bool(row.doubtful) for row in judged.rows)
     left_out = f"; {doubted} doubtful" if doubted else ""
     counted = max(len(judged.timed), len(judged.weighed))

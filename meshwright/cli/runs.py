@@ -323,7 +323,7 @@ def plan(
     config, words, job = asked_run(source, run, named, overrides or (), described)
     report.check_outputs(out, page, trace)
     program = load_program(software or (job.program if job else OWN), [*(job.facts if job else ()), *(facts or ())])
-    models = Estimates(Planner(described, with_imbalance(program.software, config, imbalance)))
+    models = Estimates(Planner(described := program.on(described), with_imbalance(program.software, config, imbalance)))
     with progress() as show, stopped_by_signals(show) as tell:
         plans = search(
             config, described, devices, top, program=program, improved=report.BestSoFar(),

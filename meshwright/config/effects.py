@@ -88,14 +88,14 @@ EFFECTS = (
     Effect(
         ("layout.data.shard",),
         ("layout.data.sync", "layout.data.size"),
-        lambda config: config.layout.data.strategy.slices and config.layout.data.size > 1,
+        lambda config: config.layout.data.strategy.grouped and config.layout.data.size > 1,
         lambda config: (
             "with layout.data.size=1"
             if config.layout.data.size == 1
             else f"with layout.data.sync={config.layout.data.sync}, which keeps no slices in groups of ranks"
         ),
         "layout.data.size=2 or more and layout.data.sync="
-        + ", ".join(name for name, sync in entries("syncs").items() if sync.slices),
+        + ", ".join(name for name, sync in entries("syncs").items() if sync.grouped),
     ),
     Effect(
         ("layout.data.expert",),

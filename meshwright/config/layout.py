@@ -34,7 +34,7 @@ class DataParallel(Section):
     sync: SyncName = "allreduce"
     """How replicas agree on a gradient, and who keeps optimizer states, gradients and weights."""
     shard: Positive | None = None
-    """How many of the size ranks share one set of slices (HSDP); null: all. zero2 and zero3 have slices."""
+    """How many of the size ranks share one set of slices (HSDP); null: all. zero1, zero2 and zero3 have slices."""
     expert: Positive = 1
     """How many of the size ranks share one set of a model's experts (expert parallelism)."""
     exchange: Literal["blocking", "messages"] = "blocking"

@@ -110,7 +110,7 @@ class Walk:
         """A part's backward pass begins."""
         before, self._back_at = self._back_at, part
         order = self._order[part]
-        same = part == before and part == order[-1]  # the head's two functions
+        same = part == before == HEAD  # its two functions; a layer that comes twice in a row is another microbatch's
         # A part that is not further back than the last one belongs to another task, which may be of any chunk.
         fresh = (before not in order or part >= before) and not self._returns and not same
         return self._back_from(part, self.read_back(part), fresh=fresh)

@@ -32,8 +32,8 @@ from torch import Tensor, nn
 
 from meshwright.data_parallel.policies import Zero1
 from meshwright.data_parallel.strategy import BucketBytes, BucketSum, HeldBytes, Policy, State, Synchroniser
-from meshwright.parameters.bucket import Bucket, Slot, floats_in, slice_axes
-from meshwright.ranks.comm import Comm, Work
+from meshwright.parameters.bucket import Bucket, Slot, floats_in, group_axes, slice_axes
+from meshwright.ranks.comm import DONE, Comm, Work
 from meshwright.ranks.grid import PIPE
 from meshwright.ranks.mesh import Mesh
 
@@ -181,6 +181,48 @@ class Sharded(Synchroniser):
         # Beside stages weight gradients come in an order of their own, and slices go on behind the backward pass.
         one.last = self._final and self.mesh.size(PIPE) == 1
         one.leave()
+
+
+class GroupedSum(BucketSum):
+    """A bucket of which each shard group steps all slices: what a group has summed, the others' ranks with the same
+    slice sum over each other."""
+
+    def __init__(self, bucket: Bucket, mesh: Mesh, policy: Policy) -> None:
+        super().__init__(bucket, mesh, policy)
+        self.copies = mesh.comm(*(axis for axis in bucket.sum_axes if axis not in group_axes(bucket.sum_axes)))
+        """The ranks that step the same slice."""
+        self.across: Work | None = None
+
+    def make_comm(self) -> Comm:
+        return self.mesh.comm(*group_axes(self.bucket.sum_axes))
+
+    def make_slot(self) -> Slot:
+        return self.bucket.slot(*self.policy.owned(self.bucket, self.comm), part_axes=group_axes(self.bucket.sum_axes))
+
+    def cross(self) -> None:
+        if self.across is None:
+            work, self.work = self.work, DONE
+            work.wait()
+            self.across = self.copies.all_reduce(self.total, wait=False)
+
+    def end(self) -> None:
+        assert self.across is not None, "a slice that other groups have not summed"
+        work, self.across = self.across, None
+        work.wait()
+        self.state = State.SUMMED
+
+
+class Grouped(Synchroniser):
+    """Optimizer states as slices, once in each shard group (zero1)."""
+
+    sum_of = GroupedSum
+
+    def _launch(self) -> None:
+        super()._launch()
+        under_way = [one for one in self.sums if one.state is State.SUMMING and not one.comm.begins_when_waited_for]
+        # Beside stages replicas do their tasks in orders of their own, and must not wait for each other in one.
+        for one in under_way[:-1] if self.mesh.size(PIPE) == 1 else ():
+            one.cross()
 
 
 def free(x: Tensor) -> None:

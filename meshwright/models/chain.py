@@ -53,6 +53,9 @@ class Chain(nn.Module, ABC):
         """The chunk's layers, in groups that are run by `run_group`. None reaches from one chunk of a stage into
         another."""
         self.run_group: Run = at_once
+        self.keeps_rows = False
+        """Whether a recomputed layer keeps the rows that other ranks have sent it, so that each part of it is computed
+        again by itself."""
         self.run_part: RunPart = run_directly
 
     def forward(self, batch: Batch, scales: Scales, incoming: Hidden = (), chunk: Chunk | None = None) -> Hidden:

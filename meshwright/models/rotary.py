@@ -133,12 +133,25 @@ class RotaryDecoder(Decoder):
 
     def run_layers(self, hidden: Hidden, batch: Batch, chunk: Chunk) -> Hidden:
         """The rotation is computed once, and goes through the layers with the batch."""
-        return super().run_layers(hidden, batch | self.turned(batch), chunk)
+        batch = batch | self.turned(batch)
+        if not self.keeps_rows:
+            return super().run_layers(hidden, batch, chunk)
+        flow, given = self._layers_in_pieces(hidden, batch, chunk), None
+        while True:
+            try:
+                crossing = next(flow) if given is None else flow.send(given)
+            except StopIteration as end:
+                return cast(Hidden, end.value)
+            experts = next(module for module in self.blocks.modules() if isinstance(module, Experts))
+            given = experts.traded(crossing.rows, crossing.given, crossing.taken), *crossing.stays
 
     def in_pieces(self, batch: Batch, scales: Scales, incoming: Hidden = (), chunk: Chunk | None = None) -> Pieces:
         part = chunk or self.chunk
         hidden = self.run_part(EMBEDDINGS, self.embed, batch) if part.first else incoming
-        batch = batch | self.turned(batch)
+        hidden = yield from self._layers_in_pieces(hidden, batch | self.turned(batch), part)
+        return self.ended(hidden, batch, scales) if part.last else hidden
+
+    def _layers_in_pieces(self, hidden: Hidden, batch: Batch, part: Chunk) -> Pieces:
         rotation, documents = Rotation(batch["cosines"], batch["sines"]), batch.get("documents")
         for layer in part.layers:
             block = cast(RotaryBlock, self.blocks[str(layer)])
@@ -153,7 +166,7 @@ class RotaryDecoder(Decoder):
             rows = run(block.experts.outputs_here, rows, trade)
             (rows,) = yield Crossing(rows, trade.taken, trade.given)
             hidden = run(block.from_experts, rows, tuple(stayed), plan)
-        return self.ended(hidden, batch, scales) if part.last else hidden
+        return hidden
 
     def turned(self, batch: Batch) -> Batch:
         """The entries by which layers know their tokens' places: cosines and sines, and the places themselves."""

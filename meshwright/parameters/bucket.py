@@ -145,6 +145,11 @@ def slice_axes(sum_axes: Iterable[str]) -> tuple[str, ...]:
     return tuple(axis for axis in sum_axes if axis not in (ENDS, REPLICATE))
 
 
+def group_axes(sum_axes: Iterable[str]) -> tuple[str, ...]:
+    """The sum axes of a bucket but that of the shard groups, each of which steps all of it (zero1)."""
+    return tuple(axis for axis in sum_axes if axis != REPLICATE)
+
+
 def other_axes(grid: Grid, axes: Collection[str], shared: Iterable[str]) -> tuple[str, ...]:
     """All axes but the given ones and the stages, which hold different parameters; and the stand-ins of what is
     shared."""

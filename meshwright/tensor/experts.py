@@ -225,8 +225,8 @@ class Experts(nn.Module):
             y = self._outputs(x, [plan.rows])
         else:
             trade = self.trade_of(plan, x.device)
-            own = trade_rows(x, trade.given, trade.taken, self.mesh, EXPERT)
-            y = trade_rows(self.outputs_here(own, trade), trade.taken, trade.given, self.mesh, EXPERT)
+            y = self.outputs_here(self.traded(x, trade.given, trade.taken), trade)
+            y = self.traded(y, trade.taken, trade.given)
         return self.combine(y, dispatched.weights, plan), *dispatched.losses
 
     def dispatch(self, h: Tensor, places: Tensor | None) -> tuple[Dispatched, Dispatch]:
@@ -305,6 +305,10 @@ class Experts(nn.Module):
             if device.type == "meta":  # all ranks send as many rows, and this one is the busiest
                 coming = (sent[self.mesh.index(EXPERT)].expand(size, here) * self.mesh.imbalance).ceil().long()
         return Trade(sent.sum(1).tolist(), coming.sum(1).tolist(), coming, evenly=plan.drops)
+
+    def traded(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """The rows that other ranks have for this one in exchange for x, waited for."""
+        return trade_rows(x, sent, received, self.mesh, EXPERT)
 
     def outputs_here(self, x: Tensor, trade: Trade) -> Tensor:
         """The outputs of this rank's experts for the rows x that have come, which are by rank and in it by expert."""

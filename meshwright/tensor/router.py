@@ -162,7 +162,8 @@ class Router(ShardedModule):
                 # An evaluation, a plan and the pass that counts ask for no balance over a batch: any counts will do.
                 assert shape.balance_over != "batch" or self.counting or not self.training or ids.is_meta, "not counted"
                 counts = counts_of(ids, shape.count, scores.dtype)  # tokens of each sequence that took each expert
-                counts = start_all_reduce(counts, self.mesh.comm(*cut)).wait() if cut else counts
+                if cut and shape.balance_over != "batch":
+                    counts = start_all_reduce(counts, self.mesh.comm(*cut)).wait()
                 if shape.balance_over == "microbatch":
                     counts = counts.mean(0, keepdim=True)
             balance = (counts.unsqueeze(1) * shares).sum((1, 2)) * (shape.count / tokens**2)

@@ -97,7 +97,7 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     "steps=1000": (("epochs=2",), "beside epochs"),
     "data.source=stdlib": (("data.mixture={stdlib: 1}",), "beside data.mixture"),
     "layout.data.sync=ring": ((), "where no two ranks have parts of one gradient"),
-    "layout.data.shard=2": (("layout.data.size=4", "layout.data.sync=zero1"), "with layout.data.sync=zero1, which"),
+    "layout.data.shard=2": (("layout.data.size=4", "layout.data.sync=ring"), "with layout.data.sync=ring, which"),
     "layout.data.expert=2": (("layout.data.size=4",), "with a model that has no experts"),
     "layout.data.exchange=messages": (("layout.data.size=2", "model=mixtral-mini"), "with layout.data.expert=1"),
     "layout.data.bucket=16M": (("layout.data.size=2", "layout.data.sync=fsdp"), "with layout.data.sync=fsdp, which"),

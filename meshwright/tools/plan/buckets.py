@@ -15,8 +15,8 @@ from meshwright.data_parallel.strategy import BucketBytes, HeldBytes, Policy, Sy
 from meshwright.memory.offload import SINGLE, state_bytes
 from meshwright.model import Batch
 from meshwright.models.chain import chain_of
-from meshwright.parameters.bucket import Bucket, BucketKey, arranged, gradient_dtype, padded, slice_axes
-from meshwright.parts import bucket_bytes
+from meshwright.parameters.bucket import Bucket, BucketKey, arranged, gradient_dtype, group_axes, padded, slice_axes
+from meshwright.parts import DTYPES, bucket_bytes
 from meshwright.ranks.grid import grid_of_run
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
@@ -124,7 +124,8 @@ class Buckets:
                 config.copies,
             )  # fmt: skip
             if key not in self._programs:
-                axes = slice_axes(kind.sum_axes) if sync.slices else kind.sum_axes
+                grouped = group_axes(kind.sum_axes) if sync.grouped else kind.sum_axes
+                axes = slice_axes(kind.sum_axes) if sync.slices else grouped
                 self._programs[key] = _programs(policy, kind, axes, summed_in, num_elements, mesh, recorder)
             stepped, *programs = self._programs[key]
             # A bucket whose gradients are late keeps them whole, and is summed once at the step's end.
@@ -150,6 +151,17 @@ def share_program(config: Config) -> Program:
 
     with recorder.program(mesh.ledger) as recorded:
         load_entry(sync.synchroniser)([], mesh, load_entry(sync.policy)()).share(load_rows, config.replica_batch)
+    return recorded()
+
+
+def loads_program(config: Config, rank: int, routers: int) -> Program:
+    """The program that sums what a rank's routers have counted of a batch (tensor/router.py)."""
+    recorder = Recorder()
+    mesh = planned_mesh(grid_of_run(config), rank, config.layout.token_axes, "cpu", recorder.started)
+    wide = torch.promote_types(DTYPES[config.precision.dtype], torch.float32)
+    with recorder.program(mesh.ledger) as recorded:
+        loads = torch.empty(routers, config.model.num_experts, dtype=wide, device="meta")
+        mesh.comm(*mesh.token_axes).all_reduce(loads)
     return recorded()
 
 

@@ -80,7 +80,7 @@ class Device(Section):
     staged_bytes: Annotated[int, Field(ge=0)] = Field(default=0, alias="staged")
     """Bytes more that a pipeline's rank holds on a CPU: to plan its stages it runs meta tensors, which torch does in
     Python, with modules of its compiler."""
-    unpredicted_share: Annotated[float, Field(ge=0, le=1)] = Field(default=0.1, alias="unseen")
+    unpredicted_share: Annotated[float, Field(ge=0)] = Field(default=0.1, alias="unseen")
     """The share that a process may hold beyond what is predicted, within which of `memory` a layout is tight."""
     peak_flops_per_second: dict[Multiplies, Rate] = Field(alias="peak")
     efficiency: Curve

@@ -9,6 +9,7 @@ A stage of several chunks holds their parameters in common buckets, and does eac
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -21,12 +22,13 @@ from meshwright.model import EMBEDDINGS, HEAD, Chunk
 from meshwright.models.chain import split_name
 from meshwright.parts import chunks_of, piece_placement_of, placement_of, recomputed_group
 from meshwright.pipeline.pipeline import message_forms, sides_of
+from meshwright.pipeline.placement import ChunkPlacement
 from meshwright.pipeline.span import CATEGORIES
 from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.grid import PIPE, grid_of_run
 from meshwright.ranks.ledger import MESSAGE, Ledger, Traffic
 from meshwright.ranks.mailbox import Side
-from meshwright.tools.plan.buckets import Buckets, PlannedBucket
+from meshwright.tools.plan.buckets import Buckets, PlannedBucket, loads_program
 from meshwright.tools.plan.memory import Parameter
 from meshwright.tools.plan.recorder import Cost, Program, Seconds, place
 from meshwright.tools.plan.recordings import Forms, Recording, Recordings, splits
@@ -130,6 +132,8 @@ class ChunkPlan:
         return costs
 
 
+COUNTING = "the pass that counts experts' loads"
+"""A forward pass before the step, where a router's balance is over the batch (training/step.py)."""
 BUCKETS = "buckets"
 """The part of the model that a sum of gradients is for: parameters that share flat memory."""
 
@@ -292,20 +296,35 @@ class Composition:
 
     def sendings(self, stage: int) -> Iterator[Sending]:
         """The same ledger, item by item."""
-        chunks, count = self.stages[stage].chunks, self.config.num_microbatches
-        for which, times in enumerate(self.counts):
-            for kind, chunk in product(self.kinds, chunks):
-                for unit in chunk.units:
-                    begins = stage == 0 and unit is chunks[0].units[0]
-                    part = "layers" if unit_layers(unit) else "embeddings" if begins else "head"
-                    for program, passes in unit.passes(kind, which):
-                        yield Sending(CATEGORIES[kind], part, program, times * passes)
+        yield from self._passes(stage, CATEGORIES, self.kinds, self.tasks)
         buckets = self.buckets[self.like[stage]]
         for which, times in enumerate(self.counts):
             for (kind, _), gathered in self.gathers(stage, which).items():
                 for index in gathered:
                     yield Sending(f"gather for {CATEGORIES[kind]}", BUCKETS, buckets[index].gather, times)
-        ledger, messages = Ledger(), self.messages(stage)
+        if self.config.model.counts_first:
+            yield from self._passes(stage, {TaskKind.FORWARD: COUNTING}, (TaskKind.FORWARD,), self.placement)
+            for index, times in self.counting_gathers(stage).items():
+                yield Sending(f"gather for {COUNTING}", BUCKETS, buckets[index].gather, times)
+            yield Sending(COUNTING, "experts' loads", self.loads(stage))
+        for bucket in buckets:
+            yield Sending("sum of gradients", BUCKETS, bucket.reduce, bucket.sums)
+            yield Sending("new weights", BUCKETS, bucket.publish)
+            yield Sending("sum of gradients", BUCKETS, bucket.across)
+
+    def _passes(
+        self, stage: int, names: Mapping[TaskKind, str], kinds: Sequence[TaskKind], tasks: ChunkPlacement
+    ) -> Iterator[Sending]:
+        """The sendings of all microbatches' tasks of these kinds. `tasks`: the placement whose numbers they have."""
+        chunks, count = self.stages[stage].chunks, self.config.num_microbatches
+        for which, times in enumerate(self.counts):
+            for kind, chunk in product(kinds, chunks):
+                for unit in chunk.units:
+                    begins = stage == 0 and unit is chunks[0].units[0]
+                    part = "layers" if unit_layers(unit) else "embeddings" if begins else "head"
+                    for program, passes in unit.passes(kind, which):
+                        yield Sending(names[kind], part, program, times * passes)
+        ledger, messages = Ledger(), self.messages(stage, back=TaskKind.BACKWARD in kinds)
         # Messages are the same in each microbatch, so one is recorded and counted so many times.
         with ledger.repeated(count):
             for other, side in sides_of(stage, self.placement).items():
@@ -314,22 +333,37 @@ class Composition:
         yield Sending("between stages", "activations and their gradients", Program(traffic=ledger.traffic))
         if self.agrees:
             ledger = Ledger()
-            tasks = sum(map(len, self.tasks.pieces_of(stage)))
-            with ledger.repeated(count * len(self.kinds) * tasks):
+            with ledger.repeated(count * len(kinds) * sum(map(len, tasks.pieces_of(stage)))):
                 # The stage's first rank tells its peers which task is next, in 8 bytes.
                 ledger.record(self.peers, "broadcast", 8 * (self.grid.size(*self.peers.split("+")) - 1), 0)
             yield Sending("between stages", "which task is next", Program(traffic=ledger.traffic))
-        for bucket in buckets:
-            yield Sending("sum of gradients", BUCKETS, bucket.reduce, bucket.sums)
-            yield Sending("new weights", BUCKETS, bucket.publish)
-            yield Sending("sum of gradients", BUCKETS, bucket.across)
 
-    def messages(self, stage: int) -> dict[Side, list[int]]:
-        """Bytes of a microbatch's messages to each side: activations one way, gradients the other way."""
+    def loads(self, stage: int) -> Program:
+        """The sum of the loads that a stage's routers have counted, of a balance over the batch."""
+        names = [parameter.name for parameter in self.stages[stage].parameters]
+        routers = sum(name.endswith("router.weight") for name in names)
+        return loads_program(self.config, self.rank(stage), routers) if routers else Program()
+
+    def counting_gathers(self, stage: int) -> Counter[int]:
+        """How often the pass that counts experts' loads gathers each bucket; the head's stay (whole_weights)."""
+        if not self.config.layout.data.strategy.gathers:
+            return Counter()
+        buckets = self.buckets[self.like[stage]]
+        walk, chunks = walk_through(buckets, self.groups(stage))
+        head = {index for index, bucket in enumerate(buckets) if max(chunks[-1].parts) in bucket.kind.parts}
+        gathered = Counter(head)
+        for _ in range(self.config.num_microbatches):
+            for chunk in chunks:
+                walk.begin()
+                gathered.update(index for part in chunk.parts for index in walk.forward(part).sent if index not in head)
+        return gathered
+
+    def messages(self, stage: int, *, back: bool = True) -> dict[Side, list[int]]:
+        """Bytes of a microbatch's messages to each side: activations one way and, `back`, gradients the other way."""
         passing = [self.chunk(position).outgoing for position in range(self.placement.num_positions - 1)]
         forms = message_forms(stage, self.placement, passing)
         return {
-            side: [sum(form.size_bytes for form in cut.tensors) for cut in cuts.values()]
+            side: [sum(form.size_bytes for form in cut.tensors) for cut in cuts.values() if back or not cut.inward]
             for side, cuts in forms.items()
         }
 
@@ -339,20 +373,25 @@ class Composition:
             return {}
         like = self.like[stage]
         if like not in self._gathers:
-            groups = [[unit_layers(unit) for unit in chunk.units] for chunk in self.stages[like].chunks]
+            groups = self.groups(like)
             recomputes = self.config.memory.recompute not in ("none", "selective")
             # Weights that a part left gathered are found by the next, so the walk depends on the order of parts.
             self._gathers[like] = gathered_buckets(self.buckets[like], groups, len(self.counts), recomputes)
         return self._gathers[like][which]
 
+    def groups(self, stage: int) -> list[list[list[int]]]:
+        """The layers of each unit of each chunk of a stage, in the order of the forward pass."""
+        return [[unit_layers(unit) for unit in chunk.units] for chunk in self.stages[stage].chunks]
+
     @property
     def most_flops(self) -> float:
         """Floating-point operations of products of the busiest rank in a step."""
         # The busiest stage sets the pace; of stages that are alike one stands for all.
+        again = [TaskKind.FORWARD] * self.config.model.counts_first
         return max(
             sum(times * chunk.cost(kind, which).flops
                 for which, times in enumerate(self.counts)
-                for kind, chunk in product(self.kinds, self.stages[stage].chunks))
+                for kind, chunk in product((*self.kinds, *again), self.stages[stage].chunks))
             for stage in self.buckets
         )  # fmt: skip
 
@@ -368,23 +407,9 @@ def gathered_buckets(
 ) -> list[Gathered]:
     """By the microbatch's place, what its tasks gather: the run's own walk, one microbatch after the other.
 
-    `groups`: the layers of each unit of each chunk, in the order of the forward pass. `recomputes`: each goes forward
-    again.
+    `groups`: as Composition.groups has them. `recomputes`: each goes forward again.
     """
-    parts = sorted({part for bucket in buckets for part in bucket.kind.parts})
-    of = {part: [index for index, bucket in enumerate(buckets) if part in bucket.kind.parts] for part in parts}
-    kept = {
-        part: {index for index in of[part] if part in buckets[index].parts_back}
-        for part in (EMBEDDINGS, HEAD)
-        if part in of
-    }
-    layers = [tuple(layer for group in chunk for layer in group) for chunk in groups]
-    last = len(groups) - 1
-    chunks = [
-        Chunk(own, number == 0 and EMBEDDINGS in of, number == last and HEAD in of) for number, own in enumerate(layers)
-    ]
-    # The run's own bookkeeping (data_parallel/gathering.py), so that planned and real gathers cannot differ.
-    walk = Walk(of, kept, chunks)
+    walk, chunks = walk_through(buckets, groups)
     places_gathered: list[Gathered] = []
     for _ in range(places):
         gathered: dict[tuple[TaskKind, int], list[int]] = {}
@@ -404,6 +429,26 @@ def gathered_buckets(
                     backward += walk.backward(part).sent
         places_gathered.append(gathered)
     return places_gathered
+
+
+def walk_through(
+    buckets: Sequence[PlannedBucket], groups: Sequence[Sequence[Sequence[int]]]
+) -> tuple[Walk, list[Chunk]]:
+    """The run's own bookkeeping of gathered weights at a step's beginning, and a stage's chunks."""
+    parts = sorted({part for bucket in buckets for part in bucket.kind.parts})
+    of = {part: [index for index, bucket in enumerate(buckets) if part in bucket.kind.parts] for part in parts}
+    kept = {
+        part: {index for index in of[part] if part in buckets[index].parts_back}
+        for part in (EMBEDDINGS, HEAD)
+        if part in of
+    }
+    layers = [tuple(layer for group in chunk for layer in group) for chunk in groups]
+    last = len(groups) - 1
+    chunks = [
+        Chunk(own, number == 0 and EMBEDDINGS in of, number == last and HEAD in of) for number, own in enumerate(layers)
+    ]
+    # The run's own (data_parallel/gathering.py), so that planned and real gathers cannot differ.
+    return Walk(of, kept, chunks), chunks
 
 
 def include(total: Sent, more: Mapping[tuple[str, str], Traffic], times: int = 1) -> None:

@@ -137,7 +137,7 @@ class Footprint:
 
 def verdict(memory: Memory, cluster: Cluster) -> Fullness:
     """Whether a rank's memory fits: `tight` where it would not if processes hold as much more than is predicted as they
-    were measured to (Device.unpredicted_share)."""
+    were measured to (Device.unpredicted_share, or of a program's own rows: KnownMemory)."""
     device = cluster.device
     if memory.total > device.memory_bytes:
         return "does not fit"

@@ -7,7 +7,7 @@ machine's and recordings for built stages.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshwright.config import Config
 from meshwright.decisions import resolve_layout
@@ -33,6 +33,7 @@ from meshwright.tools.plan.recordings import Recordings, check
 from meshwright.tools.plan.software import OWN_SOFTWARE, Software
 from meshwright.tools.plan.timed_run import TimedRun
 from meshwright.tools.plan.timing import Timer
+from meshwright.training.phases import PIPELINE
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,9 @@ class Planner:
         }
         every = [sums[like] for like in run.like]
         beside = {"overlaps": run.overlap("sums"), "publishes": run.overlap("gathers")}
-        return finish(passes, every, run.norm(), streams=streams(run.config), **beside)
+        step, counting = finish(passes, every, run.norm(), streams=streams(run.config), **beside), run.counting()
+        phases = step.phases | {PIPELINE: step.phases[PIPELINE] + counting}
+        return replace(step, seconds=step.seconds + counting, phases=phases)
 
     def least_memory(self, config: Config) -> Memory:
         """The memory of the fullest rank's tensors and context in a step's first microbatches, in a fraction of a

@@ -103,15 +103,9 @@ SYNC = "layout.data.sync"
 def check(config: Config) -> None:
     """Raises ConfigError for what cannot be predicted."""
     check_recorded(config)
-    if config.model.counts_first:
-        rule = "goes forward once more before each step, which no plan counts"
-        raise ConfigError.of("model.experts.balance_over", "batch", rule, "sequence, microbatch")
     if unplanned := config.layout.data.strategy.unplanned:
         planned = ", ".join(name for name, entry in entries("syncs").items() if not entry.unplanned)
         raise ConfigError.of(SYNC, config.layout.data.sync, f"{unplanned}: it cannot be planned", planned)
-    if config.layout.data.in_pieces and config.memory.recompute != "none":
-        rule = "keeps the rows that came from other ranks with layout.data.exchange=messages, which no plan counts"
-        raise ConfigError.of("memory.recompute", config.memory.recompute, rule, "none, or exchange=blocking")
     if config.layout.pipeline.partition == "measured":
         rule = "is known when the run begins: it cannot be planned"
         raise ConfigError.of("layout.pipeline.partition", "measured", rule, "auto, or layers a stage")
@@ -184,11 +178,13 @@ def _recording_key(config: Config) -> tuple[Hashable, ...]:
     axes = tuple(axis for axis in layout.axes if axis[0] not in (*REPLICA_AXES, PIPE))
     # The size of recomputed groups is in the chunk already.
     groups = recompute if recompute in ("none", "selective", "ops") else "groups"
+    # Of a layer that is recomputed rows that came are kept where they come as messages.
+    keeps_rows = layout.data.in_pieces and groups in ("ops", "groups")
     # One microbatch is first and last at once, of two none lies between.
     microbatches = min(config.num_microbatches, DISTINCT)
     return (
         config.model, config.data, layout.layer, axes, config.micro, config.precision.level, config.precision.dtype,
-        config.widens_gradients, groups, config.memory.summa, splits(config), microbatches, replicas,
+        config.widens_gradients, groups, keeps_rows, config.memory.summa, splits(config), microbatches, replicas,
     )  # fmt: skip
 
 

@@ -325,7 +325,7 @@ def _decided(config: Config) -> dict[str, Any]:
 def words_to_paste(best: Config, run: Config) -> str:
     """`layout.data.size=64 layout.data.sync=zero3 batch.micro=1`: the fields of the space in which a layout is another
     than the run's, as words behind a command."""
-    fields = [choice.field for choice in CHOICES]
+    fields = [*(choice.field for choice in CHOICES), "layout.data.exchange"]
     before = dict(_leaves("", run.model_dump(mode="json", by_alias=True)))
     after = {name: value for name, value in _leaves("", dump_tree(best)) if is_fixed(name, fields)}
     words = []

@@ -65,10 +65,14 @@ from meshwright.tools.plan.evaluator import (
 from meshwright.tools.plan.memory import Memory, bytes_text, verdict
 from meshwright.tools.plan.predict import Planner, Prediction
 from meshwright.tools.plan.software import Program
-from meshwright.tools.plan.space import SearchJob, families, own_layout
+from meshwright.tools.plan.space import SearchJob, as_messages, families, own_layout
 
 SIMULATED = 80
 """The most layouts of a round that are predicted, once any fits: estimates let pass what hardly fits."""
+
+AS_MESSAGES = 2
+"""The most layouts that share experts, the fastest first, of which rows are also tried as messages: a step in pieces
+takes several times as long to simulate."""
 
 TRIES = 6
 """The most layouts that are predicted until one fits, of a strategy that has none among the fastest, before the one
@@ -127,6 +131,7 @@ def layout_text(config: Config) -> str:
     limit, kind, data = layout.pipeline.limit, layout.tensor.words, layout.data
     words = [f"micro {config.micro}"]
     words += [f"limit {limit}"] * (limit != "auto")
+    words += ["rows to experts as messages"] * data.in_pieces
     words += [f"recompute {memory.recompute}"] * (memory.recompute != "none")
     words += [f"offload {memory.offload.to}"] * (memory.offload.to != "none")
     axes = layout.summary
@@ -279,6 +284,7 @@ class _Search:
         for place, number in enumerate(rounds):
             self._gather(number)
             self._predict_fastest(complete=place > 0 or len(rounds) == 1)
+        self._try_messages()
         # Estimates of two strategies err apart: zero3 was estimated 2 % slower than zero1, and predicted 4 % faster.
         # Where fewer fit than were asked for, those that keep less are worth their predictions.
         for config in [*self.fitting] if len(self.best) < self.top else ():
@@ -418,6 +424,21 @@ class _Search:
             insort(self.queue, queued, lo=self.passed, key=lambda one: one.seconds)
         found.queue = []
         self.found.include(found)
+
+    def _try_messages(self) -> None:
+        """Predict the fastest layouts that share experts with rows that travel under other tasks, too: under the first
+        limit that fits."""
+        # Of predictions, not of estimates, which know nothing of pieces; layouts that differ in their schedule or their
+        # slices become one.
+        sharing = [one for one in self.known if one.config.layout.data.expert > 1]
+        sharing.sort(key=lambda one: (not self._fits(one), one.seconds))
+        variants = dict.fromkeys(tuple(as_messages(one.config, self.evaluator.job)) for one in sharing)
+        for limits in [*filter(None, variants)][:AS_MESSAGES]:
+            for config in limits:
+                self.found.count(config)
+                known = len(self.known)
+                if not self._predict(config, self.cutoff) or len(self.known) > known:
+                    break
 
     def _try(self, strategy: str) -> bool:
         """Predict a strategy's layouts by their estimates until one fits or TRIES do not; then the one that holds

@@ -24,8 +24,8 @@ from meshwright.optim.states import stepped_together
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
-from meshwright.section import Section, Size
-from meshwright.tools.plan.cluster import AttentionKernel, Device
+from meshwright.section import Positive, Section, Size
+from meshwright.tools.plan.cluster import AttentionKernel, Cluster, Device, Share
 from meshwright.tools.plan.recorder import LowProducts, Recorder
 
 Communication = Literal["sums", "gathers", "layers"]
@@ -67,6 +67,8 @@ class Software(Section):
     """One kernel for many parameters, or STEPS_OF_ADAMW for each, as torch's AdamW stepped tensors before 2.0."""
     widening: Literal["parts", "whole"] = "parts"
     """Whether an optimizer on the device has float32 copies of some half-precision gradients at a time, or of all."""
+    publishes: Literal["gathers", "broadcasts"] = "gathers"
+    """How stepped slices reach the other ranks: all of a bucket's at once, or each rank's by a broadcast of its own."""
     one_process: bool = False
     """Whether one process drives all devices of a node, as torch's DataParallel does: its threads go forward in turn
     under the interpreter's lock (backward passes have threads beneath it), and every step makes each replica's
@@ -148,6 +150,16 @@ class _Fact(BaseModel, extra="forbid", frozen=True):
     source: str
 
 
+class KnownMemory(Section):
+    """Measured rows of a program's memory beside predictions: the mean error, and the most by which a row held more
+    than is predicted, as shares; `of`: whose rows, and what was counted of them."""
+
+    rows: Positive
+    error: Share
+    most: Annotated[float, Field(ge=0)]
+    of: str
+
+
 class _Preset(BaseModel, extra="forbid", frozen=True):
     """A file of configs/software. `layouts`: values of fields of the layout that the program knows, by dotted name;
     `form`: of its jobs' files; `syncs`: its words for ours of layout.data.sync."""
@@ -157,12 +169,13 @@ class _Preset(BaseModel, extra="forbid", frozen=True):
     layouts: dict[str, tuple[Any, ...]] = Field(default_factory=dict)
     form: JobForm | None = None
     syncs: dict[str, str] = Field(default_factory=dict)
+    memory: KnownMemory | None = None
 
 
 @dataclass(frozen=True)
 class Program:
     """Somebody's program by name. `title`: its whole name; `sources`: of each fact that is not as in our own runs;
-    `layouts`, `form`, `syncs`: as in its file; no layouts: any."""
+    `layouts`, `form`, `syncs`, `memory`: as in its file; no layouts: any."""
 
     name: str
     title: str
@@ -171,6 +184,14 @@ class Program:
     layouts: dict[str, tuple[Any, ...]]
     form: JobForm | None
     syncs: dict[str, str]
+    memory: KnownMemory | None = None
+
+    def on(self, cluster: Cluster) -> Cluster:
+        """The cluster with what this program's rows have held beyond predictions in place of what others' have."""
+        if self.memory is None:
+            return cluster
+        device = cluster.device.model_copy(update={"unpredicted_share": self.memory.most})
+        return cluster.model_copy(update={"device": device})
 
 
 def software_names() -> list[str]:
@@ -196,7 +217,7 @@ def load_program(name: str = OWN, facts: Sequence[str] = ()) -> Program:
         raise ConfigError(problems_of(error, [], Software)) from error
     sources = {fact: each.source for fact, each in preset.facts.items()}
     sources |= {word.partition("=")[0]: "--fact" for word in facts}
-    return Program(name, preset.program, software, sources, preset.layouts, preset.form, preset.syncs)
+    return Program(name, preset.program, software, sources, preset.layouts, preset.form, preset.syncs, preset.memory)
 
 
 def load_software(name: str) -> Software:

@@ -16,6 +16,7 @@
 | layout.pipeline.chunks     | 1; of up to FEW p microbatches also CHUNKS, 1f1b's as a loop, message-driven's as a v  |
 | layout.pipeline.limit      | auto; message-driven: 2p, p; of CHUNKS those that hold as much as 2p of whole stages   |
 | memory.recompute           | none, selective, auto                                                                  |
+| layout.data.exchange       | the run's; of the fastest that share experts also messages (`as_messages`)             |
 
 A layout is legal where the config's own rules say so (config/rules.py); there are no others here. A rule is asked as
 soon as the last of the fields that it reads is chosen, so that what it refuses is not gone into. Nor is a family of
@@ -150,6 +151,28 @@ def savings(config: Config, job: SearchJob) -> Iterator[Config]:
             saving = with_field(config, choice.field, value)
             if value != "none" and is_legal(saving):
                 yield saving
+
+
+def as_messages(config: Config, job: SearchJob) -> Iterator[Config]:
+    """The layout with rows that travel to experts under other microbatches' tasks, under each limit of a schedule that
+    does so; none where that may not be chosen."""
+    layout, free = config.layout, next(name for name, rule in entries("schedules").items() if rule.in_pieces)
+    changes: dict[str, Any] = {"layout.data.exchange": "messages"}
+    if layout.data.strategy.slices:  # which are summed in every microbatch, layer by layer
+        changes["layout.data.sync"] = "zero1"
+    if layout.pipeline.size > 1 and not layout.pipeline.rule.in_pieces:
+        changes["layout.pipeline.schedule"] = free
+    # Another program's rows travel as it knows how.
+    if job.known or layout.data.expert == 1 or any(is_fixed(name, job.fixed) for name in changes):
+        return
+    if not is_fixed("layout.pipeline.partition", job.fixed):
+        changes["layout.pipeline.partition"] = "auto"
+    for name, value in changes.items():
+        config = with_field(config, name, value)
+    for limit in _allowed(next(each for each in CHOICES if each.field == "layout.pipeline.limit"), config, job):
+        made = with_field(config, "layout.pipeline.limit", limit)
+        if is_legal(made):
+            yield made
 
 
 def is_legal(config: Config) -> bool:
@@ -335,7 +358,7 @@ def _syncs(config: Config, job: SearchJob) -> tuple[str, ...]:
     sizes = dict(config.layout.axes)
     summed = math.prod(sizes[axis] for axis in config.layout.token_axes)
     sharded = is_fixed("layout.data.shard", job.fixed) and job.run.layout.data.shard is not None
-    tried = tuple(name for name, sync in entries("syncs").items() if sync.candidate and (sync.slices or not sharded))
+    tried = tuple(name for name, sync in entries("syncs").items() if sync.candidate and (sync.grouped or not sharded))
     return tried if summed > 1 else tried[:1]
 
 

@@ -7,7 +7,8 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from meshwright.config import Config
-from meshwright.pipeline.clock import undisturbed
+from meshwright.pipeline.clock import Pace, undisturbed
+from meshwright.pipeline.schedule import FORWARD_ONLY
 from meshwright.pipeline.task import Task, TaskKind
 from meshwright.ranks.ledger import Traffic
 from meshwright.ranks.mailbox import AHEAD
@@ -102,12 +103,23 @@ class TimedRun(Composition):
         return self.known_passes[key]
 
     @cached_property
-    def phase(self) -> PipelinePhase:
+    def pace(self) -> Pace:
         # Stages that wait leave their cores to the others; where every rank has a device, nobody can.
         ranks = self.grid.world_size // len(self.stages)
-        pace = undisturbed if self.cluster.cores is None else lambda busy: self.timer.gain(busy * ranks)
+        return undisturbed if self.cluster.cores is None else lambda busy: self.timer.gain(busy * ranks)
+
+    @cached_property
+    def phase(self) -> PipelinePhase:
         pieces = self.pieces if self.config.layout.data.in_pieces else None
-        return phase_of(self.config, self.tasks, self.cost, self.latency, pace, pieces)
+        return phase_of(self.config, self.tasks, self.cost, self.latency, self.pace, pieces)
+
+    def counting(self) -> float:
+        """Seconds of the pass before the step in which routers count the batch, where their balance is over it."""
+        if not self.config.model.counts_first:
+            return 0.0
+        count = self.config.num_microbatches
+        phase = PipelinePhase(FORWARD_ONLY, self.placement, count, self.cost, self.latency, self.pace)
+        return phase.whole.seconds + max(self.seconds(self.loads(stage)) for stage in range(len(self.stages)))
 
     def pieces(self, position: int, kind: TaskKind, which: int) -> PieceCosts:
         """A task at a position of the chain in pieces, where rows travel to experts as messages."""
@@ -221,11 +233,22 @@ class TimedRun(Composition):
             else min(device.host_link_bytes_per_second, device.disk_bytes_per_second)
         )
         steps = self.step_seconds(bucket) if bucket.stepped_elements else 0.0
-        reduce, publish = self.seconds(bucket.reduce) + self.seconds(bucket.across), self.seconds(bucket.publish)
+        reduce, publish = self.seconds(bucket.reduce) + self.seconds(bucket.across), self.published(bucket)
         if self.software.one_process:
             # torch's DataParallel makes every parameter of every replica anew, one call each.
             publish += self.devices_per_host * len(bucket.names) * device.issue_seconds
         return Sum(ready, reduce, publish, steps, bucket.moved_bytes(config) / rate, read)
+
+    def published(self, bucket: PlannedBucket) -> float:
+        """Seconds until the other ranks have what a bucket's owners have stepped."""
+        starts = [event for event in bucket.publish.events if isinstance(event, Start)]
+        if self.software.publishes == "gathers" or not starts:
+            return self.seconds(bucket.publish)
+        # A rank's slices of all buckets are one message, and the other ranks' stand behind it.
+        (start,), own = starts, next(own for own in self.buckets.values() if bucket in own)
+        ranks, total = self.network.ranks(start.axes), sum(each.num_elements for each in own)
+        every = start.payload_bytes * total // bucket.num_elements
+        return bucket.num_elements / total * ranks * self.network.collective(start.axes, "broadcast", every // ranks)
 
     def step_seconds(self, bucket: PlannedBucket) -> float:
         """Seconds in which the optimizer steps a bucket's slot."""

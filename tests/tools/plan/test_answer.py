@@ -82,7 +82,7 @@ def test_every_cluster_says_how_sure_it_is() -> None:
         "dgx-b300", "dgx-h200", "gb200-nvl72", "gb300-nvl72", "mi300x", "summit", "tpu-v5p", "tpu-v6e",
     ]  # AxoNN's rows are of a Summit that was fitted to them  # fmt: skip
     rows = (
-        "47 measured rows of Megatron-LM (SC 2021), MPT, InternEvo and fms-fsdp at hidden 768 to 20,480 were met to 8% "
+        "66 measured rows of Megatron-LM (SC 2021), MPT, InternEvo and fms-fsdp at hidden 768 to 20,480 were met to 8% "
         "on average"
     )
     assert f"{rows} (nothing fitted); " in sureness(load_cluster("dgx-a100"), 3072)

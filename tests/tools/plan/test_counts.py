@@ -18,6 +18,7 @@ from meshwright.tools.plan.buckets import held_of
 from meshwright.tools.plan.predict import Planner, Prediction
 from meshwright.tools.plan.recorder import place
 from meshwright.tools.plan.timed_run import TimedRun
+from tests.families.llama.test_experts_layouts import EXPERTS, MODEL, experts
 from tests.pipeline.test_equality import LOOP, SCHEDULES, V, pipelined
 from tests.pipeline.test_partition import laid_out
 from tests.tensor.test_equality import config_for
@@ -119,7 +120,9 @@ FEW = {
     "1-D pipe": [pipelined("gpt2", 3, "1f1b", MEGATRON)],
     "loop": [pipelined("gpt2", 3, "1f1b", WHOLE, placed=LOOP)],
     "v": [pipelined("gpt2", 2, "message-driven", WHOLE, placed=V)],
-    # A fixed order: which weights stay gathered hangs on the order of tasks, and messages' on when they come.
+    "states in groups": [synced("zero1", 4, layout={"data": HYBRID | {"sync": "zero1", "bucket": 8192}})],
+    # Chunks of one layer, which go backward several times in a row, and gather each time.
+    "v of slices, all forward first": [sliced("zero3", 2, "gpipe", placed=V)],
     "loop of slices": [sliced("zero3", 2, placed=LOOP, schedule="1f1b")],
 }
 """Configs of one grid and the same token axes together; one with stages alone, for mailboxes are opened once."""
@@ -184,12 +187,53 @@ def test_counts_what_more_runs_do(name: str) -> None:
     check(MANY[name])
 
 
-def test_counts_what_experts_as_messages_send() -> None:
+@pytest.mark.parametrize("recompute", ["none", pytest.param(1, marks=pytest.mark.long)])
+def test_counts_what_experts_as_messages_send(recompute: str | int) -> None:
     """Bytes and weights; how much of two microbatches is alive at a time hangs on when rows come."""
-    config = config_for("experts", WHOLE, 2, batch={"global": 16, "micro": 2}, layout={"data": MESSAGES})
+    few = {"global": 16, "micro": 2}
+    config = config_for("experts", WHOLE, 2, batch=few, layout={"data": MESSAGES}, memory={"recompute": recompute})
     axes = config.layout.token_axes
     ranks: list[list[Measured]] = run_ranks(measured, grid_of_run(config), [config], token_axes=axes, transport="torch")
     assert list(counts(Planner(CPU).predict(config), 0, ranks[0][0])) == []
+
+
+def test_recomputed_layers_keep_the_rows_that_came_as_messages() -> None:
+    """Two rows a token in and out of its experts, beside each layer's input; a layer that waits keeps that alone."""
+    kept = {}
+    for exchange, recompute in product(("blocking", "messages"), ("none", 1)):
+        layout = {"data": MESSAGES | {"exchange": exchange}}
+        few = {"global": 4, "micro": 2}
+        config = config_for("experts", WHOLE, 2, batch=few, layout=layout, memory={"recompute": recompute})
+        kept[exchange, recompute] = Planner(CPU).predict(config).fullest.activations / config.num_microbatches
+    # 2 samples of 12 tokens, 24 numbers of 8 bytes; with capacity 1 as many rows as tokens take experts.
+    rows = 2 * (2 * 12) * 24 * 8
+    assert kept["messages", 1] - kept["blocking", 1] >= 2 * rows
+    assert kept["messages", 1] < kept["messages", "none"]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"data": {"size": 2, "expert": 2, "sync": "zero1", "bucket": 8192}, "pipeline": {"size": 2}},
+        pytest.param({"data": {"size": 2, "sync": "zero3"}}, marks=pytest.mark.long),
+        pytest.param({"data": {"size": 2, "expert": 2, "sync": "zero1"}, "tensor": CUT}, marks=pytest.mark.long),
+        pytest.param({"data": {"size": 2, "sync": "zero3"}, "pipeline": {"size": 2}}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_counts_the_pass_that_counts_experts_loads(layout: dict[str, Any]) -> None:
+    """A balance over the batch: forward once more, messages and gathers with it, and a sum of loads."""
+    configs = [
+        experts(layout, model=MODEL | {"experts": EXPERTS | {"balance_over": over}}, batch={"global": 16, "micro": 4})
+        for over in ("batch", "microbatch")
+    ]
+    grid, axes = grid_of_run(configs[0]), configs[0].layout.token_axes
+    ranks: list[list[Measured]] = run_ranks(measured, grid, configs[:1], token_axes=axes, transport="torch")
+    predicted, without = (Planner(CPU).predict(config) for config in configs)
+    for stage in range(configs[0].layout.pipeline.size):
+        real = ranks[grid.rank(dict.fromkeys(grid.names, 0) | {PIPE: stage})][0]
+        assert list(counts(predicted, stage, real)) == []
+    assert 1.1 * without.seconds < predicted.seconds < 1.8 * without.seconds
 
 
 def check(configs: Sequence[Config]) -> None:

@@ -432,3 +432,19 @@ def test_an_estimate_counts_a_head_whose_chunks_differ_with_the_microbatch() -> 
     config, estimates = parse_config(TREE | {"batch": {"global": 8}}, words), Estimates(Planner(NODES))
     made, seconds = estimates.predict(config), estimates.estimated_seconds(config)
     assert 0.8 * made.seconds <= seconds <= 1.0001 * made.seconds
+
+
+def test_rows_to_experts_are_tried_as_messages() -> None:
+    """Of the fastest layouts that share experts, with stages and without; a program of others has its own way."""
+    model = {"family": "llama", "layers": 2, "hidden": 32, "heads": 4, "feed_forward": 64, "positions": 32,
+             "vocabulary": 300, "experts": {"count": 4, "per_token": 2}}  # fmt: skip
+    run = parse_config({"model": model, "data": {"sequence": 16}, "batch": {"global": 16, "micro": 2},
+                        "layout": {"data": {"size": 2, "sync": "zero1", "expert": 2}}})  # fmt: skip
+    fixed = {"layout.tensor", "layout.data.sync", "layout.data.expert", "memory", "batch.micro", "layout.order"}
+    found = search(run, NODES, 4, 3, fixed=fixed)
+    tried = [one.config for one in found.predicted if one.config.layout.data.in_pieces]
+    assert tried
+    assert all("rows to experts as messages" in layout_text(config) for config in tried)
+    kept = search(run, NODES, 4, 3, fixed={*fixed, "layout.data.exchange"})
+    assert not any(one.config.layout.data.in_pieces for one in kept.predicted)
+    assert found.predictions[0].seconds <= kept.predictions[0].seconds

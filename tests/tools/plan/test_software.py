@@ -8,6 +8,7 @@ from meshwright.config import Config, parse_config
 from meshwright.errors import ConfigError
 from meshwright.section import with_field
 from meshwright.tools.plan.cluster import load_cluster
+from meshwright.tools.plan.memory import Memory, verdict
 from meshwright.tools.plan.predict import Planner, Prediction
 from meshwright.tools.plan.search import search
 from meshwright.tools.plan.software import (
@@ -147,6 +148,14 @@ def test_a_fact_is_laid_over_a_preset() -> None:
         load_program("deepspeed", ["atention=fused"])
 
 
+def test_tight_begins_where_a_programs_rows_have_held_more_than_was_predicted() -> None:
+    """BLOOM's row that ran out of 81,251 MiB is predicted to hold 66.4 GiB: no fit for DeepSpeed's runs."""
+    memory = Memory(round(66.4 * 2**30), 0, 0, 0, 0, 0)
+    assert verdict(memory, GPUS) == "fits"
+    assert verdict(memory, load_program("deepspeed").on(GPUS)) == "tight"
+    assert load_program().on(GPUS) is GPUS
+
+
 GPUS = load_cluster("dgx-a100")
 
 
@@ -154,12 +163,12 @@ def on_gpus(config: Config, **facts: object) -> Prediction:
     return Planner(GPUS, Software.model_validate(facts)).predict(config)
 
 
-def llama(**layout: object) -> Config:
+def llama(micro: int = 4, **layout: object) -> Config:
     return parse_config({
         "model": {"family": "llama", "layers": 4, "hidden": 1024, "heads": 8, "feed_forward": 2816, "vocabulary": 8192,
                   "positions": 1024},
         "data": {"sequence": 1024},
-        "batch": {"global": 32, "micro": 4},
+        "batch": {"global": 32, "micro": micro},
         "precision": "bf16",
         "layout": layout,
     })  # fmt: skip
@@ -191,6 +200,18 @@ def test_split_messages_are_shorter_and_gathered() -> None:
     assert split.phases[PIPELINE] < whole.phases[PIPELINE]
     by_sequence = {**layout, "tensor": {"kind": "megatron", "size": 8, "sequence_parallel": True}}
     assert on_gpus(llama(**by_sequence), messages="split").seconds == on_gpus(llama(**by_sequence)).seconds
+
+
+def test_broadcasts_of_each_ranks_slices_stand_behind_each_other() -> None:
+    """On 16 GPUs 16 messages, each of which pays the latencies of a ring; within a node they are nearly as fast."""
+    layout = {"data": {"size": 16, "sync": "zero1"}}
+    gathered, sent = (
+        on_gpus(llama(2, **layout), overlapped=(), publishes=how).seconds for how in ("gathers", "broadcasts")
+    )
+    assert sent > gathered
+    inside = {"data": {"size": 16, "sync": "zero1", "shard": 8}}
+    near, far = (on_gpus(llama(2, **inside), overlapped=(), publishes=how).seconds for how in ("gathers", "broadcasts"))
+    assert near < far < near + (sent - gathered)
 
 
 def test_half_gradients_beside_float32_sums_take_two_bytes_a_parameter() -> None:

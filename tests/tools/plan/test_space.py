@@ -14,7 +14,15 @@ from meshwright.config.rules import broken_rules
 from meshwright.ranks.grid import Grid
 from meshwright.tools.plan.cluster import Cluster, load_cluster
 from meshwright.tools.plan.software import load_program
-from meshwright.tools.plan.space import FEW, SearchJob, fixed_fields, legal_layouts, ranks_per_node, savings
+from meshwright.tools.plan.space import (
+    FEW,
+    SearchJob,
+    as_messages,
+    fixed_fields,
+    legal_layouts,
+    ranks_per_node,
+    savings,
+)
 
 LEVELS = [{"joins": 2, "latency": 1e-6, "bandwidth": 1e10}, {"latency": 1e-5, "bandwidth": 1e9}]
 TREE: dict[str, Any] = {
@@ -271,3 +279,17 @@ def test_savings_of_a_layout_are_legal_and_one_each() -> None:
     assert found == {("host", "none"), ("none", "selective"), ("none", "auto")}
     fixed = SearchJob(run, load_cluster("dgx-h100"), 1, fixed=("memory.offload",))
     assert {one.memory.offload.to for one in savings(run, fixed)} == {"none"}
+
+
+def test_rows_to_experts_travel_as_messages_under_a_schedule_that_knows_pieces() -> None:
+    tree = {"model": "mixtral-mini", "data": {"sequence": 64}, "batch": {"global": 16, "micro": 1}}
+    data = {"size": 4, "expert": 4, "sync": "zero2"}
+    run = parse_config(tree | {"layout": {"data": data, "pipeline": {"size": 2, "schedule": "1f1b"}}})
+    tried = [one.layout for one in as_messages(run, SearchJob(run, load_cluster("dgx-h100"), 8))]
+    assert {(one.data.exchange, one.data.sync, one.pipeline.schedule) for one in tried} == {
+        ("messages", "zero1", "message-driven")
+    }
+    assert [one.pipeline.limit for one in tried] == [4, 2]
+    for kept in ("layout.data.exchange", "layout.data.sync", "layout.pipeline.schedule"):
+        assert not list(as_messages(run, SearchJob(run, load_cluster("dgx-h100"), 8, fixed={kept})))
+    assert not list(as_messages(parse_config(tree), SearchJob(run, load_cluster("dgx-h100"), 8)))
