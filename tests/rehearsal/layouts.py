@@ -66,14 +66,16 @@ def _second_sizes() -> Iterator[str]:
 def _second_schedules() -> Iterator[str]:
     """Schedules beside replicas or kits: a task is the same under all, but where weight gradients are apart."""
     yield from (f"{schedule} x2" for schedule in ("gpipe", "axonn"))
-    yield from (f"1f1b {_words(cut)}" for cut in BESIDE_STAGES if cut["kind"] != "tesseract")
+    yield from (f"1f1b {_words(cut)}" for cut in BESIDE_STAGES)
 
 
 def _second_dtypes() -> Iterator[str]:
-    """O0 is what the kits' own group runs; a loss scale is no kit's matter."""
+    """O0 is what the kits' own group runs; a loss scale is no kit's matter, and O1's casts are a linear layer's: of
+    the kits blocks have them, which multiply by themselves."""
     for name in CUTS:
         if name != "serial":
             yield from (f"{name} O0 float32", f"{name} O2 fp16")
+    yield from ("1-D O1 bf16", "1-D cut O1 bf16")
 
 
 def _second_models(every: Iterable[str]) -> Iterator[str]:
@@ -90,9 +92,11 @@ def _second_models(every: Iterable[str]) -> Iterator[str]:
 
 def _second_places(every: Iterable[str]) -> Iterator[str]:
     """A bucket's sum does on sub-grids as it does without them; an offloaded optimizer steps pieces of flat memory,
-    whose model it does not know; a ring sends the keys of a second model as those of the first."""
+    whose model it does not know; a ring sends the keys of a second model as those of the first, and of a sequence that
+    1-D cuts between its pairs as of one that it does not."""
     yield from (name for name in every if name.endswith(" subgraph") and not name.startswith("zero1"))
     yield from ("offload transformer", "ring bert 3", "ulysses bert 3")
+    yield from (f"{kind} {_words(context.CUT)}" for kind in context.KINDS)
 
 
 def _words(cut: dict[str, Any]) -> str:
