@@ -43,10 +43,10 @@ def validate(parts: Parts, held_out: Samples, num_batches: int) -> dict[str, flo
     model.eval()
     # By label: summed loss, valid elements, correctly predicted elements.
     sums = torch.zeros(3, len(names), dtype=torch.float64, device=mesh.device)
-    mine = mesh.index(*DATA_AXES) * config.replica_batch
+    mine, head = mesh.index(*DATA_AXES) * config.replica_batch, parts.pipeline.stages[-1]
 
     def add(h: Tensor, batch: Batch) -> None:
-        with parts.pipeline.stages[-1].autocast():
+        with head.multiplies(), head.autocast():
             losses = [model.loss(h, batch, {other: float(other == name) for other in names}) for name in names]
             right = model.num_correct(h, batch)
         if parts.grains is not None:

@@ -92,6 +92,13 @@ class Stream:
         raise AssertionError("nothing is held out")
 
 
+class HeldOut(Stream):
+    """The same, of which the first batches are held out, too."""
+
+    def held_out(self, first: int, count: int) -> Batch:
+        return self.samples(first, count)
+
+
 def oracles_of(config: Config) -> list[Outcome]:
     """One device in the run's precision; where that is another one in float64, too."""
     tree = config.model_dump(mode="json", by_alias=True) | {"layout": {"transport": "torch"}, "memory": {}}

@@ -15,8 +15,11 @@ from meshwright.ranks.grid import Grid, grid_of_run
 from meshwright.ranks.mesh import Mesh
 from meshwright.section import with_field
 from meshwright.tensor.widened import Rates, WidenedProducts, product_rates
+from meshwright.training.loop import validate
 from tests.context.test_equality import config_for
-from tests.data_parallel.test_equality import train
+from tests.data_parallel.test_equality import train, train_step
+from tests.fuzz.check import HeldOut
+from tests.harness import build
 from tests.workers import run_ranks
 
 
@@ -78,7 +81,7 @@ def test_other_dtypes_are_left_alone() -> None:
 
 
 def dtypes_of_products(mesh: Mesh, config: Config) -> set[torch.dtype]:
-    """The dtypes in which a step's products of matrices are computed."""
+    """The dtypes in which the products of matrices of a step and of a validation are computed."""
     found: set[torch.dtype] = set()
 
     class Watching(torch.utils._python_dispatch.TorchDispatchMode):
@@ -89,13 +92,15 @@ def dtypes_of_products(mesh: Mesh, config: Config) -> set[torch.dtype]:
             return op(*args, **(kwargs or {}))
 
     with Watching():
-        train(mesh, config)
+        parts = build(config, mesh)
+        train_step(parts, 0)
+        validate(parts, HeldOut(config), 1)
     return found
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("layout", [{}, {"pipeline": {"size": 2, "schedule": "message-driven"}}], ids=["one", "stages"])
-def test_a_run_multiplies_in_float32_forward_and_backward(level: str, layout: dict[str, Any]) -> None:
+def test_a_run_multiplies_in_float32_in_training_and_validation(level: str, layout: dict[str, Any]) -> None:
     precision = {"level": level, "dtype": "bf16", "products": "float32"}
     config = config_for("gpt2", {}, layout=layout, precision=precision, steps=1, optimizer={"lr": 1e-2})
     results = run_ranks(dtypes_of_products, grid_of_run(config), config, token_axes=config.layout.token_axes)
