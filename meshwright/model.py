@@ -106,11 +106,13 @@ EMBEDDINGS, HEAD = -1, 2**31 - 1
 @dataclass(frozen=True)
 class Chunk:
     """A part of a model: these layers, and `first` the embeddings, `last` the head with its losses. It is contiguous,
-    unless it is all that a stage of several chunks holds."""
+    unless it is all that a stage of several chunks holds. `head_over`: the axis whose ranks have a part of the head's
+    classes each, whatever else they hold."""
 
     layers: Sequence[int]
     first: bool
     last: bool
+    head_over: tuple[str, ...] = ()
 
     @classmethod
     def whole(cls, num_layers: int) -> Chunk:
@@ -125,9 +127,14 @@ class Chunk:
         return cls(layers, any(chunk.first for chunk in chunks), any(chunk.last for chunk in chunks))
 
     @property
+    def has_head(self) -> bool:
+        """Whether it computes the head, or a part of its classes."""
+        return self.last or bool(self.head_over)
+
+    @property
     def parts(self) -> tuple[int, ...]:
         """The parts of the chain that are in it, in the order of the forward pass."""
-        return *([EMBEDDINGS] if self.first else []), *self.layers, *([HEAD] if self.last else [])
+        return *([EMBEDDINGS] if self.first else []), *self.layers, *([HEAD] if self.has_head else [])
 
 
 def links(num_layers: int) -> tuple[Chunk, Chunk, Chunk]:

@@ -30,6 +30,7 @@ from meshwright.memory.recompute import best_group, groups_of, recomputed, recom
 from meshwright.model import EMBEDDINGS, HEAD, Batch, Chunk, Hidden, Model, rows_of
 from meshwright.models.attention import AttentionCore
 from meshwright.models.chain import Chain, ChainPart, chain_of, make_chain
+from meshwright.models.spread_head import SpreadHead
 from meshwright.optim.optimizer import Optimizer
 from meshwright.optim.states import InPlace, StatesFactory
 from meshwright.parameters.bucket import VECTOR, make_buckets
@@ -40,6 +41,7 @@ from meshwright.pipeline.pieces import Exchanges, PieceStage, PiecewiseChunks
 from meshwright.pipeline.pipeline import Pipeline, message_forms
 from meshwright.pipeline.placement import ChunkPlacement, PiecePlacement
 from meshwright.pipeline.schedule import MESSAGE_DRIVEN, ONE_F_ONE_B, ScheduleRule
+from meshwright.pipeline.spread_head import SpreadHeadPlacement
 from meshwright.pipeline.stage import Computing, Grains, Stage
 from meshwright.ranks.grid import EXPERT, PIPE
 from meshwright.ranks.mailbox import MessageMeta, TensorMeta
@@ -76,13 +78,14 @@ class Stages:
 
     `chunks`: by position in the chain. `specs`: all parameters of the whole model; `tied` are those that two stages
     hold: embeddings that are the head's table as well, on the first and the last. `passing`: the tensors that position
-    i gives to position i + 1.
+    i gives to position i + 1. `states`: the hidden states that the head reads, where it is cut over stages.
     """
 
     chunks: tuple[Chunk, ...]
     specs: dict[str, ShardSpec]
     passing: tuple[tuple[TensorMeta, ...], ...]
     placement: ChunkPlacement
+    states: TensorMeta | None = None
 
     def of(self, stage: int) -> tuple[Chunk, ...]:
         """A stage's chunks."""
@@ -247,7 +250,7 @@ def plan_stages(config: Config, mesh: Mesh) -> Stages:
     settings = config.layout.pipeline
     assert not isinstance(settings.partition, str) or settings.size == 1, "resolve() decides the partition beforehand"
     partition = settings.partition if not isinstance(settings.partition, str) else (config.model.num_blocks,)
-    stages = Stages(chunks_of(partition), {}, (), placement_of(config))
+    stages = Stages(chunks_of(partition, (PIPE,) if settings.head == "spread" else ()), {}, (), placement_of(config))
     specs: dict[str, ShardSpec] = {}
     models: list[tuple[Kit, Chain]] = []
     for stage in range(settings.size):
@@ -257,20 +260,22 @@ def plan_stages(config: Config, mesh: Mesh) -> Stages:
         kit = build_kit(config, there)
         model = build_model(config, kit, there, Chunk.union(stages.of(stage)))
         model.groups = tuple(chunk.layers for chunk in stages.of(stage))
-        # A name that an earlier stage has had is a table that two stages hold.
-        specs |= {name: replace(spec, tied=name in specs) for name, spec in shard_specs(model).items()}
+        # A name that an earlier stage has had is a table that two stages hold, or one that all stages share out.
+        own = shard_specs(model).items()
+        specs |= {name: replace(spec, tied=name in specs and PIPE not in spec.axes) for name, spec in own}
         models.append((kit, model))
     passing: list[tuple[TensorMeta, ...]] = []
     hidden: Hidden = ()
     rows = config.bits.samples * config.layout.tensor.shares[0] if config.bits.layout_free else config.micro
-    for position, chunk in enumerate(stages.chunks[:-1]):
+    for position, chunk in enumerate(stages.chunks if settings.head == "spread" else stages.chunks[:-1]):
         kit, model = models[stages.placement.stage_of(position)]
         with torch.no_grad():
             # Run on meta tensors: shapes and dtypes of messages are what the layers make, under their own precision.
             hidden = model.hidden_states(empty_batch(config, kit, model, torch.device("meta"), rows), hidden, chunk)
         # What all samples share is sent by every grain.
         passing.append(tuple(TensorMeta((x.shape[0] * (config.micro // rows), *x.shape[1:]), x.dtype) for x in hidden))
-    return replace(stages, specs=specs, passing=tuple(passing))
+    states = passing.pop()[0] if settings.head == "spread" else None
+    return replace(stages, specs=specs, passing=tuple(passing), states=states)
 
 
 def placement_of(config: Config) -> ChunkPlacement:
@@ -287,10 +292,10 @@ def piece_placement_of(config: Config, partition: Sequence[int]) -> PiecePlaceme
     return PiecePlacement(whole.num_stages, whole.num_chunks, whole.shape, pieces)
 
 
-def chunks_of(partition: Sequence[int]) -> tuple[Chunk, ...]:
-    """The chunks of a chain that is cut so, by position."""
+def chunks_of(partition: Sequence[int], head_over: tuple[str, ...] = ()) -> tuple[Chunk, ...]:
+    """The chunks of a chain that is cut so, by position. `head_over`: as Chunk has it."""
     runs = ranges_of(partition)
-    return tuple(Chunk(run, position == 0, position == len(runs) - 1) for position, run in enumerate(runs))
+    return tuple(Chunk(run, position == 0, position == len(runs) - 1, head_over) for position, run in enumerate(runs))
 
 
 def build_kit(config: Config, mesh: Mesh) -> Kit:
@@ -436,11 +441,29 @@ def build_pipeline(
         whole = zip(own, in_pieces.pieces_of(index), strict=True)
         pieces = [PieceStage(stage, numbers[0]) for stage, numbers in whole]
         piecewise = PiecewiseChunks(pieces, in_pieces, Exchanges(mesh.comm(EXPERT)))
+    elif stages.states is not None and mesh.device.type != "meta":
+        piecewise = _with_spread_head(own[0], model, stages, stages.states, mesh)
     # In a v the first and the last chunk are one rank's, and messages decide which of them adds to a tied table first.
     _share_tables(strategy.gradients, model, config, mesh, placement if piecewise is None else piecewise.placement)
     peers = mesh.comm(*(config.layout.peer_axes if config.layout.pipeline.size > 1 or data.in_pieces else ()))
     mailbox, forms = mesh.mailbox(PIPE, ring=placement.is_ring), stages.message(index)
     return Pipeline(own, rule_of(config), mesh, peers, mailbox, forms, strategy, placement, piecewise)
+
+
+def _with_spread_head(whole: Stage, model: Chain, stages: Stages, states: TensorMeta, mesh: Mesh) -> PiecewiseChunks:
+    """A stage with its part of the head. `whole`: as evaluations run it."""
+    placement, index = SpreadHeadPlacement(stages.placement.num_stages), mesh.index(PIPE)
+    last, make = index == placement.last_stage, partial(SpreadHead, model, placement.num_stages)
+    like = torch.empty(states.shape, dtype=states.dtype, device="meta")
+    parts = [make(like, layers=True, head=last), *([] if last else [make(like, layers=False, head=True)])]
+    pieces = [
+        PieceStage(
+            Stage(part, whole.gradients, autocasts=whole.autocasts, multiplies=whole.multiplies, number=number),
+            numbers[0],
+        )
+        for number, (part, numbers) in enumerate(zip(parts, placement.pieces_of(index), strict=True))
+    ]
+    return PiecewiseChunks(pieces, placement, Exchanges(mesh.comm(PIPE)), states)
 
 
 def _share_tables(
@@ -518,7 +541,7 @@ def parts_using(config: Config, mesh: Mesh, chunk: Chunk) -> dict[str, tuple[int
     kit = build_kit(config, there)
     runs = [(EMBEDDINGS, Chunk(range(0), True, False))] if chunk.first else []
     runs += [(layer, Chunk(range(layer, layer + 1), False, False)) for layer in chunk.layers]
-    runs += [(HEAD, Chunk(range(0), False, True))] if chunk.last else []
+    runs += [(HEAD, Chunk(range(0), False, chunk.last, chunk.head_over))] if chunk.has_head else []
     using: dict[str, tuple[int, ...]] = {}
     for part, alone in runs:
         for name, _ in make_chain(config, kit, alone).named_parameters():

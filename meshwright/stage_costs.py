@@ -13,6 +13,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -81,6 +82,8 @@ class BuiltStages:
     def partition(self, config: Config) -> tuple[int, ...]:
         timed = config.layout.pipeline.partition == "measured"
         costs = measured_costs(config) if timed else counted_costs(config)
+        if config.layout.pipeline.head == "spread":  # equal parts of it make no stage longer than another
+            costs = replace(costs, head=0.0)
         return fastest(costs, placement_of(config), rule_of(config), config.num_microbatches)
 
     def fixed_bytes(self, config: Config) -> Sequence[int]:

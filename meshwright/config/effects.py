@@ -130,6 +130,7 @@ EFFECTS = (
             "layout.pipeline.limit",
             "layout.pipeline.partition",
             "layout.pipeline.chunks",
+            "layout.pipeline.head",
         ),
         ("layout.pipeline.size",),
         lambda config: config.layout.pipeline.size > 1,

@@ -91,6 +91,8 @@ class PipelineSection(Section):
     """Microbatches in flight at a stage, of each chunk; auto: axonn the number of stages, message-driven by memory."""
     partition: tuple[Count, ...] | Literal["auto", "measured"] = "auto"
     """Layers of each stage's chunks in the model's order; auto: by counted cost; measured: by times when it begins."""
+    head: Literal["last", "spread"] = "last"
+    """The stages that have the head's table: the last, or each its part of the classes (vocabulary parallelism)."""
 
     @property
     def rule(self) -> ScheduleRule:
@@ -100,9 +102,9 @@ class PipelineSection(Section):
 
     @property
     def words(self) -> str:
-        """`1f1b`, `message-driven, v of 2 chunks`."""
+        """`1f1b`, `message-driven, v of 2 chunks`, `message-driven, head over stages`."""
         chunks = f", {self.placement} of {self.chunks} chunks" if self.chunks > 1 else ""
-        return f"{self.schedule}{chunks}"
+        return f"{self.schedule}{chunks}{', head over stages' if self.head == 'spread' else ''}"
 
     @property
     def limit_by_memory(self) -> bool:

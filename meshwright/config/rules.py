@@ -278,6 +278,34 @@ def replicas_share_experts(config: Config) -> Iterator[Problem]:
         yield Problem("layout.data.expert", data.expert, rule_text, listed(divisors(ranks)))
 
 
+@rule("layout", "model", "bits")
+def head_is_cut_over_stages(config: Config) -> Iterator[Problem]:
+    layout, model, spread = config.layout, config.model, "layout.pipeline.head=spread"
+    pipeline, tied, rows = layout.pipeline, getattr(model, "tied", False), getattr(model, "padded_vocabulary", 0)
+    if pipeline.head == "last" or pipeline.size == 1:
+        return
+    families = ", ".join(name for name, family in entries("models").items() if family.spreads_head)
+    free = ", ".join(name for name, rule in entries("schedules").items() if rule.in_pieces)
+    for broken, field, value, why, valid in (
+        (not model.spreads_head, "model.family", model.family, f"has losses that {spread} does not know", families),
+        (tied, "model.tied", True, f"keeps a table whole that {spread} cuts", "false"),
+        (model.losses_in_layers, model.losses_in_layers, "set", f"adds losses of layers, and {spread} has none", "0"),
+        (rows % pipeline.size, "model.vocabulary_multiple", model.vocabulary_multiple,
+         f"makes {rows} rows, which {spread} does not cut into {pipeline.size} equal parts", "another"),
+        (pipeline.chunks > 1, "layout.pipeline.chunks", pipeline.chunks, f"does not go with {spread}", "1"),
+        (not pipeline.rule.in_pieces, "layout.pipeline.schedule", pipeline.schedule,
+         f"has an order that knows no tasks of {spread}", free),
+        (layout.tensor.kind != "none", "layout.tensor.kind", layout.tensor.kind,
+         f"cuts the classes of a head that {spread} cuts", "none"),
+        (layout.data.in_pieces, "layout.data.exchange", "messages", f"trades otherwise than {spread}", "blocking"),
+        (layout.data.strategy.slices, "layout.data.sync", layout.data.sync,
+         f"sums each microbatch's buckets in an order that {spread} does not keep", "zero1, allreduce, ring"),
+        (config.bits.layout_free, "bits.kind", config.bits.kind, f"adds up classes otherwise than {spread}", "usual"),
+    ):  # fmt: skip
+        if broken:
+            yield Problem(field, value, why, f"{valid}, or layout.pipeline.head=last")
+
+
 @rule("layout.data.exchange", "layout.data.expert", "layout.pipeline")
 def messages_go_with_schedule(config: Config) -> Iterator[Problem]:
     pipeline = config.layout.pipeline
@@ -355,6 +383,7 @@ RULES = (
     order_names_every_axis_once,
     nodes_are_full,
     replicas_share_experts,
+    head_is_cut_over_stages,
     messages_go_with_schedule,
     messages_are_kept,
     messages_are_of_whole_microbatches,

@@ -111,8 +111,9 @@ class RotaryDecoder(Decoder):
         self.blocks = blocks_of(self.chunk, lambda layer: self.make_block(model, kit, layer))
         if self.chunk.last:
             self.norm = kit.norm(hidden, model.norm_epsilon, kind="rms")
+        if self.chunk.has_head:
             tied = self.tokens if model.tied else None
-            shape = HeadShape(hidden, model.vocabulary, model.padded_vocabulary, initial)
+            shape = HeadShape(hidden, model.vocabulary, model.padded_vocabulary, initial, over=self.chunk.head_over)
             self.head = kit.head_loss(shape, tied)
 
     @abstractmethod

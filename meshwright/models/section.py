@@ -36,6 +36,8 @@ class Network(Section):
     cuts_context: ClassVar[bool] = False
     """Whether its layers work token by token but for self-attention, and its positions are the tokens' own, so that
     layout.context can cut its sequences."""
+    spreads_head: ClassVar[bool] = False
+    """Whether its loss is that of a head whose classes stages can share out."""
     separates: ClassVar[bool] = False
     """Whether its attention can keep to the documents of a sequence."""
     reads: ClassVar[str] = "tokens"

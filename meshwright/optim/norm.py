@@ -61,9 +61,8 @@ def norm_of_squares(
             continue  # its gradient counts tokens
         # What both ends of the pipeline, or all ranks with a copy of a head, hold alike counts on the first of them.
         if all(mesh.index(axis) == 0 for axis in slot.shared if axis not in slot.part_axes):
-            by_axes[mesh.grid.ordered(axis for axis in slot.part_axes if axis not in (HEAD_COPIES, ENDS))].append(
-                squares[index]
-            )
+            parted = (axis for axis in slot.part_axes if axis not in (HEAD_COPIES, ENDS, PIPE))
+            by_axes[mesh.grid.ordered(parted)].append(squares[index])
     digits = () if fixed is None else (len(SQUARE_DIGITS),)
     total = torch.zeros(digits, dtype=torch.float64, device=mesh.device)
     # Sorted: all ranks call the same sums in the same order, whatever order their slots have.
@@ -72,7 +71,7 @@ def norm_of_squares(
         if axes:
             mesh.comm(*axes).all_reduce(part)
         total += part
-    # Stages hold different parameters, so that PIPE is in no slot's part_axes; one sum adds them up.
+    # Stages hold different parameters, or parts of the head's table; one sum adds them all up.
     if PIPE in mesh.grid.names:
         mesh.comm(PIPE).all_reduce(total)
     if fixed is None:

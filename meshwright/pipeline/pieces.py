@@ -32,6 +32,7 @@ from meshwright.pipeline.placement import PiecePlacement
 from meshwright.pipeline.task import Arrival, Task
 from meshwright.ranks.comm import Comm, PieceSizes, Posted, size_bytes
 from meshwright.ranks.flight_recorder import Call
+from meshwright.ranks.mailbox import TensorMeta
 
 if TYPE_CHECKING:
     from meshwright.pipeline.stage import Stage
@@ -169,8 +170,10 @@ class Exchanges:
 
 @dataclass(frozen=True)
 class PiecewiseChunks:
-    """A rank's chunks as training runs them: `placement` counts their pieces, `exchanges` carry rows between them."""
+    """A rank's chunks as training runs them: `placement` counts their pieces, `exchanges` carry rows between them.
+    `states`: the hidden states that all stages read, where each has a part of the head."""
 
     stages: Sequence[PieceStage]
     placement: PiecePlacement
     exchanges: Exchanges
+    states: TensorMeta | None = None

@@ -30,6 +30,10 @@ from meshwright.ranks.grid import PIPE
 from meshwright.ranks.mailbox import CutForms, Mailbox, Message, MessageMeta, Side, TensorMeta
 from meshwright.ranks.mesh import Mesh
 
+EVALUATED = 2
+"""Microbatches of an evaluation, for each stage, whose hidden states are held where all stages have a part of the head:
+then they meet. A third of the time is theirs to fill and to empty the pipeline."""
+
 Seed = Callable[[int, int], None]
 """seed(i, c): sets the random numbers of microbatch i's forward pass in chunk c."""
 
@@ -148,7 +152,22 @@ class Pipeline:
 
     def evaluate(self, batches: Sequence[Batch], use: Callable[[Tensor, Batch], None]) -> None:
         """Forward passes without gradients. On the last stage `use` is given each microbatch with its normed hidden
-        states [B, T, H], of which no more than one is held."""
+        states [B, T, H], of which no more than one is held; where the head is cut over stages, on every stage, and a
+        few are."""
+        states = None if self.pieces is None else self.pieces.states
+        if states is None:
+            self._evaluate(batches, use)
+            return
+        count, found = self.row.size, list[Tensor]()
+        for start in range(0, len(batches), EVALUATED * count):
+            own = batches[start : start + EVALUATED * count]
+            self._evaluate(own, lambda h, batch: found.append(h))
+            for batch in own:
+                h = found.pop(0) if found else torch.empty(states.shape, dtype=states.dtype, device=self.mesh.device)
+                self.row.broadcast(h, count - 1)
+                use(h, batch)
+
+    def _evaluate(self, batches: Sequence[Batch], use: Callable[[Tensor, Batch], None]) -> None:
         received: Received = {}
 
         def act(task: Task) -> Hidden:

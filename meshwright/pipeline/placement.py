@@ -87,7 +87,12 @@ class ChunkPlacement:
         return chunk
 
     def crosses(self, stage: int, task: Task) -> bool:
-        """Whether a task's result comes back to its own stage by a trade of rows with the stage's other ranks."""
+        """Whether a task's result comes back to its own stage by a trade of rows with other ranks."""
+        return False
+
+    @property
+    def spreads_head(self) -> bool:
+        """Whether every stage has a part of the head's classes."""
         return False
 
 

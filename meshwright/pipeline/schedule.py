@@ -90,6 +90,8 @@ def message_driven(view: View) -> Task | None:
     memory is so scarce that each place must be filled with what will soon be free again, the view has an order
     (`scarce_order`): F and B keep to it, and only weight gradients fill the waits.
     """
+    if view.placement.spreads_head:
+        return with_spread_head(view)
     if view.has_pieces:
         return _message_driven_in_pieces(view)
     deepest_first = range(len(view.chunks) - 1, -1, -1)
@@ -143,6 +145,19 @@ def _message_driven_in_pieces(view: View) -> Task | None:
             return view.next(kind, piece)
     waiting = (piece for piece in deepest_first if view.ready(TaskKind.WEIGHT, piece))
     return next((view.next(TaskKind.WEIGHT, piece) for piece in waiting), None)
+
+
+def with_spread_head(view: View) -> Task | None:
+    """The same of a stage that has a part of the head (spread_head.py): this goes before its layers, since all stages
+    wait for each other there. One microbatch is in the head at a time, so that all trade in one order."""
+    head = len(view.chunks) - 1
+    gate = head - 1  # what ends with the hidden states' trade: the last stage's layers, elsewhere nothing
+    is_free = view.chunks[gate].forwards == view.chunks[head].backwards
+    ahead = [(kind, head) for kind in view.kinds] + [(kind, gate) for kind in view.kinds if gate > 0]
+    for kind, piece in (*ahead, *((kind, 0) for kind in (TaskKind.BACKWARD, TaskKind.FORWARD, TaskKind.WEIGHT))):
+        if view.ready(kind, piece) and (is_free or piece != gate or kind is not TaskKind.FORWARD):
+            return view.next(kind, piece)
+    return None
 
 
 def _leaves_room(view: View, chunk: int) -> bool:

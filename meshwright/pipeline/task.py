@@ -109,6 +109,10 @@ class View:
     """Whether each piece's activations, and gradients, come by a trade of rows from the piece beside it."""
     _opens: tuple[bool, ...] = field(init=False, repr=False)
     """Whether each piece is the first of its chunk, where microbatches begin."""
+    _begins: tuple[bool, ...] = field(init=False, repr=False)
+    """Whether a piece's forward pass needs no message: it has the batch."""
+    _ends: tuple[bool, ...] = field(init=False, repr=False)
+    """Whether a piece's backward pass needs no message: it has the loss."""
     has_pieces: bool = field(init=False, repr=False)
     """Whether a chunk falls into pieces."""
 
@@ -134,7 +138,16 @@ class View:
                 for own in pieces
                 for place in range(len(own))
             ),
-            _opens=tuple(place == 0 for own in pieces for place in range(len(own))),
+            # What is beside a stage's chunks of layers, a part of the head, takes no place of theirs.
+            _opens=tuple(
+                place == 0 and own in pieces[: self.placement.num_chunks] for own in pieces for place in range(len(own))
+            ),
+            _begins=tuple(
+                self.placement.sender(self.stage, TaskKind.FORWARD, chunk) is None for chunk in range(len(self.chunks))
+            ),
+            _ends=tuple(
+                self.placement.sender(self.stage, TaskKind.BACKWARD, chunk) is None for chunk in range(len(self.chunks))
+            ),
             has_pieces=len(self.chunks) > len(pieces),
         )
         assert 0 <= self.stage < self.num_stages, f"stage {self.stage} of {self.num_stages}"
@@ -195,17 +208,12 @@ class View:
         if kind not in self.kinds:
             return False
         if kind is TaskKind.FORWARD:
-            # The chain's beginning has the batch, its end the loss: neither needs a message.
-            given = self.num_microbatches if chunk == 0 and self.is_first else counts.activations
+            given = self.num_microbatches if self._begins[chunk] else counts.activations
             # A microbatch that has begun goes on: its place is taken, and what waits for it may be another rank.
             return counts.forwards < given and (not self._opens[chunk] or self.in_flight < self.limit)
         if kind is TaskKind.BACKWARD:
-            return counts.backwards < (counts.forwards if self._ends(chunk) else counts.gradients)
+            return counts.backwards < (counts.forwards if self._ends[chunk] else counts.gradients)
         return counts.weights < counts.backwards
-
-    def _ends(self, chunk: int) -> bool:
-        """Whether the chunk is the chain's end."""
-        return self.is_last and chunk == len(self.chunks) - 1
 
     @property
     def outstanding(self) -> int:
@@ -255,11 +263,11 @@ class View:
         """The view when a chunk's next message of this kind has come."""
         counts, arrivals = self.chunks[chunk], (*self.arrivals, self.expects(kind, chunk))
         if kind is TaskKind.FORWARD:
-            assert not (self.is_first and chunk == 0), f"an activation at the first stage: {self}"
+            assert not self._begins[chunk], f"an activation at the first stage: {self}"
             assert counts.activations < self.num_microbatches, f"one activation too many: {self}"
         else:
             assert kind is TaskKind.BACKWARD, f"{kind} is no message"
-            assert not self._ends(chunk), f"a gradient at the last stage: {self}"
+            assert not self._ends[chunk], f"a gradient at the last stage: {self}"
             assert counts.gradients < counts.forwards, f"a gradient of a microbatch that was not sent on: {self}"
         return self._with(chunk, _COME[kind], arrivals)
 

@@ -21,7 +21,8 @@ class HeadShape:
     """A head as the model asks for it; `padded` rows in the table, `vocabulary` of them real classes.
 
     `smoothing`: the share of each token's target that all real classes have in equal parts; `labelled`: the
-    share of tokens that have labels (cross_entropy.py).
+    share of tokens that have labels (cross_entropy.py). `over`: an axis of the run's that cuts the classes, where no
+    axis of the kit does.
     """
 
     hidden: int
@@ -31,6 +32,7 @@ class HeadShape:
     bias: bool = False
     smoothing: float = 0.0
     labelled: float = 1.0
+    over: tuple[str, ...] = ()
 
 
 class TableHead(ShardedModule, UsesIslands):

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.bits.blocks import WHOLE, Blocks
-from meshwright.parameters.shard import UNPLACED, ZEROS, Initial, Placements, ShardedModule, ShardSpec
+from meshwright.parameters.shard import UNPLACED, ZEROS, Initial, Placements, Shard, ShardedModule, ShardSpec
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.boundary import UNCUT, Boundary, collect, spread
 from meshwright.tensor.copies import ALL_COLUMNS, HeadGroups, part_columns
@@ -202,7 +202,8 @@ class KitBase:
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
         if self.blocks.exact:
             return self.outside(PartHead(self.mesh, shape, tied, UNCUT, self.blocks.uncut))
-        return self.outside(SerialHead(self.mesh, shape, tied, {}, {}))
+        classes = {axis: Shard(0) for axis in shape.over}
+        return self.outside(SerialHead(self.mesh, shape, tied, classes, classes))
 
     def local_heads(self, heads: int) -> int:
         # Where heads are fewer than the parts that kernels get, several parts share one.

@@ -52,7 +52,8 @@ def validate(parts: Parts, held_out: Samples, num_batches: int) -> dict[str, flo
         if parts.grains is not None:
             losses = [rounded_loss(loss, SUMMED_LOSS) for loss in losses]
         numbers = [[float(loss) for loss in losses], counts_of(batch, names), right]
-        sums.add_(torch.tensor(numbers, device=h.device, dtype=torch.float64))
+        if model.chunk.last:  # other stages have a part of the head at most, and the same numbers of it
+            sums.add_(torch.tensor(numbers, device=h.device, dtype=torch.float64))
 
     def add_grains(h: Tensor, batch: Batch) -> None:
         for grain, (rows,) in parts.grains.of(batch, (h,)) if parts.grains is not None else [(batch, (h,))]:

@@ -90,8 +90,9 @@ class GPT(Decoder):
         self.blocks = blocks_of(chunk, lambda layer: GptBlock(model, kit, layer))
         if chunk.last:
             self.norm = kit.norm(hidden, model.norm_epsilon)
+        if chunk.has_head:
             tied = self.tokens if model.tied else None
-            shape = HeadShape(hidden, model.vocabulary, model.padded_vocabulary, initial)
+            shape = HeadShape(hidden, model.vocabulary, model.padded_vocabulary, initial, over=chunk.head_over)
             self.head = kit.head_loss(shape, tied)
 
     def embed(self, batch: Batch) -> Hidden:

@@ -14,6 +14,7 @@ class Gpt2(TextTransformer):
     chain: ClassVar[str] = "meshwright.families.gpt.model:GPT"
     cuts_context: ClassVar[bool] = True
     separates: ClassVar[bool] = True
+    spreads_head: ClassVar[bool] = True
     tied: bool = True
     """The head's weight is the table of tokens."""
 

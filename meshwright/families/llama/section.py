@@ -56,6 +56,7 @@ class Llama(RotaryTransformer):
 
     family: Literal["llama"]
     chain: ClassVar[str] = "meshwright.families.llama.model:LlamaModel"
+    spreads_head: ClassVar[bool] = True
     balance_of_folders: ClassVar[str] = "config.json has output_router_logits=false, and true trains with one"
     key_value_heads: Positive | None = None
     """K, each of which serves heads / K queries; null: as many as heads."""
