@@ -78,6 +78,7 @@ AXES: dict[str, tuple[Value, ...]] = {
     "heads": (4, 6, 12),
     "vocabulary": tuple(VOCABULARIES),
     "sequence": (8, 12),
+    "documents": (None, None, None, "separate"),
     "precision": ("float64", "float64", "float64", "float32", "O1-bf16", "O2-bf16", "O2-fp16"),
     "data": (1, 1, 1, 2, 2, 3, 4),
     "sync": (None, "allreduce", "zero1", "zero2", "zero3", "ring", "rooted", "server-gradient", "server-loss", "fsdp"),
@@ -89,6 +90,7 @@ AXES: dict[str, tuple[Value, ...]] = {
     "schedule": (None, "gpipe", "1f1b", "axonn", "message-driven"),
     "limit": (None, 1, 2),
     "partition": (None, "measured", "head-alone", "embedding-alone", "uneven"),
+    "head": (None, None, None, "spread"),
     "tensor": tuple(TENSORS),
     "context": (*[None] * 8, *CONTEXTS),
     "common": (*[None] * 6, "all", "one"),
@@ -104,22 +106,24 @@ AXES: dict[str, tuple[Value, ...]] = {
 """A value that stands twice is drawn twice as often: small groups are quick, most tensor layouts have no branches."""
 
 FIELDS: dict[str, tuple[str, ...]] = {
-    "model": ("model.family",),
+    "model": ("model.family", "model.tied", "data.documents"),
     "layers": ("model.layers", "model.stage_blocks"),
     "heads": ("model.heads", "model.key_value_heads", "model.paths", "model.hidden"),
     "vocabulary": ("model.vocabulary", "model.vocabulary_multiple", "model.classes"),
     "sequence": ("data.sequence", "the sequence", "the target", "model.positions"),
+    "documents": ("data.documents", "model.family"),
     "precision": ("precision",),
     "data": ("layout.data.size", "batch.global"),
     "sync": ("layout.data.sync",),
     "shard": ("layout.data.shard",),
     "bucket": ("layout.data.bucket",),
-    "stages": ("layout.pipeline.size",),
+    "stages": ("layout.pipeline.size", "layout.pipeline.head"),
     "chunks": ("layout.pipeline.chunks",),
     "placement": ("layout.pipeline.placement",),
     "schedule": ("layout.pipeline.schedule",),
     "limit": ("layout.pipeline.limit",),
     "partition": ("layout.pipeline.partition",),
+    "head": ("layout.pipeline.head",),
     "tensor": ("layout.tensor",),
     "context": ("layout.context",),
     "common": ("layout.tensor.common",),
@@ -144,7 +148,7 @@ def tree_of(case: Case) -> dict[str, Any]:
     return {
         "seed": 3,
         "model": model,
-        "data": {"source": "digits"} if images else {"sequence": case["sequence"]},
+        "data": ({"source": "digits"} if images else {"sequence": case["sequence"]}) | _given(case, "documents"),
         "batch": {"global": GLOBAL_BATCH, "micro": max(1, GLOBAL_BATCH // case["data"] // case["microbatches"])},
         "layout": _layout(case, _blocks(model)),
         "precision": PRECISIONS[case["precision"]],
@@ -193,7 +197,7 @@ def _blocks(model: dict[str, Any]) -> int:
 
 def _layout(case: Case, blocks: int) -> dict[str, Any]:
     pipeline = {"size": case["stages"]}
-    for axis in ("chunks", "placement", "schedule", "limit"):
+    for axis in ("chunks", "placement", "schedule", "limit", "head"):
         pipeline |= _given(case, axis)
     if case["partition"] is not None:
         pipeline["partition"] = partition_of(case["partition"], blocks, case["stages"] * (case["chunks"] or 1))

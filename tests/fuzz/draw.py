@@ -106,10 +106,11 @@ def covering(seed: int, kept: Sequence[Case] = (), tries: int = 8, climbs: int =
     as long as that covers more. At last a case goes where others can take its pairs over, and the rest become cheaper.
     A pair with which `tries` draws find no legal case counts as impossible. `kept`: cases that come first, where they
     are still legal; of axes that they do not know they have no value, and only pairs with a value that none of them has
-    are looked for.
+    are looked for. They stay as they are: plants are looked for in cases by their names.
     """
     drawing = Drawing(Random(seed))
     cases = [case for case in kept if drawing.is_legal(case)]
+    num_kept = len(cases)
     had = {item for case in cases for item in case.items()}
     missing = dict.fromkeys(pair for pair in all_pairs() if not had.issuperset(pair))
     while missing:
@@ -127,7 +128,7 @@ def covering(seed: int, kept: Sequence[Case] = (), tries: int = 8, climbs: int =
         if not pairs_of(case) <= have:
             cases.append(case)
             have |= pairs_of(case)
-    arrangement = Arrangement(cases, drawing)
+    arrangement = Arrangement(cases, drawing, num_kept)
     arrangement.spread()
     arrangement.cheapen()
     return list(arrangement.cases.values())
@@ -145,16 +146,18 @@ def _climbed(case: Case, pair: Pair, missing: Mapping[Pair, None], drawing: Draw
 
 
 class Arrangement:
-    """Cases that have every pair, changed as long as none is lost."""
+    """Cases that have every pair, of which those behind the first `num_kept` are changed as long as none is lost."""
 
-    def __init__(self, cases: Sequence[Case], drawing: Drawing) -> None:
-        self.cases, self.drawing = dict(enumerate(cases)), drawing
+    def __init__(self, cases: Sequence[Case], drawing: Drawing, num_kept: int) -> None:
+        self.cases, self.drawing, self.num_kept = dict(enumerate(cases)), drawing, num_kept
         self.holders = Counter(pair for case in cases for pair in pairs_of(case))
         """How many cases have a pair."""
 
     def spread(self) -> None:
         """Take out each case whose pairs the others can have: that with the fewest of its own first."""
-        alone = {index: sum(self.holders[pair] == 1 for pair in pairs_of(case)) for index, case in self.cases.items()}
+        alone = {
+            index: sum(self.holders[pair] == 1 for pair in pairs_of(self.cases[index])) for index in self._changeable
+        }
         for index in sorted(alone, key=lambda index: alone[index]):
             before, holders = dict(self.cases), self.holders.copy()
             pairs = pairs_of(self.cases.pop(index))
@@ -164,16 +167,20 @@ class Arrangement:
 
     def cheapen(self, tries: int = 200) -> None:
         """Give each case values with which it costs less, one to three at a time."""
-        for index in self.cases:
+        for index in self._changeable:
             for _ in range(tries):
                 other = self.cases[index] | self._drawn(self.drawing.random.choice((1, 2, 3)))
                 if cost(other) < cost(self.cases[index]):
                     self._replaced(index, other)
 
+    @property
+    def _changeable(self) -> list[int]:
+        return [index for index in self.cases if index >= self.num_kept]
+
     def _placed(self, pair: Pair) -> bool:
         """Whether a case took the pair over and lost nothing by it: the cheapest that can."""
         values = dict(pair)
-        for index in sorted(self.cases, key=lambda index: cost(self.cases[index] | values)):
+        for index in sorted(self._changeable, key=lambda index: cost(self.cases[index] | values)):
             case = self.cases[index]
             if self._keeps_all(case, case | values):
                 beside = [{}, *(self._drawn(1) for _ in range(BESIDE))]
