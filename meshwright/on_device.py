@@ -44,6 +44,9 @@ WIDENED = {
 }  # fmt: skip
 """Functions whose tensors autocast widens to float32, by type of device. Our models call no others that it casts."""
 
+_OURS = frozenset([F.scaled_dot_product_attention, kernel_of, F.dropout, F.rms_norm, F.gelu])
+"""Functions that devices do in other ways than meta tensors."""
+
 
 class AsOnDevice(TorchFunctionMode):
     """While entered, F.scaled_dot_product_attention is the `attention` of a device of that type (a fused kernel where
@@ -69,12 +72,16 @@ class AsOnDevice(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        casts = torch.is_autocast_enabled("cpu")
+        # Most calls are looks at a tensor's shape: half a million in a search.
+        if not casts and function not in _OURS:
+            return function(*args, **(kwargs or {}))
         # torch's autocast goes by a tensor's device, so meta tensors pass it by.
-        if torch.is_autocast_enabled("cpu") and (dtype := self._autocast_dtype(function, kwargs or {})) is not None:
+        if casts and (dtype := self._autocast_dtype(function, kwargs or {})) is not None:
 
             def cast(x: Any) -> Any:
-                casts = isinstance(x, Tensor) and x.is_meta and x.is_floating_point() and x.dtype != torch.float64
-                return x.to(dtype) if casts else x
+                is_cast = isinstance(x, Tensor) and x.is_meta and x.is_floating_point() and x.dtype != torch.float64
+                return x.to(dtype) if is_cast else x
 
             args, kwargs = tree_map(cast, (args, kwargs))
         if function is F.scaled_dot_product_attention and self.attention != "torch":

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Annotated, Any, Union
+from typing import TYPE_CHECKING, Annotated, Any, Self, Union
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationInfo, field_validator
 
@@ -97,6 +97,15 @@ class Section(BaseModel):
     """Base of all sections: frozen, and an unknown key is a mistake."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False, defer_build=True)
+
+    def __copy__(self) -> Self:
+        """pydantic's own for sections, which have neither further fields nor private ones: a search makes a million."""
+        copied = type(self).__new__(type(self))
+        object.__setattr__(copied, "__dict__", self.__dict__.copy())
+        object.__setattr__(copied, "__pydantic_fields_set__", self.__pydantic_fields_set__.copy())
+        object.__setattr__(copied, "__pydantic_extra__", None)
+        object.__setattr__(copied, "__pydantic_private__", None)
+        return copied
 
     @field_validator("*", mode="before")
     @classmethod

@@ -94,31 +94,43 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.live = 0
         self.peak = 0
-        self._storages: dict[int, weakref.ref[Any]] = {}
+        self._storages: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._number = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # What torch wraps around each operation, so that its compiler keeps out: nobody compiles what is followed.
+        return False
 
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        result = self.result_of(op, args, kwargs or {})
-        given = [*tensors_in(args), *tensors_in(kwargs.values() if kwargs else ())]
-        results = list(tensors_in((result,)))
-        # By storage, not by tensor: a view allocates nothing, and an operation in place gives back what it was given.
-        there = {x.untyped_storage()._cdata for x in given}
-        new = [x for x in results if x.untyped_storage()._cdata not in there]
-        for x in new:
-            self._follow(x)
-        self.note(op, args, given, results, new)
+        # In a backward pass a mode of functions (on_device.py) would be asked of each look at a tensor here.
+        with torch._C.DisableTorchFunction():
+            given = [*tensors_in(args), *(tensors_in(kwargs.values()) if kwargs else ())]
+            result, known = self.result_of(op, args, kwargs or {}, given)
+            results = [result] if isinstance(result, Tensor) else list(tensors_in((result,)))
+            # By storage, not by tensor: a view allocates nothing, and an operation in place gives back what it was
+            # given.
+            there = {x.untyped_storage()._cdata for x in given}
+            new = [x for x in results if x.untyped_storage()._cdata not in there]
+            for x in new:
+                self._follow(x)
+            self.note(op, args, known, given, results, new)
         return result
 
-    def result_of(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """op(*args, **kwargs), for subclasses that know it already."""
-        return op(*args, **kwargs)
+    def result_of(
+        self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: list[Tensor]
+    ) -> tuple[Any, Any]:
+        """op(*args, **kwargs), for subclasses that know it already, and what they know of it. `given`: the tensors
+        among its arguments."""
+        return op(*args, **kwargs), None
 
     def note(
-        self, op: Any, args: tuple[Any, ...], given: list[Tensor], results: list[Tensor], new: list[Tensor]
+        self, op: Any, args: tuple[Any, ...], known: Any, given: list[Tensor], results: list[Tensor], new: list[Tensor]
     ) -> None:
-        """For subclasses that write operations down. `new`: the results that are no views of what was given."""
+        """For subclasses that write operations down. `known`: of `result_of`; `new`: the results that are no views of
+        what was given."""
 
     def changed(self, number: int, size: int) -> None:
         """For subclasses that write memory down: the storage of that number has come, with so many bytes, or has gone,
@@ -143,7 +155,12 @@ class LiveBytes(TorchDispatchMode):
             self.changed(number, -size)
 
         # Weak, so that following a tensor does not keep it: its end is what is looked for.
-        self._storages[address] = weakref.ref(storage, gone)
+        self._storages[address] = number, weakref.ref(storage, gone)
+
+    def number_of(self, x: Tensor) -> int:
+        """The number of a tensor's storage; of one that was not made here its address, less than nothing."""
+        address: int = x.untyped_storage()._cdata
+        return self._storages[address][0] if address in self._storages else -address
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:

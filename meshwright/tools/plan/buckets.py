@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +19,7 @@ from meshwright.model import Batch
 from meshwright.models.chain import chain_of
 from meshwright.parameters.bucket import Bucket, BucketKey, arranged, gradient_dtype, group_axes, padded, slice_axes
 from meshwright.parts import DTYPES, bucket_bytes
+from meshwright.ranks.comm import Comm
 from meshwright.ranks.grid import grid_of_run
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
@@ -48,7 +51,7 @@ class PlannedBucket:
     across: Program
     gather: Program
 
-    @property
+    @cached_property
     def sizes(self) -> BucketBytes:
         kind, value, gradient = self.kind, self.kind.dtype.itemsize, self.summed_in.itemsize
         return BucketBytes(
@@ -85,73 +88,111 @@ class PlannedBucket:
         return 2 * self.stepped_elements * (self.master_bytes + SINGLE * len(config.optimizer.update.states))
 
 
+class _Group(NamedTuple):
+    """Parameters that share a bucket, as PlannedBucket has them; `num_elements`: without padding."""
+
+    kind: BucketKey
+    names: tuple[str, ...]
+    num_elements: int
+    parts_back: frozenset[int]
+    waits: bool
+
+
 @dataclass
 class Buckets:
     """Plans buckets, and remembers the programs of those that are alike."""
 
     _programs: dict[Hashable, tuple[int, Program, Program, Program, Program]] = field(default_factory=dict)
+    _arranged: dict[Hashable, list[_Group]] = field(default_factory=dict)
+    _shares: dict[Hashable, Program] = field(default_factory=dict)
 
-    def of(self, config: Config, rank: int, parameters: Sequence[Parameter], tied: set[str]) -> list[PlannedBucket]:
-        """A rank's buckets, in the order in which they leave. `tied`: parameters that another stage holds too."""
-        recorder = Recorder()
-        mesh = planned_mesh(grid_of_run(config), rank, config.layout.token_axes, "cpu", recorder.started)
-        specs = {
-            parameter.name: replace(parameter.spec, tied=True) if parameter.name in tied else parameter.spec
-            for parameter in parameters
-        }
-        sizes = {parameter.name: parameter.num_elements for parameter in parameters}
-        items = [(parameter.name, parameter.num_elements, parameter.dtype) for parameter in parameters]
-        sync = config.layout.data.strategy
+    def of(
+        self, config: Config, rank: int, parameters: Sequence[Parameter], tied: set[str], known: Hashable = None
+    ) -> list[PlannedBucket]:
+        """A rank's buckets, in the order in which they leave. `tied`: parameters that another stage holds too. `known`:
+        equal for equal parameters, where it is said."""
+        recorder, layout = Recorder(), config.layout
+        mesh = planned_mesh(grid_of_run(config), rank, layout.token_axes, "cpu", recorder.started)
+        sync = layout.data.strategy
         policy = load_entry(sync.policy)()
-        # Gradients that come with B, or from two chunks, are whole only when the step's last microbatch is through.
-        late = {parameter.name for parameter in parameters if parameter.comes_with_b or len(parameter.chunks) > 1}
-        buckets = []
-        using = {parameter.name: parameter.parts for parameter in parameters} if sync.gathers else None
-        back = {parameter.name: parameter.parts_back for parameter in parameters}
-        # With slices a chunk fills buckets of its own, else a bucket would wait for the other chunk's backward pass.
-        several = sync.slices and config.layout.pipeline.chunks > 1
-        chunks = {parameter.name: parameter.chunks for parameter in parameters} if several else None
-        sizes_of_axes, widens, comms = tuple(sorted(config.layout.axes)), config.widens_gradients, {}
-        for kind, names in arranged(items, specs, mesh, bucket_bytes(config), using, chunks):
-            if kind not in comms:
-                comms[kind] = mesh.comm(*kind.sum_axes)
-            index = comms[kind].index  # a root does more than the others
-            num_elements = padded(sum(sizes[name] for name in names), comms[kind].size)
-            summed_in = gradient_dtype(kind.dtype, widens)
+        # Of an axis only its name arranges parameters, not how many ranks it has.
+        key = (
+            known, sync.gathers, sync.slices and layout.pipeline.chunks > 1, bucket_bytes(config), mesh.grid.names,
+            mesh.token_axes,
+        )  # fmt: skip
+        groups = self._arranged.get(key) if known is not None else None
+        if groups is None:
+            groups = _groups(config, mesh, parameters, tied)
+            if known is not None:
+                self._arranged[key] = groups
+        buckets: list[PlannedBucket] = []
+        comms: dict[tuple[str, ...], tuple[Comm, tuple[int, ...]]] = {}
+        for kind, names, elements, parts_back, waits in groups:
+            if kind.sum_axes not in comms:
+                comms[kind.sum_axes] = mesh.comm(*kind.sum_axes), tuple(mesh.comm(axis).size for axis in kind.sum_axes)
+            comm, sizes = comms[kind.sum_axes]
+            num_elements = padded(elements, comm.size)
+            summed_in = gradient_dtype(kind.dtype, config.widens_gradients)
             # Not the order of axes: what a sum sends is the same in every order, only its seconds differ (network.py).
-            key = (
-                config.layout.data.sync, kind.dtype, summed_in, kind.sum_axes, index, num_elements, sizes_of_axes,
-                config.copies,
-            )  # fmt: skip
-            if key not in self._programs:
+            # Its place among the ranks: a root does more than the others.
+            alike = layout.data.sync, kind.dtype, summed_in, kind.sum_axes, sizes, comm.index, num_elements
+            if alike not in self._programs:
                 grouped = group_axes(kind.sum_axes) if sync.grouped else kind.sum_axes
                 axes = slice_axes(kind.sum_axes) if sync.slices else grouped
-                self._programs[key] = _programs(policy, kind, axes, summed_in, num_elements, mesh, recorder)
-            stepped, *programs = self._programs[key]
+                self._programs[alike] = _programs(policy, kind, axes, summed_in, num_elements, mesh, recorder)
+            stepped, *programs = self._programs[alike]
             # A bucket whose gradients are late keeps them whole, and is summed once at the step's end.
-            waits = not late.isdisjoint(names)
             sums = config.num_microbatches if sync.slices and not waits else 1
-            read_back = frozenset(part for name in names for part in back[name])
-            bucket = PlannedBucket(
-                kind, summed_in, tuple(names), num_elements, stepped, policy.blocks, read_back, waits, sums, *programs,
-            )  # fmt: skip
-            buckets.append(bucket)
+            buckets.append(PlannedBucket(
+                kind, summed_in, names, num_elements, stepped, policy.blocks, parts_back, waits, sums, *programs,
+            ))  # fmt: skip
         return buckets
 
+    def share(self, config: Config) -> Program:
+        """The program by which rank 0 gets its rows of a step's batch; where it is the server, it scatters all."""
+        layout = config.layout
+        key = layout.data.sync, layout.axes, config.copies, config.replica_batch, config.model, config.data
+        if key not in self._shares:
+            recorder = Recorder()
+            mesh = planned_mesh(grid_of_run(config), 0, layout.token_axes, "cpu", recorder.started)
+            sync = layout.data.strategy
+            shapes = chain_of(config).sample_shapes(config)
 
-def share_program(config: Config) -> Program:
-    """The program by which rank 0 gets its rows of a step's batch. Where it is the server, it scatters all of them."""
-    recorder = Recorder()
-    mesh = planned_mesh(grid_of_run(config), 0, config.layout.token_axes, "cpu", recorder.started)
+            def load_rows(first: int, count: int) -> Batch:
+                return {
+                    name: torch.empty(count, *shape, dtype=torch.long, device="meta") for name, shape in shapes.items()
+                }
+
+            with recorder.program(mesh.ledger) as recorded:
+                own = load_entry(sync.synchroniser)([], mesh, load_entry(sync.policy)())
+                own.share(load_rows, config.replica_batch)
+            self._shares[key] = recorded()
+        return self._shares[key]
+
+
+def _groups(config: Config, mesh: Mesh, parameters: Sequence[Parameter], tied: set[str]) -> list[_Group]:
+    """Which of a rank's parameters share a bucket, in the order in which these leave."""
     sync = config.layout.data.strategy
-    shapes = chain_of(config).sample_shapes(config)
-
-    def load_rows(first: int, count: int) -> Batch:
-        return {name: torch.empty(count, *shape, dtype=torch.long, device="meta") for name, shape in shapes.items()}
-
-    with recorder.program(mesh.ledger) as recorded:
-        load_entry(sync.synchroniser)([], mesh, load_entry(sync.policy)()).share(load_rows, config.replica_batch)
-    return recorded()
+    specs = {
+        parameter.name: replace(parameter.spec, tied=True) if parameter.name in tied else parameter.spec
+        for parameter in parameters
+    }
+    sizes = {parameter.name: parameter.num_elements for parameter in parameters}
+    items = [(parameter.name, parameter.num_elements, parameter.dtype) for parameter in parameters]
+    # Gradients that come with B, or from two chunks, are whole only when the step's last microbatch is through.
+    late = {parameter.name for parameter in parameters if parameter.comes_with_b or len(parameter.chunks) > 1}
+    using = {parameter.name: parameter.parts for parameter in parameters} if sync.gathers else None
+    back = {parameter.name: parameter.parts_back for parameter in parameters}
+    # With slices a chunk fills buckets of its own, else a bucket would wait for the other chunk's backward pass.
+    several = sync.slices and config.layout.pipeline.chunks > 1
+    chunks = {parameter.name: parameter.chunks for parameter in parameters} if several else None
+    return [
+        _Group(
+            kind, tuple(names), sum(sizes[name] for name in names),
+            frozenset(part for name in names for part in back[name]), not late.isdisjoint(names),
+        )
+        for kind, names in arranged(items, specs, mesh, bucket_bytes(config), using, chunks)
+    ]  # fmt: skip
 
 
 def loads_program(config: Config, rank: int, routers: int) -> Program:
@@ -177,7 +218,7 @@ def _programs(
     """The number of elements that this rank steps, its programs that sum over `axes` and publish, the one that sums
     over the others of the bucket's axes, and the one that gathers slices of weights."""
     values = torch.empty(num_elements, dtype=kind.dtype, device=mesh.device)
-    gradients = torch.empty_like(values, dtype=summed_in)
+    gradients = torch.empty(num_elements, dtype=summed_in, device=mesh.device)  # empty_like is steps in Python there
     bucket = Bucket(values, gradients, (), (), kind.matrix, kind.sum_axes, kind.cut_axes)
     comm = mesh.comm(*axes)
     # On meta tensors the policy sends nothing; its comm writes the program.

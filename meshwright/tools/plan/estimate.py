@@ -25,6 +25,7 @@ from meshwright.ranks.planned import planned_mesh
 from meshwright.tools.plan.buckets import PlannedBucket, held_of, memory_of, streams
 from meshwright.tools.plan.compose import StagePlan
 from meshwright.tools.plan.memory import Memory, Parameter, Peak
+from meshwright.tools.plan.passes import Sum
 from meshwright.tools.plan.recordings import check, parameters_in, splits
 from meshwright.tools.plan.space import CHUNKS
 from meshwright.tools.plan.timed_parts import HeldActivations, StageShape, TimedParts, strides
@@ -252,7 +253,14 @@ class Estimates:
         if key not in self._endings:
             fullest = StagePlan((), tuple(self._fullest_stage(config)))
             run = TimedRun(self.planner, config, [fullest], {0: self._buckets_of_fullest(config)})
-            sums = [run.sum(bucket, 0.0) for bucket in run.buckets[0]]
+            known: dict[Hashable, Sum] = {}
+            sums = []
+            for bucket in run.buckets[0]:
+                # Layers are alike, and so are their buckets, which share their programs.
+                alike = id(bucket.reduce), len(bucket.names)
+                if alike not in known:
+                    known[alike] = run.sum(bucket, 0.0)
+                sums.append(known[alike])
             gathered = run.buckets[0] if layout.data.strategy.gathers else ()
             gathers = sorted(run.seconds(bucket.gather) for bucket in gathered)
             self._endings[key] = _Ending(
@@ -299,13 +307,14 @@ class Estimates:
     def _buckets_of_fullest(self, config: Config) -> list[PlannedBucket]:
         """The buckets of that stage, the same in every order of axes."""
         layout = config.layout
-        sums = config.num_microbatches if layout.data.strategy.slices else 1
         key = (
-            layout.layer, layout.data, self._partition(config), placement_of(config), config.widens_gradients, sums,
+            layout.layer, self._partition(config), placement_of(config), layout.data, config.widens_gradients,
             config.memory.offload,
         )  # fmt: skip
+        # How often slices are summed hangs on the microbatches as well: an estimate counts that itself.
         if key not in self._buckets:
-            self._buckets[key] = self.planner.buckets.of(config, 0, self._fullest_stage(config), set())
+            known = config.model, config.precision, *key[:3]  # a planner may have buckets of several runs
+            self._buckets[key] = self.planner.buckets.of(config, 0, self._fullest_stage(config), set(), known)
         return self._buckets[key]
 
     def _partition(self, config: Config) -> tuple[int, ...]:

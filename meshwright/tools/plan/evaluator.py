@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -233,21 +234,25 @@ class Evaluator:
         """The family's layouts that may fit and may be fast enough, with their estimated memory."""
         if not self.keep(family.layout):
             return
-        # Weights do not depend on the microbatch: the largest stands for all.
-        least = with_field(family, "batch.micro", family.replica_batch) if family.replica_batch else None
-        if least is None or self._has_room(least, found):
-            memory: list[Memory] = []
+        room: list[bool] = []
+        memory: list[Memory] = []
 
-            def enters(sized: Config) -> bool:
-                return self._may_be_fast(sized, found, cutoff)
+        def enters(sized: Config) -> bool:
+            if not self._may_be_fast(sized, found, cutoff):
+                return False
+            # Asked where some may be fast, as in few families. Weights do not depend on the microbatch: the largest,
+            # whose gradients are the narrowest, stands for all.
+            if not room:
+                room.append(self._has_room(with_field(family, "batch.micro", family.replica_batch), found))
+            return room[0]
 
-            def holds(config: Config) -> bool:
-                # Kept for the orders of axes that follow: memory does not depend on them.
-                memory[:] = self._room(config, found, cutoff)
-                return bool(memory)
+        def holds(config: Config) -> bool:
+            # Kept for the orders of axes that follow: memory does not depend on them.
+            memory[:] = self._room(config, found, cutoff)
+            return bool(memory)
 
-            for config in layouts_of(family, self.job, found.refused, enters, holds):
-                yield config, memory[0]
+        for config in layouts_of(family, self.job, found.refused, enters, holds):
+            yield config, memory[0]
 
     def _may_be_fast(self, config: Config, found: SearchState, cutoff: float) -> bool:
         """Whether layouts like this one may take less than `cutoff` seconds, in whatever order of axes."""
@@ -266,9 +271,12 @@ class Evaluator:
         self, config: Config, found: SearchState, cutoff: float, full: Collection[Config] = ()
     ) -> tuple[Memory, ...]:
         """The estimated memory of a layout that may fit, and may be fast enough, in whatever order of axes."""
-        if self.models.recomputes_for_nothing(config) or not self._may_be_fast(config, found, cutoff):
+        recomputes = config.memory.recompute != "none"
+        keeper = with_field(config, "memory.recompute", "none") if recomputes else config
+        # What keeps is as fast, and known: of each way to cut a layer attention that is recomputed is recorded anew.
+        if not self._may_be_fast(keeper, found, cutoff) or self._waits(config, full):
             return ()
-        if self._waits(config, full):
+        if recomputes and (self.models.recomputes_for_nothing(config) or not self._may_be_fast(config, found, cutoff)):
             return ()
         # The bytes of weights alone are asked first: they rule out whole families, and cost less than activations.
         if not self._has_room(config, found) or self._gathers_for_nothing(config):
@@ -327,6 +335,9 @@ def forked(processes: int, evaluator: Evaluator) -> Iterator[Executor | None]:
     if processes == 1 or sys.platform != "linux":  # elsewhere libraries do not outlive a fork
         yield None
         return
+    # What torch loads when it first finds a meta tensor's form: 2.4 s, once instead of in each fork.
+    for name in ("torch._dynamo", "torch.fx.experimental.symbolic_shapes"):
+        import_module(name)
     context, others = multiprocessing.get_context("fork"), multiprocessing.active_children()
     with ProcessPoolExecutor(processes, context, _begin_fork, (evaluator,)) as pool:
         pool.submit(os.getpid).result()  # an executor of forks makes all of them at the first question

@@ -27,13 +27,13 @@ import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from meshwright.memory.recompute import LiveBytes, tensors_in
+from meshwright.memory.recompute import LiveBytes
 from meshwright.ranks.comm import Work
 from meshwright.ranks.ledger import Ledger, Traffic
 
@@ -213,9 +213,24 @@ class UnderWay:
         self.wait_for()
 
 
-_RESULTS: dict[Hashable, tuple[Any, ...]] = {}
-"""Shape, strides and dtype of each result of an operation, by what it is given; before them the kind of list that they
-come in (None: one tensor, in none). Empty where torch must be asked each time, since results share memory."""
+_Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape, strides and dtype of a tensor."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """An operation on tensors of given forms. `results`: of each the form of a new tensor, the number of the given one
+    that comes back, or None; no results where torch must be asked each time, since they lie in memory of given ones.
+    `kind`: of the list that they come in; None: one, in none. `kernel`: if forms alone decide it."""
+
+    results: tuple[_Form | int | None, ...] = ()
+    kind: type | None = None
+    kernel: Kernel | None = None
+
+
+_KNOWN: dict[Hashable, _Known] = {}
+"""By operation and the forms that it is given."""
+_META = torch.device("meta")
 
 
 def _shapes_in(values: Iterable[Any]) -> tuple[Hashable, ...]:
@@ -234,21 +249,38 @@ def _shapes_in(values: Iterable[Any]) -> tuple[Hashable, ...]:
     return tuple(shapes)
 
 
-def _forms_of(result: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The entry of an operation's results in _RESULTS."""
-    results = list(tensors_in((result,)))
-    storages = {x.untyped_storage()._cdata for x in results}
-    shared = not storages.isdisjoint(x.untyped_storage()._cdata for x in tensors_in(given))
-    whole = all(x.is_meta and x.untyped_storage().nbytes() == x.numel() * x.element_size() for x in results)
-    if not results or shared or not whole or len(storages) < len(results):
-        return ()
-    if isinstance(result, Tensor):
-        kind = None
-    elif type(result) in (list, tuple) and len(result) == len(results):
-        kind = type(result)
-    else:
-        return ()
-    return kind, *((tuple(x.shape), x.stride(), x.dtype) for x in results)
+def _form_of(x: Tensor) -> _Form:
+    return tuple(x.shape), x.stride(), x.dtype
+
+
+def _known_of(result: Any, given: list[Tensor], before: list[_Form]) -> _Known:
+    """The entry of a call's results in _KNOWN. `before`: the forms of what it was given, before it began."""
+    several = type(result) in (list, tuple)
+    if not (several or isinstance(result, Tensor)):
+        return _Known()
+    addresses = {x.untyped_storage()._cdata for x in given}
+    made: list[_Form | int | None] = []
+    for one in result if several else (result,):
+        if one is None:
+            made.append(None)
+            continue
+        numbers = [number for number, x in enumerate(given) if x is one]
+        if len(numbers) == 1 and before[numbers[0]] == _form_of(one):
+            made.append(numbers[0])
+            continue
+        storage = one.untyped_storage() if isinstance(one, Tensor) and one.is_meta else None
+        whole = storage is not None and storage.nbytes() == one.numel() * one.element_size()
+        if storage is None or not whole or storage._cdata in addresses:
+            return _Known()
+        addresses.add(storage._cdata)
+        made.append(_form_of(one))
+    return _Known(tuple(made), type(result) if several else None)
+
+
+def _is_apart(x: Tensor) -> bool:
+    """Whether no two elements of a tensor lie in one place, as far as its form shows it."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.numel() <= extent
 
 
 class Recorder(LiveBytes):
@@ -270,32 +302,46 @@ class Recorder(LiveBytes):
         self._starts = 0
         self._ledger = Ledger()
 
-    def result_of(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The operation's results on meta tensors, which hang on shapes alone: torch is asked once for each."""
-        # Most of a recording's seconds were torch's own, which finds a meta tensor's shape by steps in Python.
+    def result_of(
+        self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: list[Tensor]
+    ) -> tuple[Any, _Known | None]:
+        """The operation's results on meta tensors, which hang on forms alone: torch is asked once for each."""
+        # Most of a recording's seconds were torch's own, which finds a meta tensor's form by steps in Python.
         try:
-            key = op, _shapes_in(args), _shapes_in(kwargs.values()), tuple(kwargs)
-            forms = _RESULTS.get(key)
+            key = id(op), _shapes_in(args), (_shapes_in(kwargs.values()), tuple(kwargs)) if kwargs else None
+            known = _KNOWN.get(key)
         except TypeError:  # an argument that has no hash, or is no meta tensor
-            return op(*args, **kwargs)
-        if forms is None:
+            return op(*args, **kwargs), None
+        if known is None:
+            before = [_form_of(x) for x in given]
             result = op(*args, **kwargs)
-            _RESULTS[key] = _forms_of(result, (*args, *kwargs.values()))
-            return result
-        if not forms:
-            return op(*args, **kwargs)
-        made = [torch.empty_strided(*form[:2], dtype=form[2], device="meta") for form in forms[1:]]
-        return made[0] if forms[0] is None else forms[0](made)
+            known = _KNOWN[key] = _known_of(result, given, before)
+            return result, known
+        if not known.results:
+            return op(*args, **kwargs), known
+        made = [
+            given[one] if isinstance(one, int)
+            else one and torch.empty_strided(one[0], one[1], dtype=one[2], device=_META)
+            for one in known.results
+        ]  # fmt: skip
+        return made[0] if known.kind is None else known.kind(made), known
 
     def note(
-        self, op: Any, args: tuple[Any, ...], given: list[Tensor], results: list[Tensor], new: list[Tensor]
-    ) -> None:
+        self, op: Any, args: tuple[Any, ...], known: _Known | None, given: list[Tensor], results: list[Tensor],
+        new: list[Tensor],
+    ) -> None:  # fmt: skip
         name, mutates, overwrites = _facts(op)
         # A view makes no storage and writes nothing: torch launches no kernel for it.
         if name not in NOTHING and (new or mutates or not results):
             # An out= overload is also given what it writes, last, and does not read it.
             given = given[: len(given) - len(results)] if overwrites else given
-            kernel = _kernel(op, name, args, given, results, self._ledger.times)
+            kernel = known.kernel if known is not None else None
+            if kernel is None:
+                kernel = _kernel(op, name, args, given, results)
+                if known is not None and all(map(_is_apart, (*given, *results))):
+                    known.kernel = kernel
+            if self._ledger.times != 1:
+                kernel = replace(kernel, times=self._ledger.times)
             if self._fast_norms and kernel.kind in NORMS.values():
                 kernel = replace(kernel, kind="element")
             if self._products and name in _FLAT and kernel.dtype in ("bf16", "fp16"):
@@ -304,10 +350,10 @@ class Recorder(LiveBytes):
             if self._fuses_elements and kernel.kind in _FUSED and name not in LOOKUPS | UPDATES:
                 if self._row.kernels and self._row.kernels[-1].times != kernel.times:
                     self._end_row()
-                self._row.add(kernel, given, results)
+                self._row.add(kernel, *({self.number_of(x): _size_bytes(x) for x in some} for some in (given, results)))
                 return
             self._end_row()
-            if name == "add" and self._dropped in {x.untyped_storage()._cdata for x in given}:
+            if name == "add" and self._dropped is not None and self._dropped in map(self.number_of, given):
                 # One kernel for dropout and the residual's sum: what the first would write and the second read back
                 # never goes through memory. Here and not on tensors, since a dropout may have no sum after it.
                 dropout = self._events.pop()
@@ -317,7 +363,7 @@ class Recorder(LiveBytes):
             self._events.append(kernel)
             # native_dropout gives its output and its mask; the sum reads the first.
             drops = self._fuses_dropout and name == "native_dropout"
-            self._dropped = results[0].untyped_storage()._cdata if drops else None
+            self._dropped = self.number_of(results[0]) if drops else None
 
     def _cast(self, operands: Iterable[Tensor]) -> None:
         """Casts of a product's operands that are not there yet: each is read once, and written in both orders of its
@@ -333,7 +379,7 @@ class Recorder(LiveBytes):
     def _end_row(self) -> None:
         """Write down the element kernels in a row as one."""
         if self._row.kernels:
-            self._events.append(self._row.fused(self._storages))
+            self._events.append(self._row.fused({number for number, _ in self._storages.values()}))
             self._row = _Row()
 
     def started(self, axes: str, verb: str, payload_bytes: int, root: int | None) -> Work:
@@ -385,22 +431,20 @@ class _Row:
         self._read: dict[int, int] = {}
         self._changed: dict[int, int] = {}
 
-    def add(self, kernel: Kernel, given: list[Tensor], results: list[Tensor]) -> None:
-        """One more, which reads and makes these tensors."""
+    def add(self, kernel: Kernel, read: dict[int, int], written: dict[int, int]) -> None:
+        """One more, which reads and writes so many bytes of these storages."""
         self.kernels.append(kernel)
-        read = {x.untyped_storage()._cdata: _size_bytes(x) for x in given}
-        for address, size in read.items():
-            if address not in self._made:
-                self._read[address] = max(size, self._read.get(address, 0))
-        for x in results:
-            address = x.untyped_storage()._cdata
+        for number, size in read.items():
+            if number not in self._made:
+                self._read[number] = max(size, self._read.get(number, 0))
+        for number, size in written.items():
             # In place, of what was there before the row: that is written whatever becomes of it.
-            target = self._changed if address in read and address not in self._made else self._made
-            target[address] = _size_bytes(x)
+            target = self._changed if number in read and number not in self._made else self._made
+            target[number] = size
 
     def fused(self, alive: Collection[int]) -> Kernel:
         """All of them as one. `alive`: the storages that are still there."""
-        written = sum(size for address, size in self._made.items() if address in alive)
+        written = sum(size for number, size in self._made.items() if number in alive)
         touched = sum(self._read.values()) + sum(self._changed.values()) + written
         special = any(kernel.kind in ("special", "random") for kernel in self.kernels)
         most = max(self.kernels, key=lambda kernel: kernel.elements)
@@ -408,19 +452,24 @@ class _Row:
         return Kernel(kind, 0.0, touched, most.elements, most.dtype, times=most.times)
 
 
-@cache
+_FACTS: dict[int, tuple[str, bool, bool]] = {}
+
+
 def _facts(op: Any) -> tuple[str, bool, bool]:
     """(name, whether it mutates an argument, whether it is an out= overload, whose last arguments are written alone)"""
-    schema = op._schema  # asked of torch once an operation: a search records millions of calls
-    return schema.name.removeprefix("aten::"), schema.is_mutable, bool(_OUT.fullmatch(schema.overload_name))
+    # By id, of which each operation has one for good: a search records millions of calls, and its hash is Python's.
+    known = _FACTS.get(id(op))
+    if known is None:
+        schema = op._schema
+        name = schema.name.removeprefix("aten::")
+        known = _FACTS[id(op)] = name, schema.is_mutable, bool(_OUT.fullmatch(schema.overload_name))
+    return known
 
 
 _DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def _kernel(
-    op: Any, name: str, args: tuple[Any, ...], given: list[Tensor], results: list[Tensor], times: int
-) -> Kernel:
+def _kernel(op: Any, name: str, args: tuple[Any, ...], given: list[Tensor], results: list[Tensor]) -> Kernel:
     """The kernel of an operation: its kind, its floating-point operations, the bytes that it reads and writes."""
     if name in LOOKUPS:  # of a table it reads the rows that it copies, and no others
         moved = [*given[1:], *results, *results]
@@ -449,7 +498,7 @@ def _kernel(
         kind = "special"
     elif fresh in RANDOM:
         kind = "random"
-    return Kernel(kind, flops, touched, largest, dtype, side, times, members)
+    return Kernel(kind, flops, touched, largest, dtype, side, members=members)
 
 
 def _products(name: str, args: tuple[Any, ...]) -> tuple[float, float, int]:

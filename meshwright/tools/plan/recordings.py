@@ -183,12 +183,18 @@ def _recording_key(config: Config) -> tuple[Hashable, ...]:
     groups = recompute if recompute in ("none", "selective", "ops") else "groups"
     # Of a layer that is recomputed rows that came are kept where they come as messages.
     keeps_rows = layout.data.in_pieces and groups in ("ops", "groups")
-    # One microbatch is first and last at once, of two none lies between.
-    microbatches = min(config.num_microbatches, DISTINCT)
     return (
         config.model, config.data, layout.layer, axes, config.micro, config.precision.level, config.precision.dtype,
-        config.widens_gradients, groups, keeps_rows, config.memory.summa, splits(config), microbatches, replicas,
+        config.widens_gradients, groups, keeps_rows, config.memory.summa, splits(config), _places(config), replicas,
     )  # fmt: skip
+
+
+def _places(config: Config) -> tuple[int, ...]:
+    """For each place of a microbatch in the step, which of those that are recorded stands there."""
+    count = min(config.num_microbatches, DISTINCT)  # one is first and last at once, of two none lies between
+    # Where weights stay gathered the last one leaves none; elsewhere it does what those between do, which add up
+    # gradients that the first has written.
+    return tuple(range(count)) if count == 1 or config.layout.tensor.by_size else (0, 1, 1)
 
 
 def _outline(config: Config) -> Outline:
@@ -239,8 +245,8 @@ def _record(
     stage = Stage(model, gradients, run=run, autocasts=autocasts_of(config, mesh), multiplies=multiplies_in(config))
     programs: dict[TaskKind, list[Program]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}
     leaving: dict[TaskKind, list[frozenset[int]]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}
-    scales, count = dict.fromkeys((*model.labels, SAMPLES), 1.0), min(config.num_microbatches, DISTINCT)
-    for index in range(count):
+    scales, places = dict.fromkeys((*model.labels, SAMPLES), 1.0), _places(config)
+    for index in range(places[-1] + 1):
         batch = empty_batch(config, kit, model, mesh.device)
         given = tuple(torch.empty(form.shape, dtype=form.dtype, device="meta") for form in incoming)
         saved: dict[int, set[int]] = {}
@@ -264,10 +270,10 @@ def _record(
         kept_input, kept_gradient = (sum(x.nbytes() for ref in refs if (x := ref()) is not None) for refs in watched)
         if splits(config):
             with recorder.program(mesh.ledger) as recorded:
-                stage.weights(index, final=index == count - 1)
+                stage.weights(index, final=index == places[-1])
             programs.setdefault(TaskKind.WEIGHT, []).append(replace(recorded(), leads=leads))
-    by_kind = {kind: tuple(each) for kind, each in programs.items()}
-    left = {kind: tuple(each) for kind, each in leaving.items()}
+    by_kind = {kind: tuple(each[index] for index in places) for kind, each in programs.items()}
+    left = {kind: tuple(each[index] for index in places) for kind, each in leaving.items()}
     held = _with_facts(model, chunk, buckets, saved, with_b)
     return Recording(by_kind, held, forms, output_bytes, holds_input, kept_input, kept_gradient, left)
 

@@ -208,6 +208,9 @@ def _uncollected() -> Iterator[None]:
         yield
     finally:
         if collects:
+            # As if they had been gone through: else the first search for cycles would go through all of them.
+            gc.freeze()
+            gc.unfreeze()
             gc.enable()
 
 

@@ -243,9 +243,21 @@ class HeldActivations:
     def __init__(self, parts: TimedParts) -> None:
         self.parts = parts
         self._deferrals: dict[Hashable, dict[int, float]] = {}
+        self._known: dict[Hashable, tuple[float, float]] = {}
 
     def of(self, config: Config, partition: tuple[int, ...], shapes: Sequence[StageShape]) -> tuple[float, float]:
-        """The activations that the fullest stage keeps, and all that it holds of microbatches at most."""
+        """The activations that the fullest stage keeps, and all that it holds of microbatches at most: the same however
+        replicas sum and keep their gradients, weights and states."""
+        layout = config.layout
+        key = (
+            layout.layer, layout.pipeline, partition, config.micro, config.num_microbatches, config.memory.recompute,
+            layout.data.in_pieces,
+        )  # fmt: skip
+        if key not in self._known:
+            self._known[key] = self._find(config, partition, shapes)
+        return self._known[key]
+
+    def _find(self, config: Config, partition: tuple[int, ...], shapes: Sequence[StageShape]) -> tuple[float, float]:
         parts, placement = self.parts.untimed(config), placement_of(config)
         kept, total, deferring = 0.0, 0.0, self._deferring(config, partition, placement)
         # Candidates for the fullest: the first holds most microbatches, the longest most layers, a deferring one most

@@ -12,7 +12,7 @@ from meshwright.pipeline.schedule import FORWARD_ONLY
 from meshwright.pipeline.task import Task, TaskKind
 from meshwright.ranks.ledger import Traffic
 from meshwright.ranks.mailbox import AHEAD
-from meshwright.tools.plan.buckets import PlannedBucket, memory_of, share_program
+from meshwright.tools.plan.buckets import PlannedBucket, memory_of
 from meshwright.tools.plan.compose import Composition, StagePlan
 from meshwright.tools.plan.memory import Footprint, Memory
 from meshwright.tools.plan.passes import Passes, PipelinePhase, Sum, phase_of, tasks_of_stages
@@ -36,6 +36,7 @@ class TimedRun(Composition):
     ) -> None:
         super().__init__(config, stages, planner.buckets, known)
         self.cluster, self.known_passes, self.software = planner.cluster, planner.passes, planner.software
+        self.shared = planner.buckets.share(config)
         self.network, self.timer, self.context = planner.network(config), planner.timer(config), planner.context(config)
         self.devices_per_host = self.timer.ranks_per_node if self.software.one_process else 1
         # One process issues forward kernels of all devices in turn; backward passes have threads of their own.
@@ -184,7 +185,7 @@ class TimedRun(Composition):
         # A lone rank tells nobody anything.
         if self.grid.world_size == 1:
             return 0.0
-        shared = self.seconds(share_program(self.config))
+        shared = self.seconds(self.shared)
         return (
             shared
             # The norm's square, then a row of every rank's step report (training/step_report.py).

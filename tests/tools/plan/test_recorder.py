@@ -54,6 +54,32 @@ def test_what_is_only_written_is_not_read() -> None:
     assert [kernel.touched_bytes for kernel in kernels(made())] == [2 * 256, 2 * 256, 4 * 256]
 
 
+def test_a_call_whose_forms_are_known_gives_back_what_it_was_given() -> None:
+    recorder, x, y, z = Recorder(), *(torch.empty(8, 8, device=META) for _ in range(3))
+    with recorder.program(Ledger()) as made:
+        for _ in range(2):
+            assert x.mul_(2) is x
+            assert torch.mul(x, y, out=z) is z
+            assert torch.mul(x, y, out=y) is y
+            assert (x * y).untyped_storage()._cdata not in {t.untyped_storage()._cdata for t in (x, y, z)}
+            whole, none, bias = torch.ops.aten.native_layer_norm_backward(
+                x, x, [8], x, x, None, None, [True, False, False]
+            )
+            assert (whole.shape, none, bias) == (x.shape, None, None)
+    first, second = kernels(made())[:5], kernels(made())[5:]
+    assert first == second
+
+
+def test_a_fused_row_writes_no_storage_that_took_the_place_of_another() -> None:
+    recorder, x = Recorder(fuses_elements=True), torch.empty(64, device=META)
+    with recorder.program(Ledger()) as made:
+        for _ in range(20):
+            x.exp()  # gone at once: what lies at its address next is another storage
+        others = [torch.empty(64, device=META) for _ in range(50)]
+    (kernel,) = kernels(made())
+    assert (kernel.touched_bytes, len(others)) == (256, 50)
+
+
 def test_exponentials_are_dear_in_place_and_into_a_tensor_as_well() -> None:
     recorder, x = Recorder(), torch.empty(8, 8, device=META)
     with recorder.program(Ledger()) as made:
