@@ -21,6 +21,7 @@ from meshwright.configs import SCHEMA
 from meshwright.data.files import ShowProgress
 from meshwright.errors import ConfigError
 from meshwright.pipeline.span import Timeline
+from meshwright.section import Section
 from meshwright.tensor.section import Megatron
 from meshwright.tools.plan.answer import answer
 from meshwright.tools.plan.cluster import Cluster
@@ -68,7 +69,7 @@ class MadeUp:
             )
             plain = data.model_copy(update={"sync": "zero1", "shard": None})
             layout = layout.model_copy(update={"data": plain, "order": whole})
-        return random.Random(f"{self.seed} {what} {layout!r} {config.batch!r}").random()
+        return random.Random(f"{self.seed} {what} {said(layout)} {said(config.batch)}").random()
 
     def seconds(self, config: Config) -> float:
         again = {"none": 1.0, "selective": 1.1, "auto": 1.3}[str(config.memory.recompute)]
@@ -82,7 +83,8 @@ class MadeUp:
     def weights_memory(self, config: Config) -> Memory:
         """The same for a whole family."""
         layout = config.layout
-        family = f"{self.seed} {layout.tensor!r} {layout.pipeline.size} {layout.data!r} {config.memory.offload.to}"
+        parts = said(layout.tensor), layout.pipeline.size, said(layout.data), config.memory.offload.to
+        family = " ".join(map(str, (self.seed, *parts)))
         return memory_of(int(self.room * (0.2 + random.Random(family).random())))
 
     def estimated_memory(self, config: Config) -> Memory:
@@ -107,6 +109,11 @@ class MadeUp:
         return Prediction(
             config, self.cluster, self.seconds(config), phases, (memory,), ({},), Timeline(1, ()), 0.0, 1.0
         )
+
+
+def said(section: Section) -> str:
+    """What a section has beside its defaults: a field that comes later changes no draw."""
+    return section.model_dump_json(exclude_defaults=True)
 
 
 def made_up(seed: int, room: int = 1_000_000) -> tuple[Cluster, MadeUp]:
