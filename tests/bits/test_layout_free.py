@@ -27,7 +27,7 @@ PLAIN: Case = {
     "offload": None,
 }  # fmt: skip
 """One device: the axes of which bits are free, each with the value that cuts nothing."""
-FIXED: Case = {"tensor": "none", "context": None, "common": None, "branch": None, "summa": None}
+FIXED: Case = {"tensor": "none", "context": None, "common": None, "branch": None, "summa": None, "head": None}
 MODELS = ("gpt2", "gpt2-untied", "llama", "bert", "bert-megatron", "transformer", "t5", "vit")
 COVERED = ("gpt2", "llama", "bert")
 """The models of the covering set of tests/fuzz/test_bits.py."""
@@ -180,5 +180,5 @@ def test_what_cannot_be_had_is_refused_by_name(words: tuple[str, ...], field: st
 
 
 def test_the_axes_of_the_fuzzer_are_all_known() -> None:
-    identity = {"model", "layers", "heads", "vocabulary", "sequence", "precision", "clip", "optimizer"}
+    identity = {"model", "layers", "heads", "vocabulary", "sequence", "documents", "precision", "clip", "optimizer"}
     assert set(AXES) == PLAIN.keys() | FIXED.keys() | identity
