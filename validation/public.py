@@ -126,7 +126,7 @@ class Judged:
 
     @property
     def ran_out(self) -> Counter[str]:
-        """What was judged of the rows that ran out of memory."""
+        """The verdicts on rows that ran out of memory, each with its number of rows."""
         return Counter(row.fits for row in self.rows if row.ran_out and row.fits)
 
     @property

@@ -148,7 +148,7 @@ def _message_driven_in_pieces(view: View) -> Task | None:
 
 
 def with_spread_head(view: View) -> Task | None:
-    """The same of a stage that has a part of the head (spread_head.py): this goes before its layers, since all stages
+    """The message-driven order of a stage with a part of the head (spread_head.py): it precedes layers, as all stages
     wait for each other there. One microbatch is in the head at a time, so that all trade in one order."""
     head = len(view.chunks) - 1
     gate = head - 1  # what ends with the hidden states' trade: the last stage's layers, elsewhere nothing

@@ -93,7 +93,7 @@ class Stream:
 
 
 class HeldOut(Stream):
-    """The same, of which the first batches are held out, too."""
+    """A stream whose first batches are the held-out ones, too."""
 
     def held_out(self, first: int, count: int) -> Batch:
         return self.samples(first, count)

@@ -112,7 +112,7 @@ class MadeUp:
 
 
 def said(section: Section) -> str:
-    """What a section has beside its defaults: a field that comes later changes no draw."""
+    """The values of a section that are no defaults, as JSON: a field that comes later changes no draw."""
     return section.model_dump_json(exclude_defaults=True)
 
 
@@ -442,7 +442,8 @@ def test_an_estimate_counts_a_head_whose_chunks_differ_with_the_microbatch() -> 
 
 
 def test_rows_to_experts_are_tried_as_messages() -> None:
-    """Of the fastest layouts that share experts, with stages and without; a program of others has its own way."""
+    """Rows travel as messages in the fastest layouts that share experts, with stages and without; a foreign program
+    sends them its own way."""
     model = {"family": "llama", "layers": 2, "hidden": 32, "heads": 4, "feed_forward": 64, "positions": 32,
              "vocabulary": 300, "experts": {"count": 4, "per_token": 2}}  # fmt: skip
     run = parse_config({"model": model, "data": {"sequence": 16}, "batch": {"global": 16, "micro": 2},
