@@ -105,7 +105,7 @@ def resolve(config: Config, machine: Machine) -> Resolved:
 def resolve_process(config: Config, machine: Machine) -> Resolved:
     """Decide what a rank must know before it meets the others: device, threads, transport; and the microbatch."""
     local = machine.ranks_here(config.layout.world_size)
-    enough = machine.gpus >= local or machine.own_gpu
+    enough = machine.gpus >= _gpus_needed(config, local) or machine.own_gpu
     device = config.device if config.device != "auto" else ("cuda" if machine.gpus and enough else "cpu")
     _check_ranks(config, machine, device, enough)
     transport, notes = _transport(config, machine, device)
@@ -182,6 +182,12 @@ def in_steps(config: Config, folder: Path) -> Resolved:
     return Resolved(config.model_copy(update={"steps": steps}), (f"epochs={config.epochs:g}: {note}",))
 
 
+def _gpus_needed(config: Config, local: int) -> int:
+    """GPUs of `local` ranks on one host: each has its own, but ranks that are threads of one process share one."""
+    transport = config.layout.transport
+    return 1 if transport != "auto" and TRANSPORTS[transport].in_process else local
+
+
 def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}" + "s" * (number != 1)
 
@@ -190,7 +196,8 @@ def _check_ranks(config: Config, machine: Machine, device: str, enough_gpus: boo
     layout, local = config.layout, machine.ranks_here(config.layout.world_size)
     if device == "cuda" and not enough_gpus:
         rule = f"finds {_counted(machine.gpus, 'GPU')} for {_counted(local, 'rank')} here"
-        raise ConfigError.of("device", "cuda", rule, "cpu, or a smaller layout" if machine.gpus else "cpu")
+        remedy = "cpu, a smaller layout, or layout.transport=threads, whose ranks share one GPU"
+        raise ConfigError.of("device", "cuda", rule, remedy if machine.gpus else "cpu")
     if machine.joined and machine.world_size != layout.world_size:
         rule = f"does not match the {machine.world_size} that were launched"
         raise ConfigError.of("layout", f"{layout.world_size} ranks", rule, f"{machine.world_size}")
@@ -240,7 +247,9 @@ def resolve_layout(config: Config, machine: Machine, sizes: StageSizes | None = 
         if config.device == "cuda" and machine.shared:  # the fullest GPU here decides
             from meshwright.stage_costs import free_gpu_bytes
 
-            rank_bytes = free_gpu_bytes(machine.ranks_here(config.layout.world_size))
+            local = machine.ranks_here(config.layout.world_size)
+            gpus = _gpus_needed(config, local)
+            rank_bytes = free_gpu_bytes(gpus) // (local // gpus)
         free = [max(0, rank_bytes - fixed) for fixed in sizes.fixed_bytes(resolved.config)]
         if decides_products(config):
             # All stages multiply as the one can afford that has the least memory for its weights: the kits of a

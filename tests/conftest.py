@@ -40,6 +40,14 @@ MANY_TESTS = 500
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="20 steps of every tensor layout, and what is marked long")
+    parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where ranks that are threads compute")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Asked of the driver's library: torch's own look would leave a process whose forks can use no GPU.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    if config.getoption("--device") != "cpu":
+        os.environ["TESTS_DEVICE"] = config.getoption("--device")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

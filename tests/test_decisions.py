@@ -282,11 +282,26 @@ def test_auto_takes_gpus_where_each_rank_here_has_one(gpus: int, launcher: Any, 
 def test_a_gpu_for_each_rank_is_asked_for_in_vain() -> None:
     config = parse_config({"layout": {"data": {"size": 2}}, "device": "cuda"})
     with pytest.raises(
-        ConfigError, match=r"device=cuda finds 1 GPU for 2 ranks here; valid: cpu, or a smaller layout$"
+        ConfigError,
+        match=r"device=cuda finds 1 GPU for 2 ranks here; valid: cpu, a smaller layout, or layout.transport=t",
     ):
         resolve_process(config, machine(gpus=1))
     with pytest.raises(ConfigError, match=r"device=cuda finds 0 GPUs for 2 ranks here; valid: cpu$"):
         resolve_process(config, machine(gpus=0))
+
+
+def test_ranks_that_are_threads_share_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two ranks plans its limit with half of the GPU's free memory."""
+    layout = {"transport": "threads", "pipeline": {"size": 2, "schedule": "message-driven"}}
+    for device in ("auto", "cuda"):
+        resolved = resolve_process(parse_config({"layout": layout, "device": device}), machine(gpus=1))
+        assert resolved.config.device == "cuda"
+    asked = []
+    monkeypatch.setattr("meshwright.stage_costs.free_gpu_bytes", lambda gpus: asked.append(gpus) or 2**30)
+    resolve_layout(resolved.config, machine(gpus=1, shared=True))
+    assert asked == [1]
+    with pytest.raises(ConfigError, match=r"finds 0 GPUs for 2 ranks here; valid: cpu$"):
+        resolve_process(parse_config({"layout": layout, "device": "cuda"}), machine(gpus=0))
 
 
 @pytest.mark.parametrize("launcher, said", [("torchrun", True), ("alone", False)])

@@ -8,6 +8,7 @@ are forked from a server that never computes: OpenMP's threads do not survive a 
 from __future__ import annotations
 
 import copy
+import io
 import multiprocessing
 import os
 import pickle
@@ -37,6 +38,9 @@ from tests.patience import PATIENCE_SECONDS
 PORTS = 500
 """How many ports each process of tests has."""
 
+DEVICE = "TESTS_DEVICE"
+"""The environment's name for the device of ranks that are threads: cpu, or cuda by `pytest --device cuda`."""
+
 _NUMBERS = count()
 
 
@@ -51,9 +55,9 @@ def run_ranks(
 ) -> list[Any]:
     """function(mesh, *arguments) on every rank of the grid; the results in rank order. A failure fails the caller.
 
-    Ranks are threads of one forked process, or processes over gloo (`transport="torch"`, and where an argument needs
-    them). A process that says nothing for `timeout` seconds after the one before it fails the caller too, and none is
-    left behind.
+    Ranks are threads of one forked process, on the CPU or all on one GPU (DEVICE), or processes over gloo
+    (`transport="torch"`, and where an argument needs them). A process that says nothing for `timeout` seconds after the
+    one before it fails the caller too, and none is left behind.
 
     A run's grid has a pipe axis: one that does not name it has one stage. `threads`: CPU threads of each rank; with
     more than one, ranks are processes, and function and arguments are pickled.
@@ -115,9 +119,20 @@ def _work_threads(
             return function(mesh, *own)
 
     try:
-        pipe.send_bytes(pickle.dumps((False, run_threads(work, grid.world_size, threads=1))))
+        results = run_threads(work, grid.world_size, threads=1, device=os.environ.get(DEVICE, "cpu"))
+        bytes_of_results = io.BytesIO()
+        OnHost(bytes_of_results).dump((False, results))
+        pipe.send_bytes(bytes_of_results.getvalue())
     except BaseException:
         pipe.send_bytes(pickle.dumps((True, traceback.format_exc())))
+
+
+class OnHost(pickle.Pickler):
+    """Tensors arrive on the host: a process that has begun with a GPU cannot fork ranks that use it."""
+
+    def reducer_override(self, value: Any) -> Any:
+        on_gpu = isinstance(value, torch.Tensor) and value.is_cuda
+        return value.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL) if on_gpu else NotImplemented
 
 
 @cache

@@ -158,7 +158,7 @@ def _run_here(function: Callable[..., Any], ranks: Ranks, arguments: Mapping[str
         with open_mesh_in(world, grid, environment, ranks.token_axes) as mesh:
             return function(Rank(mesh, environment, stop), **arguments)
 
-    return launch_threads(work, ranks.world_size, ranks.threads)
+    return launch_threads(work, ranks.world_size, ranks.threads, ranks.device)
 
 
 def call_on_rank(

@@ -24,9 +24,11 @@ _LOOK_SECONDS = 0.2
 """How long the thread that started the ranks sleeps at once: Python runs a signal's handler when it wakes."""
 
 
-def run_threads(work: Callable[[Environment, ThreadWorld], Any], num_ranks: int, threads: int) -> list[Any]:
+def run_threads(
+    work: Callable[[Environment, ThreadWorld], Any], num_ranks: int, threads: int, device: str = "cpu"
+) -> list[Any]:
     """Call work(environment, world) in a thread for each rank, with `threads` CPU threads of torch's; what each
-    returned, in rank order.
+    returned, in rank order. `device`: of all ranks; cuda: the process's current GPU.
 
     Raises LaunchError for the first rank that raised, from its exception. What ends the wait for the ranks (Ctrl-C)
     ends them at their next wait for each other.
@@ -35,14 +37,17 @@ def run_threads(work: Callable[[Environment, ThreadWorld], Any], num_ranks: int,
 
     from meshwright.ranks.thread_world import ThreadWorld
 
-    world = ThreadWorld(num_ranks)
+    where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+    world = ThreadWorld(num_ranks, where)
     results: list[Any] = [None] * num_ranks
     before = torch.get_num_threads()
 
     def live(rank: int) -> None:
         torch.set_num_threads(threads)
         try:
-            with world.turn(rank):
+            # A backward pass stays in its rank's thread: torch has one more thread for all passes of a GPU, and a rank
+            # that waited there for another would keep that one's pass from beginning.
+            with world.turn(rank), torch.autograd.set_multithreading_enabled(device == "cpu"):
                 results[rank] = work(Environment(rank, num_ranks, rank, num_ranks, 0, "none"), world)
         except BaseException:  # the world keeps it, for whoever started the ranks
             return
@@ -69,18 +74,22 @@ def run_threads(work: Callable[[Environment, ThreadWorld], Any], num_ranks: int,
 
 
 def launch_threads(
-    work: Callable[[Environment, ThreadWorld, StopRequest], Any], num_ranks: int, threads: int
+    work: Callable[[Environment, ThreadWorld, StopRequest], Any], num_ranks: int, threads: int, device: str = "cpu"
 ) -> list[Any]:
     """`run_threads` of a job that may be asked to stop, by the signals of our launcher where this is the main thread.
 
     Raises Interrupted where somebody asked.
     """
     if threading.current_thread() is not threading.main_thread():
-        return run_threads(lambda environment, world: work(environment, world, StopRequest()), num_ranks, threads)
+        return run_threads(
+            lambda environment, world: work(environment, world, StopRequest()), num_ranks, threads, device
+        )
     with temporary_folder() as folder, StopSignals(folder) as signals:
         stopping = partial(FileStop, folder, 0)
         try:
-            results = run_threads(lambda environment, world: work(environment, world, stopping()), num_ranks, threads)
+            results = run_threads(
+                lambda environment, world: work(environment, world, stopping()), num_ranks, threads, device
+            )
         except KillWorkers:
             assert signals.received is not None
             raise Interrupted(f"stopped by {signals.received.name}", signals.received) from None

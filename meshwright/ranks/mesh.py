@@ -188,13 +188,16 @@ def open_mesh_in(
 ) -> Iterator[Mesh]:
     """The mesh of a rank that is a thread of this process. It needs no watchdog: its world sees at once that nobody can
     go on."""
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)  # of this thread
     recorder = world.recorders[environment.rank] = FlightRecorder()
     mesh = Mesh(
         grid,
         environment.rank,
-        torch.device("cpu"),
+        world.device,
         ThreadTransport(world, environment.rank),
         token_axes,
+        world.device.type,
         ranks_here=world.size,
         recorder=recorder,
     )

@@ -1,4 +1,5 @@
-"""The verbs and the mailbox of ranks that are threads of one process (thread_world.py): copies in its memory.
+"""The verbs and the mailbox of ranks that are threads of one process (thread_world.py): copies in its memory,
+or in the memory of its GPU.
 
 A rank gives its tensors to its group's next call. The member that comes last moves and adds up for all of them; a sum
 adds the members' values in their order, half precision in float32, whoever came when. What two ranks send each other is
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from meshwright.ranks.board import Board
 from meshwright.ranks.comm import DONE, Comm, Later, PieceSizes, Posted, RankGroup, RecordedComm, SoloComm, Work
-from meshwright.ranks.mailbox import Mailbox, PackedMailbox, Packet, Side, SoloMailbox, header_of
+from meshwright.ranks.mailbox import Mailbox, PackedMailbox, Packet, Side, SoloMailbox
 from meshwright.ranks.thread_world import Act, Meeting, ThreadWorld
 from meshwright.ranks.transport import Transport
 from meshwright.ranks.window_comm import add_up
@@ -168,8 +169,11 @@ class ThreadComm(RecordedComm):
 class ThreadMailbox(PackedMailbox):
     """Messages lie in a queue of the rank that they are sent to. `name`: of the axis, among all of its world."""
 
+    # Beside its buffer: read out of a GPU's memory, a header would make the host wait for the device.
+    header_bytes = 0
+
     def __init__(self, group: RankGroup, world: ThreadWorld, name: object) -> None:
-        super().__init__(group, torch.device("cpu"))
+        super().__init__(group, world.device)
         self.world, self.rank = world, group.ranks[group.index]
         self._inbox: deque[Packet] = world.queue((name, self.rank))
         self._outboxes = {side: world.queue((name, rank)) for side, rank in self.neighbours.items()}
@@ -178,7 +182,7 @@ class ThreadMailbox(PackedMailbox):
         """A queue needs no receives: how many are posted says how many may be taken."""
 
     def _dispatch(self, to: Side, header: Tensor, buffer: Tensor) -> None:
-        self._outboxes[to].append(Packet(_OPPOSITE[to], header_of(buffer), buffer))
+        self._outboxes[to].append(Packet(_OPPOSITE[to], header, buffer))
         self.world.wake([self.neighbours[to]])
 
     def _arrived(self) -> list[Packet]:

@@ -31,18 +31,26 @@ Act = Callable[[Sequence[Any]], None]
 
 @dataclass(frozen=True)
 class _Settings:
-    """Torch's settings of the whole process that a rank may change, as they are while it has the turn."""
+    """Torch's settings of the whole process that a rank may change, as they are while it has the turn.
 
+    `device`: the ranks' own, whose random numbers `on_device` is the state of; None on the host, which has `random`.
+    """
+
+    device: torch.device
     random: Tensor
+    on_device: Tensor | None
     dtype: torch.dtype
 
     @classmethod
-    def now(cls) -> Self:
-        return cls(torch.get_rng_state(), torch.get_default_dtype())
+    def now(cls, device: torch.device) -> Self:
+        on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(device, torch.get_rng_state(), on_device, torch.get_default_dtype())
 
     def put_back(self) -> None:
         torch.set_rng_state(self.random)
         torch.set_default_dtype(self.dtype)
+        if self.on_device is not None:
+            torch.cuda.set_rng_state(self.on_device, self.device)
 
 
 @dataclass
@@ -77,18 +85,19 @@ class Meeting:
 
 
 class ThreadWorld:
-    """`size` ranks, each a thread that lives inside `turn`. `failure`: the first rank that raised, and what it raised;
-    rank -1: all of them, who wait for each other.
+    """`size` ranks, each a thread that lives inside `turn`. `device`: the one device of all of them. On a GPU they
+    compute in one stream, so that what a rank enqueues comes after what the ranks before it have enqueued. `failure`:
+    the first rank that raised, and what it raised; rank -1: all of them, who wait for each other.
 
     All else is called by the rank whose turn it is.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, device: torch.device = torch.device("cpu")) -> None:
+        self.size, self.device = size, device
         self.failure: tuple[int, BaseException] | None = None
         self.recorders: dict[int, FlightRecorder] = {}
         self.board = ThreadBoard()
-        self._settings = _Settings.now()
+        self._settings = _Settings.now(device)
         self._turn = threading.Lock()
         self._woken = [threading.Condition(self._turn) for _ in range(size)]
         self._ready: dict[int, Callable[[], bool]] = {}
@@ -118,7 +127,7 @@ class ThreadWorld:
     def wait(self, rank: int, ready: Callable[[], bool]) -> None:
         """Let other ranks run until `ready`. Raises LostRankError where one of them has failed."""
         if self.failure is None and not ready():
-            own = _Settings.now()
+            own = _Settings.now(self.device)
             self._ready[rank] = ready
             self._end_if_all_wait()
             # Woken, a rank may find that another has used up what it was woken for.
@@ -138,7 +147,7 @@ class ThreadWorld:
     @contextmanager
     def aside(self, rank: int) -> Iterator[None]:
         """Let others run while this rank waits for a thread that is no rank."""
-        own = _Settings.now()
+        own = _Settings.now(self.device)
         # Counted apart: while it is set aside, that all others wait is no hang.
         self._aside.add(rank)
         self._turn.release()

@@ -4,7 +4,7 @@
 |-----------|------------------|------------------------------|-------------------------------------|
 | torch     | host, GPU memory | a store (comm_store.py)      | fork, or torchrun, srun             |
 | mpi       | host memory      | MPI's own world              | mpiexec, or srun with --mpi         |
-| threads   | host memory      | memory (thread_world.py)     | threads of the process that asks    |
+| threads   | host, GPU memory | memory (thread_world.py)     | threads of the process that asks    |
 
 Who adds one writes its facts here and its comm and mailbox beside (mesh.py opens it); decisions.py says when
 `layout.transport=auto` takes it.
@@ -25,7 +25,7 @@ class TransportFacts:
     """`module`: the Python module that must be installed. `devices`: the types of device whose memory it moves.
 
     `by_mpiexec`: its ranks are started by an MPI launcher, which also brings them together. `in_process`: its ranks are
-    threads of one process. `process_groups`: ranks meet at a store and have torch.distributed's process groups.
+    threads of one process, on one device. `process_groups`: ranks meet at a store and have process groups of torch.
     `moves_alone`: a verb that nobody waits for yet makes progress.
     """
 
@@ -45,5 +45,5 @@ TRANSPORTS: Mapping[str, TransportFacts] = {
     "torch": TransportFacts("torch", ("cpu", "cuda"), process_groups=True),
     # GPU-aware MPI was never at hand.
     "mpi": TransportFacts("mpi4py", ("cpu",), by_mpiexec=True, moves_alone=False),
-    "threads": TransportFacts("torch", ("cpu",), in_process=True),
+    "threads": TransportFacts("torch", ("cpu", "cuda"), in_process=True),
 }

@@ -1,0 +1,251 @@
+"""One GPU: real runs beside a plain torch loop and beside the planner's prediction.
+
+    python -m benchmarks.one_gpu --out FOLDER [--only STAGE ...] [--steps N]     on a machine with a GPU
+    python -m benchmarks.one_gpu --show FOLDER [--cluster NAME|FILE]             anywhere: tables, with predictions
+
+Stages, each a process of its own, which leaves FOLDER/STAGE.json:
+ceilings: copies of memory, and square products of each dtype. serial: one step of GPT-2 small in bf16, in turns with
+the plain loop, eager and compiled. runs: `meshwright train`, for some steps, of the run files in RUNS; from its
+metrics.jsonl the median step without the first three, and the most that torch allocated and reserved.
+attention: documents in one row, by the varlen kernel beside a mask and beside joined documents.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.packed_documents import WAYS, starts_of
+from benchmarks.plain_model import PlainGPT
+from benchmarks.reference import Reference
+from meshwright.config import Config, load_config
+from meshwright.decisions import resolve, this_machine
+from meshwright.parts import build
+from meshwright.ranks.grid import grid_of_run
+from meshwright.ranks.mesh import solo_mesh
+from meshwright.training.step import train_step
+
+SMALL = Reference(layers=12, hidden=768, heads=12, sequence=1024, batch=64, vocabulary=50304)
+"""GPT-2 small, whose 50,257 words fill whole blocks of 64."""
+
+RUNS: dict[str, str] = {
+    "small": "model.base=gpt2-small batch.micro=64 batch.global=256",
+    "small, recomputed": "model.base=gpt2-small batch.micro=64 batch.global=256 memory.recompute=auto",
+    "small, TF32": "model.base=gpt2-small batch.micro=32 batch.global=128 precision=float32",
+    "small, fp16": "model.base=gpt2-small batch.micro=64 batch.global=256 precision=fp16",
+    "xl": "model.base=gpt2-xl batch.micro=16 batch.global=64",
+    "xl, states on the host": "model.base=gpt2-xl batch.micro=16 batch.global=64 memory.offload.to=host "
+    "optimizer.clip=null",
+    "llama-3.2-1b": "model.base=llama-3.2-1b data.sequence=4096 batch.micro=2 batch.global=16",
+    "mistral-7b, states on the host": "model.base=mistral-7b data.sequence=4096 batch.micro=1 batch.global=16 "
+    "memory.offload.to=host optimizer.clip=null",
+}
+"""Words beside the run file gpt2, by name."""
+COMMON = "data.tokenizer=bytes device=cuda threads=8 optimizer.schedule.warmup=1"
+UNCOUNTED_STEPS = 2
+"""A run's first steps load kernels and compile islands."""
+PATIENCE_SECONDS = 200
+"""Of one run."""
+
+
+def seconds_of(act: Callable[[], object], times: int = 10) -> float:
+    """The median of the device's seconds, after three calls that are not counted."""
+    for _ in range(3):
+        act()
+    seconds = []
+    for _ in range(times):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        act()
+        end.record()
+        torch.cuda.synchronize()
+        seconds.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(seconds)
+
+
+def ceilings() -> dict[str, float]:
+    """Bytes a second of a copy, read and written counted; flop/s of square products of random numbers."""
+    source = torch.randn(2**29, device="cuda")
+    target = torch.empty_like(source)
+    found = {"copy, bytes/s": 2 * source.nbytes / seconds_of(lambda: target.copy_(source))}
+    for name, dtype, size in (
+        ("bf16", torch.bfloat16, 8192), ("fp16", torch.float16, 8192), ("tf32", torch.float32, 8192),
+        ("float32", torch.float32, 4096), ("float64", torch.float64, 4096),
+    ):  # fmt: skip
+        torch.backends.cuda.matmul.fp32_precision = "tf32" if name == "tf32" else "ieee"
+        a, b = (torch.randn(size, size, device="cuda").to(dtype) for _ in range(2))
+        found[f"{name}, flop/s"] = 2 * size**3 / seconds_of(lambda a=a, b=b: a @ b)  # type: ignore[misc]
+    return found
+
+
+def tokens_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    rows = torch.randint(50257, (SMALL.batch, SMALL.sequence + 1), generator=generator)
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def plain_step(compiled: bool, micro: int) -> Callable[[int], float]:
+    """The loop of a careful user: float32 weights, autocast to bf16, fused AdamW, clipped to 1."""
+    torch.manual_seed(0)
+    model = PlainGPT(SMALL).cuda()
+    whole = torch.compile(model) if compiled else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+    def step(number: int) -> float:
+        tokens, labels = (x.pin_memory().to("cuda", non_blocking=True) for x in tokens_of(number))
+        total = torch.zeros((), device="cuda")
+        for first in range(0, SMALL.batch, micro):
+            rows = slice(first, first + micro)
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = whole(tokens[rows], labels[rows]) * (micro / SMALL.batch)
+            loss.backward()
+            total += loss.detach()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(total)
+
+    return step
+
+
+def our_step(micro: int, words: str) -> Callable[[int], float]:
+    """The same step as `meshwright train gpt2` makes it."""
+    config = run_config(
+        f"model.base=gpt2-small model.tied=false batch.global={SMALL.batch} batch.micro={micro} {words}"
+    )
+    parts = build(config, solo_mesh(torch.device("cuda", 0), grid_of_run(config).names), Path())
+
+    def step(number: int) -> float:
+        tokens, labels = tokens_of(number)
+        return train_step(parts, {"tokens": tokens, "labels": labels}, number).loss
+
+    return step
+
+
+def run_config(words: str) -> Config:
+    return resolve(load_config("gpt2", [*COMMON.split(), *words.split()]), this_machine()).config
+
+
+def serial(micro: int = 32, rounds: int = 8) -> dict[str, Any]:
+    """Seconds of each contender's steps, in turns; its losses, of the same tokens but of weights of its own."""
+    contenders = {
+        "plain loop": lambda: plain_step(False, micro),
+        "plain loop, compiled": lambda: plain_step(True, micro),
+        "meshwright, no islands": lambda: our_step(micro, "compile=none"),
+        "meshwright": lambda: our_step(micro, ""),
+        "meshwright, O1": lambda: our_step(micro, "precision.level=O1 precision.dtype=bf16"),
+    }
+    steps, found = {}, {}
+    for name, make in contenders.items():
+        torch.cuda.reset_peak_memory_stats()
+        before, began = torch.cuda.memory_allocated(), time.perf_counter()
+        steps[name] = make()
+        loss = steps[name](0)
+        found[name] = {
+            "first_step_seconds": time.perf_counter() - began, "losses": [loss], "seconds": [],
+            "allocated": torch.cuda.max_memory_allocated() - before,
+        }  # fmt: skip
+    for number in range(1, rounds + 2):
+        for name, step in steps.items():
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            found[name]["losses"].append(step(number))
+            torch.cuda.synchronize()
+            if number > 1:
+                found[name]["seconds"].append(time.perf_counter() - began)
+    return {"micro": micro, "contenders": found}
+
+
+def run(name: str, steps: int) -> dict[str, Any]:
+    """One of RUNS: seconds of each step, and the most bytes that torch allocated and reserved."""
+    began = time.perf_counter()
+    config = run_config(RUNS[name])
+    parts = build(config, solo_mesh(torch.device("cuda", 0), grid_of_run(config).names), Path())
+    torch.cuda.synchronize()
+    found: dict[str, Any] = {"built_seconds": time.perf_counter() - began, "seconds": [], "losses": []}
+    shape = (config.batch.global_, config.data.sequence)
+    for number in range(steps + UNCOUNTED_STEPS):
+        generator = torch.Generator().manual_seed(number)
+        tokens, labels = (torch.randint(config.model.vocabulary, shape, generator=generator) for _ in range(2))
+        began = time.perf_counter()
+        found["losses"].append(train_step(parts, {"tokens": tokens, "labels": labels}, number).loss)
+        torch.cuda.synchronize()
+        found["seconds"].append(time.perf_counter() - began)
+    free, total = torch.cuda.mem_get_info()
+    return found | {
+        "tokens": shape[0] * shape[1], "allocated": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.max_memory_reserved(), "device_in_use": total - free,
+    }  # fmt: skip
+
+
+def attention() -> dict[str, Any]:
+    """Seconds and bytes of one layer's attention both ways, bf16, [2, 12, 8192, 64], by tokens a document."""
+    found: dict[str, Any] = {}
+    shape = (2, 12, 8192, 64)
+    for length in (128, 1024, 8192):
+        q, k, v, gradient = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+        inputs, starts = [x.requires_grad_() for x in (q, k, v)], starts_of(8192, length).repeat(2, 1)
+        for way, attend in WAYS.items():
+            where = starts.cuda() if way == "mask of T x T" else starts
+
+            def act(attend: Any = attend, where: Any = where, inputs: Any = inputs, gradient: Any = gradient) -> object:
+                return torch.autograd.grad(attend(where, *inputs), inputs, gradient)
+
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            seconds = seconds_of(act)
+            found[f"{length}, {way}"] = {"seconds": seconds, "bytes": torch.cuda.max_memory_allocated() - before}
+    return found
+
+
+STAGES = {"ceilings": ceilings, "serial": serial, "attention": attention}
+
+
+def measure(folder: Path, only: list[str], steps: int) -> None:
+    """Each stage and run in a process of its own: one that fails, or fills the GPU, leaves the others alone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in only or [*STAGES, *RUNS]:
+        command = [sys.executable, "-m", "benchmarks.one_gpu", "--out", str(folder), "--here", name]
+        began = time.perf_counter()
+        try:
+            code = subprocess.run(
+                [*command, "--steps", str(steps)], check=False, env=os.environ | {"OMP_NUM_THREADS": "8"},
+                timeout=PATIENCE_SECONDS,
+            ).returncode  # fmt: skip
+            ended = "done" if code == 0 else f"failed with {code}"
+        except subprocess.TimeoutExpired:
+            ended = "stopped"
+        print(f"{name}: {ended} after {time.perf_counter() - began:.0f} s", flush=True)
+
+
+def measure_here(folder: Path, name: str, steps: int) -> None:
+    found = STAGES[name]() if name in STAGES else run(name, steps)
+    told = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "name": name, "found": found}
+    (folder / f"{name.replace(', ', '-').replace(' ', '-')}.json").write_text(json.dumps(told, indent=1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.one_gpu", description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", nargs="*", choices=[*STAGES, *RUNS], default=[])
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--here", choices=[*STAGES, *RUNS], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.here:
+        measure_here(options.out, options.here, options.steps)
+    else:
+        measure(options.out, options.only, options.steps)
+
+
+if __name__ == "__main__":
+    main()

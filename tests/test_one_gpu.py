@@ -1,0 +1,150 @@
+"""One GPU, where there is one: fused kernels against float64, and layouts whose ranks are threads that share it.
+
+`pytest --device cuda tests/tensor tests/context ...` runs the other tests' ranks there too.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.config import parse_config
+from meshwright.context.context import WHOLE_SEQUENCES
+from meshwright.context.documents import attend_by_document, flash_takes
+from meshwright.context.kernels import Efficient, Flash, Kernel, kernel_of
+from meshwright.context.ring import RingAttention
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
+from tests.context.test_documents import LENGTHS, SOLO, starts_of
+from tests.tensor.test_equality import MODELS, check, run
+from tests.workers import DEVICE, run_ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
+
+A, K, E = 4, 2, 64
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DEVICE, "cuda")
+
+
+def operands(device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+    """Q, K, V, of which two queries share each key, and the output's gradient, as `dtype` rounds them."""
+    generator = torch.Generator().manual_seed(5)
+    length = sum(LENGTHS[0])
+    shapes = [(len(LENGTHS), heads, length, E) for heads in (A, K, K, A)]
+    *inputs, gradient = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+    return inputs, gradient
+
+
+def exact(inputs: list[Tensor], gradient: Tensor, *, documents: bool) -> list[Tensor]:
+    """The output, dQ, dK, dV in float64."""
+    wide = [x.double().requires_grad_() for x in inputs]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=0.3, enable_gqa=True)
+
+    out = attend_by_document(attend, starts_of(LENGTHS), *wide) if documents else attend(*wide, None, True)
+    return [out.detach(), *torch.autograd.grad(out, wide, gradient.double())]
+
+
+def of_ring(mesh: Mesh, dtype: torch.dtype, kernel: type[Kernel], documents: bool) -> list[float]:
+    """Relative errors of the output, dQ, dK, dV of this rank's tokens."""
+    inputs, gradient = operands(mesh.device, dtype)
+    ring = RingAttention(mesh)
+    assert type(kernel_of(*inputs, False, "cuda")) is kernel
+    places = ring.positions(0, inputs[0].shape[2] // mesh.size("context"), mesh.device)
+    mine = [x[:, :, places].clone().requires_grad_() for x in inputs]
+    out = ring.attend(*mine, starts_of(LENGTHS) if documents else None, 0.0, not documents, 0.3)
+    got = [out.detach(), *torch.autograd.grad(out, mine, gradient[:, :, places])]
+    whole = (x[:, :, places] for x in exact(inputs, gradient, documents=documents))
+    return [float((x.double() - y).norm() / y.norm()) for x, y in zip(got, whole, strict=True)]
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    "dtype, kernel, error",
+    [(torch.bfloat16, Flash, 1e-2), (torch.float16, Flash, 2e-3), (torch.float32, Efficient, 1e-5)],
+)
+def test_a_ring_by_fused_kernels(
+    dtype: torch.dtype, kernel: type[Kernel], error: float, ranks: int, documents: bool
+) -> None:
+    """The kernels that CPU functions stand for elsewhere, against float64: bf16 rounds to 2^-9."""
+    for errors in run_ranks(of_ring, Grid((("context", ranks),)), dtype, kernel, documents):
+        assert max(errors) <= error, errors
+
+
+def at_once(mesh: Mesh, dtype: torch.dtype) -> list[float]:
+    inputs, gradient = operands(mesh.device, dtype)
+    mine = [x.requires_grad_() for x in inputs]
+    assert flash_takes(*mine, 0.0)
+    out = WHOLE_SEQUENCES.attend(*mine, starts_of(LENGTHS), 0.0, False, 0.3)
+    got = [out.detach(), *torch.autograd.grad(out, mine, gradient)]
+    expected = exact(inputs, gradient, documents=True)
+    return [float((x.double() - y).norm() / y.norm()) for x, y in zip(got, expected, strict=True)]
+
+
+@pytest.mark.parametrize("dtype, error", [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+def test_documents_by_one_varlen_kernel(dtype: torch.dtype, error: float) -> None:
+    [errors] = run_ranks(at_once, SOLO, dtype)
+    assert max(errors) <= error, errors
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "megatron": {"layout": {"tensor": {"kind": "megatron", "size": 2, "sequence_parallel": True}}},
+    "tesseract": {"layout": {"tensor": {"kind": "tesseract", "q": 2, "d": 1}}},
+    "subgraph": {"layout": {"tensor": {"kind": "subgraph", "size": 2}}},
+    "zero1": {"layout": {"data": {"size": 2, "sync": "zero1"}}},
+    "zero3": {"layout": {"data": {"size": 2, "sync": "zero3"}}},
+    "ring": {"layout": {"context": {"kind": "ring", "size": 2}}},
+    "ulysses": {"layout": {"context": {"kind": "ulysses", "size": 2}}},
+    "message-driven": {"layout": {"pipeline": {"size": 2, "schedule": "message-driven"}}},
+    "1f1b": {"layout": {"pipeline": {"size": 2, "schedule": "1f1b"}}},
+    "v": {"layout": {"pipeline": {"size": 2, "chunks": 2, "placement": "v", "schedule": "message-driven"}}},
+    "recomputed": {"memory": {"recompute": "auto"}},
+    "mixed": {
+        "layout": {"tensor": {"kind": "megatron", "size": 2}, "pipeline": 2, "data": {"size": 2, "sync": "zero1"}}
+    },
+}
+
+
+def config_of(**changes: Any) -> Any:
+    tree = {
+        "model": MODELS["gpt2"] | {"layers": 4, "hidden": 24, "heads": 12, "vocabulary_multiple": 12, "dropout": 0.0},
+        "data": {"sequence": 12}, "batch": {"global": 16, "micro": 4}, "precision": "float64",
+        "optimizer": {"lr": 1e-2, "clip": 0.5, "schedule": {"warmup": 3}}, "steps": 3,
+    }  # fmt: skip
+    return parse_config(tree | changes)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_that_share_a_gpu_train_as_one(layout: str) -> None:
+    check(run(config_of(**LAYOUTS[layout])), run(config_of())[0])
+
+
+@pytest.mark.parametrize("layout", [{}, {"pipeline": 2}])
+def test_states_on_the_host_step_as_on_the_gpu(layout: dict[str, Any]) -> None:
+    tree = {"precision": {"level": "O2", "dtype": "bf16"}, "layout": layout}
+    [losses, _], *_ = run(config_of(**tree))
+    [offloaded, _], *_ = run(config_of(**tree, memory={"offload": {"to": "host", "bucket": 4096}}))
+    assert offloaded == losses
+
+
+def test_the_command_line_proves_a_layout_of_threads_on_a_gpu() -> None:
+    words = ["device=cuda", "layout.transport=threads", "layout.data=1", "layout.tensor=2", "batch.global=8"]
+    command = [sys.executable, "-m", "meshwright", "verify", "quickstart", *words]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
