@@ -8,6 +8,7 @@ ceilings: copies of memory, and square products of each dtype. serial: one step 
 the plain loop, eager and compiled. runs: `meshwright train`, for some steps, of the run files in RUNS; from its
 metrics.jsonl the median step without the first three, and the most that torch allocated and reserved.
 attention: documents in one row, by the varlen kernel beside a mask and beside joined documents.
+profiles: a step by kernel. chunks: a step by the size of a chunk of logits.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from meshwright.decisions import resolve, this_machine
 from meshwright.parts import build
 from meshwright.ranks.grid import grid_of_run
 from meshwright.ranks.mesh import solo_mesh
+from meshwright.tensor import cross_entropy
 from meshwright.training.step import train_step
 
 SMALL = Reference(layers=12, hidden=768, heads=12, sequence=1024, batch=64, vocabulary=50304)
@@ -40,6 +42,7 @@ SMALL = Reference(layers=12, hidden=768, heads=12, sequence=1024, batch=64, voca
 
 RUNS: dict[str, str] = {
     "small": "model.base=gpt2-small batch.micro=64 batch.global=256",
+    "small, no islands": "model.base=gpt2-small batch.micro=64 batch.global=256 compile=none",
     "small, recomputed": "model.base=gpt2-small batch.micro=64 batch.global=256 memory.recompute=auto",
     "small, TF32": "model.base=gpt2-small batch.micro=32 batch.global=128 precision=float32",
     "small, fp16": "model.base=gpt2-small batch.micro=64 batch.global=256 precision=fp16",
@@ -208,7 +211,51 @@ def attention() -> dict[str, Any]:
     return found
 
 
-STAGES = {"ceilings": ceilings, "serial": serial, "attention": attention}
+def kernels_of(act: Callable[[], object]) -> dict[str, Any]:
+    """The device's seconds of a call by kernel, the longest first, and the call's own."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        act()
+        torch.cuda.synchronize()
+        wall = time.perf_counter() - began
+    rows = [(row.key, row.count, row.self_device_time_total / 1e6) for row in profile.key_averages()]
+    rows.sort(key=lambda row: -row[2])
+    return {"wall_seconds": wall, "busy_seconds": sum(row[2] for row in rows), "kernels": rows[:40]}
+
+
+def profiles() -> dict[str, Any]:
+    """A step of 32 x 1024 tokens twice, by kernel: the plain loop compiled, ours in bf16, ours in TF32."""
+    makes: dict[str, Callable[[], Callable[[int], float]]] = {
+        "plain loop, compiled": lambda: plain_step(True, 32),
+        "meshwright": lambda: our_step(32, ""),
+        "meshwright, no islands": lambda: our_step(32, "compile=none"),
+        "meshwright, TF32": lambda: our_step(32, "precision=float32"),
+    }
+    found = {}
+    for name, make in makes.items():
+        step = make()
+        for number in range(2):
+            step(number)
+        found[name] = kernels_of(lambda step=step: step(2))  # type: ignore[misc]
+        del step
+        torch.cuda.empty_cache()
+    return found
+
+
+def chunks() -> dict[str, float]:
+    """Seconds of our step of 2 microbatches of 32 by the bytes of a chunk of logits (tensor/cross_entropy.py)."""
+    found = {}
+    step = our_step(32, "")
+    for mebibytes in (256, 64, 128, 512, 1024, 2048, 256):
+        cross_entropy.CHUNK_BYTES["cuda"] = mebibytes * 2**20
+        found[f"{mebibytes} MiB, after {len(found)} others"] = seconds_of(lambda: step(1), 5)
+    return found
+
+
+STAGES: dict[str, Callable[[], Any]] = {
+    "ceilings": ceilings, "serial": serial, "attention": attention, "profiles": profiles, "chunks": chunks,
+}  # fmt: skip
 
 
 def measure(folder: Path, only: list[str], steps: int) -> None:

@@ -144,7 +144,8 @@ def test_states_on_the_host_step_as_on_the_gpu(layout: dict[str, Any]) -> None:
 
 
 def test_the_command_line_proves_a_layout_of_threads_on_a_gpu() -> None:
-    words = ["device=cuda", "layout.transport=threads", "layout.data=1", "layout.tensor=2", "batch.global=8"]
+    layout = ["layout.data.size=1", "layout.tensor.kind=megatron", "layout.tensor.size=2"]
+    words = ["device=cuda", "layout.transport=threads", *layout]
     command = [sys.executable, "-m", "meshwright", "verify", "quickstart", *words]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -164,8 +164,9 @@ def free_port() -> int:
 
 
 def _context(threads: int) -> Any:
-    """The context that starts processes of so many threads each."""
-    if threads == 1:
+    """The context that starts processes of so many threads each. A process that has looked for GPUs, as a backward
+    pass on the host does, can fork none that uses one."""
+    if threads == 1 and os.environ.get(DEVICE, "cpu") == "cpu":
         return multiprocessing.get_context("fork")
     context = multiprocessing.get_context("forkserver")
     # With what most tests' functions need: what the server lacks each rank imports anew.

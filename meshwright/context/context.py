@@ -63,8 +63,8 @@ class Heads:
 
         if mask is None or not keeps_documents(mask):
             return attend(query, key, value, mask, causal)
-        # Rows of one document each: the kernel for documents took 1.8 times as long on an H100 (benchmarks/one_gpu.py).
-        if not mask.is_meta and not mask[:, -1].any():
+        # Each row is one document: a GPU's kernel for documents takes 1.8 times as long (docs/performance.md).
+        if mask.is_meta or not mask[:, -1].any():
             return attend(query, key, value, None, True)
         if flash_takes(query, key, value, dropout):
             flash = torch.ops.aten._flash_attention_forward

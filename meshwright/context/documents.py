@@ -77,12 +77,9 @@ def blocks_of(lengths: Sequence[int]) -> list[list[int]]:
 
 def attend_by_document(attend: Attend, starts: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """[B, A, T, E] of queries, keys and values of whole rows."""
-    lengths = [] if starts.is_meta else lengths_of(starts)
-    if all(len(own) == 1 for own in lengths):
-        return attend(query, key, value, None, True)
     rows = []
     # Splits, whose gradients are one concatenation: a slice's would be as large as the row, a document each.
-    for own, *operands in zip(lengths, *(x.split(1) for x in (query, key, value)), strict=True):
+    for own, *operands in zip(lengths_of(starts), *(x.split(1) for x in (query, key, value)), strict=True):
         blocks = blocks_of(own)
         parts = zip(*(x.split([sum(block) for block in blocks], 2) for x in operands), strict=True)
         outs = []

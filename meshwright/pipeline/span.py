@@ -56,6 +56,15 @@ class GpuMoment:
         return self.event.query()
 
 
+def seconds_between(first: Moment, last: Moment) -> float:
+    """Seconds from one moment of a device to a later one, maybe of another watch: by the GPU's own clock where it has
+    one, since watches of a busy GPU begin at whatever distance from the work that it has still to do."""
+    if isinstance(first, GpuMoment) and isinstance(last, GpuMoment):
+        last.event.synchronize()
+        return float(first.event.elapsed_time(last.event) / 1e3)
+    return last() - first()
+
+
 class Watch:
     """Takes moments of a device. `start` comes first, when the device has nothing left to do: after a step."""
 

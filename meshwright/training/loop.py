@@ -21,7 +21,7 @@ from meshwright.errors import DivergedError
 from meshwright.launch.signals import StopRequest
 from meshwright.model import Batch, Samples, counts_of, to_device
 from meshwright.parts import Parts
-from meshwright.pipeline.span import Span
+from meshwright.pipeline.span import Moment, Span
 from meshwright.ranks.grid import DATA_AXES, PIPE
 from meshwright.training.checks import REMEDY, gathered, require_equal_replicas, require_finite_weights, state_hashes
 from meshwright.training.metrics import metrics_line, release_free_memory, work_of
@@ -92,6 +92,8 @@ class Trainer:
         self._work = work_of(parts.config, mesh.device)
         self._read_seconds = 0.0
         """When the last line's numbers were there."""
+        self._before: Moment | None = None
+        """On a GPU the end of the step before; None where something else than a step has come in between."""
         first = self._load(samples)
         counts = torch.tensor(first.counts, dtype=torch.float64)
         mesh.comm(*parts.config.layout.data.token_axes).all_reduce(counts)
@@ -144,7 +146,9 @@ class Trainer:
             return []
         reports = record.tell(self._table, [0 for _ in self._batch.counts], False)
         record.settle()
-        return [self._line(record, reports)]
+        line = self._line(record, reports)
+        self._before = None
+        return [line]
 
     def _again(self, counts: list[int], samples: int) -> None:
         """Compute the gradients of a step again, which was skipped: they were cleared, or are the next step's."""
@@ -191,10 +195,16 @@ class Trainer:
             "grad_norm": result.gradient_norm, "loss_scale": record.loss_scale, "applied": result.applied,
             "phase_seconds": record.phases.seconds(),
         }  # fmt: skip
-        now, since = time.perf_counter(), max(record.started_seconds, self._read_seconds)
-        self._read_seconds = now
+        if record.late:
+            # Not by when the host reads: it waits for two steps at once where a line is flushed.
+            step_seconds = record.phases.seconds_since(self._before)
+            self._before = record.phases.ended
+        else:
+            now = time.perf_counter()
+            step_seconds = now - max(record.started_seconds, self._read_seconds)
+            self._read_seconds = now
         if mesh.rank == 0:
-            line |= metrics_line(now - since, self._work, reports, mesh.grid)
+            line |= metrics_line(step_seconds, self._work, reports, mesh.grid)
             straggler = self._stragglers.step(reports["own_seconds"])
             line["straggler"] = None if straggler is None else asdict(straggler)
         return line

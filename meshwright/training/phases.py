@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from meshwright.pipeline.span import Moment, Span, Watch, phase_span
+from meshwright.pipeline.span import Moment, Span, Watch, phase_span, seconds_between
 from meshwright.ranks.flight_recorder import FlightRecorder
 
 PIPELINE, DATA_PARALLEL, OPTIMIZER = PHASES = ("pipeline", "data_parallel", "optimizer")
@@ -64,6 +64,15 @@ class PhaseClock:
             if index is None:
                 return
             yield index
+
+    @property
+    def ended(self) -> Moment:
+        """The end of the step's last phase."""
+        return self._ended[-1][2]
+
+    def seconds_since(self, before: Moment | None) -> float:
+        """Seconds from `before`, the end of the step before, to the end of this one. None: from its own beginning."""
+        return seconds_between(self._ended[0][1] if before is None else before, self.ended)
 
     def seconds(self) -> dict[str, float]:
         """Seconds that the step was in each phase."""

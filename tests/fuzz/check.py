@@ -131,7 +131,7 @@ def without_jumps(config: Config) -> AbstractContextManager[Any]:
 def _train(mesh: Mesh, config: Config, folder: Path) -> Trained:
     parts = build(config, mesh, folder)
     assert parts.strategy.make_replicas_equal() == [], "replicas begin with different weights"
-    trainer, trained = Trainer(parts, Stream(config)), Trained(initial=_masters(parts))
+    trainer, trained = Trainer(parts, Stream(config), late=False), Trained(initial=_masters(parts))
     for _ in range(config.steps):
         with _watched(parts, trained.gradients):
             (line,), _ = trainer.turn(None)
@@ -140,7 +140,7 @@ def _train(mesh: Mesh, config: Config, folder: Path) -> Trained:
     trained.weights.extend(_masters(parts))
     for index, slot in enumerate(parts.strategy.slots):
         master = parts.optimizer.states(index)["weight"]
-        if not torch.equal(slot.parameter.detach(), master.to(slot.parameter.dtype)):
+        if not torch.equal(slot.parameter.detach(), master.to(slot.parameter)):
             trained.stale.extend(place.name for place in slot.places)
     return trained
 

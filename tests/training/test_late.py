@@ -37,6 +37,33 @@ def changed(layout: dict[str, Any], changes: dict[str, Any]) -> Config:
     return Config.model_validate(tree | {"steps": 20} | sections)
 
 
+def flushed(mesh: Mesh, config: Config) -> list[tuple[dict[str, Any], float, float]]:
+    """Lines of four steps, the second and the last of them flushed; the seconds of each by its own phases, and from the
+    end of the step before."""
+    trainer, lines, phases = Trainer(build(config, mesh), Rows(config), late=True), [], []
+    for step in range(4):
+        lines += trainer.turn(None)[0]
+        assert trainer._last is not None
+        phases.append(trainer._last.phases)
+        lines += trainer.flush() if step % 2 else []
+    since = [None, *(own.ended for own in phases)]
+    return [
+        (line, own.seconds_since(None), own.seconds_since(before))
+        for line, own, before in zip(lines, phases, since, strict=False)
+    ]
+
+
+def test_a_step_that_is_flushed_took_as_long_as_any() -> None:
+    """By when the host reads, it took no time: an H100 was said to do 18 M tokens a second where a run paused for a
+    validation. What comes behind a flush is no part of the next step."""
+    [(first, second, third, fourth)] = run_layout(flushed, changed(SERIAL, {}))
+    for (line, by_itself, _), number in ((first, 1), (third, 3)):
+        assert (line["step"], line["step_seconds"]) == (number, by_itself)
+    for (line, _, since_the_last), number in ((second, 2), (fourth, 4)):
+        assert (line["step"], line["step_seconds"]) == (number, since_the_last)
+        assert line["step_seconds"] >= 0.999 * sum(line["phase_seconds"].values())
+
+
 def trained(mesh: Mesh, config: Config, late: bool) -> tuple[list[dict[str, str]], list[torch.Tensor]]:
     """The lines of some steps, the second of which is flushed, and all that a checkpoint would hold."""
     trainer = Trainer(build(config, mesh), Rows(config), late=late)
