@@ -1,7 +1,8 @@
 """One GPU: real runs beside a plain torch loop and beside the planner's prediction.
 
     python -m benchmarks.one_gpu --out FOLDER [--only STAGE ...] [--steps N]     on a machine with a GPU
-    python -m benchmarks.one_gpu --show FOLDER [--cluster NAME|FILE]             anywhere: tables, with predictions
+    python -m benchmarks.one_gpu                                                 anywhere: what benchmarks/one_gpu.json
+                                                                                 says, beside predictions made now
 
 Stages, each a process of its own, which leaves FOLDER/STAGE.json:
 ceilings: copies of memory, and square products of each dtype. serial: one step of GPT-2 small in bf16, in turns with
@@ -20,21 +21,26 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 from benchmarks.packed_documents import WAYS, starts_of
 from benchmarks.plain_model import PlainGPT
 from benchmarks.reference import Reference
 from meshwright.config import Config, load_config
 from meshwright.decisions import resolve, this_machine
+from meshwright.machine import Machine
 from meshwright.parts import build
 from meshwright.ranks.grid import grid_of_run
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.tensor import cross_entropy
+from meshwright.tools.plan.cluster import load_cluster
+from meshwright.tools.plan.predict import Planner
 from meshwright.training.step import train_step
 
 SMALL = Reference(layers=12, hidden=768, heads=12, sequence=1024, batch=64, vocabulary=50304)
@@ -54,6 +60,10 @@ RUNS: dict[str, str] = {
     "memory.offload.to=host optimizer.clip=null",
 }
 """Words beside the run file gpt2, by name."""
+MEASURED = Path(__file__).with_suffix(".json")
+"""What `--out` left, joined: measured on 26 November 2026 with torch 2.11.0 for CUDA 13.0."""
+CLUSTERS = {"NVIDIA H100 80GB HBM3": "dgx-h100", "NVIDIA H200": "dgx-h200"}
+H100_HOST = Machine(cores=16, memory=2**37, gpus=1)
 COMMON = "data.tokenizer=bytes device=cuda threads=8 optimizer.schedule.warmup=1"
 UNCOUNTED_STEPS = 2
 """A run's first steps load kernels and compile islands."""
@@ -281,6 +291,71 @@ def measure_here(folder: Path, name: str, steps: int) -> None:
     (folder / f"{name.replace(', ', '-').replace(' ', '-')}.json").write_text(json.dumps(told, indent=1))
 
 
+def show() -> None:
+    """The runs of MEASURED beside predictions, the plain loop's steps, attention by document, and kernels."""
+    console = Console(width=140, highlight=False)
+    table = Table("GPU", "run", title="One GPU, measured and predicted by data sheets")
+    for head in ("ms", "predicted", "off", "tokens/s", "GB allocated", "predicted", "GB of the device", "predicted"):
+        table.add_column(head, justify="right")
+    planners = {name: Planner(load_cluster(cluster)) for name, cluster in CLUSTERS.items()}
+    errors = []
+    for line in json.loads(MEASURED.read_text()):
+        gpu, name, found = line["gpu"], line["name"], line["found"]
+        if name == "serial":
+            console.print(serial_table(gpu, found))
+        elif name == "attention":
+            console.print(attention_table(gpu, found))
+        elif name == "profiles":
+            console.print(profile_table(gpu, found))
+        elif name in RUNS:
+            config = load_config("gpt2", [*COMMON.split(), *RUNS[name].split()])
+            predicted = planners[gpu].predict(resolve(config, H100_HOST).config)
+            seconds = statistics.median(found["seconds"][UNCOUNTED_STEPS:])
+            errors.append(predicted.seconds / seconds - 1)
+            memory = predicted.fullest
+            table.add_row(
+                gpu, name, f"{seconds * 1e3:.0f}", f"{predicted.seconds * 1e3:.0f}", f"{errors[-1]:+.1%}",
+                f"{found['tokens'] / seconds:,.0f}", f"{found['allocated'] / 1e9:.2f}", f"{memory.allocated / 1e9:.2f}",
+                f"{found['device_in_use'] / 1e9:.2f}", f"{memory.total / 1e9:.2f}",
+            )  # fmt: skip
+        else:
+            console.print(f"{gpu}, {name}: {found}")
+    console.print(table)
+    console.print(f"{len(errors)} runs: {statistics.fmean(map(abs, errors)):.1%} off on average")
+
+
+def serial_table(gpu: str, found: Mapping[str, Any]) -> Table:
+    table = Table("contender", title=f"A step of GPT-2 small in bf16, 64 x 1024 tokens, on {gpu}, in turns")
+    for head in ("ms", "of the plain loop's", "tokens/s", "GB at most", "first step, s", "loss of the third"):
+        table.add_column(head, justify="right")
+    contenders = found["contenders"]
+    plain = statistics.median(contenders["plain loop"]["seconds"])
+    for name, told in contenders.items():
+        seconds = statistics.median(told["seconds"])
+        table.add_row(
+            name, f"{seconds * 1e3:.1f}", f"{seconds / plain:.2f}", f"{SMALL.batch * SMALL.sequence / seconds:,.0f}",
+            f"{told['allocated'] / 1e9:.1f}", f"{told['first_step_seconds']:.1f}", f"{told['losses'][2]:.4f}",
+        )  # fmt: skip
+    return table
+
+
+def attention_table(gpu: str, found: Mapping[str, Any]) -> Table:
+    table = Table("tokens a document, way", title=f"Attention both ways of [2, 12, 8192, 64] in bf16 on {gpu}")
+    for head in ("ms", "MB"):
+        table.add_column(head, justify="right")
+    for name, told in found.items():
+        table.add_row(name, f"{told['seconds'] * 1e3:.2f}", f"{told['bytes'] / 1e6:.0f}")
+    return table
+
+
+def profile_table(gpu: str, found: Mapping[str, Any]) -> Table:
+    table = Table("contender", "ms", "busy", "its longest kernels, ms", title=f"A step by kernel on {gpu}")
+    for name, told in found.items():
+        kernels = ", ".join(f"{kernel[:48]} {seconds * 1e3:.1f}" for kernel, _, seconds in told["kernels"][:6])
+        table.add_row(name, f"{told['wall_seconds'] * 1e3:.0f}", f"{told['busy_seconds'] * 1e3:.0f}", kernels)
+    return table
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.one_gpu", description=__doc__)
     parser.add_argument("--out", type=Path)
@@ -290,8 +365,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.here:
         measure_here(options.out, options.here, options.steps)
-    else:
+    elif options.out:
         measure(options.out, options.only, options.steps)
+    else:
+        show()
 
 
 if __name__ == "__main__":
