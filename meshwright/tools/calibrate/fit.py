@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from meshwright.parts import DTYPES
-from meshwright.tools.calibrate.kernels import product_batch, product_shapes
-from meshwright.tools.calibrate.timing import Points
+from meshwright.tools.calibrate.kernels import product_shapes
+from meshwright.tools.calibrate.timing import CPU_BATCH_FLOPS, Points
 from meshwright.tools.plan.cluster import Curve, Device, Level, Links, Measured, interpolated
 
 LEAST_PART = 1 / 50
@@ -40,7 +40,8 @@ def fit_device(kind: Literal["cpu", "cuda"], memory: int, points: Mapping[str, P
     """A device from the points of measure_device. The curve is that of the dtype with the most points; other
     dtypes have the peaks that give their rates by the same curve.
     """
-    launch = points["launch"][0][1]
+    # A GPU's host issues kernels while the device runs others: what a kernel takes has no part of that in it.
+    issue, launch = (points["launch"][0][1], points["graph"][0][1]) if kind == "cuda" else (0.0, points["launch"][0][1])
     bandwidth = tuple((size, rounded(size / _beyond(seconds, launch))) for size, seconds in points["stream"])
     names = [name.removeprefix("product ") for name in points if name.startswith("product ")]
     products = {name: _rates(kind, name, points[f"product {name}"], bandwidth) for name in names}
@@ -56,7 +57,7 @@ def fit_device(kind: Literal["cpu", "cuda"], memory: int, points: Mapping[str, P
         for count, seconds in points[name]:
             touched = count * SPECIAL_BYTES
             # `tiny` and not `launch`: these kernels are timed out of autograd, whose part the launch has in it.
-            rest = seconds - points["tiny"][0][1] - touched / interpolated(bandwidth, touched)
+            rest = seconds - (launch if issue else points["tiny"][0][1]) - touched / interpolated(bandwidth, touched)
             beyond.append(max(0.0, rest / count))
         elements[name] = rounded(statistics.mean(beyond))
     return Device.model_validate(
@@ -70,6 +71,7 @@ def fit_device(kind: Literal["cpu", "cuda"], memory: int, points: Mapping[str, P
             "attention": rounded(min(1.0, statistics.mean(attention))) if attention else None,
             "bandwidth": bandwidth,
             "launch": rounded(launch),
+            "issue": rounded(issue),
             "elements": elements,
             "host_link": rounded(points["host link"][0][0] / points["host link"][0][1]),
             "disk": rounded(points["disk"][0][0] / points["disk"][0][1]),
@@ -85,7 +87,7 @@ def _rates(kind: Literal["cpu", "cuda"], dtype: str, points: Points, bandwidth: 
         if kind == "cpu":
             # A core loads its operands or multiplies, one or the other, so the memory's seconds are taken out here and
             # added again by plan/timing.py. A GPU loads the next tiles under the product: there the longer one counts.
-            batch, shapes = product_batch("cpu", int(side)), product_shapes(int(side))
+            batch, shapes = max(1, CPU_BATCH_FLOPS // (2 * int(side) ** 3)), product_shapes(int(side))
             touched = [batch * (m * n + m * k + n * k) * DTYPES[dtype].itemsize for m, n, k in shapes]
             memory = statistics.mean(size / interpolated(bandwidth, size) for size in touched) / batch
             computing = _beyond(seconds, memory)

@@ -4,6 +4,7 @@ memory and their clock, GPUs their host.
 | points    | x                                     | seconds of                                                      |
 |-----------|---------------------------------------|-----------------------------------------------------------------|
 | launch    | -                                     | a kernel of a few elements, with its part of autograd           |
+| graph     | -                                     | the same without its host; none on a CPU                        |
 | product D | the cube root of mnk                  | a product in dtype D: mean of a linear's three, of three shapes |
 | attention | flops, forward and backward           | a fused causal attention forward and backward                   |
 | stream    | bytes read and written                | an element-wise kernel, forward and backward                    |
@@ -43,15 +44,8 @@ from meshwright.parts import DTYPES, plan_stages
 from meshwright.stage_costs import first_ranks
 from meshwright.tools.calibrate.timing import CallTimer, Effort, Points
 
-BATCH_FLOPS = {"cpu": 2**22, "cuda": 2**32}
-"""Products of less are timed in a batch of so much, beside which a launch is nothing."""
-
 CHAIN = 64
 """A chain of kernels for autograd: so many at most, of which no more is kept than caches do not hold."""
-
-ATTENTION_HEADS = (8, 8)
-ATTENTION_WIDTHS = (32, 64)
-SPECIAL_ELEMENTS = 2**18
 
 _SPECIAL: tuple[Callable[[Tensor], Tensor], ...] = (
     torch.exp,
@@ -70,6 +64,7 @@ def measure_device(effort: Effort, timer: CallTimer, folder: Path) -> dict[str, 
     staged = _staged_bytes() if device.type == "cpu" else 0  # first: a peak of kernels would hide a part of it
     points: dict[str, Points] = {
         "launch": [(1, _chain_seconds(timer, 4))],
+        "graph": [(1, _graph_seconds(timer))] if device.type == "cuda" else [],
         "tiny": [(1, timer.seconds(lambda: tiny + tiny))],
     }
     context = 0
@@ -79,30 +74,31 @@ def measure_device(effort: Effort, timer: CallTimer, folder: Path) -> dict[str, 
     points |= {
         "reserved": [(context, 0.0)],
         "staged": [(staged, 0.0)],
-        f"product {curve}": [(side, _product_seconds(timer, side, DTYPES[curve])) for side in effort.sides],
+        f"product {curve}": [(side, _product_seconds(effort, timer, side, DTYPES[curve])) for side in effort.sides],
     }
     for name, dtype in DTYPES.items():  # none is left out: a slow prediction helps more than a refusal
         if name != curve:
-            points[f"product {name}"] = [(effort.dtype_side, _product_seconds(timer, effort.dtype_side, dtype))]
+            points[f"product {name}"] = [(effort.dtype_side, _product_seconds(effort, timer, effort.dtype_side, dtype))]
     if device.type == "cuda":  # as a run multiplies float32, unless it says precision.tf32=false
         matmul = torch.backends.cuda.matmul
         before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
-        points["product tf32"] = [(effort.dtype_side, _product_seconds(timer, effort.dtype_side, torch.float32))]
+        seconds = _product_seconds(effort, timer, effort.dtype_side, torch.float32)
+        points["product tf32"] = [(effort.dtype_side, seconds)]
         matmul.fp32_precision = before
     points["attention"] = list(_attentions(effort, timer, DTYPES[curve]))
     points["stream"] = [(size, _chain_seconds(timer, size // 12)) for size in effort.stream_bytes]
-    rows = SPECIAL_ELEMENTS // 256, 256
+    elements = effort.special_elements
+    rows = elements // 256, 256
 
     def special_call(special: Callable[[Tensor], Tensor]) -> Callable[[], object]:
         x = torch.randn(rows, device=device)
         return lambda: special(x)
 
     points["special"] = [
-        (SPECIAL_ELEMENTS, timer.cold_seconds(4 * SPECIAL_ELEMENTS, partial(special_call, special)))
-        for special in _SPECIAL
+        (elements, timer.cold_seconds(4 * elements, partial(special_call, special))) for special in _SPECIAL
     ]
     x = torch.empty(rows, device=device)
-    points["random"] = [(SPECIAL_ELEMENTS, timer.seconds(lambda: torch.empty_like(x).bernoulli_(0.9)))]
+    points["random"] = [(elements, timer.seconds(lambda: torch.empty_like(x).bernoulli_(0.9)))]
     host = torch.zeros(effort.copy_bytes // 4, pin_memory=device.type == "cuda")  # pinned, as an offloaded optimizer's
     there = torch.zeros_like(host, device=device)
     copied = timer.seconds(lambda: there.copy_(host, non_blocking=True))
@@ -135,19 +131,23 @@ def _chain_seconds(timer: CallTimer, num_elements: int) -> float:
     return timer.seconds(chain) / (2 * length)
 
 
+def _graph_seconds(timer: CallTimer) -> float:
+    """A tiny kernel in a graph of many that wait for each other: a GPU's own seconds for it, without the host's."""
+    x, graph = torch.zeros(4, device=timer.device), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CHAIN):
+            x.add_(1)
+    return timer.seconds(graph.replay) / CHAIN
+
+
 def product_shapes(side: int) -> tuple[tuple[int, int, int], ...]:
     """(M, N, K) of the products of which one of a side is the mean."""
     return (side, side, side), (4 * side, side // 2, side // 2), (2 * side, side // 4, 2 * side)
 
 
-def product_batch(kind: str, side: int) -> int:
-    """How many products of a side one call makes on a `kind` of device."""
-    return max(1, BATCH_FLOPS[kind] // (2 * side**3))
-
-
-def _product_seconds(timer: CallTimer, side: int, dtype: torch.dtype) -> float:
+def _product_seconds(effort: Effort, timer: CallTimer, side: int, dtype: torch.dtype) -> float:
     """Mean seconds of a product with mnk = side³, over three shapes and a linear's three products of each."""
-    shapes, batch = product_shapes(side), product_batch(timer.device.type, side)
+    shapes, batch = product_shapes(side), max(1, effort.batch_flops // (2 * side**3))
     return sum(_linear_seconds(timer, batch, shape, dtype) for shape in shapes) / (len(shapes) * 3 * batch)
 
 
@@ -178,8 +178,8 @@ def _linear_seconds(timer: CallTimer, batch: int, shape: tuple[int, int, int], d
 def _attentions(effort: Effort, timer: CallTimer, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
     """Points of a fused attention; none where torch has no such attention for the device."""
     for length in effort.lengths:
-        for width in ATTENTION_WIDTHS:
-            shape = (*ATTENTION_HEADS, length, width)
+        for width in effort.widths:
+            shape = (*effort.attended, length, width)
             probe = torch.empty(shape, device=timer.device, dtype=dtype, requires_grad=True)
             if torch._fused_sdp_choice(probe, probe, probe) == SDPBackend.MATH.value:
                 return

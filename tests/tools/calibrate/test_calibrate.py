@@ -99,6 +99,18 @@ def test_a_quick_calibration_measures_less(kind: str) -> None:
         assert [list(each) for each in points] == [sorted(each) for each in points]
 
 
+@pytest.mark.parametrize("quick", [True, False])
+def test_a_gpu_is_timed_beyond_its_caches_and_its_host(quick: bool) -> None:
+    """An H200's cache holds 60 MB, and its host issues a kernel in 12 us, in which it multiplies 10 Gflop."""
+    effort = effort_of("cuda", quick=quick)
+    assert min(effort.cold_bytes, max(effort.stream_bytes)) > 4 * 60e6
+    assert min(effort.batch_flops, 2 * effort.dtype_side**3) > 5 * 10e9
+    attended = 2 * min(effort.widths) * min(effort.lengths) ** 2
+    for count in effort.attended:
+        attended *= count
+    assert attended > 10e9
+
+
 def test_what_disturbs_some_samples_does_not_show() -> None:
     assert lower_quartile([5.0, 1.0, 9.0, 1.1, 1.2, 30.0, 2.0, 1.3]) == 1.2
     assert lower_quartile([7.0]) == 7.0

@@ -84,6 +84,27 @@ def test_a_device_is_found_again() -> None:
     assert (device.host_link_bytes_per_second, device.disk_bytes_per_second, device.reserved_bytes) == (5e9, 5e8, 3e8)
 
 
+def test_what_a_gpu_takes_has_no_part_of_its_hosts() -> None:
+    """A host that issues a kernel in 12 us was once taken out of every product's time, and float64 had twice its
+    peak."""
+    issue, launch, elements = 12e-6, 2e-6, 2**26
+    points = device_points() | {
+        "launch": [(1, issue)],
+        "graph": [(1, launch)],
+        "tiny": [(1, issue / 2)],
+        "product bf16": [(side, 2 * side**3 / (7e14 * part)) for side, part in EFFICIENCY.items()],
+        "product float64": [(1024, 2 * 1024**3 / (0.8 * 6e13))],
+        "stream": [(2**12, issue), (2**30, launch + 2**30 / 3e12)],
+        "special": [(elements, launch + 8 * elements / 3e12 + elements * 1e-12)],
+    }
+    del points["product float32"]
+    device = fit_device("cuda", 2**36, points)
+    assert (device.issue_seconds, device.launch_seconds) == (issue, launch)
+    assert device.peak_flops_per_second == {"bf16": 7e14, "float64": pytest.approx(6e13, rel=1e-3)}
+    assert device.bandwidth_bytes_per_second[-1] == (2**30, pytest.approx(3e12, rel=1e-3))
+    assert device.seconds_per_element["special"] == pytest.approx(1e-12, rel=0.02)
+
+
 def test_kernels_that_are_lost_in_their_launch_have_a_bandwidth_all_the_same() -> None:
     points = device_points() | {"stream": [(64, 0.9 * LAUNCH), (2**24, LAUNCH + 2**24 / BANDWIDTH)]}
     assert all(rate > 0 for _, rate in fit_device("cpu", 2**30, points).bandwidth_bytes_per_second)
