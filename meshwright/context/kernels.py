@@ -9,8 +9,8 @@
 
 (t': t up to the next multiple of 32.) A backward kernel takes the output and the l of whole sequences: weights that it
 computes again are those of the whole softmax, so the gradients of blocks add up (Liu et al., arXiv 2310.01889).
-No GPU has run `Flash` and `Efficient` here: what is tested is what they are given, on meta tensors and by functions
-that stand for them.
+An H100 has run `Flash` and `Efficient` (tests/test_one_gpu.py); without a GPU tests ask what they are given, on meta
+tensors and by functions that stand for them.
 """
 
 from __future__ import annotations

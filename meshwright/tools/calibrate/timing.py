@@ -25,7 +25,7 @@ WARM_UPS = 2
 """Libraries choose their code at the first call, and the heap still grows at the second."""
 
 CPU_BATCH_FLOPS = 2**22
-"""Of the batch in which a CPU's small products are timed."""
+"""Flops of the batch in which small products are timed on a CPU."""
 
 Points = list[tuple[float, float]]
 """(size, seconds of a call)."""
