@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from meshwright.config import Config
+from meshwright.api import train
+from meshwright.config import Config, load_config
 from meshwright.ranks.mesh import Mesh
 from meshwright.training.loop import Trainer
 from tests.harness import build
 from tests.ranks.test_agreement import flip
+from tests.ranks.test_thread_world import RUN
 from tests.training.test_divergence import ended, spoil
 from tests.training.test_replicas import EXPAND, Rows, config_of, outcome, run_layout
 
@@ -128,3 +133,24 @@ def test_a_flipped_bit_is_seen_in_the_next_step() -> None:
     for step, text in run_layout(flipped, config_of({"data": {"size": 3}}), 2):
         assert step == 4
         assert text.startswith(f"step 3: rank 2 differs from ranks 0 and 1, which agree ({EXPAND})")
+
+
+def test_a_run_that_is_resumed_ends_with_the_same_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bits of bf16 and its masters, with a validation behind each checkpoint, as on a GPU whose kernels have an
+    order."""
+    once = Trainer.__init__
+    monkeypatch.setattr(Trainer, "__init__", lambda self, *parts, **more: once(self, *parts, **more | {"late": True}))
+    (tmp_path / "run.yaml").write_text(RUN)
+    words = ["precision=bf16", "layout={data: 2, transport: threads}", "steps=4", "checkpoint={every: 2, keep: 2}"]
+    out = tmp_path / "out"
+    train(load_config(tmp_path / "run.yaml", words), out)
+    first = read_lines(out)
+    shutil.rmtree(out / "checkpoints" / "step-4")
+    train(load_config(out / "config.yaml"), out, resume=True)
+    assert [line["step"] for line in first] == ["1", "2", "3", "4"]
+    assert read_lines(out) == first
+
+
+def read_lines(out: Path) -> list[dict[str, str]]:
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return [{key: str(line[key]) for key in KEYS} | {"held out": str(line.get("validation_loss"))} for line in lines]
