@@ -233,11 +233,10 @@ class Estimates:
         placement = placement_of(config)
         key = config.layout.nesting, placement, tuple(sizes)
         if key not in self._messages:
-            ranks, network = grid_of_run(config).group(0, PIPE), self.planner.network(config)
+            ranks = grid_of_run(config).group(0, PIPE)
             holders = [ranks[placement.stage_of(position)] for position in range(placement.num_positions)]
-            parts = self.planner.software.message_parts(config)
             self._messages[key] = [
-                network.message(start, end, size // parts) if start != end else 0.0
+                self.planner.message_seconds(config, start, end, size) if start != end else 0.0
                 for (start, end), size in zip(pairwise(holders), sizes, strict=True)
             ]
         return self._messages[key]
