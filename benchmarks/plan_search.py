@@ -1,13 +1,12 @@
 """How long the planner's search takes, and how good its answer is by then: python -m benchmarks.plan_search
 
-    python -m benchmarks.plan_search [--only small medium large axonn many 8b 70b] [--processes N] [--exhaustive]
+    python -m benchmarks.plan_search [--only small medium large axonn many 8b 70b] [--exhaustive]
 
-Seconds of the clock, on as many processes as --processes says, by default two: until the first layout that fits is
-known, and until the search ends; the best after 5 and 30 seconds beside the last one; processor seconds of all
-processes; and the most memory that this process and a worker have held so far, added up, which counts twice what they
-share: with --only a case is alone. --exhaustive: also estimates and predicts whatever a search's cutoffs leave out, of
-layouts without savings of memory, which takes hours for the large ones (tests/tools/plan/test_whole_spaces.py does it
-for small spaces).
+Seconds of the clock until the first layout that fits is known, and until the search ends; the best after 5 and 30
+seconds beside the last one; processor seconds; and the most memory that this process has held so far: with --only a
+case is alone. --exhaustive: also estimates and predicts whatever a search's cutoffs leave out, of layouts without
+savings of memory, which takes hours for the large ones (tests/tools/plan/test_whole_spaces.py does it for small
+spaces).
 """
 
 from __future__ import annotations
@@ -97,18 +96,16 @@ def exhaustive(case: Case, cluster: Cluster) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", choices=CASES, default=list(CASES), help="which cases")
-    parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--exhaustive", action="store_true", help="also predict what the search leaves out")
     arguments = parser.parse_args()
     for name in arguments.only:
         case = CASES[name]
-        cluster, known, before = load_cluster(case.cluster), Found(), _processor_seconds()
-        found = search(case.run, cluster, case.devices, processes=arguments.processes, improved=known)
+        cluster, known, before = load_cluster(case.cluster), Found(), time.process_time()
+        found = search(case.run, cluster, case.devices, improved=known)
         clock, best = time.perf_counter() - known.start, found.predictions[0]
-        every = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-        held = sum(resource.getrusage(who).ru_maxrss for who in every[: arguments.processes]) / 2**20
-        used = _processor_seconds() - before
-        told = f"{clock:.1f} s on {arguments.processes} processes ({used:.1f} processor seconds), {held:.2f} GiB"
+        held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        used = time.process_time() - before
+        told = f"{clock:.1f} s ({used:.1f} processor seconds), {held:.2f} GiB"
         print(f"{name}: {case.model} on {case.devices} devices of {case.cluster}: {told}")
         first, _ = known.improvements[0] if known.improvements else (clock, best)
         print(f"  first layout that fits after {first:.1f} s", end="")
@@ -122,12 +119,6 @@ def main() -> None:
         if arguments.exhaustive:
             least = exhaustive(case, cluster)
             print(f"  of all without savings the fastest: {seconds_text(least)}", flush=True)
-
-
-def _processor_seconds() -> float:
-    """Processor seconds of this process and of those that it has waited for."""
-    every = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in every)
 
 
 if __name__ == "__main__":

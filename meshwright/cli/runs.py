@@ -31,7 +31,6 @@ from meshwright.cli.app import (
 )
 from meshwright.drawing import require_matplotlib
 from meshwright.errors import ConfigError
-from meshwright.machine import usable_cores
 
 if TYPE_CHECKING:
     from meshwright.config import Config
@@ -327,7 +326,7 @@ def plan(
     with progress() as show, stopped_by_signals(show) as tell:
         plans = search(
             config, described, devices, top, program=program, improved=report.BestSoFar(),
-            fixed=fixed_fields(words), models=models, report=tell, partial=True, processes=usable_cores(),
+            fixed=fixed_fields(words), models=models, report=tell, partial=True,
         )  # fmt: skip
         changes = () if plans.stopped else answer.changes(plans.predictions[0], models)
     plans = replace(plans, training=training, changes=changes)

@@ -99,7 +99,7 @@ def _table(backend: str, links: Links) -> Table:
     shown = payloads[:: -(-len(payloads) // _COLUMNS)]
     table = Table("verb", "ranks", *(Column(f"{_size(size)}, us", justify="right") for size in shown), title=title)
     for row in links.measured:
-        times = (f"{interpolated(row.points, size) * 1e6:,.0f}" for size in shown)
+        times = (f"{interpolated(row.points, size, power=True) * 1e6:,.0f}" for size in shown)
         table.add_row(row.verb, str(row.ranks), *times)
     return table
 

@@ -5,7 +5,7 @@ The programs are the data-parallel policies' own (data_parallel/), run on bucket
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -249,15 +249,9 @@ def memory_of(
     config: Config, buckets: Sequence[PlannedBucket], peak: Peak, context_bytes: int, software: Software
 ) -> Memory:
     """The memory of a rank with these buckets, whose tasks hold so much at most."""
-    held, widened = held_of(config, buckets), 0
-    if config.memory.offload.to == "none":
-        # The optimizer's float32 copies of half-precision gradients, which exist when the tasks' memory is gone: so the
-        # larger of the two counts, not the sum. Matrices and vectors are stepped apart (Muon takes whole matrices).
-        for matrix in (True, False):
-            own = [bucket for bucket in buckets if bucket.kind.matrix == matrix]
-            sizes = [bucket.stepped_elements * SINGLE if bucket.summed_in.itemsize < SINGLE else 0 for bucket in own]
-            groups = software.stepped_together(sizes)
-            widened = max([widened, *(sum(sizes[index] for index in some) for some in groups)])
+    held = held_of(config, buckets)
+    # They exist when the tasks' memory is gone: so the larger of the two counts, not the sum.
+    widened = max(map(sum, widened_together(config, buckets, software)), default=0)
     most = max(peak.total_bytes + held.passing, widened)
     activations = min(peak.activation_bytes, most)
     return Memory(
@@ -268,6 +262,17 @@ def memory_of(
         most - activations,
         context_bytes,
     )
+
+
+def widened_together(config: Config, buckets: Sequence[PlannedBucket], software: Software) -> Iterator[list[int]]:
+    """The bytes of each float32 copy of half-precision gradients that an optimizer on the device has at a time."""
+    if config.memory.offload.to != "none":
+        return
+    for matrix in (True, False):  # stepped apart, as Muon takes whole matrices
+        own = [bucket for bucket in buckets if bucket.kind.matrix == matrix]
+        sizes = [bucket.stepped_elements * SINGLE if bucket.summed_in.itemsize < SINGLE else 0 for bucket in own]
+        for some in software.stepped_together(sizes):
+            yield [sizes[index] for index in some]
 
 
 def held_of(config: Config, buckets: Sequence[PlannedBucket]) -> HeldBytes:

@@ -17,16 +17,15 @@ from typing import TYPE_CHECKING
 
 from meshwright.config import Config
 from meshwright.model import EMBEDDINGS, HEAD
-from meshwright.parts import build_kit, build_model, placement_of, rule_of
+from meshwright.parts import placement_of, rule_of
 from meshwright.pipeline.partition import balanced, ranges_of
 from meshwright.pipeline.placement import ChunkPlacement
-from meshwright.ranks.grid import PIPE, REPLICA_AXES, Grid, grid_of_run
-from meshwright.ranks.planned import planned_mesh
+from meshwright.ranks.grid import PIPE, grid_of_run
 from meshwright.tools.plan.buckets import PlannedBucket, held_of, memory_of, streams
 from meshwright.tools.plan.compose import StagePlan
 from meshwright.tools.plan.memory import Memory, Parameter, Peak
 from meshwright.tools.plan.passes import Sum
-from meshwright.tools.plan.recordings import check, parameters_in, splits
+from meshwright.tools.plan.recordings import check, splits
 from meshwright.tools.plan.space import CHUNKS
 from meshwright.tools.plan.timed_parts import HeldActivations, StageShape, TimedParts, strides
 from meshwright.tools.plan.timed_run import TimedRun
@@ -87,7 +86,6 @@ class Estimates:
         self.planner = planner
         self.parts = TimedParts(planner)
         self._held = HeldActivations(self.parts)
-        self._parameters: dict[Hashable, dict[int, tuple[Parameter, ...]]] = {}
         self._partitions: dict[Hashable, tuple[int, ...]] = {}
         self._weights: dict[Hashable, tuple[Memory, int]] = {}
         self._buckets: dict[Hashable, list[PlannedBucket]] = {}
@@ -235,11 +233,10 @@ class Estimates:
         placement = placement_of(config)
         key = config.layout.nesting, placement, tuple(sizes)
         if key not in self._messages:
-            ranks, network = grid_of_run(config).group(0, PIPE), self.planner.network(config)
+            ranks = grid_of_run(config).group(0, PIPE)
             holders = [ranks[placement.stage_of(position)] for position in range(placement.num_positions)]
-            parts = self.planner.software.message_parts(config)
             self._messages[key] = [
-                network.message(start, end, size // parts) if start != end else 0.0
+                self.planner.message_seconds(config, start, end, size) if start != end else 0.0
                 for (start, end), size in zip(pairwise(holders), sizes, strict=True)
             ]
         return self._messages[key]
@@ -279,7 +276,8 @@ class Estimates:
         return self._fullest[key]
 
     def _parameters_of_fullest(self, config: Config) -> list[Parameter]:
-        parts, runs = self._parameters_by_part(config), ranges_of(self._partition(config))
+        parts = {place: part.parameters for place, part in self.parts.untimed(config).items()}
+        runs = ranges_of(self._partition(config))
         alike = self.planner.recordings.outline(config).alike
 
         def size(place: int) -> int:
@@ -329,20 +327,6 @@ class Estimates:
                 else self.planner.partition(config)
             )
         return self._partitions[key]
-
-    def _parameters_by_part(self, config: Config) -> dict[int, tuple[Parameter, ...]]:
-        """Parameters by position: -1 the embeddings, i the first of each run of equal layers, num_blocks the head."""
-        layout = config.layout
-        # Built by the real kit, since only a kit knows how its axes cut a parameter; once for each way to cut a layer.
-        if layout.layer not in self._parameters:
-            axes = tuple((name, 1 if name in (*REPLICA_AXES, PIPE) else size) for name, size in layout.axes)
-            grid = Grid(axes, config.copies)
-            mesh = planned_mesh(grid, 0, layout.token_axes)
-            self._parameters[layout.layer] = {
-                place: parameters_in(build_model(config, build_kit(config, mesh), mesh, chunk))
-                for place, chunk in self.parts.distinct(config)
-            }
-        return self._parameters[layout.layer]
 
 
 def pipeline_seconds(

@@ -1,28 +1,15 @@
-"""A search's process evaluates layouts: which may fit, about how fast they are, and what a prediction says.
-
-A search's processes share families of layouts; what all have found is put together in the order of the families, so
-that the answer does not hang on how many they were.
-"""
+"""A search's layouts, evaluated: which may fit, about how fast they are, and what a prediction says."""
 
 from __future__ import annotations
 
 import math
-import multiprocessing
-import os
-import signal
-import sys
-import threading
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass, field
-from importlib import import_module
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.config import Config
 from meshwright.config.layout import ContextParallel, Layout
-from meshwright.data.files import ShowProgress, silent
 from meshwright.registry import entries
 from meshwright.section import divisors, field_of, with_field
 from meshwright.tensor.section import Whole
@@ -36,14 +23,8 @@ if TYPE_CHECKING:
 
 Keep = Callable[[Layout], bool]
 
-Numbered = tuple[int, Config]
-"""A family of layouts, and its place among all of them."""
-
 MAX_EXCESS_SHARE = 0.5
 """A layout that would need this share of a device's memory more, at most, is told of as one that nearly fits."""
-
-_REPORTED_EVERY = 100
-"""Layouts of a family after which progress is reported."""
 
 
 class Queued(NamedTuple):
@@ -93,14 +74,12 @@ class SearchState:
     nearly_fits: tuple[float, Config, Memory] | None = None
 
     def include(self, later: SearchState) -> None:
-        """Add what was found of later families."""
+        """Add what was found of later families, but what they have queued."""
         self.legal += later.legal
         self.too_full += later.too_full
         self.unfit += later.unfit
         self.kinds |= later.kinds
-        # The first family's problem stays, so that an error does not depend on which process was faster.
         self.refused = later.refused | self.refused
-        self.queue += later.queue
         self.slow |= later.slow
         for cut, seconds in later.least.items():
             self.include_least(cut, seconds)
@@ -132,7 +111,7 @@ class SearchState:
 
 
 class Evaluator:
-    """One process of a search for layouts that `keep` lets pass."""
+    """Evaluates layouts of a job that `keep` lets pass."""
 
     def __init__(self, job: SearchJob, models: Estimates, keep: Keep) -> None:
         self.job, self.models, self.keep = job, models, keep
@@ -140,14 +119,10 @@ class Evaluator:
         self._bounds: dict[Hashable, float] = {}
         self._asked: tuple[Layout, object, object, object, bool] | None = None
 
-    def evaluate_family(
-        self, family: Config, found: SearchState, cutoff: float = math.inf, report: ShowProgress = silent
-    ) -> None:
+    def evaluate_family(self, family: Config, found: SearchState, cutoff: float = math.inf) -> None:
         """Put into `found` what there is to know of a family's layouts that may take less than `cutoff` seconds."""
         for config, memory in self._kept(family, found, cutoff):
             self._estimate(config, memory, found, cutoff)
-            if found.legal % _REPORTED_EVERY == 1:
-                report(config.layout.summary, None)
 
     def _estimate(self, config: Config, memory: Memory, found: SearchState, cutoff: float) -> None:
         """Queue a layout that may fit, if it may take less than `cutoff` seconds."""
@@ -209,14 +184,6 @@ class Evaluator:
             fits = fits and self.models.estimated_memory(config).total <= self.device_bytes
             before = self._asked = layout, batch, offload, config.memory.recompute, fits
         return before[4]
-
-    def evaluate_families(
-        self, families: Sequence[Numbered], cutoff: float, found: dict[int, SearchState], report: ShowProgress = silent
-    ) -> None:
-        """Evaluate families into `found`, by their places among all."""
-        for number, family in families:
-            found[number] = SearchState()
-            self.evaluate_family(family, found[number], cutoff, report)
 
     def predict_or_memory(self, config: Config, cutoff: float = math.inf) -> Prediction | Memory | None:
         """The prediction if the layout fits, else the memory that shows it does not; None where it is known to take
@@ -320,56 +287,6 @@ class Evaluator:
         return False
 
 
-_OWN: list[Evaluator] = []
-"""In a fork its evaluator, with recordings of its own."""
-
-
-@contextmanager
-def forked(processes: int, evaluator: Evaluator) -> Iterator[Executor | None]:
-    """Forks of this process that evaluate families; None where one process is to do it all.
-
-    A fork inherits the evaluator, of which a caller's `keep` has no pickle. It must be made before torch has gone
-    backward here: on a machine with GPUs autograd's threads outlive no fork. Ctrl-C and SIGTERM are this process'
-    alone; when it leaves the `with`, forks end, whatever they are at.
-    """
-    if processes == 1 or sys.platform != "linux":  # elsewhere libraries do not outlive a fork
-        yield None
-        return
-    # What torch loads when it first finds a meta tensor's form: 2.4 s, once instead of in each fork.
-    for name in ("torch._dynamo", "torch.fx.experimental.symbolic_shapes"):
-        import_module(name)
-    context, others = multiprocessing.get_context("fork"), multiprocessing.active_children()
-    with ProcessPoolExecutor(processes, context, _begin_fork, (evaluator,)) as pool:
-        pool.submit(os.getpid).result()  # an executor of forks makes all of them at the first question
-        forks = [child for child in multiprocessing.active_children() if child not in others]
-        try:
-            yield pool
-        finally:
-            for fork in forks:
-                fork.kill()
-
-
-def _begin_fork(evaluator: Evaluator) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    _OWN.append(evaluator)
-
-    def end_with_parent() -> None:
-        # A killed parent ends nobody: forks hold both ends of the pipes that they wait at.
-        if (parent := multiprocessing.parent_process()) is not None:
-            parent.join()
-            os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-def evaluate_in_fork(families: Sequence[Numbered], cutoff: float) -> dict[int, SearchState]:
-    """Evaluate families; their layouts, by the families' places among all."""
-    found: dict[int, SearchState] = {}
-    _OWN[0].evaluate_families(families, cutoff, found)
-    return found
-
-
 def strategy_of(config: Config) -> str:
     """`data`, `zero3`, `megatron`, `pipeline`, `context`: what a layout is made of first, besides replicas."""
     layout = config.layout
@@ -382,17 +299,12 @@ def strategy_of(config: Config) -> str:
     return layout.data.sync if layout.data.strategy.slices else "data"
 
 
-def ways_cut(layout: Layout) -> int:
-    """In how many ways layers are cut: their inside, their sequences."""
-    return bool(layout.tensor.axes) + bool(layout.context.axes)
-
-
 def round_of(layout: Layout) -> tuple[bool, int, int]:
     """The order in which the search comes to a layout: one stage before several, then by the ways in which layers are
     cut and the ranks that share one. Of layouts with as many stages, what `cuts_within` names comes before."""
     # One stage and fewest ranks first: few layouts, mostly fast, so that all others meet a tight cutoff.
     ranks = math.prod(size for _, size in (*layout.context.axes, *layout.tensor.axes))
-    return layout.pipeline.size > 1, ways_cut(layout), ranks
+    return layout.pipeline.size > 1, bool(layout.tensor.axes) + bool(layout.context.axes), ranks
 
 
 def cuts_within(layout: Layout) -> Iterator[Hashable]:

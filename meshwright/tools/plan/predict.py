@@ -169,6 +169,15 @@ class Planner:
             self._networks[key] = ClusterNetwork(self.cluster, *key)
         return self._networks[key]
 
+    def message_seconds(self, config: Config, sender: int, receiver: int, size: int) -> float:
+        """Seconds until a stage has so many bytes of the one beside it, one rank of each."""
+        network, parts = self.network(config), self.software.message_parts(config)
+        if parts == 1:
+            return network.message(sender, receiver, size)
+        # Peers have the same activation: each sends its part over its own link, and they gather the parts.
+        gathered = network.collective(config.layout.tensor.same_activation, "all_gather", size)
+        return network.message(sender, receiver, -(-size // parts)) + gathered
+
     def _transport(self, config: Config) -> TransportName:
         """The run's; of `auto` the one that it becomes on a machine like the cluster."""
         if config.layout.transport != "auto":

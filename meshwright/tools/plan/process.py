@@ -34,14 +34,14 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from meshwright.memory.offload import SINGLE, state_bytes
+from meshwright.memory.offload import state_bytes
 from meshwright.pipeline.pipeline import sides_of
 from meshwright.pipeline.task import Task, TaskKind
 from meshwright.ranks.grid import PIPE
 from meshwright.ranks.ledger import MESSAGE, Traffic
 from meshwright.ranks.mailbox import AHEAD
 from meshwright.tools.plan.allocator import Allocator, CachingAllocator, Heap, MemoryBlock, OutOfDeviceMemory
-from meshwright.tools.plan.buckets import held_of, slots_of
+from meshwright.tools.plan.buckets import held_of, slots_of, widened_together
 from meshwright.tools.plan.memory import Footprint, Memory
 from meshwright.tools.plan.recorder import MemoryEvents, Start, place
 from meshwright.tools.plan.recordings import Recording
@@ -192,14 +192,8 @@ class StageReplay:
                 single = max(4, bucket.kind.dtype.itemsize)
                 for kind in config.optimizer.update.states:
                     self._take((kind, index), bucket.stepped_elements * single)
-            for matrix in (True, False):
-                own_buckets = [bucket for bucket in self._buckets if bucket.kind.matrix == matrix]
-                widened = [
-                    bucket.stepped_elements * SINGLE if bucket.summed_in.itemsize < SINGLE else 0
-                    for bucket in own_buckets
-                ]
-                for some in self._software.stepped_together(widened):
-                    self._drop([key for place in some for key in self._taken(("widened", place), widened[place])])
+        for sizes in widened_together(config, self._buckets, self._software):
+            self._drop([key for number, size in enumerate(sizes) for key in self._taken(("widened", number), size)])
         for bucket in self._buckets:
             self._transient(bucket.publish.memory)
 

@@ -27,7 +27,7 @@ import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -98,7 +98,7 @@ class Program:
     """Ranks of which this one alone is at work, but between a verb from it and the next one to it (cSub)."""
     memory: MemoryEvents = ()
 
-    @property
+    @cached_property
     def flops(self) -> float:
         return sum(event.times * event.flops for event in self.events if isinstance(event, Kernel))
 

@@ -35,8 +35,7 @@ from __future__ import annotations
 import gc
 import math
 from bisect import insort
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from concurrent.futures import Executor, as_completed
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -51,16 +50,12 @@ from meshwright.tools.plan.estimate import Estimates
 from meshwright.tools.plan.evaluator import (
     Evaluator,
     Keep,
-    Numbered,
     Queued,
     RunnerUp,
     SearchState,
     cuts_within,
-    evaluate_in_fork,
-    forked,
     round_of,
     strategy_of,
-    ways_cut,
 )
 from meshwright.tools.plan.memory import Memory, bytes_text, verdict
 from meshwright.tools.plan.predict import Planner, Prediction
@@ -155,28 +150,24 @@ def search(
     models: Estimates | None = None,
     report: ShowProgress = silent,
     partial: bool = False,
-    processes: int = 1,
     program: Program | None = None,
     improved: Callable[[Prediction], None] = lambda best: None,
 ) -> SearchResult:
     """The `top` fastest layouts of a run on so many devices that fit, of those that `keep` lets pass.
 
     `fixed`: fields that keep the run's values (space.py). `models`: shared by searches for one cluster. `partial`:
-    whether Ctrl-C ends the search with the best so far. `program`: whose layouts alone are looked at. `processes`:
-    among how many it is shared, whatever their number with one answer; where more than one, as forks beside this one,
-    in which torch must not have gone backward (evaluator.forked). `improved`: is given the fastest that fits, each time
-    that a faster one is found.
+    whether Ctrl-C ends the search with the best so far. `program`: whose layouts alone are looked at. `improved`: is
+    given the fastest that fits, each time that a faster one is found.
 
     Raises ConfigError where no layout is legal, and where none fits: with what the closest one lacks.
     """
     job = SearchJob(config, cluster, devices, frozenset(fixed), program.layouts if program else {})
     evaluator = Evaluator(job, models or Estimates(Planner(cluster)), keep)
-    with forked(processes, evaluator) as forks:
-        current = _Search(evaluator, top, report, forks, improved)
-        # What torch makes at its first pass hangs together in a cycle, and would count as memory if it stayed.
-        stopped = not _finishes(current.predict_own, partial)
-        with _uncollected():
-            stopped = stopped or not _finishes(current.run, partial)
+    current = _Search(evaluator, top, report, improved)
+    # What torch makes at its first pass hangs together in a cycle, and would count as memory if it stayed.
+    stopped = not _finishes(current.predict_own, partial)
+    with _uncollected():
+        stopped = stopped or not _finishes(current.run, partial)
     if stopped and not current.known:
         raise KeyboardInterrupt
     if not current.found.legal:
@@ -225,15 +216,13 @@ class _Search:
         evaluator: Evaluator,
         top: int,
         report: ShowProgress,
-        forks: Executor | None,
         improved: Callable[[Prediction], None],
     ) -> None:
-        self.evaluator, self.top, self.report, self.forks = evaluator, top, report, forks
-        self.improved = improved
+        self.evaluator, self.top, self.report, self.improved = evaluator, top, report, improved
         self.found = SearchState()
         self.simulated = self.passed = 0
-        self.families: list[Numbered] = []
-        self.looked_at: set[int] = set()
+        self.families: list[Config] = []
+        self.looked_at = 0
         self.best: list[Prediction] = []
         self.tight: list[Prediction] = []
         self.known: list[Prediction] = []
@@ -260,7 +249,7 @@ class _Search:
     @property
     def left_share(self) -> float:
         """The share of families of layouts that were not looked at."""
-        return 1 - len(self.looked_at) / max(1, len(self.families))
+        return 1 - self.looked_at / max(1, len(self.families))
 
     @property
     def left_text(self) -> str:
@@ -268,12 +257,12 @@ class _Search:
 
     @property
     def strategies(self) -> list[str]:
-        return list(dict.fromkeys(strategy_of(family) for _, family in self.families))
+        return list(dict.fromkeys(strategy_of(family) for family in self.families))
 
     def predict_own(self) -> None:
         """Predict the run's own layout; and list the families of all."""
-        numbered = enumerate(families(self.evaluator.job, self.found.refused))
-        self.families = [(number, family) for number, family in numbered if self.evaluator.keep(family.layout)]
+        every = families(self.evaluator.job, self.found.refused)
+        self.families = [family for family in every if self.evaluator.keep(family.layout)]
         own = own_layout(self.evaluator.job)
         # Predicted whatever its estimate, so that the answer can be held against what the user has.
         if own is None or own.layout.data.strategy.unplanned or not self.evaluator.keep(own.layout):
@@ -283,9 +272,9 @@ class _Search:
 
     def run(self) -> None:
         """Predict the fastest, and one of each strategy."""
-        rounds = sorted({round_of(family.layout) for _, family in self.families})
-        for place, number in enumerate(rounds):
-            self._gather(number)
+        rounds = _in_rounds(self.families)
+        for place, own in enumerate(rounds):
+            self._gather(own)
             self._predict_fastest(complete=place > 0 or len(rounds) == 1)
         self._try_messages()
         # Estimates of two strategies err apart: zero3 was estimated 2 % slower than zero1, and predicted 4 % faster.
@@ -294,7 +283,6 @@ class _Search:
             found = SearchState()
             self.evaluator.evaluate_savings(config, {*self.full, *self.fitting}, found, math.inf)
             self.dominated |= {queued.config: queued for queued in found.queue if queued.config not in self.seen}
-            found.queue = []
             self.found.include(found)
         for queued in sorted(self.dominated.values(), key=lambda one: one.seconds):
             if len(self.best) < self.top and not queued.tight:
@@ -338,59 +326,27 @@ class _Search:
         )
         return ConfigError.of("--cluster", job.cluster.name, rule, "more --devices, or a smaller model")
 
-    def _gather(self, this: tuple[bool, int, int]) -> None:
+    def _gather(self, own: Sequence[Config]) -> None:
         """Queue the layouts of one round that may fit and may be fast enough, by their estimates."""
-        cutoff = self.cutoff
-        numbered = []
-        for number, family in self.families:
-            if round_of(family.layout) != this:
-                continue
-            # A cut beside another makes no layer cheaper: what one cut alone cannot reach, both cannot.
-            if any(self.found.least.get(cut, 0.0) >= cutoff for cut in cuts_within(family.layout)):
-                self.found.count_slow(family)
-                self.looked_at.add(number)
-            else:
-                numbered.append((number, family))
-        found = SearchState()
+        cutoff, found = self.cutoff, SearchState()
         try:
-            self._evaluate(numbered, cutoff, found)
+            for family in own:
+                # A cut beside another makes no layer cheaper: what one cut alone cannot reach, both cannot.
+                if any(self.found.least.get(cut, 0.0) >= cutoff for cut in cuts_within(family.layout)):
+                    self.found.count_slow(family)
+                else:
+                    self._evaluate(family, cutoff, found)
+                self.looked_at += 1
         finally:
             self.queue = sorted([*self.queue[self.passed :], *found.queue], key=lambda queued: queued.seconds)
-            self.passed, found.queue = 0, []
+            self.passed = 0
             self.found.include(found)
 
-    def _evaluate(self, numbered: Sequence[Numbered], cutoff: float, found: SearchState) -> None:
-        """Put into `found` what families have in them, in their order.
-
-        Forks take in turn the ways to cut a layer, whose layouts have recordings in common, those with most families
-        first, so that all end at about the same time; of whole layers, which are recorded fast, the families.
-        """
-        lists: dict[Hashable, list[Numbered]] = {}
-        for number, family in numbered:
-            key = family.layout.layer if ways_cut(family.layout) else number
-            lists.setdefault(key, []).append((number, family))
-        parts: dict[int, SearchState] = {}
-
-        def tell(summary: str, _: float | None) -> None:
-            looked_at = self.found.legal + sum(one.legal for one in parts.values())
-            self.looked_at |= set(parts)
-            self.report(f"{looked_at:,} layouts, {self.left_text}; now {summary}", 1 - self.left_share)
-
-        try:
-            if self.forks is None:
-                self.evaluator.evaluate_families(numbered, cutoff, parts, tell)
-                return
-            # Longest first: dealt out otherwise, one process was done at 12 s and the other at 18.
-            shared = sorted(lists.values(), key=len, reverse=True)
-            asked = [self.forks.submit(evaluate_in_fork, families, cutoff) for families in shared]
-            for answer in as_completed(asked):
-                parts |= answer.result()
-                tell(self.families[max(parts)][1].layout.summary, None)
-        finally:
-            self.looked_at |= set(parts)
-            for number in sorted(parts):
-                # In the order of families, so that the answer is one process' to the digit, also after Ctrl-C.
-                found.include(parts[number])
+    def _evaluate(self, family: Config, cutoff: float, found: SearchState) -> None:
+        """Put into `found` what a family has in it."""
+        looked_at = f"{self.found.legal + found.legal:,} layouts, {self.left_text}"
+        self.report(f"{looked_at}; now {family.layout.summary}", 1 - self.left_share)
+        self.evaluator.evaluate_family(family, found, cutoff)
 
     def _predict_fastest(self, *, complete: bool) -> None:
         """Predict in the order of the estimates until as many fit as were asked for; where `complete` says so, until
@@ -425,7 +381,6 @@ class _Search:
         self.evaluator.evaluate_savings(config, self.full, found, self.cutoff)
         for queued in found.queue:
             insort(self.queue, queued, lo=self.passed, key=lambda one: one.seconds)
-        found.queue = []
         self.found.include(found)
 
     def _try_messages(self) -> None:
@@ -463,11 +418,10 @@ class _Search:
         """Predict one of a strategy of which all layouts that may fit were too slow to be looked at."""
         # A cutoff has kept its seconds from being estimated, and the answer to "why not this strategy" needs them.
         # Rounds go from whole layers on, and the first in which one fits ends this.
-        own = [(number, one) for number, one in self.families if strategy_of(one) == strategy]
-        for this in sorted({round_of(one.layout) for _, one in own}):
-            numbered = [(number, one) for number, one in own if round_of(one.layout) == this]
+        for own in _in_rounds([family for family in self.families if strategy_of(family) == strategy]):
             found = SearchState()
-            self._evaluate(numbered, math.inf, found)
+            for family in own:
+                self._evaluate(family, math.inf, found)
             for runner_up in found.closest.values():
                 self.found.include_runner_up(runner_up)
             self.behind += found.queue
@@ -509,6 +463,14 @@ class _Search:
 
     def _fits(self, prediction: Prediction) -> bool:
         return verdict(prediction.fullest, self.evaluator.job.cluster) == "fits"
+
+
+def _in_rounds(every: Sequence[Config]) -> list[list[Config]]:
+    """Families of layouts, round by round."""
+    rounds: dict[tuple[bool, int, int], list[Config]] = {}
+    for family in every:
+        rounds.setdefault(round_of(family.layout), []).append(family)
+    return [rounds[this] for this in sorted(rounds)]
 
 
 def without_savings(config: Config) -> Iterator[Config]:

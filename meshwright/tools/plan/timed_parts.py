@@ -22,6 +22,7 @@ from meshwright.pipeline.partition import ranges_of
 from meshwright.pipeline.placement import ChunkPlacement
 from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.mailbox import AHEAD
+from meshwright.tools.plan.memory import Parameter
 from meshwright.tools.plan.recorder import Kernel, Program, between, interpolated_program
 from meshwright.tools.plan.recordings import Forms, Recording, splits
 
@@ -41,13 +42,12 @@ interpolated."""
 @dataclass(frozen=True)
 class EstimatedPart:
     """The embeddings, a layer, or the head, for a microbatch of one size: its programs, the bytes that a forward pass
-    keeps, and those that it passes on; its parameters' elements and bytes."""
+    keeps, and those that it passes on; its parameters, of which no schedule says when their gradients come."""
 
     programs: dict[TaskKind, tuple[_Mix, ...]]
     kept_bytes: float
     outgoing_bytes: int
-    num_elements: int
-    weight_bytes: int
+    parameters: tuple[Parameter, ...]
     is_layer: bool
 
 
@@ -105,8 +105,10 @@ class TimedParts:
         weights = sum(times * timer.computing(program) for times, program in mix) / 2
         inputs, widened = seconds(mix, 0.0) - weights, 0.0
         if config.widens_gradients and part.is_layer:
-            touched = part.weight_bytes + 2 * SINGLE * part.num_elements  # one is read, the sum is read and written
-            widened = timer.kernel_seconds(Kernel("element", 0.0, touched, part.num_elements, "float32"))
+            elements = sum(each.num_elements for each in part.parameters)
+            # The gradient is read, the sum is read and written.
+            touched = sum(each.weight_bytes for each in part.parameters) + 2 * SINGLE * elements
+            widened = timer.kernel_seconds(Kernel("element", 0.0, touched, elements, "float32"))
         each = forward[0], backward[0] + widened, inputs, weights + widened
         return TimedPart(part, *(timer.part + seconds for seconds in each))
 
@@ -211,10 +213,10 @@ def _interpolated(small: Recording, large: Recording, share: float, *, is_layer:
         for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
     }
     outgoing = [sum(form.size_bytes for form in recording.outgoing) for recording in (small, large)]
-    elements = sum(each.num_elements for each in small.parameters)
-    weights = sum(each.weight_bytes for each in small.parameters)
+    # Recorded with the schedule that was asked for first: its facts are not all layouts'.
+    parameters = tuple(Parameter(each.name, each.shape, each.dtype, each.spec) for each in small.parameters)
     kept = between(_kept(small), _kept(large), share)
-    return EstimatedPart(programs, kept, round(between(outgoing[0], outgoing[1], share)), elements, weights, is_layer)
+    return EstimatedPart(programs, kept, round(between(outgoing[0], outgoing[1], share)), parameters, is_layer)
 
 
 def _mixed(small: Program, large: Program, share: float) -> _Mix:

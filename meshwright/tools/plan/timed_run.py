@@ -38,6 +38,7 @@ class TimedRun(Composition):
         self.cluster, self.known_passes, self.software = planner.cluster, planner.passes, planner.software
         self.shared = planner.buckets.share(config)
         self.network, self.timer, self.context = planner.network(config), planner.timer(config), planner.context(config)
+        self.message = partial(planner.message_seconds, config)
         self.devices_per_host = self.timer.ranks_per_node if self.software.one_process else 1
         # One process issues forward kernels of all devices in turn; backward passes have threads of their own.
         self.forward_timer = planner.timer(config, self.devices_per_host)
@@ -170,13 +171,7 @@ class TimedRun(Composition):
     def latency(self, start: int, end: int) -> float:
         """Seconds of a message from a position of the chain to the one beside it, on another stage."""
         sender, receiver = (self.rank(self.placement.stage_of(position)) for position in (start, end))
-        size = self.chunk(min(start, end)).outgoing_bytes
-        parts = self.software.message_parts(self.config)
-        if parts == 1:
-            return self.network.message(sender, receiver, size)
-        # Peers have the same activation: each sends its part over its own link, and they gather the parts.
-        gathered = self.network.collective(self.config.layout.tensor.same_activation, "all_gather", size)
-        return self.network.message(sender, receiver, -(-size // parts)) + gathered
+        return self.message(sender, receiver, self.chunk(min(start, end)).outgoing_bytes)
 
     def norm(self) -> float:
         """Seconds of what ranks tell each other between backward pass and optimizer: the next batch's rows, where a

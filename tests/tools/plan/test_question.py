@@ -82,8 +82,7 @@ def test_the_words_to_paste_make_the_layout_of_the_run(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("processes", [1, 3])
-def test_a_signal_ends_a_search_with_the_best_so_far(number: signal.Signals, processes: int) -> None:
+def test_a_signal_ends_a_search_with_the_best_so_far(number: signal.Signals) -> None:
     """Also Ctrl-C where a shell had it ignored; then all is as it was before."""
     cluster, models = made_up(5)  # where the own layout fits
     before = signal.signal(number, signal.SIG_IGN)
@@ -94,9 +93,7 @@ def test_a_signal_ends_a_search_with_the_best_so_far(number: signal.Signals, pro
                 os.kill(os.getpid(), number)
 
         with stopped_by_signals(press) as tell:
-            found = search(
-                parse_config(TREE), cluster, 2, models=models, report=tell, partial=True, processes=processes
-            )  # fmt: skip
+            found = search(parse_config(TREE), cluster, 2, models=models, report=tell, partial=True)
         assert found.stopped
         assert found.predictions
         assert signal.getsignal(number) is signal.SIG_IGN

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import random
 import re
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from meshwright.tensor.section import Megatron
 from meshwright.tools.plan.answer import answer
 from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.estimate import Estimates
-from meshwright.tools.plan.evaluator import Evaluator, evaluate_in_fork, forked, strategy_of
+from meshwright.tools.plan.evaluator import strategy_of
 from meshwright.tools.plan.memory import Memory, verdict
 from meshwright.tools.plan.page import write_plan_page
 from meshwright.tools.plan.predict import Planner, Prediction
@@ -146,25 +145,22 @@ def test_it_finds_what_predicting_everything_finds(seed: int) -> None:
     }
 
 
-@pytest.mark.parametrize("processes", [1, 3])
-def test_ctrl_c_ends_a_search_with_the_best_so_far(processes: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_ends_a_search_with_the_best_so_far(capsys: pytest.CaptureFixture[str]) -> None:
     cluster, models = made_up(5)  # where the own layout fits, and none of the first three is refused by its seconds
 
     def press(text: str, share: float | None) -> None:
         if "predicting number 4" in text:
             raise KeyboardInterrupt
 
-    found = search(parse_config(TREE), cluster, 2, models=models, report=press, partial=True, processes=processes)
+    found = search(parse_config(TREE), cluster, 2, models=models, report=press, partial=True)
     assert found.stopped
     assert 1 <= len(found.predictions) <= 3
-    assert len(models.predicted) == 3 or processes > 1, "forks predict in memories of their own"
-    assert not multiprocessing.active_children()
+    assert len(models.predicted) == 3
     render(found)
     assert "stopped by Ctrl-C" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("processes", [1, 3])
-def test_ctrl_c_while_layouts_are_gathered_ends_the_search(processes: int) -> None:
+def test_ctrl_c_while_layouts_are_gathered_ends_the_search() -> None:
     """With what is known by then, the run's own layout; nothing more is predicted, and nothing said of the others."""
     cluster, models = made_up(5)  # where the own layout fits, and none of the first three is refused by its seconds
     told: list[str] = []
@@ -175,7 +171,7 @@ def test_ctrl_c_while_layouts_are_gathered_ends_the_search(processes: int) -> No
             raise KeyboardInterrupt
 
     run = parse_config(TREE)
-    found = search(run, cluster, 2, models=models, report=press, partial=True, processes=processes)
+    found = search(run, cluster, 2, models=models, report=press, partial=True)
     assert found.stopped
     assert [one.config.layout.data for one in found.predictions] == [run.layout.data.model_copy(update={"size": 2})]
     assert "predicting" in told[-2]
@@ -183,11 +179,9 @@ def test_ctrl_c_while_layouts_are_gathered_ends_the_search(processes: int) -> No
     assert len(told) == 2
     assert found.runner_ups == ()
     assert set(found.not_reached) == {"zero2", "zero3", "pipeline", "megatron", "subgraph"}
-    assert not multiprocessing.active_children()
 
 
-@pytest.mark.parametrize("processes", [1, 3])
-def test_ctrl_c_among_the_losers_keeps_the_best(processes: int) -> None:
+def test_ctrl_c_among_the_losers_keeps_the_best() -> None:
     """And one that comes before anything is known ends all."""
     cluster, models = made_up(5)  # where the own layout fits, and none of the first three is refused by its seconds
     run = parse_config(TREE)
@@ -206,10 +200,9 @@ def test_ctrl_c_among_the_losers_keeps_the_best(processes: int) -> None:
     whole = search(run, cluster, 2, models=models, report=pressing(-1, told))
     assert len(whole.runner_ups) > 1, "its last prediction is for a loser"
     last = pressing(len(told), [])
-    found = search(run, cluster, 2, models=models, report=last, partial=True, processes=processes)
+    found = search(run, cluster, 2, models=models, report=last, partial=True)
     assert found.stopped
     assert [one.config for one in found.predictions] == [one.config for one in whole.predictions]
-    assert not multiprocessing.active_children()
 
     def at_once(layout: Layout) -> bool:
         raise KeyboardInterrupt
@@ -236,44 +229,6 @@ def small() -> Small:
         keep=few,
     )  # fmt: skip
     return found, estimates, words
-
-
-def test_processes_that_share_a_search_find_what_one_does() -> None:
-    """Where layouts fit, and where none does, of which the closest is told."""
-    words = ("batch.micro=2", "layout.pipeline.schedule=1f1b", "memory.offload.to=none", "memory.recompute=none")
-
-    def found(processes: int, memory: int) -> SearchResult | str:
-        device = NODES.device.model_copy(update={"memory_bytes": memory})
-        try:
-            return search(
-                parse_config(TREE, words), NODES.model_copy(update={"device": device}), 2,
-                fixed=fixed_fields(words), processes=processes,
-            )  # fmt: skip
-        except ConfigError as error:
-            return str(error)
-
-    alone, shared = found(1, 2_500_000), found(3, 2_500_000)
-    assert isinstance(alone, SearchResult)
-    assert len(alone.runner_ups) > 2
-    assert shared == alone
-    lacking = found(1, 1_130_000)
-    assert "legal layouts on 2 fits: the closest" in str(lacking)
-    assert found(3, 1_130_000) == lacking
-    assert not multiprocessing.active_children()
-
-
-def test_a_mistake_in_another_process_is_raised_here() -> None:
-    cluster, models = made_up(3)
-
-    def refused(config: Config) -> Memory:
-        raise ConfigError.of("layout", config.layout.summary, "is not known here", "none")
-
-    models.weights_memory = refused  # type: ignore[method-assign]
-    with forked(2, Evaluator(SearchJob(parse_config(TREE), cluster, 2), models, lambda layout: True)) as forks:  # type: ignore[arg-type]
-        assert forks is not None
-        with pytest.raises(ConfigError, match="is not known here"):
-            forks.submit(evaluate_in_fork, [(0, parse_config(TREE))], 1.0).result()
-    assert not multiprocessing.active_children()
 
 
 def test_the_real_estimates_hold(small: Small) -> None:
