@@ -149,11 +149,11 @@ class CheckpointWriter:
         """Make the folder to write into where there is room for the checkpoint; returns why it cannot be written."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if _room(self.folder) < needed:
+            if shutil.disk_usage(self.folder).free < needed:
                 # The new one needs room beside the newest, which is never removed before another is complete: a kill
                 # in between would lose the run. So keep=1 takes room for two.
                 self._prune(max(1, self.keep - 1))
-            if (room := _room(self.folder)) < needed:
+            if (room := shutil.disk_usage(self.folder).free) < needed:
                 stay = "; the newest stays until the next is complete" if self.keep == 1 else ""
                 return f"it needs {needed:,} bytes, and {self.folder} has {room:,}{stay}"
             partial.mkdir()
@@ -198,7 +198,7 @@ class CheckpointWriter:
             if self.mesh.rank == 0 and not self._publish(partial, progress, data_root):
                 self._failure = ABANDONED
         except Exception as error:  # whatever it is, the step that waits for this thread must hear of it
-            removed = not partial.exists() and not self._step_folder(progress).exists()
+            removed = not partial.exists() and not (self.folder / f"step-{progress.step}").exists()
             ours = isinstance(error, OSError | SafetensorError | MeshwrightError)  # whose words say enough
             text = str(error) if ours else f"{type(error).__name__}: {error}"
             self._failure = ABANDONED if removed else f"rank {self.mesh.rank}: {text}"
@@ -210,9 +210,6 @@ class CheckpointWriter:
     def _remove(self, path: Path) -> None:
         """Remove a folder, by another name: it is there whole or not at all, also for ranks that still write to it."""
         shutil.rmtree(path.rename(self.folder / f"{self._token}-gone-{self.mesh.rank}"))
-
-    def _step_folder(self, progress: Progress) -> Path:
-        return self.folder / f"step-{progress.step}"
 
     def _note(self, partial: Path, rank: int) -> str:
         """The name of what a rank has to say of its shard."""
@@ -258,7 +255,7 @@ class CheckpointWriter:
         synced(Manifest(progress, self.origin, tuple(files), tuple(groups), tuple(runs), roots).write(partial))
         synced(partial)
         # Files before the folder, the folder before its name: after a power cut the step is there whole or not at all.
-        target = self._step_folder(progress)
+        target = self.folder / f"step-{progress.step}"
         if target.exists():
             self._remove(target)
         partial.rename(target)
@@ -290,11 +287,6 @@ def runs_of(pieces: Iterable[Piece], mesh: Mesh) -> tuple[Groups, tuple[StoredRu
             dtype = str(piece.tensor.dtype).removeprefix("torch.")
             runs.append(StoredRun(place.name, piece.kind, *box, dtype, key_of(piece), group, start, length))
     return tuple(groups), tuple(runs)
-
-
-def _room(folder: Path) -> int:
-    """The bytes that this user may still write there."""
-    return shutil.disk_usage(folder).free
 
 
 def synced(path: Path) -> None:

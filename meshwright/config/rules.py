@@ -6,6 +6,7 @@ itself mistaken, and every other mistake is still reported in the same message.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Set
@@ -92,7 +93,7 @@ def dtype_fits_level(config: Config) -> Iterator[Problem]:
 @rule("layout.transport")
 def transport_is_installed(config: Config) -> Iterator[Problem]:
     name = config.layout.transport
-    if name != "auto" and not TRANSPORTS[name].is_installed:
+    if name != "auto" and importlib.util.find_spec(TRANSPORTS[name].module) is None:
         hint = f"torch, auto; or {name} after pip install 'meshwright[{name}]'"
         yield Problem("layout.transport", name, f"needs {TRANSPORTS[name].module}, which is not installed", hint)
 

@@ -161,7 +161,7 @@ def replica_backward(parts: Parts, rows: Batch, counts: list[int], samples: int)
         torch.manual_seed(seed_of(f"{config.seed}/dropout/{samples}/{index}/{place}{own}"))
 
     microbatches = parts.microbatches(rows)
-    if config.model.counts_first:
+    if config.model.routing.counts_first:
         with counted_loads(parts.model, mesh, config.batch.global_), parts.strategy.whole_weights():
             parts.pipeline.preview(microbatches, scales, seed)
     loss = parts.pipeline.train(microbatches, scales, seed) / scale

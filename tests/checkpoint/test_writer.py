@@ -265,7 +265,7 @@ def on_a_full_disk(mesh: Mesh, folder: Path) -> list[str]:
         fill(folder / "other")
     mesh.world.barrier()
     said += checkpoints.save(Progress(step=2), pieces(mesh, 2))
-    with patch.object(writer, "_room", lambda folder: 10**9):
+    with patch.object(shutil, "disk_usage", lambda folder: Usage(0, 0, 10**9)):
         said += checkpoints.save(Progress(step=3), pieces(mesh, 3))
         with pytest.raises(
             CheckpointError, match=r"rank \d: .*No space left on device.*; the newest complete one is .*step-1"
