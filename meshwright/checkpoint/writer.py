@@ -8,7 +8,6 @@ small collective, on why the last checkpoint was not written: a full disk could 
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 import threading
@@ -38,6 +37,7 @@ from meshwright.checkpoint.manifest import (
 from meshwright.checkpoint.reader import newest_step, steps_in
 from meshwright.checkpoint.restore import Piece
 from meshwright.checkpoint.shard import BLOCK_BYTES, write_shard
+from meshwright.data.files import sync
 from meshwright.errors import CheckpointError, MeshwrightError
 from meshwright.ranks.agreement import all_texts
 from meshwright.ranks.board import await_path
@@ -227,7 +227,7 @@ class CheckpointWriter:
             if tensor.numel():
                 tensors[key] = tensor.view(place.box.lengths) if whole else tensor
         listing = Listing(write_shard(path, tensors), groups, runs, root)
-        synced(path)
+        sync(path)
         return listing
 
     def _publish(self, partial: Path, progress: Progress, data_root: str | None) -> bool:
@@ -249,17 +249,17 @@ class CheckpointWriter:
         for name, text in self.beside.items():
             path = partial / name
             path.write_text(text, encoding="utf-8")
-            synced(path)
+            sync(path)
             files.append(stored_file(path))
         roots = Roots(root_text(hashes), data_root)
-        synced(Manifest(progress, self.origin, tuple(files), tuple(groups), tuple(runs), roots).write(partial))
-        synced(partial)
+        sync(Manifest(progress, self.origin, tuple(files), tuple(groups), tuple(runs), roots).write(partial))
+        sync(partial)
         # Files before the folder, the folder before its name: after a power cut the step is there whole or not at all.
         target = self.folder / f"step-{progress.step}"
         if target.exists():
             self._remove(target)
         partial.rename(target)
-        synced(self.folder)
+        sync(self.folder)
         self._own.add(progress.step)
         self._best = progress.best
         self._prune(self.keep)
@@ -287,12 +287,3 @@ def runs_of(pieces: Iterable[Piece], mesh: Mesh) -> tuple[Groups, tuple[StoredRu
             dtype = str(piece.tensor.dtype).removeprefix("torch.")
             runs.append(StoredRun(place.name, piece.kind, *box, dtype, key_of(piece), group, start, length))
     return tuple(groups), tuple(runs)
-
-
-def synced(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -71,8 +71,7 @@ def claims_dialogues(data: Mapping[str, Any]) -> bool:
     prepared = header.is_file() and '"kind": "messages"' in header.read_text(encoding="utf-8")
     keys = first_keys(path) if not prepared and path.suffix.lower() == ".jsonl" else set()
     # A record of Alpaca's keys that also has a `text` is one of texts.
-    dialogues = not keys.isdisjoint({"messages", "conversations"}) or (keys >= _ALPACA and "text" not in keys)
-    return prepared or dialogues
+    return prepared or not keys.isdisjoint({"messages", "conversations"}) or (keys >= _ALPACA and "text" not in keys)
 
 
 def read_dialogues(source: str, special: Sequence[str]) -> Iterator[Dialogue]:

@@ -125,7 +125,7 @@ def then_die(function: Callable[..., Any]) -> Callable[..., None]:
 MOMENTS: dict[str, tuple[object, str, Callable[..., None]]] = {
     "before the shard": (writer, "write_shard", die),
     "after the shard": (writer, "write_shard", then_die(writer.write_shard)),
-    "before its fsync": (writer, "synced", die),
+    "before its fsync": (writer, "sync", die),
     "before the manifest": (Manifest, "write", die),
     "after the manifest": (Manifest, "write", then_die(Manifest.write)),
 }
