@@ -202,8 +202,9 @@ class _Loads(torch.autograd.Function):
 
 def _linear(inputs: int, outputs: _Shape, initial: Initial, biased: bool) -> Layer:
     """[..., inputs] -> [..., *outputs]; the weight is [inputs, *outputs]."""
-
-    def function(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, weight.flatten(1).t(), None if bias is None else bias.flatten()).unflatten(-1, outputs)
-
-    return Layer(function, (inputs, *outputs), initial, outputs if biased else None)
+    return Layer(
+        lambda x, weight, bias: (
+            F.linear(x, weight.flatten(1).t(), None if bias is None else bias.flatten()).unflatten(-1, outputs)
+        ),
+        (inputs, *outputs), initial, outputs if biased else None,
+    )  # fmt: skip
