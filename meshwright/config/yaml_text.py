@@ -19,7 +19,12 @@ _TOO_DEEP = f"is nested deeper than {MAX_LEVELS} levels"
 
 def plain_values(text: str) -> Any:
     """The values of a YAML text's only document; None where there is none. Raises yaml.YAMLError."""
-    _check_levels(text)
+    level = 0
+    # Events come one after another, while nodes are composed by recursion, which the depth of a text would exhaust.
+    for event in yaml.parse(text, _Loader):
+        level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if level > MAX_LEVELS:
+            raise _Refused(_TOO_DEEP, event.start_mark)
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
@@ -44,18 +49,6 @@ class _Refused(yaml.MarkedYAMLError):
 
     def __init__(self, problem: str, mark: yaml.Mark) -> None:
         super().__init__(problem=problem, problem_mark=mark)
-
-
-def _check_levels(text: str) -> None:
-    """Events come one after another, while nodes are composed by recursion, which the depth of a text would exhaust."""
-    level = 0
-    for event in yaml.parse(text, _Loader):
-        if isinstance(event, yaml.CollectionStartEvent):
-            level += 1
-        elif isinstance(event, yaml.CollectionEndEvent):
-            level -= 1
-        if level > MAX_LEVELS:
-            raise _Refused(_TOO_DEEP, event.start_mark)
 
 
 def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
