@@ -54,7 +54,7 @@ DONE = Done()
 
 @dataclass(frozen=True)
 class Later:
-    """A verb whose end, or all of it, runs when it is waited for. All ranks wait for theirs in the same order."""
+    """Work whose end, or all of it, runs when it is waited for. All ranks wait for their verbs in the same order."""
 
     run: Callable[[], object]
 
