@@ -50,7 +50,7 @@ from meshwright.ranks.planned import planned_mesh
 from meshwright.registry import load_entry
 from meshwright.tensor.dropout import BlockDropout, InnerDropout
 from meshwright.tensor.experts import Experts
-from meshwright.tensor.islands import Islands, UsesIslands, compiled_islands
+from meshwright.tensor.islands import UsesIslands, compiled_islands
 from meshwright.tensor.kit import Kit, rows_of_rank
 from meshwright.tensor.linear import autocast_device
 from meshwright.tensor.norms import Norm
@@ -150,7 +150,10 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
     model = build_model(config, kit, mesh, Chunk.union(chunks))
     recompute_in(config, model, chunks)
     if config.compile == "islands" and mesh.device.type != "meta":
-        use_islands(model, compiled_islands())
+        islands = compiled_islands()
+        for module in model.modules():
+            if isinstance(module, UsesIslands):
+                module.islands = islands
     grains, fixed = exactly(config, mesh, model.inside)
     strategy = _build_strategy(config, mesh, model, stages.specs, chunks, fixed)
     # After the strategy, which made the buckets: layers write into them.
@@ -234,7 +237,7 @@ def vectors_are_whole(config: Config, specs: dict[str, ShardSpec]) -> bool:
     """Whether threads share every product in whole vectors, so that their number does not decide its bits: measured of
     MKL's and oneDNN's products with 1, 2 and 4 threads, whose rows and columns are multiples of 16. An expert has any
     number of rows."""
-    if config.model.num_experts:
+    if config.model.routing.num_experts:
         return False
     bits = config.bits
     tokens = bits.samples * chain_of(config).tokens_per_sample(config)
@@ -379,13 +382,6 @@ def use_flash_attention(device: torch.device) -> None:
         activate_flash_attention_impl(name)
 
 
-def use_islands(model: Chain, islands: Islands) -> None:
-    """Give each module that has islands the compiled ones."""
-    for module in model.modules():
-        if isinstance(module, UsesIslands):
-            module.islands = islands
-
-
 def recomputed_group(config: Config, stage_layers: int) -> int:
     """The number of layers that are recomputed together in a chunk of so many."""
     setting = config.memory.recompute
@@ -506,7 +502,10 @@ def _build_strategy(
     policy = load_entry(sync.policy)()
     using = {} if policy.replicated else parts_using(config, mesh, model.chunk)
     parts = using if sync.gathers else None
-    own = {name: chunks_using(users, chunks) for name, users in using.items()}
+    own = {
+        name: tuple(number for number, chunk in enumerate(chunks) if not set(users).isdisjoint(chunk.parts))
+        for name, users in using.items()
+    }
     # Slices leave when a chunk is done: a bucket of two chunks would wait for the later one.
     by_chunk = own if sync.slices and len(chunks) > 1 else None
 
@@ -528,11 +527,6 @@ def _build_strategy(
     if not policy.replicated:
         strategy.follow(model, using, chunks)
     return cast(Strategy, strategy)
-
-
-def chunks_using(parts: Sequence[int], chunks: Sequence[Chunk]) -> tuple[int, ...]:
-    """The numbers of the chunks that have one of these parts."""
-    return tuple(number for number, chunk in enumerate(chunks) if not set(parts).isdisjoint(chunk.parts))
 
 
 def parts_using(config: Config, mesh: Mesh, chunk: Chunk) -> dict[str, tuple[int, ...]]:

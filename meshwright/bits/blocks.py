@@ -189,11 +189,6 @@ Draw = Callable[[int], list[int]]
 """draw(grains): a number for the next masks of each of so many grains (bits/grains.py)."""
 
 
-def common_draw() -> int:
-    """A number that all ranks of a replica draw alike, of which their own random numbers are made."""
-    return int(torch.randint(2**62, ()))
-
-
 def undrawn(grains: int) -> list[int]:
     """Numbers for a model that is planned and not trained."""
     return [0] * grains

@@ -227,9 +227,9 @@ def layers_fall_into_blocks(config: Config) -> Iterator[Problem]:
         cuts = ((TENSOR, bits.tensor), (HIDDEN, bits.hidden), (SEQUENCE, bits.sequence))
         field, value = next((field, parts) for field, parts in cuts if parts > 1)
         yield Problem(field, value, f"cuts layers of a {model.family}, whose norms see all positions", "1")
-    elif bits.cuts and model.num_experts:
+    elif bits.cuts and model.routing.num_experts:
         rule_text = "are not cut by bits.tensor, bits.hidden or bits.sequence"
-        yield Problem("model.experts", model.num_experts, rule_text, "null")
+        yield Problem("model.experts", model.routing.num_experts, rule_text, "null")
 
 
 @_under_layout_free("layout.tensor", "bits.tensor", "model")

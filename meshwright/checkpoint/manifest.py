@@ -233,7 +233,8 @@ def read_manifest(folder: Path) -> Manifest:
     if version in (2, FORMAT_VERSION):
         right = text == _with_checksum(text.rpartition(_CHECKSUM)[0])
     elif version == 1:
-        right = checksum == _sum(json.dumps({"format": 1, **body}, sort_keys=True))
+        summed = json.dumps({"format": 1, **body}, sort_keys=True)
+        right = checksum == hashlib.sha256(summed.encode()).hexdigest()
     else:
         reads = f"this version ({__version__}) reads formats 1 to {FORMAT_VERSION}"
         raise CheckpointError(f"{path} has format {version}; {reads}: a newer meshwright may read it, or it is damaged")
@@ -241,7 +242,10 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedError(f"{path} is damaged: its checksum does not match its content; {GET_ANOTHER}")
     try:
         # One format after the other, so that each step knows only its neighbour.
-        body = _of_format_1(body) if version == 1 else body
+        if version == 1:  # of 0.1.0, which named neither the run, nor its data or tokenizer
+            rest = {key: value for key, value in body.items() if key not in ("seed", "config", "shards")}
+            origin = {"config": body.get("config"), "version": "0.1.0", "torch": "unknown"}
+            body = {**rest, "origin": origin, "files": body.get("shards")}
         body = _of_format_2(body) if version in (1, 2) else body
         manifest = _MANIFEST.validate_json(json.dumps(body))
         _check(manifest)
@@ -256,13 +260,6 @@ def read_manifest(folder: Path) -> Manifest:
 
 _MANIFEST = TypeAdapter(Manifest)
 _ENTRIES = TypeAdapter(tuple[StoredPart, ...])
-
-
-def _of_format_1(body: dict[str, Any]) -> dict[str, Any]:
-    """A manifest of version 0.1.0 in this version's form: it named neither the run, nor its data or tokenizer."""
-    rest = {key: value for key, value in body.items() if key not in ("seed", "config", "shards")}
-    origin = {"config": body.get("config"), "version": "0.1.0", "torch": "unknown"}
-    return {**rest, "origin": origin, "files": body.get("shards")}
 
 
 def _of_format_2(body: dict[str, Any]) -> dict[str, Any]:
@@ -360,8 +357,4 @@ def _uncovered(boxes: Sequence[Box], shape: tuple[int, ...]) -> str | None:
 
 def _with_checksum(content: str) -> str:
     """The whole file: a JSON object that lacks its closing brace, and the checksum over its text."""
-    return f'{content}{_CHECKSUM}{_sum(content)}"\n}}'
-
-
-def _sum(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+    return f'{content}{_CHECKSUM}{hashlib.sha256(content.encode()).hexdigest()}"\n}}'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from meshwright.checkpoint.reader import Checkpoint
 from meshwright.config.schema import Config, Model
 from meshwright.errors import CheckpointError
 from meshwright.models.chain import make_chain
-from meshwright.parameters.bucket import Place, Slices, Slot
+from meshwright.parameters.bucket import Place, Slices
 from meshwright.parameters.shard import Box, ShardSpec, shard_specs
 from meshwright.parts import Parts
 from meshwright.ranks.mesh import Mesh, solo_mesh
@@ -36,22 +37,17 @@ class Piece:
 
 
 def pieces_of(parts: Parts) -> Iterator[Piece]:
-    """The weights and optimizer states that this rank writes. Of ranks with equal ones the first writes."""
+    """This rank's slices of weights and optimizer states; of ranks with equal ones the first writes."""
     for index, slot in enumerate(parts.strategy.slots):
-        if parts.mesh.index(*slot.copy_axes(parts.mesh.grid)) == 0:
-            for kind, tensor in parts.optimizer.states(index).items():
-                yield from _slices_of(slot, kind, tensor, parts.mesh)
-
-
-def _slices_of(slot: Slot, kind: str, tensor: Tensor, mesh: Mesh) -> Iterator[Piece]:
-    """A slot's slice of the places that it shares with other ranks."""
-    slices, number = slot.slices, mesh.index(*slot.slices.axes)
-    start = number * slices.length
-    for place in slices.places:
-        begin, end = max(place.start, start), min(place.stop, start + tensor.numel())
-        if place.start < place.stop and (begin < end or number == 0):
-            held = tensor[begin - start : end - start] if begin < end else tensor[:0]
-            yield Piece(kind, place, held, slices, begin - place.start)
+        if parts.mesh.index(*slot.copy_axes(parts.mesh.grid)) > 0:
+            continue
+        slices, number = slot.slices, parts.mesh.index(*slot.slices.axes)
+        start = number * slices.length
+        for (kind, tensor), place in product(parts.optimizer.states(index).items(), slices.places):
+            begin, end = max(place.start, start), min(place.stop, start + tensor.numel())
+            if place.start < place.stop and (begin < end or number == 0):
+                held = tensor[begin - start : end - start] if begin < end else tensor[:0]
+                yield Piece(kind, place, held, slices, begin - place.start)
 
 
 def progress_of(parts: Parts, step: int, samples: int, best: Best | None = None) -> Progress:

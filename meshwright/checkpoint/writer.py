@@ -8,7 +8,6 @@ small collective, on why the last checkpoint was not written: a full disk could 
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 import threading
@@ -38,6 +37,7 @@ from meshwright.checkpoint.manifest import (
 from meshwright.checkpoint.reader import newest_step, steps_in
 from meshwright.checkpoint.restore import Piece
 from meshwright.checkpoint.shard import BLOCK_BYTES, write_shard
+from meshwright.data.files import sync
 from meshwright.errors import CheckpointError, MeshwrightError
 from meshwright.ranks.agreement import all_texts
 from meshwright.ranks.board import await_path
@@ -149,11 +149,11 @@ class CheckpointWriter:
         """Make the folder to write into where there is room for the checkpoint; returns why it cannot be written."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if _room(self.folder) < needed:
+            if shutil.disk_usage(self.folder).free < needed:
                 # The new one needs room beside the newest, which is never removed before another is complete: a kill
                 # in between would lose the run. So keep=1 takes room for two.
                 self._prune(max(1, self.keep - 1))
-            if (room := _room(self.folder)) < needed:
+            if (room := shutil.disk_usage(self.folder).free) < needed:
                 stay = "; the newest stays until the next is complete" if self.keep == 1 else ""
                 return f"it needs {needed:,} bytes, and {self.folder} has {room:,}{stay}"
             partial.mkdir()
@@ -198,7 +198,7 @@ class CheckpointWriter:
             if self.mesh.rank == 0 and not self._publish(partial, progress, data_root):
                 self._failure = ABANDONED
         except Exception as error:  # whatever it is, the step that waits for this thread must hear of it
-            removed = not partial.exists() and not self._step_folder(progress).exists()
+            removed = not partial.exists() and not (self.folder / f"step-{progress.step}").exists()
             ours = isinstance(error, OSError | SafetensorError | MeshwrightError)  # whose words say enough
             text = str(error) if ours else f"{type(error).__name__}: {error}"
             self._failure = ABANDONED if removed else f"rank {self.mesh.rank}: {text}"
@@ -210,9 +210,6 @@ class CheckpointWriter:
     def _remove(self, path: Path) -> None:
         """Remove a folder, by another name: it is there whole or not at all, also for ranks that still write to it."""
         shutil.rmtree(path.rename(self.folder / f"{self._token}-gone-{self.mesh.rank}"))
-
-    def _step_folder(self, progress: Progress) -> Path:
-        return self.folder / f"step-{progress.step}"
 
     def _note(self, partial: Path, rank: int) -> str:
         """The name of what a rank has to say of its shard."""
@@ -230,7 +227,7 @@ class CheckpointWriter:
             if tensor.numel():
                 tensors[key] = tensor.view(place.box.lengths) if whole else tensor
         listing = Listing(write_shard(path, tensors), groups, runs, root)
-        synced(path)
+        sync(path)
         return listing
 
     def _publish(self, partial: Path, progress: Progress, data_root: str | None) -> bool:
@@ -252,17 +249,17 @@ class CheckpointWriter:
         for name, text in self.beside.items():
             path = partial / name
             path.write_text(text, encoding="utf-8")
-            synced(path)
+            sync(path)
             files.append(stored_file(path))
         roots = Roots(root_text(hashes), data_root)
-        synced(Manifest(progress, self.origin, tuple(files), tuple(groups), tuple(runs), roots).write(partial))
-        synced(partial)
+        sync(Manifest(progress, self.origin, tuple(files), tuple(groups), tuple(runs), roots).write(partial))
+        sync(partial)
         # Files before the folder, the folder before its name: after a power cut the step is there whole or not at all.
-        target = self._step_folder(progress)
+        target = self.folder / f"step-{progress.step}"
         if target.exists():
             self._remove(target)
         partial.rename(target)
-        synced(self.folder)
+        sync(self.folder)
         self._own.add(progress.step)
         self._best = progress.best
         self._prune(self.keep)
@@ -290,17 +287,3 @@ def runs_of(pieces: Iterable[Piece], mesh: Mesh) -> tuple[Groups, tuple[StoredRu
             dtype = str(piece.tensor.dtype).removeprefix("torch.")
             runs.append(StoredRun(place.name, piece.kind, *box, dtype, key_of(piece), group, start, length))
     return tuple(groups), tuple(runs)
-
-
-def _room(folder: Path) -> int:
-    """The bytes that this user may still write there."""
-    return shutil.disk_usage(folder).free
-
-
-def synced(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -19,7 +19,7 @@ from typer import Argument, Option
 from typer.core import TyperCommand, TyperGroup
 
 from meshwright import __version__
-from meshwright.cli.completion import complete_cluster, complete_run, complete_software, complete_word
+from meshwright.cli.completion import complete_shipped, complete_word
 from meshwright.errors import ConfigError, MeshwrightError, Problem
 from meshwright.streams import PatientStream, flush, open_closed_streams
 
@@ -95,10 +95,12 @@ def _group(text: str, epilog: str | None = None) -> typer.Typer:
 app, data_app = _group(HELP, FIRST), _group("Prepare corpora.")
 convert_app = _group("Read and write Hugging Face's folders.")
 
+_RUNS, _CLUSTERS, _PROGRAMS = map(complete_shipped, ("runs", "clusters", "software"))
 RUN_METAVAR, RUN_HELP = "RUN", "A run file, or one of our runs by its name, such as quickstart."
-RunFile = Annotated[Path, Argument(metavar=RUN_METAVAR, help=RUN_HELP, autocompletion=complete_run)]
+RunFile = Annotated[Path, Argument(metavar=RUN_METAVAR, help=RUN_HELP, autocompletion=_RUNS)]
 OptionalRun = Annotated[
-    Path | None, Argument(metavar=RUN_METAVAR, help=RUN_HELP, show_default=False, autocompletion=complete_run)
+    Path | None,
+    Argument(metavar=RUN_METAVAR, help=RUN_HELP, show_default=False, autocompletion=_RUNS),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -107,16 +109,11 @@ Overrides = Annotated[
 AsJson = Annotated[bool, Option("--json", help="Print JSON for a script.")]
 DeviceOption = Annotated[str, Option(help="auto, cpu or cuda.")]
 ClusterName = Annotated[
-    str,
-    Option(
-        metavar="NAME|FILE", help="A cluster that we know, or a file of calibrate.", autocompletion=complete_cluster
-    ),
+    str, Option(metavar="NAME|FILE", help="A cluster that we know, or a file of calibrate.", autocompletion=_CLUSTERS)
 ]
 SoftwareName = Annotated[
     str | None,
-    Option(
-        metavar="NAME", help="Whose program runs: facts of our own or of another.", autocompletion=complete_software
-    ),
+    Option(metavar="NAME", help="Whose program runs: facts of our own or of another.", autocompletion=_PROGRAMS),
 ]
 CheckpointFolder = Annotated[Path, Argument(metavar="CHECKPOINT", help="A step folder, or a run's (its newest step).")]
 NewFolder = Annotated[Path, Option(help="The folder to make.")]

@@ -7,7 +7,7 @@ schema with these in it, for which the config is imported: 0.3 s more.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -18,19 +18,10 @@ from meshwright.configs import SCHEMA, shipped
 Schema = Mapping[str, Any]
 
 
-def complete_run(incomplete: str) -> list[str]:
-    """The runs that may be named in place of a file; files are the shell's own to complete."""
-    return [name for name in shipped("runs") if name.startswith(incomplete)]
-
-
-def complete_cluster(incomplete: str) -> list[str]:
-    """The clusters that may be named in place of a file of calibrate."""
-    return [name for name in shipped("clusters") if name.startswith(incomplete)]
-
-
-def complete_software(incomplete: str) -> list[str]:
-    """The programs of which a plan may be."""
-    return [name for name in shipped("software") if name.startswith(incomplete)]
+def complete_shipped(kind: str) -> Callable[[str], list[str]]:
+    """A completer of our runs', clusters' or programs' names, where a file may stand in their place: files are the
+    shell's own to complete."""
+    return lambda incomplete: [name for name in shipped(kind) if name.startswith(incomplete)]
 
 
 def complete_field(incomplete: str) -> list[str]:

@@ -253,10 +253,10 @@ def branches(
 
     config = load_config(run, overrides or ())
     from meshwright.section import parse_counts
-    from meshwright.tools.branches import report
-    from meshwright.tools.branches.findings import find_branches
+    from meshwright.tools.branches import findings, report
 
-    print_result(report, find_branches(config, parse_counts("--grids", grids, "sub-grids", least=2)), as_json)
+    counts = parse_counts("--grids", grids, "sub-grids", least=2)
+    print_result(report, findings.findings_of(findings.trace_model(config), counts), as_json)
 
 
 TraceFile = Annotated[

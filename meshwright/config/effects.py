@@ -100,7 +100,9 @@ EFFECTS = (
     Effect(
         ("layout.data.expert",),
         ("model.family", "layout.data.size"),
-        lambda config: (config.model.num_experts > 0 and config.layout.data.size > 1) or config.layout.data.expert == 1,
+        lambda config: (
+            (config.model.routing.num_experts > 0 and config.layout.data.size > 1) or config.layout.data.expert == 1
+        ),
         lambda config: (
             "with layout.data.size=1" if config.layout.data.size == 1 else "with a model that has no experts"
         ),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from meshwright.ranks.transports_section import TransportName
 from meshwright.registry import entries
-from meshwright.section import Count, Positive, Rule, Section, Size, union_of
+from meshwright.section import Count, Positive, Section, Size, union_of
 from meshwright.tensor.section import TensorSection, Whole
 
 if TYPE_CHECKING:
@@ -71,10 +71,6 @@ class DataParallel(Section):
         strategy: Sync = entries("syncs")[self.sync]
         return strategy
 
-    @property
-    def rules(self) -> tuple[Rule, ...]:
-        return self.strategy.rules
-
 
 class PipelineSection(Section):
     """Pipeline parallelism: stages of contiguous layers, one a rank of the `pipe` axis."""
@@ -125,10 +121,6 @@ class ContextParallel(Section):
         """The registry's entry of the kind."""
         strategy: ContextKind = entries("contexts")[self.kind]
         return strategy
-
-    @property
-    def rules(self) -> tuple[Rule, ...]:
-        return self.strategy.rules
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:

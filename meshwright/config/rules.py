@@ -6,6 +6,7 @@ itself mistaken, and every other mistake is still reported in the same message.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Set
@@ -92,7 +93,7 @@ def dtype_fits_level(config: Config) -> Iterator[Problem]:
 @rule("layout.transport")
 def transport_is_installed(config: Config) -> Iterator[Problem]:
     name = config.layout.transport
-    if name != "auto" and not TRANSPORTS[name].is_installed:
+    if name != "auto" and importlib.util.find_spec(TRANSPORTS[name].module) is None:
         hint = f"torch, auto; or {name} after pip install 'meshwright[{name}]'"
         yield Problem("layout.transport", name, f"needs {TRANSPORTS[name].module}, which is not installed", hint)
 
@@ -340,9 +341,10 @@ def nodes_are_full(config: Config) -> Iterator[Problem]:
         yield Problem("layout.ranks_per_node", here, rule_text, f"auto, {listed(divisors(ranks))}")
 
 
-def _where_chosen(group: str, field: str) -> Iterator[Rule]:
-    """The rules that a group's strategies bring, each asked where one of its strategies is the run's, at `field`."""
-    rules_of = attrgetter(f"{field}.rules")
+def _where_chosen(group: str, field: str, chosen: str = "") -> Iterator[Rule]:
+    """The rules that a group's strategies bring, each asked where one of its strategies is the run's, at `field`;
+    `chosen`: where the strategy is found, if the field holds its name."""
+    rules_of = attrgetter(f"{chosen or field}.rules")
 
     def bind(own: Rule) -> Rule:
         return Rule((field, *own.reads), lambda config: own.check(config) if own in rules_of(config) else iter(()))
@@ -371,9 +373,9 @@ RULES = (
     tensor_cuts_are_equal,
     tensor_splits_rows,
     *_where_chosen("tensor", "layout.tensor"),
-    *_where_chosen("contexts", "layout.context"),
-    *_where_chosen("optimizers", "optimizer"),
-    *_where_chosen("syncs", "layout.data"),
+    *_where_chosen("contexts", "layout.context", "layout.context.strategy"),
+    *_where_chosen("optimizers", "optimizer", "optimizer.update"),
+    *_where_chosen("syncs", "layout.data", "layout.data.strategy"),
     *PARTITION_RULES,
     recomputed_groups_fit,
     kept_operations_are_whole,

@@ -18,7 +18,7 @@ from meshwright.data.section import DataSection
 from meshwright.models.section import Network
 from meshwright.ranks.section import Timeout
 from meshwright.registry import default_family, entries
-from meshwright.section import Count, Positive, Rule, Section, Share, Size, divisors, union_of
+from meshwright.section import Count, Positive, Section, Share, Size, divisors, union_of
 
 if TYPE_CHECKING:
     from meshwright.optim.section import Update
@@ -158,11 +158,6 @@ class OptimizerSection(Section):
         """The registry's entry of the optimizer."""
         update: Update = entries("optimizers")[self.name]
         return update
-
-    @property
-    def rules(self) -> tuple[Rule, ...]:
-        """The rules that the optimizer has for the rest of the run."""
-        return self.update.rules
 
 
 class CheckpointSection(Section):

@@ -14,11 +14,17 @@ import yaml
 
 MAX_LEVELS = 32
 MAX_VALUES = 100_000
+_TOO_DEEP = f"is nested deeper than {MAX_LEVELS} levels"
 
 
 def plain_values(text: str) -> Any:
     """The values of a YAML text's only document; None where there is none. Raises yaml.YAMLError."""
-    _check_levels(text)
+    level = 0
+    # Events come one after another, while nodes are composed by recursion, which the depth of a text would exhaust.
+    for event in yaml.parse(text, _Loader):
+        level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if level > MAX_LEVELS:
+            raise _Refused(_TOO_DEEP, event.start_mark)
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
@@ -45,22 +51,6 @@ class _Refused(yaml.MarkedYAMLError):
         super().__init__(problem=problem, problem_mark=mark)
 
 
-def _too_deep(mark: yaml.Mark) -> _Refused:
-    return _Refused(f"is nested deeper than {MAX_LEVELS} levels", mark)
-
-
-def _check_levels(text: str) -> None:
-    """Events come one after another, while nodes are composed by recursion, which the depth of a text would exhaust."""
-    level = 0
-    for event in yaml.parse(text, _Loader):
-        if isinstance(event, yaml.CollectionStartEvent):
-            level += 1
-        elif isinstance(event, yaml.CollectionEndEvent):
-            level -= 1
-        if level > MAX_LEVELS:
-            raise _too_deep(event.start_mark)
-
-
 def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
     """(values, levels) of a node with its aliases written out. `known`: by identity; None while it is looked at."""
     key = id(node)
@@ -72,7 +62,7 @@ def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple
         inner = [_measure(part, known) for part in parts]
         values, levels = 1 + sum(size for size, _ in inner), 1 + max((height for _, height in inner), default=0)
         if levels > MAX_LEVELS:
-            raise _too_deep(node.start_mark)
+            raise _Refused(_TOO_DEEP, node.start_mark)
         if values > MAX_VALUES:
             raise _Refused(f"repeats its aliases into more than {MAX_VALUES:,} values", node.start_mark)
         known[key] = values, levels

@@ -74,7 +74,7 @@ class _AroundRing(torch.autograd.Function):
         gradient = gradient.contiguous()  # a sum's is one number, which no kernel takes for a row
         own = torch.stack([key, value])
         dq = torch.zeros_like(query, dtype=sums.dtype)
-        home = ring.way_home(own, sums.dtype, mask)
+        home = (_Straight if mask is not None and not ring.masks(mask) else _Behind)(ring, own, sums.dtype)
         for step, block in ring.blocks(own, mask):
             dblock: Tensor | None = None
             for piece in ring.pieces(step, query.shape[2], ctx.causal, mask):
@@ -178,10 +178,6 @@ class RingAttention(CutContext):
             yield step, block
             if coming is not None:
                 block = coming.wait()
-
-    def way_home(self, like: Tensor, dtype: torch.dtype, mask: Tensor | None) -> _Behind | _Straight:
-        """How the gradients of blocks like this come to who has the block."""
-        return (_Straight if mask is not None and not self.masks(mask) else _Behind)(self, like, dtype)
 
     def bias(self, mask: Tensor | None, step: int, like: Tensor) -> Tensor | None:
         """The addend of a step's scores, [B, 1, 1, s] for padding: half the least number where a key is not seen, so

@@ -61,15 +61,12 @@ def grouped(name: str, shape: TensorShape, theirs: Sequence[str]) -> TensorPair:
     """The pair of our [in, G, out] with G of Hugging Face's linears [out, in]; of a bias, [G, out] with [out] each."""
     groups = len(shape) - 2  # the dim of ours that counts them
     each = (shape[-1], *shape[:groups])
-
-    def to_ours(*parts: Tensor) -> Tensor:
-        return torch.stack([part.t() for part in parts], groups)
-
-    def to_theirs(whole: Tensor) -> list[Tensor]:
-        return [part.t() for part in whole.unbind(groups)]
-
     assert shape[groups] == len(theirs), f"{name} {shape} is not {theirs}"
-    return TensorPair(name, shape, dict.fromkeys(theirs, each), to_ours, to_theirs)
+    return TensorPair(
+        name, shape, dict.fromkeys(theirs, each),
+        lambda *parts: torch.stack([part.t() for part in parts], groups),
+        lambda whole: [part.t() for part in whole.unbind(groups)],
+    )  # fmt: skip
 
 
 def in_blocks(table: Names, count: int, theirs: str, first: int = 0) -> dict[str, str | Sequence[str]]:

@@ -116,8 +116,16 @@ class Source:
     def __init__(self, folder: Path, full_name: Callable[[str], str]) -> None:
         """Raises CheckpointError where the folder holds no safetensors, or its index does not fit."""
         self.folder = folder
-        indexed = (folder / INDEX).is_file() and not (folder / SINGLE).is_file()  # as transformers chooses
-        files = _indexed(folder) if indexed else _single(folder)
+        if (folder / SINGLE).is_file():  # before an index, as transformers chooses
+            files = _names_in(folder / SINGLE)
+        elif (folder / INDEX).is_file():
+            files = _indexed(folder)
+        elif pickles := sorted(file.name for file in folder.glob("pytorch_model*.bin")):
+            # Told apart from an empty folder, since the remedy is another.
+            remedy = "convert it to safetensors first, with transformers' save_pretrained in a place you trust"
+            raise CheckpointError(f"{folder} holds only {pickles[0]}, a pickle, which could run any code: {remedy}")
+        else:
+            raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}")
         self._places = {full_name(stored): (path, stored) for stored, path in files.items()}
         # Old folders lack the prefix of their names: the same tensor under both would be read by chance.
         if len(self._places) != len(files):
@@ -155,18 +163,6 @@ class Source:
             where = f"{self._places[name][0]}: {name}"
             raise CheckpointError(f"{where} holds {numbers} not finite: it was damaged, or diverged")
         return tensor
-
-
-def _single(folder: Path) -> dict[str, Path]:
-    path = folder / SINGLE
-    if path.is_file():
-        return _names_in(path)
-    # Told apart from an empty folder, since the remedy is another.
-    pickles = sorted(file.name for file in folder.glob("pytorch_model*.bin"))
-    if pickles:
-        remedy = "convert it to safetensors first, with transformers' save_pretrained in a place you trust"
-        raise CheckpointError(f"{folder} holds only {pickles[0]}, a pickle, which could run any code: {remedy}")
-    raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}")
 
 
 def _indexed(folder: Path) -> dict[str, Path]:

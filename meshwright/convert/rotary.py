@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from meshwright.convert.family import TensorPair, TensorShape
 from meshwright.convert.folder import Settings
@@ -36,15 +35,12 @@ _THETA = {"mixtral": 1e6}
 
 def pair_of_experts(name: str, shape: TensorShape, linears: str | Sequence[str]) -> TensorPair:
     """The pair of all experts' tensor, ours [n, in, ..., out], with Hugging Face's [out, in] of each linear."""
-
-    def to_ours(*parts: Tensor) -> Tensor:
-        return torch.stack(parts).unflatten(0, (shape[0], -1)).movedim(-1, 1)  # [n, in, linears, out]
-
-    def to_theirs(whole: Tensor) -> list[Tensor]:
-        return list(whole.view(*shape[:2], -1, shape[-1]).movedim(1, -1).flatten(0, 1))
-
     theirs = {f"{linear}.weight": (shape[-1], shape[1]) for linear in linears}
-    return TensorPair(name, shape, theirs, to_ours, to_theirs)
+    return TensorPair(
+        name, shape, theirs,
+        lambda *parts: torch.stack(parts).unflatten(0, (shape[0], -1)).movedim(-1, 1),  # [n, in, linears, out]
+        lambda whole: list(whole.view(*shape[:2], -1, shape[-1]).movedim(1, -1).flatten(0, 1)),
+    )  # fmt: skip
 
 
 def rope_settings(rope: PlainRope) -> dict[str, object]:

@@ -62,11 +62,8 @@ class Corpus:
 
 def text_corpus(source: str) -> Corpus:
     """The documents of a source."""
-
-    def read() -> Iterator[tuple[str, ...]]:
-        return ((document,) for document in documents(source))
-
-    return Corpus("text", source, source_name(source), source_identity(source), read)
+    name, identity = source_name(source), source_identity(source)
+    return Corpus("text", source, name, identity, lambda: ((document,) for document in documents(source)))
 
 
 def source_corpus(data: TokenSection) -> Corpus:

@@ -60,11 +60,6 @@ class Dialogue:
     tools: Sequence[Any] | None = None
 
 
-def holds_dialogues(keys: set[str]) -> bool:
-    """Whether a record of these keys can be nothing but a dialogue. One that also has a `text` is one of texts."""
-    return not keys.isdisjoint({"messages", "conversations"}) or (keys >= _ALPACA and "text" not in keys)
-
-
 def claims_dialogues(data: Mapping[str, Any]) -> bool:
     """Whether the source that a user wrote can be nothing but dialogues, as far as its form tells."""
     source = str(data.get("source", STDLIB))
@@ -74,7 +69,9 @@ def claims_dialogues(data: Mapping[str, Any]) -> bool:
     header = path / PREPARED
     # By its text: a header is parsed, and refused, where the folder is opened.
     prepared = header.is_file() and '"kind": "messages"' in header.read_text(encoding="utf-8")
-    return prepared or (path.suffix.lower() == ".jsonl" and holds_dialogues(first_keys(path)))
+    keys = first_keys(path) if not prepared and path.suffix.lower() == ".jsonl" else set()
+    # A record of Alpaca's keys that also has a `text` is one of texts.
+    return prepared or not keys.isdisjoint({"messages", "conversations"}) or (keys >= _ALPACA and "text" not in keys)
 
 
 def read_dialogues(source: str, special: Sequence[str]) -> Iterator[Dialogue]:

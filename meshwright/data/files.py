@@ -76,14 +76,15 @@ def staged_folder(out: Path) -> Iterator[Path]:
         yield partial
         # Contents before the name: after a power cut the folder under its name must be whole.
         for path in [*partial.iterdir(), partial]:
-            _sync(path)
+            sync(path)
         partial.rename(out)
-        _sync(out.parent)
+        sync(out.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -76,11 +76,7 @@ class FullySharded:
         self._gathered_bytes = 2 * self._sent_bytes(whole, half) + self._sent_bytes(rest, half)
         self._summed_bytes = self._sent_bytes([*whole, *rest], summed)
         self._sharded = [parameter for _, parameter in model.named_parameters()]
-        self._slots = [self._slot(name, parameter, specs[name]) for name, parameter in model.named_parameters()]
-
-    @property
-    def slots(self) -> list[Slot]:
-        return self._slots
+        self.slots = [self._slot(name, parameter, specs[name]) for name, parameter in model.named_parameters()]
 
     @property
     def weight_bytes(self) -> int:
@@ -89,13 +85,13 @@ class FullySharded:
     @property
     def gradient_bytes(self) -> int:
         """Bytes of this rank's own rows; torch has a unit's whole gradients beside them."""
-        return sum(size_bytes(slot.parameter) for slot in self._slots)
+        return sum(size_bytes(slot.parameter) for slot in self.slots)
 
     @property
     def weights(self) -> list[FlatWeights]:
         """Each rank's own rows, between steps: no other holds them."""
         grid = self.mesh.grid
-        return [FlatWeights(slot.parameter.detach(), slot.places, slot.copy_axes(grid)) for slot in self._slots]
+        return [FlatWeights(slot.parameter.detach(), slot.places, slot.copy_axes(grid)) for slot in self.slots]
 
     def share(self, load: LoadRows, replica_batch: int) -> Batch:
         return load(self.mesh.index("data") * replica_batch, replica_batch)
@@ -111,15 +107,15 @@ class FullySharded:
 
     def arrivals(self) -> Iterator[int]:
         self.finish()
-        return iter(range(len(self._slots)))
+        return iter(range(len(self.slots)))
 
     def finish(self) -> None:
-        for slot, parameter in zip(self._slots, self._sharded, strict=True):
+        for slot, parameter in zip(self.slots, self._sharded, strict=True):
             assert isinstance(parameter.grad, DTensor), "fully_shard left no gradient"
             slot.parameter.grad = parameter.grad.to_local().reshape(-1)
 
     def publish(self, *, wait: bool = True) -> None:
-        for slot, parameter in zip(self._slots, self._sharded, strict=True):
+        for slot, parameter in zip(self.slots, self._sharded, strict=True):
             slot.parameter.grad = None
             parameter.grad = None
 

@@ -15,7 +15,6 @@ gathering logits [B, T, V] would move V/H times as much.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from meshwright.data_parallel.strategy import Replicated, Synchroniser
 from meshwright.model import Batch, Hidden, LoadRows, Model, Scales
@@ -84,11 +83,8 @@ class ServerLoss(ServerGradient):
         comm = self.mesh.comm("data")
         (own,) = model.hidden_states(batch, incoming)
         outputs = gather(own, self.mesh, "data", _ROOT)  # [n·B, T, H] on the server, [0, T, H] on a worker
-
-        def left_the_head(gradient: Tensor) -> None:  # from here on all ranks do the same
-            super(ServerLoss, self).expect(self._final_comes)
-
-        outputs.register_hook(left_the_head)
+        # Once the gradient has left the head, all ranks do the same.
+        outputs.register_hook(lambda gradient: super(ServerLoss, self).expect(self._final_comes))
         labels = {name: batch[name].new_empty(outputs.shape[0], *batch[name].shape[1:]) for name in model.labels}
         for name, everyone in labels.items():
             comm.gather(everyone, batch[name], _ROOT)

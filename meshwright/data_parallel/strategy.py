@@ -70,6 +70,7 @@ class Strategy(Protocol):
 
     gradients: Gradients
     every_microbatch: bool
+    slots: list[Slot]
 
     @property
     def weight_bytes(self) -> int:
@@ -78,9 +79,6 @@ class Strategy(Protocol):
     @property
     def gradient_bytes(self) -> int:
         """The most bytes of gradients that a rank holds at a time."""
-
-    @property
-    def slots(self) -> list[Slot]: ...
 
     @property
     def weights(self) -> list[FlatWeights]:

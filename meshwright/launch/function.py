@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
@@ -84,10 +85,7 @@ class Ranks:
 
     @property
     def world_size(self) -> int:
-        size = 1
-        for _, length in self.axes:
-            size *= length
-        return size
+        return math.prod(length for _, length in self.axes)
 
 
 @dataclass(frozen=True)

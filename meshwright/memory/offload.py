@@ -96,10 +96,8 @@ class Offloaded:
         self._ahead: Work | None = None
         self._has_moments = False
         self._walkers = ThreadPoolExecutor(1, "offload-steps")
-        for index, slot in enumerate(slots):
-            if WEIGHT in self._layout[index]:
-                for span in self._spans(index):
-                    self._stored(index, WEIGHT)[span].copy_(slot.parameter.detach()[span])
+        for index, span in self._half_spans():
+            self._stored(index, WEIGHT)[span].copy_(slots[index].parameter.detach()[span])
         self._give_back()
 
     def step(self, indices: Iterable[int], step: StepWeights) -> None:
@@ -198,15 +196,11 @@ class Offloaded:
         start = self._layout[index][kind]
         return self.store.values[start : start + self.slots[index].parameter.numel()]
 
-    def _spans(self, index: int) -> Iterator[slice]:
-        for piece in self._pieces[index]:
-            yield slice(piece.start, piece.stop)
-
     def _half_spans(self) -> Iterator[tuple[int, slice]]:
         """The pieces of the half-precision slots, as (slot, span)."""
-        for index, starts in enumerate(self._layout):
-            if WEIGHT in starts:
-                yield from ((index, span) for span in self._spans(index))
+        for index, pieces in enumerate(self._pieces):
+            if WEIGHT in self._layout[index]:
+                yield from ((index, slice(piece.start, piece.stop)) for piece in pieces)
 
     def _give_back(self) -> None:
         self.store.give_back(0, self.store.values.numel())

@@ -14,40 +14,20 @@ A copy may read what was computed before it was handed in; who reads what it wro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from meshwright.ranks.comm import Work
+from meshwright.ranks.comm import Later, Work
 
 
 class Lane(Protocol):
     """Runs copies in order."""
 
     def submit(self, copy: Callable[[], None]) -> Work: ...
-
-
-@dataclass(frozen=True)
-class Awaited:
-    """A thread's work: wait() returns when it is done, and raises what it raised."""
-
-    future: Future[None]
-
-    def wait(self) -> None:
-        self.future.result()
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """A stream's work: after wait() the current stream runs behind it."""
-
-    event: torch.cuda.Event
-
-    def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self.event)
 
 
 class ThreadLane:
@@ -61,7 +41,7 @@ class ThreadLane:
 
     def submit(self, copy: Callable[[], None]) -> Work:
         if (stream := self._stream) is None:
-            return Awaited(self._threads.submit(copy))
+            return Later(self._threads.submit(copy).result)  # which raises what the copy raised
         # Recorded by the caller: in the thread the current stream is another one, and the copy could read too early.
         computed = torch.cuda.current_stream(self.device).record_event()
 
@@ -71,7 +51,7 @@ class ThreadLane:
                 copy()
                 stream.synchronize()  # the thread's work is done when the copy is, not when it is enqueued
 
-        return Awaited(self._threads.submit(on_stream))
+        return Later(self._threads.submit(on_stream).result)
 
 
 class StreamLane:
@@ -86,7 +66,8 @@ class StreamLane:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             copy()
-        return Recorded(self._stream.record_event())
+        event = self._stream.record_event()
+        return Later(lambda: torch.cuda.current_stream().wait_event(event))  # which then runs behind the copy
 
 
 GRADIENT = "gradient"

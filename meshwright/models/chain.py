@@ -13,7 +13,7 @@ from meshwright.context.context import WHOLE_SEQUENCES, Context
 from meshwright.model import EMBEDDINGS, HEAD, Batch, Chunk, Costs, Hidden, Pieces, Scales
 from meshwright.parameters.shard import ShardSpec, num_parameters
 from meshwright.registry import load_entry
-from meshwright.tensor.kit import Kit
+from meshwright.tensor.kit import Head, Kit
 
 if TYPE_CHECKING:
     from meshwright.config import Config
@@ -37,11 +37,13 @@ def at_once(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class Chain(nn.Module, ABC):
-    """Subclasses give blocks, embed, layer, final_states, loss and num_correct. Block i of the model is `blocks.i` in
-    every chunk."""
+    """Subclasses give blocks and embed; layer, final_states, loss and num_correct where theirs are not those of blocks
+    that read one tensor, then `norm`, then a `head` of one label. Block i of the model is `blocks.i` in every chunk."""
 
     blocks: nn.ModuleDict
-    labels: tuple[str, ...]
+    norm: nn.Module
+    head: nn.Module
+    labels: tuple[str, ...] = ("labels",)
     inside: tuple[str, ...] = ()
 
     def __init__(self, chunk: Chunk) -> None:
@@ -115,25 +117,29 @@ class Chain(nn.Module, ABC):
     def embed(self, batch: Batch) -> Hidden:
         """The first layer's input."""
 
-    @abstractmethod
     def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
         """The hidden tensors behind one block, from those in front of it."""
+        return (block(*hidden),)
 
-    @abstractmethod
     def final_states(self, hidden: Hidden) -> Tensor:
         """The normed hidden states [B, T, H]."""
+        h: Tensor = self.norm(*hidden)
+        return h
 
-    @abstractmethod
     def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
-        """The losses of hidden states, summed, each times its scale."""
+        """The losses of hidden states [B, T, H], summed, each times its scale."""
+        (label,) = self.labels
+        loss: Tensor = self.head(h, batch[label], scales[label])
+        return loss
 
     def with_layers_losses(self, loss: Tensor, hidden: Hidden, scales: Scales) -> Tensor:
         """The head's loss and those that layers have given on beside the hidden states, in training."""
         return loss
 
-    @abstractmethod
     def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
         """The number of valid elements of each label that are the model's likeliest answer."""
+        (label,) = self.labels
+        return [cast(Head, self.head).num_correct(h, batch[label])]
 
     @staticmethod
     @abstractmethod

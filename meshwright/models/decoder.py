@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwright.config import Config
-from meshwright.model import Batch, Hidden, Scales
 from meshwright.models.chain import Chain
-from meshwright.tensor.kit import Head
 
 
 @dataclass
@@ -44,25 +41,11 @@ class Decoder(Chain):
     to it (context/documents.py).
     """
 
-    labels = ("labels",)
     inside = ("documents",)
-    norm: nn.Module
-    head: nn.Module
 
     @abstractmethod
     def hidden(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """The normed hidden states [B, T, H] of tokens that follow those in the cache."""
-
-    def final_states(self, hidden: Hidden) -> Tensor:
-        h: Tensor = self.norm(*hidden)
-        return h
-
-    def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
-        loss: Tensor = self.head(h, batch["labels"], scales["labels"])
-        return loss
-
-    def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
-        return [cast(Head, self.head).num_correct(h, batch["labels"])]
 
     @staticmethod
     def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:

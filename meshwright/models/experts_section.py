@@ -66,7 +66,7 @@ class ExpertsSection(Section):
 def experts_of(config: Config) -> ExpertsSection | None:
     """The model's experts, of a family whose section has some."""
     model: Any = config.model
-    return model.experts if config.model.num_experts else None
+    return model.experts if config.model.routing.num_experts else None
 
 
 @rule("model.experts")
@@ -121,7 +121,7 @@ def a_layer_has_experts(config: Config) -> Iterator[Problem]:
 
 @rule("model.experts", "layout.data.expert")
 def ranks_have_whole_experts(config: Config) -> Iterator[Problem]:
-    count, expert = config.model.num_experts, config.layout.data.expert
+    count, expert = config.model.routing.num_experts, config.layout.data.expert
     if count % expert:
         # Experts are dealt over ranks of the data axis, so its size must be a multiple, too.
         valid = listed([size for size in divisors(count) if config.layout.data.size % size == 0])

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from meshwright.errors import Problem
 from meshwright.models.experts_section import ExpertsSection
-from meshwright.models.section import TextTransformer
+from meshwright.models.section import Routing, TextTransformer
 from meshwright.section import Layers, Positive, Section, Share, rule, union_of
 
 if TYPE_CHECKING:
@@ -164,18 +164,14 @@ class RotaryTransformer(TextTransformer):
         return self.experts is not None and layer >= self.experts.dense_layers
 
     @property
-    def num_experts(self) -> int:
-        return self.experts.count if self.experts is not None else 0
-
-    @property
-    def droppable_pairs(self) -> int:
+    def routing(self) -> Routing:
         experts = self.experts
+        if experts is None:
+            return Routing()
         # Dropless experts have no capacity, and no count to report.
-        return self.expert_layers * experts.per_token if experts is not None and experts.capacity is not None else 0
-
-    @property
-    def stacked_matrices(self) -> str:
-        return "model.experts" if self.experts is not None else ""
+        droppable = self.expert_layers * experts.per_token if experts.capacity is not None else 0
+        by_batch = experts.balance > 0 and experts.balance_over == "batch"
+        return Routing(experts.count, droppable, "model.experts", experts.bias_rate or 0.0, by_batch)
 
     @property
     def router_losses(self) -> str:
@@ -186,17 +182,8 @@ class RotaryTransformer(TextTransformer):
         return "model.experts.balance" if experts.balance else "model.experts.router_z"
 
     @property
-    def counts_first(self) -> bool:
-        experts = self.experts
-        return experts is not None and experts.balance > 0 and experts.balance_over == "batch"
-
-    @property
     def losses_in_layers(self) -> str:
         return self.router_losses
-
-    @property
-    def bias_rate(self) -> float:
-        return self.experts.bias_rate or 0.0 if self.experts is not None else 0.0
 
     @property
     def widths(self) -> tuple[tuple[str, int], ...]:

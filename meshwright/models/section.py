@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 
 from pydantic import Field
@@ -25,6 +26,22 @@ class Length(NamedTuple):
     reads: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Routing:
+    """Facts of a model's mixture of experts; the defaults are those of a model without one."""
+
+    num_experts: int = 0
+    """Experts of a layer, which an axis may deal out."""
+    droppable_pairs: int = 0
+    """Pairs of each token and an expert, in all layers, that a capacity may drop."""
+    stacked_matrices: str = ""
+    """The field by which one parameter holds several matrices."""
+    bias_rate: float = 0.0
+    """How far a step moves the biases by which routers choose experts; 0 where they stay."""
+    counts_first: bool = False
+    """Whether a step goes forward once more before it trains, to count which experts the global batch takes."""
+
+
 class Network(Section):
     """Base of all families. Letters as in the glossary: H hidden, V vocabulary. Subclasses add `family`, a Literal."""
 
@@ -40,6 +57,8 @@ class Network(Section):
     """Whether its loss is that of a head whose classes stages can share out."""
     separates: ClassVar[bool] = False
     """Whether its attention can keep to the documents of a sequence."""
+    shared_by_samples: ClassVar[str] = ""
+    """The field that gives attention's scores addends that all samples share; empty where there are none."""
     reads: ClassVar[str] = "tokens"
     """The form of its batches: what a kind of data gives (data/section.py)."""
     data_kind: ClassVar[str] = "text"
@@ -90,44 +109,19 @@ class Network(Section):
         """The field that gives all branches of a block one parameter; empty where each parameter is a branch's own."""
         return ""
 
-    @property
-    def shared_by_samples(self) -> str:
-        """The field that gives attention's scores addends that all samples share; empty where there are none."""
-        return ""
-
     def has_experts(self, layer: int) -> bool:
         """Whether the feed-forward of layer number `layer` is of experts."""
         return False
 
     @property
-    def num_experts(self) -> int:
-        """Experts of a layer, which an axis may deal out; none where feed-forwards are whole."""
-        return 0
-
-    @property
-    def droppable_pairs(self) -> int:
-        """Pairs of each token and an expert, in all layers, that a capacity may drop; none where nothing is."""
-        return 0
-
-    @property
-    def stacked_matrices(self) -> str:
-        """The field by which one parameter holds several matrices; empty where each is a parameter of its own."""
-        return ""
+    def routing(self) -> Routing:
+        """Facts of a mixture of experts, for the planner, the optimizer and the metrics; without one, the defaults."""
+        return Routing()
 
     @property
     def latents(self) -> tuple[tuple[str, int], ...]:
         """The fields that hold widths of activations between pairs beside the hidden one, with their values."""
         return ()
-
-    @property
-    def bias_rate(self) -> float:
-        """How far a step moves the biases by which routers choose experts; 0 where they stay."""
-        return 0.0
-
-    @property
-    def counts_first(self) -> bool:
-        """Whether a step goes forward once more before it trains, to count which experts the global batch takes."""
-        return False
 
     @property
     def losses_in_layers(self) -> str:

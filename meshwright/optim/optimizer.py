@@ -229,13 +229,13 @@ class Optimizer:
     @torch.no_grad()
     def _nudge(self, skip: Tensor | None) -> None:
         """Move what is nudged by the signs of its gradients. `skip`: as for `_update`."""
-        for slot in self.slots if self.config.model.bias_rate else ():
+        for slot in self.slots if self.config.model.routing.bias_rate else ():
             if slot.nudged:
                 # The sign alone counts, so neither the loss scale nor clipping matters.
                 assert slot.parameter.grad is not None, "a slot without a gradient"
                 signs = slot.parameter.grad.sign()
                 signs = signs if skip is None else signs * (1 - skip)
-                slot.parameter.sub_(signs.to(slot.parameter.dtype), alpha=self.config.model.bias_rate)
+                slot.parameter.sub_(signs.to(slot.parameter.dtype), alpha=self.config.model.routing.bias_rate)
 
     def _measured(self, arrivals: Iterable[int], squares: dict[int, Tensor]) -> Iterator[int]:
         """Pass the arrivals on, and leave each slot's part of the norm in `squares`."""

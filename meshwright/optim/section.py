@@ -86,7 +86,7 @@ def needs_whole_matrices(config: Config) -> Iterator[Problem]:
         whole = ", ".join(other for other, entry in entries("syncs").items() if not entry.cuts_parameters)
         yield Problem("layout.data.sync", sync, why, whole + instead)
     # One tensor [n, H, 2, N] of all experts is no matrix; its n matrices would each need a step of their own.
-    if field := config.model.stacked_matrices:
+    if field := config.model.routing.stacked_matrices:
         rule_text = f"steps a matrix a parameter, and {field} has one of all experts"
         yield Problem("optimizer.name", name, rule_text, others)
     # Every kit cuts matrices, which is what a kit is for: its axes are reason enough.

@@ -186,7 +186,7 @@ class ShardedModule(nn.Module):
     def declare(self, name: str, spec: ShardSpec) -> nn.Parameter:
         """Register a parameter of this rank's shape, without values: `initialise` fills it."""
         box = spec.box(self.mesh.grid, self.mesh.rank)
-        parameter = nn.Parameter(torch.empty(box.lengths, device=self.mesh.parameter_device))
+        parameter = nn.Parameter(torch.empty(box.lengths, device="meta" if self.mesh.empty else self.mesh.device))
         self.register_parameter(name, parameter)
         self.specs[name] = spec
         return parameter

@@ -50,12 +50,6 @@ class Case:
         names = self.failed.get((kind, step), [])
         return [name for name in self.evidence.names if name in names] or names
 
-    def is_all(self, names: Sequence[str]) -> bool:
-        """Whether nearly all trained parameters are among some."""
-        facts = self.evidence.reference.facts
-        trained = {name for name in self.evidence.names if name not in facts.dead and name not in facts.frozen}
-        return len(trained & set(names)) >= MOST * len(trained)
-
 
 def first_finding(evidence: Evidence, rows: Sequence[Row]) -> Mistake | None:
     """The first mistake in the order of cause and effect; None where all holds."""
@@ -232,7 +226,10 @@ def states(case: Case, step: int) -> Mistake | None:
         return None
     text = f"{wrong[0]}{and_more(wrong)} is wrong after step {step}, and all weights and gradients are right"
     names = [name.partition(" of ")[2] for name in wrong]
-    return Mistake("optimizer", ALL if case.is_all(names) else owner_of(names[0]), text)
+    facts = case.evidence.reference.facts
+    trained = {name for name in case.evidence.names if name not in facts.dead and name not in facts.frozen}
+    nearly_all = len(trained.intersection(names)) >= MOST * len(trained)
+    return Mistake("optimizer", ALL if nearly_all else owner_of(names[0]), text)
 
 
 def buffers(case: Case, step: int) -> Mistake | None:

@@ -39,8 +39,4 @@ def cast_like(policy: Any, loss: Loss) -> Loss:
 
         job.reference(model, loss=parity.cast_like(policy, loss_of), batch=batch_of)
     """
-
-    def cast_loss(model: nn.Module, batch: Any) -> Any:
-        return loss(_Cast(model, policy), batch)
-
-    return cast_loss
+    return lambda model, batch: loss(_Cast(model, policy), batch)

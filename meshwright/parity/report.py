@@ -48,11 +48,9 @@ def worst_row(rows: Sequence[Row]) -> Row:
     A right row that may be off by all of itself is rounding alone, as the gradient of a key's bias, which no softmax
     feels: it stands for its kind only where there is no other.
     """
-
-    def rank(row: Row) -> tuple[bool, bool, bool, float]:
-        return not row.holds, row.error != row.error, row.allowed < 1, row.error / (row.allowed or 1.0)
-
-    return max(rows, key=rank)
+    return max(
+        rows, key=lambda row: (not row.holds, row.error != row.error, row.allowed < 1, row.error / (row.allowed or 1.0))
+    )
 
 
 def render(results: Sequence[ParityResult]) -> None:

@@ -243,7 +243,9 @@ class StepComparison:
             held = {rank: tensors[key] for rank, (tensors, _) in enumerate(sides) if key in tensors}
             if kind not in TRACED:
                 if name in recipes:
-                    whole[key] = made_by(recipes[name], held, places)
+                    made = _made(recipes[name], held, places, strict=False)
+                    # Of copies that differ the first rank's.
+                    whole[key] = next(iter(held.values())) if made is None else made
                 continue
             ours = {rank: tensors[key] for rank, tensors in enumerate(theirs) if key in tensors}
             allowed = MARGIN * max(moved.get((kind, 1, name), 0.0), eps)
@@ -437,12 +439,6 @@ def wholes_of(held: Mapping[int, Tensor], places: Sequence[Mapping[str, int]]) -
             yield recipe, x
     if axes and len({x.shape for x in held.values()}) > 1:
         yield (), next(iter(held.values()))
-
-
-def made_by(recipe: Recipe, held: Mapping[int, Tensor], places: Sequence[Mapping[str, int]]) -> Tensor:
-    """Ranks' tensors put together by a recipe. Copies that differ are what their first rank has."""
-    x = _made(recipe, held, places, strict=False)
-    return next(iter(held.values())) if x is None else x
 
 
 def _made(

@@ -76,10 +76,11 @@ class PieceStage:
             except StopIteration as end:
                 del self._flows[index]
                 outgoing: Hidden = end.value
-                self._graphs[index].append(PieceGraph(incoming, _edges(outgoing)))
+                self._graphs[index].append(PieceGraph(incoming, tuple(map(get_gradient_edge, outgoing))))
                 return tuple(x.detach() for x in outgoing)
         stays = tuple(x.detach().requires_grad_() for x in crossing.stays)
-        self._graphs[index].append(PieceGraph(incoming, _edges((crossing.rows, *crossing.stays)), stays))
+        edges = tuple(map(get_gradient_edge, (crossing.rows, *crossing.stays)))
+        self._graphs[index].append(PieceGraph(incoming, edges, stays))
         crossing = Crossing(crossing.rows.detach(), crossing.given, crossing.taken)
         self._trades[index].append(Crossing(crossing.rows[:0], crossing.given, crossing.taken))
         return crossing
@@ -112,10 +113,6 @@ class PieceStage:
         with torch.no_grad(), self.stage.multiplies():
             for work in self._works.pop((index, place)):
                 work(final)
-
-
-def _edges(outgoing: Hidden) -> tuple[GradientEdge, ...]:
-    return tuple(get_gradient_edge(x) for x in outgoing)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal
+from typing import ClassVar, Literal
 
 from meshwright.pipeline.task import Arrival, Task, TaskKind
 
@@ -31,6 +31,8 @@ class ChunkPlacement:
     num_stages: int
     num_chunks: int = 1
     shape: Shape = "loop"
+    spreads_head: ClassVar[bool] = False
+    """Whether every stage has a part of the head's classes."""
 
     @property
     def num_positions(self) -> int:
@@ -88,11 +90,6 @@ class ChunkPlacement:
 
     def crosses(self, stage: int, task: Task) -> bool:
         """Whether a task's result comes back to its own stage by a trade of rows with other ranks."""
-        return False
-
-    @property
-    def spreads_head(self) -> bool:
-        """Whether every stage has a part of the head's classes."""
         return False
 
 

@@ -20,6 +20,7 @@ Sends, a microbatch: p - 1 times the hidden states, and as much back, which the 
 from __future__ import annotations
 
 from functools import cached_property
+from typing import ClassVar
 
 from meshwright.pipeline.placement import PiecePlacement
 from meshwright.pipeline.task import Arrival, Task, TaskKind
@@ -29,13 +30,11 @@ class SpreadHeadPlacement(PiecePlacement):
     """One chunk of layers a stage; gate and head are the last stage's own pieces, and a chain by themselves beside the
     layers of every other."""
 
+    spreads_head: ClassVar[bool] = True
+
     @cached_property
     def _pieces(self) -> tuple[tuple[range, ...], ...]:
         return *[(range(1), range(1, 3))] * (self.num_stages - 1), (range(2),)
-
-    @property
-    def spreads_head(self) -> bool:
-        return True
 
     def receiver(self, stage: int, task: Task) -> tuple[int, Arrival] | None:
         ends = self.place(stage, task.chunk)[0] > 0 and not self.crosses(stage, task)

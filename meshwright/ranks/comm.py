@@ -54,7 +54,7 @@ DONE = Done()
 
 @dataclass(frozen=True)
 class Later:
-    """A verb whose end, or all of it, runs when it is waited for. All ranks wait for theirs in the same order."""
+    """Work whose end, or all of it, runs when it is waited for. All ranks wait for their verbs in the same order."""
 
     run: Callable[[], object]
 
@@ -232,9 +232,9 @@ class Comm(ABC):
     @abstractmethod
     def _all_reduce(self, x: Tensor) -> Work: ...
     @abstractmethod
-    def _reduce_scatter(self, part: Tensor, x: Tensor) -> Work: ...
+    def _reduce_scatter(self, part: Tensor, x: Tensor, /) -> Work: ...
     @abstractmethod
-    def _all_gather(self, x: Tensor, part: Tensor) -> Work: ...
+    def _all_gather(self, x: Tensor, part: Tensor, /) -> Work: ...
     @abstractmethod
     def _all_to_all(self, out: Tensor, x: Tensor, pieces: PieceSizes | None) -> Work: ...
     @abstractmethod
@@ -244,9 +244,9 @@ class Comm(ABC):
     @abstractmethod
     def _reduce(self, x: Tensor, root: int) -> Work: ...
     @abstractmethod
-    def _gather(self, x: Tensor, part: Tensor, root: int) -> Work: ...
+    def _gather(self, x: Tensor, part: Tensor, root: int, /) -> Work: ...
     @abstractmethod
-    def _scatter(self, part: Tensor, x: Tensor, root: int) -> Work: ...
+    def _scatter(self, part: Tensor, x: Tensor, root: int, /) -> Work: ...
     @abstractmethod
     def _exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> Work: ...
     @abstractmethod
@@ -265,11 +265,10 @@ class SoloComm(Comm):
     def _all_reduce(self, x: Tensor) -> Work:
         return DONE
 
-    def _reduce_scatter(self, part: Tensor, x: Tensor) -> Work:
+    def _reduce_scatter(self, part: Tensor, x: Tensor, /) -> Work:
         return _copied(part, x)
 
-    def _all_gather(self, x: Tensor, part: Tensor) -> Work:
-        return _copied(x, part)
+    _all_gather = _reduce_scatter
 
     def _all_to_all(self, out: Tensor, x: Tensor, pieces: PieceSizes | None) -> Work:
         return _copied(out, x)
@@ -280,14 +279,12 @@ class SoloComm(Comm):
     def _broadcast(self, x: Tensor, root: int) -> Work:
         return DONE
 
-    def _reduce(self, x: Tensor, root: int) -> Work:
-        return DONE
+    _reduce = _broadcast
 
-    def _gather(self, x: Tensor, part: Tensor, root: int) -> Work:
+    def _gather(self, x: Tensor, part: Tensor, root: int, /) -> Work:
         return _copied(x, part)
 
-    def _scatter(self, part: Tensor, x: Tensor, root: int) -> Work:
-        return _copied(part, x)
+    _scatter = _gather
 
     def _exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> Work:
         return _copied(into, x)

@@ -96,11 +96,6 @@ class Mesh:
         return self.stands_for if self.device.type == "meta" else self.device.type
 
     @property
-    def parameter_device(self) -> torch.device:
-        """Where layers declare their parameters."""
-        return torch.device("meta") if self.empty else self.device
-
-    @property
     def world(self) -> Comm:
         """All ranks."""
         return self.comm(*self.grid.names)

@@ -12,7 +12,6 @@ Who adds one writes its facts here and its comm and mailbox beside (mesh.py open
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -35,10 +34,6 @@ class TransportFacts:
     in_process: bool = False
     process_groups: bool = False
     moves_alone: bool = True
-
-    @property
-    def is_installed(self) -> bool:
-        return importlib.util.find_spec(self.module) is not None
 
 
 TRANSPORTS: Mapping[str, TransportFacts] = {

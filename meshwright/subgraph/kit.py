@@ -15,6 +15,7 @@ data and branch, a branch's over data: the branch axis splits the tokens, and cu
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -59,12 +60,14 @@ class CommonPair:
         return self._second(self.segment, inner, (hidden,), initial, bias=bias)
 
 
+@dataclass(frozen=True)
 class CommonPairByParts:
     """The pair of a common layer, computed by the parts of all branches: kernels get one part at a time, on whichever
     rank it is (bits/blocks.py)."""
 
-    def __init__(self, segment: Segment, blocks: Blocks, *, core: bool) -> None:
-        self.segment, self.blocks, self.core = segment, blocks, core
+    segment: Segment
+    blocks: Blocks
+    core: bool
 
     def expand(
         self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True,
@@ -81,11 +84,12 @@ class CommonPairByParts:
         return CommonContract(self.segment, inner, hidden, initial, bias=bias, blocks=self.blocks, joins=self.core)
 
 
+@dataclass(frozen=True)
 class BranchPair:
     """The linears belong to the branches: each rank has its columns of the first, its rows of the second."""
 
-    def __init__(self, segment: Segment, blocks: Blocks) -> None:
-        self.segment, self.blocks = segment, blocks
+    segment: Segment
+    blocks: Blocks
 
     def expand(
         self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True,
@@ -114,16 +118,15 @@ class SubgraphKit(KitBase):
             AllCommon(mesh, by_tree=exact) if settings.common == "all" else OneCommon(mesh, num_rows, by_tree=exact)
         )
         super().__init__(mesh, self.segment, blocks)
-        branches, common = BranchPair(self.segment, blocks), self._common(core=False)
-        self._branches = self._common(core=True) if settings.branch == "attention-core" else branches
+        branches = BranchPair(self.segment, blocks)
+        core, common = (
+            CommonPairByParts(self.segment, blocks.uncut, core) if exact else CommonPair(self.segment, core=core)
+            for core in (True, False)
+        )
+        self._branches = core if settings.branch == "attention-core" else branches
         # Attention takes `branches`, every other pair of linears the kit's own words: only `block` cuts these.
         self._slices: LinearPair = branches if settings.branch == "block" else common
         self.inner = blocks if settings.branch == "block" else blocks.uncut
-
-    def _common(self, *, core: bool) -> LinearPair:
-        if self.blocks.exact:
-            return CommonPairByParts(self.segment, self.blocks.uncut, core=core)
-        return CommonPair(self.segment, core=core)
 
     @property
     def branches(self) -> LinearPair:

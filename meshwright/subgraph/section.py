@@ -37,20 +37,13 @@ class Subgraph(TensorSection):
     kit_class: ClassVar[str] = "meshwright.subgraph.kit:SubgraphKit"
     by_parts: ClassVar[str] = kit_class
     inner_axis: ClassVar[str] = "branch"
+    batch_axes: ClassVar[tuple[str, ...]] = ("branch",)
     rules: ClassVar[tuple[Rule, ...]] = (branches_share_nothing,)
     idle_alone: ClassVar[tuple[str, ...]] = ("common", "branch")
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
         return (("branch", self.size),)
-
-    @property
-    def batch_axes(self) -> tuple[str, ...]:
-        return ("branch",)
-
-    @property
-    def token_axes(self) -> tuple[str, ...]:
-        return ("branch",)
 
     @property
     def rows(self) -> tuple[str, int]:

@@ -112,7 +112,9 @@ class Classes:
     def _chunks(self, h: Tensor, table: Tensor) -> Iterator[slice]:
         if self.whole:
             return iter([slice(0, h.shape[0])] if h.shape[0] else [])
-        return ranges(0, h.shape[0], table.shape[0], CHUNK_BYTES[self.device_type], least_rows(self.device_type, h))
+        # However large the vocabulary is, a chunk of h [B·T, H] has so many rows.
+        least = max(CHUNK_ROWS[self.device_type], int(CHUNK_OF_TABLE[self.device_type] * h.shape[1]))
+        return ranges(0, h.shape[0], table.shape[0], CHUNK_BYTES[self.device_type], least)
 
     def adds_in(self, h: Tensor, table: Tensor) -> torch.dtype:
         """The dtype in which chunks' gradients of the table are added: at least float32, but for a chunk alone, whose
@@ -131,11 +133,6 @@ class Classes:
         if self.whole:
             return [slice(0, logits.shape[0])]
         return list(ranges(0, logits.shape[0], logits.shape[1], SLICE_BYTES[self.device_type]))
-
-
-def least_rows(device_type: str, h: Tensor) -> int:
-    """Rows of a chunk of h [B·T, H], however large the vocabulary is."""
-    return max(CHUNK_ROWS[device_type], int(CHUNK_OF_TABLE[device_type] * h.shape[1]))
 
 
 def ranges(start: int, stop: int, row_elements: int, most_bytes: int, least: int = 1) -> Iterator[slice]:

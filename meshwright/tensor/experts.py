@@ -238,7 +238,8 @@ class Experts(nn.Module):
         if self.shape.capacity is not None and self.training:
             plan, whole = self._bounded(whole, ids, places)
         else:
-            plan = self._dropless(ids)
+            order = ids.flatten().argsort(stable=True)  # all rows, sorted by expert
+            plan = Dispatch(order, order.argsort(), ids.shape[-1], rows_of_experts(ids, self.shape.count))
         back = plan.slots.view(-1, plan.copies)
         rows = gather_rows(whole.flatten(0, 1), plan.pairs // plan.copies, back, zeros=plan.drops)
         return Dispatched(rows, weights, routed.losses), plan
@@ -247,11 +248,6 @@ class Experts(nn.Module):
         """The chosen experts' outputs [B, T, H], each times its weight, of the outputs y [R, H] of all rows."""
         y = gather_rows(y, plan.slots, plan.pairs.unsqueeze(1), zeros=plan.drops)
         return self.boundary.leave((y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(2))
-
-    def _dropless(self, ids: Tensor) -> Dispatch:
-        """All rows, sorted by expert."""
-        order = ids.flatten().argsort(stable=True)
-        return Dispatch(order, order.argsort(), ids.shape[-1], rows_of_experts(ids, self.shape.count))
 
     def _bounded(self, h: Tensor, ids: Tensor, places: Tensor | None) -> tuple[Dispatch, Tensor]:
         """Each sequence's first C tokens of each expert; by expert, sequence and position. And h, which tells in the

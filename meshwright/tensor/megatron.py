@@ -20,9 +20,10 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch import Tensor, nn
 
-from meshwright.bits.blocks import WHOLE, Blocks, common_draw, own_stream
+from meshwright.bits.blocks import WHOLE, Blocks, own_stream
 from meshwright.parameters.shard import Initial, Shard, ShardSpec
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.boundary import SEQUENCE, Boundary, CutActivations, WholeActivations
@@ -91,4 +92,5 @@ class MegatronKit(KitBase):
     def own_randomness(self, rate: float) -> AbstractContextManager[None]:
         if rate == 0 or self.split_axes or self.blocks.exact:  # blocks have masks of their own
             return nullcontext()
-        return own_stream(f"{common_draw()}/{self.mesh.index('tensor')}", self.mesh.device)
+        drawn = int(torch.randint(2**62, ()))  # by all ranks of a replica alike
+        return own_stream(f"{drawn}/{self.mesh.index('tensor')}", self.mesh.device)

@@ -70,11 +70,6 @@ class PartHead(TableHead):
             loss: Tensor = _PartLoss.apply(h, table, bias, labels, scale, self, differentiates)
         return loss
 
-    @property
-    def quantum_scale(self) -> float:
-        """The factor of the losses' quantum: in an evaluation they are sums, not parts of a mean."""
-        return self.fixed.scale if self.fixed is not None and self.training else SUMMED_LOSS
-
 
 @dataclass
 class _RunGradients:
@@ -159,7 +154,9 @@ def _run(
                     write_part(own, side_by_side([part.t() @ inputs for inputs in those]), beta=1)
             if dbias is not None:
                 dbias += torch.cat([part.sum(0, dtype=wide) for part in logits])
-    loss = rounded_loss(torch.where(counted, losses, 0).to(torch.float64) * scale, head.quantum_scale).sum()
+    # The factor of the losses' quantum: in an evaluation they are sums, not parts of a mean.
+    quantum_scale = head.fixed.scale if head.fixed is not None and head.training else SUMMED_LOSS
+    loss = rounded_loss(torch.where(counted, losses, 0).to(torch.float64) * scale, quantum_scale).sum()
     if index is not None and differentiates:
         dh = torch.zeros(all_of.shape, dtype=dh.dtype, device=dh.device).index_copy_(0, index, dh)
     return loss, _RunGradients(dh, dtable, dbias)

@@ -81,10 +81,6 @@ class ExpertsShape:
         assert self.capacity is not None, "experts without a capacity"
         return min(length, math.ceil(self.capacity * self.chosen * length / self.count))
 
-    @property
-    def has_losses(self) -> bool:
-        return bool(self.balance or self.router_z)
-
 
 class Routed(NamedTuple):
     """A router's word on tokens: the experts of each, `ids` [B, T, k], their `weights` [B, T, k], and where it has
@@ -133,7 +129,7 @@ class Router(ShardedModule):
         if self.counting:
             loads = counts_of(ids, shape.count, scores.dtype).sum(0)
             self.loads = loads if self.loads is None else self.loads + loads
-        return Routed(weights, ids, (self._losses(wide, scores, ids),) if shape.has_losses else ())
+        return Routed(weights, ids, (self._losses(wide, scores, ids),) if shape.balance or shape.router_z else ())
 
     def _choice(self, scores: Tensor) -> Tensor:
         """The experts that tokens choose, [B, T, k]."""

@@ -112,6 +112,8 @@ class TensorSection(Section):
     """The axis that cuts what lies between the two linears of a pair."""
     inner_field: ClassVar[str] = "layout.tensor.size"
     """The field of its size."""
+    batch_axes: ClassVar[tuple[str, ...]] = ()
+    """The axes that split a microbatch's rows."""
     by_size: ClassVar[bool] = False
     """Whether what a rank runs and sends depends on a microbatch's size otherwise than in proportion."""
 
@@ -121,14 +123,9 @@ class TensorSection(Section):
         return ()
 
     @property
-    def batch_axes(self) -> tuple[str, ...]:
-        """The axes that split a microbatch's rows."""
-        return ()
-
-    @property
     def token_axes(self) -> tuple[str, ...]:
         """The axes that split tokens: gradients of uncut parameters are summed over them."""
-        return ()
+        return self.batch_axes
 
     @property
     def hidden_size(self) -> int:
@@ -296,6 +293,7 @@ class Tesseract(TensorSection):
     rules: ClassVar[tuple[Rule, ...]] = (depth_is_at_most_q,)
     gives_effect_to: ClassVar[tuple[str, ...]] = ("memory.summa",)
     heads_axis: ClassVar[str] = "col"
+    batch_axes: ClassVar[tuple[str, ...]] = ("depth", "row")
     by_size: ClassVar[bool] = True
     by_parts: ClassVar[str] = "meshwright.tensor.tesseract_parts:TesseractByParts"
     inner_axis: ClassVar[str] = "col"
@@ -308,14 +306,6 @@ class Tesseract(TensorSection):
     @property
     def hidden_size(self) -> int:
         return self.q
-
-    @property
-    def batch_axes(self) -> tuple[str, ...]:
-        return ("depth", "row")
-
-    @property
-    def token_axes(self) -> tuple[str, ...]:
-        return ("depth", "row")
 
     @property
     def rows(self) -> tuple[str, int]:

@@ -135,8 +135,7 @@ class KitBase:
     def __init__(self, mesh: Mesh, boundary: Boundary = UNCUT, blocks: Blocks = WHOLE) -> None:
         """`blocks`: what a rank multiplies at a time, and in which order sums over parts are made."""
         self.mesh, self.blocks, self.parts, self.inner = mesh, blocks, blocks.parts, blocks
-        self.boundary = boundary
-        self.split_axes = self.boundary.split_axes
+        self.boundary, self.split_axes = boundary, boundary.split_axes
 
     def outside(self, layer: ShardedModule) -> nn.Module:
         """A layer between pairs, or what stands for it on a rank that has no part of it."""

@@ -127,7 +127,8 @@ def generate_tokens(
     # On the host, so that every device draws the same numbers.
     generator = torch.Generator().manual_seed(1 if sampling.seed is None else sampling.seed)
     tokens, stops = prompt or [loaded.tokenizer.first], loaded.tokenizer.marks.stops.union(ends)
-    fresh = tokens if len(tokens) <= loaded.context else _kept(tokens, loaded.context)
+    half = max(1, loaded.context // 2)
+    fresh = tokens if len(tokens) <= loaded.context else tokens[-half:]
     cache = KeyValueCache()
     for _ in range(most):
         logits = _next_logits(loaded, fresh, cache)
@@ -145,12 +146,7 @@ def generate_tokens(
         fresh = [token]
         if cache.num_tokens == loaded.context:
             # Cached keys have positions in them, so the half that stays is computed anew, at the positions 0, 1, ...
-            fresh, cache = _kept(tokens, loaded.context), KeyValueCache()
-
-
-def _kept(tokens: list[int], context: int) -> list[int]:
-    """The tokens that stay of a context that is full."""
-    return tokens[-max(1, context // 2) :]
+            fresh, cache = tokens[-half:], KeyValueCache()
 
 
 @torch.inference_mode()

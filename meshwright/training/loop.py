@@ -174,11 +174,9 @@ class Trainer:
     def _load(self, samples: int) -> ReplicaBatch:
         """This replica's rows of the batch that begins at a sample, with the counts of their own labels alone."""
         self.parts.mesh.recorder.enter("data")
-
-        def load(first: int, count: int) -> Batch:
-            return self.train.samples(samples + first, count)
-
-        rows = self.parts.strategy.share(load, self.parts.config.replica_batch)
+        rows = self.parts.strategy.share(
+            lambda first, count: self.train.samples(samples + first, count), self.parts.config.replica_batch
+        )
         return ReplicaBatch(to_device(rows, self.parts.mesh.device), counts_of(rows, self.parts.model.labels), samples)
 
     def _lap(self) -> Lap:

@@ -68,8 +68,11 @@ def meet(mesh: Mesh, facts: Mapping[str, str]) -> None:
     stated = all_texts(json.dumps({**facts, _HOST: socket.gethostname()}), mesh.world)
     every = [json.loads(one) for one in stated]
     first = every[0]
-    rank, theirs = next((rank, theirs) for rank, theirs in enumerate(every) if _differences(theirs, first))
-    keys = _differences(theirs, first)
+    differing = (
+        (rank, theirs, keys) for rank, theirs in enumerate(every)
+        if (keys := [key for key in {**first, **theirs} if key != _HOST and theirs.get(key) != first.get(key)])
+    )  # fmt: skip
+    rank, theirs, keys = next(differing)
     shown = [f"{key} is {theirs.get(key, 'absent')}, not {first.get(key, 'absent')}" for key in keys[:_MOST_SHOWN]]
     more = f" (and {len(keys) - len(shown)} more)" if len(keys) > len(shown) else ""
     who = f"rank {rank} on {theirs[_HOST]} differs from rank 0 on {first[_HOST]}"
@@ -111,7 +114,3 @@ def placement_notes(mesh: Mesh) -> list[str]:
     more = ", ..." if len(hosts) > _MOST_SHOWN else ""
     rule = "the layout's inner axes talk over the network; place ranks in blocks (srun -m block, mpirun --map-by slot)"
     return [f"warning: neighbouring ranks are on different hosts ({shown}{more}): {rule}"]
-
-
-def _differences(theirs: Mapping[str, str], first: Mapping[str, str]) -> list[str]:
-    return [key for key in {**first, **theirs} if key != _HOST and theirs.get(key) != first.get(key)]

@@ -99,7 +99,7 @@ def work_of(config: Config, device: torch.device) -> StepWork:
         flops=samples * chain.flops_per_sample(config),
         paper_flops=samples * paper_flops(chain.products(config)),
         peak_flops=peak_flops(config.metrics.peak_flops, device, config.precision),
-        droppable_pairs=samples * chain.tokens_per_sample(config) * config.model.droppable_pairs * copies,
+        droppable_pairs=samples * chain.tokens_per_sample(config) * config.model.routing.droppable_pairs * copies,
     )
 
 

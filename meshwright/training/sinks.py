@@ -44,8 +44,16 @@ class TrackedRun:
 class Tracker(Protocol):
     """Takes the numbers of each step."""
 
-    def write(self, step: int, scalars: Mapping[str, float]) -> None: ...
-    def close(self) -> None: ...
+    def write(self, step: int, scalars: Mapping[str, float]) -> object: ...
+    def close(self) -> object: ...
+
+
+@dataclass(frozen=True)
+class CalledTracker:
+    """A tracker that is two calls of a package's own."""
+
+    write: Callable[[int, Mapping[str, float]], object]
+    close: Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -64,82 +72,65 @@ class Sink:
     optional: bool = False
 
 
-class _TensorBoard:
-    def __init__(self, run: TrackedRun) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+def open_tensorboard(run: TrackedRun) -> Tracker:
+    from torch.utils.tensorboard import SummaryWriter
 
-        # Steps that a resumed run makes again are purged, else the curve would go back and forth.
-        self._board = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.first_step + 1)
+    # Steps that a resumed run makes again are purged, else the curve would go back and forth.
+    board = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.first_step + 1)
 
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+    def write(step: int, scalars: Mapping[str, float]) -> None:
         for key, value in scalars.items():
-            self._board.add_scalar(key, value, step)
+            board.add_scalar(key, value, step)
 
-    def close(self) -> None:
-        self._board.close()
-
-
-class _Wandb:
-    def __init__(self, run: TrackedRun) -> None:
-        import wandb
-
-        self._run = wandb.init(
-            project=run.project, id=run.name, name=run.folder.name, dir=str(run.folder), config=dict(run.settings),
-            mode="offline" if run.offline else "online", resume="allow",
-        )  # fmt: skip
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._run.log(dict(scalars), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    return CalledTracker(write, board.close)
 
 
-class _Mlflow:
-    def __init__(self, run: TrackedRun) -> None:
-        from mlflow import MlflowClient
+def open_wandb(run: TrackedRun) -> Tracker:
+    import wandb
 
-        self._client = MlflowClient(f"sqlite:///{run.folder}/mlflow.db" if run.offline else None)
-        experiment = self._client.get_experiment_by_name(run.project)
-        number = self._client.create_experiment(run.project) if experiment is None else experiment.experiment_id
-        tag = "meshwright.run"
-        before = self._client.search_runs([number], f"tags.`{tag}` = '{run.name}'", max_results=1)
-        if before:
-            self._id = before[0].info.run_id
-            return
-        self._id = self._client.create_run(number, tags={tag: run.name}, run_name=run.folder.name).info.run_id
+    tracked = wandb.init(
+        project=run.project, id=run.name, name=run.folder.name, dir=str(run.folder), config=dict(run.settings),
+        mode="offline" if run.offline else "online", resume="allow",
+    )  # fmt: skip
+    return CalledTracker(lambda step, scalars: tracked.log(dict(scalars), step=step), tracked.finish)
+
+
+def open_mlflow(run: TrackedRun) -> Tracker:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{run.folder}/mlflow.db" if run.offline else None)
+    experiment = client.get_experiment_by_name(run.project)
+    number = client.create_experiment(run.project) if experiment is None else experiment.experiment_id
+    tag = "meshwright.run"
+    if before := client.search_runs([number], f"tags.`{tag}` = '{run.name}'", max_results=1):
+        own = before[0].info.run_id
+    else:
+        own = client.create_run(number, tags={tag: run.name}, run_name=run.folder.name).info.run_id
         for field, value in leaves_of(run.settings).items():
-            self._client.log_param(self._id, field, value)
+            client.log_param(own, field, value)
 
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+    def write(step: int, scalars: Mapping[str, float]) -> None:
         for key, value in scalars.items():
-            self._client.log_metric(self._id, key, value, step=step)
+            client.log_metric(own, key, value, step=step)
 
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
-
-
-class _Trackio:
-    def __init__(self, run: TrackedRun) -> None:
-        import trackio
-
-        name = f"{run.folder.name}-{run.name}"
-        self._run = trackio.init(project=run.project, name=name, config=dict(run.settings), resume="allow")
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._run.log(dict(scalars), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    return CalledTracker(write, lambda: client.set_terminated(own))
 
 
-TENSORBOARD = Sink(_TensorBoard, "tensorboard", projects=False, remote=False, optional=True)
+def open_trackio(run: TrackedRun) -> Tracker:
+    import trackio
+
+    name = f"{run.folder.name}-{run.name}"
+    tracked = trackio.init(project=run.project, name=name, config=dict(run.settings), resume="allow")
+    return CalledTracker(lambda step, scalars: tracked.log(dict(scalars), step=step), tracked.finish)
+
+
+TENSORBOARD = Sink(open_tensorboard, "tensorboard", projects=False, remote=False, optional=True)
 """A folder of events in the run's: tensorboard --logdir OUT/tensorboard."""
-WANDB = Sink(_Wandb, "wandb")
+WANDB = Sink(open_wandb, "wandb")
 """Weights & Biases: offline in OUT/wandb, which `wandb sync` sends later."""
-MLFLOW = Sink(_Mlflow, "mlflow")
+MLFLOW = Sink(open_mlflow, "mlflow")
 """MLflow: offline in OUT/mlflow.db, which `mlflow ui --backend-store-uri` shows."""
-TRACKIO = Sink(_Trackio, "trackio", remote=False)
+TRACKIO = Sink(open_trackio, "trackio", remote=False)
 """trackio, in its own folder."""
 
 

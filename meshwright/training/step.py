@@ -62,11 +62,11 @@ def train_step(
     DivergedError where the gradient is not finite and no smaller loss scale can help.
     """
     number = parts.optimizer.steps_taken if step is None else step
-
-    def tell_loss(record: StepRecord) -> Callable[[], object]:
-        return parts.mesh.world.all_reduce(record.loss, wait=False).wait
-
-    record = begin_step(parts, replica_batch(parts, batch, number), number, tell_loss, observe=observe, wait=wait)
+    record = begin_step(
+        parts, replica_batch(parts, batch, number), number,
+        lambda record: parts.mesh.world.all_reduce(record.loss, wait=False).wait,
+        observe=observe, wait=wait,
+    )  # fmt: skip
     result = record.conclude()
     return TrainStep(result.gradient_norm, result.learning_rate, result.applied, float(record.loss))
 
@@ -123,11 +123,8 @@ def begin_step(
 def replica_batch(parts: Parts, batch: Batch, number: int) -> ReplicaBatch:
     """This rank's rows of a global batch, which every rank has, as the batch of the step `number`."""
     config = parts.config
-
-    def load(first: int, count: int) -> Batch:
-        return rows_of(batch, slice(first, first + count))
-
-    rows = to_device(parts.strategy.share(load, config.replica_batch), parts.mesh.device)
+    share = parts.strategy.share(lambda first, count: rows_of(batch, slice(first, first + count)), config.replica_batch)
+    rows = to_device(share, parts.mesh.device)
     return ReplicaBatch(rows, counts_of(batch, parts.model.labels), number * config.batch.global_)
 
 
@@ -161,7 +158,7 @@ def replica_backward(parts: Parts, rows: Batch, counts: list[int], samples: int)
         torch.manual_seed(seed_of(f"{config.seed}/dropout/{samples}/{index}/{place}{own}"))
 
     microbatches = parts.microbatches(rows)
-    if config.model.counts_first:
+    if config.model.routing.counts_first:
         with counted_loads(parts.model, mesh, config.batch.global_), parts.strategy.whole_weights():
             parts.pipeline.preview(microbatches, scales, seed)
     loss = parts.pipeline.train(microbatches, scales, seed) / scale

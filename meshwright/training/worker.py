@@ -138,7 +138,7 @@ class _Run:
             self._greet(display, writer.unfinished, attempt)
             if step == 0 and config.weights is not None:
                 display.say(f"starting from the weights of {config.weights}")
-                if config.model.num_experts and not config.model.losses_in_layers:
+                if config.model.routing.num_experts and not config.model.losses_in_layers:
                     display.say(f"no balance loss of the experts: {config.model.balance_of_folders}")
             elif step is not None:
                 display.say(f"going on from checkpoint step-{step}")

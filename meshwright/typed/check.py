@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshwright.config import Config
 from meshwright.config.layout import PipelineSection
@@ -83,7 +83,7 @@ def step(config: Config, grid: Grid, rank: int, watch: Watch) -> None:
         for place, (_, view) in zip(one.bucket.places, one.bucket.members(), strict=True):
             watch.declare(place.name, view, constant(view.shape))
     shapes = chain_of(config).sample_shapes(config)
-    whole = {name: mesh_zeros(parts, shape) for name, shape in shapes.items()}
+    whole = {name: torch.zeros(config.micro, *shape, dtype=torch.long, device="meta") for name, shape in shapes.items()}
     for x in whole.values():
         kind = Kind(uncut(x.shape))
         for axis in DATA_AXES:
@@ -98,10 +98,6 @@ def step(config: Config, grid: Grid, rank: int, watch: Watch) -> None:
         strategy.finish()
     if not watch.records:
         check_gradients(parts, strategy, watch)
-
-
-def mesh_zeros(parts: Parts, shape: tuple[int, ...]) -> Tensor:
-    return torch.zeros(parts.config.micro, *shape, dtype=torch.long, device="meta")
 
 
 def invariant_kind(spec: ShardSpec, parameter: nn.Parameter, grid: Grid) -> Kind:

@@ -185,11 +185,6 @@ def filled(call: Call) -> Kind:
     return multiply([kind, mask], call.shape)
 
 
-def product_added(call: Call) -> Kind:
-    """self + value * tensor1 * tensor2."""
-    return add([call.kind("self"), multiply([call.kind("tensor1"), call.kind("tensor2")], call.shape)], call.shape)
-
-
 def copied(call: Call) -> Kind:
     """A tensor that is written over the first one."""
     source = call.kind_of(call.inputs[-1])
@@ -310,10 +305,6 @@ def _resized(kind: Kind, at: int, size: int) -> Kind:
     dims = [*kind.dims]
     dims[at] = ((size, axes_of(dims[at])),)
     return replace(kind, dims=tuple(dims))
-
-
-def viewed(call: Call) -> Kind:
-    return reshaped(call.kinds[0], call.shape)
 
 
 def transposed(call: Call) -> Kind:
@@ -555,7 +546,11 @@ RULES: dict[str, Rule] = {
     **_named(first, "neg clone _to_copy positive detach alias lift_fresh"),
     "copy": copied, "fill": lambda call: copied(call) if len(call.inputs) > 1 else of_numbers(call),
     "mul": lambda call: multiply(call.kinds, call.shape),
-    "div": divided, "where": chosen, "masked_fill": filled, "addcmul": product_added,
+    "div": divided, "where": chosen, "masked_fill": filled,
+    # self + value * tensor1 * tensor2
+    "addcmul": lambda call: add(
+        [call.kind("self"), multiply([call.kind("tensor1"), call.kind("tensor2")], call.shape)], call.shape
+    ),
     "mm": mm, "mv": mv, "bmm": bmm,
     "addmm": with_sum(mm), "addmv": with_sum(mv), "baddbmm": with_sum(bmm),
     **_named(summed, "sum mean"),
@@ -565,7 +560,7 @@ RULES: dict[str, Rule] = {
     **_named(along, "softmax _softmax _log_softmax log_softmax _safe_softmax sort topk"),
     **_named(along_backward, "_softmax_backward_data _log_softmax_backward_data"),
     "cumsum": accumulated,
-    **_named(viewed, "view _unsafe_view squeeze"),
+    **_named(lambda call: reshaped(call.kinds[0], call.shape), "view _unsafe_view squeeze"),
     **_named(transposed, "t transpose permute"),
     "expand": expanded, "unsqueeze": unsqueezed,
     **_named(selected, "select unbind"),

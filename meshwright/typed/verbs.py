@@ -77,7 +77,12 @@ class TypedComm(SoloComm):
     def _all_gather(self, x: Tensor, part: Tensor) -> Work:
         self._meet("all_gather", x, part)
         kind = self.watch.kind(part)
-        self.watch.say(x, rows_of_kind(self._whole(kind), x))
+        row = self._whole(kind)
+        if list(x.shape[1:]) == list(map(length, row.dims)):  # x: [n, *shape], of which each row is of this kind
+            dims = ((x.shape[0], frozenset[str]()),), *row.dims
+            self.watch.say(x, Kind(dims, row.partial, row.own, row.unknown, row.constant))
+        else:
+            self.watch.say(x, row.shaped(x.shape))
         if kind.constant:
             self.watch.restore(x)
         return DONE
@@ -146,13 +151,6 @@ class TypedComm(SoloComm):
 def _flat(kind: Kind, like: Tensor) -> Kind:
     """The kind of memory of another form: cut, but along which dim is not known."""
     return kind if list(map(length, kind.dims)) == list(like.shape) else kind.shaped(like.shape)
-
-
-def rows_of_kind(kind: Kind, x: Tensor) -> Kind:
-    """The kind of [n, *shape], of which each row is of this kind."""
-    if list(x.shape[1:]) == list(map(length, kind.dims)):
-        return Kind((((x.shape[0], frozenset()),), *kind.dims), kind.partial, kind.own, kind.unknown, kind.constant)
-    return kind.shaped(x.shape)
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ def then_die(function: Callable[..., Any]) -> Callable[..., None]:
 MOMENTS: dict[str, tuple[object, str, Callable[..., None]]] = {
     "before the shard": (writer, "write_shard", die),
     "after the shard": (writer, "write_shard", then_die(writer.write_shard)),
-    "before its fsync": (writer, "synced", die),
+    "before its fsync": (writer, "sync", die),
     "before the manifest": (Manifest, "write", die),
     "after the manifest": (Manifest, "write", then_die(Manifest.write)),
 }
@@ -265,7 +265,7 @@ def on_a_full_disk(mesh: Mesh, folder: Path) -> list[str]:
         fill(folder / "other")
     mesh.world.barrier()
     said += checkpoints.save(Progress(step=2), pieces(mesh, 2))
-    with patch.object(writer, "_room", lambda folder: 10**9):
+    with patch.object(shutil, "disk_usage", lambda folder: Usage(0, 0, 10**9)):
         said += checkpoints.save(Progress(step=3), pieces(mesh, 3))
         with pytest.raises(
             CheckpointError, match=r"rank \d: .*No space left on device.*; the newest complete one is .*step-1"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meshwright.config import Config
 from meshwright.families.gpt.section import Gpt2
-from meshwright.model import Batch, Chunk, Costs, Hidden, Scales
+from meshwright.model import Batch, Chunk, Costs, Hidden
 from meshwright.models.attention import AttentionCore
 from meshwright.models.chain import Chain, blocks_of
 from meshwright.parameters.shard import Initial
@@ -78,8 +78,6 @@ class LatentBlock(nn.Module):
 
 
 class LatentModel(Chain):
-    labels = ("labels",)
-
     def __init__(self, model: Latent, kit: Kit, chunk: Chunk | None = None) -> None:
         super().__init__(chunk or Chunk.whole(model.layers))
         if self.chunk.first:
@@ -95,17 +93,6 @@ class LatentModel(Chain):
     def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
         tokens = batch["tokens"]
         return (block(*hidden, self.context.positions(0, tokens.shape[1], tokens.device)),)
-
-    def final_states(self, hidden: Hidden) -> Tensor:
-        normed: Tensor = self.norm(*hidden)
-        return normed
-
-    def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
-        loss: Tensor = self.head(h, batch["labels"], scales["labels"])
-        return loss
-
-    def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
-        return [self.head.num_correct(h, batch["labels"])]
 
     @staticmethod
     def products(config: Config) -> Costs:

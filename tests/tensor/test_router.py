@@ -182,7 +182,7 @@ def first_move(mesh: Mesh, config: Config) -> list[tuple[Tensor, Tensor]]:
 
             router.register_forward_hook(note)
     train_step(parts, global_batch(config, 0))
-    rate = config.model.bias_rate
+    rate = config.model.routing.bias_rate
     return [(router.bias.detach().clone(), rate * (load.mean() - load).sign()) for router, load in loads.items()]  # type: ignore[union-attr]
 
 

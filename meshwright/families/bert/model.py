@@ -108,14 +108,10 @@ class BERT(Chain):
             self.norm = kit.norm(hidden, model.norm_epsilon, bias=self.last_norm_bias or not self.norm_first)
         bare = None if self.last_norm_bias or self.norm_first else model.layers - 1  # the block that ends in that norm
         self.blocks = blocks_of(chunk, lambda layer: BertBlock(model, kit, last_bias=layer != bare))
-        self.name_labels(model)
+        if isinstance(model, Bert):  # every chunk knows its labels; those of a fine-tuning are its class's
+            self.labels = ("labels", "next_sentence") if model.next_sentence else ("labels",)
         if chunk.last:
             self.make_heads(model, kit)
-
-    def name_labels(self, model: BertTrunk) -> None:
-        """Set `labels`, which every chunk knows."""
-        assert isinstance(model, Bert), model
-        self.labels = ("labels", "next_sentence") if model.next_sentence else ("labels",)
 
     def make_heads(self, model: BertTrunk, kit: Kit) -> None:
         """The layers behind the last block and its norm."""

@@ -27,7 +27,7 @@ from meshwright.data.marks_section import NO_BEGIN
 from meshwright.data.packed import TOKENIZER
 from meshwright.data.packing import check_agrees
 from meshwright.data.sampler import ShuffledSamples
-from meshwright.data.split import SPLITS, Split
+from meshwright.data.split import Split
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer, tokenizer_kind
 from meshwright.environment import cache_folder
 from meshwright.errors import ConfigError, DataError
@@ -119,13 +119,6 @@ def pair_row(first: Sequence[int], second: Sequence[int], sequence: int) -> Task
     return TaskRow(first[:a], second[:b])
 
 
-def choice_rows(passage: Sequence[int], choices: Sequence[Sequence[int]], sequence: int) -> tuple[TaskRow, ...]:
-    """A row for each choice, behind the passage, whose end makes room for the choice."""
-    # At least one token of the passage stays.
-    cut = [choice[: min(LONGEST_CHOICE, sequence - 4)] for choice in choices]
-    return tuple(TaskRow(passage[: sequence - 3 - len(choice)], choice) for choice in cut)
-
-
 def examples(config: Config, data: TaskSection, source: str, tokenizer: Tokenizer) -> Iterator[TaskExample]:
     """The samples of a source, in its order. Raises DataError, ConfigError."""
     path, model, encode = Path(source).expanduser(), config.model, tokenizer.encode
@@ -146,8 +139,10 @@ def examples(config: Config, data: TaskSection, source: str, tokenizer: Tokenize
         case RaceData():
             assert isinstance(model, BertChoice), model
             for asked in race_questions(path, model.choices):
-                choices = [encode(text) for text in asked.asked]
-                rows = choice_rows(encode(asked.passage), choices, data.sequence)
+                passage = encode(asked.passage)
+                # A row for each choice, for which the passage's end makes room: at least one token of it stays.
+                cut = [encode(text)[: min(LONGEST_CHOICE, data.sequence - 4)] for text in asked.asked]
+                rows = tuple(TaskRow(passage[: data.sequence - 3 - len(choice)], choice) for choice in cut)
                 yield TaskExample(rows, (asked.answer,), asked.passage)
         case _:
             raise AssertionError(f"{type(data).__name__} is no section of a task")
@@ -195,9 +190,11 @@ def prepare_task(data: TaskSection, config: Config, progress: ShowProgress) -> P
 
 def open_task(data: TaskSection, config: Config, folder: Path) -> Opened:
     """The splits of a prepared folder. Raises DataError where they are too small."""
-    tokenizer = load_tokenizer(folder / TOKENIZER, NO_BEGIN)
+    tokenizer, counts = load_tokenizer(folder / TOKENIZER, NO_BEGIN), json.loads((folder / _HEADER).read_text())
     return open_splits(
-        config, lambda split: (TaskSamples(folder, split, data, config.seed), note_of(folder, split)), tokenizer
+        config,
+        lambda split: (TaskSamples(folder, split, data, config.seed), f"{counts['samples'][split]} samples"),
+        tokenizer,
     )
 
 
@@ -346,9 +343,3 @@ class TaskSamples(ShuffledSamples):
         for at, name in enumerate(self._labels):
             batch[name] = torch.from_numpy(answers[:, at : at + 1].copy())
         return batch
-
-
-def note_of(folder: Path, split: Split) -> str:
-    """The number of samples of a split, for a reader."""
-    assert split in SPLITS, split
-    return f"{json.loads((folder / _HEADER).read_text())['samples'][split]} samples"

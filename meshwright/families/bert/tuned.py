@@ -12,6 +12,8 @@ In bert-choice a sample's K texts are K rows of all layers: [B K, T, H].
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import add
 from typing import cast
 
 import torch
@@ -35,15 +37,34 @@ class TaskBERT(BERT):
     ties = False
     labels: tuple[str, ...] = ("answer",)
 
-    def name_labels(self, model: BertTrunk) -> None:
-        """The class has them."""
-
     def make_heads(self, model: BertTrunk, kit: Kit) -> None:
         self.pooler = kit.linear("transform", model.hidden, model.hidden, _INITIAL)
         self.pooled_dropout = nn.Dropout(model.dropout)
 
     def pooled(self, h: Tensor) -> Tensor:
         return cast(Tensor, self.pooled_dropout(super().pooled(h)))
+
+    def answers(self, h: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """The scores [B, n] among which each label names the right one, of tasks without a `Head`."""
+        raise NotImplementedError
+
+    def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
+        """The cross entropies, in float32 or better, of all labels; each has a scale of its own, by the number of its
+        valid elements in the global batch."""
+        answers = self.answers(h, batch).items()
+        # In half precision the sum of exponentials over a sequence would lose its small terms.
+        sums = [
+            F.cross_entropy(
+                scores.to(torch.promote_types(scores.dtype, torch.float32)), batch[name].flatten(),
+                ignore_index=IGNORED, reduction="sum",
+            ) * (scales[name] / len(self.labels))
+            for name, scores in answers
+        ]  # fmt: skip
+        return reduce(add, sums)
+
+    def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
+        answers = self.answers(h, batch).items()
+        return [int((scores.argmax(-1) == batch[name].flatten()).sum()) for name, scores in answers]
 
     @staticmethod
     def products(config: Config) -> Costs:
@@ -88,15 +109,9 @@ class SpansBERT(TaskBERT):
     def make_heads(self, model: BertTrunk, kit: Kit) -> None:
         self.spans = kit.linear("scores", model.hidden, len(self.labels), _INITIAL)
 
-    def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
+    def answers(self, h: Tensor, batch: Batch) -> dict[str, Tensor]:
         scores = self.spans(h)
-        # Each label has a scale of its own, by the number of its valid elements in the global batch.
-        halves = [_loss(scores[..., at], batch[name]) * (scales[name] / 2) for at, name in enumerate(self.labels)]
-        return halves[0] + halves[1]
-
-    def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
-        scores = self.spans(h)
-        return [_num_right(scores[..., at], batch[name]) for at, name in enumerate(self.labels)]
+        return {name: scores[..., at] for at, name in enumerate(self.labels)}
 
     @staticmethod
     def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
@@ -123,11 +138,8 @@ class ChoiceBERT(TaskBERT):
         scores: Tensor = self.score(self.pooled(h))[:, 0, 0]
         return scores.view(batch["tokens"].shape[:2])
 
-    def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
-        return _loss(self.scores(h, batch), batch["answer"]) * scales["answer"]
-
-    def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
-        return [_num_right(self.scores(h, batch), batch["answer"])]
+    def answers(self, h: Tensor, batch: Batch) -> dict[str, Tensor]:
+        return {"answer": self.scores(h, batch)}
 
     @staticmethod
     def products(config: Config) -> Costs:
@@ -147,14 +159,3 @@ class ChoiceBERT(TaskBERT):
 def _choices(config: Config) -> int:
     assert isinstance(config.model, BertChoice), config.model
     return config.model.choices
-
-
-def _loss(scores: Tensor, labels: Tensor) -> Tensor:
-    """The summed cross entropy of scores [B, n] with labels [B, 1], in float32 or better."""
-    # In half precision the sum of exponentials over a sequence would lose its small terms.
-    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    return F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORED, reduction="sum")
-
-
-def _num_right(scores: Tensor, labels: Tensor) -> int:
-    return int((scores.argmax(-1) == labels.flatten()).sum())

@@ -72,7 +72,7 @@ class LatentAttention(nn.Module):
         self.shared_key = kit.linear("transform", hidden, model.rotary_width, initial, bias=False)
         # The columns are ordered by head, each with its key and its value: an equal cut is one into whole heads.
         self.key_value = expand(rank, model.heads * (model.head_width + model.value_width), initial, bias=False)
-        self.core = AttentionCore(kit, model.dropout, model.score_scale)
+        self.core = AttentionCore(kit, model.dropout, model.query_width**-0.5 * model.rope.score_factor)
         self.output = kit.branches.contract(model.heads * model.value_width, hidden, last_initial(model), bias=False)
 
     def forward(self, h: Tensor, rotation: Rotation, cache: KeyValueCache | None, documents: Tensor | None) -> Tensor:
@@ -86,8 +86,8 @@ class LatentAttention(nn.Module):
         )
         # Turned behind `enter`: a kit may hold a part of its numbers on each rank, and pairs of them are turned.
         shared = self.enter(self.shared_key(h), self.all_heads)  # [B, T, A, P]
-        query = torch.cat([plain, _turned(turned, rotation)], -1)
-        key = torch.cat([own, _turned(shared, rotation)], -1)
+        query = torch.cat([plain, rotate(turned.unsqueeze(2), rotation).squeeze(2)], -1)
+        key = torch.cat([own, rotate(shared.unsqueeze(2), rotation).squeeze(2)], -1)
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [B, A, T, E + P], and [B, A, T, V]
         if cache is not None:
             key, value = cache.extend(self.layer, key, value)
@@ -98,11 +98,6 @@ class LatentAttention(nn.Module):
         attended = self.core(*wide, documents, causal)[..., : self.value_width]
         y: Tensor = self.output(attended.transpose(1, 2).flatten(2))
         return y
-
-
-def _turned(x: Tensor, rotation: Rotation) -> Tensor:
-    """x [B, T, A, P], turned by its tokens' rotation."""
-    return rotate(x.unsqueeze(2), rotation).squeeze(2)
 
 
 class LaterToken(nn.Module):

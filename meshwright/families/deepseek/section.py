@@ -82,11 +82,6 @@ class DeepSeek(RotaryTransformer):
         return self.head_width + self.rotary_width
 
     @property
-    def score_scale(self) -> float:
-        """The factor of attention's scores."""
-        return self.query_width**-0.5 * self.rope.score_factor
-
-    @property
     def latents(self) -> tuple[tuple[str, int], ...]:
         queries = [] if self.query_rank is None else [("model.query_rank", self.query_rank)]
         others = ("model.key_value_rank", self.key_value_rank), ("model.rotary_width", self.rotary_width)

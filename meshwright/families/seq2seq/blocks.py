@@ -223,9 +223,10 @@ class DecoderBlock(CoderBlock):
 def encoder_decoder_blocks(recipe: Recipe, kit: Kit, chunk: Chunk) -> nn.ModuleDict:
     """The chunk's blocks: the first half of all encode, the others decode."""
     half = recipe.model.layers
-
-    def make(layer: int) -> nn.Module:
-        # One chain for both halves, so that a pipeline may cut anywhere.
-        return EncoderBlock(recipe, kit, layer == half - 1) if layer < half else DecoderBlock(recipe, kit, layer - half)
-
-    return blocks_of(chunk, make)
+    # One chain for both halves, so that a pipeline may cut anywhere.
+    return blocks_of(
+        chunk,
+        lambda layer: (
+            EncoderBlock(recipe, kit, layer == half - 1) if layer < half else DecoderBlock(recipe, kit, layer - half)
+        ),
+    )

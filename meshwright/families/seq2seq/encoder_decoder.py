@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from meshwright.config import Config
 from meshwright.families.seq2seq.blocks import DecoderBlock, DecoderCache, EncoderBlock
 from meshwright.families.seq2seq.section import EncoderDecoder
-from meshwright.model import Batch, Chunk, Costs, Hidden, Scales
+from meshwright.model import Batch, Chunk, Costs, Hidden
 from meshwright.models.chain import Chain
-from meshwright.tensor.kit import Head
 
 
 class _Together(torch.autograd.Function):
@@ -40,8 +39,6 @@ class EncoderDecoderChain(Chain):
     """Batch: `source`, `source_mask` (1 real, 0 padding) [B, S]; `target`, which begins with the start token, and
     `labels` [B, T]. Subclasses give embed, the biases and normed."""
 
-    head: nn.Module
-    labels = ("labels",)
     inside = ("source_mask",)
 
     def __init__(self, model: EncoderDecoder, chunk: Chunk | None) -> None:
@@ -78,13 +75,6 @@ class EncoderDecoderChain(Chain):
         # A stage is asked for the gradient of all that it was given, also of what none of its blocks reads.
         _, h, *_ = _Together.apply(*hidden)
         return self.normed(h)
-
-    def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
-        loss: Tensor = self.head(h, batch["labels"], scales["labels"])
-        return loss
-
-    def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
-        return [cast(Head, self.head).num_correct(h, batch["labels"])]
 
     def encode(self, source: Tensor, source_mask: Tensor) -> Tensor:
         """The memory [B, S, H] of source tokens [B, S]. Of a whole model on one device."""

@@ -52,11 +52,10 @@ def pair_corpus(data: PairData) -> Corpus:
         if not path.is_file():
             raise DataError(f"{path}: is no file; pairs are in a tsv or jsonl file, or in two text files")
     pairs = _reader(data)  # here, so that a form that cannot be is refused before anything is read
-
-    def read() -> Iterator[Pair]:
-        return ((source, target) for source, target in pairs() if source.strip() and target.strip())
-
-    return Corpus("pairs", ", ".join(files), name, identity, read)
+    return Corpus(
+        "pairs", ", ".join(files), name, identity,
+        lambda: ((source, target) for source, target in pairs() if source.strip() and target.strip()),
+    )  # fmt: skip
 
 
 def _reader(data: PairData) -> Callable[[], Iterable[Pair]]:

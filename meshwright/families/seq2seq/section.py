@@ -83,6 +83,7 @@ class T5(EncoderDecoder):
 
     family: Literal["t5"]
     chain: ClassVar[str] = "meshwright.families.seq2seq.t5:T5Model"
+    shared_by_samples: ClassVar[str] = "model.distance_buckets"
     data_kind: ClassVar[str] = "spans"
     special_tokens: ClassVar[tuple[str, ...]] = ("<pad>",)
     layers: Layers = 6
@@ -96,7 +97,3 @@ class T5(EncoderDecoder):
     """Distances between two tokens that attention tells apart: half of them exactly, the others in powers."""
     distance_max: Positive = 128
     """From here on all distances are in the last bucket."""
-
-    @property
-    def shared_by_samples(self) -> str:
-        return "model.distance_buckets"

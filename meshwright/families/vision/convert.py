@@ -16,11 +16,10 @@ position of zeros.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from meshwright.convert.family import Family, Names, TensorPair, TensorShape, as_text, in_blocks
 from meshwright.convert.folder import Settings
@@ -115,31 +114,26 @@ class VitFamily(Family):
 
 def _patches(name: str, shape: TensorShape, model: Vit) -> TensorPair:
     """The pair of our patches with the weight and bias of Hugging Face's convolution."""
-
-    def to_ours(weight: Tensor, bias: Tensor) -> Tensor:
-        # A convolution whose stride is its kernel is a linear of each patch's pixels.
-        return torch.cat([weight.flatten(1).t(), bias.unsqueeze(0)])
-
-    def to_theirs(whole: Tensor) -> Sequence[Tensor]:
-        return [whole[:-1].t(), whole[-1]]
-
     convolution = (model.hidden, model.channels, model.patch, model.patch)
     theirs = {f"{_PROJECTION}.weight": convolution, f"{_PROJECTION}.bias": (model.hidden,)}
-    return TensorPair(name, shape, theirs, to_ours, to_theirs)
+    # A convolution whose stride is its kernel is a linear of each patch's pixels.
+    return TensorPair(
+        name, shape, theirs,
+        lambda weight, bias: torch.cat([weight.flatten(1).t(), bias.unsqueeze(0)]),
+        lambda whole: [whole[:-1].t(), whole[-1]],
+    )  # fmt: skip
 
 
 def _positions(name: str, shape: TensorShape, model: Vit) -> TensorPair:
     """The pair of our positions with Hugging Face's class token and positions."""
-
-    def to_ours(token: Tensor, positions: Tensor) -> Tensor:
-        # Only their sum is ever computed, so the two cannot be told apart again.
-        return torch.cat([token[0] + positions[0, :1], positions[0, 1:]])
-
-    def to_theirs(table: Tensor) -> Sequence[Tensor]:
-        return [table[0], torch.cat([torch.zeros_like(table[:1]), table[1:]])]
-
     theirs = {
         f"{_EMBEDDINGS}.cls_token": (1, 1, model.hidden),
         f"{_EMBEDDINGS}.position_embeddings": (1, model.positions, model.hidden),
     }
-    return TensorPair(name, shape, theirs, to_ours, to_theirs, shape[0] - model.positions)
+    # Only their sum is ever computed, so the two cannot be told apart again.
+    return TensorPair(
+        name, shape, theirs,
+        lambda token, positions: torch.cat([token[0] + positions[0, :1], positions[0, 1:]]),
+        lambda table: [table[0], torch.cat([torch.zeros_like(table[:1]), table[1:]])],
+        shape[0] - model.positions,
+    )  # fmt: skip

@@ -105,12 +105,11 @@ def open_source(source: str) -> ImageSource:
     # scikit-learn's grey levels go to 16.
     pixels = np.round(dataset.images * (255 / 16)).astype(np.uint8)  # [n, 8, 8], grey levels 0..16
     image = _library("PIL.Image", "pillow")
-
-    def read(number: int, size: int, channels: int) -> np.ndarray:
-        return _squared(image.fromarray(pixels[number]), size, channels)
-
     labels = dataset.target.astype(np.int64)
-    return ImageSource(DIGITS, DIGITS, tuple(map(str, range(10))), labels, None, read)
+    return ImageSource(
+        DIGITS, DIGITS, tuple(map(str, range(10))), labels, None,
+        lambda number, size, channels: _squared(image.fromarray(pixels[number]), size, channels),
+    )  # fmt: skip
 
 
 def _folder(folder: Path) -> ImageSource:

@@ -21,18 +21,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.config import Config
 from meshwright.families.vision.section import ResNeXt
-from meshwright.model import Batch, Chunk, Costs, Hidden, Scales
+from meshwright.model import Batch, Chunk, Costs, Hidden
 from meshwright.models.chain import Chain, blocks_of
 from meshwright.parameters.shard import Initial
 from meshwright.tensor.head import HeadShape
-from meshwright.tensor.kit import Head, Kit
+from meshwright.tensor.kit import Kit
 
 KERNEL = 3
 """The width and height of the paths' kernels."""
@@ -170,8 +169,6 @@ class ResNeXtBlock(nn.Module):
 class ResNeXtModel(Chain):
     """Images to a loss. Batch: `images` [B, C, S, S] of uint8, `labels` [B, 1]. Dropout in front of the classifier."""
 
-    labels = ("labels",)
-
     def __init__(self, model: ResNeXt, kit: Kit, chunk: Chunk | None = None) -> None:
         chunk = chunk or Chunk.whole(model.num_blocks)
         super().__init__(chunk)
@@ -188,21 +185,11 @@ class ResNeXtModel(Chain):
         """[B, S·S, H]."""
         return (self.stem(batch["images"]),)
 
-    def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
-        return (block(*hidden),)
-
     def final_states(self, hidden: Hidden) -> Tensor:
         """[B, 1, N]: the mean over positions."""
         (h,) = hidden
         pooled: Tensor = self.dropout(h.mean(1, keepdim=True))
         return pooled
-
-    def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
-        loss: Tensor = self.head(h, batch["labels"], scales["labels"])
-        return loss
-
-    def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
-        return [cast(Head, self.head).num_correct(h, batch["labels"])]
 
     @staticmethod
     def products(config: Config) -> Costs:

@@ -13,8 +13,6 @@ Shapes: B batch, C channels, S image, P patch, T tokens = (S/P)^2 + 1, H hidden,
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,7 +24,7 @@ from meshwright.models.attention import AttentionCore, split_heads
 from meshwright.models.chain import Chain, blocks_of
 from meshwright.parameters.shard import Initial
 from meshwright.tensor.head import HeadShape
-from meshwright.tensor.kit import Head, Kit
+from meshwright.tensor.kit import Kit
 
 INITIAL = Initial(0.02)
 
@@ -77,8 +75,6 @@ class VitBlock(nn.Module):
 class ViT(Chain):
     """Images to a loss. Batch: `images` [B, C, S, S] of uint8, `labels` [B, 1]."""
 
-    labels = ("labels",)
-
     def __init__(self, model: Vit, kit: Kit, chunk: Chunk | None = None) -> None:
         chunk = chunk or Chunk.whole(model.layers)
         super().__init__(chunk)
@@ -102,20 +98,11 @@ class ViT(Chain):
         positions = torch.arange(self.num_tokens, device=images.device)
         return (self.dropout(self.patches(patch_rows(pixels, self.patch)) + self.positions(positions)),)
 
-    def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
-        return (block(*hidden),)
-
-    def final_states(self, hidden: Hidden) -> Tensor:
-        h: Tensor = self.norm(*hidden)
-        return h
-
     def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
-        # h[:, :1] and not h[:, 0]: labels are [B, 1], a token's each.
-        loss: Tensor = self.head(h[:, :1], batch["labels"], scales["labels"])
-        return loss
+        return super().loss(h[:, :1], batch, scales)  # not h[:, 0]: labels are [B, 1], a token's each
 
     def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
-        return [cast(Head, self.head).num_correct(h[:, :1], batch["labels"])]
+        return super().num_correct(h[:, :1], batch)
 
     @staticmethod
     def products(config: Config) -> Costs:

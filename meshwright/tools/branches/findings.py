@@ -173,13 +173,8 @@ class Findings:
     layouts: dict[Branch, dict[int, Bound]]
 
 
-def find_branches(config: Config, grids: Sequence[int]) -> Findings:
-    """Trace the run's model and find its branches. `grids`: numbers of sub-grids to deal them over."""
-    return findings_of(trace_model(config), grids)
-
-
 def findings_of(model: TracedModel, grids: Sequence[int]) -> Findings:
-    """The findings of a traced model."""
+    """The branches of a traced model. `grids`: numbers of sub-grids to deal them over."""
     joins = find_split_joins(model.graph)
     groups = _grouped(model, (*joins.regions, *find_operator_parts(model.graph)), grids)
     total = model.graph.total_flops

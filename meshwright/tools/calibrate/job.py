@@ -141,15 +141,15 @@ def calibrate(out: Path, machine: MeasuredMachine, effort: Effort, report: ShowP
     return cluster
 
 
+@dataclass
 class _Runs:
     """Starts the jobs of a calibration, and reports how many are done."""
 
-    def __init__(self, disk: Path, machine: MeasuredMachine, effort: Effort, report: ShowProgress) -> None:
-        self.disk = disk
-        self.machine = machine
-        self.effort = effort
-        self.report = report
-        self.done = 0
+    disk: Path
+    machine: MeasuredMachine
+    effort: Effort
+    report: ShowProgress
+    done: int = 0
 
     def reserved_bytes(self, cluster: Cluster, backend: TransportName) -> int:
         """The most resident memory of a rank over a backend in a run of two steps, less its tensors as the planner

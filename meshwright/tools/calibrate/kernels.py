@@ -59,7 +59,10 @@ _SPECIAL: tuple[Callable[[Tensor], Tensor], ...] = (
 def measure_device(effort: Effort, timer: CallTimer, folder: Path) -> dict[str, Points]:
     """All points of this rank's device. `folder`: whose disk is measured."""
     device = timer.device
-    curve = curve_dtype(device)
+    # Products of all sides are timed in the dtype that such a device mostly computes in.
+    curve = "float32"
+    if device.type == "cuda":
+        curve = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     tiny = torch.ones(4, 4, device=device)
     staged = _staged_bytes() if device.type == "cpu" else 0  # first: a peak of kernels would hide a part of it
     points: dict[str, Points] = {
@@ -105,13 +108,6 @@ def measure_device(effort: Effort, timer: CallTimer, folder: Path) -> dict[str, 
     points["host link"] = [(effort.copy_bytes, copied)]
     points["disk"] = [_disk(effort, timer, folder)]
     return points
-
-
-def curve_dtype(device: torch.device) -> str:
-    """The dtype in which products of all sides are timed: the one that runs on such a device mostly compute in."""
-    if device.type == "cpu":
-        return "float32"
-    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
 def _chain_seconds(timer: CallTimer, num_elements: int) -> float:
@@ -186,15 +182,12 @@ def _attentions(effort: Effort, timer: CallTimer, dtype: torch.dtype) -> Iterato
 
             def make(shape: tuple[int, ...] = shape) -> Callable[[], object]:
                 q, k, v, dy = (torch.randn(shape, device=timer.device, dtype=dtype) for _ in range(4))
-                return partial(_attend, q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dy)
+                inputs = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+                return lambda: torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), inputs, dy)
 
             products = (2 + 5) / 2  # forward, and backward, which computes the first one again; half of each is masked
             elements = math.prod(shape)
             yield products * 2.0 * elements * length, timer.cold_seconds(4 * elements * dtype.itemsize, make)
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> None:
-    torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), dy)
 
 
 def _disk(effort: Effort, timer: CallTimer, folder: Path) -> tuple[float, float]:

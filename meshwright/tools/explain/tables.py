@@ -251,7 +251,7 @@ def _weights(run: Composition) -> Table:
             for axis, shard in spec.placements.items()
         )
         summed = ", ".join(spec.sum_axes(mesh))
-        table.add_row(parameter.name, _shape(spec.shape), _shape(parameter.shape), cut or "-", summed or "-")
+        table.add_row(parameter.name, str(list(spec.shape)), str(list(parameter.shape)), cut or "-", summed or "-")
     return table
 
 
@@ -298,7 +298,3 @@ def _cells(volume: Volume) -> tuple[str, str, str, str]:
 
 def _megabytes(sent_bytes: int) -> str:
     return f"{sent_bytes / 1e6:,.2f}"
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return "[" + ", ".join(map(str, shape)) + "]"

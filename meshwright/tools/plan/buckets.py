@@ -201,7 +201,7 @@ def loads_program(config: Config, rank: int, routers: int) -> Program:
     mesh = planned_mesh(grid_of_run(config), rank, config.layout.token_axes, "cpu", recorder.started)
     wide = torch.promote_types(DTYPES[config.precision.dtype], torch.float32)
     with recorder.program(mesh.ledger) as recorded:
-        loads = torch.empty(routers, config.model.num_experts, dtype=wide, device="meta")
+        loads = torch.empty(routers, config.model.routing.num_experts, dtype=wide, device="meta")
         mesh.comm(*mesh.token_axes).all_reduce(loads)
     return recorded()
 

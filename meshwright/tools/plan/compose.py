@@ -302,7 +302,7 @@ class Composition:
             for (kind, _), gathered in self.gathers(stage, which).items():
                 for index in gathered:
                     yield Sending(f"gather for {CATEGORIES[kind]}", BUCKETS, buckets[index].gather, times)
-        if self.config.model.counts_first:
+        if self.config.model.routing.counts_first:
             yield from self._passes(stage, {TaskKind.FORWARD: COUNTING}, (TaskKind.FORWARD,), self.placement)
             for index, times in self.counting_gathers(stage).items():
                 yield Sending(f"gather for {COUNTING}", BUCKETS, buckets[index].gather, times)
@@ -387,7 +387,7 @@ class Composition:
     def most_flops(self) -> float:
         """Floating-point operations of products of the busiest rank in a step."""
         # The busiest stage sets the pace; of stages that are alike one stands for all.
-        again = [TaskKind.FORWARD] * self.config.model.counts_first
+        again = [TaskKind.FORWARD] * self.config.model.routing.counts_first
         return max(
             sum(times * chunk.cost(kind, which).flops
                 for which, times in enumerate(self.counts)

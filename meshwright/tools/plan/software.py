@@ -231,10 +231,10 @@ def with_imbalance(software: Software, config: Config, imbalance: float) -> Soft
         return software
     if not imbalance > 1:
         raise ConfigError.of("--imbalance", imbalance, "is the busiest rank's share of an even one", "1 or more")
-    if not config.model.num_experts:
+    if not config.model.routing.num_experts:
         raise ConfigError.of("--imbalance", imbalance, "has no effect on a model without experts", "1")
     # A capacity cuts every expert's rows to the same number.
-    if config.model.droppable_pairs:
+    if config.model.routing.droppable_pairs:
         rule = "has no effect with model.experts.capacity, which gives all ranks as many rows"
         raise ConfigError.of("--imbalance", imbalance, rule, "1, or model.experts.capacity=null")
     return software.model_copy(update={"imbalance": imbalance})

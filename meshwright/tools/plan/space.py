@@ -375,7 +375,7 @@ def _experts(config: Config, job: SearchJob) -> list[int]:
     """Experts on every rank; held by the replicas of a node, so that rows stay there; and held by as many as can."""
     data = config.layout.data
     # Both must divide: replicas into groups, experts onto the ranks of a group.
-    sizes = divisors(math.gcd(data.shard or data.size, config.model.num_experts or 1))
+    sizes = divisors(math.gcd(data.shard or data.size, config.model.routing.num_experts or 1))
     here = max((size for size in sizes if size <= _replicas_of_node(config, job)), default=1)
     return sorted({1, here, sizes[-1]})
 

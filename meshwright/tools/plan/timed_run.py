@@ -117,7 +117,7 @@ class TimedRun(Composition):
 
     def counting(self) -> float:
         """Seconds of the pass before the step in which routers count the batch, where their balance is over it."""
-        if not self.config.model.counts_first:
+        if not self.config.model.routing.counts_first:
             return 0.0
         count = self.config.num_microbatches
         phase = PipelinePhase(FORWARD_ONLY, self.placement, count, self.cost, self.latency, self.pace)

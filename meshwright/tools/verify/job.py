@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -243,10 +244,7 @@ def leave_layout(
     trainer = Trainer(replace(parts, config=unchecked), train, late=False)
     losses, norms = list[float | None](), list[float | None]()
     applied, trace, early = False, Trace(parts.model), tolerance_of(parts.config).states_early
-
-    def keep_gradients() -> None:
-        _keep_places(parts, recording, known, "gradient", 1)
-
+    keep_gradients = partial(_keep_places, parts, recording, known, "gradient", 1)
     for number in range(steps):
         with trace if traced and number == 0 else nullcontext():
             (line,), stopping = trainer.turn(stop, None if applied else keep_gradients)

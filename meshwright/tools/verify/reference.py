@@ -94,7 +94,7 @@ class Reference:
         scales = {name: 1 / max(1, int((batch[name] != IGNORED).sum())) for name in self.model.labels}
         scales[SAMPLES] = 1 / self.config.batch.global_
         experts = [module for module in self.model.modules() if isinstance(module, Experts)]
-        if self.config.model.counts_first:  # a balance over the batch hangs on all of it
+        if self.config.model.routing.counts_first:  # a balance over the batch hangs on all of it
             for module in experts:
                 module.counts = []
             with torch.no_grad():
@@ -136,7 +136,7 @@ class Reference:
         self.scaler.step(self.optimizer)
         for parameter in self.nudged.values() if math.isfinite(norm) else ():
             assert parameter.grad is not None
-            parameter.data.sub_(parameter.grad.sign(), alpha=self.config.model.bias_rate)
+            parameter.data.sub_(parameter.grad.sign(), alpha=self.config.model.routing.bias_rate)
         self.scaler.update()
         for gradient in self.gradients.values():
             gradient.zero_()

@@ -74,14 +74,19 @@ class ReferenceKit:
 
     def norm(self, width: int, epsilon: float, *, kind: str = "layer", groups: int = 1, bias: bool = True,
              inside: bool = False) -> nn.Module:  # fmt: skip
-        def function(x: Tensor, weight: Tensor, shift: Tensor) -> Tensor:
+        def function(x: Tensor, weight: Tensor, shift: Tensor | None) -> Tensor:
+            # In the weight's precision: under O2 a norm's weight is float32 while activations are halves.
+            wide = x.to(weight.dtype)
             if kind == "group":
-                return F.group_norm(x.mT, groups, weight, shift, epsilon).mT
-            if kind == "rms":
-                return F.rms_norm(x, (width,), weight, epsilon)
-            return F.layer_norm(x, (width,), weight, shift, epsilon)
+                y = F.group_norm(wide.mT, groups, weight, shift, epsilon).mT
+            elif kind == "rms":
+                y = F.rms_norm(wide, (width,), weight, epsilon)
+            else:
+                y = F.layer_norm(wide, (width,), weight, shift, epsilon)
+            return y.to(x.dtype)
 
-        return _norm(function, width, bias=kind == "group" or (kind == "layer" and bias))
+        biased = kind == "group" or (kind == "layer" and bias)
+        return Layer(function, (width,), ONES, (width,) if biased else None, decays=False, wide=True)
 
     def enter(self, x: Tensor, heads: int) -> Tensor:
         return x.unsqueeze(2).expand(-1, -1, heads, -1)
@@ -197,18 +202,9 @@ class _Loads(torch.autograd.Function):
 
 def _linear(inputs: int, outputs: _Shape, initial: Initial, biased: bool) -> Layer:
     """[..., inputs] -> [..., *outputs]; the weight is [inputs, *outputs]."""
-
-    def function(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, weight.flatten(1).t(), None if bias is None else bias.flatten()).unflatten(-1, outputs)
-
-    return Layer(function, (inputs, *outputs), initial, outputs if biased else None)
-
-
-def _norm(function: Callable[..., Tensor], hidden: int, bias: bool = True) -> Layer:
-    """`function` in the weight's precision, float32 or better; the output has the input's."""
-
-    def cast(x: Tensor, weight: Tensor, offsets: Tensor | None) -> Tensor:
-        # Under O2 a norm's weight is float32 while activations are halves.
-        return function(x.to(weight.dtype), weight, offsets).to(x.dtype)
-
-    return Layer(cast, (hidden,), ONES, (hidden,) if bias else None, decays=False, wide=True)
+    return Layer(
+        lambda x, weight, bias: (
+            F.linear(x, weight.flatten(1).t(), None if bias is None else bias.flatten()).unflatten(-1, outputs)
+        ),
+        (inputs, *outputs), initial, outputs if biased else None,
+    )  # fmt: skip
