@@ -212,8 +212,7 @@ def render_stages(explained: Explained, predicted: Forecast) -> None:
         sent = explained.volumes(stage).get((PIPE, MESSAGE), Volume())
         table.add_row(
             str(stage), explained.held(stage), f"{_on_a_rank(plan):,}", f"{predicted.shares[stage]:.1%}",
-            str(predicted.limits[stage]), _megabytes(sent.bytes_inside + sent.bytes_between),
-            _megabytes(sent.bytes_between), f"{idle:.1%}",
+            str(predicted.limits[stage]), *_cells(sent)[:2], f"{idle:.1%}",
         )  # fmt: skip
     console.print(table)
     schedules = Table("schedule", UNIT, "idle", title="Schedules on the virtual clock: counted work, no latency")
@@ -292,9 +291,7 @@ def _traffic(explained: Explained) -> Table:
 
 def _cells(volume: Volume) -> tuple[str, str, str, str]:
     messages = volume.messages_inside + volume.messages_between
-    sent = _megabytes(volume.bytes_inside + volume.bytes_between)
-    return sent, _megabytes(volume.bytes_between), f"{messages:,}", f"{volume.messages_between:,}"
-
-
-def _megabytes(sent_bytes: int) -> str:
-    return f"{sent_bytes / 1e6:,.2f}"
+    in_all, between = (
+        f"{count / 1e6:,.2f}" for count in (volume.bytes_inside + volume.bytes_between, volume.bytes_between)
+    )
+    return in_all, between, f"{messages:,}", f"{volume.messages_between:,}"
