@@ -117,7 +117,6 @@ class Evaluator:
         self.job, self.models, self.keep = job, models, keep
         self.device_bytes = job.cluster.device.memory_bytes
         self._bounds: dict[Hashable, float] = {}
-        self._asked: tuple[Layout, object, object, object, bool] | None = None
 
     def evaluate_family(self, family: Config, found: SearchState, cutoff: float = math.inf) -> None:
         """Put into `found` what there is to know of a family's layouts that may take less than `cutoff` seconds."""
@@ -174,16 +173,8 @@ class Evaluator:
 
     def may_fit(self, config: Config) -> bool:
         """Whether a layout's memory is no more than a device's by its estimate."""
-        layout, batch, offload = config.layout, config.batch, config.memory.offload
-        before = self._asked
-        # One layout's ways to recompute come one after the other, and ask for the same one without.
-        if before is None or (
-            before[0] is not layout or before[1] is not batch or before[2:4] != (offload, config.memory.recompute)
-        ):
-            fits = self.models.weights_memory(config).total <= self.device_bytes
-            fits = fits and self.models.estimated_memory(config).total <= self.device_bytes
-            before = self._asked = layout, batch, offload, config.memory.recompute, fits
-        return before[4]
+        fits = self.models.weights_memory(config).total <= self.device_bytes
+        return fits and self.models.estimated_memory(config).total <= self.device_bytes
 
     def predict_or_memory(self, config: Config, cutoff: float = math.inf) -> Prediction | Memory | None:
         """The prediction if the layout fits, else the memory that shows it does not; None where it is known to take
