@@ -17,6 +17,7 @@ from hypothesis import settings
 
 from meshwright.machine import find_mpiexec
 from tests.pages import collapse_memory
+from tests.server import start_server
 
 if TYPE_CHECKING:
     from tests.mpi_workers import Answer
@@ -70,6 +71,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """What collection made stays until the end: full collections of garbage that walked its 700,000 objects took a
     sixth of the processor time of short tests, and made forks copy the pages that they wrote."""
     if len(session.items) > MANY_TESTS:
+        start_server()
         gc.collect()
         gc.freeze()
         collapse_memory()

@@ -1,0 +1,37 @@
+"""The server that a process of tests forks the ranks of its launched runs from, started with all that they import.
+
+multiprocessing has one server a process, which imports what the first to ask for it names. Where that was a test of
+the launcher, whose ranks need no torch, each rank of every later test imported torch and the package for itself: one
+to three seconds of a processor, a rank.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.forkserver import ensure_running
+
+from meshwright.environment import early_errors_in
+from meshwright.launch.session import make_fork_server_folder
+
+RUN = (
+    "meshwright.launch.preload",
+    "meshwright.training.worker",
+    "meshwright.tools.verify.job",
+    "meshwright.tools.compare.run",
+    "meshwright.data_parallel.gathering",
+    "meshwright.data_parallel.parameter_server",
+    "meshwright.families.gpt.model",
+    "meshwright.families.llama.model",
+    "meshwright.optim.updates",
+    "meshwright.tensor.megatron",
+    "tests.workers",
+    "tests.fuzz.check",
+)
+"""Modules that ranks of most tests run."""
+
+
+def start_server() -> None:
+    """Start it as the launcher does, where it does not run yet."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(RUN))
+    with early_errors_in(make_fork_server_folder()):
+        ensure_running()
