@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -27,6 +27,7 @@ from typing import Any
 from unittest.mock import patch
 
 SOURCE = Path(__file__).with_name("fake_cuda.cpp")
+PACKAGE = Path(__file__).resolve().parents[2] / "meshwright"
 
 
 def compiler() -> str | None:
@@ -121,29 +122,40 @@ def fake_cuda() -> Iterator[Tally]:
     import torch.nn.functional as F
     from torch import Tensor
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
 
     tally = Tally()
     device = _Device(tally)
 
-    class Watcher(TorchDispatchMode):
+    class Watcher(FakeTensorMode):
+        """One mode and not two, each of which every operation would pass. `inside`: an operation is being done, whose
+        parts are not the run's."""
+
+        inside = False
+
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            return False  # nothing is compiled here, and to say so cost as much as to watch
+
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is torch.ops.prim.device.default:  # C++ asks a tensor for its device, which takes half of all calls
-                return args[0].device
+                return args[0].fake_device
             kwargs = kwargs or {}
-            if func.namespace == "prim":
-                return func(*args, **kwargs)
+            if self.inside or func.namespace == "prim":
+                return super().__torch_dispatch__(func, types, args, kwargs)
             name = func.overloadpacket.__name__
-            inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            inputs = list(_tensors(Tensor, (*args, *kwargs.values())))
             if name == "_local_scalar_dense":
                 if inputs[0].device.type == "cuda":
                     device.wait("a number")
                 return _answer(inputs[0])
             if name == "_pin_memory":  # fake host memory is as good as pinned
                 return inputs[0]
-            out = func(*args, **kwargs)
-            outputs = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+            self.inside = True
+            try:
+                out = super().__torch_dispatch__(func, types, args, kwargs)
+            finally:
+                self.inside = False
+            outputs = list(_tensors(Tensor, (out,)))
             ends = {x.device.type for x in (*inputs, *outputs)}
             if "cuda" in ends:
                 copies = name in ("_to_copy", "copy_") and len(ends) > 1
@@ -159,9 +171,17 @@ def fake_cuda() -> Iterator[Tally]:
             stack.enter_context(patch.object(torch.cuda, target, stub))
         stack.enter_context(patch.object(F, "scaled_dot_product_attention", _attention(F.scaled_dot_product_attention)))
         stack.enter_context(patch.object(FakeTensorMode, "avoid_device_init", True))  # there is nothing to initialise
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(Watcher())
+        stack.enter_context(Watcher(allow_non_fake_inputs=True))
         yield tally
+
+
+def _tensors(kind: type, values: Iterable[Any]) -> Iterator[Any]:
+    """The tensors among an operation's arguments or results, which are they or lists of them."""
+    for value in values:
+        if isinstance(value, kind):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(kind, value)
 
 
 def _attention(plain: Any) -> Any:
@@ -201,7 +221,7 @@ def _asker() -> str:
     frame: Any = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if "meshwright" in path.parts and "tests" not in path.parts and "site-packages" not in path.parts:
+        if path.is_relative_to(PACKAGE):
             return f"{'/'.join(path.parts[-2:])} {frame.f_lineno}"
         frame = frame.f_back
     return "somewhere"
