@@ -156,7 +156,7 @@ def _precision_and_memory() -> Iterator[tuple[str, Config]]:
             yield f"{name} {level} {dtype}", tensor.config_for("gpt2", cut, precision={"level": level, "dtype": dtype})
     for recompute in ("selective", "auto"):
         yield f"recompute {recompute}", tensor.config_for("gpt2", CUTS["serial"], memory={"recompute": recompute})
-    offload = {"offload": {"to": "host", "bucket": 256, "chunk": 2}}
+    offload = {"offload": {"to": "host", "bucket": 4096, "chunk": 2}}
     for model in ("gpt2", "transformer", "t5"):
         yield f"offload {model}", tensor.config_for(model, CUTS["serial"], precision=HALF, memory=offload)
 
