@@ -62,7 +62,8 @@ def test_run_without_stages(corpus: Path, tmp_path: Path) -> None:
     timeline = read_trace(tmp_path / "trace-step-2.json")
     assert [span.name for span in timeline.tasks] == [f"{kind}{index}" for index in range(6) for kind in "FB"]
     assert timeline.idle_shares == pytest.approx((0.0,), abs=1e-9)
-    assert lines_of(tmp_path)[1]["idle_shares"][0] < 0.5
+    # Of the wall's time: a busy machine takes its part between two tasks, but never all of it.
+    assert 0 <= lines_of(tmp_path)[1]["idle_shares"][0] < 1
 
 
 def test_step_that_was_made_before(corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
