@@ -5,11 +5,11 @@
                                                                                  says, beside predictions made now
 
 Stages, each a process of its own, which leaves FOLDER/STAGE.json:
+
 ceilings: copies of memory, and square products of each dtype. serial: one step of GPT-2 small in bf16, in turns with
-the plain loop, eager and compiled. runs: `meshwright train`, for some steps, of the run files in RUNS; from its
-metrics.jsonl the median step without the first three, and the most that torch allocated and reserved.
-attention: documents in one row, by the varlen kernel beside a mask and beside joined documents.
-profiles: a step by kernel. chunks: a step by the size of a chunk of logits.
+the plain loop, eager and compiled. attention: documents in one row, by the varlen kernel beside a mask and beside
+joined documents. profiles: a step by kernel. chunks: a step by the size of a chunk of logits. A name of RUNS: some
+steps of the run file gpt2 with these words, the most that torch allocated and reserved, and the device's memory in use.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ RUNS: dict[str, str] = {
 }
 """Words beside the run file gpt2, by name."""
 MEASURED = Path(__file__).with_suffix(".json")
-"""What `--out` left, joined: measured on 26 November 2026 with torch 2.11.0 for CUDA 13.0."""
+"""Stages' files in one list, from one H100 and one H200 on 26 November 2026 with torch 2.11.0 for CUDA 13.0."""
 CLUSTERS = {"NVIDIA H100 80GB HBM3": "dgx-h100", "NVIDIA H200": "dgx-h200"}
 H100_HOST = Machine(cores=16, memory=2**37, gpus=1)
 COMMON = "data.tokenizer=bytes device=cuda threads=8 optimizer.schedule.warmup=1"
 UNCOUNTED_STEPS = 2
 """A run's first steps load kernels and compile islands."""
 PATIENCE_SECONDS = 200
-"""Of one run."""
+"""Seconds after which a stage is stopped."""
 
 
 def seconds_of(act: Callable[[], object], times: int = 10) -> float:
@@ -132,7 +132,7 @@ def plain_step(compiled: bool, micro: int) -> Callable[[int], float]:
 
 
 def our_step(micro: int, words: str) -> Callable[[int], float]:
-    """The same step as `meshwright train gpt2` makes it."""
+    """A step of `meshwright train gpt2`, on the plain loop's tokens."""
     config = run_config(
         f"model.base=gpt2-small model.tied=false batch.global={SMALL.batch} batch.micro={micro} {words}"
     )
@@ -348,11 +348,36 @@ def attention_table(gpu: str, found: Mapping[str, Any]) -> Table:
     return table
 
 
+KINDS: dict[str, tuple[str, ...]] = {
+    "products": ("nvjet", "gemm", "splitKreduce"),
+    "attention": ("sdpa", "fmha", "cudnn"),
+    "norms' weights": ("GammaBeta",),
+    "norms": ("layer_norm",),
+    "GELU": ("Gelu", "gelu"),
+    "islands, Inductor": ("triton",),
+    "softmax": ("SoftMax", "MaxNan"),
+    "row sums": ("sum_functor",),
+    "sums into float32": ("unrolled_elementwise_kernel<at::native::CUDAFunctor_add<float>",),
+    "other sums": ("Functor_add",),
+    "products by element": ("MulFunctor", "BinaryFunctor"),
+    "copies": ("copy", "Copy"),
+    "AdamW": ("FusedOptimizer",),
+}  # fmt: skip
+"""Kinds of kernels, each by what its kernels' names hold; a name belongs to the first that has a part of it."""
+
+
 def profile_table(gpu: str, found: Mapping[str, Any]) -> Table:
-    table = Table("contender", "ms", "busy", "its longest kernels, ms", title=f"A step by kernel on {gpu}")
+    table = Table("kind of kernel, ms", *found, title=f"A step of 64 x 1024 tokens by kind of kernel on {gpu}")
+    by_kind: dict[str, dict[str, float]] = {name: dict.fromkeys([*KINDS, "others"], 0.0) for name in found}
     for name, told in found.items():
-        kernels = ", ".join(f"{kernel[:48]} {seconds * 1e3:.1f}" for kernel, _, seconds in told["kernels"][:6])
-        table.add_row(name, f"{told['wall_seconds'] * 1e3:.0f}", f"{told['busy_seconds'] * 1e3:.0f}", kernels)
+        for kernel, _, seconds in told["kernels"]:
+            kinds = (kind for kind, parts in KINDS.items() if any(part in kernel for part in parts))
+            by_kind[name][next(kinds, "others")] += seconds
+        by_kind[name]["others"] += told["busy_seconds"] - sum(by_kind[name].values())
+    for kind in [*KINDS, "others"]:
+        table.add_row(kind, *(f"{by_kind[name][kind] * 1e3:.1f}" for name in found))
+    for title, key in (("busy", "busy_seconds"), ("step", "wall_seconds")):
+        table.add_row(title, *(f"{told[key] * 1e3:.1f}" for told in found.values()))
     return table
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.machine import find_mpiexec
+from meshwright.models.section import Network
 from tests.patience import PATIENCE_SECONDS
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "extending.md").read_text()
@@ -278,3 +279,15 @@ def test_a_script_registers_what_its_ranks_then_know(transport: str, tmp_path: P
     script = tmp_path / "study" / "study.py"
     script.write_text(f"TRANSPORT = {transport!r}\n{REGISTERING}")
     python(tmp_path, str(script))
+
+
+def test_a_fact_of_experts_that_is_a_property_of_its_own_is_refused() -> None:
+    """The planner and the optimizer ask `routing`, and would never see it."""
+    with pytest.raises(TypeError, match=r"Own says bias_rate, num_experts by itself: its `routing` says it"):
+
+        class Own(Network):
+            @property
+            def num_experts(self) -> int:
+                return 4
+
+            bias_rate = property(lambda self: 0.1)

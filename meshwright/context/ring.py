@@ -74,7 +74,8 @@ class _AroundRing(torch.autograd.Function):
         gradient = gradient.contiguous()  # a sum's is one number, which no kernel takes for a row
         own = torch.stack([key, value])
         dq = torch.zeros_like(query, dtype=sums.dtype)
-        home = (_Straight if mask is not None and not ring.masks(mask) else _Behind)(ring, own, sums.dtype)
+        way = _Straight if mask is not None and not ring.masks(mask) else _Behind
+        home = way(ring, own, sums.dtype)
         for step, block in ring.blocks(own, mask):
             dblock: Tensor | None = None
             for piece in ring.pieces(step, query.shape[2], ctx.causal, mask):

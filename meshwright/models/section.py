@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
@@ -112,6 +112,13 @@ class Network(Section):
     def has_experts(self, layer: int) -> bool:
         """Whether the feed-forward of layer number `layer` is of experts."""
         return False
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **more: Any) -> None:
+        super().__pydantic_init_subclass__(**more)
+        # Each was a property of its own before, and would be overridden to no effect.
+        if said := sorted(Routing.__dataclass_fields__.keys() & vars(cls).keys()):
+            raise TypeError(f"{cls.__name__} says {', '.join(said)} by itself: its `routing` says it, a Routing")
 
     @property
     def routing(self) -> Routing:

@@ -12,6 +12,7 @@ In bert-choice a sample's K texts are K rows of all layers: [B K, T, H].
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from functools import reduce
 from operator import add
 from typing import cast
@@ -44,28 +45,6 @@ class TaskBERT(BERT):
     def pooled(self, h: Tensor) -> Tensor:
         return cast(Tensor, self.pooled_dropout(super().pooled(h)))
 
-    def answers(self, h: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """The scores [B, n] among which each label names the right one, of tasks without a `Head`."""
-        raise NotImplementedError
-
-    def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
-        """The cross entropies, in float32 or better, of all labels; each has a scale of its own, by the number of its
-        valid elements in the global batch."""
-        answers = self.answers(h, batch).items()
-        # In half precision the sum of exponentials over a sequence would lose its small terms.
-        sums = [
-            F.cross_entropy(
-                scores.to(torch.promote_types(scores.dtype, torch.float32)), batch[name].flatten(),
-                ignore_index=IGNORED, reduction="sum",
-            ) * (scales[name] / len(self.labels))
-            for name, scores in answers
-        ]  # fmt: skip
-        return reduce(add, sums)
-
-    def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
-        answers = self.answers(h, batch).items()
-        return [int((scores.argmax(-1) == batch[name].flatten()).sum()) for name, scores in answers]
-
     @staticmethod
     def products(config: Config) -> Costs:
         """Without heads, which see one token or have two columns."""
@@ -96,7 +75,32 @@ class PairsBERT(TaskBERT):
         return [cast(Head, self.head).num_correct(self.pooled(h), batch["answer"])]
 
 
-class SpansBERT(TaskBERT):
+class ScoredBERT(TaskBERT):
+    """A task whose labels each name one of some scores."""
+
+    @abstractmethod
+    def answers(self, h: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """By label, the scores [B, n] among which it names the right one."""
+
+    def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
+        """The cross entropies, in float32 or better, of all labels; each has a scale of its own, by the number of its
+        valid elements in the global batch."""
+        # In half precision the sum of exponentials over a sequence would lose its small terms.
+        sums = [
+            F.cross_entropy(
+                scores.to(torch.promote_types(scores.dtype, torch.float32)), batch[name].flatten(),
+                ignore_index=IGNORED, reduction="sum",
+            ) * (scales[name] / len(self.labels))
+            for name, scores in self.answers(h, batch).items()
+        ]  # fmt: skip
+        return reduce(add, sums)
+
+    def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
+        answers = self.answers(h, batch).items()
+        return [int((scores.argmax(-1) == batch[name].flatten()).sum()) for name, scores in answers]
+
+
+class SpansBERT(ScoredBERT):
     """The beginning and the end of an answer; the loss is half the sum of both means, as SQuAD's published ones.
 
     The last norm has no bias, as `scores` has none: it would give all tokens' scores the same addend, which no softmax
@@ -119,7 +123,7 @@ class SpansBERT(TaskBERT):
         return {name: shapes[name] for name in ("tokens", "segments", "mask")} | {"start": (1,), "end": (1,)}
 
 
-class ChoiceBERT(TaskBERT):
+class ChoiceBERT(ScoredBERT):
     """The best of several answers."""
 
     def make_heads(self, model: BertTrunk, kit: Kit) -> None:
