@@ -63,6 +63,8 @@ RUNS: dict[str, str] = {
 MEASURED = Path(__file__).with_suffix(".json")
 """Stages' files in one list, from one H100 and one H200 on 26 November 2026 with torch 2.11.0 for CUDA 13.0."""
 CLUSTERS = {"NVIDIA H100 80GB HBM3": "dgx-h100", "NVIDIA H200": "dgx-h200"}
+CALIBRATED = {"NVIDIA H100 80GB HBM3": Path(__file__).with_name("h100_calibrated.yaml")}
+"""What `meshwright calibrate --quick --device cuda` wrote after 21 s on another H100 of that kind, that day."""
 H100_HOST = Machine(cores=16, memory=2**37, gpus=1)
 COMMON = "data.tokenizer=bytes device=cuda threads=8 optimizer.schedule.warmup=1"
 UNCOUNTED_STEPS = 2
@@ -295,9 +297,21 @@ def show() -> None:
     """The runs of MEASURED beside predictions, the plain loop's steps, attention by document, and kernels."""
     console = Console(width=140, highlight=False)
     table = Table("GPU", "run", title="One GPU, measured and predicted by data sheets")
-    for head in ("ms", "predicted", "off", "tokens/s", "GB allocated", "predicted", "GB of the device", "predicted"):
+    for head in (
+        "ms",
+        "predicted",
+        "off",
+        "calibrated",
+        "off",
+        "tokens/s",
+        "GB allocated",
+        "predicted",
+        "GB of the device",
+        "predicted",
+    ):
         table.add_column(head, justify="right")
     planners = {name: Planner(load_cluster(cluster)) for name, cluster in CLUSTERS.items()}
+    calibrated = {name: Planner(load_cluster(str(file))) for name, file in CALIBRATED.items()}
     errors = []
     for line in json.loads(MEASURED.read_text()):
         gpu, name, found = line["gpu"], line["name"], line["found"]
@@ -309,12 +323,18 @@ def show() -> None:
             console.print(profile_table(gpu, found))
         elif name in RUNS:
             config = load_config("gpt2", [*COMMON.split(), *RUNS[name].split()])
-            predicted = planners[gpu].predict(resolve(config, H100_HOST).config)
+            config = resolve(config, H100_HOST).config
+            predicted = planners[gpu].predict(config)
             seconds = statistics.median(found["seconds"][UNCOUNTED_STEPS:])
             errors.append(predicted.seconds / seconds - 1)
+            measured_rates = ("", "")
+            if gpu in calibrated:
+                by_rates = calibrated[gpu].predict(config).seconds
+                measured_rates = (f"{by_rates * 1e3:.0f}", f"{by_rates / seconds - 1:+.1%}")
             memory = predicted.fullest
             table.add_row(
                 gpu, name, f"{seconds * 1e3:.0f}", f"{predicted.seconds * 1e3:.0f}", f"{errors[-1]:+.1%}",
+                *measured_rates,
                 f"{found['tokens'] / seconds:,.0f}", f"{found['allocated'] / 1e9:.2f}", f"{memory.allocated / 1e9:.2f}",
                 f"{found['device_in_use'] / 1e9:.2f}", f"{memory.total / 1e9:.2f}",
             )  # fmt: skip

@@ -47,20 +47,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # Asked of the driver's library: torch's own look would leave a process whose forks can use no GPU.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    if config.getoption("--device") != "cpu":
-        os.environ["TESTS_DEVICE"] = config.getoption("--device")
+    if config.getoption("--device") == "cuda":
+        os.environ["TESTS_DEVICE"] = "cuda"
+    else:
+        # A process that sees a GPU runs even a CPU's backward passes in threads of its own, which no fork survives.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that are marked long wait for --long, and so do combinations off a diagonal. They are not skipped one by
+    """Tests that are marked long wait for --long, and so do combinations off a diagonal; those that are marked host
+    for a run without --device cuda. They are not skipped one by
     one, which took a thousandth of a second each for thousands."""
+    late = []
     if not config.getoption("--long"):
         off = off_diagonals(items)
         late = [item for item in items if item.get_closest_marker("long") or item.nodeid in off]
-        if late:
-            waiting = set(late)
-            config.hook.pytest_deselected(items=late)
-            items[:] = [item for item in items if item not in waiting]
+    if config.getoption("--device") == "cuda":
+        late += [item for item in items if item.get_closest_marker("host")]
+    if late:
+        waiting = set(late)
+        config.hook.pytest_deselected(items=late)
+        items[:] = [item for item in items if item not in waiting]
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 from meshwright.config import Config
 from meshwright.decisions import resolve_layout
 from meshwright.machine import Machine
-from meshwright.model import SAMPLES, Batch, Costs, Scales
+from meshwright.model import SAMPLES, Batch, Costs, Scales, to_device
 from meshwright.parts import Parts, empty_batch, placement_of, rule_of
 from meshwright.parts import build as build_resolved
 from meshwright.pipeline.partition import fastest
@@ -68,6 +68,6 @@ def forward_and_backward(parts: Parts, batch: Batch, scales: Scales, *, final: b
     """A microbatch of a run of one stage; its scaled loss. `final`: of the step's last, whose gradients are summed."""
     (stage,) = parts.pipeline.stages
     parts.strategy.expect(final)
-    (loss,) = stage.forward(0, (), batch, scales)
+    (loss,) = stage.forward(0, (), to_device(batch, parts.mesh.device), scales)
     stage.backward(0, (), defers=False)
     return loss

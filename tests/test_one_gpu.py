@@ -1,6 +1,6 @@
 """One GPU, where there is one: fused kernels against float64, and layouts whose ranks are threads that share it.
 
-`pytest --device cuda tests/tensor tests/context ...` runs the other tests' ranks there too.
+`pytest --device cuda tests/test_one_gpu.py tests/tensor tests/context ...` runs these, and ranks of other tests, there.
 """
 
 from __future__ import annotations
@@ -24,20 +24,15 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.context.test_documents import LENGTHS, SOLO, starts_of
 from tests.tensor.test_equality import MODELS, check, run
-from tests.workers import DEVICE, run_ranks
+from tests.workers import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device, or no --device cuda"),
 ]
 
 A, K, E = 4, 2, 64
 ROOT = Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture(autouse=True)
-def _on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(DEVICE, "cuda")
 
 
 def operands(device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:

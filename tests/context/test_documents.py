@@ -236,7 +236,8 @@ def test_a_ring_takes_the_steps_that_some_document_needs(lengths: Sequence[int],
 
 
 def sent(mesh: Mesh, lengths: Sequence[int]) -> int:
-    inputs = [torch.ones(1, 1, 64 // mesh.size("context"), E, requires_grad=True) for _ in range(3)]
+    shape = (1, 1, 64 // mesh.size("context"), E)
+    inputs = [torch.ones(shape, device=mesh.device, requires_grad=True) for _ in range(3)]
     out = RingAttention(mesh).attend(*inputs, starts_of([lengths]), 0.0, False, None)
     torch.autograd.grad(out.sum(), inputs)
     return sum(entry.sent_bytes for entry in mesh.ledger.traffic.values())

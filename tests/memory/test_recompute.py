@@ -96,6 +96,7 @@ def compare(model: str, layout: str) -> None:
             assert_same_bits(other, wanted)
 
 
+@pytest.mark.host  # on a GPU, cuDNN adds up dQ in no fixed order
 @pytest.mark.parametrize("level, dtype", [("O1", "bf16"), ("O2", "bf16")])
 def test_no_bit_changes_in_half_precision(level: str, dtype: str) -> None:
     config = config_of("gpt2", 1, WHOLE, precision={"level": level, "dtype": dtype})

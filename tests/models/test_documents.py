@@ -17,7 +17,7 @@ from meshwright.config import Config, parse_run
 from meshwright.data.packing import prepare
 from meshwright.data.sampler import TokenBatches, document_entries
 from meshwright.errors import ConfigError
-from meshwright.model import IGNORED, Batch
+from meshwright.model import IGNORED, Batch, to_device
 from meshwright.models.chain import Chain, make_chain
 from meshwright.parts import build_model
 from meshwright.ranks.grid import Grid, grid_of_run
@@ -57,7 +57,8 @@ def packed_rows() -> Batch:
 def loss_and_gradients(model: Chain, batches: list[Batch], total: int) -> tuple[float, dict[str, Tensor]]:
     """The mean over `total` valid tokens in all batches."""
     model.zero_grad()
-    loss = torch.stack([model(batch, {"labels": 1 / total})[0] for batch in batches]).sum()
+    device = next(model.parameters()).device
+    loss = torch.stack([model(to_device(batch, device), {"labels": 1 / total})[0] for batch in batches]).sum()
     loss.backward()
     return float(loss.detach()), {name: x.grad.clone() for name, x in model.named_parameters()}
 

@@ -74,7 +74,7 @@ def step_torchs(mesh: Mesh, settings: dict[str, Any], clip: float | None) -> dic
     shares = [0.5, 1.0, 1.0, 0.875, 0.75, 0.625]
     for step in range(STEPS):
         for name, parameter in parameters.items():
-            parameter.grad = planted(name, parameter.shape, step)
+            parameter.grad = planted(name, parameter.shape, step).to(mesh.device)
         if clip is not None:
             nn.utils.clip_grad_norm_(list(parameters.values()), clip)
         for group in optimizer.param_groups:

@@ -118,8 +118,9 @@ def summed(mesh: Mesh, sync: str) -> tuple[bool, bool, bool]:
     def together(scale: float) -> bool:
         forward_and_backward(parts, batch, {"labels": scale}, final=True)
         parts.strategy.finish()
-        finite = torch.tensor([all(bool(slot.parameter.grad.isfinite().all()) for slot in parts.strategy.slots)])
-        mesh.world.all_gather(everyone := torch.empty(mesh.world.size, dtype=torch.bool), finite)
+        finite = all(bool(slot.parameter.grad.isfinite().all()) for slot in parts.strategy.slots)
+        everyone = torch.empty(mesh.world.size, dtype=torch.bool, device=mesh.device)
+        mesh.world.all_gather(everyone, torch.tensor([finite], device=mesh.device))
         parts.strategy.publish()
         return bool(everyone.all())
 

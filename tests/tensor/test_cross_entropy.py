@@ -154,7 +154,7 @@ def tied_gradient(mesh: Mesh) -> tuple[list[str], Tensor, Tensor, list[int], boo
     initialise(model, mesh, 1)
     model.double()
     weight = model.table.weight
-    ids = torch.arange(12).view(2, 6) % VOCABULARY
+    ids = torch.arange(12, device=mesh.device).view(2, 6) % VOCABULARY
     labels = (ids + 1) % VOCABULARY
     model.head(model.table(ids), labels, 0.5).backward()
     ours = weight.grad.clone()

@@ -63,6 +63,7 @@ def test_is_planned_to_the_byte(tensor: dict[str, Any]) -> None:
     assert list(counts(Planner(CPU).predict(config), 0, ranks[0][0])) == []
 
 
+@pytest.mark.host
 def test_the_reference_says_the_same_words() -> None:
     def both(mesh: Mesh) -> list[torch.Tensor]:
         x, above = (torch.linspace(-1, 1, n, dtype=torch.float64) for n in (2 * 3 * 5, 2 * 3 * 4 * 5))
@@ -96,6 +97,7 @@ def test_layouts_end_with_the_bits_of_one_device(precision: str, words: tuple[st
     assert in_layout(precision, *words).differing(bits_of_one_device(precision)) == []
 
 
+@pytest.mark.host
 def test_the_order_of_parts_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     """One device that adds its four parts one after the other ends with other bits than the tree of two ranks."""
 
