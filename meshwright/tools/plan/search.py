@@ -65,6 +65,10 @@ from meshwright.tools.plan.space import SearchJob, as_messages, families, own_la
 SIMULATED = 80
 """The most layouts of a round that are predicted, once any fits: estimates let pass what hardly fits."""
 
+SYNCS_APART = 1.05
+"""How far estimates of two syncs err apart: one that slices is left out for one that does not only where it was
+estimated to take as many times as long. zero3 was estimated 2 % slower than zero1, and predicted 4 % faster."""
+
 AS_MESSAGES = 2
 """The most layouts that share experts, the fastest first, of which rows are also tried as messages: a step in pieces
 takes several times as long to simulate."""
@@ -206,10 +210,13 @@ def _uncollected() -> Iterator[None]:
 
 
 class _Search:
-    """A search under way. `queue`: the first `passed` are done with. `best`: the fastest that fit; `tight`: the fastest
-    that are; `known`: every prediction; `fastest`: by strategy, those that fit before those that are tight. `fitting`:
-    layouts that fit, and those that keep less and so fit, too: these are `dominated`. `behind`: those that would be
-    tight, and no use."""
+    """A search under way.
+
+    `queue`: layouts to predict, in the order of their estimates; the first `passed` are done with. `best`: the fastest
+    predictions that fit; `tight`: the fastest that nearly do not; `known`: all; `fastest`: one by strategy, one that
+    fits before one that is tight. `fitting`: estimated seconds of layouts that fit. `dominated`: layouts that save
+    memory which one of `fitting` does not need; they fit, too. `behind`: layouts that would be tight, and no faster.
+    """
 
     def __init__(
         self,
@@ -231,7 +238,7 @@ class _Search:
         self.behind: list[Queued] = []
         self.seen: set[Config] = set()
         self.full: set[Config] = set()
-        self.fitting: set[Config] = set()
+        self.fitting: dict[Config, float] = {}
         self.fastest: dict[str, Prediction] = {}
 
     @property
@@ -277,7 +284,6 @@ class _Search:
             self._gather(own)
             self._predict_fastest(complete=place > 0 or len(rounds) == 1)
         self._try_messages()
-        # Estimates of two strategies err apart: zero3 was estimated 2 % slower than zero1, and predicted 4 % faster.
         # Where fewer fit than were asked for, those that keep less are worth their predictions.
         for config in [*self.fitting] if len(self.best) < self.top else ():
             found = SearchState()
@@ -367,9 +373,13 @@ class _Search:
                 self._queue_savings(queued.config)
                 continue
             # The queue is in the order of the estimates, so what fits and keeps more was estimated to be as fast.
-            if any(keeps in self.fitting for keeps in without_savings(queued.config)):
+            sync, enough = queued.config.layout.data.sync, queued.seconds / SYNCS_APART
+            if any(
+                keeps in self.fitting and (keeps.layout.data.sync == sync or self.fitting[keeps] <= enough)
+                for keeps in without_savings(queued.config)
+            ):
                 self.dominated[queued.config] = queued
-                self.fitting.add(queued.config)  # what keeps even less is slower still
+                self.fitting[queued.config] = queued.seconds  # what keeps even less is slower still
                 continue
             if not self._predict(queued.config, self.cutoff):
                 self.behind.append(queued)
@@ -449,7 +459,7 @@ class _Search:
         self.known.append(found)
         fits = self._fits(found)
         if fits:
-            self.fitting.add(config)
+            self.fitting[config] = self.evaluator.models.estimated_seconds(config)
         else:
             self._queue_savings(config)
         for fastest in (self.best,) if fits else (self.tight,):

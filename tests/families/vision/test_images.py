@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from meshwright.families.vision.data_section import ImageData
 from meshwright.families.vision.images import HEADER, ImageSamples, PackedImages, images_for, open_images, open_source
 from meshwright.families.vision.section import Vit
 
-pytest.importorskip("sklearn", reason="pip install 'meshwright[images]'")
+if find_spec("sklearn") is None:  # imported by the first test that reads digits: it takes three seconds
+    pytest.skip("pip install 'meshwright[images]'", allow_module_level=True)
 image = pytest.importorskip("PIL.Image", reason="pip install 'meshwright[images]'")
 
 COLOURS = {"blue": (10, 20, 200), "green": (30, 210, 40), "red": (220, 30, 20)}
