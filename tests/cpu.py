@@ -1,4 +1,4 @@
-"""`make test PYTEST_ARGS="-p tests.cpu ..."`: the processor seconds of each room's tests, at the end of a run.
+"""`make test PYTEST_ARGS="-p tests.cpu ..."`: processor seconds of each room's tests, and of the longest files.
 
 Of the process that runs a test and all that descend from it, those that go on included (servers that ranks are forked
 from): pytest's own durations are wall time, and `os.times` knows children only when they have ended. Linux alone.
@@ -18,6 +18,8 @@ from tests.plants.plant import room_of
 
 TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 SPENT = pytest.StashKey[Counter[str]]()
+FILES = 60
+"""The longest ones, which are listed."""
 
 
 def tree_seconds() -> float:
@@ -43,12 +45,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     before = tree_seconds()
     result = yield
     spent = item.config.stash.setdefault(SPENT, Counter())
-    spent[room_of(item.nodeid.partition("::")[0])] += tree_seconds() - before
+    spent[item.nodeid.partition("::")[0]] += tree_seconds() - before
     return result
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker of xdist hands its rooms over."""
+    """A worker of xdist hands its files' seconds over."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["cpu"] = json.dumps(session.config.stash.get(SPENT, {}))
 
@@ -60,8 +62,12 @@ def pytest_testnodedown(node: object) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    spent = config.stash.get(SPENT, Counter())
-    terminalreporter.section("processor seconds by room")
-    for room, seconds in spent.most_common():
-        terminalreporter.write_line(f"{seconds:9.1f}  {room}")
-    terminalreporter.write_line(f"{sum(spent.values()):9.1f}  in all")
+    files = config.stash.get(SPENT, Counter())
+    rooms: Counter[str] = Counter()
+    for file, seconds in files.items():
+        rooms[room_of(file)] += seconds
+    for title, spent in (("room", rooms.most_common()), ("file", files.most_common(FILES))):
+        terminalreporter.section(f"processor seconds by {title}")
+        for name, seconds in spent:
+            terminalreporter.write_line(f"{seconds:9.1f}  {name}")
+    terminalreporter.write_line(f"{sum(files.values()):9.1f}  in all files")
