@@ -1,5 +1,7 @@
-"""A Hugging Face folder, read with suspicion: config.json, of which what our models cannot compute is refused by name,
-and tensors out of one safetensors file, or several and their index. Never a pickle."""
+"""Reads a Hugging Face folder: config.json, and tensors from one safetensors file or several with an index.
+
+Folders are untrusted: settings that our models cannot compute are refused by name, and pickles are never opened.
+"""
 
 from __future__ import annotations
 
@@ -23,25 +25,25 @@ from meshwright.section import shown
 AnyTransformer = TypeVar("AnyTransformer", bound=Transformer)
 
 _FILE = re.compile(r"\w[\w.-]{0,99}")
-"""A name without separators: nothing outside of the folder can be meant."""
+"""A file name without separators, which cannot point outside the folder."""
 _HUB_NAME = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}")
 _POINTER = b"version https://git-lfs"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def folder_of(source: str) -> Path:
-    """The folder of that path, or of the Hugging Face Hub's model of that name, which is downloaded once.
+    """The folder at a path, or the download of a model by its name on the Hugging Face Hub, cached by the Hub's client.
 
-    Raises CheckpointError where the Hub does not give it.
+    Raises CheckpointError where the download fails.
     """
     path = Path(source).expanduser()
-    # A folder here is meant before the Hub's model of the same name; anything else is no name of the Hub.
+    # A local folder wins over a model of the same name on the Hub.
     if path.is_dir() or not _HUB_NAME.fullmatch(source):
         return path
-    from huggingface_hub import snapshot_download  # half a second that a folder need not wait for
+    from huggingface_hub import snapshot_download  # the import takes 0.5 s, which a local folder does not need
 
     try:
-        # No pickle is asked for, so none can come.
+        # The patterns leave pickles out.
         return Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
     except Exception as error:  # the library raises its client's errors as well
         why = str(error).strip().split("\n")[0]
@@ -49,11 +51,11 @@ def folder_of(source: str) -> Path:
 
 
 class Settings:
-    """The settings of a folder."""
+    """The settings of a JSON file of a folder, such as config.json."""
 
     def __init__(self, path: Path, values: dict[str, Any] | None = None) -> None:
-        """`values`: the file's, where they are known. Raises CheckpointError where there is no such file, or it holds
-        no settings."""
+        """`values`: the file's content; None: read it. Raises CheckpointError where the file is missing or holds no
+        JSON object."""
         self.path = path
         if values is not None:
             self.values = values
@@ -72,13 +74,14 @@ class Settings:
         return CheckpointError(f"{self.path}: {why}")
 
     def only(self, key: str, *valid: object) -> None:
-        """Raises CheckpointError unless the key has a valid value; a missing one means the first."""
+        """Raises CheckpointError unless the key has one of the valid values; a missing key means the first."""
         value = self.values.get(key, valid[0])
         if value not in valid:
             raise self.refused(f"{key}={shown(value)} is not supported; valid: {', '.join(map(shown, valid))}")
 
     def one_number(self, keys: Sequence[str], default: float) -> float:
-        """The one value of several keys: ours is one number for all of them."""
+        """The value that several keys share, for which our model has one number. Raises CheckpointError where they
+        differ."""
         values = {key: self.values.get(key, default) for key in keys}
         for key, value in values.items():
             if not isinstance(value, int | float):
@@ -89,9 +92,10 @@ class Settings:
         return values[keys[0]]
 
     def section(self, kind: type[AnyTransformer], names: Mapping[str, str], **fields: object) -> AnyTransformer:
-        """The model section: `names` are fields under their keys here; a missing key leaves the field's default.
+        """A model section from the settings. `names`: keys by field, where a missing key leaves the field's default;
+        `fields`: further fields. Raises CheckpointError.
 
-        `inner` is no field of ours, but four times the width.
+        `inner` is a property of the section, 4 x hidden, with which the key must agree.
         """
         read = {field: self.values[key] for field, key in names.items() if key in self.values and field != "inner"}
         try:
@@ -111,29 +115,26 @@ class Settings:
 
 
 class Source:
-    """The files of the tensors, by full name."""
+    """The tensors of a folder, by full name (Family.full_name)."""
 
     def __init__(self, folder: Path, full_name: Callable[[str], str]) -> None:
         """Raises CheckpointError where the folder holds no safetensors, or its index does not fit."""
         self.folder = folder
-        if (folder / SINGLE).is_file():  # before an index, as transformers chooses
+        if (folder / SINGLE).is_file():  # a single file wins over an index, as in transformers
             files = _names_in(folder / SINGLE)
         elif (folder / INDEX).is_file():
             files = _indexed(folder)
         elif pickles := sorted(file.name for file in folder.glob("pytorch_model*.bin")):
-            # Told apart from an empty folder, since the remedy is another.
+            # A folder of pickles has another remedy than an empty one.
             remedy = "convert it to safetensors first, with transformers' save_pretrained in a place you trust"
             raise CheckpointError(f"{folder} holds only {pickles[0]}, a pickle, which could run any code: {remedy}")
         else:
             raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}")
         self._places = {full_name(stored): (path, stored) for stored, path in files.items()}
-        # Old folders lack the prefix of their names: the same tensor under both would be read by chance.
-        if len(self._places) != len(files):
+        self.names = frozenset(self._places)
+        # Of a tensor under its old and its new name, chance would choose which is read.
+        if len(self.names) != len(files):
             raise CheckpointError(f"{folder} holds a tensor twice, under an old and a new name")
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(self._places)
 
     def read(self, name: str) -> Tensor:
         """A tensor by its full name."""
@@ -148,7 +149,8 @@ class Source:
         return tensor
 
     def weight(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A tensor of a shape, of a dtype that weights have, and finite. Raises CheckpointError."""
+        """A tensor by its full name. Raises CheckpointError unless it has the shape, a dtype of weights, and finite
+        values."""
         tensor = self.read(name)
         if tuple(tensor.shape) != shape:
             was, wanted = list(tensor.shape), list(shape)
@@ -157,7 +159,7 @@ class Source:
             valid = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES.values())
             stored = f"is stored as {tensor.dtype}, which holds no weights"
             raise CheckpointError(f"{self.folder}: {name} {stored}; valid: {valid}")
-        # One number that is not finite makes every later loss not finite; here its file and name are still known.
+        # A single NaN would make every later loss NaN, with no trace of its file and tensor.
         if wrong := int((~tensor.isfinite()).sum()):
             numbers = "1 number that is" if wrong == 1 else f"{wrong:,} numbers that are"
             where = f"{self._places[name][0]}: {name}"
@@ -174,12 +176,12 @@ def _indexed(folder: Path) -> dict[str, Path]:
         raise CheckpointError(f"{path} is no index of safetensors files: {error!r}") from error
     names: dict[str, set[str]] = {}
     for file in sorted(set(files.values())):
-        # An index is data of strangers: a name with a separator could mean any file of this machine.
+        # The index is untrusted: a name with a separator could point to any file of this machine.
         if not _FILE.fullmatch(file):
             raise CheckpointError(f"{path} names {file!r}, which is not a file of this folder")
         if not (folder / file).is_file():
             raise CheckpointError(f"{folder / file} is missing, and {INDEX} lists it")
-        # Each file's header is read once, however many tensors the index says it has.
+        # Once a file, not once a tensor.
         names[file] = set(_names_in(folder / file))
     for name, file in files.items():
         if name not in names[file]:
@@ -193,8 +195,7 @@ def _names_in(path: Path) -> dict[str, Path]:
             return dict.fromkeys(file.keys(), path)
     except (OSError, SafetensorError) as error:
         with path.open("rb") as file:
-            # A clone without git-lfs has pointers of some hundred bytes in place of weights, which is the likeliest
-            # reason.
+            # A clone without git-lfs has pointers of about 100 bytes instead of weights.
             if file.read(len(_POINTER)) == _POINTER:
                 raise CheckpointError(
                     f"{path} is git-lfs's pointer to the weights: fetch them with git lfs pull"

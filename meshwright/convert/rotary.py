@@ -1,15 +1,21 @@
-"""Rotary positions and experts in Hugging Face's form: what Llama's family and DeepSeek's have in common."""
+"""Hugging Face's form of decoders with rotary positions and experts: the parts common to Llama's and DeepSeek's
+families."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
-from meshwright.convert.family import TensorPair, TensorShape
+from meshwright.convert.family import Family, TensorPair, TensorShape, WithTokens
 from meshwright.convert.folder import Settings
+from meshwright.data.tokenizer import Tokenizer
 from meshwright.models.rotary_section import ROPES, PlainRope
 from meshwright.section import shown
+
+OUTSIDE = {"tokens": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 _ORIGINAL = "original_max_position_embeddings"
 _ROPE_KEYS = {
@@ -25,16 +31,32 @@ _ROPE_KEYS = {
     "mscale": "mscale",
     "mscale_all_dim": "mscale_all_dim",
 }
-"""transformers' keys of a rotation, and our fields."""
+"""Our fields of a rotation by transformers' keys."""
 _SAME = {"default": "plain", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
+"""Our kinds of rotation by transformers' rope_type."""
 _NEEDED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
-"""The keys without which transformers computes no such rotation."""
+"""Keys that transformers requires, by rope_type."""
 _THETA = {"mixtral": 1e6}
-"""The base where nothing is said, of those whose class has another than 10,000."""
+"""Default rope_theta by model_type, where the class's default is not 10,000."""
+
+
+class RotaryFamily(Family):
+    """The base of families of causal decoders with rotary positions."""
+
+    def rows(self, model: Any) -> Mapping[str, int]:
+        return {"tokens": model.vocabulary, "head": model.vocabulary}
+
+    def copies(self, model: Any) -> dict[str, str]:
+        return {HEAD: TABLE} if model.tied else {}
+
+    def with_tokenizer(self, model: Any, text: str, tokenizer: Tokenizer) -> WithTokens:
+        ids = {"bos_token": tokenizer.begin, "eos_token": tokenizer.end}
+        tokens = {key: tokenizer.name_of(token) for key, token in ids.items() if token is not None}
+        return WithTokens(text, {f"{key}_id": token for key, token in ids.items()}, tokens)
 
 
 def pair_of_experts(name: str, shape: TensorShape, linears: str | Sequence[str]) -> TensorPair:
-    """The pair of all experts' tensor, ours [n, in, ..., out], with Hugging Face's [out, in] of each linear."""
+    """The pair of our tensor of all n experts, [n, in, ..., out], with Hugging Face's linears [out, in]."""
     theirs = {f"{linear}.weight": (shape[-1], shape[1]) for linear in linears}
     return TensorPair(
         name, shape, theirs,
@@ -44,7 +66,8 @@ def pair_of_experts(name: str, shape: TensorShape, linears: str | Sequence[str])
 
 
 def rope_settings(rope: PlainRope) -> dict[str, object]:
-    """transformers' settings of a rotation, under their names of now and of before."""
+    """transformers' settings of a rotation: `rope_parameters`, and `rope_theta` and `rope_scaling` of older
+    versions."""
     theirs = {ours: key for key, ours in _ROPE_KEYS.items()}
     values = {theirs[field]: value for field, value in rope.model_dump(exclude_none=True, exclude={"kind"}).items()}
     scaling = {"rope_type": next(name for name, ours in _SAME.items() if ours == rope.kind)} | values
@@ -56,10 +79,10 @@ def rope_settings(rope: PlainRope) -> dict[str, object]:
 
 
 def rope_fields(settings: Settings) -> dict[str, object]:
-    """Our fields of a rotation: of `rope_parameters`, or of `rope_theta` and `rope_scaling`, as they were before. As in
-    transformers `rope_scaling` goes before the other, and original positions outside before those inside.
+    """Our fields of a rotation, from `rope_parameters`, or from `rope_theta` and `rope_scaling` of older versions.
 
-    Raises CheckpointError for a kind, or a key of one, that ours has not.
+    As in transformers, `rope_scaling` wins over `rope_parameters`, and original positions outside of the section over
+    those inside. Raises CheckpointError for a rope_type or a key that our rotations do not have.
     """
     values = settings.values
     where = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
@@ -73,13 +96,12 @@ def rope_fields(settings: Settings) -> dict[str, object]:
     if kind not in _SAME:
         raise settings.refused(f"{where}: rope_type={shown(kind)} is not supported; valid: {', '.join(_SAME)}")
     if kind in ("llama3", "yarn"):
-        # Outside of the section before inside of it, as transformers reads them; where neither is there the positions
-        # are the original ones.
+        # Without either key the original positions are max_position_embeddings.
         inside = theirs.get(_ORIGINAL, values.get("max_position_embeddings"))
         theirs[_ORIGINAL] = values.get(_ORIGINAL, inside)
     if lacking := [key for key in _NEEDED.get(kind, ()) if key not in theirs]:
         raise settings.refused(f"{where}: rope_type={kind} lacks {', '.join(lacking)}")
-    # Said though it changes nothing.
+    # Some folders write it with the value that changes nothing.
     if theirs.get("partial_rotary_factor") == 1.0:
         del theirs["partial_rotary_factor"]
     known = {key: ours for key, ours in _ROPE_KEYS.items() if ours in ROPES[_SAME[kind]].model_fields}

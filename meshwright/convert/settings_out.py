@@ -1,9 +1,8 @@
-"""The files beside exported weights: those that the weights came with, changed where the model or its marks have
-changed; of a run that drew its weights, our own.
+"""The JSON files beside exported weights: the published files, changed where the model or its special tokens have
+changed, or new files for a model trained from random weights.
 
-config.json is the published one with the keys whose meaning the model has changed. An end of generation that
-transformers would run past is added to its `eos_token_id`: the end token (data.end), and the token with which a chat
-template closes an answer.
+Of the published config.json only keys whose meaning has changed are rewritten. Tokens at which generation must stop are
+added to `eos_token_id`: the end token (data.end), and the token with which a chat template closes an answer.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from meshwright.data.marks import GENERATION, MODEL, SETTINGS, ids_of
 from meshwright.data.tokenizer import Tokenizer
 
 DTYPE_KEYS = ("dtype", "torch_dtype")
-"""transformers' key of the weights' dtype, and its older name."""
+"""transformers' key of the weights' dtype, and the key's older name."""
 _OF_A_CLASS = ("architectures", "id2label", "label2id")
 _EOS = "eos_token_id"
 
 
 @dataclass(frozen=True)
 class TokenizerOut:
-    """A checkpoint's tokenizer, and its file's text. `closing`: the special tokens with which answers close."""
+    """A checkpoint's tokenizer and the text of its tokenizer.json. `closing`: ids of tokens that close an answer."""
 
     text: str
     tokenizer: Tokenizer
@@ -35,7 +34,7 @@ class TokenizerOut:
 
     @property
     def ends(self) -> list[int]:
-        """The ids at which a text that is generated ends, the end token first."""
+        """Ids at which generation stops, the end token first."""
         end = self.tokenizer.end
         rest = sorted(self.tokenizer.marks.stops.union(self.closing) - {end})
         return [end, *rest]
@@ -50,24 +49,27 @@ def settings_texts(
     same_family: bool,
     names: Set[str],
 ) -> dict[str, str]:
-    """The texts by file name. `published`: those that the weights and the tokenizer came with; `same_family`: whether
-    the weights came from a model of this family; `names`: the exported tensors; `dtype`: as torch names it."""
+    """Texts by file name.
+
+    `published`: texts of the files that the weights were imported with; `same_family`: whether they are of a model of
+    this family; `names`: the exported tensors; `dtype`: torch's name of the weights' dtype.
+    """
     kept = json.loads(published[MODEL]) if MODEL in published else None
     settings = family.settings(model)
     if kept is not None:
-        # Both are our own words for a model, of the published file's and of the run's: where they agree the published
-        # key stays as it is written, and every other key of the file stays, too. A list of harmless keys would age.
+        # Settings are compared as we write them, for the published model and for the run's. A key on which both agree
+        # keeps its published value, and so does every key that we do not write.
         before = family.settings(family.read(Settings(Path("the published config.json"), dict(kept)), names))
         changed = {key: value for key, value in settings.items() if key not in before or before[key] != value}
         other_class = {} if same_family else {key: settings[key] for key in _OF_A_CLASS if key in settings}
         settings = {**kept, **changed, **other_class}
-    # Under the name that the file has; a new file takes the older one, which every transformers reads.
+    # A new file takes the older key, which every version of transformers reads.
     key = next((name for name in DTYPE_KEYS if name in settings), DTYPE_KEYS[1])
     settings[key] = dtype
     texts = family.further_files(model) | dict(published)
     if tokenizer is not None:
         text, ids, tokens = family.with_tokenizer(model, tokenizer.text, tokenizer.tokenizer)
-        # A published id is believed here: what is missing is written, nothing is overwritten.
+        # Published ids stay; only missing ones are added.
         settings |= {key: token for key, token in ids.items() if key not in settings}
         if _EOS in ids:
             settings, texts = _with_ends(settings, texts, tokenizer)
@@ -83,26 +85,27 @@ def settings_texts(
 def _with_ends(
     settings: dict[str, Any], texts: dict[str, str], tokenizer: TokenizerOut
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """config.json's settings and the texts, in which transformers ends a text where `generate` here does."""
+    """config.json's settings and the files' texts with every `eos_token_id` that transformers' generate needs in order
+    to stop where `generate` here does."""
     generation = json.loads(texts[GENERATION]) if GENERATION in texts else None
-    # Without an eos_token_id there, transformers' generate takes config.json's.
+    # Without an eos_token_id in generation_config.json, transformers' generate reads config.json's.
     if generation is None or not ids_of(generation.get(_EOS)):
         return settings | _ended(settings, tokenizer, tokenizer.ends), texts
     texts = texts | {GENERATION: texts[GENERATION]}
     if ended := _ended(generation, tokenizer, tokenizer.ends):
         texts[GENERATION] = as_text(generation | ended)
-    # config.json then needs the end token alone; who reads it only asks where a text ends.
+    # config.json then needs the end token alone: generate does not read it.
     return settings | _ended(settings, tokenizer, [tokenizer.tokenizer.end]), texts
 
 
 def _ended(settings: Mapping[str, Any], tokenizer: TokenizerOut, wanted: Sequence[int]) -> dict[str, Any]:
-    """The `eos_token_id` with all that is wanted; nothing where it has it. Ids that are no special token go."""
-    there = ids_of(settings.get(_EOS))
-    if set(wanted) <= set(there):
+    """A new `eos_token_id` that holds the `wanted` ids; {} where the settings hold them already."""
+    stored = ids_of(settings.get(_EOS))
+    if set(wanted) <= set(stored):
         return {}
     special = tokenizer.tokenizer.special_tokens
-    # transformers writes its class's default (LlamaConfig: 2) into every config.json: an id counts where the tokenizer
-    # has a special token under it.
-    believed = [token for token in there if tokenizer.tokenizer.name_of(token) in special]
-    ids = list(dict.fromkeys([*believed, *wanted]))
+    # transformers writes its class's default (LlamaConfig: 2) into every config.json: a stored id stays only where it
+    # is a special token of the tokenizer.
+    kept = [token for token in stored if tokenizer.tokenizer.name_of(token) in special]
+    ids = list(dict.fromkeys([*kept, *wanted]))
     return {_EOS: ids[0] if len(ids) == 1 else ids}

@@ -1,12 +1,12 @@
-"""Between Hugging Face's folders and our checkpoints.
+"""Converts Hugging Face folders to checkpoints and back.
 
-A Hugging Face folder becomes a checkpoint of step 0: no step taken, so no optimizer state. A run with `model: {from:
-FOLDER}` makes it its own first checkpoint, which any layout takes up.
+An import writes a checkpoint of step 0, without optimizer state. A run with `model: {from: FOLDER}` imports the folder
+as its first checkpoint, which any layout can load.
 
-A checkpoint becomes a Hugging Face folder: config.json, safetensors, and what the family wants beside them. The folder
-that a conversion makes is whole or not there, and never in the place of another.
+An export writes a Hugging Face folder: config.json, safetensors, and the files that the family adds. Both write the new
+folder whole or not at all, and never over another one.
 
-Both ways go tensor by tensor, into files of at most SHARD_BYTES (or one larger tensor): no more is ever in memory.
+Tensors are converted one by one into files of at most SHARD_BYTES (or one larger tensor); no more is ever in memory.
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ from meshwright.section import shown
 
 
 def families() -> dict[str, Family]:
-    """The families that are converted, by `model.family`. Raises PluginError where one of another package cannot be
-    used."""
+    """The registered families by `model.family`. Raises PluginError where a plug-in's entry is named wrongly."""
     known: dict[str, Family] = {name: family() for name, family in entries("convert").items()}
     for name, family in known.items():
         if family.name != name:
@@ -65,11 +64,13 @@ def families() -> dict[str, Family]:
 
 
 def family_of(settings: Settings, wanted: str | None = None) -> Family:
-    """The family of a config.json, or the `wanted` one that its trunk is of. Raises CheckpointError naming those that
-    there are."""
+    """The family of a config.json: `wanted`, where it reads this model_type; None: the one that the file names.
+
+    Raises CheckpointError, with the valid names, where there is none.
+    """
     every = families().values()
     known = list(dict.fromkeys(kind for family in every for kind in family.model_types))
-    # OpenAI's own GPT-2 folders have no model_type: a key that only one family writes tells it.
+    # OpenAI's GPT-2 folders have no model_type; a key that only one family writes identifies it.
     untyped = (family.model_types[0] for family in every if family.told_by in settings.values)
     kind = settings.values.get("model_type", next(untyped, None))
     named = settings.values.get("architectures") or [""]
@@ -85,18 +86,16 @@ def family_of(settings: Settings, wanted: str | None = None) -> Family:
         names = ", ".join(family.name for family in suitable)
         raise settings.refused(f"model_type={kind} is no model.family={wanted}; valid: {names}")
     ends = str(named[0]) if isinstance(named, list) else ""
-    # Several families may be of one model_type (BERT's tasks): the class's name tells them apart, and the first is the
-    # plain one.
+    # Families that share a model_type (BERT's tasks) differ by the class's name; the first is pretraining.
     of_class = (family for family in suitable if family.architecture and ends.endswith(family.architecture))
     return next(of_class, suitable[0])
 
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder to write in, which becomes `out` if all goes well. Raises CheckpointError where `out` is taken."""
+    """A temporary folder that becomes `out` at the end. Raises CheckpointError where `out` holds files already."""
     try:
-        # Two conversions into one folder would mix their files; staged, so that a kill leaves nothing half done under
-        # the name.
+        # The lock keeps two conversions from mixing their files; staging leaves no half-written folder after a kill.
         with folder_lock(out.absolute(), silent):
             if out.exists() and (out.is_file() or any(out.iterdir())):
                 raise CheckpointError(f"{out} exists; give another folder, or remove it")
@@ -111,7 +110,7 @@ SHARD_BYTES = 2**31
 
 @dataclass(frozen=True)
 class Imported:
-    """The result of an import. `has_tokenizer`: whether the folder had one; without it, no text goes in or out."""
+    """The result of an import. `parameters`: their number; `has_tokenizer`: whether the folder had a tokenizer.json."""
 
     model: Model
     parameters: int
@@ -121,16 +120,17 @@ class Imported:
 
 @dataclass(frozen=True)
 class Found:
-    """A folder's model: the section's fields, and the tokenizer's file where it has one."""
+    """A folder's model, as the section's fields, and its tokenizer.json if there is one."""
 
     model: dict[str, object]
     tokenizer: Path | None
 
 
 def read_folder(source: str, wanted: str | None = None) -> Found:
-    """The model of a Hugging Face folder, or of one by its name; as a `wanted` family, where that has the same trunk.
+    """The model of a Hugging Face folder, given by its path or its name on the Hub.
 
-    Raises CheckpointError, as `import_folder`.
+    `wanted`: read it as this family, which may add another head to the same trunk. Raises CheckpointError as
+    `import_folder`.
     """
     folder = folder_of(source)
     settings = Settings(folder / "config.json")
@@ -148,12 +148,12 @@ def import_folder(
     wanted: Model | None = None,
     seed: int = 1,
 ) -> Imported:
-    """Write the checkpoint `out` from a Hugging Face folder: weights in their own dtype, padding rows of zeros.
+    """Write the checkpoint `out` from a Hugging Face folder, with the weights in their stored dtype.
 
-    `wanted`: the model as a run has it, with a padding or a dropout of its own, or with the head of a task that the
-    folder lacks, which is drawn by `seed`; None: as the folder says.
+    `wanted`: the run's model, which may differ in padding and dropout, or add a task's head, initialised from `seed`;
+    None: the folder's model.
     Raises CheckpointError where the folder is incomplete, of another architecture, or holds only a pickle; where its
-    tokenizer is larger than its table; where `out` exists; DataError where its tokenizer cannot be used.
+    tokenizer has more tokens than the table has rows; where `out` exists; DataError where its tokenizer cannot be used.
     """
     settings = Settings(source / "config.json")
     family = family_of(settings, None if wanted is None else wanted.family)
@@ -186,7 +186,7 @@ def import_folder(
                     dim, start, stop = pair.part
                     theirs = [theirs[0].narrow(dim, start, stop - start)]
                 rows = pair.to_ours(*theirs).reshape(pair.shape[0] - pair.padding, *pair.shape[1:])
-                if pair.padding:  # zeros: the softmax masks padding out, and a look-up never reads it
+                if pair.padding:  # zeros will do: the softmax masks padding rows, and no look-up reads them
                     rows = torch.cat([rows, rows.new_zeros(pair.padding, *pair.shape[1:])])
                 yield pair.name, rows.contiguous()
 
@@ -195,25 +195,23 @@ def import_folder(
 
 
 _OF_TRAINING = ("balance", "balance_over", "router_z", "capacity")
-"""Fields of experts that say how a run trains them, and change no weight's meaning."""
+"""Fields of experts that affect training alone, not the meaning of a weight."""
 _FREE = ("dropout", "vocabulary_multiple", "positions", "later_weight")
-"""Fields that a run may have otherwise than the folder of its weights; positions where there is no table of them."""
-
-
+"""Fields in which a run may differ from the folder of its weights; positions only without a table of positions."""
 _HEAD_FIELDS = ("classes", "choices")
-"""Fields that a task's run may have otherwise, where the folder has no head of that task."""
+"""Fields in which a task's run may differ where the folder has no head of that task."""
 
 
 def _refuse_other(source: Path, model: Model, wanted: Model, stored: Set[str]) -> None:
-    """Raises CheckpointError where a run's model would read the weights with another meaning."""
+    """Raises CheckpointError where the run's model would compute another function of the folder's weights."""
     tabled = [field.removeprefix("model.") for field, _ in model.tables]
     theirs, ours = model.model_dump(), wanted.model_dump()
     for fields in (theirs, ours):
         if isinstance(experts := fields.get("experts"), dict):
-            # The rate of biases is the run's, and whether there are biases the folder's.
+            # The folder decides whether routers have biases, the run their rate.
             kept = {field: value for field, value in experts.items() if field not in _OF_TRAINING}
             fields["experts"] = kept | {"bias_rate": experts.get("bias_rate") is not None}
-    # A head that the folder lacks is drawn: its size is the run's to choose, and none of the folder's.
+    # A head that the folder lacks is initialised at random, so the run chooses its size.
     if not any(name.startswith("classifier.") for name in stored):
         theirs |= {field: ours[field] for field in _HEAD_FIELDS if field in theirs}
     for field in theirs | ours:
@@ -223,7 +221,10 @@ def _refuse_other(source: Path, model: Model, wanted: Model, stored: Set[str]) -
 
 
 def in_shards(tensors: Iterable[tuple[str, Tensor]], most_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Tensors by name, together at most so many bytes; or one that is larger. A shard is the caller's to drop."""
+    """Group tensors into shards of at most `most_bytes` bytes; a larger tensor is a shard of its own.
+
+    The caller clears each shard before asking for the next, or both are in memory.
+    """
     shard: dict[str, Tensor] = {}
     filled = 0
     for name, tensor in tensors:
@@ -237,19 +238,19 @@ def in_shards(tensors: Iterable[tuple[str, Tensor]], most_bytes: int) -> Iterato
 
 
 def _pairs(settings: Settings, family: Family, model: Model, stored: Set[str]) -> list[TensorPair]:
-    """Every parameter, of which those that the folder lacks wholly, and may lack, are drawn.
+    """The pairs of all parameters; those of heads that the folder may lack and lacks are marked to be drawn.
 
     Raises CheckpointError where the settings are of no model that the folder could hold.
     """
-    if model.num_blocks > len(stored):  # before each of them is built: a forged number would take all memory
+    if model.num_blocks > len(stored):  # before blocks are built: a forged number of layers would take all memory
         has = f"the folder holds {len(stored)} tensors"
         raise settings.refused(f"makes a model of {model.num_blocks} layers, and {has}")
     try:
         pairs = family.pairs(model)
-    except RuntimeError as error:  # more numbers than can be counted
+    except RuntimeError as error:  # torch: more elements than an int64 counts
         raise settings.refused(f"its sizes cannot be those of a model: {error}") from error
     specs = family.specs(model)
-    # Wholly: of a head that is there in part, nobody knows what the rest was, and `_check_names` refuses it.
+    # A head that is stored in part is not drawn: `_check_names` refuses it.
     return [
         replace(pair, theirs={}, drawn=specs[pair.name])
         if family.may_draw(pair.name) and not stored & pair.theirs.keys()
@@ -259,9 +260,9 @@ def _pairs(settings: Settings, family: Family, model: Model, stored: Set[str]) -
 
 
 def _check_names(stored: Source, family: Family, pairs: list[TensorPair], copies: dict[str, str]) -> None:
-    """Raises CheckpointError unless the folder holds each wanted tensor, and none that would be dropped in silence."""
+    """Raises CheckpointError unless the folder holds every tensor of the pairs and no unknown one."""
     wanted = {name for pair in pairs for name in pair.theirs}
-    # Strict both ways: a tensor that is passed over in silence could be a bias that changes every output.
+    # An unknown tensor that is ignored could be a bias that changes every output.
     extra = {name for name in stored.names - wanted if not family.passed_over.fullmatch(name)}
     for name in copies.keys() & extra:
         if not torch.equal(stored.read(name), stored.read(copies[name])):
@@ -275,8 +276,8 @@ def _check_names(stored: Source, family: Family, pairs: list[TensorPair], copies
 
 
 def _write(folder: Path, shards: Iterator[dict[str, Tensor]], model: Model) -> None:
-    """Write a checkpoint of step 0, whose config says what the weights are: the rest, data above all, is the
-    fine-tuning run's to say."""
+    """Write a checkpoint of step 0. Its config describes the weights alone; data and training are placeholders that a
+    fine-tuning run replaces."""
     files: list[StoredFile] = []
     runs: list[StoredRun] = []
     hashes: list[int] = []
@@ -289,13 +290,13 @@ def _write(folder: Path, shards: Iterator[dict[str, Tensor]], model: Model) -> N
                     f"weight/{name}", group=group, start=0, length=tensor.numel(),
                 )
             )  # fmt: skip
-            # The root of a run that begins here is the root that any layout of it computes (bits/root.py).
+            # The root equals the one that a run under any layout computes of these weights (bits/root.py).
             hashes.append(int(elements_hash(f"weight of {name}", run.shape, run.box, 0, tensor.flatten())))
         keys = [f"weight/{name}" for name in tensors]
         path = folder / f"rank-{group}.safetensors"
         files.append(write_shard(path, dict(zip(keys, tensors.values(), strict=True))))
-        tensors.clear()  # before the next is read
-    # The config must say some precision; O0 in float32 reads every stored dtype, float64 alone would lose by it.
+        tensors.clear()  # frees the shard before the next is read
+    # O0 in float32 holds every stored dtype without loss, but for float64.
     double = all(run.dtype == "float64" for run in runs)
     precision = Precision(level="O0", dtype="float64" if double else "float32")
     data = data_for(model, **({"sequence": model.longest} if model.longest else {}))
@@ -314,37 +315,42 @@ def export_folder(
     shard_bytes: int = SHARD_BYTES,
     dtype: str | None = None,
 ) -> Path:
-    """Write `out` from a step folder or a run's newest checkpoint; returns the step folder that was read.
+    """Write the Hugging Face folder `out` from a step folder or a run's newest checkpoint; returns the step folder.
 
-    `dtype`: of the weights, as a precision names it; by default the one in which they came, else the run's precision.
-    Padding rows of tables and optimizer states are left out. Raises CheckpointError, also where transformers has no
-    such model, and DataError where the tokenizer is damaged.
+    `dtype`: of the weights, as in `precision`; None: the published one, else the run's. Padding and optimizer states
+    are left out. Raises CheckpointError (no such model in transformers), DataError (a damaged tokenizer).
     """
     checkpoint = Checkpoint(find_checkpoint(path))
     model = checkpoint.config.model
     known = families()
     if model.family not in known:
-        valid = f"valid: {', '.join(known)}"
-        raise CheckpointError(f"{checkpoint.folder} is a {model.family}, which has no form of Hugging Face's; {valid}")
+        why = f"is a {model.family}, which has no form of Hugging Face's; valid: {', '.join(known)}"
+        raise CheckpointError(f"{checkpoint.folder} {why}")
     family = known[model.family]
     pairs = family.pairs(model)
     found = {name: checkpoint.file(name) for name in FILES}
     published = {name: file.read_text(encoding="utf-8") for name, file in found.items() if file is not None}
     kept = Settings(checkpoint.folder / MODEL) if MODEL in published else None
     template: ChatTemplate | None = None
-    # A template's file may be gone, as on another machine, which the command tells: weights go out without it.
+    # The template's file may be missing on this machine: the export goes on without it, and the command says so.
     with suppress(DataError):
         template = checkpoint.config.data.chat_template(checkpoint.folder)
     if template is not None:
         published = with_template(published, template.text)
     wanted = DTYPES[dtype] if dtype is not None else _dtype_of(checkpoint, kept, pairs[0].name)
+    file, data, tokenizer = checkpoint.file(TOKENIZER_FILE), checkpoint.config.data, None
+    if file is not None:
+        read_tokenizer = load_tokenizer(file, AskedMarks() if data.begins else NO_BEGIN)
+        closing = None if template is None else closing_token(template, read_tokenizer)
+        text = file.read_text(encoding="utf-8")
+        tokenizer = TokenizerOut(text, read_tokenizer, () if closing is None else (closing,))
     texts = settings_texts(
-        family, model, published, _tokenizer_out(checkpoint, template), str(wanted).removeprefix("torch."),
+        family, model, published, tokenizer, str(wanted).removeprefix("torch."),
         kept is None or family_of(kept).name == family.name, {name for pair in pairs for name in pair.theirs},
     )  # fmt: skip
 
     def read() -> Iterator[tuple[str, Tensor]]:
-        parts: dict[str, list[Tensor]] = {}  # of tensors that several of ours make
+        parts: dict[str, list[Tensor]] = {}  # slices of Hugging Face's tensors that several of ours make up
         for index, pair in enumerate(pairs):
             report("weights", index / len(pairs))
             for name, tensor in _exported(checkpoint, pair).items():
@@ -364,23 +370,13 @@ def export_folder(
     return checkpoint.folder
 
 
-def _tokenizer_out(checkpoint: Checkpoint, template: ChatTemplate | None) -> TokenizerOut | None:
-    """The checkpoint's tokenizer, and the token that closes the answers of a run on dialogues."""
-    file, data = checkpoint.file(TOKENIZER_FILE), checkpoint.config.data
-    if file is None:
-        return None
-    tokenizer = load_tokenizer(file, AskedMarks() if data.begins else NO_BEGIN)
-    closing = None if template is None else closing_token(template, tokenizer)
-    return TokenizerOut(file.read_text(encoding="utf-8"), tokenizer, () if closing is None else (closing,))
-
-
 def _dtype_of(checkpoint: Checkpoint, kept: Settings | None, parameter: str) -> torch.dtype:
-    """The dtype that published settings name; else the run's precision; of an import without either, the stored one."""
+    """The dtype in the published settings; else that of the weights in a checkpoint of step 0; else the run's."""
     named = [] if kept is None else [kept.values.get(key) for key in DTYPE_KEYS]
     for dtype in DTYPES.values():
         if str(dtype).removeprefix("torch.") in named:
             return dtype
-    # Step 0 is an import as it came: its own dtype says more than the precision that its config had to name.
+    # The config of an import (step 0) has a placeholder for its precision.
     if not checkpoint.manifest.progress.step:
         stored: torch.dtype = vars(torch)[checkpoint.dtype_of(parameter)]
         return stored
@@ -388,15 +384,15 @@ def _dtype_of(checkpoint: Checkpoint, kept: Settings | None, parameter: str) -> 
 
 
 def _write_safetensors(folder: Path, shards: Iterator[dict[str, Tensor]]) -> None:
-    """model.safetensors, or where there are several files these, with their numbers and count, and their index."""
+    """Write model.safetensors, or where there are several shards, numbered files and their index."""
     held: list[list[str]] = []
     total = 0
     for number, tensors in enumerate(shards):
-        # Names hold the number of files, which is known when the last is written.
+        # The final names hold the number of files, which is known at the end.
         save_file(tensors, folder / f"part-{number}", metadata={"format": "pt"})
         held.append(list(tensors))
         total += sum(tensor.nbytes for tensor in tensors.values())
-        tensors.clear()  # before the next is read
+        tensors.clear()  # frees the shard before the next is read
     if len(held) == 1:
         (folder / "part-0").rename(folder / SINGLE)
         return
@@ -410,9 +406,9 @@ def _write_safetensors(folder: Path, shards: Iterator[dict[str, Tensor]]) -> Non
 
 
 def _exported(checkpoint: Checkpoint, pair: TensorPair) -> dict[str, Tensor]:
-    """A pair's tensors in Hugging Face's shapes by name, of a checkpoint's tensor, without the padding rows."""
+    """A pair's tensors by Hugging Face's names and in its shapes, without the padding rows, read from a checkpoint."""
     shape, rows = checkpoint.shapes.get(pair.name), (pair.shape[0] - pair.padding, *pair.shape[1:])
-    if shape not in (pair.shape, rows):  # older versions had no padding in positions
+    if shape not in (pair.shape, rows):  # version 0.1.0 did not pad positions
         raise CheckpointError(f"{checkpoint.folder}: {pair.name} is {shape}, and its config makes it {pair.shape}")
     box = Box((0,) * len(rows), rows)
     parts = pair.to_theirs(checkpoint.read(pair.name, "weight", box))

@@ -1,15 +1,15 @@
-"""Dialogues as text, by a tokenizer's own chat template; which of it the assistant says, so that only that is learned.
+"""Renders dialogues by the tokenizer's chat template, and finds the assistant's text, the only part that is learned.
 
-| form of the template                              | the assistant's text                                        |
-|---------------------------------------------------|-------------------------------------------------------------|
-| {% generation %} ... {% endgeneration %} round it | what is between them, as transformers reads such a template |
-| none                                              | what a message of the assistant adds to the rendered text   |
+| template                                 | the assistant's text                                      |
+|------------------------------------------|-----------------------------------------------------------|
+| {% generation %} ... {% endgeneration %} | the text inside the block, as in transformers             |
+| no such block                            | the text that each message of the assistant appends       |
 
-In the second form the dialogue is rendered up to each of the assistant's messages, with the prompt for an answer, and
-up to its end; each must be the beginning of the whole, which a template that rewrites earlier turns does not give.
+Without a block, the dialogue is rendered up to each of the assistant's messages (with the prompt for an answer) and
+up to its end. Both must be prefixes of the whole text; a template that rewrites earlier turns is refused.
 
-A template is a Jinja program of whoever made the tokenizer. It runs in Jinja's sandbox, with the names that
-transformers gives it except for today's date: a corpus is packed once, and the same file gives the same tokens.
+A template is a Jinja program by the tokenizer's author. It runs in Jinja's sandbox with the names that transformers
+provides, except for the date: the same file must give the same tokens every day.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 _BEGIN, _END = RESERVED
 _ANSWER = "\ufdd2"
-"""Stands for an answer: another one."""
+"""A third reserved code point, which stands for an answer."""
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Spans = list[tuple[int, int]]
-"""Beginnings and ends of the assistant's characters."""
+"""(start, stop) of the assistant's text, in characters."""
 
 
 class _Generation(Extension):
-    """The block {% generation %}, which marks what it holds."""
+    """The block {% generation %}, which puts marks around its text."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja's own form
 
@@ -73,7 +73,7 @@ def _as_json(
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template's text, where it is from, and the spellings of special tokens that it may name."""
+    """A template's text, its file (`where`), and the spellings of special tokens by the names that it uses."""
 
     text: str
     where: str
@@ -88,8 +88,7 @@ class ChatTemplate:
         def raise_exception(message: str) -> NoReturn:
             raise TemplateError(message)
 
-        # The names that transformers gives a template. `strftime_now` is none of them here: a template that writes
-        # today's date would give other tokens tomorrow.
+        # The names that transformers provides, except `strftime_now`: a date would change the tokens from day to day.
         environment.filters["tojson"] = _as_json
         environment.globals["raise_exception"] = raise_exception
         try:
@@ -104,43 +103,42 @@ class ChatTemplate:
         prompt: bool = False,
         tools: Sequence[Any] | None = None,
     ) -> str:
-        """The dialogue's text; with `prompt` also what stands before an answer. `tools`: those that the assistant may
-        call. Raises DataError naming its place."""
+        """The dialogue's text. `place`: its file and line, for errors; `prompt`: append the prompt for an answer;
+        `tools`: JSON schemas of the tools that the assistant may call. Raises DataError."""
         try:
             text: str = self._program.render(
                 messages=list(messages), tools=tools, documents=None, add_generation_prompt=prompt, **self.tokens
             )
-        # A template is a program, and fails as programs do: by an index, a type, a division.
+        # Beside TemplateError, a template raises what any program may: IndexError, TypeError, ZeroDivisionError.
         except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             why = f"{type(error).__name__}: {error}" if not isinstance(error, TemplateError) else str(error)
             raise DataError(f"{place}: {self.where} does not take it: {why}") from error
         return text
 
     def question(self, asked: str, place: str) -> tuple[str, str]:
-        """A dialogue's text up to the answer to its one question, and the text that closes an answer. Raises DataError
-        naming its place."""
+        """The text of a dialogue of one question up to the answer, and the text that closes an answer. Raises
+        DataError."""
         ask, answer = {"role": "user", "content": asked}, {"role": SPEAKER, "content": _ANSWER}
         whole = self.render([ask, answer], place)
         return self.render([ask], place, prompt=True), whole.rpartition(_ANSWER)[2].replace(_END, "")
 
     def prompt(self, messages: Sequence[ChatMessage], place: str, *, goes_on: bool = False) -> str:
-        """A dialogue's text with what stands before an answer; with `goes_on` up to the end of the last message's
-        content instead, which is to be gone on with. Raises DataError where the template does not write that."""
+        """A dialogue's text with the prompt for an answer. `goes_on`: end instead with the content of the last message,
+        which the model continues. Raises DataError where the template does not write the message."""
         text, _ = _without_marks(self.render(messages, place, prompt=not goes_on))
         if not goes_on:
             return text
         begun = messages[-1]["content"]
-        # Templates strip a message, or strip it on one side: its text is searched for without the white space around
-        # it.
+        # Templates may strip a message on one side or both, so it is searched without its outer white space.
         before, found, _ = text.rpartition(begun.strip())
         if not found:
             raise DataError(f"{place}: {self.where} does not write the last message, which is to be gone on with")
         return before + (begun.lstrip() if text.startswith(begun.lstrip(), len(before)) else found)
 
     def dialogue(self, dialogue: Dialogue) -> tuple[str, Spans]:
-        """The dialogue's text, and what is learned of it: the assistant's part, without messages that are read only.
+        """The dialogue's text, and the spans that are learned: the assistant's messages but the `unlearned` ones.
 
-        Raises DataError where the template does not say it.
+        Raises DataError where the spans cannot be found.
         """
         text = self.render(dialogue.messages, dialogue.where, tools=dialogue.tools)
         speaks = [at for at, message in enumerate(dialogue.messages) if message["role"] == SPEAKER]
@@ -151,19 +149,19 @@ class ChatTemplate:
             raise DataError(f"{dialogue.where}: {self.where} leaves nothing of what the {SPEAKER} says")
         if not dialogue.unlearned:
             return text, spans
-        # A generation block may lie in a loop, or beside none of the messages: then nothing says which span is whose.
+        # With a generation block in an inner loop, or around half a message, spans do not match messages.
         if len(spans) != len(speaks):
             marks = f"{self.where} marks {len(spans)} parts of {len(speaks)} messages of the {SPEAKER}"
             raise DataError(f"{dialogue.where}: {marks}, so that weights of messages cannot be told apart")
         return text, [span for at, span in zip(speaks, spans, strict=True) if at not in dialogue.unlearned]
 
     def _additions(self, dialogue: Dialogue, speaks: Sequence[int], text: str) -> Spans:
-        """The additions of the assistant's messages, at the places `speaks`, to the whole text."""
+        """The span that each of the assistant's messages (numbers `speaks`) appends to the text. Raises DataError."""
         spans, place, tools = [], dialogue.where, dialogue.tools
         for at in speaks:
             before = self.render(dialogue.messages[:at], place, prompt=True, tools=tools)
             through = self.render(dialogue.messages[: at + 1], place, tools=tools)
-            # By differences a template may only append: one that rewrites earlier turns gives spans of another text.
+            # A template that rewrites earlier turns would give spans of another text.
             if not through.startswith(before) or not text.startswith(through):
                 other = f"{self.where} writes message {at + 1} otherwise where other messages follow it"
                 remedy = f"mark what the {SPEAKER} says by {{% generation %}} in a template of your own, data.template"
@@ -173,7 +171,7 @@ class ChatTemplate:
 
 
 def _without_marks(text: str) -> tuple[str, Spans]:
-    """A rendered text without its marks, and what was between them."""
+    """A rendered text without its marks, and the spans between them."""
     plain, spans, begin = "", [], 0
     for part in re.split(f"([{_BEGIN}{_END}])", text):
         if part == _BEGIN:
@@ -186,45 +184,47 @@ def _without_marks(text: str) -> tuple[str, Spans]:
 
 
 def kept_template(folder: Path, asked: AskedMarks = AskedMarks()) -> ChatTemplate | None:
-    """The template that a checkpoint's folder holds, if any. Raises DataError where it cannot be read."""
-    named = read_settings(folder / SETTINGS).get("chat_template")
-    there = named is not None or (folder / TEMPLATE).is_file()
-    return template_of(str(folder / "tokenizer.json"), None, asked) if there else None
+    """The template in a checkpoint's folder, if any. Raises DataError where it cannot be read."""
+    in_settings = read_settings(folder / SETTINGS).get("chat_template") is not None
+    has_template = in_settings or (folder / TEMPLATE).is_file()
+    return template_of(str(folder / "tokenizer.json"), None, asked) if has_template else None
 
 
 def template_for(data: MessagesData, kept: Path | None = None) -> ChatTemplate:
-    """The template of a run's dialogues. `kept`: a checkpoint's folder, whose own goes first. Raises DataError."""
-    if kept is not None and (found := kept_template(kept, data.asked)) is not None:
-        return found
+    """The template of a run's dialogues. `kept`: a checkpoint's folder, whose template wins. Raises DataError."""
+    if kept is not None and (template := kept_template(kept, data.asked)) is not None:
+        return template
     return template_of(data.tokenizer, data.template, data.asked)
 
 
 def closing_token(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
-    """The special token with which a template closes an answer. Raises DataError where it renders none."""
+    """The id of the special token that closes an answer, if any. Raises DataError if the template does not render."""
     (ids, _) = tokenizer.encode_marked(template.question("?", "a question")[1])
     return next((token for token in ids[:1] if tokenizer.name_of(token) in tokenizer.special_tokens), None)
 
 
 def template_of(tokenizer: str, template: str | None, asked: AskedMarks = AskedMarks()) -> ChatTemplate:
-    """The template of a tokenizer.json's folder, or that of a file. `asked`: what the run calls the beginning and the
-    end, in place of the tokenizer's own. Raises DataError where there is none."""
+    """The template in the file `template`, or where that is None in the folder of tokenizer.json.
+
+    `asked`: data.begin and data.end, which replace the tokenizer's bos_token and eos_token. Raises DataError where it
+    has no template.
+    """
     beside = Path(tokenizer).expanduser().parent
     settings = read_settings(beside / SETTINGS) if tokenizer.endswith(".json") else {}
-    known = (read_settings(beside / SPECIAL_TOKENS) if tokenizer.endswith(".json") else {}) | settings
-    tokens = {key: text for key in _TOKENS if (text := spelling(known.get(key))) is not None}
+    spellings = (read_settings(beside / SPECIAL_TOKENS) if tokenizer.endswith(".json") else {}) | settings
+    tokens = {key: text for key in _TOKENS if (text := spelling(spellings.get(key))) is not None}
     for key, word in (("bos_token", asked.begin), ("eos_token", asked.end)):
-        # The spelling `none` becomes an empty text: templates write the token by its name, wherever they want it.
+        # `none` becomes "", since the template itself writes {{ bos_token }}.
         if word != AUTO:
             tokens[key] = "" if word == NONE else word
-    files = [beside / TEMPLATE] if template is None else [Path(template).expanduser()]
-    for path in files:
-        if path.is_file():
-            try:
-                return ChatTemplate(path.read_text(encoding="utf-8"), str(path), tokens)
-            except (OSError, UnicodeDecodeError) as error:
-                raise DataError(f"{path}: cannot be read as a template: {error}") from error
+    path = beside / TEMPLATE if template is None else Path(template).expanduser()
+    if path.is_file():
+        try:
+            return ChatTemplate(path.read_text(encoding="utf-8"), str(path), tokens)
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{path}: cannot be read as a template: {error}") from error
     text = settings.get("chat_template")
-    if isinstance(text, list):  # several by name
+    if isinstance(text, list):  # several templates by name
         named = {one.get("name"): one.get("template") for one in text if isinstance(one, dict)}
         text = named.get("default")
     if template is not None or not isinstance(text, str):

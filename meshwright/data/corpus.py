@@ -1,4 +1,4 @@
-"""The corpora that are packed: records of one text (documents), or of two (pairs: pairs.py).
+"""Corpora to pack: records of one text (documents), or of two (pairs: families/seq2seq/pairs.py).
 
 | source                       | its documents                                                    | read by  |
 |------------------------------|------------------------------------------------------------------|----------|
@@ -7,15 +7,15 @@
 | a text file                  | the file                                                         | us       |
 | .jsonl, .json, .csv          | the key or column `text` of each record                          | us       |
 | .parquet, a saved data set   | the column `text` of each row                                    | pyarrow, datasets |
-| a folder                     | those of its files, sorted by relative path                      |          |
+| a folder                     | the documents of its files, sorted by relative path              |          |
 | hub:OWNER/NAME               | the column `text` of its train split, streamed                   | datasets |
 
-A document is a non-empty string. The order is the same on every machine that has the same files. Documents of white
-space alone carry nothing to learn and are left out. Whatever the source, it is packed once (packing.py): order,
-mixtures and resuming are ours.
+A document is a non-empty string; documents of white space alone are left out. The order is the same on every machine
+that has the same files. A source is packed once (packing.py), after which order, mixtures and resuming do not depend on
+its form.
 
-Text, json and csv are read here, not by `datasets`: its readers copy the corpus into a cache of their own, take a
-second to import, name no line in a mistake, and take some lines that are no JSON ({"text": 3, }) without a word.
+Text, json and csv are not read by `datasets`, whose readers copy the corpus into their own cache, take 1 s to import,
+name no line in an error, and accept some lines that are no JSON ({"text": 3, }).
 """
 
 from __future__ import annotations
@@ -39,25 +39,24 @@ from meshwright.errors import DataError
 
 TEXT_KEY = "text"
 
-# Python's own tests are three fifths of the library's bytes (19 of 31 MB), hold files that are wrong on purpose, and
-# some distributions leave them out: without them the corpus is smaller, cleaner and the same everywhere.
-# `encodings` is tables of code points that a generator wrote.
+# Python's tests are 19 of the library's 31 MB, hold files that are wrong on purpose, and are missing in some
+# distributions. `encodings` holds generated tables of code points.
 _LEFT_OUT = frozenset({"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"})
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A source that can be read again and again."""
+    """A source that can be read repeatedly."""
 
     kind: Literal["text", "pairs", "messages"]
     where: str
-    """The source as given, for messages."""
+    """The source as the user wrote it, for errors."""
     name: str
-    """A short name that has no path of this machine in it."""
+    """A short name without a path of this machine."""
     identity: list[object]
-    """Facts that change when the source does, known without reading it."""
+    """Facts that change with the source, found without reading it (names, sizes, times)."""
     read: Callable[[], Iterator[tuple[str, ...]]]
-    """Every record, in the same order each time."""
+    """Yields every record, in the same order each time."""
 
 
 def text_corpus(source: str) -> Corpus:
@@ -72,14 +71,17 @@ def source_corpus(data: TokenSection) -> Corpus:
 
 
 def documents(source: str) -> Iterator[str]:
-    """Every document of `source`: one that is a name, or the path of a file or folder.
+    """Yields the documents of `source`: a name (stdlib, unicode, hub:...), or the path of a file or folder.
 
-    Raises DataError naming the file, the line (jsonl) or row (parquet), and the key that is missing.
+    Raises DataError naming the file, the line (jsonl) or row (parquet), and the missing key.
     """
     if source == STDLIB:
         texts = _stdlib_documents()
     elif source == UNICODE:
-        texts = _unicode_documents()
+        every = (unicodedata.name(chr(code), "") for code in range(0x110000))
+        names = [name for name in every if name and not _NUMBERED.search(name)]
+        runs = (names[start : start + _RUN] for start in range(0, len(names), _RUN))
+        texts = ("\n".join(run) + "\n" for run in runs)
     elif source.startswith(HUB):
         texts = _hub_documents(source)
     else:
@@ -89,7 +91,7 @@ def documents(source: str) -> Iterator[str]:
 
 
 def source_name(source: str) -> str:
-    """A short name of the source that has no path of this machine in it."""
+    """A short name of the source, without a path of this machine."""
     if source == STDLIB:
         return f"stdlib of Python {platform.python_version()}"
     if source == UNICODE:
@@ -98,7 +100,7 @@ def source_name(source: str) -> str:
 
 
 def source_identity(source: str) -> list[object]:
-    """Facts that change when the source does, known without reading it: names, sizes and, of paths, times of change."""
+    """Facts that change with the source, found without reading it: names, sizes and, of paths, modification times."""
     if source == STDLIB:
         listed = [(name, path.stat().st_size) for name, path in _stdlib_files()]
         return [STDLIB, platform.python_version(), listed]
@@ -109,7 +111,7 @@ def source_identity(source: str) -> list[object]:
 
 
 def source_files(source: str, suffix: str = "") -> list[Path]:
-    """The files of a source that is a path, sorted. Raises DataError where one is not of the form that is wanted."""
+    """The files of a source that is a path, sorted. Raises DataError for a file without the suffix, if one is given."""
     path = _existing(source).resolve()
     files = [path] if path.is_file() else _folder_files(path)
     for file in files:
@@ -130,35 +132,27 @@ def _existing(source: str) -> Path:
 
 
 def _stdlib_files() -> list[tuple[str, Path]]:
-    """(name within the library, path), sorted by name."""
+    """(name within the library, path), sorted by name, since the order of rglob differs between machines."""
     root = Path(sysconfig.get_path("stdlib"))
     named = ((path.relative_to(root), path) for path in root.rglob("*.py"))
-    # Sorted by name, as folders list their files in an order of their own.
     return sorted((name.as_posix(), path) for name, path in named if not _LEFT_OUT.intersection(name.parts))
 
 
 def _stdlib_documents() -> Iterator[str]:
     for _, path in _stdlib_files():
-        # A source file in another encoding (PEP 263) is left out: nothing the user could mend.
+        # Source files in other encodings (PEP 263) are left out: the user cannot mend them.
         with suppress(UnicodeDecodeError):
             yield path.read_bytes().decode()
 
 
 _RUN = 32
-"""Names a document: neighbours in the code charts belong together."""
+"""Names of characters in a document, neighbours in the code charts."""
 _NUMBERED = re.compile(r"\d|IDEOGRAPH|HANGUL SYLLABLE|-[0-9A-F]+$")
-"""Names that are numbers or put together of three letters: a hundred thousand that say nothing new."""
-
-
-def _unicode_documents() -> Iterator[str]:
-    every = (unicodedata.name(chr(code), "") for code in range(0x110000))
-    names = [name for name in every if name and not _NUMBERED.search(name)]
-    for start in range(0, len(names), _RUN):
-        yield "\n".join(names[start : start + _RUN]) + "\n"
+"""Names made of numbers or syllables, 100,000 that repeat each other."""
 
 
 def _hub_documents(source: str) -> Iterator[str]:
-    """The train split of a data set on the Hub, streamed: nothing of it stays but what is packed."""
+    """The train split of a data set on the Hub, streamed without a local copy."""
     name, _, configuration = source.removeprefix(HUB).partition(":")
     datasets = _library("datasets", Path(source))
     try:
@@ -169,13 +163,13 @@ def _hub_documents(source: str) -> Iterator[str]:
             yield checked_text(record[TEXT_KEY], f"{source} row {number}")
     except DataError:
         raise
-    except Exception as error:  # no network, no such data set, a server's mistake: the libraries raise many kinds
+    except Exception as error:  # the libraries raise many kinds: no network, no such data set, a server's error
         cause = " ".join(str(error).split())
         raise DataError(f"{source}: cannot be read: {type(error).__name__}: {cause[:300]}") from error
 
 
 def _folder_documents(folder: Path) -> Iterator[str]:
-    """The folder's files, hidden ones aside. Every other file must be readable: none is skipped silently."""
+    """The documents of a folder's files but hidden ones. Raises DataError for a file that cannot be read."""
     if (folder / "state.json").is_file():
         yield from _dataset_documents(folder)
         return
@@ -184,7 +178,7 @@ def _folder_documents(folder: Path) -> Iterator[str]:
             splits = [str(name) for name in json.loads((folder / "dataset_dict.json").read_text())["splits"]]
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{folder / 'dataset_dict.json'}: does not list the dataset's splits") from error
-        if len(splits) != 1:  # which of several to train on is the user's to say
+        if len(splits) != 1:  # the user chooses among several
             raise DataError(
                 f"{folder}: holds the splits {', '.join(splits)}: give one of them, as {folder}/{splits[0]}"
             )
@@ -203,7 +197,7 @@ def _folder_files(folder: Path) -> list[Path]:
         name = path.relative_to(folder)
         if any(part.startswith(".") or part == "__pycache__" for part in name.parts):
             continue
-        if path.is_dir() and path.is_symlink():  # it may lead back to where it lies
+        if path.is_dir() and path.is_symlink():  # may lead back to a parent, an endless walk
             raise DataError(f"{path}: is a link to a folder, which is not followed; put the folder in its place")
         if not path.is_dir() and not path.is_file():
             raise DataError(f"{path}: is a pipe, a device or a link to nothing; move it out of the source")
@@ -239,7 +233,7 @@ def _file_documents(path: Path) -> Iterator[str]:
 
 
 def _json_documents(path: Path) -> Iterator[str]:
-    """A list of records, or of texts."""
+    """The documents of a JSON list of records or of texts."""
     try:
         tree = json.loads(path.read_bytes())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -254,7 +248,7 @@ def _json_documents(path: Path) -> Iterator[str]:
 
 
 def _csv_documents(path: Path) -> Iterator[str]:
-    """The column `text`; the first row names the columns (RFC 4180: quotes, doubled inside of quotes)."""
+    """The column `text` of a csv file (RFC 4180), whose first row names the columns."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             rows = csv.DictReader(file, strict=True)
@@ -271,7 +265,7 @@ def _csv_documents(path: Path) -> Iterator[str]:
 
 
 def json_records(lines: Iterable[str | bytes], path: Path, wanted: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(its place, the object) of every line that is not blank. Raises DataError where one is no object."""
+    """(file and line, object) of every line that is not blank. Raises DataError for a line that is no JSON object."""
     for number, line in enumerate(lines, start=1):
         where = f"{path} line {number}"
         if not line.strip():
@@ -286,7 +280,7 @@ def json_records(lines: Iterable[str | bytes], path: Path, wanted: str) -> Itera
 
 
 def checked_text(value: object, where: str, key: str = TEXT_KEY) -> str:
-    """A string that has a UTF-8 form: JSON may hold lone surrogates, which have none."""
+    """The value as a text. Raises DataError for another type, and for lone surrogates, which have no UTF-8 form."""
     if not isinstance(value, str):
         raise DataError(f"{where}: `{key}` holds no string but {value!r:.40}")
     try:
@@ -332,7 +326,7 @@ def _check_column(path: Path, columns: list[str]) -> None:
 
 
 def _library(module: str, path: Path) -> ModuleType:
-    """A library of the `hf` extra, or what to install to get it."""
+    """A library of the `hf` extra. Raises DataError with the command to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -20,32 +20,31 @@ if TYPE_CHECKING:  # the launcher prepares data without torch
 
 @dataclass(frozen=True)
 class Opened:
-    """The splits of a prepared data set, and the tokenizer where there is one."""
+    """The splits of a prepared data set, and its tokenizer if it has one."""
 
     train: Samples
     held_out: Samples | None
     """None where the run does not validate."""
     tokenizer: Tokenizer | None
     notes: tuple[str, ...] = ()
-    """Facts about them that a user should know: said when a run begins."""
+    """Facts about the splits, printed when a run begins."""
 
 
 def open_splits(
     config: Config, samples: Callable[[Split], tuple[Samples, str]], tokenizer: Tokenizer | None = None
 ) -> Opened:
-    """The train split, and the validation split where the run validates; `samples(split)` gives each with its note.
+    """Open the train split, and the validation split where the run validates. `samples(split)`: a split and its note.
 
-    Raises DataError where the validation split does not fill one global batch.
+    Raises DataError where the validation split does not fill one global batch, the least that a validation takes.
     """
     train, note = samples("train")
     if not config.validation.every:
         return Opened(train, None, tokenizer, (f"train: {note}",) if note else ())
-    held_out, also = samples("validation")
-    # A validation takes whole global batches, as a step does.
+    held_out, held_out_note = samples("validation")
     if len(held_out) < config.batch.global_:
         has = f"has {len(held_out)} samples, fewer than batch.global={config.batch.global_}"
         raise DataError(f"the validation split {has}: raise data.validation, or lower batch.global")
-    notes = (f"{split}: {text}" for split, text in (("train", note), ("validation", also)) if text)
+    notes = (f"{split}: {text}" for split, text in (("train", note), ("validation", held_out_note)) if text)
     return Opened(train, held_out, tokenizer, tuple(notes))
 
 

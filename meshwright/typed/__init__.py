@@ -1,5 +1,5 @@
-"""Which axes hold a value whole, cut or partial: found of a rank's program on meta tensors, before ranks start.
+"""Infers over which mesh axes a value is whole, cut or partial, from one rank's program on meta tensors.
 
-kinds.py: what is said of a value. operators.py: what torch's operators make of it. watch.py: follows a rank's tensors.
-verbs.py: what the verbs between ranks make of it. check.py: a run's layout, a plug-in's wrong sum refused.
+kinds.py: the types. operators.py: typing rules of torch's operators. watch.py: follows a rank's tensors. verbs.py:
+typing rules of collectives. check.py: checks a run's layout and refuses a plug-in's wrong sum before ranks start.
 """

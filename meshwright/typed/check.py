@@ -1,12 +1,12 @@
-"""`check_sums(config)`: a layout's sums, before its ranks start; a plug-in's wrong one is refused in a sentence.
+"""`check_sums(config)` checks a layout's sums before its ranks start and refuses a plug-in's wrong one in a sentence.
 
-A rank's forward and backward passes run on meta tensors, as a plan's do, and so do the sums of gradients and the
-publishing of new values. Every parameter's spec says which axes cut it; over the others it is invariant, and its
-gradient must be whole where the optimizer reads it. A pipeline is left out: its messages sum nothing.
+A rank's forward and backward passes run on meta tensors, as in a plan, with the sums of gradients and the publishing of
+new values. A parameter's spec says which axes cut it; over the others the parameter is invariant, and its gradient must
+be whole where the optimizer reads it. Pipeline stages are left out: their messages sum nothing.
 
-What is found: sums that are missing, made twice, or made over another axis, where addends meet what is whole, come to
-a function that is not linear, or to the optimizer. What is not: a factor (a mean for a sum), the wrong part of the
-right size, wrong data, masks and random numbers, and what follows messages from one rank to another.
+Found: sums that are missing, made twice or over the wrong axis, where addends meet a whole value, a non-linear function
+or the optimizer. Not found: a wrong factor (a mean for a sum), the wrong part of the right size, wrong data, masks or
+random numbers, and errors behind point-to-point messages.
 """
 
 from __future__ import annotations
@@ -37,19 +37,18 @@ from meshwright.typed.watch import Neighbour, Watch
 
 
 def checked(config: Config) -> list[str]:
-    """Check a resolved run's sums where `check.sums` asks for it; a note of what was checked. Raises SumError."""
-    own = brought(config)
-    if config.check.sums == "never" or (config.check.sums == "plugins" and not own):
+    """Check a resolved run's sums where `check.sums` asks for it; returns a note for the log. Raises SumError."""
+    plugins = brought(config)
+    if config.check.sums == "never" or (config.check.sums == "plugins" and not plugins):
         return []
     started = time.perf_counter()
     check_sums(config)
-    who = f" of {', '.join(own)}" if own else ""
+    who = f" of {', '.join(plugins)}" if plugins else ""
     return [f"the sums{who} fit on all axes: followed on meta tensors in {time.perf_counter() - started:.1f} s"]
 
 
 def check_sums(config: Config) -> None:
-    """Raises SumError where the types of a resolved run's values do not hold, with the module, the axis and a
-    remedy."""
+    """Raises SumError, with the module, the axis and a remedy, where a resolved run sums wrongly."""
     config = reduced(config)
     grid = grid_of_run(config)
     axes = [name for name, size in grid.axes if size > 1]
@@ -62,7 +61,7 @@ def check_sums(config: Config) -> None:
 
 
 def reduced(config: Config) -> Config:
-    """The run as it is checked: one stage, two microbatches at most, nothing recomputed or offloaded, in float32."""
+    """The run as it is checked: one stage, two microbatches at most, no recomputation, no offload, in float32."""
     layout = config.layout
     sync = layout.data if not layout.data.strategy.whole else layout.data.model_copy(update={"sync": "allreduce"})
     layout = layout.model_copy(update={"pipeline": PipelineSection(), "data": sync})
@@ -75,7 +74,7 @@ def step(config: Config, grid: Grid, rank: int, watch: Watch) -> None:
     mesh = typed_mesh(grid, rank, config.layout.token_axes, watch)
     parts = build(config, mesh)
     strategy = parts.strategy
-    assert isinstance(strategy, Synchroniser), "a strategy without buckets is replaced (reduced)"
+    assert isinstance(strategy, Synchroniser), "reduced() replaces a strategy without buckets"
     named = dict(parts.model.named_parameters())
     for name, parameter in named.items():
         watch.declare(name, parameter, invariant_kind(parts.specs[name], parameter, grid))
@@ -101,7 +100,7 @@ def step(config: Config, grid: Grid, rank: int, watch: Watch) -> None:
 
 
 def invariant_kind(spec: ShardSpec, parameter: nn.Parameter, grid: Grid) -> Kind:
-    """A parameter as its spec has it: cut by its axes, whole over all others."""
+    """The kind that a parameter's spec says: cut by its axes, whole over all others."""
     kind = Kind(uncut(parameter.shape))
     cuts = {axis: shard.dim for axis, shard in spec.placements.items()}
     cuts |= {spec.owner[0]: 0} if spec.owner else {}
@@ -112,7 +111,7 @@ def invariant_kind(spec: ShardSpec, parameter: nn.Parameter, grid: Grid) -> Kind
 
 @contextmanager
 def refused() -> Iterator[None]:
-    """A wrong sum inside becomes a sentence with the module."""
+    """Turn a WrongSum raised inside into a SumError that names the module."""
     try:
         yield
     except WrongSum as wrong:
@@ -123,7 +122,7 @@ def refused() -> Iterator[None]:
 
 
 def check_gradients(parts: Parts, strategy: Synchroniser, watch: Watch) -> None:
-    """Every gradient that the optimizer reads is whole over the axes that do not cut it."""
+    """Raises SumError unless every gradient that the optimizer reads is whole over the axes that do not cut it."""
     for one in strategy.sums:
         for place in one.slot.places:
             kind, axes = watch.kind(one.total[place.start : place.stop]), parts.specs[place.name].axes
@@ -131,8 +130,8 @@ def check_gradients(parts: Parts, strategy: Synchroniser, watch: Watch) -> None:
 
 
 def check_kind(name: str, cut: Collection[str], kind: Kind, grid: Grid, sliced: Collection[str] = ()) -> None:
-    """Raises SumError where ranks that hold a parameter alike read another gradient of it. `cut`: the axes that cut it;
-    `sliced`: those whose ranks step slices of it, or one of which steps all."""
+    """Raises SumError where ranks that hold the same parameter read different gradients. `cut`: the axes that cut the
+    parameter; `sliced`: the axes over which the optimizer's step is sharded."""
     for axis in grid.names:
         word = kind.word(axis)
         wrong = ("partial",) if axis in sliced else ("partial", "own", "cut")

@@ -5,15 +5,14 @@
 | whole    | the same                                                   | n times the value: refused            |
 | cut      | parts along a dim, one after the other                     | a sum of different parts: refused     |
 | partial  | addends: their sum is the value                            | the value, whole                      |
-| own      | something each, which no rule tells more of                | taken for the value                   |
-| unknown  | what came by a message from one rank to another            | taken for the value                   |
+| own      | different values, of which no rule says more               | taken for the value                   |
+| unknown  | values received point to point                             | taken for the value                   |
 
-A tensor made of numbers alone (zeros, a mask) is `constant`: it is whole, cut and partial as one likes. A parameter
-that an axis does not cut is *invariant* over it: whole, and its gradient has to be whole as well when the optimizer
-reads it.
+A tensor filled with numbers (zeros, a mask) is `constant` and fits every word. A parameter that an axis does not cut is
+*invariant* over the axis: whole, and its gradient must be whole as well when the optimizer reads it.
 
-A dim is a row of factors, the outermost first: [B, A] of which data cuts B and tensor A is one dim [B·A] of two factors
-when they are flattened, and two dims again afterwards.
+A dim is a row of factors, the outermost first. Flattening [B, A], where `data` cuts B and `tensor` cuts A, gives one
+dim [B·A] of two factors, which a later reshape takes apart again.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Dim = tuple[Factor, ...]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A tensor over each axis; over one that is not named it is whole."""
+    """How the ranks of each axis hold a tensor; an axis in none of the fields holds it whole."""
 
     dims: tuple[Dim, ...]
     partial: Axes = NONE
@@ -45,20 +44,20 @@ class Kind:
 
     @property
     def cut(self) -> Axes:
-        return NONE.union(*(axes for dim in self.dims for _, axes in dim))
+        return axes_of(*self.dims)
 
     @property
     def different(self) -> Axes:
-        """The axes whose ranks hold other numbers."""
+        """The axes whose ranks hold different numbers."""
         return self.cut | self.partial | self.own | self.unknown
 
     def word(self, axis: str) -> str:
-        """The axis's word of the table."""
+        """The table's word for an axis."""
         sets = {"partial": self.partial, "own": self.own, "unknown": self.unknown, "cut": self.cut}
         return next((word for word, axes in sets.items() if axis in axes), "whole")
 
     def loosened(self, axes: Iterable[str]) -> Kind:
-        """The kind with these axes `own`, but those that are unknown already."""
+        """The kind with these axes `own`; axes that are `unknown` stay so."""
         gone = frozenset(axes)
         if not gone:
             return self
@@ -76,7 +75,7 @@ class Kind:
         return replace(loose, own=loose.own - gone, unknown=loose.unknown - gone)
 
     def shaped(self, shape: Sequence[int]) -> Kind:
-        """The kind of another shape: what cut a dim is `own`."""
+        """The kind of another shape; axes that cut a dim become `own`."""
         return replace(self.loosened(self.cut), dims=uncut(shape))
 
 
@@ -88,8 +87,9 @@ def constant(shape: Sequence[int]) -> Kind:
     return Kind(uncut(shape), constant=True)
 
 
-def axes_of(dim: Dim) -> Axes:
-    return NONE.union(*(axes for _, axes in dim))
+def axes_of(*dims: Dim) -> Axes:
+    """The axes that cut any of the dims."""
+    return NONE.union(*(axes for dim in dims for _, axes in dim))
 
 
 def length(dim: Dim) -> int:
@@ -97,14 +97,14 @@ def length(dim: Dim) -> int:
 
 
 def shortened(dim: Dim, size: int) -> Dim:
-    """A dim of another length, with the same cuts; a length of 1 has none."""
+    """The dim with another length and the same cuts; a length of 1 has none."""
     if length(dim) == size:
         return dim
     return ((size, axes_of(dim) if size > 1 else NONE),)
 
 
 def cut_at(kind: Kind, position: int, axis: str) -> Kind:
-    """The kind, whose dim at the position the axis cuts as well."""
+    """The kind with the dim at `position` cut by `axis` as well."""
     (size, axes), *inner = kind.dims[position]
     dims = [*kind.dims]
     dims[position] = ((size, axes | {axis}), *inner)
@@ -118,15 +118,18 @@ def aligned(one: Dim, other: Dim) -> Dim | None:
     if not axes_of(other) or one == other:
         return one
     if axes_of(one) == axes_of(other) and 1 in (len(one), len(other)):
-        return max(one, other, key=len)  # of the one it is not known which factor is cut
+        return max(one, other, key=len)  # the unfactored dim does not say which factor is cut
     if [size for size, _ in one] != [size for size, _ in other]:
         return None
     return tuple((size, axes | more) for (size, axes), (_, more) in zip(one, other, strict=True))
 
 
 def reshaped(kind: Kind, shape: Sequence[int]) -> Kind:
-    """The same elements in another shape. Where a factor is split the axes cut its outermost part: a rank holds a run
-    of heads, and each of them whole. A new dim of length 1 before a cut one may be such a run, of one head: own."""
+    """The kind of the same elements in another shape.
+
+    Splitting a factor leaves the cut at the outermost part: a rank holds a run of heads, each head whole. A new dim of
+    length 1 before a cut factor may be such a run of one head; the axes of that factor become `own`.
+    """
     waiting = [factor for dim in kind.dims for factor in dim]
     dims: list[Dim] = []
     lost = NONE
@@ -139,7 +142,7 @@ def reshaped(kind: Kind, shape: Sequence[int]) -> Kind:
             length, axes = waiting.pop(0)
             if left % length and length % left:
                 return kind.shaped(shape)
-            if length > left:  # the rest is the next dims'
+            if length > left:  # the next dims take the rest
                 waiting.insert(0, (length // left, NONE))
                 length = left
             if length > 1 or axes or size == 1:
@@ -148,39 +151,37 @@ def reshaped(kind: Kind, shape: Sequence[int]) -> Kind:
         if left != 1:
             return kind.shaped(shape)
         dims.append(tuple(taken) or ((size, NONE),))
-    # Dims of length 1 that the shape has no place for.
-    lost = lost.union(*(axes for _, axes in waiting))
-    return replace(kind, dims=tuple(dims)).loosened(lost)
+    # Dims of length 1 without a place in the shape.
+    return replace(kind, dims=tuple(dims)).loosened(lost | axes_of(tuple(waiting)))
 
 
 def broadcast(kinds: Sequence[Kind], shape: Sequence[int]) -> tuple[tuple[Dim, ...], Axes]:
-    """The dims of what element-wise operators make of tensors, and the axes whose cuts do not fit each other."""
+    """The dims of an element-wise operator's result, and the axes along which its inputs are cut differently."""
     dims, lost = [], NONE
     for back in range(len(shape), 0, -1):
-        found: Dim = ((shape[-back], NONE),)
+        result: Dim = ((shape[-back], NONE),)
         for kind in kinds:
             dim = kind.dims[-back] if back <= len(kind.dims) else ((1, NONE),)
-            if math.prod(size for size, _ in dim) != shape[-back]:
+            if length(dim) != shape[-back]:
                 lost |= axes_of(dim) if shape[-back] else NONE
                 continue
-            both = aligned(found, dim)
-            lost |= axes_of(dim) | axes_of(found) if both is None else NONE
-            found = both or found
-        dims.append(found)
+            both = aligned(result, dim)
+            lost |= axes_of(dim, result) if both is None else NONE
+            result = both or result
+        dims.append(result)
     seen: Axes = NONE
     for dim in dims:
-        # Over one axis two dims cannot be cut: a rank then has a block of the diagonal.
+        # One axis cannot cut two dims: the rank would hold a block of the diagonal.
         lost |= axes_of(dim) & seen
         seen |= axes_of(dim)
     return tuple(dims), lost
 
 
 def joined(kinds: Sequence[Kind], dims: tuple[Dim, ...], lost: Axes = NONE, partial: Axes = NONE) -> Kind:
-    """A kind of these dims that differs where one of several does. `partial`: the axes over which it is a sum's
-    addend; what one of them has of its own, none is sure of."""
+    """The kind of an operator's result with these dims. `partial`: the axes whose ranks hold addends; `lost`: axes that
+    become `own`. Axes that are `own` or `unknown` in an input are so in the result."""
     own = NONE.union(lost, *(kind.own for kind in kinds))
     unknown = NONE.union(*(kind.unknown for kind in kinds))
     loose = own | unknown
     dims = tuple(tuple((size, axes - loose) for size, axes in dim) for dim in dims)
-    # A cut that only some dims of the inputs had, and the result has not, is not forgotten.
     return Kind(dims, partial - loose, own - unknown, unknown, all(kind.constant for kind in kinds))

@@ -1,4 +1,4 @@
-"""Operators of torch, and what they make of kinds.
+"""Typing rules of torch's operators: the kinds of results from the kinds of inputs.
 
 | operators                   | partial inputs                            | a cut dim that is                  |
 |-----------------------------|-------------------------------------------|------------------------------------|
@@ -9,7 +9,7 @@
 | maxima, softmax, norms      | refused                                   | reduced over: the result is own    |
 | a function's backward pass  | its incoming gradient may be partial      | as forward                         |
 | look-ups with whole indices | stay partial                              | looked up in: the result is partial|
-| whatever is not listed      | give what is own                          | gives what is own                  |
+| unlisted operators          | the result is own                         | the result is own                  |
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ from meshwright.typed.kinds import (
     joined,
     reshaped,
     shortened,
+    uncut,
 )
 
 
 class WrongSum(Exception):
-    """A sum over `axis` that is missing, or one too many: what shows it, and what would mend it. `names`: the
-    parameters whose gradients it sums; `place`, `since`: the modules that show it, and that made the partial sum."""
+    """A sum over `axis` is missing, or made once too often: the symptom (`shown`) and the remedy. `names`: the
+    parameters whose gradients are summed; `place`, `since`: the modules of the symptom and of the operator that made
+    the sum partial."""
 
     def __init__(self, axis: str, shown: str, remedy: str, names: Sequence[str] = ()) -> None:
         super().__init__(f"{shown} ({axis})")
@@ -51,7 +53,7 @@ SUM_FIRST = "sum it over the axis first (all_reduce, or reduce_scatter where a p
 
 @dataclass(frozen=True)
 class Call:
-    """An operator's call: its arguments by their names in torch's schema, its results, and the kinds of tensors."""
+    """An operator's call: arguments by their names in torch's schema, results, and a look-up of tensors' kinds."""
 
     name: str
     given: dict[str, Any]
@@ -77,9 +79,10 @@ class Call:
     def shape(self) -> Sequence[int]:
         return self.results[0].shape
 
-    @property
-    def floats(self) -> bool:
-        return self.results[0].is_floating_point()
+    def refuse_partial(self, kinds: Iterable[Kind]) -> None:
+        """Raises WrongSum where an input of this non-linear operator is partial; integers and masks are exempt."""
+        if self.results[0].is_floating_point():
+            refuse_partial(kinds, self.name)
 
 
 Rule = Callable[[Call], Kind | list[Kind]]
@@ -87,26 +90,21 @@ Rule = Callable[[Call], Kind | list[Kind]]
 
 def kinds_of_results(call: Call) -> list[Kind]:
     """The kind of every result. Raises WrongSum."""
-    rule = RULES.get(call.name) or (elementwise if call.elementwise else None)
-    if rule is None and call.inputs and all(kind.constant for kind in call.kinds):
-        return [constant(x.shape) for x in call.results]
-    found = (rule or unlisted)(call)
-    return found if isinstance(found, list) else [found] * len(call.results)
+    if rule := RULES.get(call.name) or (function if call.elementwise else None):
+        made = rule(call)
+        return made if isinstance(made, list) else [made] * len(call.results)
+    if all(kind.constant for kind in call.kinds):
+        return of_numbers(call)
+    return [_loose(call.kinds, x.shape) for x in call.results]
 
 
 def of_numbers(call: Call) -> list[Kind]:
     return [constant(x.shape) for x in call.results]
 
 
-def unlisted(call: Call) -> list[Kind]:
-    """All that one input has of its own the results have."""
-    if not call.inputs:
-        return of_numbers(call)
-    return [_loose(call.kinds, x.shape) for x in call.results]
-
-
 def _loose(kinds: Sequence[Kind], shape: Sequence[int]) -> Kind:
-    return joined(kinds, constant(shape).dims, NONE.union(*(kind.cut | kind.partial for kind in kinds)))
+    """The kind of a result of which no rule is known: axes over which an input differs are `own`."""
+    return joined(kinds, uncut(shape), NONE.union(*(kind.cut | kind.partial for kind in kinds)))
 
 
 def add(kinds: Sequence[Kind], shape: Sequence[int]) -> Kind:
@@ -142,28 +140,19 @@ def refuse_partial(kinds: Iterable[Kind], name: str) -> None:
         raise WrongSum(axis, f"{name.strip('_')}, which is not linear, is taken of a partial sum", SUM_FIRST)
 
 
-def function(kinds: Sequence[Kind], shape: Sequence[int], name: str, *, floats: bool = True) -> Kind:
-    """Any function of elements."""
-    if floats:
-        refuse_partial(kinds, name)
-    dims, lost = broadcast(kinds, shape)
+def function(call: Call) -> Kind:
+    """A function of elements that is not linear."""
+    kinds = call.kinds
+    call.refuse_partial(kinds)
+    dims, lost = broadcast(kinds, call.shape)
     return joined(kinds, dims, lost.union(*(kind.partial for kind in kinds)))
 
 
-def elementwise(call: Call) -> Kind:
-    return function(call.kinds, call.shape, call.name, floats=call.floats)
-
-
 def sums(call: Call) -> Kind:
-    if call.name in ("add", "sub", "rsub") and len(call.inputs) == 1 and call.given.get("other"):
+    if len(call.inputs) == 1 and call.given.get("other"):
         for axis in sorted(call.kinds[0].partial):
             raise WrongSum(axis, "a number is added to a partial sum, once on every rank", SUM_FIRST)
     return add(call.kinds, call.shape)
-
-
-def first(call: Call) -> Kind:
-    """The first tensor's numbers, in another dtype or memory."""
-    return call.kinds[0]
 
 
 def divided(call: Call) -> Kind:
@@ -186,22 +175,22 @@ def filled(call: Call) -> Kind:
 
 
 def copied(call: Call) -> Kind:
-    """A tensor that is written over the first one."""
+    """The last input, written over the first."""
     source = call.kind_of(call.inputs[-1])
     dims, lost = broadcast([source], call.shape)
     return joined([source], dims, lost, source.partial)
 
 
 def backward(call: Call) -> Kind:
-    """The backward pass of a function of elements: linear in the gradient that comes in."""
+    """The backward pass of a function of elements: linear in the incoming gradient."""
     gradient, *others = call.kinds
     refuse_partial(others, call.name)
     return multiply([gradient, *others], call.shape)
 
 
 def product(a: Kind, b: Kind, summed: Sequence[Dim], dims: Sequence[Dim]) -> Kind:
-    """A sum of products over the dims `summed`."""
-    over = NONE.union(*(axes_of(dim) for dim in summed))
+    """A sum of products over the dims `summed`; `dims`: the result's."""
+    over = axes_of(*summed)
     loose = a.own | b.own | a.unknown | b.unknown
     for axis in sorted(a.partial & b.partial - loose):
         raise WrongSum(axis, "two partial sums are multiplied", SUM_FIRST)
@@ -210,38 +199,19 @@ def product(a: Kind, b: Kind, summed: Sequence[Dim], dims: Sequence[Dim]) -> Kin
     for dim in dims:
         lost |= axes_of(dim) & (seen | partial | over)
         seen |= axes_of(dim)
-    # What is not told of the result's dims or sum is a cut that both dims of a batch did not agree on.
     return joined([a, b], tuple(dims), lost, partial | over)
 
 
-def mm(call: Call) -> Kind:
-    a, b = call.kinds[-2:]
-    return product(a, b, [a.dims[-1], b.dims[-2]], [a.dims[0], b.dims[1]])
-
-
-def mv(call: Call) -> Kind:
-    a, b = call.kinds[-2:]
-    return product(a, b, [a.dims[1], b.dims[0]], [a.dims[0]])
-
-
-def bmm(call: Call) -> Kind:
-    a, b = call.kinds[-2:]
-    batch = aligned(a.dims[0], b.dims[0])
-    if batch is None:
-        return _loose([a, b], call.shape)
-    return product(a, b, [a.dims[2], b.dims[1]], [batch, a.dims[1], b.dims[2]])
-
-
-def with_sum(rule: Callable[[Call], Kind]) -> Callable[[Call], Kind]:
-    """beta * self + the product of the other two."""
-
-    def added(call: Call) -> Kind:
-        made = rule(call)
-        if call.given.get("beta", 1) == 0:
-            return made
-        return add([call.kinds[0], made], call.shape)
-
-    return added
+def matrices(call: Call) -> Kind:
+    """a @ b; of addmm, addmv and baddbmm, beta * self + a @ b."""
+    *addend, a, b = call.kinds
+    if len(a.dims) == 2:
+        made = product(a, b, [a.dims[1], b.dims[0]], [a.dims[0], *b.dims[1:]])
+    elif batch := aligned(a.dims[0], b.dims[0]):
+        made = product(a, b, [a.dims[2], b.dims[1]], [batch, a.dims[1], b.dims[2]])
+    else:
+        made = _loose([a, b], call.shape)
+    return add([*addend, made], call.shape) if addend and call.given.get("beta", 1) != 0 else made
 
 
 def dims_reduced(call: Call, rank: int) -> list[int]:
@@ -252,7 +222,7 @@ def dims_reduced(call: Call, rank: int) -> list[int]:
 
 
 def without(kind: Kind, reduced: Sequence[int], shape: Sequence[int], partial: Axes, lost: Axes) -> Kind:
-    """The kind without some dims, which stay with a length of 1 where the shape has them."""
+    """The kind without the `reduced` dims, which stay with a length of 1 where the shape has them (keepdim)."""
     kept = [dim for position, dim in enumerate(kind.dims) if position not in reduced]
     if len(shape) == len(kind.dims):
         kept = [((1, NONE),) if at in reduced else dim for at, dim in enumerate(kind.dims)]
@@ -262,28 +232,26 @@ def without(kind: Kind, reduced: Sequence[int], shape: Sequence[int], partial: A
 def summed(call: Call) -> Kind:
     kind = call.kinds[0]
     reduced = dims_reduced(call, len(kind.dims))
-    over = NONE.union(*(axes_of(kind.dims[at]) for at in reduced))
+    over = axes_of(*(kind.dims[at] for at in reduced))
     return without(kind, reduced, call.shape, over, kind.partial & over)
 
 
 def reduced(call: Call) -> list[Kind]:
-    """A maximum, a norm, a variance: no sum."""
+    """A reduction that is not linear: a maximum, a norm, a variance."""
     kind = call.kinds[0]
-    if call.floats:
-        refuse_partial([kind], call.name)
+    call.refuse_partial([kind])
     dims = dims_reduced(call, len(kind.dims))
-    over = NONE.union(*(axes_of(kind.dims[at]) for at in dims))
+    over = axes_of(*(kind.dims[at] for at in dims))
     return [without(kind, dims, x.shape, NONE, over | kind.partial) for x in call.results]
 
 
 def along(call: Call) -> list[Kind]:
     """A function of rows along `dim`: softmax, sorting."""
     kind = call.kinds[0]
-    if call.floats:
-        refuse_partial([kind], call.name)
+    call.refuse_partial([kind])
     at = call.number("dim", -1) % len(kind.dims)
     loose = kind.loosened(axes_of(kind.dims[at]) | kind.partial)
-    # The largest k of a row stand where the row stood.
+    # topk shortens the row.
     return [_resized(loose, at, x.shape[at]) for x in call.results]
 
 
@@ -294,14 +262,8 @@ def along_backward(call: Call) -> Kind:
     return multiply([gradient, output], call.shape).loosened(axes_of(output.dims[at]))
 
 
-def accumulated(call: Call) -> Kind:
-    """cumsum: linear."""
-    kind = call.kinds[0]
-    return kind.loosened(axes_of(kind.dims[call.number("dim")]))
-
-
 def _resized(kind: Kind, at: int, size: int) -> Kind:
-    """The kind with another length of a dim; factors of a dim that is no longer whole are one."""
+    """The kind with another length of the dim `at`, whose factors become one."""
     dims = [*kind.dims]
     dims[at] = ((size, axes_of(dims[at])),)
     return replace(kind, dims=tuple(dims))
@@ -327,44 +289,34 @@ def expanded(call: Call) -> Kind:
     return replace(kind, dims=tuple(dims))
 
 
-def unsqueezed(call: Call) -> Kind:
-    kind = call.kinds[0]
-    at = call.number("dim") % (len(kind.dims) + 1)
-    return replace(kind, dims=(*kind.dims[:at], ((1, NONE),), *kind.dims[at:]))
-
-
-def selected(call: Call) -> list[Kind]:
-    """One of a dim's places, or each: of a cut dim another on every rank."""
-    kind = call.kinds[0]
-    at = call.number("dim") % len(kind.dims)
-    loose = kind.loosened(axes_of(kind.dims[at]))
-    return [replace(loose, dims=loose.dims[:at] + loose.dims[at + 1 :])] * len(call.results)
-
-
-def sliced(call: Call) -> list[Kind]:
-    kind = call.kinds[0]
-    at = call.number("dim") % len(kind.dims)
-    whole = call.inputs[0].shape[at]
-    return [kind if x.shape[at] == whole else _resized(kind, at, x.shape[at]) for x in call.results]
-
-
-def padded(call: Call) -> Kind:
-    """More places around, with zeros."""
-    kind = call.kinds[0]
-    for at, (old, new) in enumerate(zip(call.inputs[0].shape, call.shape, strict=True)):
-        kind = kind if old == new else _resized(kind, at, new)
-    return kind
-
-
-def put_back(call: Call) -> Kind:
-    """The gradient of what was selected: zeros elsewhere."""
+def inserted(call: Call) -> Kind:
+    """A new dim: unsqueeze, or the gradient of select, zero but at the selected index."""
     kind = call.kinds[0]
     at = call.number("dim") % len(call.shape)
     return replace(kind, dims=(*kind.dims[:at], ((call.shape[at], NONE),), *kind.dims[at:]))
 
 
+def selected(call: Call) -> Kind:
+    """One index of a dim (select), or each (unbind): a cut dim has another one on every rank."""
+    kind = call.kinds[0]
+    at = call.number("dim") % len(kind.dims)
+    loose = kind.loosened(axes_of(kind.dims[at]))
+    return replace(loose, dims=loose.dims[:at] + loose.dims[at + 1 :])
+
+
+def resized(call: Call) -> list[Kind]:
+    """Dims shortened (slice, split) or padded with zeros."""
+    made, given = [], call.kinds[0]
+    for x in call.results:
+        kind = given
+        for at, (old, new) in enumerate(zip(call.inputs[0].shape, x.shape, strict=True)):
+            kind = kind if old == new else _resized(kind, at, new)
+        made.append(kind)
+    return made
+
+
 def concatenated(call: Call) -> Kind:
-    """Tensors side by side. Of addends and whole values together none is sure."""
+    """Tensors side by side; where addends stand beside whole values, the axis is `own`."""
     tensors = [x for x in call.inputs if x.dim() == call.inputs[-1].dim()]
     kinds = [call.kind_of(x) for x in tensors]
     if call.name == "stack":
@@ -377,15 +329,14 @@ def concatenated(call: Call) -> Kind:
     lost = NONE.union(*(partial - kind.partial for kind in solid))
     dims: list[Dim] = []
     for place in range(len(kinds[0].dims)):
-        several = {axes_of(kind.dims[place]) for kind in solid}
-        lost |= NONE.union(*several) if len(several) > 1 else NONE
-        one = solid[0].dims[place]
-        dims.append(((call.shape[place], NONE.union(*several)),) if place == at else one)
+        cuts = {axes_of(kind.dims[place]) for kind in solid}
+        lost |= NONE.union(*cuts) if len(cuts) > 1 else NONE
+        dims.append(((call.shape[place], NONE.union(*cuts)),) if place == at else solid[0].dims[place])
     return joined(kinds, tuple(dims), lost, partial)
 
 
 def looked_up(call: Call) -> Kind:
-    """Rows of a table. Of a table that an axis cuts each rank finds its own rows, and masks the others."""
+    """Rows of a table. Where an axis cuts the table, each rank looks up its own rows and masks the others."""
     table, ids = call.kind("weight"), call.kind("indices")
     return product(table, ids, [table.dims[0]], [*ids.dims, table.dims[1]])
 
@@ -400,7 +351,7 @@ def gathered(call: Call) -> Kind:
     at = call.number("dim") % len(kind.dims)
     over = axes_of(kind.dims[at])
     dims, lost = broadcast([ids], call.shape)
-    others = NONE.union(*(axes_of(dim) for place, dim in enumerate(kind.dims) if place != at))
+    others = axes_of(*kind.dims[:at], *kind.dims[at + 1 :])
     return joined([kind, ids], dims, lost | (others - ids.cut) | (over & ids.different), kind.partial | over)
 
 
@@ -415,18 +366,18 @@ def rows_added(call: Call) -> Kind:
 
 
 def put(call: Call) -> Kind:
-    """self[indices] = values, or += where they accumulate."""
+    """self[indices] = values, or += with `accumulate`."""
     values = call.kind("values")
     indices = [call.kind_of(x) for x in tensors_in(call.given["indices"])]
     if not call.given.get("accumulate"):
         return _loose([call.kind("self"), values, *indices], call.shape)
     over = values.cut.union(*(ids.cut for ids in indices))
-    rows = joined([values, *indices], constant(call.shape).dims, NONE, values.partial | over)
+    rows = joined([values, *indices], uncut(call.shape), NONE, values.partial | over)
     return add([call.kind("self"), rows], call.shape)
 
 
 def scattered(call: Call) -> Kind:
-    """Some places of each row along `dim` written over."""
+    """Values written over indices of each row along `dim`."""
     at = call.number("dim") % len(call.shape)
     lost = NONE.union(*(axes_of(kind.dims[at]) | kind.partial for kind in call.kinds))
     kinds = [_resized(kind, at, call.shape[at]) for kind in call.kinds]
@@ -438,8 +389,9 @@ def norm_forward(call: Call) -> list[Kind]:
     """A layer or group norm, and its statistics."""
     kind = call.kinds[0]
     refuse_partial(call.kinds, call.name)
-    cut = axes_of(kind.dims[-1]) if call.name == "native_layer_norm" else NONE.union(*map(axes_of, kind.dims[2:]))
-    made = function(call.kinds[:1], call.shape, call.name).loosened(cut)
+    cut = axes_of(kind.dims[-1]) if call.name == "native_layer_norm" else axes_of(*kind.dims[2:])
+    dims, lost = broadcast([kind], call.shape)
+    made = joined([kind], dims, lost | kind.partial).loosened(cut)
     made = joined([made, *call.kinds[1:]], made.dims)
     statistics = [
         replace(made, dims=tuple(shortened(dim, size) for dim, size in zip(made.dims, x.shape, strict=False)))
@@ -454,14 +406,14 @@ def norm_backward(call: Call) -> list[Kind]:
     refuse_partial([x, *others], call.name)
     dx = multiply([gradient, x], call.inputs[1].shape)
     last = len(dx.dims) - 1 if call.name == "native_layer_norm_backward" else 1
-    over = NONE.union(*(axes_of(dim) for place, dim in enumerate(dx.dims) if place != last))
+    over = axes_of(*dx.dims[:last], *dx.dims[last + 1 :])
     dweight = joined([dx], (dx.dims[last],), dx.partial & over, dx.partial | over)
     dx = joined([dx, *others], dx.dims, NONE, dx.partial)
     return [dx, dweight, dweight][: len(call.results)]
 
 
 def attended(call: Call) -> list[Kind]:
-    """softmax(q kᵀ) v, [B, A, T, E]. Keys of other places than a rank's are gathered before."""
+    """softmax(q kᵀ) v, [B, A, T, E]. Under context parallelism keys and values are gathered before."""
     query, key, value = call.kinds[:3]
     refuse_partial([query, key], "attention's softmax")
     lost = _keys_apart(query, key, value)
@@ -471,8 +423,8 @@ def attended(call: Call) -> list[Kind]:
 
 
 def _keys_apart(query: Kind, key: Kind, value: Kind) -> Axes:
-    """The axes that cut keys otherwise than queries, or inside of a head."""
-    apart = axes_of(query.dims[3]) | axes_of(key.dims[3]) | axes_of(key.dims[2]) | axes_of(value.dims[2])
+    """The axes that cut keys differently from queries, or inside a head."""
+    apart = axes_of(query.dims[3], key.dims[3], key.dims[2], value.dims[2])
     for place in (0, 1):
         held = {axes_of(kind.dims[place]) for kind in (query, key, value)}
         apart |= NONE.union(*held) if len(held) > 1 else NONE
@@ -485,17 +437,17 @@ def attended_backward(call: Call) -> list[Kind]:
     lost, over = _keys_apart(query, key, value), axes_of(query.dims[2])
     kinds, partial = [gradient, query, key, value], gradient.partial
     dq = joined(kinds, query.dims, lost, partial)
-    # Every query's place adds to the gradients of all keys.
+    # Every query position adds to the gradients of all keys.
     return [dq, *(joined(kinds, kind.dims, lost, partial | over) for kind in (key, value))]
 
 
 def convolved(call: Call) -> Kind:
     """[B, C, ...] by [O, C/groups, ...]."""
     x, weight, *bias = call.kinds
-    space = NONE.union(*(axes_of(dim) for dim in (*x.dims[2:], *weight.dims[2:])))
+    space = axes_of(*x.dims[2:], *weight.dims[2:])
     grouped = call.number("groups", 1) > 1
     summed_dims = [weight.dims[1], *([] if grouped else [x.dims[1]])]
-    out = constant(call.shape).dims
+    out = uncut(call.shape)
     made = product(x, weight, summed_dims, [x.dims[0], weight.dims[0], *out[2:]]).loosened(space)
     if not bias:
         return made
@@ -505,7 +457,7 @@ def convolved(call: Call) -> Kind:
 def convolved_backward(call: Call) -> list[Kind]:
     gradient, x, weight = call.kinds[:3]
     grouped = call.number("groups", 1) > 1
-    space = NONE.union(*(axes_of(dim) for dim in (*x.dims[2:], *weight.dims[2:], *gradient.dims[2:])))
+    space = axes_of(*x.dims[2:], *weight.dims[2:], *gradient.dims[2:])
     channels = [] if grouped else [gradient.dims[1]]
     dx = product(gradient, weight, channels, x.dims).loosened(space)
     dw = product(gradient, x, [gradient.dims[0]], [gradient.dims[1], *weight.dims[1:]]).loosened(space)
@@ -514,15 +466,14 @@ def convolved_backward(call: Call) -> list[Kind]:
 
 
 def dropped(call: Call) -> list[Kind]:
-    """Ranks that hold the same draw the same masks: their seeds are the step's."""
+    """Ranks that hold the same values draw the same masks, since the step seeds them."""
     return [call.kinds[0], constant(call.results[-1].shape)][: len(call.results)]
 
 
 def losses(call: Call) -> list[Kind]:
     """nll_loss of log-probabilities [N, V]."""
     kind, labels = call.kind("self"), call.kind("target")
-    over = axes_of(kind.dims[0]) if call.results[0].dim() == 0 else NONE
-    dims = () if call.results[0].dim() == 0 else (kind.dims[0],)
+    dims, over = ((kind.dims[0],), NONE) if call.results[0].dim() else ((), axes_of(kind.dims[0]))
     made = joined([kind, labels], dims, axes_of(kind.dims[-1]), kind.partial | over)
     return [made, replace(made, dims=())]
 
@@ -543,7 +494,7 @@ RULES: dict[str, Rule] = {
         rand_like randn_like linspace eye
     """),
     **_named(sums, "add sub rsub"),
-    **_named(first, "neg clone _to_copy positive detach alias lift_fresh"),
+    **_named(lambda call: call.kinds[0], "neg clone _to_copy positive detach alias lift_fresh"),
     "copy": copied, "fill": lambda call: copied(call) if len(call.inputs) > 1 else of_numbers(call),
     "mul": lambda call: multiply(call.kinds, call.shape),
     "div": divided, "where": chosen, "masked_fill": filled,
@@ -551,22 +502,20 @@ RULES: dict[str, Rule] = {
     "addcmul": lambda call: add(
         [call.kind("self"), multiply([call.kind("tensor1"), call.kind("tensor2")], call.shape)], call.shape
     ),
-    "mm": mm, "mv": mv, "bmm": bmm,
-    "addmm": with_sum(mm), "addmv": with_sum(mv), "baddbmm": with_sum(bmm),
+    **_named(matrices, "mm mv bmm addmm addmv baddbmm"),
     **_named(summed, "sum mean"),
     **_named(reduced, """
         amax amin max min argmax argmin logsumexp var std var_mean linalg_vector_norm norm prod any all
     """),
     **_named(along, "softmax _softmax _log_softmax log_softmax _safe_softmax sort topk"),
     **_named(along_backward, "_softmax_backward_data _log_softmax_backward_data"),
-    "cumsum": accumulated,
+    "cumsum": lambda call: call.kinds[0].loosened(axes_of(call.kinds[0].dims[call.number("dim")])),
     **_named(lambda call: reshaped(call.kinds[0], call.shape), "view _unsafe_view squeeze"),
     **_named(transposed, "t transpose permute"),
-    "expand": expanded, "unsqueeze": unsqueezed,
+    "expand": expanded,
+    **_named(inserted, "unsqueeze select_backward"),
     **_named(selected, "select unbind"),
-    **_named(sliced, "slice split split_with_sizes"),
-    **_named(padded, "constant_pad_nd slice_backward"),
-    "select_backward": put_back,
+    **_named(resized, "slice split split_with_sizes constant_pad_nd slice_backward"),
     **_named(concatenated, "cat stack"),
     "embedding": looked_up, "embedding_dense_backward": table_gradient, "gather": gathered,
     "scatter": scattered, "index_add": rows_added, "index_put": put,
@@ -578,4 +527,4 @@ RULES: dict[str, Rule] = {
     "native_dropout": dropped, "nll_loss_forward": losses, "nll_loss_backward": losses_backward,
     **_named(backward, "threshold_backward gelu_backward silu_backward tanh_backward sigmoid_backward"),
 }  # fmt: skip
-"""By the operator's name; the one in place and the one with an `out` have the same rule."""
+"""Rules by the operator's name; in-place and `out` variants share the rule."""

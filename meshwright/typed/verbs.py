@@ -1,19 +1,18 @@
-"""Verbs between ranks, and what they make of kinds over the axes of their group.
+"""Typing rules of the verbs between ranks (collectives and messages), over the axes of their group.
 
 | verb                             | takes                       | gives                                               |
 |----------------------------------|-----------------------------|-----------------------------------------------------|
 | all_reduce                       | partial, own, unknown       | whole                                               |
-| reduce_scatter, reduce           | partial, own, unknown       | own: a part each; the root's                        |
+| reduce_scatter, reduce           | partial, own, unknown       | own: each rank's part; the root's sum               |
 | all_gather, broadcast            | anything                    | whole                                               |
 | scatter, gather, all_to_all      | anything                    | own                                                 |
 | exchange, receive                | anything                    | unknown: a ring's turns are not followed            |
 
-A sum of what is whole counts it once a rank, and one of what is cut adds different parts: both are refused.
+A sum of whole tensors counts the value once a rank, and a sum of cut tensors adds different parts: both are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,17 +29,18 @@ from meshwright.typed.watch import Watch
 
 
 class TypedComm(SoloComm):
-    """A group whose verbs move nothing, and tell what becomes of their tensors."""
+    """A group whose verbs move nothing and set the kinds of their results. `axes`: the mesh axes of the group;
+    `others`: the other axes."""
 
     def __init__(self, group: RankGroup, watch: Watch, axes: Axes, others: Axes) -> None:
         super().__init__(group)
         self.watch, self.axes, self.others = watch, axes, others
         self._given: dict[torch.Size, Kind] = {}
-        """The kinds of what this rank has broadcast, by shape."""
+        """Kinds of the tensors that this rank has broadcast, by shape."""
 
     def _sum(self, x: Tensor) -> None:
-        """Refuse a sum that means nothing."""
-        if not self.axes:  # the ends of a pipeline, the copies of heads: each rank's addend is its own
+        """Raises WrongSum where the tensor is whole or cut over an axis of the group."""
+        if not self.axes:  # groups that are no mesh axis (a pipeline's ends, copies of heads): each addend is its own
             return
 
         def look(kind: Kind, names: list[str]) -> Kind:
@@ -58,13 +58,10 @@ class TypedComm(SoloComm):
         with self.watch.placing([self.watch.kind(x)]):
             self.watch.change(x, look)
 
-    def _whole(self, kind: Kind, names: Sequence[str] = ()) -> Kind:
-        return kind.settled(self.axes)
-
     def _all_reduce(self, x: Tensor) -> Work:
         self._meet("all_reduce", x)
         self._sum(x)
-        self.watch.change(x, self._whole)
+        self.watch.change(x, lambda kind, _: kind.settled(self.axes))
         return DONE
 
     def _reduce_scatter(self, part: Tensor, x: Tensor) -> Work:
@@ -77,7 +74,7 @@ class TypedComm(SoloComm):
     def _all_gather(self, x: Tensor, part: Tensor) -> Work:
         self._meet("all_gather", x, part)
         kind = self.watch.kind(part)
-        row = self._whole(kind)
+        row = kind.settled(self.axes)
         if list(x.shape[1:]) == list(map(length, row.dims)):  # x: [n, *shape], of which each row is of this kind
             dims = ((x.shape[0], frozenset[str]()),), *row.dims
             self.watch.say(x, Kind(dims, row.partial, row.own, row.unknown, row.constant))
@@ -90,14 +87,14 @@ class TypedComm(SoloComm):
     def _broadcast(self, x: Tensor, root: int) -> Work:
         self._meet("broadcast", x)
         if root == self.index:
-            self.watch.change(x, self._whole)
+            self.watch.change(x, lambda kind, _: kind.settled(self.axes))
             self._given[x.shape] = self.watch.kind(x)
         elif self.size > 1:
-            # The root's tensor is not here. What this rank gives the others in its turn is like it; before that its
-            # memory is what others may fill with anything.
+            # The root's tensor is not on this rank. A tensor of the same shape that this rank has broadcast as root is
+            # taken to be alike; without one, an untouched buffer may receive anything.
             kind = self._given.get(x.shape, self.watch.kind(x))
             unseen = Kind(uncut(x.shape), unknown=self.others)
-            self.watch.say(x, unseen if kind.constant else self._whole(kind))
+            self.watch.say(x, unseen if kind.constant else kind.settled(self.axes))
         return DONE
 
     def _reduce(self, x: Tensor, root: int) -> Work:
@@ -107,41 +104,33 @@ class TypedComm(SoloComm):
         return DONE
 
     def _gather(self, x: Tensor, part: Tensor, root: int) -> Work:
-        self._meet("gather", x, part)
-        self._give(x, part)
-        return DONE
+        return self._give("gather", x, part)
 
     def _scatter(self, part: Tensor, x: Tensor, root: int) -> Work:
-        self._meet("scatter", part, x)
-        self._give(part, x)
-        return DONE
+        return self._give("scatter", part, x)
 
     def _all_to_all(self, out: Tensor, x: Tensor, pieces: PieceSizes | None) -> Work:
-        self._meet("all_to_all", out, x)
-        self._give(out, x)
-        return DONE
+        return self._give("all_to_all", out, x)
 
     def _exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> Work:
-        self.pass_on(x, into)
-        return DONE
-
-    def pass_on(self, x: Tensor, into: Tensor) -> None:
-        """A message from one rank to another: nobody says whose turn it is."""
         self._meet("exchange", into, x)
         kind = _flat(self.watch.kind(x), into).settled(self.axes)
         self.watch.say(into, Kind(kind.dims, kind.partial, kind.own, kind.unknown | self.axes))
+        return DONE
 
     def _receive(self, x: Tensor, source: int) -> None:
-        self.pass_on(x, x)
+        self._exchange(x, source, x, source)
 
     def _send(self, x: Tensor, to: int) -> None:
         self._meet("send", x)
 
-    def _give(self, out: Tensor, x: Tensor) -> None:
-        """Each rank gets something else."""
-        # A rank that has no part of it, such as a worker's side of a gather, may hand over nothing.
+    def _give(self, verb: str, out: Tensor, x: Tensor) -> Work:
+        """A verb after which each rank of the group holds something else."""
+        self._meet(verb, out, x)
+        # A rank without a part, such as a worker's side of a gather, may pass an empty tensor.
         kind = self.watch.kind(x) if x.numel() else constant(out.shape)
         self.watch.say(out, _flat(kind, out).loosened(self.axes))
+        return DONE
 
     def _meet(self, verb: str, *tensors: Tensor) -> None:
         if self.size > 1:
@@ -149,13 +138,13 @@ class TypedComm(SoloComm):
 
 
 def _flat(kind: Kind, like: Tensor) -> Kind:
-    """The kind of memory of another form: cut, but along which dim is not known."""
+    """The kind in the shape of `like`; where the shapes differ, axes that cut a dim become `own`."""
     return kind if list(map(length, kind.dims)) == list(like.shape) else kind.shaped(like.shape)
 
 
 @dataclass(frozen=True)
 class TypedTransport(Transport):
-    """A job that does not run, of which one rank's values are followed."""
+    """The transport of a job that does not run, for following one rank's values."""
 
     watch: Watch
     grid: Grid
@@ -170,6 +159,6 @@ class TypedTransport(Transport):
 
 
 def typed_mesh(grid: Grid, rank: int, token_axes: tuple[str, ...], watch: Watch) -> Mesh:
-    """A rank's mesh of a job that does not run, whose verbs tell `watch` what they make."""
+    """A rank's mesh of a job that does not run, whose verbs tell `watch` the kinds of their results."""
     transport = TypedTransport(watch, grid)
     return Mesh(grid, rank, torch.device("meta"), transport, token_axes, "cpu", grid.world_size)

@@ -1,11 +1,11 @@
 """Follows the tensors of a rank's program on the meta device: the kind of each, from operator to operator.
 
-A kind is kept by where a tensor lies: storage, offset, sizes, strides. Autograd hands out new objects for what it
-saved, and a bucket's memory is read through many views; what was written last into a region is what it holds.
+A kind is stored by a tensor's place in memory (storage, offset, sizes, strides), not by the tensor object: autograd
+returns new objects for saved tensors, and a bucket is read through many views. A region has the kind of its last write.
 
-Python's numbers are not followed: a rank takes its part of a batch by its index, and nothing of that is to be seen in
-one rank's operators. So the program of a neighbour on each axis is recorded first, and the two are compared as the
-second runs: a slice that begins elsewhere is a cut, another number makes a value of its own.
+Python's numbers are not followed: a rank slices its part of a batch by its rank index, which its operators do not show.
+So the program of a neighbour on each axis is recorded first and compared as this rank's runs. A slice that begins
+elsewhere is a cut; a different number makes the result `own`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Shape = tuple[int, tuple[int, ...], tuple[int, ...]]
 """Where a tensor lies in its storage: offset, sizes, strides."""
 
 Told = tuple[Any, ...]
-"""Arguments: numbers as they are, tensors as Tensors."""
+"""Arguments: numbers as they are, tensors as Parts."""
 
 Seen = tuple[str, Told, tuple[int, ...]]
-"""An operator or a verb, its arguments, and the numbers of its results' storages."""
+"""An operator or a collective, its arguments, and the numbers of its results' storages."""
 
 
 class Part(NamedTuple):
-    """A tensor by its storage's number, its offset in it and its sizes."""
+    """A tensor: the number of its storage, its offset there and its sizes."""
 
     storage: int
     offset: int
@@ -44,19 +44,18 @@ class Part(NamedTuple):
 
 
 PLACE = "meshwright_module"
-"""The key under which a node of autograd's graph keeps the module that made it."""
+"""The key in an autograd node's metadata under which the module that made the node is kept."""
 
 
 EMPTY = frozenset(["empty", "empty_like", "new_empty", "zeros", "zeros_like", "new_zeros", "zero", "ones_like"])
-"""Operators whose results are the same on all ranks, whichever call them."""
+"""Operators whose results are the same on every rank."""
 
 AHEAD = 12
-"""Operators of a neighbour that are looked through for the one that this rank calls."""
+"""How many of a neighbour's next operators are searched for the one that this rank calls."""
 
 
 def notes_of(node: Any) -> dict[str, str]:
-    """The notes at a node of autograd's graph, which last as long as the node."""
-    notes: dict[str, str] = node.metadata
+    notes: dict[str, str] = node.metadata  # torch's stubs take the property for a method
     return notes
 
 
@@ -65,7 +64,7 @@ def shape_of(x: Tensor) -> Shape:
 
 
 def region_of(x: Tensor) -> tuple[int, int]:
-    """The first element of the storage that a tensor may touch, and the one behind the last."""
+    """The elements of the storage that a tensor may touch: the first, and one past the last."""
     start = int(x.storage_offset())
     if x.numel() == 0:
         return start, start
@@ -74,25 +73,25 @@ def region_of(x: Tensor) -> tuple[int, int]:
 
 @dataclass
 class Memory:
-    """A storage's contents. `writes`: (start, stop, kind, time), the last one last. `known`: by shape, with the
-    time."""
+    """The kinds in one storage. `writes`: (start, stop, kind, time), the newest last. `known`: (kind, time) by
+    shape."""
 
     number: int
     storage: Any
     writes: list[tuple[int, int, Kind, int]] = field(default_factory=list)
     known: dict[Shape, tuple[Kind, int]] = field(default_factory=dict)
     declared: list[tuple[str, Tensor, Kind]] = field(default_factory=list)
-    """Parameters, or their gradients, that lie in it: name, view, and the kind that the spec says."""
+    """Parameters, or their gradients, in this storage: name, view, and the kind from the spec."""
 
     def names(self, start: int, stop: int) -> list[str]:
-        """The parameters of a region."""
+        """The parameters that lie in a region."""
         return [name for name, x, _ in self.declared if region_of(x)[0] < stop and region_of(x)[1] > start]
 
     def write(self, x: Tensor, kind: Kind, time: int) -> None:
         start, stop = region_of(x)
         if start == stop:  # padding of no rows
             return
-        # Regions that this one covers can be read no more.
+        # Writes that this one covers are dead.
         self.writes = [w for w in self.writes if w[0] < start or w[1] > stop]
         self.writes.append((start, stop, kind, time))
         self.known[shape_of(x)] = kind, time
@@ -106,7 +105,7 @@ class Memory:
         return together(list(self.held(start, stop)), x.shape)
 
     def held(self, start: int, stop: int) -> Iterator[Kind]:
-        """The kinds that lie in a region, as far as later writes have left them."""
+        """The kinds of a region's writes that later writes do not cover."""
         open_runs = [(start, stop)]
         for first, last, kind, _ in reversed(self.writes):
             touched = [(a, b) for a, b in open_runs if first < b and last > a]
@@ -117,7 +116,7 @@ class Memory:
 
 
 def together(kinds: Sequence[Kind], shape: Sequence[int]) -> Kind:
-    """Tensors that lie side by side in memory, read as one: partial where all are; of several kinds each its own."""
+    """The kind of a tensor read across several writes: partial where all are, `own` where some are."""
     solid = [kind for kind in kinds if not kind.constant]
     if not solid:
         return constant(shape)
@@ -125,7 +124,7 @@ def together(kinds: Sequence[Kind], shape: Sequence[int]) -> Kind:
         return reshaped(kinds[0], shape)
     partial = NONE.union(*(kind.partial for kind in solid))
     mixed = NONE.union(*(partial - kind.partial for kind in solid))
-    cuts = {tuple(axes_of(dim) for dim in kind.dims) for kind in solid}
+    cuts = {tuple(map(axes_of, kind.dims)) for kind in solid}
     dims, lost = uncut(shape), NONE.union(*(kind.cut for kind in solid))
     if len(cuts) == 1 and len(solid[0].dims) == len(shape):
         # Runs of rows, written one after the other.
@@ -135,9 +134,10 @@ def together(kinds: Sequence[Kind], shape: Sequence[int]) -> Kind:
 
 @dataclass
 class Neighbour:
-    """The recorded program of the next rank on an axis, and how far this rank's goes along with it.
+    """The recorded program of the next rank on an axis, and this rank's position in it.
 
-    `stretches`: between two verbs, which both come to. `twins`: its storage for each of this rank's, by their numbers.
+    `stretches`: the operators between two collectives, which both ranks call. `twins`: the neighbour's storage for each
+    of this rank's, by number.
     """
 
     axis: str
@@ -147,19 +147,19 @@ class Neighbour:
     twins: dict[int, int] = field(default_factory=dict)
 
     def next(self, name: str, results: Sequence[int]) -> Told | None:
-        """The neighbour's arguments of the same operator; None where it does something else here."""
+        """The neighbour's arguments of the same operator; None where the neighbour does not call it here."""
         events = self.stretches[self.stretch] if self.stretch < len(self.stretches) else []
-        # A rank that has a step more than the other (padding, a root's sum) is soon in step again.
+        # Programs that differ by an operator (padding, a root's sum) fall into step again within AHEAD operators.
         for at in range(self.at, min(self.at + AHEAD, len(events))):
-            known, told, theirs = events[at]
-            if known == name:
+            operator, told, theirs = events[at]
+            if operator == name:
                 self.at = at + 1
                 self.twins.update(zip(results, theirs, strict=False))
                 return told
         return None
 
     def meet(self, name: str, storages: Sequence[int]) -> Told | None:
-        """Both come to a verb, with these tensors; the neighbour's."""
+        """Both ranks call a collective, this one with `storages`; returns the neighbour's tensors."""
         self.stretch, self.at = self.stretch + 1, 0
         theirs = self.next(name, ())
         for mine, part in zip(storages, theirs or (), strict=False):
@@ -169,7 +169,7 @@ class Neighbour:
 
 @cache
 def names_of(op: Any) -> tuple[str, str, tuple[str, ...], bool, bool]:
-    """(schema's name, name in RULES, arguments' names, element-wise, changes no memory and makes none)."""
+    """(name in the schema, name in RULES, names of arguments, whether element-wise, whether a view)."""
     schema = op._schema
     full = schema.name.removeprefix("aten::")
     arguments = tuple(argument.name for argument in schema.arguments)
@@ -178,7 +178,8 @@ def names_of(op: Any) -> tuple[str, str, tuple[str, ...], bool, bool]:
 
 
 class Watch(TorchDispatchMode):
-    """While entered, follows every operator. `neighbours`: the axes' recorded ones; without them it only records."""
+    """While entered, follows every operator and compares it with the `neighbours`' programs. `records`: record this
+    program instead, for a neighbour."""
 
     def __init__(self, neighbours: Sequence[Neighbour] = (), *, records: bool = False) -> None:
         super().__init__()
@@ -193,16 +194,16 @@ class Watch(TorchDispatchMode):
         storage = x.untyped_storage()
         address = storage._cdata
         if address not in self._memories:
-            # Kept, or another storage would get the address.
+            # Holding the storage keeps its address from being reused.
             self._memories[address] = Memory(len(self._memories), storage)
         return self._memories[address]
 
     def kind(self, x: Tensor) -> Kind:
-        """A tensor's kind; one that was made before, of numbers alone, is constant."""
+        """A tensor's kind; a tensor made before the watch began is constant."""
         return self.memory(x).read(x)
 
     def say(self, x: Tensor, kind: Kind, *, view: bool = False) -> None:
-        """A tensor's memory holds this from now on. `view`: it did before, under another shape."""
+        """Record the kind of what was written into a tensor, or with `view` of memory seen in a new shape."""
         if self.records:
             return
         self._time += 1
@@ -212,20 +213,20 @@ class Watch(TorchDispatchMode):
             self.memory(x).write(x, kind, self._time)
 
     def declare(self, name: str, x: Tensor, kind: Kind) -> None:
-        """A parameter, or the memory of its gradient, is of this kind when the program begins."""
+        """Set the kind of a parameter, or of its gradient's memory, at the program's start."""
         self.memory(x).declared.append((name, x, kind))
         self.say(x, kind)
 
     def restore(self, x: Tensor) -> None:
-        """Parameters in a tensor's memory are again what was declared: slices of them were gathered."""
+        """Reset the parameters in a tensor's memory to their declared kinds, once their slices were gathered."""
         for _, parameter, kind in self.memory(x).declared:
             self.say(parameter, kind)
 
     def change(self, x: Tensor, rule: Callable[[Kind, list[str]], Kind]) -> None:
-        """Give each region that was written in a tensor's memory the kind `rule(kind, names of parameters)`."""
+        """Give each written region of a tensor's memory the kind `rule(kind, names of parameters)`."""
         memory, (start, stop) = self.memory(x), region_of(x)
         inside = [w for w in memory.writes if w[0] >= start and w[1] <= stop]
-        # A bucket's memory holds many gradients, each of a kind of its own.
+        # A bucket holds many gradients, each of its own kind.
         if len(inside) < 2 or len(inside) < sum(w[0] < stop and w[1] > start for w in memory.writes):
             self.say(x, rule(self.kind(x), memory.names(start, stop)))
             return
@@ -234,7 +235,7 @@ class Watch(TorchDispatchMode):
         memory.writes = [w for w in memory.writes if w not in inside] + fresh
 
     def meet(self, verb: str, *tensors: Tensor) -> None:
-        """The rank comes to a verb of several ranks, with these tensors."""
+        """The rank calls a collective with these tensors."""
         told = tuple(self._told(x) for x in tensors)
         storages = tuple(part.storage for part in told)
         self.stretches.append([(verb, told, storages)])
@@ -251,13 +252,13 @@ class Watch(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         if node is not None and (name := notes_of(node).get(PLACE)) is not None:
             self._backward = f"the backward pass of {name}"
-        # Between two nodes gradients that meet are added up: behind the last one's module.
+        # Without a current node autograd accumulates gradients: the last node's module stands for the place.
         return self._forward[-1] if self._forward else self._backward
 
     @contextmanager
     def placing(self, kinds: Sequence[Kind], written: Sequence[Tensor] = ()) -> Iterator[None]:
-        """A wrong sum inside is told the module that runs, and the one that made the partial one of these kinds; of
-        what is written in place, the parameters."""
+        """Add to a WrongSum raised inside the running module, the module that made one of `kinds` partial, and the
+        parameters in the memory of `written` tensors."""
         try:
             yield
         except WrongSum as wrong:
@@ -270,7 +271,7 @@ class Watch(TorchDispatchMode):
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if op is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            # A program reads a number that meta tensors do not have: any will do, and the same on all ranks.
+            # .item() of a meta tensor has no value: any number does, if the same on all ranks.
             return 1.0 if args[0].dtype.is_floating_point else 1
         result = op(*args, **(kwargs or {}))
         full, name, names, elementwise, views = names_of(op)
@@ -292,7 +293,8 @@ class Watch(TorchDispatchMode):
         return result
 
     def made(self, name: str, x: Tensor, kind: Kind, before: Sequence[Kind], selected: Selected) -> Kind:
-        """The kind of a result, with what neighbours do otherwise, and where it became partial."""
+        """The kind of a result, adjusted for differences from the neighbours' calls, with the module where it became
+        partial."""
         if kind.partial and not kind.since:
             since = (one.since for one in before if one.partial & kind.partial)
             kind = replace(kind, since=next(since, self.place))
@@ -307,7 +309,7 @@ class Watch(TorchDispatchMode):
             return Part(self.memory(value).number, int(value.storage_offset()), tuple(value.shape))
         if isinstance(value, list | tuple):
             return tuple(self._told(one) for one in value)
-        # Of what is no number, such as a generator, only that it is one: objects have no equals on another rank.
+        # Objects such as a generator compare by type alone: no object equals one of another rank.
         return value if isinstance(value, int | float | str | None) else type(value).__name__
 
     def compared(self, name: str, mine: Told, results: Sequence[int], given: Mapping[str, Any]) -> Selected:
@@ -331,11 +333,11 @@ class Watch(TorchDispatchMode):
             for inner in zip(value, one, other, strict=True):
                 self._compare_argument(name, argument, inner[0], inner[1:], neighbour, given, selected)
         elif isinstance(one, Part) and isinstance(other, Part):
-            # What no operator has made was there before, on both; what was made apart is `own` already.
+            # Storages first seen here existed before the program and are twins; those made apart are `own` already.
             if neighbour.twins.setdefault(one.storage, other.storage) != other.storage or one.sizes != other.sizes:
                 selected.own |= {neighbour.axis}
             elif one.offset != other.offset:
-                # A view of the same memory that begins elsewhere: this rank's part of it.
+                # A view that begins elsewhere in the same memory is this rank's part.
                 selected.parts.append((value, neighbour.axis, other.offset - one.offset))
         elif one != other and name == "slice" and argument in ("start", "end"):
             selected.cuts |= {(neighbour.axis, int(given.get("dim", 0)) % given["self"].dim())}
@@ -345,21 +347,22 @@ class Watch(TorchDispatchMode):
             selected.own |= {neighbour.axis}
 
     def kind_given(self, x: Tensor, selected: Selected) -> Kind:
+        """The kind of an argument, cut where neighbours pass other parts of it."""
         kind = self.kind(x)
         for tensor, axis, distance in selected.parts:
             kind = self._part(x, axis, distance, kind) if tensor is x else kind
         return kind
 
     def _part(self, x: Tensor, axis: str, distance: int, kind: Kind | None = None) -> Kind:
-        """The kind of a view that lies so many elements further on at the axis's next rank."""
+        """The kind of a view whose counterpart on the axis's next rank lies `distance` elements further on."""
         kind, dim = kind or self.kind(x), part_dim(x, distance)
-        if axis in kind.cut | kind.own | kind.unknown:  # a part of what is this rank's part already
+        if axis in kind.cut | kind.own | kind.unknown:  # the memory is this rank's part already
             return kind
         return kind.loosened([axis]) if dim is None or axis in kind.partial else cut_at(kind, dim, axis)
 
     @contextmanager
     def modules(self, model: nn.Module) -> Iterator[None]:
-        """While entered, the modules of a model say where an operator is called."""
+        """While entered, hooks on a model's modules say in which module an operator runs."""
         hooks = []
         for name, module in model.named_modules():
             hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self._forward.append(name)))
@@ -371,11 +374,12 @@ class Watch(TorchDispatchMode):
                 hook.remove()
 
     def leave(self, name: str, out: Any) -> None:
+        """Note the module's name at the autograd nodes that its forward pass made."""
         self._forward.pop()
         waiting = [x.grad_fn for x in tensors_in((out,)) if x.grad_fn is not None]
         while waiting:
             node = waiting.pop()
-            # Modules inside have left before, and their nodes are theirs.
+            # Inner modules have left before and marked their nodes.
             if PLACE not in notes_of(node):
                 notes_of(node)[PLACE] = name
                 waiting += [before for before, _ in node.next_functions if before is not None]
@@ -383,8 +387,8 @@ class Watch(TorchDispatchMode):
 
 @dataclass
 class Selected:
-    """How a call differs from a neighbour's: by numbers (`own`), by where a slice begins (`cuts`: axis, dim), by which
-    part of a tensor an argument is (`parts`: the tensor, axis, elements further on)."""
+    """How a call differs from the neighbours': by numbers (`own`: axes), by where a slice begins (`cuts`: axis, dim),
+    by the part of a tensor that an argument is (`parts`: tensor, axis, distance in elements)."""
 
     own: Axes = NONE
     cuts: frozenset[tuple[str, int]] = frozenset()
@@ -392,7 +396,7 @@ class Selected:
 
 
 def part_dim(x: Tensor, distance: int) -> int | None:
-    """The dim along which a view of the same form lies so many elements further on."""
+    """The dim along which a view of the same sizes and strides lies `distance` elements further on; None: no dim."""
     fits = [
         (stride, x.shape[dim] > 1, -dim)
         for dim, stride in enumerate(x.stride())

@@ -1,7 +1,7 @@
-"""Hugging Face's BERT: BertForPreTraining and BertForMaskedLM; with norm_order megatron, their MegatronBert twins.
+"""Hugging Face's BERT: BertForPreTraining and BertForMaskedLM; with norm_order megatron, the MegatronBert classes.
 
-Their linears are [out, in], ours [in, out]; query, key and value are one of ours, [in, 3, out]. Tables and heads have
-rows of padding here. The first published folders call a LayerNorm's weight and bias gamma and beta.
+Hugging Face's linears are [out, in], ours [in, out]; its query, key and value are one of ours, [in, 3, out]. Our tables
+and heads have padding rows. The first published folders call a LayerNorm's weight and bias gamma and beta.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OUTSIDE = {
     "segments": "bert.embeddings.token_type_embeddings",
     "transform": "cls.predictions.transform.dense",
     "transform_norm": "cls.predictions.transform.LayerNorm",
-    # The bias alone: the weight is the table of tokens.
+    # Only the bias: the weight is the table of tokens.
     "head": "cls.predictions",
     "pooler": "bert.pooler.dense",
     "next_sentence_head": "cls.seq_relationship",
@@ -50,7 +50,7 @@ _NORMS_IN_BLOCK = {
 
 
 class BertFamily(Family):
-    """BertForPreTraining, BertForMaskedLM, and their Megatron twins."""
+    """BertForPreTraining, BertForMaskedLM, and the MegatronBert classes."""
 
     title, model_types = "BERT", tuple(_MODEL_TYPES.values())
     section: ClassVar[type[Transformer]] = Bert
@@ -76,7 +76,7 @@ class BertFamily(Family):
     passed_over = re.compile(r"bert\.embeddings\.position_ids")
 
     def trunk_names(self, model: BertTrunk) -> dict[str, str | Sequence[str]]:
-        """The names of blocks and of the norm that is not in one."""
+        """Names of the blocks' layers, and of the one norm outside the blocks."""
         inside = _IN_BLOCK | _NORMS_IN_BLOCK[model.norm_order]
         blocks = in_blocks(inside, model.layers, "bert.encoder.layer.N")
         return {"norm": _NORM[model.norm_order], **blocks}
@@ -85,12 +85,12 @@ class BertFamily(Family):
         return {**OUTSIDE, **self.trunk_names(model)}
 
     def rows(self, model: BertTrunk) -> Mapping[str, int]:
-        # The head's bias has a row a token, hence the table's padding.
+        # The head's bias has an element a token, padded like the table.
         words = dict.fromkeys(("tokens", "head"), model.vocabulary)
         return words | {"positions": model.positions, "segments": NUM_SEGMENTS, "next_sentence_head": NUM_ANSWERS}
 
     def full_name(self, stored: str) -> str:
-        # The first published folders came from TensorFlow's names.
+        # The first published folders kept TensorFlow's names.
         return re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", stored))
 
     def copies(self, model: BertTrunk) -> dict[str, str]:
@@ -100,18 +100,14 @@ class BertFamily(Family):
     def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
         kind = settings.values.get("model_type", "bert")
         order = next(order for order, theirs in _MODEL_TYPES.items() if theirs == kind)
-        # config.json does not say whether there is a next-sentence head: its weights do.
+        # config.json does not say whether there is a next-sentence head; the stored weights do.
         return {"norm_order": order, "next_sentence": _ANSWERS in stored}
 
-    def architecture_of(self, model: BertTrunk) -> str:
-        """The end of their class's name."""
-        assert isinstance(model, Bert), model
-        return "ForPreTraining" if model.next_sentence else "ForMaskedLM"
-
     def further_settings(self, model: BertTrunk) -> dict[str, object]:
+        pretraining = "ForPreTraining" if isinstance(model, Bert) and model.next_sentence else "ForMaskedLM"
         return {
             "model_type": _MODEL_TYPES[model.norm_order],
-            "architectures": [_CLASSES[model.norm_order] + self.architecture_of(model)],
+            "architectures": [_CLASSES[model.norm_order] + (self.architecture or pretraining)],
             "initializer_range": 0.02,
         }
 
@@ -122,7 +118,7 @@ class BertFamily(Family):
 
 
 def with_specials(text: str, specials: Specials) -> str:
-    """A tokenizer.json's text with BERT's special tokens and template in it."""
+    """A tokenizer.json's text with BERT's special tokens and template appended where they are missing."""
     ids = dict(zip(NAMES, (specials.padding, specials.first, specials.separator, specials.mask), strict=True))
     template = processors.TemplateProcessing(
         single=f"{FIRST} $A {SEPARATOR}",

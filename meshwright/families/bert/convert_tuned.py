@@ -1,14 +1,14 @@
-"""Hugging Face's fine-tuned BERTs, and a task begun from a BERT that was only pre-trained.
+"""Hugging Face's fine-tuned BERTs; a pretrained BERT can be imported for a task, too.
 
-| family      | class of transformers, and its Megatron twin | its head        |
+| family      | class of transformers, also MegatronBert...   | its head        |
 |-------------|-----------------------------------------------|-----------------|
 | bert-pairs  | BertForSequenceClassification                 | classifier      |
 | bert-spans  | BertForQuestionAnswering                      | qa_outputs      |
 | bert-choice | BertForMultipleChoice                         | classifier      |
 
-From BertForPreTraining or BertForMaskedLM the trunk is taken, with the pooler where there is one; the head is drawn
-from the run's seed. Their biases of spans' and choices' scores, and of the norm before spans' scores, change no
-softmax: ours have none, and zeros go out.
+An import of BertForPreTraining or BertForMaskedLM takes the trunk, and the pooler if stored; the head is initialised
+from the run's seed. Our scores of spans and choices, and the norm before the spans' scores, have no bias, since it
+would not change the softmax: an import drops Hugging Face's bias, and an export writes zeros.
 """
 
 from __future__ import annotations
@@ -22,18 +22,15 @@ import torch
 from meshwright.convert.family import Names, TensorPair, TensorShape
 from meshwright.convert.folder import Settings
 from meshwright.families.bert.convert import OUTSIDE, BertFamily
-from meshwright.families.bert.model import NUM_SEGMENTS
 from meshwright.families.bert.section import BertChoice, BertPairs, BertSpans, BertTrunk
 
 
 class BertTaskFamily(BertFamily):
     """The base: BERT's trunk with another head."""
 
-    architecture: ClassVar[str]
-    """The end of the class's name in transformers."""
     head: ClassVar[tuple[str, str]]
-    """Our layer of the head, and theirs."""
-    # The pretraining heads, and a pooler that this task may not have: a fine-tuning drops them, as transformers does.
+    """The head's layer: our name and Hugging Face's."""
+    # Pretraining heads, and a pooler that the task may not have: dropped, as transformers does.
     passed_over = re.compile(r"cls\..*|bert\.embeddings\.position_ids|bert\.pooler\..*")
 
     def names(self, model: BertTrunk) -> Names:
@@ -41,26 +38,19 @@ class BertTaskFamily(BertFamily):
         outside = {name: OUTSIDE[name] for name in ("tokens", "positions", "segments", "pooler")}
         return {**self.trunk_names(model), **outside, ours: theirs}
 
-    def rows(self, model: BertTrunk) -> Mapping[str, int]:
-        return {"tokens": model.vocabulary, "positions": model.positions, "segments": NUM_SEGMENTS}
-
     def copies(self, model: BertTrunk) -> dict[str, str]:
         return {}
 
     def may_draw(self, name: str) -> bool:
-        # A BertForMaskedLM has no pooler; the trunk may never be drawn, or a wrong folder would pass as a fresh model.
+        # BertForMaskedLM has no pooler. A trunk that may be missing would let a wrong folder pass as a new model.
         return name.partition(".")[0] in ("pooler", self.head[0])
 
     def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
-        fields = super().further(settings, stored)
-        return {"norm_order": fields["norm_order"]}
-
-    def architecture_of(self, model: BertTrunk) -> str:
-        return self.architecture
+        return {"norm_order": super().further(settings, stored)["norm_order"]}
 
     def pair(self, name: str, shape: TensorShape, model: Any, names: Names, rows: Mapping[str, int]) -> TensorPair:
         ours, theirs = self.head
-        # `head` has a bias and keeps it; scores have none, so theirs is dropped and zeros go out.
+        # The classifier of pairs (`head`) keeps its bias; our scores have none.
         if name != f"{ours}.weight" or ours == "head":
             return super().pair(name, shape, model, names, rows)
         out = (shape[1], shape[0])
@@ -82,7 +72,7 @@ class BertPairsFamily(BertTaskFamily):
 
     def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
         named = settings.values.get("id2label")
-        # id2label counts classes where the weights of a classifier are there, and means nothing elsewhere.
+        # Without a stored classifier, id2label is a default that counts nothing.
         classes = {"classes": len(named)} if isinstance(named, dict) and "classifier.weight" in stored else {}
         return {**super().further(settings, stored), **classes}
 
@@ -100,7 +90,7 @@ class BertSpansFamily(BertTaskFamily):
     architecture, head = "ForQuestionAnswering", ("spans", "qa_outputs")
 
     def pair(self, name: str, shape: TensorShape, model: Any, names: Names, rows: Mapping[str, int]) -> TensorPair:
-        # The norm before the scores, which is the last block's own in the original order.
+        # The norm before the scores; in the original order it is the last block's.
         layer = f"blocks.{model.layers - 1}.feed_forward_norm" if model.norm_order == "original" else "norm"
         if name != f"{layer}.weight":
             return super().pair(name, shape, model, names, rows)

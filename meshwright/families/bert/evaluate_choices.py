@@ -1,7 +1,6 @@
-"""The accuracy of fine-tuned BERTs in telling a pair's class (MNLI, QQP) and in choosing an answer (RACE).
+"""The accuracy of fine-tuned BERTs in classifying pairs (MNLI, QQP) and in choosing an answer (RACE).
 
-QQP's F1 is that of the class "1", as GLUE reports it; RACE's accuracy is also that of its middle and high schools'
-passages, where the folder has both.
+QQP also has the F1 of class "1", as GLUE reports it; RACE also the accuracy by level, middle and high school.
 """
 
 from __future__ import annotations
@@ -14,46 +13,27 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from meshwright.config import Config
 from meshwright.data.files import ShowProgress, silent
 from meshwright.errors import ConfigError, DataError
 from meshwright.families.bert.data_section import TaskSection
 from meshwright.families.bert.section import BertChoice
 from meshwright.families.bert.specials import specials_of
 from meshwright.families.bert.task_files import pair_form, race_questions
-from meshwright.families.bert.tasks import TaskExample, examples, row_tokens, task_batch
+from meshwright.families.bert.tasks import TaskExample, examples, row_arrays, task_batch
 from meshwright.model import to_device
 from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, LoadedText, load_text
 from meshwright.tools.evaluate.tasks import Question, Task
 
 
-def source_for(config: Config, data: str | None, task: str) -> str:
-    """The file or folder to measure: `data`, or the one that the run held out. Raises ConfigError."""
-    assert isinstance(config.data, TaskSection), config.data
-    source = data or config.data.held_out
-    if source is None:
-        raise ConfigError.of("--data", "none", f"leaves --task {task} without questions", "the official file or folder")
-    if not Path(source).expanduser().exists():
-        raise ConfigError.of("--data", source, "is no such file or folder", "the official file or folder")
-    return source
-
-
 @torch.inference_mode()
 def _answers(loaded: LoadedText, asked: Iterable[TaskExample], progress: ShowProgress) -> Iterator[tuple[int, int]]:
-    """(given, right) of each example."""
+    """(predicted class, label) of each example."""
     specials, length = specials_of(loaded.tokenizer), loaded.context
     source = iter(asked)
-    *choices, _ = loaded.model.sample_shapes(loaded.config)["tokens"]  # none where a sample is one row
+    *choices, _ = loaded.model.sample_shapes(loaded.config)["tokens"]  # [] where a sample is one row
     several = bool(choices)
     while part := list(islice(source, max(1, BATCH_TOKENS // (length * prod(choices))))):
-        shape = (len(part), len(part[0].rows))
-        tokens = np.full((*shape, length), specials.padding, dtype=np.int64)
-        ends = np.zeros((*shape, 2), dtype=np.int64)
-        for number, example in enumerate(part):
-            for at, row in enumerate(example.rows):
-                ids = row_tokens(row, specials)
-                tokens[number, at, : len(ids)] = ids
-                ends[number, at] = len(row.first) + 2, len(ids)
+        tokens, ends = row_arrays([example.rows for example in part], specials, length)
         batch = to_device(task_batch(tokens, ends) if several else task_batch(tokens[:, 0], ends[:, 0]), loaded.device)
         h = loaded.model.trunk(batch)
         scores = loaded.model.scores(h, batch) if several else loaded.head.logits(loaded.model.pooled(h))[:, 0]
@@ -61,21 +41,21 @@ def _answers(loaded: LoadedText, asked: Iterable[TaskExample], progress: ShowPro
         yield from zip(scores.argmax(-1).tolist(), (example.answers[0] for example in part), strict=True)
 
 
-def _told(loaded: LoadedText, source: str, progress: ShowProgress) -> np.ndarray:
-    """(given, right) of all of a source's examples, [n, 2]. Raises DataError where there are none."""
+def _all_answers(loaded: LoadedText, source: str, progress: ShowProgress) -> np.ndarray:
+    """(predicted class, label) of all of a source's examples, [n, 2]. Raises DataError where there are none."""
     data = loaded.config.data
     assert isinstance(data, TaskSection), data
-    # --context may ask for another length than the run trained with.
+    # --context may differ from the length that the run trained with.
     data = data.model_copy(update={"sequence": loaded.context})
-    told = np.array(list(_answers(loaded, examples(loaded.config, data, source, loaded.tokenizer), progress)))
-    if not len(told):
+    answers = np.array(list(_answers(loaded, examples(loaded.config, data, source, loaded.tokenizer), progress)))
+    if not len(answers):
         raise DataError(f"{source}: holds no question")
-    return told
+    return answers
 
 
 def pair_accuracy(loaded: LoadedText, source: str, progress: ShowProgress = silent) -> Facts:
-    """The share of a tsv file's pairs whose class is told right; of two classes also the F1 of the second."""
-    given, right = _told(loaded, source, progress).T
+    """The accuracy on a tsv file of pairs; with two classes also the F1 of class 1."""
+    given, right = _all_answers(loaded, source, progress).T
     facts: Facts = {"data": source, "pairs": len(right), "correct": int((given == right).sum())}
     facts["accuracy"] = float((given == right).mean())
     if len(pair_form(Path(source).expanduser()).classes) == 2:
@@ -86,11 +66,11 @@ def pair_accuracy(loaded: LoadedText, source: str, progress: ShowProgress = sile
 
 
 def race_accuracy(loaded: LoadedText, source: str, progress: ShowProgress = silent) -> Facts:
-    """The share of a folder's questions that are answered right, of all and by level."""
+    """The accuracy on a folder of questions, of all and by level."""
     model = loaded.config.model
     assert isinstance(model, BertChoice), model
-    given, right = _told(loaded, source, progress).T
-    # In the order of the files, which is the examples' own.
+    given, right = _all_answers(loaded, source, progress).T
+    # In the order of the files, like the examples.
     levels = np.array([asked.level for asked in race_questions(Path(source).expanduser(), model.choices)])
     facts: Facts = {"data": source, "questions": len(right), "correct": int((given == right).sum())}
     facts["accuracy"] = float((given == right).mean())
@@ -102,11 +82,19 @@ def race_accuracy(loaded: LoadedText, source: str, progress: ShowProgress = sile
 def fine_tuned(
     reads: str, score: Callable[[LoadedText, str, ShowProgress], Facts]
 ) -> Callable[[Question, ShowProgress], tuple[Path, Facts]]:
-    """The measure of a fine-tuned BERT that reads a form of batches, by how a source's answers are scored."""
+    """A task's measure. `reads`: the form of batches that its models read (Network.reads); `score`: the facts of a
+    source, which is --data, or the file that the run held out. The measure raises ConfigError without either."""
 
     def measure(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
         loaded = load_text(question.checkpoint, question.device, question.context, reads)
-        return loaded.folder, score(loaded, source_for(loaded.config, question.data, question.task), progress)
+        data, valid = loaded.config.data, "the official file or folder"
+        assert isinstance(data, TaskSection), data
+        source = question.data or data.held_out
+        if source is None:
+            raise ConfigError.of("--data", "none", f"leaves --task {question.task} without questions", valid)
+        if not Path(source).expanduser().exists():
+            raise ConfigError.of("--data", source, "is no such file or folder", valid)
+        return loaded.folder, score(loaded, source, progress)
 
     return measure
 

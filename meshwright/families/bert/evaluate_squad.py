@@ -1,12 +1,12 @@
-"""SQuAD's answers, and their exact match and F1 by the official rules (Rajpurkar et al., arXiv 1606.05250, 1806.03822).
+"""Exact match and F1 on SQuAD by the official rules (Rajpurkar et al., arXiv 1606.05250, 1806.03822).
 
-An answer and what annotators wrote are compared in lower case, without punctuation, articles and spare white space;
-of several annotators the best match counts. Exact match: they are equal. F1: of their words as bags. A question that
-has no answer (version 2.0) is right if none is given; there both numbers are 0 or 1.
+The predicted answer is compared with each annotator's in lower case, without punctuation, articles and extra white
+space; the best match counts. Exact match: both are equal. F1: of both as bags of words. For a question without an
+answer (version 2.0) both are 1 where none is predicted, else 0.
 
-The answer is BERT's (Devlin et al., section 4.2): the span of at most 30 tokens whose beginning and end score highest
-together, out of the 20 best of each. Where windows overlap, a token counts in the one that shows most around it. In a
-file that has questions without an answer, none is given where [CLS] scores higher.
+The prediction follows BERT (Devlin et al., section 4.2): the span of at most 30 tokens with the highest sum of start
+and end score, out of the 20 best of each. Where windows overlap, a token counts in the window with the most context
+around it. In a file that has questions without an answer, none is predicted where [CLS] scores higher.
 """
 
 from __future__ import annotations
@@ -28,31 +28,30 @@ from meshwright.families.bert.data_section import SquadData
 from meshwright.families.bert.evaluate_choices import fine_tuned
 from meshwright.families.bert.specials import specials_of
 from meshwright.families.bert.task_files import SquadQuestion, squad_questions
-from meshwright.families.bert.tasks import SquadWindow, row_tokens, squad_windows, task_batch
+from meshwright.families.bert.tasks import SquadWindow, row_arrays, squad_windows, task_batch
 from meshwright.model import to_device
 from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, LoadedText
 from meshwright.tools.evaluate.tasks import Task
 
 BEST, LONGEST = 20, 30
-"""Beginnings and ends that are combined; tokens of an answer."""
+"""The number of starts, and of ends, that are combined; the most tokens of an answer."""
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = frozenset(string.punctuation)
 
 
 def normalised(answer: str) -> str:
-    """An answer as it is compared."""
+    """An answer in the form in which the official script compares answers."""
     plain = "".join(character for character in answer.lower() if character not in _PUNCTUATION)
     return " ".join(_ARTICLES.sub(" ", plain).split())
 
 
 def exact_match(given: str, wanted: str) -> float:
-    """1 where both are the same answer."""
     return float(normalised(given) == normalised(wanted))
 
 
 def f1(given: str, wanted: str) -> float:
-    """The harmonic mean of the shares of their words that both have."""
+    """The harmonic mean of precision and recall of the answer's words."""
     ours, theirs = normalised(given).split(), normalised(wanted).split()
     if not ours or not theirs:
         # The official script's rule for an answer of no words.
@@ -63,7 +62,7 @@ def f1(given: str, wanted: str) -> float:
 
 @dataclass(frozen=True)
 class Scored:
-    """A window with the scores of its row's tokens, [T] each."""
+    """A window with its tokens' scores as start and as end, [T] each."""
 
     window: SquadWindow
     starts: np.ndarray
@@ -71,40 +70,39 @@ class Scored:
 
 
 def answer_of(question: SquadQuestion, scored: Sequence[Scored], *, may_be_none: bool) -> str:
-    """The best span's text, or nothing where `may_be_none` and [CLS] scores higher."""
+    """The text of the best span; "" where `may_be_none` and [CLS] scores higher."""
+
+    def context(window: SquadWindow, token: int) -> float:
+        """The number of tokens on the shorter side of a passage's token, -inf outside the window."""
+        before = token - window.begin
+        after = len(window.places) - 1 - before
+        # BERT's script prefers the longer window by a hundredth a token.
+        return min(before, after) + 0.01 * len(window.places) if before >= 0 and after >= 0 else -np.inf
+
     best, text = -np.inf, ""
-    for at, (window, starts, ends) in enumerate((one.window, one.starts, one.ends) for one in scored):
+    for number, (window, starts, ends) in enumerate((one.window, one.starts, one.ends) for one in scored):
         count, shift = len(window.places), window.shift
-        # A span counts once, in the window that shows most around its first token.
-        own = starts[shift : shift + count].copy()
-        own[[_max_context_window(scored, window.begin + place) != at for place in range(count)]] = -np.inf
-        # Twenty of each, not all pairs, as published figures have it.
-        firsts = np.argsort(-own, kind="stable")[:BEST]
+        # A span counts once, in the window with the most context around its first token.
+        here = starts[shift : shift + count].copy()
+        for place in range(count):
+            contexts = [context(one.window, window.begin + place) for one in scored]
+            if contexts.index(max(contexts)) != number:
+                here[place] = -np.inf
+        # Twenty of each, not all pairs, as in the published figures.
+        firsts = np.argsort(-here, kind="stable")[:BEST]
         lasts = np.argsort(-ends[shift : shift + count], kind="stable")[:BEST]
         for first, last in product(firsts.tolist(), lasts.tolist()):
-            score = own[first] + ends[shift + last]
+            score = here[first] + ends[shift + last]
             if first <= last < first + LONGEST and score > best:
                 best, text = score, question.passage[window.places[first][0] : window.places[last][1]]
-    # The least of all windows, as in BERT's script: one window that sees an answer is enough.
+    # The least over all windows, as in BERT's script: one window that sees an answer is enough.
     nothing = min(float(one.starts[0] + one.ends[0]) for one in scored)
     return "" if may_be_none and nothing > best else text
 
 
-def _max_context_window(scored: Sequence[Scored], place: int) -> int:
-    """The window with the most context around a passage's token, as BERT's own evaluation chooses."""
-
-    def around(window: SquadWindow) -> float:
-        inside = place - window.begin
-        after = len(window.places) - 1 - inside
-        # The lesser side counts; of equal ones a longer window wins by BERT's own hundredth.
-        return min(inside, after) + 0.01 * len(window.places) if inside >= 0 and after >= 0 else -np.inf
-
-    return max(range(len(scored)), key=lambda at: around(scored[at].window))
-
-
 @torch.inference_mode()
 def squad_scores(loaded: LoadedText, source: str, progress: ShowProgress = silent) -> Facts:
-    """Answer every question of a file. Raises DataError where the file is not SQuAD's, or has none."""
+    """Exact match and F1 in percent. Raises DataError where the file is not SQuAD's, or holds no question."""
     data = loaded.config.data
     assert isinstance(data, SquadData), data
     questions = list(squad_questions(Path(source).expanduser()))
@@ -114,7 +112,7 @@ def squad_scores(loaded: LoadedText, source: str, progress: ShowProgress = silen
     matches, overlaps = [], []
     for done, (question, scored) in enumerate(_scored(loaded, questions, data.stride), start=1):
         given = answer_of(question, scored, may_be_none=has_none)
-        # Answers of articles and punctuation alone are no answers to the official script.
+        # The official script ignores answers that consist of articles and punctuation.
         wanted = [text for text, _ in question.answers if normalised(text)] or [""]
         matches.append(max(exact_match(given, text) for text in wanted))
         overlaps.append(max(f1(given, text) for text in wanted))
@@ -134,7 +132,7 @@ def squad_scores(loaded: LoadedText, source: str, progress: ShowProgress = silen
 def _scored(
     loaded: LoadedText, questions: Sequence[SquadQuestion], stride: int
 ) -> Iterator[tuple[SquadQuestion, list[Scored]]]:
-    """The questions with the scores of their windows."""
+    """Each question with the scores of its windows."""
     specials, length = specials_of(loaded.tokenizer), loaded.context
     rows = max(1, BATCH_TOKENS // length)
     for question in questions:
@@ -142,13 +140,8 @@ def _scored(
         scored = []
         for first in range(0, len(windows), rows):
             part = windows[first : first + rows]
-            tokens = np.full((len(part), length), specials.padding, dtype=np.int64)
-            ends = np.zeros((len(part), 2), dtype=np.int64)
-            for at, window in enumerate(part):
-                ids = row_tokens(window.row, specials)
-                tokens[at, : len(ids)] = ids
-                ends[at] = window.shift, len(ids)
-            h = loaded.model.trunk(to_device(task_batch(tokens, ends), loaded.device))
+            tokens, ends = row_arrays([(window.row,) for window in part], specials, length)
+            h = loaded.model.trunk(to_device(task_batch(tokens[:, 0], ends[:, 0]), loaded.device))
             scores = loaded.model.spans(h).double().cpu().numpy()
             scored += [Scored(window, *scores[at].T) for at, window in enumerate(part)]
         yield question, scored

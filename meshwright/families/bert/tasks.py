@@ -1,13 +1,13 @@
 """Fine-tuning tasks as samples: rows of [CLS] A [SEP] B [SEP], padded to T tokens, and the answer's number.
 
-| kind           | rows a sample | A        | B                        | what is too long                         |
+| kind           | rows a sample | A        | B                        | cut to fit                               |
 |----------------|---------------|----------|--------------------------|------------------------------------------|
-| sentence-pairs | 1             | one text | the other                | tokens leave the end of the longer text  |
+| sentence-pairs | 1             | one text | the other                | the end of the longer text               |
 | squad          | 1             | question | a window of the passage  | windows, `stride` apart; A: 64 tokens    |
 | race           | K             | passage  | the question and answer  | the passage's end; B: 128 tokens         |
 
-A window of SQuAD in which the answer is not whole is labelled with [CLS], as BERT's own fine-tuning does. A prepared
-folder has, of each split, rows' tokens [N, K, T] and ends of A and of B [N, K, 2], and answers [N, labels].
+A window of SQuAD that does not hold the whole answer is labelled with [CLS], as in BERT's fine-tuning. A prepared
+folder has three arrays of each split: tokens [N, K, T], ends of A and of B [N, K, 2], answers [N, labels].
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ _ARRAYS = ("tokens", "ends", "answers")
 
 
 class TaskRow(NamedTuple):
-    """The tokens of two texts, as they fit a row."""
+    """The tokens of texts A and B, cut to fit a row."""
 
     first: Sequence[int]
     second: Sequence[int]
 
 
 class TaskExample(NamedTuple):
-    """A sample: its rows, its answers, and what is held out together with it."""
+    """A sample: its rows and answers. Examples of one `group` go into the same split."""
 
     rows: tuple[TaskRow, ...]
     answers: tuple[int, ...]
@@ -68,16 +68,16 @@ class TaskExample(NamedTuple):
 
 
 class SquadWindow(NamedTuple):
-    """A window over a passage: its row, and the place in the passage of each token's first and last character."""
+    """A window over a passage: its row, and each token's (start, stop) in the passage's characters."""
 
     row: TaskRow
     places: list[tuple[int, int]]
     begin: int
-    """The number of the passage's token that it begins with."""
+    """The number of the window's first token among the passage's tokens."""
 
     @property
     def shift(self) -> int:
-        """The place in the row of the window's first token."""
+        """The position of the window's first token in the row."""
         return len(self.row.first) + 2
 
 
@@ -94,16 +94,16 @@ def squad_windows(question: SquadQuestion, tokenizer: Tokenizer, sequence: int, 
         windows.append(SquadWindow(TaskRow(asked, ids[start : start + room]), places[start : start + room], start))
         if start + room >= len(ids):
             return windows
-        # Never beyond what the window held, or tokens between two windows would be in none.
+        # A stride above the room would leave tokens between two windows.
         start += min(stride, room)
 
 
 def squad_labels(window: SquadWindow, question: SquadQuestion) -> tuple[int, int]:
-    """The places in the row where the first answer begins and ends; twice 0, where the window does not hold it."""
-    # Training learns the first annotator's answer; an evaluation takes the best of all.
+    """Positions in the row of the first answer's first and last token; (0, 0) where the window does not hold it all."""
+    # Training learns the first annotator's answer; an evaluation compares with all.
     for text, start in question.answers[:1]:
         end = start + len(text)
-        # By characters: the answer's place is of the text, and tokens may reach over its ends.
+        # Answers are placed by characters, and a token may reach beyond an answer's end.
         inside = [at for at, (begin, stop) in enumerate(window.places) if begin < end and stop > start]
         if inside and window.places[inside[0]][0] <= start and window.places[inside[-1]][1] >= end:
             return inside[0] + window.shift, inside[-1] + window.shift
@@ -111,9 +111,9 @@ def squad_labels(window: SquadWindow, question: SquadQuestion) -> tuple[int, int
 
 
 def pair_row(first: Sequence[int], second: Sequence[int], sequence: int) -> TaskRow:
-    """Two texts in a row of `sequence` tokens: the longer text loses tokens until both fit."""
+    """Two texts, cut to fit a row of `sequence` tokens."""
     a, b, room = len(first), len(second), sequence - 3
-    # Token by token from the longer one, as BERT's own code has it: both keep what they can.
+    # As in BERT's code, the longer text loses a token until both fit.
     while a + b > room:
         a, b = (a - 1, b) if a > b else (a, b - 1)
     return TaskRow(first[:a], second[:b])
@@ -140,7 +140,7 @@ def examples(config: Config, data: TaskSection, source: str, tokenizer: Tokenize
             assert isinstance(model, BertChoice), model
             for asked in race_questions(path, model.choices):
                 passage = encode(asked.passage)
-                # A row for each choice, for which the passage's end makes room: at least one token of it stays.
+                # The passage is cut to make room for each choice, but keeps at least one token.
                 cut = [encode(text)[: min(LONGEST_CHOICE, data.sequence - 4)] for text in asked.asked]
                 rows = tuple(TaskRow(passage[: data.sequence - 3 - len(choice)], choice) for choice in cut)
                 yield TaskExample(rows, (asked.answer,), asked.passage)
@@ -149,7 +149,7 @@ def examples(config: Config, data: TaskSection, source: str, tokenizer: Tokenize
 
 
 def texts_of(config: Config, data: TaskSection) -> Iterator[str]:
-    """The source's texts, for a tokenizer to be trained on."""
+    """The source's texts, to train a tokenizer on."""
     path = Path(data.source).expanduser()
     match data:
         case SentencePairData():
@@ -163,7 +163,7 @@ def texts_of(config: Config, data: TaskSection) -> Iterator[str]:
 
 
 def task_folder(config: Config, data: TaskSection, cache: Path, progress: ShowProgress) -> Path:
-    """The prepared folder that a config asks for, made once in `cache`. Raises DataError, ConfigError."""
+    """The prepared folder for a config, written once into `cache`. Raises DataError, ConfigError."""
     prepared = Path(data.source).expanduser()
     if (prepared / _HEADER).is_file():
         _check_prepared(config, data, prepared)
@@ -172,7 +172,7 @@ def task_folder(config: Config, data: TaskSection, cache: Path, progress: ShowPr
         kind = tokenizer_kind(data.tokenizer)
         tokenizer = [kind, file_sha256(Path(data.tokenizer).expanduser())] if kind == "file" else [kind]
         sources = [source_identity(source) for source in (data.source, data.held_out) if source is not None]
-        # All that the rows depend on: a change of any gives another folder, and no stale one is read.
+        # The folder's name is a hash of everything that the rows depend on, so no stale folder is read.
         facts = [_FORMAT, sources, tokenizer, data.validation, _fields(config, data)]
         out = cache / f"task-{hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]}"
         if not (out / _HEADER).is_file():
@@ -199,7 +199,7 @@ def open_task(data: TaskSection, config: Config, folder: Path) -> Opened:
 
 
 def pack_task(data: TaskSection, config: Config, out: Path, progress: ShowProgress) -> Path:
-    """Prepare `out`, which may not hold anything yet. Raises DataError, ConfigError."""
+    """Prepare the folder `out`, which must be new or empty. Raises DataError, ConfigError."""
     if out.exists() and (out.is_file() or any(out.iterdir())):
         raise DataError(f"{out}: exists and is not empty; give another folder, or remove it")
     if (Path(data.source).expanduser() / _HEADER).is_file():
@@ -219,7 +219,7 @@ def _pack(config: Config, data: TaskSection, out: Path, progress: ShowProgress) 
 
 
 def _fields(config: Config, data: TaskSection) -> dict[str, object]:
-    """The fields of a run that a prepared folder depends on, besides its sources, tokenizer and share."""
+    """The fields that a prepared folder depends on, besides its sources, tokenizer and share of validation."""
     of_data = data.model_dump(exclude={"source", "held_out", "tokenizer", "validation"})
     of_model = config.model.model_dump(include={"classes", "choices"})
     return {f"data.{name}": value for name, value in of_data.items()} | {
@@ -228,7 +228,8 @@ def _fields(config: Config, data: TaskSection) -> dict[str, object]:
 
 
 def _check_prepared(config: Config, data: TaskSection, folder: Path) -> None:
-    """Raise ConfigError or DataError where a folder was prepared by other fields than a run's."""
+    """Raises ConfigError where a folder was prepared with other fields than the run's, DataError where it is
+    damaged."""
     try:
         header = json.loads((folder / _HEADER).read_text(encoding="utf-8"))
         if header["format"] != _FORMAT:
@@ -257,7 +258,7 @@ def _check_vocabulary(config: Config, size: int) -> None:
 
 
 def _write(folder: Path, config: Config, data: TaskSection, progress: ShowProgress) -> None:
-    """Write the tokenizer, both splits and the header that describes them, which comes last."""
+    """Write the tokenizer and both splits; the header comes last."""
     tokenizer = make_tokenizer(data.tokenizer, texts_of(config, data), progress)
     specials = specials_of(tokenizer)
     _check_vocabulary(config, specials.vocabulary_size)
@@ -265,7 +266,7 @@ def _write(folder: Path, config: Config, data: TaskSection, progress: ShowProgre
     splits: dict[Split, list[TaskExample]] = {"train": [], "validation": []}
     for source, split in ((data.source, "train"), (data.held_out, "validation")):
         for example in examples(config, data, source, tokenizer) if source is not None else ():
-            # A number from 0 to 1 of the group's hash: equal passages are held out together, in any order of the file.
+            # A hash of the group, in [0, 1), decides: equal passages are held out together, in any order of the file.
             digest = hashlib.blake2b(example.group.encode(), digest_size=8).digest()
             share = int.from_bytes(digest, "little") / 2**64
             held_out = split == "validation" or (data.held_out is None and share < data.validation)
@@ -274,9 +275,13 @@ def _write(folder: Path, config: Config, data: TaskSection, progress: ShowProgre
     for name, some in splits.items():
         if not some:
             raise DataError(f"{data.source}: leaves no sample for the {name} split; give more, or data.held_out")
-        for array, values in zip(_ARRAYS, _arrays(some, specials, data.sequence), strict=True):
+        # uint16 holds every vocabulary of BERT.
+        dtype = np.uint16 if specials.vocabulary_size <= 2**16 else np.uint32
+        tokens, ends = row_arrays([example.rows for example in some], specials, data.sequence, dtype)
+        answers = np.array([example.answers for example in some], dtype=np.int64)
+        for array, values in zip(_ARRAYS, (tokens, ends.astype(np.int32), answers), strict=True):
             np.save(folder / f"{name}-{array}.npy", values)
-    # Before the header exists: it holds the other files' hashes, and not its own.
+    # Listed before the header exists, which holds the other files' hashes.
     files = sorted(path.name for path in folder.iterdir())
     header = {
         "format": _FORMAT,
@@ -290,30 +295,23 @@ def _write(folder: Path, config: Config, data: TaskSection, progress: ShowProgre
     (folder / _HEADER).write_text(json.dumps(header, indent=2) + "\n", encoding="utf-8")
 
 
-def _arrays(
-    some: Sequence[TaskExample], specials: Specials, sequence: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens [N, K, T], ends [N, K, 2], answers [N, labels]."""
-    shape = (len(some), len(some[0].rows))
-    # Half the bytes for every vocabulary of BERT.
-    dtype = np.uint16 if specials.vocabulary_size <= 2**16 else np.uint32
+def row_arrays(
+    samples: Sequence[Sequence[TaskRow]], specials: Specials, sequence: int, dtype: type[np.integer] = np.int64
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens [N, K, T] of N samples of K rows, in `dtype`, and the ends of A and of B in each row [N, K, 2]."""
+    shape = (len(samples), len(samples[0]))
     tokens = np.full((*shape, sequence), specials.padding, dtype=dtype)
-    ends = np.zeros((*shape, 2), dtype=np.int32)
-    for number, example in enumerate(some):
-        for at, row in enumerate(example.rows):
-            ids = row_tokens(row, specials)
+    ends = np.zeros((*shape, 2), dtype=np.int64)
+    for number, rows in enumerate(samples):
+        for at, row in enumerate(rows):
+            ids = [specials.first, *row.first, specials.separator, *row.second, specials.separator]
             tokens[number, at, : len(ids)] = ids
             ends[number, at] = len(row.first) + 2, len(ids)
-    return tokens, ends, np.array([example.answers for example in some], dtype=np.int64)
-
-
-def row_tokens(row: TaskRow, specials: Specials) -> list[int]:
-    """[CLS] A [SEP] B [SEP]."""
-    return [specials.first, *row.first, specials.separator, *row.second, specials.separator]
+    return tokens, ends
 
 
 def task_batch(tokens: np.ndarray, ends: np.ndarray) -> Batch:
-    """`tokens`, `segments` and `mask` of rows [..., T], whose A and B end at `ends` [..., 2]; int64."""
+    """`tokens`, `segments` and `mask` of rows [..., T], in which A and B end at `ends` [..., 2]; int64."""
     import torch
 
     places = np.arange(tokens.shape[-1])

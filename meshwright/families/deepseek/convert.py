@@ -1,7 +1,7 @@
-"""Hugging Face's DeepSeek-V3, which DeepSeek-R1, Moonlight and Kimi-K2 are as well (model_type `deepseek_v3`; Kimi-K2's
+"""Hugging Face's DeepSeek-V3, also the form of DeepSeek-R1, Moonlight and Kimi-K2 (model_type `deepseek_v3`; Kimi-K2's
 `kimi_k2` has the same classes).
 
-Their linears are [out, in], ours [in, out]. A heads of E + P numbers in queries, E + V in keys and values.
+Hugging Face's linears are [out, in], ours [in, out]. A heads, of width E + P in queries, E + V in keys and values.
 
 | Hugging Face                     | shape              | ours                       | shape          |
 |----------------------------------|--------------------|----------------------------|----------------|
@@ -12,11 +12,11 @@ Their linears are [out, in], ours [in, out]. A heads of E + P numbers in queries
 | mlp.gate, e_score_correction_bias | [n, H], [n]       | router                     | [H, n], [n]    |
 | experts.e, shared_experts, mlp   | [N, H], [H, N]     | expand, contract           | as Llama's     |
 
-Theirs turn neighbouring numbers of a head (`rope_interleave`), ours its halves: columns 0, 2, 4, ... of a rotary part
-come first here, then 1, 3, 5, ...: the same scores, since queries and keys are ordered alike.
+Hugging Face rotates neighbouring numbers of a head (`rope_interleave`), our model its halves: an import reorders the
+columns of a rotary part to 0, 2, 4, ..., 1, 3, 5, ... Scores stay the same, since queries and keys are reordered alike.
 
-A layer behind the last (`model.layers.L`) predicts a later token. transformers leaves these out where it writes a
-folder, whose `num_nextn_predict_layers` says nothing then: what counts is whether their weights are stored.
+Layers from `model.layers.L` on predict later tokens. transformers does not save them, but keeps
+`num_nextn_predict_layers`, so an import counts the layers whose weights are stored.
 """
 
 from __future__ import annotations
@@ -27,15 +27,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from meshwright.convert.family import Family, Names, TensorPair, TensorShape, WithTokens, in_blocks
+from meshwright.convert.family import Names, TensorPair, TensorShape, in_blocks
 from meshwright.convert.folder import Settings
-from meshwright.convert.rotary import pair_of_experts, rope_fields, rope_settings
-from meshwright.data.tokenizer import Tokenizer
+from meshwright.convert.rotary import HEAD, OUTSIDE, TABLE, RotaryFamily, pair_of_experts, rope_fields, rope_settings
 from meshwright.errors import CheckpointError
 from meshwright.families.deepseek.section import DeepSeek
 from meshwright.section import shown
 
-_OUTSIDE = {"tokens": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 _ATTENTION = {
     "attention_norm": "input_layernorm",
     "feed_forward_norm": "post_attention_layernorm",
@@ -62,7 +60,7 @@ _LATER = {
 }
 _TYPE, _KIMI = "deepseek_v3", "kimi_k2"
 _CODE = ("configuration_deepseek.DeepseekV3Config", "modeling_deepseek.DeepseekV3")
-"""The beginnings of a published folder's own code, whose classes transformers has under these names."""
+"""Prefixes of the classes in a published folder's own code that transformers has as well."""
 _EXPERTS = {
     "n_routed_experts": "count",
     "num_experts_per_tok": "per_token",
@@ -73,7 +71,7 @@ _EXPERTS = {
     "n_group": "groups",
     "topk_group": "groups_per_token",
 }
-"""Their keys of experts, all of which a folder has, and our fields."""
+"""Our fields of experts by Hugging Face's keys, all of which a folder must have."""
 _ONLY: dict[str, object] = {
     "hidden_act": "silu",
     "scoring_func": "sigmoid",
@@ -84,10 +82,10 @@ _ONLY: dict[str, object] = {
     "rope_interleave": True,
     **dict.fromkeys(("quantization_config", "compression_config")),
 }
-"""Settings that change what is computed, and the one value that ours has, which is also what a missing key means."""
+"""Keys that change the mathematics, with the one value that our model computes; a missing key means this value."""
 
 
-class DeepSeekFamily(Family):
+class DeepSeekFamily(RotaryFamily):
     """DeepseekV3ForCausalLM."""
 
     title, section = "DeepSeek", DeepSeek
@@ -111,7 +109,7 @@ class DeepSeekFamily(Family):
     fixed: ClassVar = _ONLY
 
     def names(self, model: DeepSeek) -> Names:
-        names: dict[str, str | Sequence[str]] = dict(_OUTSIDE)
+        names: dict[str, str | Sequence[str]] = dict(OUTSIDE)
         query = "self_attn.q_proj" if model.query_rank is None else "self_attn.q_b_proj"
         for layer in range(model.layers + model.later_tokens):
             inside: dict[str, str | Sequence[str]] = {**_ATTENTION, "attention.query": query}
@@ -125,26 +123,16 @@ class DeepSeekFamily(Family):
             if layer < model.layers:
                 names |= in_blocks(inside, 1, f"model.layers.{layer}", first=layer)
             else:
-                later, place = f"later.{layer - model.layers}", f"model.layers.{layer}"
-                named = {f"block.{ours}": theirs for ours, theirs in inside.items()} | _LATER
-                names |= {
-                    f"{later}.{ours}": f"{place}.{theirs}"
-                    if isinstance(theirs, str)
-                    else [f"{place}.{t}" for t in theirs]
-                    for ours, theirs in named.items()
-                }
+                later = {f"block.{ours}": theirs for ours, theirs in inside.items()} | _LATER
+                names |= in_blocks(later, 1, f"model.layers.{layer}", first=layer - model.layers, ours="later")
         return names
 
-    def rows(self, model: DeepSeek) -> Mapping[str, int]:
-        return {"tokens": model.vocabulary, "head": model.vocabulary}
-
     def copies(self, model: DeepSeek) -> dict[str, str]:
-        table, head = "model.embed_tokens.weight", "lm_head.weight"
-        copies = {head: table} if model.tied else {}
-        # Published folders have both once more in each layer of a later token.
+        copies = super().copies(model)
+        # Published folders repeat the table and the head in each layer of a later token.
         for layer in range(model.layers, model.layers + model.later_tokens):
-            copies[f"model.layers.{layer}.embed_tokens.weight"] = table
-            copies[f"model.layers.{layer}.shared_head.head.weight"] = table if model.tied else head
+            copies[f"model.layers.{layer}.embed_tokens.weight"] = TABLE
+            copies[f"model.layers.{layer}.shared_head.head.weight"] = TABLE if model.tied else HEAD
         return copies
 
     def pair(self, name: str, shape: TensorShape, model: DeepSeek, names: Names, rows: Mapping[str, int]) -> TensorPair:
@@ -155,20 +143,20 @@ class DeepSeekFamily(Family):
             return TensorPair(name, shape, {theirs: shape}, single=True)
         if inner in ("expand", "contract") and len(shape) == (4 if inner == "expand" else 3):
             return pair_of_experts(name, shape, names[layer])
-        if inner in ("latent", "shared_key"):  # one linear of theirs
+        if inner in ("latent", "shared_key"):  # slices of one linear [r + P, H]
             rank, rows_of_both = model.key_value_rank, model.key_value_rank + model.rotary_width
             whole = {f"{names[layer]}.{kind}": (rows_of_both, model.hidden)}
             if inner == "latent":
                 return TensorPair(name, shape, whole, lambda x: x.t(), lambda x: [x.t()], part=(0, 0, rank))
             part = (0, rank, rows_of_both)
             return TensorPair(name, shape, whole, lambda x: _halves(x).t(), lambda x: [_pairs(x.t())], part=part)
-        if inner in ("of_token", "of_hidden"):  # one linear [H, 2 H] of theirs, of the token and the states
+        if inner in ("of_token", "of_hidden"):  # slices of one linear [H, 2 H]
             width = model.hidden
             part = (1, 0, width) if inner == "of_token" else (1, width, 2 * width)
             whole = {f"{names[layer]}.{kind}": (width, 2 * width)}
             return TensorPair(name, shape, whole, lambda x: x.t(), lambda x: [x.t()], part=part)
         if inner == "query":
-            # [r_q, A (E + P)]: the rotary part of each head.
+            # Each head's rotary part is reordered.
             split = (model.head_width, model.rotary_width)
             return TensorPair(
                 name, shape, {f"{names[layer]}.{kind}": (shape[1], shape[0])},
@@ -179,21 +167,21 @@ class DeepSeekFamily(Family):
 
     def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
         values, code = settings.values, settings.values.get("auto_map") or {}
-        named = code.values() if isinstance(code, dict) else [code]
-        # Code of the folder's own is refused, but for the classes that are transformers' as well.
-        if other := [one for one in named if not (isinstance(one, str) and one.startswith(_CODE))]:
-            rule = f"auto_map has {shown(other[0])}, which is not supported"
+        classes = code.values() if isinstance(code, dict) else [code]
+        # A folder's own code is never run: its classes must be known to be transformers'.
+        if unknown := [name for name in classes if not (isinstance(name, str) and name.startswith(_CODE))]:
+            rule = f"auto_map has {shown(unknown[0])}, which is not supported"
             raise settings.refused(f"{rule}; valid: {', '.join(_CODE)}")
         if (heads := values.get("num_attention_heads")) != (keys := values.get("num_key_value_heads", heads)):
             raise settings.refused(f"num_key_value_heads={shown(keys)} is not num_attention_heads={shown(heads)}")
         layers, later = values.get("num_hidden_layers"), 0
         while f"model.layers.{layers}.eh_proj.weight" in {*stored} and isinstance(layers, int):
             layers, later = layers + 1, later + 1
-        found: dict[str, object] = {"rope": rope_fields(settings), "later_tokens": later}
+        fields: dict[str, object] = {"rope": rope_fields(settings), "later_tokens": later}
         layers, count = values.get("num_hidden_layers"), values.get("n_routed_experts")
         dense = values.get("first_k_dense_replace", 3)
         if count is None or (isinstance(layers, int) and isinstance(dense, int) and dense >= layers):
-            return found
+            return fields
         if lacking := [key for key in (*_EXPERTS, "n_shared_experts") if values.get(key) is None]:
             raise settings.refused(f"has n_routed_experts={shown(count)}, and lacks {', '.join(lacking)}")
         counts = ("n_routed_experts", "n_group", "n_shared_experts", "moe_intermediate_size")
@@ -203,8 +191,8 @@ class DeepSeekFamily(Family):
             raise settings.refused(f"n_group={groups} does not divide n_routed_experts={count}")
         experts = {ours: values[key] for key, ours in _EXPERTS.items()}
         shared = values["n_shared_experts"] * values["moe_intermediate_size"]
-        # transformers has no balance and moves no bias: a run that wants either says so in a model of its own.
-        return found | {"experts": experts | {"shared": shared, "scores": "sigmoid", "bias_rate": 0.0}}
+        # transformers has no balancing loss and keeps biases fixed; a run that wants either writes out its own model.
+        return fields | {"experts": experts | {"shared": shared, "scores": "sigmoid", "bias_rate": 0.0}}
 
     def further_settings(self, model: DeepSeek) -> dict[str, object]:
         experts = model.experts
@@ -217,53 +205,38 @@ class DeepSeekFamily(Family):
             "use_cache": True,
         }
         if experts is None:
-            # No class has it otherwise: all layers are before the first that has experts.
-            width = {"moe_intermediate_size": model.feed_forward, "n_routed_experts": 1, "n_shared_experts": 1}
-            one = {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
-            return (
-                settings
-                | width
-                | one
-                | {"first_k_dense_replace": model.layers + model.later_tokens, "routed_scaling_factor": 1.0}
-            )
-        self._refuse_experts(model)
+            # The class always has experts: with all layers dense, none is ever built.
+            dense = {"first_k_dense_replace": model.layers + model.later_tokens, "norm_topk_prob": True}
+            ones = ("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "n_group", "topk_group")
+            unused = {"moe_intermediate_size": model.feed_forward, "routed_scaling_factor": 1.0}
+            return settings | dense | dict.fromkeys(ones, 1) | unused
+        multiple = experts.shared > 0 and experts.shared % model.expert_width == 0
+        refused = {
+            "scores": experts.scores != "sigmoid",
+            "bias_rate": experts.bias_rate is None,
+            "shared": not multiple,
+            "shared_gate": experts.shared_gate,
+        }
+        for field, wrong in refused.items():
+            if wrong:
+                has = f"model.experts.{field}={shown(getattr(experts, field))}"
+                raise CheckpointError(f"no class of transformers has experts with {has}")
         values = experts.model_dump() | {"width": model.expert_width}
         settings |= {key: values[ours] for key, ours in _EXPERTS.items()}
         return settings | {"n_shared_experts": experts.shared // model.expert_width}
 
-    @staticmethod
-    def _refuse_experts(model: DeepSeek) -> None:
-        """Raises CheckpointError for experts that no class of transformers has."""
-        experts = model.experts
-        assert experts is not None, "a model without experts"
-        multiple = experts.shared > 0 and experts.shared % model.expert_width == 0
-        refused = (
-            ("scores", experts.scores, experts.scores != "sigmoid"),
-            ("bias_rate", experts.bias_rate, experts.bias_rate is None),
-            ("shared", experts.shared, not multiple),
-            ("shared_gate", experts.shared_gate, experts.shared_gate),
-        )
-        for field, value, wrong in refused:
-            if wrong:
-                raise CheckpointError(f"no class of transformers has experts with model.experts.{field}={shown(value)}")
-
-    def with_tokenizer(self, model: DeepSeek, text: str, tokenizer: Tokenizer) -> WithTokens:
-        named = {"bos_token": tokenizer.begin, "eos_token": tokenizer.end}
-        tokens = {key: tokenizer.name_of(token) for key, token in named.items() if token is not None}
-        return WithTokens(text, {f"{key}_id": token for key, token in named.items()}, tokens)
-
 
 def _halves(rows: Tensor) -> Tensor:
-    """Rows of neighbouring pairs [P, H] as two halves: 0, 2, 4, ..., then 1, 3, 5, ..."""
+    """Reorder rows [P, H] from neighbouring pairs to halves: 0, 2, 4, ..., then 1, 3, 5, ..."""
     return rows.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
 
 
 def _pairs(rows: Tensor) -> Tensor:
-    """`_halves` back."""
+    """Reorder rows [P, H] from halves to neighbouring pairs, the inverse of `_halves`."""
     return rows.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
 
 
 def _in_heads(rows: Tensor, heads: int, split: tuple[int, int], order: Callable[[Tensor], Tensor]) -> Tensor:
-    """Rows [A (E + P), r] whose rotary parts, of each head, are ordered anew."""
+    """Rows [A (E + P), r] with each head's rotary part reordered; `split`: (E, P)."""
     plain, rotary = rows.unflatten(0, (heads, -1)).split(split, 1)
     return torch.cat([plain, torch.stack([order(one) for one in rotary])], 1).flatten(0, 1)

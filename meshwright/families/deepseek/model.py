@@ -1,31 +1,30 @@
-"""DeepSeek-V3 (arXiv 2412.19437), and those made like it: Moonlight (arXiv 2502.16982), Kimi-K2 (arXiv 2507.20534).
+"""DeepSeek-V3 (arXiv 2412.19437), and decoders like it: Moonlight (arXiv 2502.16982), Kimi-K2 (arXiv 2507.20534).
 
-Llama's chain with multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1). Queries are made of one
-vector a token, keys and values of another; a head's key is a part of its own and one that all heads share, which alone
-is turned by positions:
+Llama's chain with multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1). Queries are projected from
+one latent vector a token, keys and values from another. A head's key has a part of its own and a part that all heads
+share; of a key, only the shared part is rotated:
 
-| tensor      | of                     | weight            | shape            | its gradient                          |
-|-------------|------------------------|-------------------|------------------|---------------------------------------|
-| query latent| hidden states          | [H, r_q]          | [B, T, r_q]      | enters a pair: summed over all heads  |
-| query       | rms(query latent)      | [r_q, A (E + P)]  | [B, T, A, E + P] | of its head                           |
-| latent      | hidden states          | [H, r]            | [B, T, r]        | enters a pair                         |
-| key, value  | rms(latent)            | [r, A (E + V)]    | [B, T, A, E + V] | of its head                           |
-| shared key  | hidden states          | [H, P]            | [B, T, P]        | enters branches by no linear: `enter` |
+| tensor      | from                   | weight            | shape            | gradient                               |
+|-------------|------------------------|-------------------|------------------|----------------------------------------|
+| query latent| hidden states          | [H, r_q]          | [B, T, r_q]      | enters a pair: summed over all heads   |
+| query       | rms(query latent)      | [r_q, A (E + P)]  | [B, T, A, E + P] | of its head                            |
+| latent      | hidden states          | [H, r]            | [B, T, r]        | enters a pair                          |
+| key, value  | rms(latent)            | [r, A (E + V)]    | [B, T, A, E + V] | of its head                            |
+| shared key  | hidden states          | [H, P]            | [B, T, P]        | enters branches by `enter`, no linear  |
 
-Keys are as wide as queries, E + P, and values are not: inside of attention what is narrower has zeros behind it, which
-change no score and no output, so that every kernel and every context takes it.
+Queries and keys have width E + P, values V. Attention pads the narrower with zeros, which change no score and no
+output, since kernels and context parallelism need equal widths.
 
-Later tokens (arXiv 2412.19437, section 2.2): in training D more layers in a row predict, at each place i, the token
-behind the next one, the one behind that, ... Layer k reads the states of the one before it (k = 1: the model's, normed)
-and the embedding of token i + k, shares the table and the head with the model, and its loss is that of the labels k
-places on (equations 21 to 25):
+Multi-token prediction (arXiv 2412.19437, section 2.2): in training, D further layers predict tokens after the next one.
+Layer k reads the states of layer k - 1 (k = 1: the model's, normed) and the embedding of token i + k, shares the table
+and the head with the model, and is scored on the labels shifted by k (equations 21 to 25):
 
-    h^k = rms(layer_k(rms(embedding(t_{i+k})) M_k + rms(h^{k-1}) M'_k))        loss += weight / D · the k-th's
+    h^k = rms(layer_k(rms(embedding(t_{i+k})) M_k + rms(h^{k-1}) M'_k))        loss += weight / D · loss_k
 
-The last k places have no such token: they get token 0, and their labels are not counted; nothing before them sees them.
-Each label weighs as much as one of the model's own, so a layer's loss is a sum over T - k tokens, divided by T.
+The last k positions have no token i + k: they get token 0 and no label, and causality keeps them from earlier
+positions. Each label weighs as much as one of the model's own: loss_k is a sum over T - k tokens, divided by T.
 
-A head's rotated half is stored as halves and not as pairs (models/rope.py); an import orders columns so (convert.py).
+The rotary part of a head is stored as halves, not as pairs (models/rope.py); an import reorders columns (convert.py).
 
 Shapes: B batch, T sequence, H hidden, A local heads, E head width, P rotary width, V value width.
 """
@@ -49,11 +48,11 @@ from meshwright.parameters.shard import Initial
 from meshwright.tensor.kit import Kit
 
 LATENT_EPSILON = 1e-6
-"""The addend of the latents' norms, whatever the model's others have: the authors' code and transformers' fix it."""
+"""The epsilon of the latents' norms, fixed in the authors' code and in transformers, whatever model.norm_epsilon is."""
 
 
 class LatentAttention(nn.Module):
-    """Causal self-attention over this rank's heads, whose queries, keys and values are made of latents."""
+    """Causal multi-head latent attention over this rank's heads."""
 
     def __init__(self, model: DeepSeek, kit: Kit, layer: int) -> None:
         super().__init__()
@@ -70,7 +69,7 @@ class LatentAttention(nn.Module):
         self.latent = kit.linear("transform", hidden, rank, initial, bias=False)
         self.latent_norm = kit.norm(rank, LATENT_EPSILON, kind="rms")
         self.shared_key = kit.linear("transform", hidden, model.rotary_width, initial, bias=False)
-        # The columns are ordered by head, each with its key and its value: an equal cut is one into whole heads.
+        # Columns are ordered by head, each with its key and its value, so that ranks get whole heads.
         self.key_value = expand(rank, model.heads * (model.head_width + model.value_width), initial, bias=False)
         self.core = AttentionCore(kit, model.dropout, model.query_width**-0.5 * model.rope.score_factor)
         self.output = kit.branches.contract(model.heads * model.value_width, hidden, last_initial(model), bias=False)
@@ -84,7 +83,7 @@ class LatentAttention(nn.Module):
             .unflatten(-1, (self.heads, -1))
             .split((self.head_width, self.value_width), -1)
         )
-        # Turned behind `enter`: a kit may hold a part of its numbers on each rank, and pairs of them are turned.
+        # `enter` comes before the rotation: a kit may split the key's columns over ranks, and rotation pairs columns.
         shared = self.enter(self.shared_key(h), self.all_heads)  # [B, T, A, P]
         query = torch.cat([plain, rotate(turned.unsqueeze(2), rotation).squeeze(2)], -1)
         key = torch.cat([own, rotate(shared.unsqueeze(2), rotation).squeeze(2)], -1)
@@ -101,21 +100,21 @@ class LatentAttention(nn.Module):
 
 
 class LaterToken(nn.Module):
-    """A layer that predicts a token behind the next one."""
+    """A layer that predicts a token after the next one."""
 
     def __init__(self, model: DeepSeek, block: nn.Module, kit: Kit) -> None:
         super().__init__()
         hidden, initial = model.hidden, Initial(0.02)
         self.token_norm = kit.norm(hidden, model.norm_epsilon, kind="rms")
         self.hidden_norm = kit.norm(hidden, model.norm_epsilon, kind="rms")
-        # One linear of both, in two: a kit may hold a part of each one's numbers on every rank.
+        # Two linears for the paper's one of the concatenation: a kit may split the columns of each over ranks.
         self.of_token = kit.linear("transform", hidden, hidden, initial, bias=False)
         self.of_hidden = kit.linear("transform", hidden, hidden, initial, bias=False)
         self.block = block
         self.norm = kit.norm(hidden, model.norm_epsilon, kind="rms")
 
     def forward(self, embedded: Tensor, hidden: Hidden, batch: Batch) -> Hidden:
-        """The states ([B, T, H],) that the head reads, with the routers' losses [B] where there are some."""
+        """The head's input ([B, T, H],), followed by the routers' losses [B] where the block has experts."""
         h, *losses = hidden
         h = self.of_token(self.token_norm(embedded)) + self.of_hidden(self.hidden_norm(h))
         rotation = Rotation(batch["cosines"], batch["sines"])
@@ -142,19 +141,19 @@ class DeepSeekModel(RotaryDecoder):
         return RotaryBlock(model, kit, LatentAttention(model, kit, layer), has_experts=model.has_experts(layer))
 
     def prepared(self, batch: Batch) -> Batch:
-        """Tokens and labels by how many places they are moved on."""
+        """The batch with tokens and labels shifted by each depth."""
         moved = dict(batch)
         for depth in range(1, self.num_later + 1):
             moved[f"tokens+{depth}"] = F.pad(batch["tokens"][:, depth:], (0, depth))
             labels = batch["labels"][:, depth:]
-            if "documents" in batch:  # a label counts where its token is in the document that predicts it
+            if "documents" in batch:  # no label across the boundary of documents
                 documents = to_device({"starts": batch["documents"]}, labels.device)["starts"]
                 labels = labels.masked_fill(documents[:, depth:] != documents[:, :-depth], IGNORED)
             moved[f"labels+{depth}"] = F.pad(labels, (0, depth), value=IGNORED)
         return moved
 
     def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
-        """In training with the losses of later tokens, and of these layers' routers."""
+        """The loss of the next token; in training also those of later tokens and of their layers' routers."""
         loss = super().loss(h, batch, scales)
         if not self.num_later or not self.training:
             return loss
@@ -170,7 +169,7 @@ class DeepSeekModel(RotaryDecoder):
 
     @staticmethod
     def products(config: Config) -> Costs:
-        """Attention counts whole, though it is causal."""
+        """Causal attention counts as if no score were masked."""
         model, sequence = config.model, config.data.lengths.source
         assert isinstance(model, DeepSeek), model
         attention = attention_products(model) + sequence * model.heads * (model.query_width + model.value_width)
@@ -181,7 +180,7 @@ class DeepSeekModel(RotaryDecoder):
 
 
 def attention_products(model: DeepSeek) -> int:
-    """Multiplications of a token by the weights of a layer's attention."""
+    """Multiply-adds per token with the weights of one attention layer."""
     hidden, queries, rank = model.hidden, model.heads * model.query_width, model.key_value_rank
     of_queries = hidden * queries if model.query_rank is None else model.query_rank * (hidden + queries)
     of_keys = hidden * (rank + model.rotary_width) + rank * model.heads * (model.head_width + model.value_width)

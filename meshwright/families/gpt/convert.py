@@ -1,12 +1,12 @@
-"""Hugging Face's GPT-2. Both store linears as [in, out]: only names and dims differ.
+"""Hugging Face's GPT-2, which stores linears as [in, out] like ours: only names and dims differ.
 
 | Hugging Face       | shape    | ours                      | shape         |
 |--------------------|----------|---------------------------|---------------|
 | wte, lm_head       | [V, H]   | tokens, head (if untied)  | [padded V, H] |
 | attn.c_attn        | [H, 3H]  | attention.query_key_value | [H, 3, H]     |
-| all others         |          |                           | alike         |
+| all others         |          |                           | the same      |
 
-All but lm_head carry the prefix `transformer.` in a folder of a GPT2LMHeadModel; the first published ones lack it.
+Names but lm_head have the prefix `transformer.` in a folder of GPT2LMHeadModel; the first published folders lack it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Gpt2Family(Family):
     """GPT2LMHeadModel."""
 
     title, model_types, section = "GPT-2", ("gpt2",), Gpt2
-    told_by = "n_embd"  # OpenAI's folders name no architecture
+    told_by = "n_embd"  # OpenAI's folders have no model_type
     fields: ClassVar = {
         "layers": "n_layer",
         "hidden": "n_embd",
@@ -60,7 +60,7 @@ class Gpt2Family(Family):
     }
     dropouts = ("embd_pdrop", "attn_pdrop", "resid_pdrop")
     stores_out_in = False
-    # The causal mask, which old versions stored beside the weights.
+    # The causal mask, a buffer that old versions stored.
     passed_over = re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)")
 
     def names(self, model: Gpt2) -> Names:

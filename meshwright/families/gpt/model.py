@@ -37,9 +37,9 @@ class GptAttention(nn.Module):
         query, key, value = split_heads(self.query_key_value(h), self.heads)  # [B, A, T, E]
         if cache is not None:
             key, value = cache.extend(self.layer, key, value)
-        # One token sees all that is cached; a mask of documents is causal itself.
+        # A single query sees the whole cache; a mask of documents is causal itself.
         causal = query.shape[2] > 1 and documents is None
-        # A causal mask of several queries behind a cache would need an offset, which the kernels do not have.
+        # The kernels' causal mask has no offset for several queries after a cache.
         assert not causal or key.shape == query.shape, "only one token at a time can follow a cache"
         return self.output(self.core(query, key, value, documents, causal).transpose(1, 2).flatten(2))
 
@@ -50,8 +50,8 @@ class GptFeedForward(nn.Module, UsesIslands):
     def __init__(self, model: Gpt2, kit: Kit) -> None:
         super().__init__()
         self.expand = kit.expand(model.hidden, model.inner, Initial(0.02))
-        # 2 L addends meet in the residual sum: GPT-2 begins them smaller by sqrt(2 L), so that the sum does not grow
-        # with depth.
+        # GPT-2 scales the first weights of the 2 L addends of the residual sum by 1 / sqrt(2 L), so that the sum does
+        # not grow with depth.
         self.contract = kit.contract(model.inner, model.hidden, Initial(0.02 / math.sqrt(2 * model.layers)))
 
     def forward(self, h: Tensor) -> Tensor:
@@ -108,17 +108,17 @@ class GPT(Decoder):
         return self.final_states((h,))
 
     def _embed(self, tokens: Tensor, at: int | Tensor) -> Tensor:
-        """`at`: the tokens' positions [B, T], or the first one's where they follow each other."""
+        """[B, T, H]. `at`: the tokens' positions [B, T], or the first position of consecutive tokens."""
         positions = self.context.positions(at, tokens.shape[1], tokens.device) if isinstance(at, int) else at
         h: Tensor = self.dropout(self.tokens(tokens) + self.positions(positions))
         return h
 
     @staticmethod
     def products(config: Config) -> Costs:
-        """Attention counts whole, though it is causal."""
+        """Causal attention counts as if no score were masked."""
         model, sequence = config.model, config.data.lengths.source
         assert isinstance(model, Gpt2), model
         # 12 H^2: query, key, value 3, output 1, feed-forward 8. 2 T H: scores and weighted values.
         layer = sequence * (12 * model.hidden**2 + 2 * sequence * model.hidden)
-        # Padded rows are multiplied like any; look-ups multiply nothing.
+        # Padding rows of the head are multiplied too; embeddings multiply nothing.
         return Costs(0, (layer,) * model.layers, sequence * model.padded_vocabulary * model.hidden)

@@ -1,7 +1,7 @@
-"""Hugging Face's Llama, Qwen2, Qwen3, Mistral, Mixtral, Qwen2-MoE and Qwen3-MoE, one family here.
-A SmolLM2 is a Llama.
+"""Hugging Face's Llama, Qwen2, Qwen3, Mistral, Mixtral, Qwen2-MoE and Qwen3-MoE, which are one family here. SmolLM2 is
+published as a Llama.
 
-Their linears are [out, in], ours [in, out]. K key-value heads, each with G queries; A = K G.
+Hugging Face's linears are [out, in], ours [in, out]. K key-value heads with G queries each; A = K G.
 
 | Hugging Face           | shape                        | ours                      | shape            |
 |------------------------|------------------------------|---------------------------|------------------|
@@ -12,7 +12,7 @@ Their linears are [out, in], ours [in, out]. K key-value heads, each with G quer
 | experts.e.w1, w3       | [N, H] each                  | feed_forward.expand       | [n, H, 2, N]     |
 | experts.e.w2           | [H, N]                       | feed_forward.contract     | [n, N, H]        |
 
-Both turn the halves of a head (rope.py), so heads keep their numbers in order.
+Both rotate the halves of a head (rope.py), so the order of a head's columns is the same.
 """
 
 from __future__ import annotations
@@ -24,16 +24,14 @@ import torch
 from torch import Tensor
 
 from meshwright.config.schema import Model
-from meshwright.convert.family import Family, Names, TensorPair, TensorShape, WithTokens, in_blocks
+from meshwright.convert.family import Names, TensorPair, TensorShape, in_blocks
 from meshwright.convert.folder import Settings
-from meshwright.convert.rotary import pair_of_experts, rope_fields, rope_settings
-from meshwright.data.tokenizer import Tokenizer
+from meshwright.convert.rotary import OUTSIDE, RotaryFamily, pair_of_experts, rope_fields, rope_settings
 from meshwright.errors import CheckpointError
 from meshwright.families.llama.section import Llama
 from meshwright.models.experts_section import ExpertsSection
 from meshwright.section import shown
 
-_OUTSIDE = {"tokens": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 _IN_BLOCK = {
     "attention_norm": "input_layernorm",
     "attention.query_key_value": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -49,13 +47,13 @@ _EXPERTS = {
     "qwen2_moe": ("mlp", ("gate_proj", "up_proj"), ("down_proj",)),
     "qwen3_moe": ("mlp", ("gate_proj", "up_proj"), ("down_proj",)),
 }
-"""By model_type with experts: the module of router and experts; an expert's linears in our expand, and contract."""
+"""By model_type: the module of router and experts, an expert's linears in our `expand`, and those in `contract`."""
 _SHARED_EXPERT = {
     "shared_expert.expand": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
     "shared_expert.contract": "mlp.shared_expert.down_proj",
     "shared_expert.gate": "mlp.shared_expert_gate",
 }
-"""Qwen2-MoE's feed-forward of every token."""
+"""Qwen2-MoE's expert that every token takes."""
 _ELSEWHERE: dict[str, object] = {
     "hidden_act": "silu",
     "rope_interleaved": False,
@@ -67,21 +65,21 @@ _ELSEWHERE: dict[str, object] = {
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier", "query_pre_attn_scalar")),
     **dict.fromkeys(("attention_sinks", "no_rope_layers")),
 }
-"""Settings of like models that change what is computed, and the one value that ours has."""
+"""Keys of related models that change the mathematics, with the one value that our model computes."""
 _COUNTS = ("num_local_experts", "num_experts")
-"""The keys that hold the number of experts: one of them, or both."""
+"""Keys of the number of experts: a folder has one of them, or both."""
 _WITH_EXPERTS: dict[str, object] = {"router_jitter_noise": 0.0, "decoder_sparse_step": 1, "mlp_only_layers": []}
-"""Settings of those with experts, as `_ELSEWHERE` has them."""
+"""Further keys like `_ELSEWHERE`, of models with experts."""
 _SHARED = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
-"""The keys of an expert that every token takes beside its own, of which Qwen2-MoE's class reads the first alone."""
+"""Keys of a shared expert, of which Qwen2-MoE's class reads the first alone."""
 _GROUPED = ("qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe", "qwen3_moe")
-"""The model_types that have fewer key-value heads than queries where config.json does not say how many."""
+"""Model_types whose default number of key-value heads is not the number of heads."""
 _READERS = {"attention_bias": ("llama", "qwen3", "qwen3_moe"), "mlp_bias": ("llama",)}
-"""The model_types whose classes read these keys."""
+"""Model_types whose classes read these keys."""
 _BIASES = {"attention_bias": ("query-key-value", "output"), "mlp_bias": ("feed-forward",)}
 
 
-class LlamaFamily(Family):
+class LlamaFamily(RotaryFamily):
     """LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, MistralForCausalLM, MixtralForCausalLM,
     Qwen2MoeForCausalLM and Qwen3MoeForCausalLM."""
 
@@ -125,13 +123,7 @@ class LlamaFamily(Family):
                 inside[f"feed_forward.{layer}"] = [
                     f"{module}.experts.{index}.{linear}" for index in range(model.experts.count) for linear in linears
                 ]
-        return _OUTSIDE | in_blocks(inside, model.layers, "model.layers.N")
-
-    def rows(self, model: Llama) -> Mapping[str, int]:
-        return {"tokens": model.vocabulary, "head": model.vocabulary}
-
-    def copies(self, model: Llama) -> dict[str, str]:
-        return {"lm_head.weight": "model.embed_tokens.weight"} if model.tied else {}
+        return OUTSIDE | in_blocks(inside, model.layers, "model.layers.N")
 
     def pair(self, name: str, shape: TensorShape, model: Llama, names: Names, rows: Mapping[str, int]) -> TensorPair:
         layer, _, kind = name.rpartition(".")
@@ -143,8 +135,7 @@ class LlamaFamily(Family):
         hidden = shape[:-1]  # a bias has none
 
         def to_ours(*parts: Tensor) -> Tensor:
-            # Ordered by key-value head, each with its queries: an equal cut of our columns is then a cut into whole
-            # heads.
+            # Columns ordered by key-value head with its queries: tensor parallelism then cuts between whole heads.
             heads = [part.unflatten(0, (model.num_key_value_heads, -1)) for part in parts]
             return torch.cat(heads, 1).flatten(0, 1).t()
 
@@ -163,31 +154,33 @@ class LlamaFamily(Family):
         for key in _SHARED[kind == "qwen2_moe" :]:
             settings.only(key, None, 0)
         self._refuse_windows(settings)
-        # Their classes fill in a number of their own here, which differs: guessed wrongly it would reshape every head.
+        # The default differs between versions of these classes; a wrong guess would reshape every head.
         if kind in _GROUPED and values.get("num_key_value_heads") is None:
             raise settings.refused(f"lacks num_key_value_heads, which a {kind} has")
-        found: dict[str, object] = {"rope": rope_fields(settings), "head_norms": kind in ("qwen3", "qwen3_moe")}
-        found |= _experts(settings)
-        names: tuple[str, ...] = ()
-        for key, some in _BIASES.items():
+        fields: dict[str, object] = {"rope": rope_fields(settings), "head_norms": kind in ("qwen3", "qwen3_moe")}
+        fields |= _experts(settings)
+        biases: tuple[str, ...] = ()
+        for key, linears in _BIASES.items():
             if kind in _READERS[key]:  # a class that does not read the key has no biases, whatever its file says
                 settings.only(key, False, True)
-                names += some if values.get(key, False) else ()
+                biases += linears if values.get(key, False) else ()
         if kind == "qwen3" and "head_dim" not in values:
-            found["head_width"] = 128  # as its class fills it in
+            fields["head_width"] = 128  # the class's default
         if kind == "qwen2_moe":
             settings.only("qkv_bias", True)
-        return found | {"biases": ("query-key-value",) if kind in ("qwen2", "qwen2_moe") else names}
+        return fields | {"biases": ("query-key-value",) if kind in ("qwen2", "qwen2_moe") else biases}
 
     @staticmethod
     def _refuse_windows(settings: Settings) -> None:
-        """Attention that does not see all tokens before. A Mistral's window is 4,096 tokens where nothing is said."""
+        """Raises CheckpointError for attention that does not see all earlier tokens. Mistral's default window is 4,096
+        tokens."""
         values, kind = settings.values, settings.values["model_type"]
         layers = values.get("layer_types") or []
-        if other := [one for one in layers if one != "full_attention"]:
-            raise settings.refused(f"layer_types has {shown(other[0])}, which is not supported; valid: full_attention")
+        if windowed := [layer for layer in layers if layer != "full_attention"]:
+            rule = f"layer_types has {shown(windowed[0])}, which is not supported"
+            raise settings.refused(f"{rule}; valid: full_attention")
         settings.only("use_sliding_window", False)
-        # A window as long as the positions hides nothing, and is no reason to refuse.
+        # A window as long as the positions hides nothing.
         window = values.get("sliding_window", 4096 if kind == "mistral" else None)
         positions = values.get("max_position_embeddings")
         if (
@@ -204,8 +197,7 @@ class LlamaFamily(Family):
         settings = {key: bool(set(names) & biases) for key, names in _BIASES.items()}
         wanted = {name for key, names in _BIASES.items() if settings[key] for name in names}
         unread = {names for key, names in _BIASES.items() if settings[key] and kind not in _READERS[key]}
-        # A key stands for several linears at once, so not every choice of biases can be said; weights that no class
-        # would read right do not go out.
+        # A key stands for several linears, so config.json cannot express every choice of biases.
         if kind not in ("qwen2", "qwen2_moe") and (wanted != biases or unread):
             raise CheckpointError(
                 f"no class of transformers has {kind}'s layers with model.biases={shown(model.biases)}"
@@ -224,24 +216,19 @@ class LlamaFamily(Family):
             **_experts_settings(model),
         }
 
-    def with_tokenizer(self, model: Llama, text: str, tokenizer: Tokenizer) -> WithTokens:
-        named = {"bos_token": tokenizer.begin, "eos_token": tokenizer.end}
-        tokens = {key: tokenizer.name_of(token) for key, token in named.items() if token is not None}
-        return WithTokens(text, {f"{key}_id": token for key, token in named.items()}, tokens)
-
 
 def _kind_of(model: Llama) -> str:
-    """The model_type that a model is exported as."""
+    """The model_type that a model is exported as, by what its layers have."""
     if model.experts is not None and model.experts.shared and model.biases == ("query-key-value",):
         return "qwen2_moe"
     if model.experts is not None:
         return "qwen3_moe" if model.head_norms else "mixtral"
-    # The class follows from what the layers have: norms of heads, or biases of query, key and value alone.
     return "qwen3" if model.head_norms else "qwen2" if model.biases == ("query-key-value",) else "llama"
 
 
 def _experts(settings: Settings) -> dict[str, object]:
-    """Our fields of experts, if the model has some. Raises CheckpointError for settings that ours has not."""
+    """Our fields of a model's experts, {} without experts. Raises CheckpointError for settings that ours do not
+    have."""
     values, kind = settings.values, settings.values["model_type"]
     if kind not in _EXPERTS:
         for key in _COUNTS:
@@ -250,7 +237,7 @@ def _experts(settings: Settings) -> dict[str, object]:
     for key, ours in _WITH_EXPERTS.items():
         settings.only(key, ours)
     settings.only("output_router_logits", False, True, None)
-    # A set: where both keys are there they must say the same.
+    # A set, since both keys must agree.
     counts = {values[key] for key in _COUNTS if key in values}
     if len(counts) != 1 or "num_experts_per_tok" not in values:
         raise settings.refused(f"has no number of experts: {' or '.join(_COUNTS)}, and num_experts_per_tok")
@@ -258,7 +245,7 @@ def _experts(settings: Settings) -> dict[str, object]:
         "count": counts.pop(),
         "per_token": values["num_experts_per_tok"],
         "renormalise": kind == "mixtral" or bool(values.get("norm_topk_prob", False)),
-        # transformers adds the balance to the loss under this flag alone, which is false where nothing is said.
+        # transformers adds the balance to the loss under this flag alone, whose default is false.
         "balance": values.get("router_aux_loss_coef", 0.001) if values.get("output_router_logits") else 0.0,
     }
     if kind == "mixtral":
@@ -272,7 +259,8 @@ def _experts(settings: Settings) -> dict[str, object]:
 
 
 def _experts_settings(model: Llama) -> dict[str, object]:
-    """transformers' settings of a model's experts; nothing for a model without experts."""
+    """transformers' settings of a model's experts, {} without experts. Raises CheckpointError where no class has
+    them."""
     experts = model.experts
     if experts is None:
         return {}
@@ -280,7 +268,7 @@ def _experts_settings(model: Llama) -> dict[str, object]:
     if kind == "mixtral" and not experts.renormalise:
         rule = "no class of transformers has experts whose weights are not renormalised, but with norms of heads"
         raise CheckpointError(f"{rule}: model.experts.renormalise=false")
-    # The fields in which a class's experts must be plain ones, at their defaults.
+    # Fields that must have their defaults, since no key of the class says otherwise.
     plain = {"width", "dense_layers", "scores", "scale", "groups", "bias_rate", "shared", "shared_gate"}
     plain -= {"shared", "shared_gate"} if kind == "qwen2_moe" and experts.shared_gate else set()
     for field in sorted(plain):

@@ -1,9 +1,9 @@
-"""Llama (Touvron et al., arXiv 2302.13971, 2307.09288) and those made like it: Qwen2, Qwen3, Mistral, SmolLM, Mixtral.
+"""Llama (Touvron et al., arXiv 2302.13971, 2307.09288) and decoders like it: Qwen2, Qwen3, Mistral, SmolLM, Mixtral.
 
-A decoder with RMS norms at the input of each sub-layer, rotary positions (rope.py), SwiGLU, and K key-value heads, to
-each of which G queries attend (grouped queries, Ainslie et al., arXiv 2305.13245). One linear makes queries, keys and
-values: its columns are ordered by key-value head, each with its G queries, its key and its value, [H, K (G + 2) E]. So
-a cut of the columns into equal runs gives each rank whole key-value heads with their queries.
+A decoder with RMS norms at the input of each sub-layer, rotary positions (rope.py), SwiGLU, and K key-value heads with
+G queries each (grouped queries, Ainslie et al., arXiv 2305.13245). One linear makes queries, keys and values. Its
+columns are ordered by key-value head, each with its G queries, its key and its value, [H, K (G + 2) E], so that equal
+slices of the columns give each tensor-parallel rank whole key-value heads with their queries.
 
 Shapes: B batch, T sequence, H hidden, K local key-value heads, G queries of each, E head width, N inner width.
 """
@@ -33,7 +33,7 @@ class LlamaAttention(nn.Module):
         super().__init__()
         self.layer = layer
         groups = HeadGroups(model.num_key_value_heads, model.members_of_branch, model.width_of_head)
-        # More ranks than key-value heads: several ranks share one, each with some of its queries (tensor/copies.py).
+        # With more ranks than key-value heads, several ranks copy one head and split its queries (tensor/copies.py).
         count = max(kit.local_heads(groups.count), kit.parts)
         self.queries = kit.local_heads(model.heads) // count
         self.parts = (count, self.queries + 2, groups.width)
@@ -52,7 +52,7 @@ class LlamaAttention(nn.Module):
         heads = self.query_key_value(h).unflatten(-1, self.parts)  # [B, T, K, G + 2, E]
         query, key, value = heads.split((self.queries, 1, 1), 3)
         if self.head_norms:
-            # Before the rotation, as Qwen3 has it: the norm's weight, an element's each, does not commute with it.
+            # Qwen3 norms before the rotation, which does not commute with the norm's element-wise weight.
             query, key = self.query_norm(query), self.key_norm(key)
         query, key, value = (
             part.flatten(2, 3).transpose(1, 2) for part in (rotate(query, rotation), rotate(key, rotation), value)
@@ -77,7 +77,7 @@ class LlamaModel(RotaryDecoder):
 
     @staticmethod
     def products(config: Config) -> Costs:
-        """Attention counts whole, though it is causal."""
+        """Causal attention counts as if no score were masked."""
         model, sequence = config.model, config.data.lengths.source
         assert isinstance(model, Llama), model
         width, pairs = model.heads * model.width_of_head, 2 * model.num_key_value_heads * model.width_of_head

@@ -78,7 +78,7 @@ class Llama(RotaryTransformer):
     @property
     def branches(self) -> tuple[str, int]:
         """A key-value head with its queries."""
-        # A message names the field that the user wrote.
+        # Error texts name the field that the user wrote.
         field = "model.heads" if self.key_value_heads is None else "model.key_value_heads"
         return field, self.num_key_value_heads
 
