@@ -1,19 +1,19 @@
 """One optimizer step over this rank's slots, all or nothing.
 
-The norm is computed before the first write. A norm that is not finite (an fp16 overflow, on whichever rank) is the same
-number everywhere, so all ranks skip together and nothing is half-applied. Half-precision slots have float32 masters,
-which are what is stepped and what a checkpoint holds.
+The norm of all gradients is computed before the first write. It is one number on all ranks, so where it is not finite
+(an fp16 overflow on any rank) all ranks skip the step. Half-precision slots have float32 masters, which the optimizer
+steps and checkpoints hold.
 
-A GPU clips and skips by numbers that lie on it: `begin` gives it the step without waiting for any, and `conclude` is
-told the norm when it is known, which may be in the step after. On a CPU the host knows it at once.
+On a GPU, clipping and skipping read device tensors: `begin` enqueues the step without a synchronisation, and `conclude`
+takes the norm on the host, possibly a step later. On a CPU the host knows the norm at once.
 
-One exception: states that stream (an offloaded optimizer) step each slot while the next is still being summed, where
-nothing needs to be known before the first write: no clipping, no loss scaling. A norm that is not finite then still
-ends the run, and the newest checkpoint is the older one.
+Exception: without clipping and loss scaling, an offloaded optimizer steps each slot while the next slot's gradient is
+still being summed (`Optimizer.streams`). A norm that is not finite is then known too late to skip: the run ends, and
+goes on from the checkpoint before.
 
-The learning rate as a pure function of the step, so that a resumed run needs no scheduler state.
+The learning rate is a function of the step alone: a resumed run needs no scheduler state.
 
-Dynamic loss scaling (Micikevicius et al., arXiv 1710.03740): fp16 gradients are kept out of the underflow.
+Dynamic loss scaling (Micikevicius et al., arXiv 1710.03740) keeps small fp16 gradients from rounding to zero.
 """
 
 from __future__ import annotations
@@ -45,10 +45,7 @@ CLIP_EPSILON = 1e-6
 
 
 def learning_rate(peak: float, schedule: ScheduleSection, step: int, steps: int) -> float:
-    """The rate of step `step` (from 0) of `steps`: linear warm-up to the peak, some steps at it, decay to the floor.
-
-    A pure function, not one of torch's schedulers: a resumed run has no state that could disagree with its step.
-    """
+    """The rate of step `step` (from 0) of `steps`: linear warm-up to the peak, a share `stable` of the rest, decay."""
     if step < schedule.warmup:
         return peak * (step + 1) / schedule.warmup
     rest = max(1, steps - schedule.warmup)
@@ -69,16 +66,15 @@ def learning_rate(peak: float, schedule: ScheduleSection, step: int, steps: int)
 
 
 SMALLEST = 2.0**-24
-"""fp16's own smallest step: at this scale nothing overflows that is a number."""
+"""The smallest positive fp16 number. A loss scaled by it overflows only if it is not finite itself."""
 
 
 @dataclass
 class LossScaler:
-    """`scale` multiplies the loss. It is halved on an overflow and doubled after `interval` good steps in a row.
+    """`scale` multiplies the loss: halved on an overflow, doubled after `interval` steps without one.
 
-    `max_skips`: so many overflows in a row are no matter of scale any more, and end the run.
-
-    Pure bookkeeping on numbers that every rank knows, so that all ranks stay agreed without a message.
+    `max_skips` overflows in a row end the run: a smaller scale has not helped. All ranks know the norm, so their scales
+    stay equal without a message.
     """
 
     scale: float
@@ -87,15 +83,14 @@ class LossScaler:
     max_skips: int = 1
     good_steps: int = 0
     skips: int = 0
-    """Overflows in a row, up to now."""
+    """Overflows in a row until now."""
 
     @property
     def may_skip(self) -> bool:
-        """Whether another overflow may still be a matter of scale."""
+        """Whether an overflow in the next step is skipped instead of ending the run."""
         return self.dynamic and self.scale > SMALLEST and self.skips + 1 < self.max_skips
 
     def update(self, *, overflow: bool) -> None:
-        """Take note of a step."""
         if not self.dynamic:
             return
         if overflow:
@@ -112,7 +107,7 @@ class LossScaler:
 
 @dataclass(frozen=True)
 class StepResult:
-    """`gradient_norm` before clipping, of the unscaled gradient; `applied` is False where the step was skipped."""
+    """`gradient_norm`: before clipping, without the loss scale; `applied`: False for a skipped step."""
 
     gradient_norm: float
     learning_rate: float
@@ -121,7 +116,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step that the device was given. `norm`: its gradient's, a float64 scalar on the device."""
+    """A step on its way through the device. `norm`: of its gradients, a float64 scalar on the device."""
 
     step: int
     learning_rate: float
@@ -139,34 +134,34 @@ class Optimizer:
         make_states: StatesFactory = InPlace,
         fixed: FixedPoint | None = None,
     ) -> None:
-        """`fixed`: how gradients were added as integers, where they were."""
+        """`fixed`: the fixed-point format in which gradients were summed (`bits: layout-free`), or None."""
         self.fixed = fixed
         self.config = config
         self.slots = list(slots)
         self.mesh = mesh
         self.held = make_states(config, self.slots)
         self.steps_taken = 0
-        """Steps that were applied: the count of Adam's bias correction. A pending step counts as applied."""
+        """Applied steps, the exponent of Adam's bias correction. A pending step counts as applied."""
         scale, fp16 = config.precision.loss_scale, config.precision.dtype == "fp16"
         self.scaler = LossScaler(scale.initial if fp16 else 1.0, scale.interval, fp16, scale.max_skips)
 
     @property
     def streams(self) -> bool:
-        """Whether slots are stepped one by one as their gradients arrive, before the norm is known."""
+        """Whether each slot is stepped when its gradient arrives, before the norm is known."""
         # Clipping and loss scaling need the norm, hence the last gradient, before the first write.
         return self.held.streams and self.config.optimizer.clip is None and not self.scaler.dynamic
 
     def step(self, step: int, arrivals: Iterable[int] | None = None) -> StepResult:
-        """Apply the gradients that the slots hold: sums of the loss times the scaler's scale.
+        """Apply the slots' gradients, which are those of the loss times `scaler.scale`.
 
-        `arrivals`: every slot's index, each when its gradient is there; by default they all are.
-        Raises DivergedError where the gradient is not finite and no smaller scale can help.
+        `arrivals`: yields each slot's index when its gradient is summed; None: all are.
+        Raises DivergedError where the norm is not finite and no smaller loss scale is left to try.
         """
         pending = self.begin(step, arrivals)
         return self.conclude(pending, float(pending.norm))
 
     def begin(self, step: int, arrivals: Iterable[int] | None = None, *, late: bool = False) -> PendingStep:
-        """Give the device the step. `late`: the host does not wait for the norm, and the device skips by itself."""
+        """Enqueue the step. `late`: the host does not wait for the norm; the device skips a step that is not finite."""
         rate = learning_rate(self.config.optimizer.lr, self.config.optimizer.schedule, step, self.config.steps)
         squares: dict[int, Tensor] = {}
         arriving = range(len(self.slots)) if arrivals is None else arrivals
@@ -174,11 +169,11 @@ class Optimizer:
             self.held.step(self._measured(arriving, squares), self._update(rate))
             self._nudge(None)
         elif self.mesh.device.type == "cuda":
-            # A GPU's sums are behind each other on its stream anyway, so one launch of all norms is the cheaper form.
+            # All sums are on one stream and end in order: one launch for all norms instead of one a slot.
             squares = dict(zip(sorted(arriving), squares_of(self.slots, self.fixed), strict=True))
         else:
-            deque(self._measured(arriving, squares), maxlen=0)  # each while the next is under way
-        # Squares are of gradients times the loss scale: the norm is told, and clipped by, without it.
+            deque(self._measured(arriving, squares), maxlen=0)  # one slot's norm while the next slot is being summed
+        # The gradients' loss scale is divided out of the norm, which is compared with `clip` and reported.
         norm = norm_of_squares(self.slots, squares, self.mesh, self.fixed) / self.scaler.scale
         finite = torch.isfinite(norm)
         skips = late and self.config.optimizer.update.skips
@@ -186,9 +181,9 @@ class Optimizer:
             clip, divisor = self.config.optimizer.clip, None
             if self.scaler.dynamic or clip:
                 excess = (norm + CLIP_EPSILON) / clip if clip else torch.ones_like(norm)
-                divisor = self.scaler.scale * excess.clamp(min=1.0)  # one pass takes out the loss scale and clips
+                divisor = self.scaler.scale * excess.clamp(min=1.0)  # unscales and clips in one pass
             if skips and divisor is not None:
-                divisor = divisor.where(finite, 1.0)  # a step that is skipped leaves its gradients to be looked at
+                divisor = divisor.where(finite, 1.0)  # a skipped step leaves its gradients as they are, to be examined
             skip = (~finite).float() if skips else None
             self.held.step(range(len(self.slots)), self._update(rate, divisor, skip))
             self._nudge(skip)
@@ -196,9 +191,9 @@ class Optimizer:
         return PendingStep(step, rate, norm)
 
     def conclude(self, pending: PendingStep, norm: float) -> StepResult:
-        """The result of a step that was begun, of the number `norm`. Raises DivergedError as `step` does."""
+        """The result of a step, given its norm on the host. Raises DivergedError as `step` does."""
         applied = math.isfinite(norm)
-        # `begin` had counted it; Adam's bias correction goes by steps that were applied.
+        # `begin` counted the step as applied.
         self.steps_taken -= not applied
         if not applied and not self.scaler.may_skip:
             end = "the run has diverged"
@@ -206,15 +201,17 @@ class Optimizer:
                 skipped = f"{scaler.skips + 1} steps in a row were skipped, down to a loss scale of {scaler.scale:g}"
                 end = f"{skipped} (precision.loss_scale.max_skips={scaler.max_skips})"
             raise DivergedError(f"step {pending.step + 1}: the gradient norm is {norm}: {end}")
-        # The norm is one number on all ranks, so every rank's scale moves alike without a message.
         self.scaler.update(overflow=not applied)
         return StepResult(norm, pending.learning_rate, applied)
 
     def _update(self, rate: float, divisor: Tensor | None = None, skip: Tensor | None = None) -> StepWeights:
-        """The step that states take, of gradients that it divides. `skip`: 1 where it writes nothing; None: it does."""
+        """The function that `States.step` calls: divide the gradients by `divisor`, then update the weights.
+
+        `skip`: a scalar tensor on the device, 1 to write nothing; None: never skip.
+        """
         settings, steps_taken = self.config.optimizer, self.steps_taken
         step = load_entry(settings.update.step)
-        # On a CPU the number is known, and a pass is saved where it is 1.
+        # On a CPU the divisor's value is known, and dividing by 1 would be a pass over all gradients for nothing.
         divides = divisor is not None and (divisor.device.type != "cpu" or bool(divisor != 1))
         skips = () if skip is None else (skip,)
 
@@ -228,17 +225,20 @@ class Optimizer:
 
     @torch.no_grad()
     def _nudge(self, skip: Tensor | None) -> None:
-        """Move what is nudged by the signs of its gradients. `skip`: as for `_update`."""
+        """Step the routers' biases by `bias_rate` times the sign of their gradients; `skip`: as in `_update`.
+
+        DeepSeek-V3 (arXiv 2412.19437), section 2.1.2.
+        """
         for slot in self.slots if self.config.model.routing.bias_rate else ():
             if slot.nudged:
-                # The sign alone counts, so neither the loss scale nor clipping matters.
+                # A sign needs neither unscaling nor clipping.
                 assert slot.parameter.grad is not None, "a slot without a gradient"
                 signs = slot.parameter.grad.sign()
                 signs = signs if skip is None else signs * (1 - skip)
                 slot.parameter.sub_(signs.to(slot.parameter.dtype), alpha=self.config.model.routing.bias_rate)
 
     def _measured(self, arrivals: Iterable[int], squares: dict[int, Tensor]) -> Iterator[int]:
-        """Pass the arrivals on, and leave each slot's part of the norm in `squares`."""
+        """Yield the arrivals, after writing each slot's sum of squares into `squares`."""
         for index in arrivals:
             (squares[index],) = squares_of([self.slots[index]], self.fixed)
             yield index
@@ -248,26 +248,29 @@ class Optimizer:
         self.held.refresh()
 
     def states(self, index: int) -> dict[str, Tensor]:
-        """The weights and the state tensors of slot `index`, each [n] like the slot, by name. Views, not copies."""
+        """Views of slot `index`'s master weights and moments by name, each [n] as the slot."""
         return self.held.tensors(index)
 
     def make_replicas_equal(self) -> list[str]:
-        """Compare, by hash, the states that replicas hold alike; broadcast the first's where they differ: which."""
-        # A weight that was made equal before has masters that still differ: they follow first.
+        """Compare the replicas' states by hash and broadcast the first replica's where they differ.
+
+        Returns a line for each state of each parameter that differed.
+        """
+        # Where a weight was just made equal, its master is still the differing one.
         self.held.update_masters()
         differing = []
         for index, slot in enumerate(self.slots):
             comm = self.mesh.comm(*slot.copy_axes(self.mesh.grid))
             for kind, tensor in self.states(index).items():
-                here = tensor.to(self.mesh.device)  # the tensor itself, unless it is kept elsewhere
+                here = tensor.to(self.mesh.device)  # a copy only where states are offloaded
                 if make_equal(here, comm):
-                    # A hash tells that a slot differs, not where in it: all parameters of the slot are named.
+                    # The hash is of the whole slot, so all of its parameters are named.
                     differing += [f"{kind} of {place.name}" for place in slot.places]
                     tensor.copy_(here)
         self.refresh()
         return differing
 
     def prepare_states(self, steps_taken: int) -> None:
-        """Make zero states as torch would at its first step, so that a checkpoint's can be copied in."""
+        """Allocate zero moments, as the first step would, so that a checkpoint's can be copied into them."""
         self.steps_taken = steps_taken
         self.held.prepare()

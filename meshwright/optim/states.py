@@ -1,8 +1,8 @@
-"""States: where the masters and moments of the slots live, and how they are stepped.
+"""States hold the slots' master weights and moments, and call the optimizer's update on them.
 
-The optimizer decides (rate, divisor, whether a step is applied at all), and hands that over as a function; states call
-it. `InPlace` keeps them on the device beside the slots and steps all of one weight decay in one call; memory/offload.py
-keeps them elsewhere and steps piece by piece. Both leave the same bits.
+The optimizer decides the rate, the divisor and whether to skip, and passes them as one function (StepWeights).
+`InPlace` keeps states on the slots' device and steps all slots of one weight decay in one call; memory/offload.py keeps
+states on the host or disk and steps them chunk by chunk. Both give the same bits.
 """
 
 from __future__ import annotations
@@ -21,40 +21,41 @@ if TYPE_CHECKING:
 
 
 class States(Protocol):
-    """The masters and moments of some slots. Half-precision slots have float32 masters; others are their own."""
+    """Masters and moments of some slots. A half-precision slot has a float32 master; any other slot is its own."""
 
     streams: bool
-    """Whether a slot is best stepped as soon as its gradient is there, while others' are still under way."""
+    """Whether to step each slot as soon as its gradient arrives (Optimizer.streams)."""
 
     def step(self, indices: Iterable[int], step: StepWeights) -> None:
-        """StepWeights each slot once, in the order of `indices`; then the weights are new."""
+        """Apply `step` to each slot once, in the order of `indices`, and update the half-precision weights."""
 
     def tensors(self, index: int) -> dict[str, Tensor]:
-        """The weights and the state tensors of slot `index`, each [n] like the slot, by name. Views, not copies."""
+        """Views of slot `index`'s master weights ("weight") and moments by name, each [n] as the slot."""
 
     def prepare(self) -> None:
-        """Make zero states as torch would at its first step, so that a checkpoint's can be copied in."""
+        """Allocate zero moments, as the first step would, so that a checkpoint's can be copied into them."""
 
     def refresh(self) -> None:
         """Copy the masters into the half-precision weights."""
 
     def update_masters(self) -> None:
-        """Copy into a master the weight that is no longer its rounding, since the weight was mended."""
+        """Replace each master whose rounding is not the weight, after weights were broadcast from another replica."""
 
 
 StatesFactory = Callable[["Config", Sequence[Slot]], States]
 
 
 WIDENED_BYTES = 2**28
-"""The most that float32 copies of half-precision gradients take at a time: as many slots are stepped together."""
+"""Upper bound, in bytes, on float32 copies of half-precision gradients: the slots stepped in one call are as many as
+stay below it."""
 
 
 def stepped_together(widened_bytes: Sequence[int]) -> Iterator[list[int]]:
-    """The indices of slots that are stepped in one call, given the bytes that each one's gradient is widened to."""
+    """Indices of slots to step in one call, given the bytes of each slot's float32 gradient copy (0: none)."""
     together: list[int] = []
     total = 0
     for index, size in enumerate(widened_bytes):
-        # A slot larger than the bound goes alone: it cannot be cut here.
+        # A slot above WIDENED_BYTES is stepped alone.
         if together and total + size > WIDENED_BYTES:
             yield together
             together, total = [], 0
@@ -65,7 +66,7 @@ def stepped_together(widened_bytes: Sequence[int]) -> Iterator[list[int]]:
 
 
 class InPlace:
-    """Every slot's master and moments, whole. A step is taken when all gradients are there."""
+    """Masters and moments beside the slots. Steps when all gradients have arrived."""
 
     streams = False
 
@@ -73,12 +74,12 @@ class InPlace:
         self._kinds = config.optimizer.update.states
         self._matrices = config.optimizer.update.matrices
         self.slots = slots
-        # A half-precision weight would swallow steps below its last bit: a float32 copy of it is stepped instead.
+        # A half-precision weight would round away updates below its last bit, so a float32 copy is stepped.
         self.masters = [
             nn.Parameter(x.detach().float()) if x.element_size() < 4 else x for x in (slot.parameter for slot in slots)
         ]
         self._moments: list[dict[str, Tensor]] = [{} for _ in slots]
-        """The moments by kind, each [n] like its master; made by the first step, or by `prepare` for a checkpoint's."""
+        """Moments by kind, each [n] as its master; empty until the first step or `prepare`."""
         self._has_moments = False
 
     @torch.no_grad()
@@ -87,10 +88,10 @@ class InPlace:
             assert self.slots[index].parameter.grad is not None, "a slot without a gradient"
         if not self._has_moments:
             self.prepare()
-        # Weight decay acts on matrices alone, and is one number a call: two calls at least.
+        # A call has one weight decay, and only matrices decay: at least two calls.
         for matrix in (True, False):
             members = [index for index, slot in enumerate(self.slots) if slot.matrix == matrix and not slot.nudged]
-            # float32 copies of all gradients at once would take as much as the masters; WIDENED_BYTES bounds them.
+            # float32 copies of all half-precision gradients at once would take as much as the masters.
             pairs = [(self.slots[index].parameter.grad, self.masters[index]) for index in members]
             widened = [size_bytes(master) * (own is None or own.dtype != master.dtype) for own, master in pairs]
             for some in stepped_together(widened):
@@ -98,7 +99,7 @@ class InPlace:
         self.refresh()
 
     def _step_together(self, members: list[int], matrix: bool, step: StepWeights) -> None:
-        """Step slots that have the same weight decay, in one call."""
+        """Step slots of one weight decay in one call."""
         masters = [self.masters[index] for index in members]
         weights = [master.detach() for master in masters]
         own = (self.slots[index].parameter.grad for index in members)
@@ -130,14 +131,13 @@ class InPlace:
     @torch.no_grad()
     def update_masters(self) -> None:
         for slot, master in zip(self.slots, self.masters, strict=True):
-            # A master that rounds to the weight knows digits that the weight has lost: only one that does not is
-            # replaced.
+            # A master that rounds to the weight is kept: it has digits that the weight lacks.
             if not torch.equal(master.to(slot.parameter.dtype), slot.parameter):
                 master.copy_(slot.parameter)
 
 
 def _parts(slot: Slot, flat: Tensor) -> Iterator[Tensor]:
-    """A slot's parameters, of memory [n] like the slot's: a hidden layer's matrix [rows, columns], all else flat."""
+    """Views of `flat` [n] as the slot's parameters: matrices of hidden layers [rows, columns], all others flat."""
     for place in slot.places:
         part = flat[place.start : place.stop]
         yield part.view(place.shape[0], -1) if place.is_hidden else part

@@ -1,7 +1,6 @@
-"""One step of some weights: torch's fused kernels, for states in place and for pieces of offloaded ones alike.
+"""One step of some weights by torch's fused kernels, for states on the device and chunks of offloaded states.
 
-The step is torch's own function and not its `Optimizer` class, whose constructor imports torch's compiler: two seconds
-of a core in every rank, for nothing that a step needs.
+torch's functions, not its `Optimizer` classes, whose constructor imports torch's compiler: two seconds in every rank.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ def adamw_step(
     settings: OptimizerSection, weights: list[Tensor], gradients: list[Tensor], states: list[list[Tensor]], rate: float,
     weight_decay: float, steps_taken: int, skip: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Decoupled weight decay (arXiv 1711.05101). `states`: a list by name, like `weights`; `steps_taken` before it."""
+    """Decoupled weight decay (arXiv 1711.05101). `states`: both moments; `steps_taken`: before this step."""
     first, second = states
     beta1, beta2 = settings.betas
-    # One count a weight: torch adds this step to each.
+    # torch adds 1 to the count of each weight.
     counts = [torch.full((), float(steps_taken), device=weight.device) for weight in weights]
     adamw(
         weights, gradients, first, second, [], counts, fused=True, amsgrad=False, maximize=False, beta1=beta1,
@@ -33,7 +32,7 @@ def sgd_step(
     settings: OptimizerSection, weights: list[Tensor], gradients: list[Tensor], states: list[list[Tensor]], rate: float,
     weight_decay: float, steps_taken: int, skip: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """SGD; with a state, of momentum."""
+    """SGD, with momentum where `states` has buffers."""
     buffers: list[Tensor | None] = [*states[0]] if states else [None] * len(weights)
     sgd(
         weights, gradients, buffers, fused=True, nesterov=False, maximize=False, dampening=0.0,
