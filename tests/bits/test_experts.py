@@ -90,7 +90,7 @@ def drawn(seed: int, precision: str) -> dict[str, Any]:
     raise AssertionError("draws do not end")
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 60))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 60))])
 def test_drawn_layouts_of_experts_end_with_the_bits_of_one_device(seed: int) -> None:
     trees = drawn(seed, PRECISIONS[seed % len(PRECISIONS)])
     assert ended(parse_run(trees["layout"])).differing(ended(parse_run(trees["alone"]))) == [], trees["layout"]

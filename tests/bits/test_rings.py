@@ -36,12 +36,17 @@ def on_one_device(model: str, precision: str, *words: str) -> Ended:
     [
         ("gpt2", "float32", R2),
         pytest.param("gpt2", "O2", (*M2, *CUT, *R2), marks=pytest.mark.long),
-        ("gpt2", "float32", (*R2, *DOCUMENTS, "layout.data=2", "layout.data.sync=zero3", "batch.micro=1")),
+        pytest.param(
+            "gpt2",
+            "float32",
+            (*R2, *DOCUMENTS, "layout.data=2", "layout.data.sync=zero3", "batch.micro=1"),
+            marks=pytest.mark.long,
+        ),
         pytest.param("llama", "float32", R4, marks=pytest.mark.long),
         pytest.param("llama", "O1", (*M2, *R2, "memory.recompute=selective"), marks=pytest.mark.long),
-        ("llama", "O2", (*R4, *DOCUMENTS, "layout.pipeline=2", "batch.micro=1")),
+        pytest.param("llama", "O2", (*R4, *DOCUMENTS, "layout.pipeline=2", "batch.micro=1"), marks=pytest.mark.long),
         ("llama", "float32", (*M2, *U2, *DOCUMENTS)),  # Ulysses, by runs of queries as well
-        ("bert", "float32", (*M2, *CUT, *R2)),
+        pytest.param("bert", "float32", (*M2, *CUT, *R2), marks=pytest.mark.long),
     ],
 )
 def test_a_ring_ends_with_the_bits_of_one_device(model: str, precision: str, words: tuple[str, ...]) -> None:

@@ -33,13 +33,15 @@ def halved(model: str, precision: str, words: tuple[str, ...] = ()) -> Config:
         ("gpt2", "float32", Q2),
         pytest.param("gpt2", "O2", DEEP, marks=pytest.mark.long),
         pytest.param("gpt2", "float32", (*Q2, *ZERO3, "memory.summa=whole"), marks=pytest.mark.long),
-        ("llama", "O1", (*Q2, "layout.pipeline=2", "memory.recompute=selective")),
+        pytest.param("llama", "O1", (*Q2, "layout.pipeline=2", "memory.recompute=selective"), marks=pytest.mark.long),
         pytest.param("llama", "float32", (*Q2, *U2, "memory.recompute=1"), marks=pytest.mark.long),
-        ("bert", "float32", (*Q2, "layout.pipeline=2", "layout.pipeline.schedule=gpipe")),
+        pytest.param(
+            "bert", "float32", (*Q2, "layout.pipeline=2", "layout.pipeline.schedule=gpipe"), marks=pytest.mark.long
+        ),
         ("t5", "float32", DEEP),
         pytest.param("transformer", "O2", Q2, marks=pytest.mark.long),
         pytest.param("gpt2", "float32", (*M4, *CUT, "batch.micro=1"), marks=pytest.mark.long),
-        ("bert", "O1", M2),
+        pytest.param("bert", "O1", M2, marks=pytest.mark.long),
         pytest.param("bert", "float32", subgraph(2), marks=pytest.mark.long),
         pytest.param("gpt2", "O2", (*subgraph(2, **ONE), "layout.pipeline=2", "layout.data=2"), marks=pytest.mark.long),
     ],

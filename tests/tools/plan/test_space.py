@@ -149,7 +149,7 @@ def test_experts_are_held_by_ranks_of_a_node_or_by_as_many_as_can() -> None:
 @pytest.mark.parametrize(
     "devices, tree",
     [
-        (4, TREE | {"batch": {"global": 4}}),
+        pytest.param(4, TREE | {"batch": {"global": 4}}, marks=pytest.mark.long),
         (2, TREE | HALF),
         *(pytest.param(devices, TREE, marks=pytest.mark.long) for devices in (4, 6)),
     ],
