@@ -1,4 +1,4 @@
-"""A search's layouts, evaluated: which may fit, about how fast they are, and what a prediction says."""
+"""Evaluates a search's layouts: estimates of memory and seconds, and predictions."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 Keep = Callable[[Layout], bool]
 
 MAX_EXCESS_SHARE = 0.5
-"""A layout that would need this share of a device's memory more, at most, is told of as one that nearly fits."""
+"""A layout that needs at most (1 + this share) of a device's memory is reported as one that nearly fits."""
 
 
 class Queued(NamedTuple):
-    """A layout that may fit: its estimated seconds and memory, and whether it is tight at best."""
+    """A layout whose estimate fits: estimated seconds and bytes, and whether the estimate is tight."""
 
     seconds: float
     memory: int
@@ -38,9 +38,8 @@ class Queued(NamedTuple):
 
 @dataclass(frozen=True)
 class RunnerUp:
-    """The best layout of a strategy that did not win: its fastest that fits, with a prediction; or, where none of the
-    strategy fits, of those that were looked at the one that lacks least. `memory`: of its fullest rank, without
-    activations where `whole` is false."""
+    """The best layout of a strategy that did not win: its fastest that fits, with a prediction; where none fits, the
+    layout that lacks the least memory. `memory`: of its fullest rank, without activations where `whole` is false."""
 
     strategy: str
     config: Config
@@ -50,17 +49,16 @@ class RunnerUp:
 
     @property
     def excess(self) -> tuple[bool, int]:
-        """The order of layouts that do not fit: those that are counted whole before the others."""
-        # Weights alone are less than the whole: of the two figures only the whole one says how much is missing.
+        """Sort key of layouts that do not fit: whole memory first, since weights alone do not say what is missing."""
         return not self.whole, self.memory.total
 
 
 @dataclass
 class SearchState:
-    """A search's layouts before any is predicted. `legal`: how many were looked at (Counts), `kinds` of their tensor
-    sections; `queue`: those that may fit; `slow`: the strategies of which some are slower than was asked for; `least`:
-    the least seconds that a way to cut a layer can take; `closest`: of those that do not fit, by strategy, the
-    one that lacks least; `nearly_fits`: the one with the least estimated seconds, and these."""
+    """A search's layouts before predictions. `legal`: the number looked at (Counts); `kinds`: of their tensor
+    sections; `queue`: layouts to predict; `slow`: strategies with layouts above the cutoff; `least`: a lower bound of
+    the step's seconds by cut of a layer; `closest`: by strategy, the layout that lacks the least memory; `nearly_fits`:
+    (estimated seconds, layout, memory) of the fastest that nearly fits."""
 
     legal: int = 0
     too_full: int = 0
@@ -74,7 +72,7 @@ class SearchState:
     nearly_fits: tuple[float, Config, Memory] | None = None
 
     def include(self, later: SearchState) -> None:
-        """Add what was found of later families, but what they have queued."""
+        """Add the state of later families, without their queue."""
         self.legal += later.legal
         self.too_full += later.too_full
         self.unfit += later.unfit
@@ -93,7 +91,7 @@ class SearchState:
         self.kinds.add(config.layout.tensor.kind)
 
     def count_slow(self, config: Config) -> None:
-        """Layouts of which none is as fast as was asked for count once."""
+        """Count one layout, or a whole group of layouts, as above the cutoff."""
         self.count(config)
         self.slow.add(strategy_of(config))
 
@@ -101,7 +99,7 @@ class SearchState:
         self.least[cut] = min(seconds, self.least.get(cut, seconds))
 
     def include_runner_up(self, runner_up: RunnerUp) -> None:
-        """The first stays of layouts that lack as much."""
+        """Keep the layout that lacks least; the earlier one of two that lack as much."""
         known = self.closest.get(runner_up.strategy, runner_up)
         self.closest[runner_up.strategy] = min(known, runner_up, key=lambda one: one.excess)
 
@@ -111,7 +109,7 @@ class SearchState:
 
 
 class Evaluator:
-    """Evaluates layouts of a job that `keep` lets pass."""
+    """Evaluates layouts of a job for which `keep` is true."""
 
     def __init__(self, job: SearchJob, models: Estimates, keep: Keep) -> None:
         self.job, self.models, self.keep = job, models, keep
@@ -119,24 +117,24 @@ class Evaluator:
         self._bounds: dict[Hashable, float] = {}
 
     def evaluate_family(self, family: Config, found: SearchState, cutoff: float = math.inf) -> None:
-        """Put into `found` what there is to know of a family's layouts that may take less than `cutoff` seconds."""
+        """Estimate a family's layouts into `found`; a bound above `cutoff` seconds ends a layout's estimate early."""
         for config, memory in self._kept(family, found, cutoff):
             self._estimate(config, memory, found, cutoff)
 
     def _estimate(self, config: Config, memory: Memory, found: SearchState, cutoff: float) -> None:
-        """Queue a layout that may fit, if it may take less than `cutoff` seconds."""
+        """Queue a layout whose memory fits, if its estimated seconds are below `cutoff`."""
         seconds = self.models.estimated_seconds(config)
         if seconds < cutoff:
             found.count(config)
-            # Tight by an estimate that is below the truth: a prediction can only be tight, too, or not fit.
+            # Estimates are below predictions: what is tight here is tight there, or does not fit.
             tight = verdict(memory, self.job.cluster) == "tight"
             found.queue.append(Queued(seconds, memory.total, tight, config))
         else:
             found.count_slow(config)
 
     def evaluate_savings(self, config: Config, full: Collection[Config], found: SearchState, cutoff: float) -> None:
-        """Put into `found` the layouts that save more memory than this one, as far as they wait for none but those in
-        `full`; where one does not fit, those that save even more."""
+        """Estimate into `found` the layouts that save more memory than `config`; where one of them does not fit, those
+        that save even more. Layouts that wait (`_waits`) for a layout outside of `full` are left out."""
         waiting, seen = [config], {config}
         while waiting:
             for saving in savings(waiting.pop(), self.job):
@@ -149,22 +147,22 @@ class Evaluator:
                     self._estimate(saving, memory, found, cutoff)
 
     def least_full(self, config: Config) -> Config:
-        """The one that holds least by its estimate, of a layout and all that save more memory than it."""
+        """The layout of least estimated memory, among `config` and all layouts that save more memory."""
         every = [config]
         for one in every:  # grows under way
             every += [saving for saving in savings(one, self.job) if saving not in every]
         return min(every, key=lambda one: self.models.estimated_memory(one).total)
 
     def _waits(self, config: Config, full: Collection[Config] = ()) -> bool:
-        """Whether the layout saves memory, and the same layout without that, which is at least as fast, may fit: until
-        a prediction says that it does not (then it is in `full`), nobody needs the slower one."""
-        # A limit that asks memory lets fewer microbatches in where layers keep more.
+        """Whether the layout saves memory that the same layout without the saving may not need: it is at least as fast,
+        and its estimate fits. `full`: layouts whose prediction does not fit or is tight."""
+        # Under a limit by memory a layout that saves admits more microbatches, and may be faster.
         if config.layout.pipeline.limit_by_memory:
             return False
         for name in SAVINGS:
             if field_of(config, name) == "none" or is_fixed(name, self.job.fixed):
                 continue
-            # An offloaded optimizer that steps each bucket as it comes may be the faster one.
+            # An offloaded optimizer that steps each bucket as it arrives may be faster than one on the device.
             if self.job.is_known(name, "none") and not (name == OFFLOAD and streams(config)):
                 keeper = with_field(config, name, "none")
                 if keeper not in full and self.may_fit(keeper):
@@ -172,24 +170,24 @@ class Evaluator:
         return False
 
     def may_fit(self, config: Config) -> bool:
-        """Whether a layout's memory is no more than a device's by its estimate."""
+        """Whether a layout's estimated memory fits into a device."""
         fits = self.models.weights_memory(config).total <= self.device_bytes
         return fits and self.models.estimated_memory(config).total <= self.device_bytes
 
     def predict_or_memory(self, config: Config, cutoff: float = math.inf) -> Prediction | Memory | None:
-        """The prediction if the layout fits, else the memory that shows it does not; None where it is known to take
-        `cutoff` seconds or more."""
+        """The prediction if the layout fits, else the memory that does not; None where the step takes `cutoff` seconds
+        or more."""
         memory = self.models.least_memory(config)
         if memory.total > self.device_bytes:
             return memory
-        # What its process holds beside tensors costs more than its seconds: it is not asked for where these decide.
+        # The replay of allocations takes longer than the clock, so the clock decides first.
         if cutoff < math.inf and self.models.seconds(config) >= cutoff:
             return None
         prediction = self.models.predict(config)
         return prediction if prediction.fullest.total <= self.device_bytes else prediction.fullest
 
     def _kept(self, family: Config, found: SearchState, cutoff: float) -> Iterator[tuple[Config, Memory]]:
-        """The family's layouts that may fit and may be fast enough, with their estimated memory."""
+        """The family's layouts whose bounds fit and are below `cutoff`, with their estimated memory."""
         if not self.keep(family.layout):
             return
         room: list[bool] = []
@@ -198,14 +196,14 @@ class Evaluator:
         def enters(sized: Config) -> bool:
             if not self._may_be_fast(sized, found, cutoff):
                 return False
-            # Asked where some may be fast, as in few families. Weights do not depend on the microbatch: the largest,
-            # whose gradients are the narrowest, stands for all.
+            # Asked once, and only where a microbatch may be fast. Weights do not depend on the microbatch's size: the
+            # largest, with the narrowest gradients, stands for all.
             if not room:
                 room.append(self._has_room(with_field(family, "batch.micro", family.replica_batch), found))
             return room[0]
 
         def holds(config: Config) -> bool:
-            # Kept for the orders of axes that follow: memory does not depend on them.
+            # Memory does not depend on the order of axes: one estimate serves all orders that follow.
             memory[:] = self._room(config, found, cutoff)
             return bool(memory)
 
@@ -213,10 +211,10 @@ class Evaluator:
             yield config, memory[0]
 
     def _may_be_fast(self, config: Config, found: SearchState, cutoff: float) -> bool:
-        """Whether layouts like this one may take less than `cutoff` seconds, in whatever order of axes."""
+        """Whether the lower bound of a layout's seconds, over all orders of its axes, is below `cutoff`."""
         key = config.layout.layer, config.layout.axes, config.batch, config.memory.recompute, config.widens_gradients
         if key not in self._bounds:
-            # The bound must hold in every order, and orders put other ranks on a node.
+            # Orders of axes differ in which ranks share a node.
             self._bounds[key] = min(self.models.least_seconds(one) for one in orders_of(config, self.job))
         seconds = self._bounds[key]
         found.include_least(config.layout.layer, seconds)
@@ -228,15 +226,15 @@ class Evaluator:
     def _room(
         self, config: Config, found: SearchState, cutoff: float, full: Collection[Config] = ()
     ) -> tuple[Memory, ...]:
-        """The estimated memory of a layout that may fit, and may be fast enough, in whatever order of axes."""
+        """The estimated memory of a layout, if it fits and some order of axes may be below `cutoff`; else empty."""
         recomputes = config.memory.recompute != "none"
         keeper = with_field(config, "memory.recompute", "none") if recomputes else config
-        # What keeps is as fast, and known: of each way to cut a layer attention that is recomputed is recorded anew.
+        # The bound without recomputation is asked first: it is lower, and needs no recording of recomputed attention.
         if not self._may_be_fast(keeper, found, cutoff) or self._waits(config, full):
             return ()
         if recomputes and (self.models.recomputes_for_nothing(config) or not self._may_be_fast(config, found, cutoff)):
             return ()
-        # The bytes of weights alone are asked first: they rule out whole families, and cost less than activations.
+        # Weights alone are cheaper to count than activations, and rule out whole families.
         if not self._has_room(config, found) or self._gathers_for_nothing(config):
             return ()
         memory = self.models.estimated_memory(config)
@@ -245,16 +243,15 @@ class Evaluator:
         found.count(config)
         found.unfit += 1
         found.include_runner_up(RunnerUp(strategy_of(config), config, memory, whole=True))
-        # Seconds are estimated of those alone that nearly fit.
         if memory.total <= (1 + MAX_EXCESS_SHARE) * self.device_bytes:
             found.include_nearly_fits((self.models.estimated_seconds(config), config, memory))
         return ()
 
     def _gathers_for_nothing(self, config: Config) -> bool:
-        """Whether a stage gathers weights in each of its tasks that could stay: zero2, which sends less, fits as well.
+        """Whether a stage gathers weights in each task although zero2, which sends less, fits.
 
-        A stage does not know which of its chunks comes next and gathers a chunk's weights in each task
-        (data_parallel/gathering.py), so zero3 beside stages is only ever the fastest where whole weights do not fit.
+        A stage does not know which of its chunks comes next and gathers a chunk's weights for each task
+        (data_parallel/gathering.py), so zero3 beside stages is the fastest only where whole weights do not fit.
         """
         if not config.layout.data.strategy.gathers or config.layout.pipeline.size == 1:
             return False
@@ -264,11 +261,11 @@ class Evaluator:
         whole = with_field(config, "layout.data.sync", name)
         if self.models.weights_memory(whole).total > self.device_bytes:
             return False
-        # An estimate is SURE of what is held; a layout that is judged to fit leaves more than the rest free.
+        # Estimates of memory may be 1 - SURE too low; the verdict "fits" leaves more than this free.
         return verdict(self.models.estimated_memory(whole), self.job.cluster) == "fits"
 
     def _has_room(self, config: Config, found: SearchState) -> bool:
-        """Whether weights, gradients and states fit alone."""
+        """Whether weights, gradients and states alone fit."""
         weights = self.models.weights_memory(config)
         if weights.total <= self.device_bytes:
             return True
@@ -279,7 +276,7 @@ class Evaluator:
 
 
 def strategy_of(config: Config) -> str:
-    """`data`, `zero3`, `megatron`, `pipeline`, `context`: what a layout is made of first, besides replicas."""
+    """`data`, `zero3`, `megatron`, `pipeline` or `context`: the first axis of the layout besides replicas."""
     layout = config.layout
     if layout.tensor.axes:
         return layout.tensor.kind
@@ -291,16 +288,16 @@ def strategy_of(config: Config) -> str:
 
 
 def round_of(layout: Layout) -> tuple[bool, int, int]:
-    """The order in which the search comes to a layout: one stage before several, then by the ways in which layers are
-    cut and the ranks that share one. Of layouts with as many stages, what `cuts_within` names comes before."""
-    # One stage and fewest ranks first: few layouts, mostly fast, so that all others meet a tight cutoff.
+    """Sort key of a search's rounds: one stage before several, then the number of cuts (tensor, context), then the
+    ranks that share a layer. The cuts of `cuts_within` come in earlier rounds."""
+    # One stage and few ranks are few layouts and mostly fast: later rounds meet a low cutoff.
     ranks = math.prod(size for _, size in (*layout.context.axes, *layout.tensor.axes))
     return layout.pipeline.size > 1, bool(layout.tensor.axes) + bool(layout.context.axes), ranks
 
 
 def cuts_within(layout: Layout) -> Iterator[Hashable]:
-    """The cuts that a layer's cut is made of: of its inside alone, of its sequences alone, and over fewer ranks. None
-    is taken to become faster by the others beside it, or over more ranks."""
+    """Keys (expert, context, tensor) of the cuts that a layer's cut contains: tensor alone, context alone, both over
+    fewer ranks. The search takes a cut to be no faster together with others than alone."""
     cut = layout.context, layout.tensor
     contexts = [
         layout.context.model_copy(update={"size": size}) if size > 1 else ContextParallel()

@@ -1,6 +1,6 @@
-"""The search: of all legal layouts the fastest that fit, of which few are predicted.
+"""The search for the fastest layouts that fit: cheap bounds rule layouts out, and few are predicted.
 
-| what is asked of a layout | from                                                        | it is out where      |
+| question to a layout      | answered by                                                 | ruled out where      |
 |---------------------------|-------------------------------------------------------------|----------------------|
 | the work of its parts     | recordings at two sizes of microbatch, scaled: of all       | the top K are faster |
 |                           | schedules and limits of a size of microbatch at once        |                      |
@@ -13,21 +13,19 @@
 | its seconds               | the whole step (predict.py)                                 | the top K are faster |
 | its memory                | its allocations, replayed (process.py)                      | it does not fit      |
 
-The run file's own layout is predicted first, if it is legal. Then come layouts in rounds (evaluator.round_of): one
-stage before several; of whole layers, of layers cut in one way, inside or along the sequence, over more and more ranks,
-then in both, where each cut that a cut is made of is fast enough. After each round layouts are predicted in the order
-of their estimates: what is slower than the K fastest is not looked at in the next. SIMULATED of a round are predicted
-at most. When the next estimate is not below the K-th fastest prediction, nothing that is left can be, as far as an
-estimate is no more than 1/SURE of the prediction (estimate.py).
+The run file's own layout is predicted first, if it is legal. Layouts follow in rounds (evaluator.round_of): one stage
+before several; whole layers, then layers cut inside or along the sequence over more and more ranks, then both cuts
+together, where each cut alone is fast enough. After each round at most SIMULATED layouts are predicted in the order of
+their estimates, and layouts slower than the K fastest predictions are left out of the next round. The search ends when
+the next estimate is above the K-th prediction: estimates are at most 1/SURE of predictions (estimate.py).
 
-A layout that recomputes or moves what it might keep is looked at when the one that keeps it does not fit, by an
-estimate or a prediction, or is tight; one that sends in slices what it might keep is not predicted where the one that
-keeps it fits and is estimated to be as fast; both also where fewer than K fit without. Attention is not recomputed at
-all where its kernel keeps nothing.
+A layout that recomputes or offloads is looked at when the same layout without that does not fit or is tight; a layout
+that slices is not predicted where the same layout without slices fits and is estimated to be SYNCS_APART times as
+fast. Both are looked at where fewer than K layouts fit without. Attention whose kernel keeps nothing is not recomputed.
 
-What fits with all that is not predicted (Device.unpredicted_share) stands first; what is tight stands beside it, where
-it is faster. Of each strategy (evaluator.strategy_of) one layout that fits is predicted; a strategy does not fit where
-neither its fastest layouts nor the one that holds least do. Ctrl-C ends a search with the best that it has.
+Layouts that fit even with Device.unpredicted_share rank first; tight layouts that are faster stand beside them. One
+layout of each strategy (evaluator.strategy_of) is predicted; a strategy does not fit where neither its fastest layouts
+nor its least full one do. Ctrl-C ends a search with the best layouts so far.
 """
 
 from __future__ import annotations
@@ -63,49 +61,46 @@ from meshwright.tools.plan.software import Program
 from meshwright.tools.plan.space import SearchJob, as_messages, families, own_layout
 
 SIMULATED = 80
-"""The most layouts of a round that are predicted, once any fits: estimates let pass what hardly fits."""
+"""Most layouts predicted in a round once any fits: estimates let pass many layouts that do not quite fit."""
 
 SYNCS_APART = 1.05
-"""How far estimates of two syncs err apart: one that slices is left out for one that does not only where it was
-estimated to take as many times as long. zero3 was estimated 2 % slower than zero1, and predicted 4 % faster."""
+"""How far estimates of two syncs err apart: zero3 was estimated 2 % slower than zero1 and predicted 4 % faster."""
 
 AS_MESSAGES = 2
-"""The most layouts that share experts, the fastest first, of which rows are also tried as messages: a step in pieces
-takes several times as long to simulate."""
+"""How many of the fastest layouts with shared experts are also predicted with rows as messages, which takes several
+times as long to simulate."""
 
 TRIES = 6
-"""The most layouts that are predicted until one fits, of a strategy that has none among the fastest, before the one
-that holds least is asked."""
+"""Layouts predicted of a strategy that is not among the fastest, until one fits; then its least full one decides."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of layouts, by what became of them."""
+    """Numbers of layouts by their end in the search."""
 
     legal: int
-    """Those that were looked at; those of a family of which none can fit, or with a microbatch with which none is fast
-    enough, count once, and so do all orders of axes of a layout that does not fit."""
+    """Looked at. A family that cannot fit, a microbatch size too slow for a family, and a layout that fits in no order
+    of its axes count once."""
     too_full: int
     """Weights, gradients and states alone do not fit."""
     unfit: int
     """Activations and all else do not fit beside them."""
     dominated: int
-    """They recompute, offload or slice, where the same layout fits without."""
+    """Recompute, offload or slice where the same layout fits without."""
     too_slow: int
-    """Their estimates are behind the fastest, or behind as many that are tight as they are."""
+    """Estimated to be slower than the K fastest that fit, or than K tight ones where tight themselves."""
     predicted: int
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """`predictions`: the fastest that fit, the fastest first; at least one. Only where none fits are they tight.
-    `tight`: those that are, and are faster than the first. `runner_ups`: of each other strategy; `not_reached`: the
-    strategies that a stopped search has not come to. `predicted`: all that were predicted and are no more than the
-    device holds. `illegal`: kinds of tensor sections of which no layout is legal, with a rule that one breaks.
-    `left_share`: of families of layouts, those that a stopped search has not looked at. `stopped`: by Ctrl-C, so that
-    there may be faster ones. `nearly_fits`: of those that do not fit the one with the least estimated seconds, if it
-    would be the fastest. `program`: whose run it is; None: our own. `training`: what the user would train with it;
-    `changes`: what would change it."""
+    """`predictions`: the fastest layouts that fit, fastest first; at least one, and only tight ones where none fits.
+    `tight`: tight layouts that are faster. `runner_ups`: the best layout of each other strategy; `not_reached`:
+    strategies not looked at when Ctrl-C `stopped` the search, and `left_share` of the families. `predicted`: all
+    predictions within the device's memory. `illegal`: a broken rule by kind of tensor section without a legal layout.
+    `nearly_fits`: (estimated seconds, layout, memory) of a layout that would be the fastest if it fitted. `program`:
+    another program whose layouts alone were searched. `training`, `changes`: the user's goal, and what would alter
+    it."""
 
     job: SearchJob
     predictions: tuple[Prediction, ...]
@@ -124,8 +119,8 @@ class SearchResult:
 
 
 def layout_text(config: Config) -> str:
-    """`megatron, cut by sequence: data 4 (zero1), pipe 2 (1f1b), tensor 2; micro 4, recompute auto, offload host`. One
-    replica of whole sequences is not named: nothing is reduced."""
+    """`megatron, cut by sequence: data 4 (zero1), pipe 2 (1f1b), tensor 2; micro 4, recompute auto, offload host`.
+    A `data` of one replica is left out."""
     memory, layout = config.memory, config.layout
     limit, kind, data = layout.pipeline.limit, layout.tensor.words, layout.data
     words = [f"micro {config.micro}"]
@@ -157,18 +152,18 @@ def search(
     program: Program | None = None,
     improved: Callable[[Prediction], None] = lambda best: None,
 ) -> SearchResult:
-    """The `top` fastest layouts of a run on so many devices that fit, of those that `keep` lets pass.
+    """The `top` fastest layouts of a run that fit on `devices`, among layouts for which `keep` is true.
 
-    `fixed`: fields that keep the run's values (space.py). `models`: shared by searches for one cluster. `partial`:
-    whether Ctrl-C ends the search with the best so far. `program`: whose layouts alone are looked at. `improved`: is
-    given the fastest that fits, each time that a faster one is found.
+    `fixed`: fields that keep the run's values (space.py). `models`: shared by searches of one model on one cluster.
+    `partial`: whether Ctrl-C ends the search with the best so far. `program`: searches this program's layouts alone.
+    `improved`: called with each new fastest prediction that fits.
 
-    Raises ConfigError where no layout is legal, and where none fits: with what the closest one lacks.
+    Raises ConfigError where no layout is legal, or none fits, with the bytes that the closest layout lacks.
     """
     job = SearchJob(config, cluster, devices, frozenset(fixed), program.layouts if program else {})
     evaluator = Evaluator(job, models or Estimates(Planner(cluster)), keep)
     current = _Search(evaluator, top, report, improved)
-    # What torch makes at its first pass hangs together in a cycle, and would count as memory if it stayed.
+    # torch's first pass leaves reference cycles, which would count as memory: it runs while the collector is on.
     stopped = not _finishes(current.predict_own, partial)
     with _uncollected():
         stopped = stopped or not _finishes(current.run, partial)
@@ -183,7 +178,7 @@ def search(
 
 
 def _finishes(work: Callable[[], None], partial: bool) -> bool:
-    """Whether the work came to its end, or was stopped by Ctrl-C, where a part of it is of use."""
+    """Whether the work was done, not stopped by Ctrl-C. Without `partial` Ctrl-C is raised on."""
     try:
         work()
     except KeyboardInterrupt:
@@ -195,15 +190,14 @@ def _finishes(work: Callable[[], None], partial: bool) -> bool:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without Python's search for cycles, which would go through a hundred thousand layouts again and again."""
-    # Switched back on also by an error and by Ctrl-C: whoever called the search goes on in this process.
+    """Python's cyclic garbage collector off: it would walk a hundred thousand layouts again and again."""
     collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if collects:
-            # As if they had been gone through: else the first search for cycles would go through all of them.
+            # Moves all objects to the oldest generation: the next young collection does not walk them.
             gc.freeze()
             gc.unfreeze()
             gc.enable()
@@ -243,19 +237,19 @@ class _Search:
 
     @property
     def counts(self) -> Counts:
-        # Every layout has one end: too slow is whatever is left, so that the numbers add up to the legal ones.
+        # Too slow is the rest, so that the numbers add up to `legal`.
         found, predicted = self.found, len(self.known)
         out = found.too_full + found.unfit + len(self.dominated) + predicted
         return Counts(found.legal, found.too_full, found.unfit, len(self.dominated), found.legal - out, predicted)
 
     @property
     def cutoff(self) -> float:
-        """Seconds from which on a layout is of no interest, as far as is known."""
+        """Seconds of the K-th fastest prediction that fits; slower layouts cannot be in the answer."""
         return self.best[-1].seconds if len(self.best) >= self.top else math.inf
 
     @property
     def left_share(self) -> float:
-        """The share of families of layouts that were not looked at."""
+        """The share of families not looked at yet."""
         return 1 - self.looked_at / max(1, len(self.families))
 
     @property
@@ -267,24 +261,24 @@ class _Search:
         return list(dict.fromkeys(strategy_of(family) for family in self.families))
 
     def predict_own(self) -> None:
-        """Predict the run's own layout; and list the families of all."""
+        """List the families of layouts, and predict the run's own layout."""
         every = families(self.evaluator.job, self.found.refused)
         self.families = [family for family in every if self.evaluator.keep(family.layout)]
         own = own_layout(self.evaluator.job)
-        # Predicted whatever its estimate, so that the answer can be held against what the user has.
+        # Predicted whatever its estimate, so that the user can compare.
         if own is None or own.layout.data.strategy.unplanned or not self.evaluator.keep(own.layout):
             return
         self.found.count(own)
         self._predict(own)
 
     def run(self) -> None:
-        """Predict the fastest, and one of each strategy."""
+        """Predict the fastest layouts, and one of each strategy."""
         rounds = _in_rounds(self.families)
         for place, own in enumerate(rounds):
             self._gather(own)
             self._predict_fastest(complete=place > 0 or len(rounds) == 1)
         self._try_messages()
-        # Where fewer fit than were asked for, those that keep less are worth their predictions.
+        # Where fewer than K fit, layouts that save memory for nothing fill the answer.
         for config in [*self.fitting] if len(self.best) < self.top else ():
             found = SearchState()
             self.evaluator.evaluate_savings(config, {*self.full, *self.fitting}, found, math.inf)
@@ -298,7 +292,7 @@ class _Search:
                 self._try_slow(strategy)
 
     def result(self, *, stopped: bool) -> SearchResult:
-        """All that is known. About a strategy that a stopped search has not predicted nothing is said."""
+        """The answer so far. Strategies that a stopped search has not predicted are `not_reached`."""
         best, found = tuple(self.best) or tuple(self.tight), self.found
         first = best[0]
         tight = tuple(one for one in self.tight if self.best and one.seconds < first.seconds)
@@ -320,7 +314,7 @@ class _Search:
         )  # fmt: skip
 
     def nothing_fits(self) -> ConfigError:
-        """The error that names the layout which lacks least memory."""
+        """The error that names the layout that lacks the least memory, and how much."""
         job, closest = self.evaluator.job, min(self.found.closest.values(), key=lambda one: one.excess)
         device = self.evaluator.device_bytes
         needs = f"{closest.memory.text}; {bytes_text(closest.memory.total - device)} are missing"
@@ -333,11 +327,11 @@ class _Search:
         return ConfigError.of("--cluster", job.cluster.name, rule, "more --devices, or a smaller model")
 
     def _gather(self, own: Sequence[Config]) -> None:
-        """Queue the layouts of one round that may fit and may be fast enough, by their estimates."""
+        """Queue the layouts of one round whose estimates fit and are below the cutoff."""
         cutoff, found = self.cutoff, SearchState()
         try:
             for family in own:
-                # A cut beside another makes no layer cheaper: what one cut alone cannot reach, both cannot.
+                # Two cuts together make no layer cheaper than one of them alone.
                 if any(self.found.least.get(cut, 0.0) >= cutoff for cut in cuts_within(family.layout)):
                     self.found.count_slow(family)
                 else:
@@ -349,15 +343,15 @@ class _Search:
             self.found.include(found)
 
     def _evaluate(self, family: Config, cutoff: float, found: SearchState) -> None:
-        """Put into `found` what a family has in it."""
+        """Evaluate a family into `found`, and show it on the progress line."""
         looked_at = f"{self.found.legal + found.legal:,} layouts, {self.left_text}"
         self.report(f"{looked_at}; now {family.layout.summary}", 1 - self.left_share)
         self.evaluator.evaluate_family(family, found, cutoff)
 
     def _predict_fastest(self, *, complete: bool) -> None:
-        """Predict in the order of the estimates until as many fit as were asked for; where `complete` says so, until
-        nothing in the queue can be among these."""
-        # Of each round, or the first round's predictions would leave none for the layouts that are cut.
+        """Predict in the order of the estimates until K layouts fit; `complete`: until the next estimate is slower than
+        the K-th."""
+        # A limit for each round: the first round's layouts would use up one limit for all.
         limit = self.simulated + SIMULATED
         while self.passed < len(self.queue):
             queued = self.queue[self.passed]
@@ -367,25 +361,25 @@ class _Search:
                 return
             self.passed += 1
             behind = bool(self.best) and queued.seconds >= self.best[0].seconds
-            # What is tight at best is of use only while it may be faster than the first that fits.
+            # A tight layout is shown only where it is faster than the first that fits.
             if queued.tight and (behind or len(self.tight) >= self.top):
                 self.behind.append(queued)
                 self._queue_savings(queued.config)
                 continue
-            # The queue is in the order of the estimates, so what fits and keeps more was estimated to be as fast.
+            # The queue is ordered by estimates, so a layout of the same sync in `fitting` was estimated to be as fast.
             sync, enough = queued.config.layout.data.sync, queued.seconds / SYNCS_APART
             if any(
                 keeps in self.fitting and (keeps.layout.data.sync == sync or self.fitting[keeps] <= enough)
                 for keeps in without_savings(queued.config)
             ):
                 self.dominated[queued.config] = queued
-                self.fitting[queued.config] = queued.seconds  # what keeps even less is slower still
+                self.fitting[queued.config] = queued.seconds  # rules out layouts that save even more
                 continue
             if not self._predict(queued.config, self.cutoff):
                 self.behind.append(queued)
 
     def _queue_savings(self, config: Config) -> None:
-        """Queue the layouts that save more memory than one that does not fit, or is tight."""
+        """Queue the layouts that save more memory than `config`, which does not fit or is tight."""
         self.full.add(config)
         found = SearchState()
         self.evaluator.evaluate_savings(config, self.full, found, self.cutoff)
@@ -394,10 +388,10 @@ class _Search:
         self.found.include(found)
 
     def _try_messages(self) -> None:
-        """Predict the fastest layouts that share experts with rows that travel under other tasks, too: under the first
-        limit that fits."""
-        # Of predictions, not of estimates, which know nothing of pieces; layouts that differ in their schedule or their
-        # slices become one.
+        """Predict the fastest layouts with shared experts again with rows as messages, under the first limit that
+        fits."""
+        # Chosen by predictions: estimates do not know rows as messages. Layouts that differ in schedule or slices alone
+        # give one variant.
         sharing = [one for one in self.known if one.config.layout.data.expert > 1]
         sharing.sort(key=lambda one: (not self._fits(one), one.seconds))
         variants = dict.fromkeys(tuple(as_messages(one.config, self.evaluator.job)) for one in sharing)
@@ -409,25 +403,24 @@ class _Search:
                     break
 
     def _try(self, strategy: str) -> bool:
-        """Predict a strategy's layouts by their estimates until one fits or TRIES do not; then the one that holds
-        least. Whether one fits."""
-        # The fastest by their estimates use most memory; if these do not fit, the one that holds least decides.
+        """Predict a strategy's layouts by their estimates until one fits or TRIES do not, then its least full one.
+        Returns whether one fits."""
+        # The fastest by their estimates use most memory.
         for number in range(TRIES + 1):
             left = (*self.dominated.values(), *self.behind, *self.queue[self.passed :])
             waiting = [one for one in left if strategy_of(one.config) == strategy and one.config not in self.seen]
             if strategy in self.fastest or not waiting:
                 break
             if number < TRIES:
-                # Those that are tight by their estimates mostly do not fit.
+                # Layouts that are tight by their estimates mostly do not fit.
                 self._predict(min(waiting, key=lambda one: (one.tight, one.seconds)).config)
             else:
                 self._predict(self.evaluator.least_full(min(waiting, key=lambda one: one.memory).config))
         return strategy in self.fastest
 
     def _try_slow(self, strategy: str) -> None:
-        """Predict one of a strategy of which all layouts that may fit were too slow to be looked at."""
-        # A cutoff has kept its seconds from being estimated, and the answer to "why not this strategy" needs them.
-        # Rounds go from whole layers on, and the first in which one fits ends this.
+        """Predict one layout of a strategy whose layouts were all above the cutoff: "why not this strategy?"."""
+        # The first round with a layout that fits ends the loop.
         for own in _in_rounds([family for family in self.families if strategy_of(family) == strategy]):
             found = SearchState()
             for family in own:
@@ -439,7 +432,7 @@ class _Search:
                 return
 
     def _predict(self, config: Config, cutoff: float = math.inf) -> bool:
-        """Predict a layout; False where it takes `cutoff` seconds or more, of which nothing else is known."""
+        """Predict a layout. False where it takes `cutoff` seconds or more; its memory is not known then."""
         if config in self.seen:
             self.found.legal -= 1  # the run's own
             return True
@@ -484,8 +477,8 @@ def _in_rounds(every: Sequence[Config]) -> list[list[Config]]:
 
 
 def without_savings(config: Config) -> Iterator[Config]:
-    """The layouts that keep what this one computes twice, moves to and fro, or sends in pieces: they are faster, but
-    where a stage holds as many microbatches as memory allows."""
+    """The same layout without offload, without recomputation, or with each sync that slices less. These are as fast or
+    faster, except under a limit by memory, where they admit fewer microbatches and nothing is yielded."""
     pipeline, memory, data = config.layout.pipeline, config.memory, config.layout.data
     if pipeline.limit_by_memory:
         return
@@ -498,8 +491,7 @@ def without_savings(config: Config) -> Iterator[Config]:
             if other == data.sync:
                 return
             if sync.candidate:
-                # Strategies stand in the order of what they slice. Without slices there are no groups that share them,
-                # and so no axis `replicate` that an order could name.
+                # Syncs are registered from the one that slices least. Without slices there is no axis `replicate`.
                 shard, order = data.shard if sync.slices else None, config.layout.order
                 if shard is None and order != "auto":
                     order = tuple(name for name in order if name != "replicate")
