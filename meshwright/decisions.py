@@ -12,14 +12,14 @@
 | memory.summa              | the stage with the least free memory: see `affordable_products`                         |
 | layout.pipeline.limit     | the stage that can hold the fewest microbatches in half of its free memory              |
 
-Ranks receive the result and decide nothing again, and a plan asks the same functions: what was planned is what runs.
-Inside another launcher (torchrun, srun, mpirun) no process of ours comes first: there each rank resolves what it needs
-to meet the others (`resolve_process`), and rank 0 resolves the rest for all of them (`resolve_layout`).
+Ranks receive the result and decide nothing again, and the planner calls the same functions: a planned run is the run.
+Inside another launcher (torchrun, srun, mpirun) no process of ours comes first: each rank resolves the fields by which
+ranks meet (`resolve_process`), and rank 0 resolves the others for all (`resolve_layout`).
 
-A run that is resumed on the same layout takes what it had decided (`as_before`): the order of sums depends on it, and
-with it their last bits, which must not depend on how full the machine is on the day of the resume.
+A run resumed on the same layout keeps its decisions (`as_before`): the order of sums depends on them, and a sum's last
+bits must not depend on how full the machine is at the resume.
 
-Nothing here imports torch before a decision needs it: a launcher that has nothing to count starts its ranks at once.
+torch is imported only by decisions that need it, so that a launcher without them starts its ranks two seconds earlier.
 """
 
 from __future__ import annotations
@@ -45,37 +45,37 @@ from meshwright.section import field_of, with_field
 PARTITION, LIMIT, SUMMA = "layout.pipeline.partition", "layout.pipeline.limit", "memory.summa"
 WIDENING = "precision.products"
 FIELDS = (PARTITION, LIMIT, SUMMA, WIDENING)
-"""The decisions that change the order of sums: checkpoints keep them."""
+"""Fields whose decision changes the order of sums; checkpoints keep them."""
 
 SECTIONS = ("model", "batch", "layout", "precision", "memory")
-"""The sections that decisions rest on. A run that is resumed with another one decides anew."""
+"""Sections that decisions depend on. A run resumed with a change in one of them decides again."""
 
 PRODUCTS = ("gather", "whole", "stream")
-"""Values of memory.summa, the one that needs most memory first."""
+"""Values of memory.summa, in descending order of memory."""
 
 
 class StageSizes(Protocol):
-    """The sizes of a layout's stages that decisions rest on, by stage: those of its first rank, which holds the most.
+    """Sizes by stage, each of the stage's first rank, which holds the most.
 
-    A run builds its stages on the meta device (stage_costs.py); the planner has recorded them (tools/plan).
+    A run builds its stages on the meta device (stage_costs.py); the planner has recordings of them (tools/plan).
     """
 
     def partition(self, config: Config) -> tuple[int, ...]:
-        """Layers a stage, where the config says auto or measured."""
+        """Number of layers of each stage, for `layout.pipeline.partition` auto or measured."""
 
     def fixed_bytes(self, config: Config) -> Sequence[int]:
-        """Weights, gradients and the optimizer's states in the device's memory."""
+        """Bytes of weights, gradients and the optimizer's states on the device."""
 
     def block_bytes(self, config: Config) -> Sequence[Sequence[int]]:
-        """The rank's block of each weight that takes part in 2-D products."""
+        """Bytes of the rank's block of each weight in 2-D products."""
 
     def microbatch_bytes(self, config: Config) -> Sequence[int]:
-        """The most that a microbatch in flight holds between two of its tasks, as the run recomputes."""
+        """Most bytes that a microbatch in flight holds between two of its tasks, under the run's recomputation."""
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """`config`: without autos. `notes`: a line for each decision that a user should know of."""
+    """`config`: without `auto`. `notes`: a line for each decision, for the user."""
 
     config: Config
     notes: tuple[str, ...] = ()
@@ -90,20 +90,20 @@ def this_machine() -> Machine:
     machine = Machine.here()
     if not has_gpu_driver():
         return machine
-    import torch  # two seconds, which machines without a GPU save
+    import torch  # takes two seconds, so only where there is a driver
 
     return replace(machine, gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0)
 
 
 def resolve(config: Config, machine: Machine) -> Resolved:
-    """The config that ranks on `machine` get. Raises ConfigError where the machine lacks what the config asks for."""
+    """The config of ranks on `machine`. Raises ConfigError where the machine lacks a device, rank or library."""
     process = resolve_process(config, machine)
     layout = resolve_layout(process.config, machine)
     return Resolved(layout.config, process.notes + layout.notes)
 
 
 def resolve_process(config: Config, machine: Machine) -> Resolved:
-    """Decide what a rank must know before it meets the others: device, threads, transport; and the microbatch."""
+    """Decide the fields by which ranks meet: device, threads, transport; and compile and the microbatch."""
     local = machine.ranks_here(config.layout.world_size)
     enough = machine.gpus >= _gpus_needed(config, local) or machine.own_gpu
     device = config.device if config.device != "auto" else ("cuda" if machine.gpus and enough else "cpu")
@@ -111,7 +111,7 @@ def resolve_process(config: Config, machine: Machine) -> Resolved:
     transport, notes = _transport(config, machine, device)
     if config.device == "auto" and machine.gpus and not enough:
         notes.append(f"device=auto takes cpu: {_counted(machine.gpus, 'GPU')} for {_counted(local, 'rank')} here")
-    # Told and not refused: one run file serves both our launcher and a cluster's.
+    # A note instead of an error: one run file serves our launcher and a cluster's.
     if config.restarts.times and machine.joined:
         notes.append(
             f"restarts.times={config.restarts.times} does nothing here: {machine.launcher} started this run, and only "
@@ -119,9 +119,9 @@ def resolve_process(config: Config, machine: Machine) -> Resolved:
         )
     if config.restarts.shrink and not (machine.joined or config.restarts.times):
         notes.append("restarts.shrink=true does nothing with restarts.times=0: this launcher starts no job again")
-    # Ranks of a node share its cores: more threads than cores would take turns.
+    # Ranks of a node share its cores.
     threads = config.threads if config.threads != "auto" else max(1, machine.cores // local)
-    # torch compiles for a CPU by a C++ compiler: asked for here, before any rank has begun.
+    # On a CPU torch.compile needs a C++ compiler. Checked before any rank starts.
     if config.compile == "islands" and device == "cpu" and not any(map(shutil.which, ("g++", "clang++"))):
         rule = "needs a C++ compiler, and none is here (apt-get install g++)"
         raise ConfigError.of("compile", "islands", rule, "none, auto")
@@ -146,10 +146,10 @@ def resolve_process(config: Config, machine: Machine) -> Resolved:
 
 
 def with_fewer_replicas(config: Config, most: int) -> Config | None:
-    """The config with the largest smaller number of replicas that is legal on at most `most` ranks, all else as it is.
+    """The config with fewer replicas: the largest number that is legal on at most `most` ranks.
 
-    Bits that are layout-free stay what they were; others differ in their last digits, as under any other layout. None
-    where no smaller number is legal: each must divide the batch into whole microbatches.
+    Under `bits: layout-free` the run's bits stay the same; else they differ in the last digits. None where no smaller
+    number of replicas divides the batch into whole microbatches.
     """
     config = with_field(config, "restarts.shrink", False)
     for size in range(config.layout.data.size - 1, 0, -1):
@@ -160,11 +160,10 @@ def with_fewer_replicas(config: Config, most: int) -> Config | None:
 
 
 def in_steps(config: Config, folder: Path) -> Resolved:
-    """The config whose `epochs` are `steps` as well: as many as see `epochs` times the samples of the prepared data in
-    `folder`, the last step's batch whole. A config without epochs stays as it is.
+    """Set `steps` to the batches in `epochs` passes over the prepared data in `folder`, rounded up.
 
-    Every rank of another launcher comes to the same number, since it opens the same folder. Raises ConfigError where
-    the data has no size, or the schedule's warm-up is longer than the run.
+    A config without epochs is returned unchanged. Ranks of another launcher open the same folder and get the same
+    number. Raises ConfigError where the data has no size, or the warm-up is longer than the run.
     """
     if config.epochs is None:
         return Resolved(config)
@@ -172,10 +171,9 @@ def in_steps(config: Config, folder: Path) -> Resolved:
     if not samples:
         rule = f"needs the number of samples, which data.kind={config.data.kind} does not tell"
         raise ConfigError.of("epochs", f"{config.epochs:g}", rule, "steps in place of epochs")
-    # The decimal as it was written, not its binary neighbour: 0.1 epochs of 1,000 samples are 100 of them. Rounded up,
-    # so that every sample is seen at least so often.
+    # From the decimal digits, not from the binary float: 0.1 epochs of 1,000 samples are exactly 100 samples.
     steps = math.ceil(Fraction(str(config.epochs)) * samples / config.batch.global_)
-    # The rule had to wait for the number of steps.
+    # Configs with epochs pass this rule unchecked when they are read.
     if problems := list(warmup_fits.check(config.model_copy(update={"steps": steps, "epochs": None}))):
         raise ConfigError(problems)
     note = f"{_counted(steps, 'step')} of batch.global={config.batch.global_}, of {samples} samples an epoch"
@@ -183,7 +181,7 @@ def in_steps(config: Config, folder: Path) -> Resolved:
 
 
 def _gpus_needed(config: Config, local: int) -> int:
-    """GPUs of `local` ranks on one host: each has its own, but ranks that are threads of one process share one."""
+    """GPUs for `local` ranks on one host: one each, or one for all where ranks are threads of one process."""
     transport = config.layout.transport
     return 1 if transport != "auto" and TRANSPORTS[transport].in_process else local
 
@@ -207,13 +205,13 @@ def _check_ranks(config: Config, machine: Machine, device: str, enough_gpus: boo
 
 
 def _transport(config: Config, machine: Machine, device: str) -> tuple[str, list[str]]:
-    """The transport, and why `auto` did not take MPI where it would have been first choice."""
+    """The transport, and a note where `auto` would have taken MPI but cannot."""
     asked = config.layout.transport
     if asked != "auto":
         if TRANSPORTS[asked].by_mpiexec and machine.launcher == "torchrun":
             raise ConfigError.of("layout.transport", asked, "cannot join a job of torchrun", "torch, or use mpirun")
         return asked, []
-    # MPI moves host memory alone here, and fsdp lives inside of torch.distributed.
+    # Our MPI transport moves host memory only, and fsdp works on torch.distributed's groups.
     if device != "cpu" or not config.layout.data.strategy.over_mpi or config.layout.world_size == 1:
         return "torch", []
     if not machine.has_mpi:
@@ -224,9 +222,9 @@ def _transport(config: Config, machine: Machine, device: str) -> tuple[str, list
 
 
 def resolve_layout(config: Config, machine: Machine, sizes: StageSizes | None = None) -> Resolved:
-    """Decide partition, products and limit, by what the stages hold of the rank's memory.
+    """Decide partition, 2-D products and limit, by the memory that the stages leave free.
 
-    `sizes`: the planner's records; by default the stages are built on the meta device.
+    `sizes`: the planner's recordings; None: stages are built on the meta device.
     """
     resolved = _resolve_widening(Resolved(config), machine)
     config = resolved.config
@@ -252,11 +250,10 @@ def resolve_layout(config: Config, machine: Machine, sizes: StageSizes | None = 
             rank_bytes = free_gpu_bytes(gpus) // (local // gpus)
         free = [max(0, rank_bytes - fixed) for fixed in sizes.fixed_bytes(resolved.config)]
         if decides_products(config):
-            # All stages multiply as the one can afford that has the least memory for its weights: the kits of a
-            # layout are one program, and a later stage needs no more than the first.
+            # One way for all stages, the one that the fullest stage affords: all ranks run the same program.
             q, blocks = dict(resolved.config.layout.axes)["row"], sizes.block_bytes(resolved.config)
             ways = [affordable_products(own, q, bytes_left) for own, bytes_left in zip(blocks, free, strict=True)]
-            if config.bits.layout_free:  # whose kernels get whole weights
+            if config.bits.layout_free:  # equal bits need products of whole weights
                 ways = [min(way, "whole", key=PRODUCTS.index) for way in ways]
             stage = max(range(len(ways)), key=lambda stage: (PRODUCTS.index(ways[stage]), -free[stage]))
             gathered = f"gathered weights of {_size(q * sum(blocks[stage]))} in {_size(free[stage])} of free memory"
@@ -267,7 +264,7 @@ def resolve_layout(config: Config, machine: Machine, sizes: StageSizes | None = 
 
 
 def _resolve_widening(resolved: Resolved, machine: Machine) -> Resolved:
-    """Decide how halves are multiplied: ranks on other CPUs than the one that is timed here do as this one."""
+    """Decide how CPUs multiply half precision, by timing this one; ranks on other CPUs take its decision."""
     precision = resolved.config.precision
     if precision.products != "auto" or precision.dtype not in ("bf16", "fp16"):
         return resolved
@@ -290,20 +287,20 @@ def decides_products(config: Config) -> bool:
 
 
 def affordable_products(block_bytes: Sequence[int], q: int, free_bytes: int) -> str:
-    """gather if the gathered weights take at most a quarter of the free memory; else whole, if the largest of them
-    takes at most an eighth; else stream. `block_bytes`: a rank's block of each weight, one of q in a row of ranks."""
+    """`gather` if all gathered weights take at most 1/4 of the free bytes, else `whole` if the largest takes at most
+    1/8, else `stream`. `block_bytes`: a rank's block of each weight, 1/q of the gathered weight."""
     if q * sum(block_bytes) <= free_bytes // 4:
         return "gather"
     return "stream" if q * max(block_bytes, default=0) > free_bytes // 8 else "whole"
 
 
 def _resolve_limit(resolved: Resolved, microbatch_bytes: Sequence[int], free: Sequence[int]) -> Resolved:
-    """All stages have as many microbatches in flight as the one that can hold the fewest in half of its memory; one
-    in each chunk at least, or none could return."""
+    """Limit microbatches in flight to what the fullest stage holds in half of its free memory, at least one a chunk:
+    with fewer no microbatch could pass through all chunks."""
     chunks = resolved.config.layout.pipeline.chunks
     count = resolved.config.num_microbatches * chunks
     pairs = zip(microbatch_bytes, free, strict=True)
-    # Half: the optimizer's states come later, and a count is no measurement.
+    # Half, since counted bytes leave out workspaces and what torch caches.
     limits = [max(chunks, min(count, free_bytes // 2 // max(1, each))) for each, free_bytes in pairs]
     stage = min(range(len(limits)), key=lambda stage: (limits[stage], free[stage]))
     limit = limits[stage]
@@ -316,18 +313,16 @@ def _size(num_bytes: int) -> str:
 
 
 def resolved_fields(asked: Config, resolved: Config) -> dict[str, Any]:
-    """The decisions that a checkpoint keeps, by field, as JSON writes them."""
+    """The decisions among FIELDS, by field, as JSON values for a checkpoint."""
     changed = [field for field in FIELDS if field_of(asked, field) != field_of(resolved, field)]
     return {field: field_of(resolved.model_dump(mode="json", by_alias=True), field) for field in changed}
 
 
 def as_before(config: Config, dump: Mapping[str, Any], resolved: Mapping[str, Any]) -> Config:
-    """The config of a resumed run with what it had decided. `dump`: the config that it had then.
-
-    Raises CheckpointError where what was decided is no legal value.
+    """The config of a resumed run with the decisions in `resolved`, unless a section of SECTIONS differs from `dump`,
+    the config of the run before. Raises CheckpointError where a decision is not a legal value.
     """
     own = config.model_dump(mode="json", by_alias=True)
-    # Decided anew where what the decisions rest on has changed: they would be of another run.
     if any(own[section] != dump.get(section) for section in SECTIONS):
         return config
     for field in FIELDS:

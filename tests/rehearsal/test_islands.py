@@ -25,6 +25,8 @@ from tests.workers import run_ranks
 pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="no C++ compiler here, which Inductor needs on a CPU"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch's compiler by itself
+    # torch's compiler imports setuptools, perhaps after another test has imported distutils.
+    pytest.mark.filterwarnings("ignore:Distutils was imported before Setuptools"),
 ]
 
 ONE = Grid((("data", 1),))
