@@ -24,6 +24,11 @@ from tests.tensor.test_equality import BLOCKS, ONE_D, SEQUENCE, config_for
 from tests.tools.verify.cases import Drawn
 from tests.workers import free_port, run_ranks
 
+MIXED = (
+    "zero1-megatron", "zero1-subgraph", "stages-megatron", "stages-subgraph", "three-kinds", "vit-2-D-and-data",
+)  # fmt: skip
+"""Layouts of 4 to 8 ranks whose axes others show, alone and beside 2-D: long."""
+
 WHOLE = {"kind": "none"}
 SUBGRAPH = {"kind": "subgraph", "size": 2}
 SCHEDULES = ("gpipe", "1f1b", "axonn", "message-driven")
@@ -115,8 +120,12 @@ def run(model: str, layout: dict[str, Any], orders: Sequence[str], folder: Path,
 
 @pytest.mark.parametrize(
     "model, layout, order",
-    [(*case[1:], ORDERS[number % len(ORDERS)]) for number, case in enumerate(layouts())],
-    ids=[case[0] for case in layouts()],
+    [
+        pytest.param(
+            *case[1:], ORDERS[number % len(ORDERS)], marks=pytest.mark.long if case[0] in MIXED else (), id=case[0]
+        )
+        for number, case in enumerate(layouts())
+    ],
 )
 def test_no_layout_waits_for_ever(model: str, layout: dict[str, Any], order: str, tmp_path: Path) -> None:
     run(model, layout, [order], tmp_path)
