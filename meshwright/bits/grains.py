@@ -1,10 +1,10 @@
-"""The grain: so many samples are computed at a time, whatever the microbatch, so that kernels get one shape.
+"""Grains: a fixed number of samples is computed at a time, so that kernels get one shape under every microbatch.
 
-Random numbers are the grain's, too: each part of the chain begins with those of (seed, sample, part), so that dropout's
-masks depend on no stage, replica or microbatch.
+Random numbers belong to the grain: each part of the chain is seeded by (seed, sample, part), so that dropout's masks do
+not depend on stage, replica or microbatch.
 
-Where an axis cuts a microbatch's rows, each of its ranks has its own grains, and goes through them in step with the
-others. Inside of branches (subgraph/) it sees the rows of all of them at once: one grain of each rank.
+Where an axis cuts a microbatch's rows, each rank has grains of its own rows and all ranks go through them together.
+Inside of branches (subgraph/) a rank computes one grain of each rank at once.
 """
 
 from __future__ import annotations
@@ -23,54 +23,53 @@ RunPart = Callable[..., Any]
 
 
 class SampleGrains:
-    """Grains of `samples` samples each, of microbatches of `micro`."""
+    """Grains of `samples` samples, of microbatches of `micro` samples."""
 
     def __init__(
         self, samples: int, micro: int, seed: int, *, shares: int = 1, share: int = 0, at_once: int = 1,
         inside: Collection[str] = (),
     ) -> None:  # fmt: skip
-        """`shares`: ranks among which a microbatch's rows are dealt out, of which this one has the `share`-th part.
-        `at_once`: the shares that a rank sees inside of branches; `inside`: the entries of a batch that are read there.
-        """
+        """`shares`: ranks that share a microbatch's rows; `share`: this rank's index among them. `at_once`: shares
+        computed at once inside of branches; `inside`: entries of a batch that branches read."""
         self.samples, self.seed, self.inside, self.at_once = samples, seed, inside, at_once
         self.micro, self.rows, self.share = micro, micro // shares, share
         self.count = self.rows // samples
-        """Grains of a microbatch, one after another."""
+        """Grains of a microbatch on this rank."""
         self.scale = 1.0
         """The step's loss scale."""
         self.first = 0
-        """The first sample of this replica's part of the step, counted from the run's first."""
+        """Number of this replica's first sample of the step, counted over the run."""
         self._grain = 0
-        """The first sample of the grain that goes forward, of the first share."""
+        """Number of the current grain's first sample, in the first share."""
         self._part = 0
         self._drawn = 0
-        """Numbers that blocks have drawn in this part of the chain."""
+        """Random numbers drawn in the current part of the chain."""
 
     def of(self, batch: Batch, incoming: Hidden) -> Iterator[tuple[Batch, Hidden]]:
-        """Each grain's rows of a microbatch, in order, in memory of its own. Of what all samples share (a bias on
-        attention, [1, A, T, T]) every grain has sent one."""
+        """Each grain's rows of a microbatch in order, copied. A tensor for all samples (an attention bias [1, A, T, T])
+        comes once from each grain."""
         for number in range(self.count):
             of_shares = {name: self.at_once if name in self.inside else 1 for name in batch}
             grain = {name: self._rows(x, number, of_shares[name]) for name, x in batch.items()}
             yield grain, tuple(self._rows(x, number, 1).detach().clone() for x in incoming)
 
     def _rows(self, x: Tensor, number: int, shares: int) -> Tensor:
-        """A grain's rows of x, of each of its `shares`; none of what another rank holds for all."""
+        """A grain's rows of x, which has rows of `shares` shares one after another."""
         every = len(x) // (shares * self.count)
         rows = x.unflatten(0, (shares, self.count * every))[:, number * every : (number + 1) * every]
         return rows.flatten(0, 1)
 
     def begin_step(self, first: int, scale: float) -> None:
-        """A step begins. `first`: this replica's first sample, counted from the run's first; `scale`: of the loss."""
+        """Begin a step. `first`: number of this replica's first sample in the run; `scale`: of the loss."""
         self.first, self.scale = first, scale
 
     def begin(self, microbatch: int, number: int) -> None:
-        """Grain `number` of a microbatch of this step goes forward."""
+        """Begin the forward pass of grain `number` of a microbatch."""
         self._grain = self.first + microbatch * self.micro + number * self.samples
 
     def draw(self, shares: int) -> list[int]:
-        """A number for the next masks of blocks, which is the grain's wherever it is computed: this rank's own or, of
-        several `shares`, each one's."""
+        """A seed for a block's next masks, equal wherever the grain is computed: of this rank's share, or one of each
+        of `shares`."""
         self._drawn += 1
         numbers = []
         for share in range(shares) if shares > 1 else [self.share]:
@@ -82,12 +81,13 @@ class SampleGrains:
         return seed_of(f"{self.seed}/dropout/{self._grain + share * self.rows}/{self._part}")
 
     def total_loss(self, losses: Sequence[Hidden]) -> Hidden:
-        """(The sum of the grains' losses,), in float64: multiples of one power of two, whose order cannot matter."""
+        """(Sum of the grains' losses,) in float64. Losses are rounded to multiples of one power of two, so that their
+        order does not matter."""
         rounded = [rounded_loss(loss, self.scale) for (loss,) in losses]
         return (torch.stack(rounded).sum(),)
 
     def seeded(self, run_part: RunPart) -> RunPart:
-        """run_part, each of whose parts begins with random numbers of its own."""
+        """run_part, which seeds torch's generator at the begin of each part."""
 
         def run(part: int, function: Callable[..., Any], *arguments: Any) -> Any:
             self._part, self._drawn = part, 0
@@ -97,7 +97,7 @@ class SampleGrains:
         return run
 
     def remembered(self, run_group: Callable[..., Any]) -> Callable[..., Any]:
-        """run_group, whose functions draw the same grain's numbers when they run again in a backward pass."""
+        """run_group, whose functions draw the same numbers again when a backward pass recomputes them."""
 
         def run(function: Callable[..., Any], *arguments: Any) -> Any:
             stands = self._grain, self._part, self._drawn

@@ -1,19 +1,19 @@
-"""More tensor ranks than key-value heads: a head lives on c = p / K neighbours, each of which has some of its queries.
+"""Grouped queries with more tensor ranks p than key-value heads K: c = p / K ranks copy a head and split its queries.
 
-A linear makes queries, keys and values of K groups, [H, K (G + 2) E]: each group has its G queries, its key, its value.
-The ranks of a group hold all its columns, [H, (G + 2) E], and multiply by some:
+One linear makes the queries, keys and values of K groups, [H, K (G + 2) E]: G queries, a key and a value each. The c
+ranks of a group hold all of the group's columns, [H, (G + 2) E], and multiply by some:
 
 | of a group's columns | i-th of c ranks multiplies by |
 |----------------------|-------------------------------|
 | G queries            | [i G/c, (i + 1) G/c)          |
-| key, value           | both, as the others do        |
+| key, value           | both, as the other c - 1 do   |
 
-So each has a part of the group's gradient: zero for the queries of others, for key and value that of its own queries.
-They are summed over the copies, once a step, as over any axis that feeds a parameter different inputs.
+Each rank's gradient is zero for the other ranks' queries, and for key and value covers its own queries only. The
+gradients are summed over the copies once a step.
 
-The other way (Megatron-LM's) cuts the columns into p runs, whatever is in them, and gathers what they make: c - 1 of c
-parts of [B, T, (G + 2) E] in each layer and microbatch, forward and backward. To hold the group's own queries alone
-would save (G - G/c) H E a rank, and make a parameter two boxes in a checkpoint.
+Alternative (Megatron-LM): cut the columns into p equal runs and gather the products, c - 1 of c parts of
+[B, T, (G + 2) E] in each layer and microbatch, forward and backward. Holding only its own queries would save a rank
+(G - G/c) H E elements, and make the parameter two boxes in a checkpoint.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from meshwright.parameters.shard import WriteGradient
 
 @dataclass(frozen=True)
 class HeadGroups:
-    """`count` key-value heads with `queries` queries each, all `width` wide."""
+    """`count` key-value heads of `width` elements, each read by `queries` queries."""
 
     count: int
     queries: int
@@ -37,12 +37,12 @@ class HeadGroups:
 
     @property
     def columns(self) -> int:
-        """Columns of the linear that makes them."""
+        """Columns of the linear that makes queries, keys and values."""
         return self.count * (self.queries + 2) * self.width
 
     def shared_by(self, ranks: int, rank: int, parts: int = 1, part: int = 0) -> SharedColumns:
-        """The columns, among those that the rank-th of `ranks` ranks holds, of its part-th of `parts` parts: all ranks'
-        parts are c times as many as groups."""
+        """The columns of part `part` (of `parts`) of rank `rank` (of `ranks`), among the columns that the rank holds.
+        ranks * parts is a multiple c of `count`."""
         copies, width, index = ranks * parts // self.count, self.width, rank * parts + part
         own, first = self.queries // copies * width, self.queries * width
         held = max(self.count // ranks, 1)
@@ -53,7 +53,7 @@ class HeadGroups:
 
 
 def part_columns(groups: int, width: int, parts: int) -> tuple[Columns, ...]:
-    """The columns of each of `parts` parts of `groups` groups that are each `width` wide here."""
+    """The columns of each of `parts` equal parts of a rank's columns, which are `groups` groups of `width`."""
     if parts == 1:
         return (ALL_COLUMNS,)
     own = width // parts
@@ -67,41 +67,41 @@ def part_columns(groups: int, width: int, parts: int) -> tuple[Columns, ...]:
 
 
 def shared_heads(heads: HeadGroups | None, blocks: Blocks) -> HeadGroups | None:
-    """Key-value heads that are fewer than all ranks' parts, several of which share one; else none."""
+    """`heads` if several parts (of all ranks) share a key-value head, else None."""
     return heads if heads is not None and heads.count < blocks.all_parts else None
 
 
 def columns_of_parts(
     outputs: tuple[int, ...], shared: HeadGroups | None, ranks: int, rank: int, parts: int
 ) -> tuple[Columns, ...]:
-    """The columns of each of a rank's parts of a linear with outputs (N,) or (groups, N/groups). `shared`: key-value
-    heads that are fewer than all ranks' parts."""
+    """The columns of each of a rank's parts of a linear with outputs (N,) or (groups, N/groups). `shared`: as
+    `shared_heads` returns."""
     if shared is not None:
         return tuple(shared.shared_by(ranks, rank, parts, part) for part in range(parts))
     return part_columns(1 if len(outputs) == 1 else outputs[0], outputs[-1] // ranks, parts)
 
 
 class Columns:
-    """The columns of its weight and its bias that a linear multiplies by and adds: all that this rank holds."""
+    """The columns of the rank's weight and bias that a linear uses; here all of them."""
 
     copies = 1
     copy = 0
-    """Which of the parts that have columns in common it is of."""
+    """Index among the `copies` parts that share columns."""
 
     def of(self, x: Tensor) -> Tensor:
-        """Those columns of x [..., N]."""
+        """The used columns of x [..., N]."""
         return x
 
     def num_of(self, held: int) -> int:
-        """How many of the columns held they are."""
+        """Number of used columns among `held`."""
         return held
 
     def like_held(self, x: Tensor) -> Tensor:
-        """A tensor as wide as what is held, of what is as wide as those columns; its values are no one's."""
+        """An uninitialised tensor as wide as the held columns, given x as wide as the used ones."""
         return x
 
     def write(self, write: WriteGradient) -> WriteGradient:
-        """Write the gradient of what is held, where `write` writes that of those columns."""
+        """Turns a function that writes the used columns' gradient into one that writes the held columns'."""
         return write
 
 
@@ -110,8 +110,7 @@ ALL_COLUMNS = Columns()
 
 @dataclass(frozen=True)
 class SharedColumns(Columns):
-    """Runs of the `held` columns, which `copies` ranks hold together; `copy`: which of those who have columns in common
-    it is."""
+    """`runs` (start, stop) of the `held` columns, of which `copies` ranks have copies; `copy`: index among them."""
 
     runs: tuple[tuple[int, int], ...]
     held: int

@@ -1,22 +1,22 @@
 """Records a rank's task on meta tensors: kernels and collectives in the order in which they begin.
 
-While a Recorder is entered, every operation on meta tensors is written down as a kernel, and memory is followed
-(memory/recompute.py). It is also the observer of a planned mesh (ranks/planned.py).
+While a Recorder is entered, it records each operation on meta tensors as a kernel and follows live memory
+(memory/recompute.py). It also observes the collectives of a planned mesh (ranks/planned.py).
 
 | kind      | a kernel that                                                                    |
 |-----------|----------------------------------------------------------------------------------|
 | product   | multiplies matrices                                                              |
-| attention | is a fused attention; of a causal one, half of the products are left out         |
+| attention | is a fused attention; a causal one counts half of the products                   |
 | special   | takes exponentials, logarithms, error functions: expensive on a CPU              |
 | random    | draws random numbers                                                             |
-| norm      | normalises rows: it reads them, and adds them up                                 |
-| norm back | is the backward pass of one, which adds up columns as well                       |
-| cast      | makes FP8 of half precision, in both orders of a matrix                          |
-| element   | does anything else, at the pace of the memory                                    |
+| norm      | normalises rows, which takes sums of rows                                        |
+| norm back | is a norm's backward pass, which takes sums of columns as well                   |
+| cast      | converts half precision to FP8, in both orders of a matrix                       |
+| element   | does anything else, at memory bandwidth                                          |
 
-Where a program fuses element kernels (Software.fuses_elements), those in a row are one: it reads what none of them has
-made, and writes what is still there when the next product, collective or lookup begins (torch.compile's Inductor, and
-the fused kernels of Transformer Engine, do so).
+Where a program fuses element kernels (Software.fuses_elements: torch.compile's Inductor, Transformer Engine),
+consecutive ones are one kernel: it reads tensors that none of them made, and writes tensors that are alive when the
+next product, collective or lookup begins.
 """
 
 from __future__ import annotations
@@ -43,9 +43,8 @@ LowProducts = Literal["fp8", "mxfp8"]
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """An operation on the device. `touched_bytes`: read and written. `elements`: of the largest tensor it touches.
-    `side`: of a product of m x n x k the cube root of mnk (of one of a batch); `members`: of the batch. `times`: so
-    many of the kind, one after the other."""
+    """An operation on the device. `touched_bytes`: read and written. `elements`: of the largest tensor among inputs and
+    results. `side`: cube root of m n k of one product of a batch of `members`. `times`: equal kernels in a row."""
 
     kind: KernelKind
     flops: float
@@ -59,8 +58,8 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A collective begins. `axes`: its comm's (`row`, `data+row`); `payload_bytes`: the whole tensor's, of which
-    ledger.py says who sends what; `root`: of a rooted verb, its index; `times`: so many, one after the other."""
+    """A collective begins. `axes`: of its comm (`row`, `data+row`); `payload_bytes`: of the whole tensor, of which
+    ledger.py says what is sent; `root`: rank index of a rooted verb; `times`: equal collectives in a row."""
 
     number: int
     axes: str
@@ -72,7 +71,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class WaitFor:
-    """The collective of that number must have ended before the rank goes on."""
+    """The rank waits for the end of the collective `Start.number`."""
 
     number: int
 
@@ -80,22 +79,21 @@ class WaitFor:
 _Event = Kernel | Start | WaitFor
 
 MemoryEvents = tuple[tuple[int, int], ...]
-"""(number, bytes) of storages in the order in which they come, and go (with less than no bytes). Of a part's recording
-each has its own number."""
+"""(storage number, bytes) in order; negative bytes: the storage is freed. Numbers are unique within a recording."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A task as it was recorded. `kept_bytes`: what it leaves in memory, less what it freed; `peak_bytes`: the most it
-    held above what was there when it began; `memory`: all of it, in order. `traffic`: what it sent, as a run's ledger
-    would say."""
+    """A recorded task. `kept_bytes`: live bytes at its end minus live bytes at its begin; `peak_bytes`: most live bytes
+    above those at its begin; `memory`: every allocation and free in order; `traffic`: sent bytes as a run's ledger has
+    them."""
 
     events: tuple[_Event, ...] = ()
     kept_bytes: int = 0
     peak_bytes: int = 0
     traffic: Mapping[tuple[str, str], Traffic] = field(default_factory=dict)
     leads: int = 1
-    """Ranks of which this one alone is at work, but between a verb from it and the next one to it (cSub)."""
+    """Ranks that wait while this one works, except between a verb it roots and the next one to it (sub-graphs)."""
     memory: MemoryEvents = ()
 
     @cached_property
@@ -112,7 +110,7 @@ Seconds = Callable[[Program], float]
 
 @dataclass(frozen=True)
 class Cost:
-    """A task's cost, or that of a part of one: memory as in a Program."""
+    """Seconds, bytes and flops of a task or a part of one; bytes as in Program."""
 
     seconds: float = 0.0
     kept_bytes: int = 0
@@ -134,7 +132,7 @@ class Cost:
         )
 
     def freeing(self, freed_bytes: int) -> Cost:
-        """This cost with so much less kept at the end."""
+        """This cost with `freed_bytes` less kept at the end."""
         return replace(self, kept_bytes=self.kept_bytes - freed_bytes)
 
     def extended(self, step: Cost, times: int) -> Cost:
@@ -148,7 +146,7 @@ class Cost:
 
 
 DISTINCT = 3
-"""Places in a step that a microbatch can have: first, between, last."""
+"""Programs of a task in a step: the first microbatch's, the last one's, and one for all between."""
 
 
 @dataclass(frozen=True)
@@ -161,20 +159,20 @@ class PieceCosts:
 
 
 def place(microbatch: int, num_microbatches: int) -> int:
-    """Which of a part's programs a microbatch runs."""
-    # The last makes gradients whole, also where it is the first or second of a short step.
+    """The index of a microbatch's program among at most DISTINCT."""
+    # The last microbatch completes gradients, also in a step of one or two microbatches.
     if microbatch == num_microbatches - 1:
         return min(num_microbatches, DISTINCT) - 1
     return min(microbatch, 1)
 
 
 _FLAT = frozenset(["mm", "addmm", "addmm_"])
-"""Products of linears, which FP8 has; attention's batched ones it has not."""
+"""Products of linears, which run in FP8; attention's batched products do not."""
 _FUSED = frozenset(["special", "random", "norm", "norm back", "element"])
 _PRODUCTS = {"mm": 0, "addmm": 1, "addmm_": 1, "bmm": 0, "baddbmm": 1, "baddbmm_": 1}
-"""Products of matrices, and at which argument the first factor is."""
+"""Products of matrices: index of the argument that is the first factor."""
 CONVOLUTIONS = {"convolution": 1, "convolution_backward": 2}
-"""Convolutions, and the number of products of a forward pass in each."""
+"""Convolutions: products in multiples of a forward pass."""
 ATTENTIONS = {
     "_scaled_dot_product_flash_attention_for_cpu": (0, 1.0),
     "_scaled_dot_product_flash_attention_for_cpu_backward": (1, 2.5),
@@ -183,7 +181,7 @@ ATTENTIONS = {
     "_scaled_dot_product_efficient_attention": (0, 1.0),
     "_scaled_dot_product_efficient_attention_backward": (1, 2.5),
 }
-"""Fused attentions, at which argument the query is, and their products in those of a forward pass."""
+"""Fused attentions: index of the argument that is the query, and products in multiples of a forward pass."""
 SPECIAL = frozenset([
     "exp", "log", "tanh", "sigmoid", "gelu", "gelu_backward", "silu", "silu_backward", "erf", "logsumexp",
     "softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax",
@@ -194,18 +192,18 @@ NORMS: dict[str, KernelKind] = {
 }  # fmt: skip
 RANDOM = frozenset(["bernoulli", "native_dropout", "uniform", "normal", "rand_like", "rand"])
 LOOKUPS = frozenset(["embedding", "gather", "index", "index_select"])
-"""They read as much of their first tensor as they make."""
+"""Operations that read as many bytes of their first tensor as they write."""
 UPDATES = frozenset(["index_put_", "index_add_", "scatter_", "scatter_add_"])
-"""They read and write as much of their first tensor as the last one has."""
+"""Operations that read and write as many bytes of their first tensor as their last one has."""
 NOTHING = frozenset(["empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"])
-"""They take memory and no time."""
+"""Operations that allocate and launch no kernel."""
 _OUT = re.compile("(.*_)?out")
-"""Overloads that write to a tensor of the caller's."""
+"""Overloads that write into a tensor given by the caller."""
 
 
 @dataclass(frozen=True)
 class UnderWay:
-    """A recorded collective: waiting for it is written down."""
+    """The Work of a recorded collective; `wait` records a WaitFor."""
 
     wait_for: Callable[[], None]
 
@@ -219,9 +217,9 @@ _Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 @dataclass(slots=True)
 class _Known:
-    """An operation on tensors of given forms. `results`: of each the form of a new tensor, the number of the given one
-    that comes back, or None; no results where torch must be asked each time, since they lie in memory of given ones.
-    `kind`: of the list that they come in; None: one, in none. `kernel`: if forms alone decide it."""
+    """An operation's results for inputs of given forms. `results`: of each the form of a new tensor, the index of the
+    input that is returned, or None; empty where results are views of inputs, for which torch is asked each time.
+    `kind`: list or tuple of results; None: a single one. `kernel`: set where forms alone determine it."""
 
     results: tuple[_Form | int | None, ...] = ()
     kind: type | None = None
@@ -229,12 +227,12 @@ class _Known:
 
 
 _KNOWN: dict[Hashable, _Known] = {}
-"""By operation and the forms that it is given."""
+"""_Known by (operation, forms of its inputs)."""
 _META = torch.device("meta")
 
 
 def _shapes_in(values: Iterable[Any]) -> tuple[Hashable, ...]:
-    """Values of which each tensor is its shape, strides and dtype. Raises TypeError for a tensor that is not meta."""
+    """The values, with (shape, strides, dtype) for each tensor. Raises TypeError for a tensor that is not meta."""
     shapes: list[Hashable] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -244,7 +242,7 @@ def _shapes_in(values: Iterable[Any]) -> tuple[Hashable, ...]:
         elif isinstance(value, list | tuple):
             shapes.append(_shapes_in(value))
         else:
-            # 1, 1.0 and True are equal, and make different tensors.
+            # 1, 1.0 and True are equal as keys but give tensors of different dtypes.
             shapes.append((type(value), value))
     return tuple(shapes)
 
@@ -254,7 +252,7 @@ def _form_of(x: Tensor) -> _Form:
 
 
 def _known_of(result: Any, given: list[Tensor], before: list[_Form]) -> _Known:
-    """The entry of a call's results in _KNOWN. `before`: the forms of what it was given, before it began."""
+    """The entry of _KNOWN for a call. `before`: forms of the inputs before the call."""
     several = type(result) in (list, tuple)
     if not (several or isinstance(result, Tensor)):
         return _Known()
@@ -278,14 +276,14 @@ def _known_of(result: Any, given: list[Tensor], before: list[_Form]) -> _Known:
 
 
 def _is_apart(x: Tensor) -> bool:
-    """Whether no two elements of a tensor lie in one place, as far as its form shows it."""
+    """Whether a tensor's strides show that no two elements share memory."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.numel() <= extent
 
 
 class Recorder(LiveBytes):
-    """Records the programs of a rank. `fuses_dropout`, `fuses_elements`: as Software has them; `fast_norms`: norms go
-    at the memory's pace; `products`: the format of half-precision products of matrices."""
+    """Records the programs of a rank. `fuses_dropout`, `fuses_elements`: as in Software; `fast_norms`: norms run at
+    memory bandwidth; `products`: the format in which linears multiply half precision."""
 
     def __init__(
         self, *, fuses_dropout: bool = False, fuses_elements: bool = False, fast_norms: bool = False,
@@ -295,8 +293,8 @@ class Recorder(LiveBytes):
         self._fuses_dropout, self._fuses_elements = fuses_dropout, fuses_elements
         self._fast_norms, self._products = fast_norms, products
         self._row = _Row()
-        self._casts: dict[int, weakref.ref[Any]] = {}  # storages of which there is an FP8 copy
-        self._dropped: int | None = None  # the storage that the last kernel, a dropout, has written
+        self._casts: dict[int, weakref.ref[Any]] = {}  # storages that have an FP8 copy
+        self._dropped: int | None = None  # storage written by the last kernel, if it is a dropout
         self._events: list[_Event] = []
         self._memory: list[tuple[int, int]] = []
         self._starts = 0
@@ -305,12 +303,12 @@ class Recorder(LiveBytes):
     def result_of(
         self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: list[Tensor]
     ) -> tuple[Any, _Known | None]:
-        """The operation's results on meta tensors, which hang on forms alone: torch is asked once for each."""
-        # Most of a recording's seconds were torch's own, which finds a meta tensor's form by steps in Python.
+        """The operation's results on meta tensors. They depend on forms alone, so torch is asked once for each form."""
+        # torch computes a meta result's form in Python, which took most of a recording's time.
         try:
             key = id(op), _shapes_in(args), (_shapes_in(kwargs.values()), tuple(kwargs)) if kwargs else None
             known = _KNOWN.get(key)
-        except TypeError:  # an argument that has no hash, or is no meta tensor
+        except TypeError:  # an argument that cannot be hashed, or a tensor that is not meta
             return op(*args, **kwargs), None
         if known is None:
             before = [_form_of(x) for x in given]
@@ -331,9 +329,9 @@ class Recorder(LiveBytes):
         new: list[Tensor],
     ) -> None:  # fmt: skip
         name, mutates, overwrites = _facts(op)
-        # A view makes no storage and writes nothing: torch launches no kernel for it.
+        # torch launches no kernel for a view, which neither allocates nor writes.
         if name not in NOTHING and (new or mutates or not results):
-            # An out= overload is also given what it writes, last, and does not read it.
+            # The last inputs of an out= overload are written, not read.
             given = given[: len(given) - len(results)] if overwrites else given
             kernel = known.kernel if known is not None else None
             if kernel is None:
@@ -354,20 +352,19 @@ class Recorder(LiveBytes):
                 return
             self._end_row()
             if name == "add" and self._dropped is not None and self._dropped in map(self.number_of, given):
-                # One kernel for dropout and the residual's sum: what the first would write and the second read back
-                # never goes through memory. Here and not on tensors, since a dropout may have no sum after it.
+                # Dropout and the residual's sum are one kernel: the bytes between the two are neither written nor read.
                 dropout = self._events.pop()
                 assert isinstance(dropout, Kernel)
                 touched = dropout.touched_bytes + kernel.touched_bytes - 2 * _size_bytes(results[0])
                 kernel = replace(dropout, touched_bytes=touched)
             self._events.append(kernel)
-            # native_dropout gives its output and its mask; the sum reads the first.
+            # native_dropout returns (output, mask); the residual's sum reads the output.
             drops = self._fuses_dropout and name == "native_dropout"
             self._dropped = self.number_of(results[0]) if drops else None
 
     def _cast(self, operands: Iterable[Tensor]) -> None:
-        """Casts of a product's operands that are not there yet: each is read once, and written in both orders of its
-        elements, since FP8 products take one order alone (Transformer Engine's cast_transpose)."""
+        """Record a cast of each operand without an FP8 copy. A cast reads once and writes both orders of the matrix:
+        FP8 products take one order only (Transformer Engine's cast_transpose)."""
         for x in operands:
             storage = x.untyped_storage()
             known = self._casts.get(storage._cdata)
@@ -377,7 +374,7 @@ class Recorder(LiveBytes):
                 self._write(Kernel("cast", 0.0, size, x.numel(), "bf16", times=self._ledger.times))
 
     def _end_row(self) -> None:
-        """Write down the element kernels in a row as one."""
+        """Record the pending element kernels as one."""
         if self._row.kernels:
             self._events.append(self._row.fused({number for number, _ in self._storages.values()}))
             self._row = _Row()
@@ -397,15 +394,15 @@ class Recorder(LiveBytes):
         self._memory.append((number, size))
 
     def taken_memory(self) -> MemoryEvents:
-        """Storages that have come and gone since a program was recorded, or this was asked."""
+        """Allocations and frees since the last program or the last call."""
         events = tuple(self._memory)
         self._memory.clear()
         return events
 
     @contextmanager
     def program(self, ledger: Ledger) -> Iterator[Callable[[], Program]]:
-        """Record what is done inside; the function that it gives makes the program of it, afterwards."""
-        # Peak and kept bytes are counted from what is alive now: earlier tasks' activations are theirs.
+        """Record the operations inside of the context; the yielded function returns their Program afterwards."""
+        # Peak and kept bytes are relative to what is alive now, which belongs to earlier tasks.
         before = self.live
         self._events, self.peak, self._ledger, self._dropped = [], before, ledger, None
         self._row = _Row()
