@@ -1,26 +1,25 @@
-"""Gradients kept as slices: each bucket is summed as soon as a microbatch has filled it, and its memory given back.
+"""Gradients kept as slices: a bucket is summed when a microbatch has filled it, and its memory is freed.
 
 | sync  | gradients of S bytes           | the optimizer steps | then       | a rank sends, m microbatches        |
 |-------|--------------------------------|---------------------|------------|-------------------------------------|
 | zero2 | reduce-scatter each microbatch | 1/n                 | all-gather | m (n-1)/n S + (n-1)/n P             |
 
-ZeRO-2 (arXiv 1910.02054, section 5.2). A rank holds its slice of every gradient and, while a backward pass runs, of
-each kind of buckets the one that is being filled, the one before it, whose sum travels meanwhile, and a tied table's,
-which is filled from the head's backward pass to the embeddings'. With one microbatch it sends what zero1
-sends; each further one costs another reduce-scatter, which is the price of not holding whole gradients between them.
+ZeRO-2 (arXiv 1910.02054, section 5.2). A rank holds its slice of every gradient. During a backward pass it also holds,
+for each kind of bucket, three whole ones: the bucket being filled, the bucket before it on its way, and a tied table's,
+which is filled from the head's backward pass to the embedding's. With one microbatch a step sends what zero1 sends;
+each further microbatch costs one more reduce-scatter, the price of not holding whole gradients in between.
 
-A bucket is sliced over all axes that it is summed over but two, whose ranks keep the same slices and sum them once a
-step: the pipeline's ends, which come to a tied table at different moments, and the shard groups of hybrid sharding
-(HSDP, arXiv 2304.11277, section 3.2.2). Groups of whole models sum a slice under the rest of the last backward pass,
-as soon as their ranks have it; beside stages, whose weight gradients come in an order of their own, behind it.
+A bucket is sliced over all axes of its sum except two, along which ranks hold equal slices and sum them once a step:
+the pipeline's ends, which finish a tied table at different times, and the shard groups of hybrid sharding (HSDP, arXiv
+2304.11277, section 3.2.2). Without stages, groups sum a slice under the rest of the last backward pass; with stages,
+whose replicas order their weight gradients differently, after it.
 
-Where weight gradients are tasks of their own (W), a parameter whose gradient comes already with B (norms, tables) runs
-ahead of its bucket's others by as many microbatches as messages have made it. What is summed together must not depend
-on that, or two equal runs would round differently: such a bucket adds up in whole, and is summed at the step's end.
-So does a tied table of which one stage holds both ends, each in a chunk of its own.
+With W tasks (deferred weight gradients), parameters whose gradients come with B (norms, tables) run ahead of their
+bucket's others by a number of microbatches that depends on message timing. Sums must not depend on timing, or equal
+runs would round differently: such a bucket accumulates whole gradients and is summed at the step's end, and so does a
+tied table whose two ends are chunks of one stage.
 
-Each chunk of a stage that has several fills buckets of its own, in the order of the microbatches whatever the others
-do.
+With several chunks a stage, each chunk has buckets of its own, filled in the order of microbatches.
 """
 
 from __future__ import annotations
@@ -39,30 +38,30 @@ from meshwright.ranks.mesh import Mesh
 
 
 class Zero2(Zero1):
-    """Rank r owns the r-th slice of every bucket, and holds no more of its gradients than that."""
+    """Rank r holds the r-th slice of every bucket's gradients and optimizer states."""
 
 
 class SlicedSum(BucketSum):
-    """A bucket whose gradients are summed in each microbatch into a slice, which the slot holds, and else have no
-    memory. It is filling again when a microbatch's sum is in the slice."""
+    """A bucket that is summed in each microbatch into a slice of the slot. Between sums its whole gradients have no
+    memory."""
 
     def __init__(self, bucket: Bucket, mesh: Mesh, policy: Policy) -> None:
         super().__init__(bucket, mesh, policy)
         self.copies = mesh.comm(*(axis for axis in bucket.sum_axes if axis not in slice_axes(bucket.sum_axes)))
-        """The ranks that hold the same slice."""
+        """The ranks with a copy of the slice."""
         self.across: Work | None = None
-        """The slice's sum over them, once a step."""
+        """The slice's sum over `copies`, once a step."""
         self.waits = len(bucket.chunks) > 1
-        """Whether the bucket adds up in whole, and is summed at the step's end."""
+        """Whether the bucket accumulates whole gradients until the step's end."""
         self.times_left = 0
-        """How often the bucket has left in this step: once in each microbatch, or at the step's end."""
+        """Number of the bucket's sums begun in this step."""
         self.last = False
-        """Whether the bucket has left for the last time in the step: then its slice may go on to the other groups."""
+        """Whether the step's last sum of the bucket has begun, after which `copies` may sum the slice."""
         free(bucket.gradients)
 
     def make_comm(self) -> Comm:
-        """Verbs that travel: a backward pass begins them bucket by bucket, and meeting all ranks for each would make
-        the first wait for the last as often."""
+        """A comm with asynchronous verbs: with a meeting of all ranks at each bucket, the fastest would wait for the
+        slowest each time."""
         return self.mesh.comm(*slice_axes(self.bucket.sum_axes)).under_way()
 
     def make_slot(self) -> Slot:
@@ -90,7 +89,7 @@ class SlicedSum(BucketSum):
         self.times_left += 1
 
     def collect(self) -> None:
-        """Wait for a microbatch's sum, if one is under way, add it to the slice, and give its memory back."""
+        """Wait for the sum under way, if any, add it to the slice, and free the whole gradients."""
         if self.state is not State.SUMMING:
             return
         super().end()
@@ -105,7 +104,7 @@ class SlicedSum(BucketSum):
             self.cross()
 
     def cross(self) -> None:
-        """Sum the slice, which is complete, over those who hold the same one."""
+        """Begin the sum of the complete slice over `copies`."""
         self.collect()
         if self.across is None:
             self.across = self.copies.all_reduce(self.slice, wait=False)
@@ -120,15 +119,15 @@ class SlicedSum(BucketSum):
         self.times_left, self.last, self.across = 0, False, None
 
     def fills_with(self, other: SlicedSum) -> bool:
-        """Whether the other bucket is full at about the same time."""
+        """Whether the other bucket becomes full at about the same time."""
         return self is other
 
 
 class Sharded(Synchroniser):
     """Sums each bucket in every microbatch into slices that the slots hold.
 
-    A backward pass waits, when a bucket is full, for the sum of the one before, so that few are whole at a time. The
-    ranks of a sum do their tasks in one order (Layout.peer_axes), so that none of them waits for one that waits for it.
+    When a bucket is full, the backward pass waits for the sum of the bucket before, which bounds the whole buckets. The
+    ranks of a sum do their tasks in one order (Layout.peer_axes), so that no two wait for each other.
     """
 
     every_microbatch = True
@@ -138,7 +137,7 @@ class Sharded(Synchroniser):
 
     @classmethod
     def held(cls, buckets: Sequence[BucketBytes]) -> HeldBytes:
-        """Slices of gradients; and whole those that wait, and of each kind the three that are largest."""
+        """Bytes of all slices, of whole buckets that wait, and of the three largest buckets of each kind."""
         by_kind: defaultdict[Hashable, list[int]] = defaultdict(list)
         for each in buckets:
             if not each.waits:
@@ -149,7 +148,7 @@ class Sharded(Synchroniser):
         return super().held(buckets)._replace(gradients=slices, passing_gradients=late + at_once)
 
     def filled(self, parameter: nn.Parameter) -> None:
-        """A parameter has its gradient of a microbatch. Buckets of its chunk that are full leave, in their order."""
+        """Note a parameter's gradient of a microbatch, and begin the sums of its chunk's full buckets in order."""
         one, chunk = self._sum_of[parameter], self.gradients.user
         if self.gradients.defers:  # it did not wait for W, as others of its bucket may
             one.waits = True
@@ -157,8 +156,8 @@ class Sharded(Synchroniser):
         if one.state is not State.FULL and not one.waits:  # nothing can leave now that could not before
             return
         order = [one for one in self.sums if not one.waits and one.bucket.chunks in ((), (chunk,))]
-        # The first that has left in fewer microbatches than others; up to the last, for one without an element here is
-        # full again at once.
+        # The bucket with the fewest sums begun comes first. Ends at the last bucket: one without elements on this rank
+        # is full again at once.
         while order and (following := min(order, key=lambda one: one.times_left)).state is State.FULL:
             self._leave(following)
             if following is order[-1]:
@@ -171,7 +170,7 @@ class Sharded(Synchroniser):
         return self._ended()
 
     def _leave(self, one: SlicedSum) -> None:
-        """Start a bucket's sum, when those that fill at another time have ended."""
+        """Begin a bucket's sum after the sums of buckets that fill at other times have ended."""
         for other in self.sums:
             if not one.fills_with(other):
                 other.collect()
@@ -184,13 +183,13 @@ class Sharded(Synchroniser):
 
 
 class GroupedSum(BucketSum):
-    """A bucket of which each shard group steps all slices: what a group has summed, the others' ranks with the same
-    slice sum over each other."""
+    """A bucket under zero1 with shard groups: each group reduces it to slices, and ranks with equal slices sum these
+    over the groups."""
 
     def __init__(self, bucket: Bucket, mesh: Mesh, policy: Policy) -> None:
         super().__init__(bucket, mesh, policy)
         self.copies = mesh.comm(*(axis for axis in bucket.sum_axes if axis not in group_axes(bucket.sum_axes)))
-        """The ranks that step the same slice."""
+        """The ranks that step a copy of the slice."""
         self.across: Work | None = None
 
     def make_comm(self) -> Comm:
@@ -226,12 +225,12 @@ class Grouped(Synchroniser):
 
 
 def free(x: Tensor) -> None:
-    """Give a tensor's memory back; the tensor and all views of it stay, to be allocated again."""
+    """Free a tensor's memory; the tensor and its views stay valid for `allocate`."""
     x.untyped_storage().resize_(0)
 
 
 def allocate(x: Tensor) -> None:
-    """Give a tensor that was freed memory again, with any values."""
+    """Allocate memory for a freed tensor; its values are undefined."""
     storage = x.untyped_storage()
     if storage.nbytes() == 0:
         storage.resize_(x.numel() * x.element_size())

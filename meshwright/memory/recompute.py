@@ -1,13 +1,11 @@
-"""Activation checkpointing: keep what groups of layers read, and compute what is between again in the backward pass.
+"""Activation checkpointing: keep the inputs of groups of layers, and recompute activations in the backward pass.
 
-Chen et al., arXiv 1604.06174. torch's own checkpoint, which gives the second pass the random numbers of the first, so
-that dropout masks are the same. In a stage of l of the network's N layers, groups of a cost about l/a inputs and the
-activations of a layers: least where a is near √N (AxoNN, arXiv 2110.13005, section 4.2).
+Chen et al., arXiv 1604.06174, by torch's checkpoint, which restores the random numbers of the first pass, so that
+dropout masks are equal. In a stage of l of the network's N layers, groups of a layers keep about l/a inputs and the
+activations of a layers, least for a near √N (AxoNN, arXiv 2110.13005, section 4.2). Groups of one layer held half of
+these groups' peak in our measurements, in the same time (docs/memory.md).
 
-`LiveBytes` follows what a forward pass keeps, and what is left of it at any time.
-
-Not everything is worth it: GELU alone is never recomputed, since the next linear keeps its output anyway. Groups of one
-layer held half as much at the peak as the paper's in our measurements, at no more time (docs/memory.md).
+GELU alone is never recomputed: the next linear keeps its output anyway. `LiveBytes` counts live activation bytes.
 """
 
 from __future__ import annotations
@@ -26,17 +24,17 @@ from torch.utils.checkpoint import checkpoint
 
 
 def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
-    """function(*arguments), of which only the arguments are kept."""
-    # torch advises against its reentrant form, which also asks that some argument requires a gradient.
+    """function(*arguments); keeps only the arguments for the backward pass."""
+    # torch advises against the reentrant form, which also needs an argument that requires a gradient.
     return checkpoint(function, *arguments, use_reentrant=False)
 
 
 class _Keeping(TorchDispatchMode):
-    """The results of some operations of a first pass, and the second pass that takes them instead of computing again:
-    attention's kernels, and every second product (torchtitan's selective checkpointing by operation).
+    """Keeps the results of attention kernels and of every second product in the first pass, for the second pass to
+    return instead of computing them (selective checkpointing by operation, as in torchtitan).
 
-    torch's own (create_selective_checkpoint_contexts) counts every operation of both passes, and fails where ranks are
-    threads, of which the last to come does a collective's work for all.
+    torch's create_selective_checkpoint_contexts counts every operation of both passes, and fails where ranks are
+    threads: the last thread to arrive does a collective's operations for all.
     """
 
     def __init__(self, kept: deque[Any], *, again: bool) -> None:
@@ -54,13 +52,13 @@ class _Keeping(TorchDispatchMode):
         if self._again:
             return self._kept.popleft()
         result = op(*args, **(kwargs or {}))
-        # Another tensor on the same memory: the graph of the first pass hangs on the one that is given.
+        # A new tensor on the same memory: the original is part of the first pass's autograd graph.
         self._kept.append(tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, result))
         return result
 
 
 def recomputed_but_kept(function: Callable[..., Any], *arguments: Any) -> Any:
-    """function(*arguments), of which the arguments and the results of some operations (`_Keeping`) are kept."""
+    """function(*arguments); keeps the arguments and the results of some operations (`_Keeping`)."""
     kept: deque[Any] = deque()
     return checkpoint(
         function,
@@ -71,23 +69,23 @@ def recomputed_but_kept(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def groups_of(layers: Sequence[int], every: int) -> tuple[Sequence[int], ...]:
-    """The layers in groups of `every`; the last one takes what is left."""
+    """The layers in groups of `every`; the last group may be shorter."""
     return tuple(layers[start : start + every] for start in range(0, len(layers), every))
 
 
 def best_group(stage_layers: int, network_layers: int) -> int:
-    """The factor of a stage's layers nearest to the square root of the network's; of two as near, the smaller."""
-    # Factors alone: the paper's formula is of groups of equal length.
+    """The divisor of a stage's layers nearest to √(the network's layers); the smaller of two as near."""
+    # Divisors only: the paper's formula assumes groups of equal length.
     factors = [size for size in range(1, stage_layers + 1) if stage_layers % size == 0]
     return min(factors, key=lambda size: abs(size - math.sqrt(network_layers)), default=1)
 
 
 class LiveBytes(TorchDispatchMode):
-    """The bytes of tensors that are alive, followed from operation to operation, on meta tensors as on real ones.
+    """Counts the bytes of live tensors after each operation, on meta and real devices alike.
 
-    A storage counts from the operation that makes it until the last tensor on it is gone. What operations allocate
-    inside of themselves is not seen, nor what other threads allocate. `live`: bytes of what was made while this was
-    entered and is still there; `peak`: the most that ever was.
+    A storage counts from the operation that allocates it until its last tensor is deleted. Workspaces inside of
+    operations and allocations of other threads are not seen. `live`: bytes allocated while entered and still alive;
+    `peak`: the maximum of `live`.
     """
 
     def __init__(self) -> None:
@@ -99,19 +97,18 @@ class LiveBytes(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # What torch wraps around each operation, so that its compiler keeps out: nobody compiles what is followed.
+        # torch would wrap each operation to keep its compiler out; nothing here is compiled.
         return False
 
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        # In a backward pass a mode of functions (on_device.py) would be asked of each look at a tensor here.
+        # In a backward pass a TorchFunctionMode (on_device.py) would intercept each attribute access below.
         with torch._C.DisableTorchFunction():
             given = [*tensors_in(args), *(tensors_in(kwargs.values()) if kwargs else ())]
             result, known = self.result_of(op, args, kwargs or {}, given)
             results = [result] if isinstance(result, Tensor) else list(tensors_in((result,)))
-            # By storage, not by tensor: a view allocates nothing, and an operation in place gives back what it was
-            # given.
+            # By storage, not by tensor: views and in-place results allocate nothing.
             there = {x.untyped_storage()._cdata for x in given}
             new = [x for x in results if x.untyped_storage()._cdata not in there]
             for x in new:
@@ -122,19 +119,17 @@ class LiveBytes(TorchDispatchMode):
     def result_of(
         self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: list[Tensor]
     ) -> tuple[Any, Any]:
-        """op(*args, **kwargs), for subclasses that know it already, and what they know of it. `given`: the tensors
-        among its arguments."""
+        """(op(*args, **kwargs), the subclass's record of it). `given`: the tensors among the arguments."""
         return op(*args, **kwargs), None
 
     def note(
         self, op: Any, args: tuple[Any, ...], known: Any, given: list[Tensor], results: list[Tensor], new: list[Tensor]
     ) -> None:
-        """For subclasses that write operations down. `known`: of `result_of`; `new`: the results that are no views of
-        what was given."""
+        """A subclass's hook after each operation. `known`: from `result_of`; `new`: results that are no views of
+        inputs."""
 
     def changed(self, number: int, size: int) -> None:
-        """For subclasses that write memory down: the storage of that number has come, with so many bytes, or has gone,
-        with so many less than none."""
+        """A subclass's hook for memory: storage `number` was allocated (size > 0) or freed (size < 0, in bytes)."""
 
     def _follow(self, x: Tensor) -> None:
         storage = x.untyped_storage()
@@ -144,7 +139,7 @@ class LiveBytes(TorchDispatchMode):
             return
         self.live += size
         self.peak = max(self.peak, self.live)
-        # Addresses are used again once a storage is gone; numbers are not.
+        # Addresses are reused after a free; numbers are not.
         self._number += 1
         number = self._number
         self.changed(number, size)
@@ -154,17 +149,17 @@ class LiveBytes(TorchDispatchMode):
             self.live -= size
             self.changed(number, -size)
 
-        # Weak, so that following a tensor does not keep it: its end is what is looked for.
+        # A weak reference: a strong one would keep the storage alive.
         self._storages[address] = number, weakref.ref(storage, gone)
 
     def number_of(self, x: Tensor) -> int:
-        """The number of a tensor's storage; of one that was not made here its address, less than nothing."""
+        """The number of a tensor's storage; for a storage allocated before, its negative address."""
         address: int = x.untyped_storage()._cdata
         return self._storages[address][0] if address in self._storages else -address
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among an operation's arguments or results, and in lists of them."""
+    """The tensors among an operation's arguments or results, also inside of lists and tuples."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

@@ -1,26 +1,23 @@
 """The pipeline phase of a step: the pipeline's own engine on the virtual clock, however many microbatches there are.
 
-The middle of a long step repeats itself, so a shorter step is simulated, and what it leaves out is added:
+The middle of a long step is periodic, so a shorter step is simulated and extended:
 
-| the shorter step is long enough when                                | and a step of more microbatches takes          |
+| the shorter step is long enough when                                | and each further microbatch adds               |
 |---------------------------------------------------------------------|------------------------------------------------|
-| all stages do what they did a period before (`_period`)             | more periods, and holds as much                |
-| a further microbatch takes as long as the slowest stage works on it | more of that; without a limit it holds more    |
+| the pipeline's state recurs (`_period`)                             | its share of a period, and no memory           |
+| one microbatch more takes the slowest stage's seconds               | these seconds; without a limit also memory     |
 
-The first is exact: what a stage does hangs on the state of the pipeline alone, and a state that comes back brings all
-that followed it. So is the second under GPipe, whose stages do one kind of task at a time: its seconds are the longest
-of many sums, each of which grows by the same for each microbatch, so that they never grow faster than by the slowest F
-and the slowest B, and once they do they always will. Elsewhere no step can be faster than its slowest stage, and one
-that has come to its pace keeps it up to what its first and last microbatches differ by. Tests hold all of it against
-whole simulations. Where neither shows in MOST_TASKS tasks, the two longest steps are continued in a line.
+The first is exact: what a stage does depends on the pipeline's state alone. The second is exact under GPipe, whose
+stages do one kind of task at a time: its seconds are a maximum of sums that grow by a constant for each microbatch, at
+most by the slowest F and the slowest B, and from then on always. Under other schedules no step is faster than its
+slowest stage, and a step at this pace keeps it but for its first and last microbatches. Tests compare with whole
+simulations. If neither happens within MOST_TASKS tasks, the two longest steps are extrapolated linearly.
 
-The end of a step on the virtual clock: gradients' sums after the pipeline (passes.py), the optimizer, publishing.
-
-Each stage's ranks do the same at the same time, so one of them stands for all. Buckets leave when the last task that
-writes them has passed the links of their parameters, and travel one after the other beside what is left of it. The
-optimizer begins when all gradients are there and the norm is known; an offloaded one that does not need the norm takes
-each bucket as it comes. What owners publish travels under the next step's first forward pass, in whose order it sets
-out; a step is as long as from one such pass to the next.
+The end of a step: gradients' sums after the pipeline, the optimizer, publishing. All ranks of a stage do the same, so
+one is simulated. A bucket leaves when the last task that writes it has passed the bucket's layers; buckets travel one
+after another, under the rest of that task. The optimizer begins when all gradients and the norm are there; an
+offloaded optimizer that needs no norm takes each bucket as it arrives. Published weights travel under the next step's
+first forward pass in its order. A step's seconds are from one first forward pass to the next.
 """
 
 from __future__ import annotations
@@ -43,34 +40,34 @@ from meshwright.tools.plan.recorder import Cost, PieceCosts, place
 from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE
 
 WHOLE_TASKS = 3_000
-"""Up to so many tasks a step is simulated whole."""
+"""A step of at most this many tasks is simulated whole."""
 
 MOST_TASKS = 25_000
-"""A shorter step of so many tasks is the last that is tried, also where it has not come to repeat itself."""
+"""Tasks of the longest shortened step that is simulated before extrapolation."""
 
 _ROUND = 12
-"""Microbatches that are left out are a multiple of it, so that most periods divide them."""
+"""The number of microbatches left out is a multiple of this, which most periods divide."""
 
 _TICKS = 2.0**40
-"""Ticks of the clock in a second. Sums of whole ticks are exact, so that a state that comes back is equal."""
+"""Clock ticks a second. Sums of whole ticks are exact, so that recurring states compare equal."""
 
 _ALIKE = 1e-9
-"""The difference of two equal times where stages share cores: there a task's pace changes under way."""
+"""Tolerance in seconds for equal times where stages share cores, whose pace changes during a task."""
 
 TaskCosts = Callable[[int, TaskKind, int], Cost]
-"""costs(position, kind, place): of a task at a position of the chain, of a microbatch at a place of the step
-(recordings.place)."""
+"""costs(position, kind, place): cost of a task at a position of the chain; `place`: of its microbatch in the step
+(recorder.place)."""
 Latency = Callable[[int, int], float]
 """latency(from, to): seconds of a message between neighbouring positions."""
 Pieces = Callable[[int, TaskKind, int], PieceCosts]
-"""pieces(position, kind, place): the task in pieces, where a position falls into some."""
+"""pieces(position, kind, place): the task's pieces, at positions that have pieces (pieces.py)."""
 
 
 @dataclass(frozen=True)
 class Passes:
-    """The pipeline phase: its seconds, each stage's last task, its most memory, and its seconds of tasks. `timeline`:
-    of a step of fewer microbatches, where there are many. `chunk_ends`: of each stage, seconds from its last task's
-    begin to the last task of each of its chunks; below nothing where that was over before."""
+    """The pipeline phase: its seconds, and by stage the last task, peak memory and seconds of tasks. `timeline`: of a
+    shorter step where there are many microbatches. `chunk_ends`: by stage and chunk, seconds from the begin of the
+    stage's last task to the end of the chunk's last task; negative if the latter ended before."""
 
     seconds: float
     timeline: Timeline
@@ -81,17 +78,17 @@ class Passes:
 
     @property
     def idle_share(self) -> float:
-        """The part of the phase in which stages do no task, the mean of all."""
+        """Share of the phase without a task, averaged over stages."""
         return 1 - sum(self.busy) / (len(self.busy) * self.seconds) if self.seconds else 0.0
 
     def shown(self) -> Passes:
-        """The same with no more of its timeline than a picture can show."""
+        """These passes with as much of the timeline as a picture can show."""
         if len(self.timeline.spans) <= WHOLE_TASKS:
             return self
         return replace(self, timeline=Timeline(len(self.busy), self.timeline.spans[:WHOLE_TASKS]))
 
     def continued(self, delays: Sequence[float], busy: Sequence[float], peaks: tuple[Peak, ...]) -> Passes:
-        """A step that is longer in its middle: each stage's last task comes later by so much."""
+        """A step with a longer middle, by which each stage's last task is delayed."""
         last = tuple(
             span._replace(start_seconds=span.start_seconds + seconds, end_seconds=span.end_seconds + seconds)
             for span, seconds in zip(self.last, delays, strict=True)
@@ -104,14 +101,13 @@ def phase_of(
     config: Config, placement: ChunkPlacement, costs: TaskCosts, latency: Latency, pace: Pace = undisturbed,
     pieces: Pieces | None = None,
 ) -> PipelinePhase:  # fmt: skip
-    """All microbatches of a step. `placement`: of its tasks; `costs`: while all stages are at work; `pace`: how much
-    faster fewer of them are."""
+    """The pipeline phase of a step. `costs`: with all stages at work; `pace`: how much faster tasks are while fewer
+    stages work."""
     return PipelinePhase(rule_of(config), placement, config.num_microbatches, costs, latency, pace, pieces)
 
 
 def tasks_of_stages(config: Config, costs: TaskCosts, latency: Latency, some: int) -> list[list[Task]]:
-    """Each stage's tasks of a step that has only `some` microbatches, in the order in which they begin; of whole
-    chunks."""
+    """Each stage's tasks, of whole chunks, in the order of their begin, in a step of `some` microbatches."""
     phase = phase_of(config, placement_of(config), costs, latency)
     spans = phase.simulated(some).timeline.spans
     tasks: list[list[Task]] = [[] for _ in range(phase.stages)]
@@ -121,7 +117,7 @@ def tasks_of_stages(config: Config, costs: TaskCosts, latency: Latency, some: in
 
 
 class PipelinePhase:
-    """A step of `count` microbatches, of which fewer may be simulated."""
+    """A step of `count` microbatches; simulates fewer where it can."""
 
     def __init__(
         self,
@@ -148,7 +144,7 @@ class PipelinePhase:
 
     @cached_property
     def beginning(self) -> Passes:
-        """The first microbatches of a long step alone, which hold no more than all."""
+        """The first microbatches of a long step: a lower bound of its memory."""
         return self.simulated(next(self.lengths())) if self.is_long else self.whole
 
     @cached_property
@@ -161,7 +157,7 @@ class PipelinePhase:
             shorter = self.simulated(some) if before else self.beginning
             if some == self.count:
                 return shorter.shown()
-            # Under GPipe the state never comes back: microbatches pile up between the stages.
+            # Under GPipe no state recurs, since microbatches pile up between the stages.
             known = None if self.fills else self.repeated(some, shorter)
             if known is None and before is not None and self.is_saturated(some, shorter, *before):
                 known = self.line(some, shorter, *before)
@@ -173,24 +169,24 @@ class PipelinePhase:
         raise AssertionError("the last length is the whole step")
 
     def lengths(self) -> Iterator[int]:
-        """Numbers of microbatches to simulate: enough to fill the stages and to come to a middle, then ever more.
-        Where chunks take turns, rounds of as many microbatches as stages are left out."""
+        """Numbers of microbatches to simulate, ascending; the first fills all stages. With chunks, whole rounds of as
+        many microbatches as stages are left out."""
         positions, stages = self.placement.num_positions, self.stages
         some, more = positions + min(positions, 16) + 8, positions // 2 + 8
         left_out = _ROUND if self.placement.num_chunks == 1 else lcm(_ROUND, stages)
         while some < self.count:
-            # So that what is left out is whole periods, and the last microbatches keep their places.
+            # Leaves out whole periods, and keeps the last microbatches' places.
             some += (self.count - some) % left_out
             yield some
             some, more = some + more, 2 * more
         yield self.count
 
     def simulated(self, some: int) -> Passes:
-        """Simulate `some` microbatches, whose places are those of a step of `count`."""
+        """Simulate a step of `some` microbatches, with the places of a step of `count`."""
         begun: list[list[Cost]] = [[] for _ in range(self.stages)]
 
         def seconds(stage: int, task: Task) -> float:
-            # The last simulated microbatch is the step's last, whose gradients become whole.
+            # The last simulated microbatch is the step's last, which completes gradients.
             index = task.microbatch if task.microbatch < some - 1 else self.count - 1
             cost = self.cost(stage, task, place(index, self.count))
             begun[stage].append(cost)  # a stage's tasks begin in the order in which the clock asks
@@ -226,19 +222,19 @@ class PipelinePhase:
         return Passes(timeline.total_seconds, timeline, tuple(last), tuple(peaks), tuple(busy), chunk_ends)
 
     def repeated(self, some: int, shorter: Passes) -> Passes | None:
-        """The whole step, if the shorter one has come to repeat itself before its first stage took its last one in."""
+        """The whole step, if a period shows before the shorter step's first stage takes in its last microbatch."""
         period = _period(shorter.timeline, exact=self.pace is undisturbed)
         if period is None:
             return None
         microbatches, seconds, busy = period
-        # What is left out must be whole periods, so the rest is simulated.
+        # Whole periods are left out; the remainder is simulated.
         if rest := (self.count - some) % microbatches:
             shorter = self.simulated(some + rest)
         times = (self.count - some - rest) // microbatches
         return shorter.continued([times * seconds] * self.stages, [times * each for each in busy], shorter.peaks)
 
     def cost(self, stage: int, task: Task, which: int) -> Cost:
-        """The cost of a task of a microbatch at a place of the step: a chunk's, or of one of its pieces."""
+        """The cost of a stage's task, or of one piece of it; `which`: the microbatch's place."""
         chunk, at = self.placement.place(stage, task.chunk)
         position = self.placement.position(stage, chunk)
         if self.pieces is None:
@@ -248,7 +244,7 @@ class PipelinePhase:
 
     @cached_property
     def slowest(self) -> float:
-        """The seconds that the slowest stage works on a microbatch; of each kind of task where they fill."""
+        """Seconds of a microbatch in the slowest stage; under GPipe the slowest F plus the slowest B."""
         middle = [
             [
                 sum(
@@ -263,12 +259,12 @@ class PipelinePhase:
         return sum(map(max, zip(*middle, strict=True))) if self.fills else max(map(sum, middle))
 
     def is_saturated(self, some: int, longer: Passes, fewer: int, shorter: Passes) -> bool:
-        """Whether a microbatch more takes what the slowest stage works on it."""
+        """Whether one microbatch more takes the slowest stage's seconds."""
         grown = (longer.seconds - shorter.seconds) / (some - fewer)
         return self.pace is undisturbed and abs(grown - self.slowest) <= _ALIKE * self.slowest
 
     def line(self, some: int, longer: Passes, fewer: int, shorter: Passes) -> Passes:
-        """The whole step, as it goes on from two shorter ones, but no faster than its slowest stage."""
+        """The whole step by linear extrapolation of two shorter ones, at least at the slowest stage's pace."""
         times = (self.count - some) / (some - fewer)
 
         def beyond(long: float, short: float) -> float:
@@ -277,7 +273,7 @@ class PipelinePhase:
         peaks = longer.peaks
         seconds = as_before = beyond(longer.seconds, shorter.seconds)
         if self.pace is undisturbed:
-            # No step can be faster than its slowest stage, whatever two lengths that are too short may say.
+            # Two steps that are too short may show a pace below the slowest stage's.
             seconds = max(seconds, (self.count - some) * self.slowest)
         delays = [seconds] * self.stages
         if self.fills:  # a stage whose backward passes are fast ends before the others, and ever longer before them
@@ -295,12 +291,12 @@ class PipelinePhase:
 
 
 def _period(timeline: Timeline, *, exact: bool) -> tuple[int, float, list[float]] | None:
-    """The period in which a pipeline repeats itself when its first stage takes in the last microbatch: microbatches,
-    seconds, and each stage's seconds of tasks in it.
+    """The pipeline's period when its first stage takes in the last microbatch: (microbatches, seconds, each stage's
+    seconds of tasks), or None.
 
-    The state of the pipeline at a moment is what its stages have begun for microbatches that are not done everywhere.
-    It has come back where each such task has begun, and will end, a period after that of as many microbatches before,
-    and each stage has begun so many of each kind meanwhile.
+    The state is the set of tasks begun for microbatches that are not finished in all stages. It recurs with a period
+    where each of these tasks began and ends one period after the same task of as many microbatches before, and each
+    stage has begun as many tasks of each kind in between.
     """
     tasks: dict[tuple[int, str, int], list[Span]] = {}
     for span in timeline.spans:  # of a chunk each kind in the order of microbatches
@@ -309,12 +305,12 @@ def _period(timeline: Timeline, *, exact: bool) -> tuple[int, float, list[float]
     now = taken[-1].start_seconds
     starts = {key: [span.start_seconds for span in spans] for key, spans in tasks.items()}
     begun = {key: bisect_left(times, now) for key, times in starts.items()}
-    # All before are done everywhere and act on nothing any more.
+    # Microbatches before `oldest` are finished in all stages.
     oldest = max(0, min(begun.values()) - 1)
     slack = 0.0 if exact else _ALIKE * now
     for microbatches in range(1, oldest):
         seconds = now - taken[-1 - microbatches].start_seconds
-        # Counters first, which fail early and cost a bisection each.
+        # Counts first: they mostly fail, and cost one bisection each.
         same = all(
             bisect_left(times, now - seconds - slack) == begun[key] - microbatches for key, times in starts.items()
         ) and all(
@@ -339,10 +335,9 @@ def _ticks(seconds: float) -> float:
 
 @dataclass(frozen=True)
 class Sum:
-    """A bucket's way: `ready`: seconds of its stage's last task after which it may leave, less than none where an
-    earlier task was the last that writes it; `reduce`, `publish`: seconds
-    of its collectives; `steps`: of its optimizer step; `lane`: of what must be fetched and written back for it; `read`:
-    seconds of its stage's first task after which its new values are read."""
+    """A bucket's timing in seconds. `ready`: from the begin of its stage's last task until it may leave, negative if an
+    earlier task writes it last; `reduce`, `publish`: its collectives; `steps`: its optimizer step; `lane`: fetching and
+    writing back its offloaded states; `read`: from the begin of its stage's first task to the read of its weights."""
 
     ready: float
     reduce: float
@@ -354,7 +349,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """`phases`: seconds by name (training/phases.py), of the step's longest way through the stages."""
+    """`phases`: seconds by name (training/phases.py), along the step's critical path."""
 
     seconds: float
     phases: dict[str, float]
@@ -370,9 +365,9 @@ def finish(
     overlaps: float,
     publishes: float,
 ) -> PlannedStep:
-    """The step's end. `sums`: each stage's buckets, in the order in which they leave; `norm_seconds`: of the
-    collectives that all ranks join in before the optimizer; `streams`: whether it steps a bucket when it has come;
-    `overlaps`, `publishes`: the parts of a sum and of publishing that go on under computation.
+    """The step's end. `sums`: each stage's buckets in the order in which they leave; `norm_seconds`: of the norm's
+    collectives; `streams`: whether the optimizer steps each bucket on arrival; `overlaps`, `publishes`: the pace of a
+    sum and of publishing under computation, 0 to 1.
     """
     arrived = [_arrivals(span, own, overlaps) for span, own in zip(passes.last, sums, strict=True)]
     ends = [times[-1] if times else span.end_seconds for times, span in zip(arrived, passes.last, strict=True)]
@@ -389,7 +384,7 @@ def finish(
     else:
         begin = all_summed + norm_seconds
         starts = [begin] * len(sums)
-        # Fetching bucket i + 1 overlaps stepping bucket i; the first fetch, half of a lane, hides under nothing.
+        # Fetching bucket i + 1 overlaps stepping bucket i; nothing hides the first fetch, half of its lane.
         first = [own[0].lane / 2 if own else 0.0 for own in sums]
         stepped = [
             begin + fetch + sum(max(one.steps, one.lane) for one in own) for fetch, own in zip(first, sums, strict=True)
@@ -420,9 +415,8 @@ def finish(
 
 
 def _wait_for_published(sums: Sequence[Sum], begins: float, overlaps: float) -> float:
-    """Seconds that a stage's next forward pass waits for published values. `begins`: seconds until it has a task."""
-    # Gradients came backward, so the last buckets' values are read first and sent first. A stage whose pass begins
-    # later has more time for them.
+    """Seconds that a stage's next forward pass waits for published weights. `begins`: seconds until its first task."""
+    # The last buckets hold the first layers, which are read first and so sent first.
     wait = sent = 0.0
     for one in reversed(sums):
         sent += one.publish
@@ -431,12 +425,11 @@ def _wait_for_published(sums: Sequence[Sum], begins: float, overlaps: float) -> 
 
 
 def _arrivals(last: Span, sums: Sequence[Sum], overlaps: float) -> list[float]:
-    """The moments at which buckets are summed. Beside a task only the part `overlaps` of a collective goes on."""
+    """The ends of the buckets' sums, in seconds. Under a task a collective runs at the pace `overlaps`."""
     times, free = [], 0.0
     for one in sums:
         begin = max(free, last.start_seconds + one.ready)
         beside = min(one.reduce, overlaps * max(0.0, last.end_seconds - begin))
-        # Under computation a collective goes on at the pace `overlaps`, so it takes 1/overlaps as long there.
         ended = begin + beside / overlaps if overlaps else begin
         free = ended if beside == one.reduce else max(begin, last.end_seconds) + one.reduce - beside
         times.append(free)
