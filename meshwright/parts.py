@@ -1,7 +1,7 @@
 """The parts of a run, built for one rank from its config.
 
-First every stage's chunk of the model is built on the meta device, so that each rank knows the whole model's parameters
-and what passes between stages; then this rank's own, with the strategies that the config names (registry.py).
+First every stage's chunks are built on the meta device, so that each rank knows all parameters and the messages between
+stages; then this rank's chunks, with the strategies that the config names (registry.py).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from meshwright.tensor.part_loss import PartHead
 from meshwright.tensor.widened import WidenedProducts
 
 ALONE_IN_FLIGHT = 2
-"""Microbatches in flight on a stage without others, whose rows travel to experts under each other's tasks."""
+"""Microbatches in flight without pipeline stages where rows travel to experts under another microbatch's tasks."""
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -74,11 +74,11 @@ STATES: dict[str, Callable[[Mesh, Path], StatesFactory]] = {
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages of a pipeline, all of which every rank knows.
+    """All stages of a pipeline, as every rank knows them.
 
-    `chunks`: by position in the chain. `specs`: all parameters of the whole model; `tied` are those that two stages
-    hold: embeddings that are the head's table as well, on the first and the last. `passing`: the tensors that position
-    i gives to position i + 1. `states`: the hidden states that the head reads, where it is cut over stages.
+    `chunks`: by position in the chain. `specs`: of the whole model's parameters; `tied`: names of tables that the first
+    and the last stage hold, as embedding and as head. `passing`: the tensors from position i to i + 1. `states`: the
+    hidden states that a head cut over stages reads.
     """
 
     chunks: tuple[Chunk, ...]
@@ -92,35 +92,35 @@ class Stages:
         return tuple(self.chunks[position] for position in self.placement.positions(stage))
 
     def ends(self, position: int) -> tuple[tuple[TensorMeta, ...], tuple[TensorMeta, ...]]:
-        """The tensors that come to a position, and those that it gives on."""
+        """(Tensors that a position receives, tensors that it sends)."""
         passing = ((), *self.passing, ())
         return passing[position], passing[position + 1]
 
     def message(self, stage: int) -> MessageMeta:
-        """The tensors that a stage and its neighbours send each other."""
+        """The tensors between a stage and its neighbours."""
         return message_forms(stage, self.placement, self.passing)
 
 
 @dataclass(frozen=True)
 class Parts:
-    """One rank's parts, which the training loop steps."""
+    """One rank's model, strategy, pipeline and optimizer, and what they share."""
 
     config: Config
-    """The run's, without autos (decisions.py)."""
+    """The run's config, without `auto` (decisions.py)."""
     mesh: Mesh
     kit: Kit
     model: Chain
-    """This stage's chunks of it."""
+    """This stage's chunks of the model."""
     stages: Stages
     strategy: Strategy
     pipeline: Pipeline
     optimizer: Optimizer
     grains: SampleGrains | None = None
-    """The samples that are computed at a time, where bits are layout-free."""
+    """The grains of samples under `bits: layout-free`, else None."""
 
     @property
     def specs(self) -> dict[str, ShardSpec]:
-        """All parameters of the whole model, in all stages."""
+        """The specs of all stages' parameters."""
         return self.stages.specs
 
     def microbatches(self, batch: Batch) -> list[Batch]:
@@ -133,19 +133,15 @@ class Parts:
 
 
 def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
-    """Build all that a rank needs to train a resolved config.
-
-    `folder`: the run's, where an optimizer that lives on disk has its file.
-    """
+    """Build one rank's parts of a run. `config`: resolved; `folder`: the run's, for optimizer states on disk."""
     if mesh.device.type == "cuda":
         torch.backends.cuda.matmul.fp32_precision = "tf32" if config.precision.tf32 else "ieee"
         use_flash_attention(mesh.device)
-    # Every rank builds all stages without numbers: it then knows the whole model's parameters, ties and messages,
-    # without a word between ranks.
+    # Every rank builds all stages on the meta device, to know all parameters, ties and messages without communication.
     stages = plan_stages(config, mesh)
     chunks = stages.of(mesh.index(PIPE))
-    # Parameters stay meta until buckets draw their values, so that no rank holds a model beside its buckets;
-    # fully_shard wants tensors.
+    # Parameters stay on the meta device until buckets draw their values, so that no rank holds a model beside its
+    # buckets. fully_shard needs real tensors.
     kit = build_kit(config, replace(mesh, empty=not config.layout.data.strategy.whole))
     model = build_model(config, kit, mesh, Chunk.union(chunks))
     recompute_in(config, model, chunks)
@@ -156,11 +152,11 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
                 module.islands = islands
     grains, fixed = exactly(config, mesh, model.inside)
     strategy = _build_strategy(config, mesh, model, stages.specs, chunks, fixed)
-    # After the strategy, which made the buckets: layers write into them.
+    # After the strategy, which made the buckets that layers write gradients into.
     use_gradients(model, strategy.gradients)
     if grains is not None:
         if mesh.device.type != "meta" and not vectors_are_whole(config, stages.specs):
-            # Threads share odd sizes in parts that are no whole vectors, and round them otherwise.
+            # Threads split odd sizes inside of a vector, whose elements are then rounded differently.
             torch.set_num_threads(1)
         free_of_layout(config, mesh, model, fixed, grains)
         model.run_part, model.run_group = grains.seeded(model.run_part), grains.remembered(model.run_group)
@@ -171,8 +167,8 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
 
 
 def exactly(config: Config, mesh: Mesh, inside: Sequence[str]) -> tuple[SampleGrains | None, FixedPoint | None]:
-    """The grains of microbatches, and how their sums become integers: both where bits are layout-free, else none.
-    `inside`: the entries of a batch that are read inside of branches."""
+    """(Grains, fixed-point format of gradients) under `bits: layout-free`, else (None, None). `inside`: entries of a
+    batch that branches read."""
     if not config.bits.layout_free:
         return None, None
     tensor = config.layout.tensor
@@ -188,7 +184,7 @@ def exactly(config: Config, mesh: Mesh, inside: Sequence[str]) -> tuple[SampleGr
 def free_of_layout(
     config: Config, mesh: Mesh, model: Chain, fixed: FixedPoint | None, grains: SampleGrains
 ) -> None:  # fmt: skip
-    """Let a model's norms, masks and losses be made so that no layout changes their bits."""
+    """Make a model's norms, masks and losses independent of the layout to the bit."""
     blocks = blocks_of(config, mesh)
     if isinstance(model.context.heads, HeadParts):
         model.context.heads = replace(model.context.heads, draw=grains.draw)
@@ -210,7 +206,7 @@ def free_of_layout(
 
 
 def blocks_of(config: Config, mesh: Mesh) -> Blocks:
-    """This rank's parts and runs of what the run cuts; all that it holds, where it cuts nothing."""
+    """This rank's parts and runs of each dim that the run cuts; without cuts one part."""
     bits, tensor = config.bits, config.layout.tensor
     if not bits.cuts:
         return WHOLE
@@ -234,22 +230,21 @@ def blocks_of(config: Config, mesh: Mesh) -> Blocks:
 
 
 def vectors_are_whole(config: Config, specs: dict[str, ShardSpec]) -> bool:
-    """Whether threads share every product in whole vectors, so that their number does not decide its bits: measured of
-    MKL's and oneDNN's products with 1, 2 and 4 threads, whose rows and columns are multiples of 16. An expert has any
-    number of rows."""
+    """Whether the number of threads changes no product's bits: measured for MKL and oneDNN with 1, 2 and 4 threads
+    where rows and columns are multiples of 16. Experts have any number of rows: False."""
     if config.model.routing.num_experts:
         return False
     bits = config.bits
     tokens = bits.samples * chain_of(config).tokens_per_sample(config)
     sizes = {spec.shape[-1] for spec in specs.values() if spec.matrix and not spec.table}
     heads = {spec.shape[0] for name, spec in specs.items() if spec.table and name.startswith(("tokens.", "head."))}
-    # positions and segments are looked up alone
+    # Tables of positions and segments take part in no product.
     parts = max(bits.tensor, bits.hidden)
     return tokens % (VECTOR * bits.sequence) == 0 and all(size % (VECTOR * parts) == 0 for size in sizes | heads)
 
 
 def plan_stages(config: Config, mesh: Mesh) -> Stages:
-    """Build every stage's chunk of the model on the meta device, as this rank's fellow there would hold it."""
+    """Build every stage's chunks on the meta device, each as held by the rank with this rank's other coordinates."""
     settings = config.layout.pipeline
     assert not isinstance(settings.partition, str) or settings.size == 1, "resolve() decides the partition beforehand"
     partition = settings.partition if not isinstance(settings.partition, str) else (config.model.num_blocks,)
@@ -257,13 +252,13 @@ def plan_stages(config: Config, mesh: Mesh) -> Stages:
     specs: dict[str, ShardSpec] = {}
     models: list[tuple[Kit, Chain]] = []
     for stage in range(settings.size):
-        # The rank of the other stage that has this one's other coordinates: whom messages go to.
+        # The rank of that stage with this rank's other coordinates, with which it exchanges messages.
         fellow = mesh.grid.rank(mesh.grid.coordinates(mesh.rank) | {PIPE: stage})
         there = planned_mesh(mesh.grid, fellow, mesh.token_axes)
         kit = build_kit(config, there)
         model = build_model(config, kit, there, Chunk.union(stages.of(stage)))
         model.groups = tuple(chunk.layers for chunk in stages.of(stage))
-        # A name that an earlier stage has had is a table that two stages hold, or one that all stages share out.
+        # A name of an earlier stage again: a tied table, or the head's table cut over stages.
         own = shard_specs(model).items()
         specs |= {name: replace(spec, tied=name in specs and PIPE not in spec.axes) for name, spec in own}
         models.append((kit, model))
@@ -273,22 +268,22 @@ def plan_stages(config: Config, mesh: Mesh) -> Stages:
     for position, chunk in enumerate(stages.chunks if settings.head == "spread" else stages.chunks[:-1]):
         kit, model = models[stages.placement.stage_of(position)]
         with torch.no_grad():
-            # Run on meta tensors: shapes and dtypes of messages are what the layers make, under their own precision.
+            # A forward pass on meta tensors gives the shapes and dtypes of messages.
             hidden = model.hidden_states(empty_batch(config, kit, model, torch.device("meta"), rows), hidden, chunk)
-        # What all samples share is sent by every grain.
+        # A tensor for all samples is sent once by each grain.
         passing.append(tuple(TensorMeta((x.shape[0] * (config.micro // rows), *x.shape[1:]), x.dtype) for x in hidden))
     states = passing.pop()[0] if settings.head == "spread" else None
     return replace(stages, specs=specs, passing=tuple(passing), states=states)
 
 
 def placement_of(config: Config) -> ChunkPlacement:
-    """The chunks of every stage; a whole model is one."""
+    """Which stage has which chunks."""
     pipeline = config.layout.pipeline
     return ChunkPlacement(pipeline.size, pipeline.chunks if pipeline.size > 1 else 1, pipeline.placement)
 
 
 def piece_placement_of(config: Config, partition: Sequence[int]) -> PiecePlacement:
-    """The pieces of every stage where rows travel as messages: a layer with experts ends two and begins a third."""
+    """Which stage has which pieces where rows travel as messages: a layer with experts is cut twice."""
     whole = placement_of(config)
     layers = ranges_of(partition)
     pieces = tuple(1 + 2 * sum(config.model.has_experts(layer) for layer in own) for own in layers)
@@ -296,19 +291,19 @@ def piece_placement_of(config: Config, partition: Sequence[int]) -> PiecePlaceme
 
 
 def chunks_of(partition: Sequence[int], head_over: tuple[str, ...] = ()) -> tuple[Chunk, ...]:
-    """The chunks of a chain that is cut so, by position. `head_over`: as Chunk has it."""
+    """The chunks of a chain by position. `partition`: layers in each; `head_over`: as in Chunk."""
     runs = ranges_of(partition)
     return tuple(Chunk(run, position == 0, position == len(runs) - 1, head_over) for position, run in enumerate(runs))
 
 
 def build_kit(config: Config, mesh: Mesh) -> Kit:
-    """The words that the model is written in, for this rank."""
+    """This rank's kit, by which the model builds its layers."""
     tensor, blocks = config.layout.tensor, blocks_of(config, mesh)
     return tensor.kit_by_parts(config, mesh, blocks) if blocks.exact else tensor.kit(config, mesh)
 
 
 def open_context(config: Config, mesh: Mesh) -> Context:
-    """Which tokens of every sequence a rank holds, and how its attention reaches the others'."""
+    """This rank's context: its tokens of each sequence, and how its attention reads the others'."""
     context = config.layout.context
     if context.size == 1 and not config.bits.cuts:
         return WHOLE_SEQUENCES
@@ -322,7 +317,7 @@ def open_context(config: Config, mesh: Mesh) -> Context:
 
 
 def build_model(config: Config, kit: Kit, mesh: Mesh, chunk: Chunk | None = None) -> Chain:
-    """The model, or a chunk of it, with this rank's part of its initial weights, in the precision that is stored."""
+    """The model or a chunk of it, with this rank's part of the initial weights in their stored precision."""
     model = make_chain(config, kit, chunk)
     model.context = open_context(config, mesh)
     for module in model.modules():
@@ -341,19 +336,19 @@ def build_model(config: Config, kit: Kit, mesh: Mesh, chunk: Chunk | None = None
 
 
 def rank_part(batch: Batch, kit: Kit, model: Chain) -> Batch:
-    """A rank's rows of a replica's batch, and its tokens of them."""
+    """A rank's rows of a replica's batch, and the rank's tokens of these rows."""
     return model.context.cut(rows_of_rank(model.prepared(batch), kit, model.inside), model.inside)
 
 
 def empty_batch(config: Config, kit: Kit, model: Chain, device: torch.device, rows: int | None = None) -> Batch:
-    """This rank's part of so many samples of zeros; None: of a microbatch."""
+    """This rank's part of a batch of zeros. `samples`: their number; None: a microbatch's."""
     shapes, count = chain_of(config).sample_shapes(config), rows or config.micro
     zeros = {name: torch.zeros(count, *shape, dtype=torch.long, device=device) for name, shape in shapes.items()}
     return rank_part(zeros, kit, model)
 
 
 def recompute_in(config: Config, model: Chain, chunks: Sequence[Chunk]) -> None:
-    """Choose the parts of a model, which are these chunks, that keep their inputs alone."""
+    """Set which groups of the model's layers are recomputed. `chunks`: those of the model."""
     setting = config.memory.recompute
     model.groups = tuple(chunk.layers for chunk in chunks)
     if setting == "selective":
@@ -369,11 +364,11 @@ def recompute_in(config: Config, model: Chain, chunks: Sequence[Chunk]) -> None:
 
 
 FLASH_ATTENTION = {9: ("FA3", "flash_attn_interface"), 10: ("FA4", "flash_attn.cute")}
-"""torch's name of the FlashAttention that was written for a GPU of this compute capability, and its package."""
+"""By major compute capability: torch's name of the FlashAttention written for it, and the package that has it."""
 
 
 def use_flash_attention(device: torch.device) -> None:
-    """Let attention run on the GPU's own FlashAttention where it is installed; else it is torch's, the second."""
+    """Activate the FlashAttention written for this GPU where it is installed; else torch's FlashAttention 2 runs."""
     name, package = FLASH_ATTENTION.get(torch.cuda.get_device_capability(device)[0], ("", ""))
     parents = [package.rpartition(".")[0] or package, package]  # a part is looked for where the whole is there
     if package and torch.__version__ >= "2.13" and all(find_spec(part) is not None for part in parents):
@@ -383,7 +378,7 @@ def use_flash_attention(device: torch.device) -> None:
 
 
 def recomputed_group(config: Config, stage_layers: int) -> int:
-    """The number of layers that are recomputed together in a chunk of so many."""
+    """The number of layers recomputed together in a chunk of `stage_layers`."""
     setting = config.memory.recompute
     assert setting not in ("none", "selective"), f"memory.recompute={setting} has no groups"
     if setting == "ops" or config.layout.data.in_pieces:
@@ -392,8 +387,8 @@ def recomputed_group(config: Config, stage_layers: int) -> int:
 
 
 def rule_of(config: Config) -> ScheduleRule:
-    """The run's schedule with its limit. One stage goes back as soon as it has gone forward: nothing is gained by more
-    microbatches in flight, but by a second where rows travel under its tasks."""
+    """The run's schedule with its limit of microbatches in flight. A lone stage has one, or ALONE_IN_FLIGHT where rows
+    travel under another microbatch's tasks."""
     settings = config.layout.pipeline
     if settings.size == 1:
         return MESSAGE_DRIVEN.limited(ALONE_IN_FLIGHT) if config.layout.data.in_pieces else ONE_F_ONE_B
@@ -402,19 +397,19 @@ def rule_of(config: Config) -> ScheduleRule:
 
 
 def autocasts_of(config: Config, mesh: Mesh) -> tuple[str, torch.dtype] | None:
-    """A stage's autocast: O1's, and of every other level none."""
+    """(Device type, dtype) of autocast under O1; else None."""
     return (autocast_device(mesh.device), DTYPES[config.precision.dtype]) if config.precision.level == "O1" else None
 
 
 def multiplies_in(config: Config) -> Computing:
-    """The context in which a stage computes: how a CPU multiplies halves."""
+    """The context manager in which a stage computes, by which CPUs multiply half precision (precision.products)."""
     return WidenedProducts if config.precision.products == "float32" else nullcontext
 
 
 def build_pipeline(
     config: Config, mesh: Mesh, model: Chain, stages: Stages, strategy: Strategy, grains: Grains | None = None
 ) -> Pipeline:
-    """The stage's chunks with all that drives them."""
+    """The stage's chunks with their schedule, mailboxes and context."""
     index, placement = mesh.index(PIPE), stages.placement
     chunks = stages.of(index)
     models: Sequence[Model] = [model] if len(chunks) == 1 else [ChainPart(model, chunk) for chunk in chunks]
@@ -439,7 +434,7 @@ def build_pipeline(
         piecewise = PiecewiseChunks(pieces, in_pieces, Exchanges(mesh.comm(EXPERT)))
     elif stages.states is not None and mesh.device.type != "meta":
         piecewise = _with_spread_head(own[0], model, stages, stages.states, mesh)
-    # In a v the first and the last chunk are one rank's, and messages decide which of them adds to a tied table first.
+    # In a v one rank has the first and the last chunk; message timing decides which adds to a tied table first.
     _share_tables(strategy.gradients, model, config, mesh, placement if piecewise is None else piecewise.placement)
     peers = mesh.comm(*(config.layout.peer_axes if config.layout.pipeline.size > 1 or data.in_pieces else ()))
     mailbox, forms = mesh.mailbox(PIPE, ring=placement.is_ring), stages.message(index)
@@ -447,7 +442,7 @@ def build_pipeline(
 
 
 def _with_spread_head(whole: Stage, model: Chain, stages: Stages, states: TensorMeta, mesh: Mesh) -> PiecewiseChunks:
-    """A stage with its part of the head. `whole`: as evaluations run it."""
+    """A stage with its part of a head that is cut over stages. `whole`: the stage that evaluations run."""
     placement, index = SpreadHeadPlacement(stages.placement.num_stages), mesh.index(PIPE)
     last, make = index == placement.last_stage, partial(SpreadHead, model, placement.num_stages)
     like = torch.empty(states.shape, dtype=states.dtype, device="meta")
@@ -465,8 +460,7 @@ def _with_spread_head(whole: Stage, model: Chain, stages: Stages, states: Tensor
 def _share_tables(
     gradients: Gradients, model: Chain, config: Config, mesh: Mesh, placement: ChunkPlacement
 ) -> None:  # fmt: skip
-    """Let two chunks or pieces of a stage, which holds both ends of the chain, add up the gradients of a table that
-    both use apart."""
+    """Give the two chunks of a stage that use one tied table separate memory for its gradients, summed at the end."""
     last = placement.pieces_of(mesh.index(PIPE))[-1][-1]
     if last == 0 or not (model.chunk.first and model.chunk.last):
         return
@@ -479,7 +473,7 @@ def _share_tables(
 
 
 def bucket_bytes(config: Config) -> int:
-    """Bytes that a collective sums: with an offloaded optimizer a chunk, which is stepped while the next is summed."""
+    """Bytes of a bucket. Under offload that of the optimizer's chunk, which is stepped while the next one is summed."""
     offload = config.memory.offload
     if offload.to == "none":
         return config.layout.data.bucket
@@ -506,7 +500,7 @@ def _build_strategy(
         name: tuple(number for number, chunk in enumerate(chunks) if not set(users).isdisjoint(chunk.parts))
         for name, users in using.items()
     }
-    # Slices leave when a chunk is done: a bucket of two chunks would wait for the later one.
+    # A sliced bucket leaves when its chunk is done; one of two chunks would wait for the later chunk.
     by_chunk = own if sync.slices and len(chunks) > 1 else None
 
     def fill(name: str, out: Tensor) -> nn.Parameter:
@@ -514,7 +508,7 @@ def _build_strategy(
         parameter = nn.Parameter(out.new_empty(0))
         parameter.data = out
         owner, _, own = name.rpartition(".")
-        # By name, since a meta tensor cannot be given memory in place (swap_tensors fails under FakeTensorMode).
+        # Set by name: a meta tensor cannot get memory in place (swap_tensors fails under FakeTensorMode).
         setattr(model.get_submodule(owner), own, parameter)
         return parameter
 
@@ -530,7 +524,7 @@ def _build_strategy(
 
 
 def parts_using(config: Config, mesh: Mesh, chunk: Chunk) -> dict[str, tuple[int, ...]]:
-    """The parts of a chunk that use each of its parameters."""
+    """By parameter, the numbers of the chunk's parts that use it."""
     there = planned_mesh(mesh.grid, mesh.rank, mesh.token_axes)
     kit = build_kit(config, there)
     runs = [(EMBEDDINGS, Chunk(range(0), True, False))] if chunk.first else []

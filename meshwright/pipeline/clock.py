@@ -1,7 +1,7 @@
-"""The clock that computes: a pipeline's step as an event simulation, without devices, ranks or waiting.
+"""An event simulation of a pipeline's step, in milliseconds and without devices or ranks.
 
-It drives the same generators as a rank does (engine.py), so it shows what a schedule does under jitter, slow stages
-and late messages in milliseconds, and raises where all stages would wait for each other.
+It drives the generators that ranks run (engine.py), with given seconds of tasks and messages, and raises where all
+stages would wait for each other.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from meshwright.pipeline.span import Span, Timeline, task_span
 from meshwright.pipeline.task import WAIT, Arrival, Task, TaskKind, Wait
 
 TaskSeconds = Callable[[int, Task], float]
-"""costs(stage, task): the seconds that the task takes there. Asked once for each task."""
+"""costs(stage, task): seconds of the task. Called once for each task."""
 
 MessageSeconds = Callable[[int, int, Task], float]
-"""latency(from, to, message): the seconds from the end of the task that sends it to its arrival; of a trade of rows,
-from a stage to itself, those that the trade takes alone. Asked once for each message."""
+"""latency(from, to, message): seconds from the end of the sending task to the arrival; for an exchange of rows, from a
+stage to itself, seconds of the exchange alone. Called once for each message."""
 
 Pace = Callable[[int], float]
-"""pace(busy): how fast the tasks of so many stages go at once; at 1 they take the seconds that they cost."""
+"""pace(busy): speed of tasks while `busy` stages compute; at 1.0 a task takes its costs' seconds."""
 
 
 def undisturbed(busy: int) -> float:
@@ -43,15 +43,15 @@ def simulate(
     pace: Pace = undisturbed,
     placement: ChunkPlacement | None = None,
 ) -> Timeline:
-    """The spans of one step. Sends never wait, and a link carries any number of messages at once; messages may
-    overtake. A task's pace changes when other stages begin or end theirs. `placement`: by default a chunk a stage.
+    """The spans of one step. Sends do not block, a link carries any number of messages at once, and messages may
+    overtake each other. `placement`: None: one chunk a stage.
 
-    What happens at the same moment is all known to a stage that decides at that moment. An AssertionError tells of a
-    schedule under which the stages wait for each other for ever.
+    A stage that decides at a moment knows all messages of that moment. Raises AssertionError where the schedule
+    deadlocks.
     """
     placement = placement or ChunkPlacement(num_stages)
-    # Three microseconds a task instead of fourteen, with the same spans: a fixed order needs no events and no views. A
-    # pace that changes needs them, since it moves the end of tasks that have begun.
+    # A schedule of fixed orders needs no events: 3 us a task instead of 14, with the same spans. A changing pace does,
+    # since it moves the end of tasks that have begun.
     if rule.fixed and pace is undisturbed:
         return _in_order(placement, _orders(placement, num_microbatches, rule), costs, latency)
     return _Simulation(placement, num_microbatches, rule, costs, latency, pace).run()
@@ -68,12 +68,12 @@ def _orders(placement: ChunkPlacement, num_microbatches: int, rule: ScheduleRule
 def _in_order(
     placement: ChunkPlacement, orders: Sequence[Sequence[Task]], costs: TaskSeconds, latency: MessageSeconds
 ) -> Timeline:
-    """The spans where each stage keeps to an order: a task begins when the one before is done and its message there."""
+    """The spans of fixed orders: a task begins when the stage's last task has ended and its own message is there."""
     stages = range(placement.num_stages)
     now, passed = [0.0 for _ in stages], [0 for _ in stages]
     come: list[dict[Arrival, float]] = [{} for _ in stages]
     needs = {
-        # Asked of the placement once, and not at each task.
+        # Computed once instead of at each task.
         (stage, kind, chunk): kind is not TaskKind.WEIGHT and placement.sender(stage, kind, chunk) is not None
         for stage in stages
         for kind in TaskKind
@@ -87,18 +87,17 @@ def _in_order(
         for number in range(passed[stage], len(order)):
             task = order[number]
             if needs[stage, task.kind, task.chunk]:
-                # Left here until its message is sent: `going` takes the stage up again then.
+                # The stage goes on when the message is sent, which appends it to `going`.
                 if task not in come[stage]:
                     break
-                # A task and the message that lets a stage do it are equal (Arrival = Task), so a task finds its own
-                # message.
+                # A message equals the task that it enables (Arrival = Task).
                 end = max(end, come[stage].pop(task))
             start, end = end, end + costs(stage, task)
             spans.append(task_span(stage, task, start, end))
             sent = placement.receiver(stage, task)
             if sent is not None:
                 to, message = sent
-                # A stage's message to itself, from one of its chunks to the next, crosses no link.
+                # A message between two chunks of a stage crosses no link.
                 come[to][message] = end if to == stage else end + latency(stage, to, task)
                 going.add(to)
             passed[stage] = number + 1
@@ -111,9 +110,8 @@ def _in_order(
 
 @dataclass
 class _Stage:
-    """A stage as the clock sees it: what it does, and the messages that it has not been given yet. Of its task: its
-    place among all that have begun, and the event that ends it as things stand. `traded`: when the last of its trades
-    of rows is over."""
+    """A stage in the simulation: its generator, messages not delivered yet, the index of its running task among all
+    begun tasks, and the event of the task's end. `traded`: the end of its last exchange of rows, in seconds."""
 
     process: StageProcess
     action: Task | Wait | None = WAIT
@@ -125,7 +123,7 @@ class _Stage:
 
 
 class _Event(NamedTuple):
-    """At `time`, a message for `stage`, or the end of its task where `message` is None. `number` breaks ties."""
+    """At `time` a message arrives at `stage`, or its task ends (`message` None). `number` breaks ties."""
 
     time: float
     number: int
@@ -164,9 +162,9 @@ class _Simulation:
             time = self.events[0].time
             free: set[int] = set()
             while self.events and self.events[0].time == time:
-                # All of a moment first: a stage that decides at that moment knows every message of it.
+                # All events of a moment before any stage decides.
                 free |= self.happen(heapq.heappop(self.events))
-            # In a stated order: costs may be drawn at random as they are asked for.
+            # Sorted, since costs may draw random numbers in the order of calls.
             for index in sorted(free):
                 self.resume(time, index)
             self.keep_pace(time)
@@ -176,7 +174,7 @@ class _Simulation:
         return Timeline(len(self.stages), tuple(spans))
 
     def happen(self, event: _Event) -> set[int]:
-        """Take in one event; the stage that it lets go on, if any."""
+        """Apply an event; returns the stages that may go on."""
         stage = self.stages[event.stage]
         if event.message is not None:
             assert stage.action is not None, f"{event.message} for stage {event.stage}, which is done"
@@ -191,14 +189,13 @@ class _Simulation:
         return {event.stage}
 
     def send(self, time: float, index: int, task: Task) -> None:
-        """Put the message that a task sends when it ends into the queue of events. One to the stage itself, from one of
-        its chunks to the next, is there at once."""
+        """Queue the arrival of the message that a task sends at its end; at once between two chunks of the stage."""
         sent = self.placement.receiver(index, task)
         if sent is None:
             return
         to, message = sent
         if self.placement.crosses(index, task):
-            # A stage's trades of rows share its links: one behind the other, in the order of its tasks.
+            # A stage's exchanges of rows share its links: one after another, in the order of tasks.
             stage = self.stages[index]
             stage.traded = max(time, stage.traded) + self.latency(index, to, task)
             self.push(stage.traded, to, message)
@@ -212,7 +209,7 @@ class _Simulation:
         return event
 
     def resume(self, time: float, index: int) -> None:
-        """Give a stage its messages, and begin what it decides."""
+        """Deliver a stage's messages and begin the task that it chooses."""
         stage = self.stages[index]
         arrived, stage.inbox = stage.inbox, []
         try:
@@ -231,7 +228,7 @@ class _Simulation:
             self.ended.append(end)
 
     def keep_pace(self, time: float) -> None:
-        """Go on at the pace of as many stages as are busy now."""
+        """Apply the pace of the number of stages that are busy now."""
         if self.pace is undisturbed:
             return
         before, self.rate = self.rate, self.pace(sum(stage.busy for stage in self.stages))
@@ -239,7 +236,6 @@ class _Simulation:
             return
         for index, stage in enumerate(self.stages):
             if stage.ending is not None:
-                # What is left of a task is work, not time: it is done at the new pace. The old event stays in the heap
-                # and is passed over (happen).
+                # The remaining work is done at the new pace. `happen` skips the old event, which stays in the heap.
                 left = (stage.ending.time - time) * before
                 stage.ending = self.push(time + left / self.rate, index, None)
