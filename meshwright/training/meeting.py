@@ -1,13 +1,13 @@
-"""The meeting before anything is built: all ranks hold the same run, the same code, the same data. Or none trains.
+"""The check before anything is built that all ranks have the same config, code and data; else none trains.
 
-Ranks that differ would not fail by themselves: a learning rate of another node's run file, or another corpus under the
-same path, trains on in silence to a mixture of both. So every rank states its facts, and all compare.
+Ranks with another learning rate, or another corpus under the same path, would not fail: they would silently train a
+mixture. So all ranks compare their facts:
 
-    all-gather of a hash of the facts        the whole meeting where all agree, which is always but once
-    all-gathers of length and text           who differs in what, the same sentence on every rank
+    all-gather of a hash of the facts        the only collective if all ranks agree
+    all-gathers of length and text           else: the same error on every rank, naming rank and facts
 
-On several hosts they also look whether all of them see the run's folder: one that does not would write its part of a
-checkpoint where nobody finds it.
+On several hosts the ranks also check that all see the run's folder: a host that does not would write its shards of a
+checkpoint to a folder of its own.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MOST_SHOWN = 3
 
 
 def facts_of(config: Config, data: Path, **options: object) -> dict[str, str]:
-    """The facts that must be the same on every rank, each under the name by which its owner would change it."""
+    """The facts that must be the same on every rank, by the config key, option or component to change."""
     facts = {key: str(value) for key, value in leaves_of(config.model_dump(mode="json", by_alias=True)).items()}
     facts |= {f"--{name}": str(value) for name, value in options.items()}
     # The code by names and contents of its files: two checkouts may have one version number.
@@ -61,7 +61,7 @@ def facts_of(config: Config, data: Path, **options: object) -> dict[str, str]:
 
 
 def meet(mesh: Mesh, facts: Mapping[str, str]) -> None:
-    """Return where all ranks state the same facts; else LaunchError on all of them, naming the first who differs."""
+    """Raise LaunchError on all ranks, naming the first rank that differs from rank 0, unless all facts are the same."""
     text = json.dumps(dict(facts), sort_keys=True)
     if same_everywhere(torch.tensor(list(text.encode()), dtype=torch.uint8), mesh.world):
         return
@@ -80,7 +80,7 @@ def meet(mesh: Mesh, facts: Mapping[str, str]) -> None:
 
 
 def share_folder(mesh: Mesh, out: Path) -> None:
-    """Return where every rank sees a file that rank 0 leaves in `out`; else LaunchError on all, naming who does not."""
+    """Raise LaunchError on all ranks, naming the blind ranks, unless all see a file that rank 0 puts in `out`."""
     if blind := ranks_without(mesh, out):
         rule = "--out must be a folder that all hosts share; no step was made"
         raise LaunchError(f"{names_of(blind)} does not see what rank 0 writes to {out}: {rule}")

@@ -1,10 +1,10 @@
-"""A metric: a number that every rank tells all others of in each step, and what metrics.jsonl has of them. No torch.
+"""A metric: a number that all ranks exchange in each step, and its reduction in metrics.jsonl. Imports no torch.
 
-| reduce | metrics.jsonl has of the ranks' numbers |
+| reduce | value in metrics.jsonl                  |
 |--------|-----------------------------------------|
-| each   | a list of them, in rank order           |
+| each   | the ranks' numbers, in rank order       |
 | sum    | their sum, added up in rank order       |
-| any    | whether one of them is true             |
+| any    | whether any rank's is true              |
 | max    | the largest                             |
 
 Ours are the table of step_report.py; another package brings one under its name (docs/extending.md).
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from meshwright.training.record import StepRecord
 
 Measure = Callable[["StepRecord"], Any]
-"""measure(step): a number, a row of numbers, a tensor on the step's device, or a function that is asked for the number
-when the device has done the step. Called when the step's last sums have begun, before its weights change."""
+"""measure(step): a number, a row of numbers, a tensor on the step's device, or a function that returns the number and
+is called once the device has finished the step. Called after the last gradient sums start, before weights change."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A number, or a row of numbers as long on all ranks, that each rank tells of a step.
+    """A number per rank and step, or a row of numbers of the same length on all ranks.
 
-    `measure`: a Measure, or as text the `module:attribute` of one; None: the loop says it (Trainer.turn). `shown`:
-    metrics.jsonl has it under its name, reduced; else others are computed of it.
+    `measure`: a Measure or its `module:attribute`; None: Trainer.turn passes the number. `shown`: the reduced number is
+    in metrics.jsonl under the metric's name; if False, it only serves to compute other keys.
     """
 
     reduce: Literal["each", "sum", "any", "max"]
@@ -38,7 +38,7 @@ class Metric:
     shown: bool = True
 
     def reduced(self, values: Sequence[Any]) -> Any:
-        """Make one value of all ranks', as metrics.jsonl has it."""
+        """Reduce the ranks' values, given in rank order; rows are reduced column by column unless `reduce` is each."""
         if self.reduce == "each":
             return list(values)
         if isinstance(values[0], list):
@@ -54,4 +54,4 @@ KEYS = frozenset({
     "flops_per_second", "paper_flops_per_second", "mfu", "utilisation", "own_seconds", "dropped_share", "straggler",
     "validation_loss", "validation_accuracy", "root",
 })  # fmt: skip
-"""The keys of metrics.jsonl that are ours; docs/metrics.md says what each of them means."""
+"""The built-in keys of metrics.jsonl, explained in docs/metrics.md."""
