@@ -124,7 +124,7 @@ class Bucket:
 
     @property
     def shared(self) -> tuple[str, ...]:
-        """As Slot.shared."""
+        """Names of groups whose ranks hold the same parameters, as in Slot.shared."""
         return tuple(axis for axis in self.sum_axes if axis in (HEAD_COPIES, ENDS))
 
     def copy_axes(self, grid: Grid) -> tuple[str, ...]:

@@ -1,13 +1,12 @@
-"""A stage acts: a chunk of the model forward, the gradient of its input, the gradients of its weights.
+"""A stage computes its chunk's tasks: forward (F), the gradient of its input (B), the gradients of its weights (W).
 
 | task | reads | leaves |
 |---|---|---|
-| F | the activation from before (first chunk: the batch) | the activation for after (last chunk: the loss), the graph |
-| B | the gradient from after (last chunk: the loss) | the gradient for before; where W is a task, its work |
-| W | that work | the weights' gradients |
+| F | the previous chunk's activation (first chunk: the batch) | the activation (last chunk: the loss), the graph |
+| B | the next chunk's gradient (last chunk: the loss) | the input's gradient; with W tasks deferred weight gradients |
+| W | the deferred weight gradients | the weights' gradients |
 
-A rank that holds several chunks has a `Stage` for each. A model on one device is one, the first and the last: F reads
-the batch and gives the loss, B begins with it.
+A rank has one `Stage` for each of its chunks. A model on one device is one stage, first and last at once.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ from meshwright.model import Batch, Hidden, Model, Scales
 from meshwright.parameters.gradients import Gradients, WeightWork
 
 RunForward = Callable[[Model, Batch, Scales, Hidden], Hidden]
-"""run(model, batch, scales, incoming): what the stage after reads, or (loss,)."""
+"""run(model, batch, scales, incoming): the activation for the next stage, or (loss,)."""
 
 
 Computing = Callable[[], AbstractContextManager[object]]
-"""The context in which a stage's passes run."""
+"""Makes the context manager in which a stage's passes run."""
 
 
 def run_model(model: Model, batch: Batch, scales: Scales, incoming: Hidden) -> Hidden:
-    """The model's own forward pass; a data-parallel strategy may bring another."""
+    """The model's forward pass; a data-parallel strategy may replace it (RunForward)."""
     return model(batch, scales, incoming)
 
 
 @dataclass(frozen=True)
 class Graph:
-    """A microbatch between F and B: its input, and where its backward pass begins.
+    """A microbatch between F and B: its input, and the autograd edges where its backward pass begins.
 
-    Only the edges of the output are kept: its numbers are needed by the stage after, which has a copy.
+    The output itself is not kept: the next stage has a copy.
     """
 
     incoming: Hidden
@@ -54,14 +53,14 @@ class Grains(Protocol):
         """Each grain's rows of a microbatch, in order."""
 
     def begin(self, microbatch: int, number: int) -> None:
-        """Say which grain of which microbatch goes forward."""
+        """Begin the forward pass of grain `number` of a microbatch."""
 
     def total_loss(self, losses: Sequence[Hidden]) -> Hidden:
         """(The sum of the grains' losses,), each a scalar."""
 
 
 class Stage:
-    """A chunk of the model on a rank; what it holds of each microbatch goes from task to task."""
+    """A chunk of the model on a rank, with the graphs of its microbatches in flight."""
 
     def __init__(
         self,
@@ -74,10 +73,9 @@ class Stage:
         number: int = 0,
         grains: Grains | None = None,
     ) -> None:
-        """`number`: the chunk's among those of its rank. `autocasts`: the type of device and the dtype of
-        torch's autocast, under which forward passes run (O1); backward passes follow the dtypes that it chose.
-        `multiplies`: the context in which all passes do, which says how a CPU multiplies halves.
-        `grains`: the samples of a microbatch that are computed at a time; by default all of them."""
+        """`number`: the chunk's among its rank's. `autocasts`: (device type, dtype) of autocast in forward passes (O1)
+        or None. `multiplies`: makes the context of all passes, by which a CPU multiplies half precision.
+        `grains`: None: a microbatch is computed at once."""
         self.model = model
         self.gradients = gradients
         self.run_forward = run
@@ -96,11 +94,11 @@ class Stage:
         return self.model.chunk.last
 
     def autocast(self) -> AbstractContextManager[object]:
-        """The context in which the model is called."""
+        """The context of forward passes."""
         return nullcontext() if self.autocasts is None else torch.autocast(*self.autocasts)
 
     def forward(self, index: int, incoming: Hidden, batch: Batch, scales: Scales) -> Hidden:
-        """F: what the stage after reads, or (loss,)."""
+        """F: returns the activation for the next stage, or (loss,)."""
         if self.grains is None:
             graph, outgoing = self._forward(incoming, batch, scales)
             self._graphs[index] = [graph]
@@ -115,18 +113,18 @@ class Stage:
 
     def _forward(self, incoming: Hidden, batch: Batch, scales: Scales) -> tuple[Graph, Hidden]:
         for x in incoming:
-            # A received tensor is a leaf, so its gradient ends in x.grad, from where it is sent.
+            # A received tensor becomes a leaf, whose x.grad is sent back.
             x.requires_grad_()
         with self.multiplies(), self.autocast():
             outgoing = self.run_forward(self.model, batch, scales, incoming)
-        # The edges keep the graph, not the output's numbers: these were sent, and are the next stage's to hold.
+        # Edges keep the graph alive without the output's memory, which the next stage has.
         return Graph(incoming, tuple(get_gradient_edge(x) for x in outgoing)), tuple(x.detach() for x in outgoing)
 
     def backward(self, index: int, gradients: Hidden, *, defers: bool) -> Hidden:
-        """B: what the stage before reads. `gradients`: of what F gave, from the stage after. `defers`: W follows."""
-        # Popped: the graph's activations go as soon as nothing but W's work needs them.
+        """B: returns the gradients for the previous stage. `gradients`: of F's outputs; `defers`: a task W follows."""
+        # Popped, so that activations are freed as soon as only deferred weight gradients need them.
         graphs = self._graphs.pop(index)
-        # A table that two chunks use has memory for each; the layers are not told which chunk runs.
+        # A table that two chunks use has gradient memory for each, chosen here.
         self.gradients.user = self.number
         afters = [None] * len(graphs) if self.is_last else split(gradients, len(graphs))  # a loss's own gradient is 1
         works: list[list[WeightWork]] = []
@@ -151,7 +149,7 @@ class Stage:
 
     @torch.no_grad()
     def weights(self, index: int, *, final: bool) -> None:
-        """W. `final`: its gradients are summed over ranks before those of another microbatch are added."""
+        """W. `final`: the gradients are summed over ranks before another microbatch's are added."""
         self.gradients.user = self.number
         grains = self._works.pop(index)
         for number, works in enumerate(grains):
@@ -162,13 +160,13 @@ class Stage:
 
     @torch.no_grad()
     def preview(self, incoming: Hidden, batch: Batch, scales: Scales) -> Hidden:
-        """F without gradients, of a whole microbatch."""
+        """F of a whole microbatch, without gradients."""
         with self.multiplies(), self.autocast():
             return self.run_forward(self.model, batch, scales, incoming)
 
     @torch.no_grad()
     def evaluate(self, incoming: Hidden, batch: Batch) -> Hidden:
-        """Forward without gradients: what the stage after reads, or (normed hidden states,)."""
+        """Forward without gradients: the activation for the next stage, or (normed hidden states,)."""
         with self.multiplies(), self.autocast():
             if self.grains is None:
                 return self.model.hidden_states(batch, incoming)
@@ -176,7 +174,7 @@ class Stage:
 
 
 def split(hidden: Hidden, parts: int) -> list[Hidden]:
-    """The rows of each tensor in so many equal parts, each in memory of its own."""
+    """Each tensor's rows in `parts` equal parts, copied."""
     if parts == 1:
         return [hidden]
     rows = [x.unflatten(0, (parts, len(x) // parts)) for x in hidden]  # none, where another rank holds all
@@ -184,5 +182,5 @@ def split(hidden: Hidden, parts: int) -> list[Hidden]:
 
 
 def joined(parts: Sequence[Hidden]) -> Hidden:
-    """The rows of each tensor, of all parts."""
+    """Each tensor's rows of all parts, concatenated."""
     return parts[0] if len(parts) == 1 else tuple(torch.cat(rows) for rows in zip(*parts, strict=True))

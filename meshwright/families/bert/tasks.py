@@ -280,7 +280,7 @@ def _write(folder: Path, config: Config, data: TaskSection, progress: ShowProgre
         tokens, ends = row_arrays([example.rows for example in some], specials, data.sequence, dtype)
         answers = np.array([example.answers for example in some], dtype=np.int64)
         for array, values in zip(_ARRAYS, (tokens, ends.astype(np.int32), answers), strict=True):
-            np.save(folder / f"{name}-{array}.npy", values)
+            np.save(folder / f"{name}-{array}.npy", np.asarray(values))
     # Listed before the header exists, which holds the other files' hashes.
     files = sorted(path.name for path in folder.iterdir())
     header = {

@@ -1,10 +1,8 @@
-"""Estimates for the search: a layout's memory of weights and its step, before it is worth a prediction.
+"""Estimates for the search: a layout's memory and seconds at a hundredth of a prediction's cost.
 
-The memory is that of the real kit's parameters in the real buckets. The estimate is composed as a prediction is
-(predict.py), but of parts that are interpolated (timed_parts.py), and with a formula (`pipeline_seconds`) in place of
-the simulated pipeline.
-
-Recomputation is not recorded: it adds to a backward pass and takes from what is kept.
+The memory of weights is that of the real kit's parameters in the real buckets. Seconds are composed as in a prediction
+(predict.py), but of interpolated parts (timed_parts.py), and with a formula (`pipeline_seconds`) instead of a simulated
+pipeline. Recomputation is not recorded: it lengthens the backward pass and shrinks the kept activations.
 """
 
 from __future__ import annotations
@@ -34,19 +32,19 @@ if TYPE_CHECKING:
     from meshwright.tools.plan.predict import Planner, Prediction
 
 SURE = 0.95
-"""The share of an estimate that the search takes for a lower bound of the prediction."""
+"""Factor that makes an estimate a lower bound of the prediction."""
 
 MIN_RECOMPUTED_SHARE = 0.9
-"""The least share of a group's forward pass that is recomputed: the last layer is not computed again to its end."""
+"""Lower bound of the share of a group's forward pass that is recomputed; the last layer's end is not."""
 
 MAX_KEPT_SHARE = 0.99
-"""Recomputing attention saves memory where a layer keeps less than this share of its activations with it."""
+"""Recomputing attention is worth trying where a layer then keeps less than this share of its activations."""
 
 
 @dataclass(frozen=True)
 class _Work:
-    """A stage's seconds forward, backward, and of weight gradients where they are tasks of their own; the bytes that it
-    sends on."""
+    """A stage's seconds forward, backward, and of weight gradients where these are tasks (W); bytes sent to the next
+    stage."""
 
     forward: float
     backward: float
@@ -56,8 +54,8 @@ class _Work:
 
 @dataclass(frozen=True)
 class _Passes:
-    """The pipeline phase: its seconds, those until the last stage's first forward pass is over, and the most of a
-    stage's last task."""
+    """The pipeline phase: its seconds, seconds until the end of the last stage's first forward pass, and seconds of the
+    longest last task of a stage."""
 
     seconds: float
     forward: float
@@ -66,9 +64,9 @@ class _Passes:
 
 @dataclass(frozen=True)
 class _Ending:
-    """Seconds after the pipeline phase, on the stage with most parameters: gradients' sums, optimizer, publishing;
-    the parts of sums and of publishing that go on under computation. `gather`: what a pass through the model takes at
-    least to gather sliced weights, some of which are there still."""
+    """Seconds after the pipeline phase on the stage with most parameters: gradients' sums, optimizer, publishing; the
+    shares of sums and of publishing that run under computation. `gather`: least seconds to gather sliced weights in a
+    pass through the model."""
 
     gather: float
     reduce: float
@@ -80,7 +78,7 @@ class _Ending:
 
 
 class Estimates:
-    """Bounds and estimates for layouts of one run on one planner's cluster; it remembers what layouts share."""
+    """Bounds and estimates for layouts of one run on one cluster. Caches what layouts share."""
 
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
@@ -107,11 +105,11 @@ class Estimates:
         return self.planner.seconds(config)
 
     def estimated_seconds(self, config: Config) -> float:
-        """SURE of about what a step takes."""
+        """SURE times the estimated seconds of a step."""
         passes, ending = self._passes_of(config), self._ending_of(config)
         sums = config.num_microbatches if config.layout.data.strategy.slices else 1
-        # Slices are summed for every microbatch, whole gradients once, under the last task of the phase.
-        # What is not of the last task's chunk leaves before it.
+        # Slices are summed for every microbatch, whole gradients once, under the last task of the phase. Buckets of
+        # other chunks than the last task's have left before.
         reduce = ending.reduce / config.layout.pipeline.chunks
         summed = passes.seconds + sums * max(0.0, reduce - ending.overlaps * passes.last)
         summed += max(0.0, 2 * config.num_microbatches * ending.gather - ending.publishes * passes.seconds)
@@ -119,22 +117,22 @@ class Estimates:
         return SURE * (summed + ending.norm + (0.0 if streams(config) else ending.steps) + published)
 
     def least_seconds(self, config: Config) -> float:
-        """Seconds below which no estimate is of layouts that differ from this one in schedule, limit, or the strategy
-        that sums gradients alone: that of its parts' work, the same for every stage."""
+        """A lower bound of the estimated seconds of all layouts that differ in schedule, limit or sync only: the
+        chain's work, shared equally among stages."""
         count, layout = config.num_microbatches, config.layout
         key = layout.layer, strides(config), config.micro, config.widens_gradients, config.memory.recompute
         if key not in self._work_of_model:
-            # The whole model as one stage: shared equally, it is less than the slowest stage's work.
+            # The whole model as one stage; an equal share of it is at most the slowest stage's work.
             one = self._work(config, self._shapes(config, (config.model.num_blocks,))[0], split=False)
             self._work_of_model[key] = one
         one, stages = self._work_of_model[key], layout.pipeline.size
-        # The last stage begins when a chunk's worth of the first microbatch has been through the others.
+        # The last stage begins when the first microbatch has passed one chunk of each other stage.
         filled = (stages - 1) * one.forward / max(CHUNKS, layout.pipeline.chunks)
         return SURE * (count * (one.forward + one.backward) + filled) / stages
 
     def estimated_memory(self, config: Config) -> Memory:
-        """SURE of what the rank that holds most has in a step, of which temporaries take the room that wider gradients
-        have before and after. The order of axes is no matter."""
+        """SURE times the estimated memory of the fullest rank, in which temporaries reuse the bytes of wider gradients.
+        Independent of the order of axes."""
         alone, passing = self._alone_memory(config)
         partition = self._partition(config)
         kept, total = self._held.of(config, partition, self._shapes(config, partition))
@@ -143,15 +141,15 @@ class Estimates:
         return replace(alone, activations=activations, temporaries=most - activations)
 
     def recomputes_for_nothing(self, config: Config) -> bool:
-        """Whether attention is recomputed whose kernel keeps nothing that would be worth it."""
+        """Whether the layout recomputes attention although the kernel keeps too little (MAX_KEPT_SHARE)."""
         return config.memory.recompute == "selective" and self.parts.kept_share(config) > MAX_KEPT_SHARE
 
     def weights_memory(self, config: Config) -> Memory:
-        """The memory of the stage with most parameters before anything is computed. The order of axes is no matter."""
+        """Weights, gradients and states of the stage with most parameters. Independent of the order of axes."""
         return self._alone_memory(config)[0]
 
     def _alone_memory(self, config: Config) -> tuple[Memory, int]:
-        """That, and the bytes of it that pass beside activations (HeldBytes.passing)."""
+        """(weights_memory, the bytes of it that are not alive at the activations' peak (HeldBytes.passing))."""
         if self._last is None or self._last[0] is not config:  # the search asks twice for each layout
             self._last = config, self._find_alone_memory(config)
         return self._last[1]
@@ -164,7 +162,7 @@ class Estimates:
         )  # fmt: skip
         if key not in self._weights:
             check(config)
-            # Memory does not depend on the order of axes: one entry serves all of a layout's orders.
+            # One entry for all orders of a layout's axes.
             usual = config.model_copy(update={"layout": layout.model_copy(update={"order": "auto"})})
             parameters, context = self._fullest_stage(usual), self.planner.context(usual)
             weights = 0 if layout.data.strategy.gathers else sum(each.weight_bytes for each in parameters)
@@ -200,7 +198,7 @@ class Estimates:
         return self._passes[key]
 
     def _shapes(self, config: Config, partition: tuple[int, ...]) -> list[StageShape]:
-        """Each position's parts: how many it has of each place. Most positions are alike."""
+        """By position of the chain, (distinct part, number of such parts)."""
         if partition not in self._stage_shapes:
             alike, last = self.planner.recordings.outline(config).alike, len(partition) - 1
             shapes = []
@@ -221,15 +219,15 @@ class Estimates:
         return _Work(
             sum(times * timed.forward for timed, times in stage),
             sum(times * (timed.inputs if split else timed.backward) for timed, times in stage)
-            # What is computed again but for some operations may be little.
+            # Recomputation that keeps some operations' results may be short.
             + (again if config.memory.recompute not in ("none", "ops") else 0.0),
             sum(times * timed.weights for timed, times in stage) if split else 0.0,
             stage[-1][0].part.outgoing_bytes,
         )
 
     def _message_seconds(self, config: Config, sizes: Sequence[int]) -> list[float]:
-        """Seconds of a message from each position to the next; to one of the same stage none."""
-        # An estimate asks rank 0's pipeline alone; a prediction, each stage's first rank.
+        """Seconds of a message from each position to the next; 0 within a stage."""
+        # Of rank 0's pipeline only; a prediction takes each stage's first rank.
         placement = placement_of(config)
         key = config.layout.nesting, placement, tuple(sizes)
         if key not in self._messages:
@@ -253,7 +251,7 @@ class Estimates:
             known: dict[Hashable, Sum] = {}
             sums = []
             for bucket in run.buckets[0]:
-                # Layers are alike, and so are their buckets, which share their programs.
+                # Buckets of equal layers are equal, and share their programs.
                 alike = id(bucket.reduce), len(bucket.names)
                 if alike not in known:
                     known[alike] = run.sum(bucket, 0.0)
@@ -261,7 +259,7 @@ class Estimates:
             gathered = run.buckets[0] if layout.data.strategy.gathers else ()
             gathers = sorted(run.seconds(bucket.gather) for bucket in gathered)
             self._endings[key] = _Ending(
-                # Weights of two parts stay gathered from pass to pass; the largest ones are taken for these.
+                # Weights of two parts stay gathered between passes: the largest two, for a lower bound.
                 sum(gathers[:-2]),
                 sum(one.reduce for one in sums), sum(max(one.steps, one.lane) for one in sums),
                 sum(one.publish for one in sums), run.norm(), run.overlap("sums"), run.overlap("gathers"),
@@ -269,7 +267,7 @@ class Estimates:
         return self._endings[key]
 
     def _fullest_stage(self, config: Config) -> list[Parameter]:
-        """The parameters of the stage that has most elements of them."""
+        """The parameters of the stage with most elements."""
         key = config.layout.layer, self._partition(config), placement_of(config)
         if key not in self._fullest:
             self._fullest[key] = self._parameters_of_fullest(config)
@@ -303,21 +301,21 @@ class Estimates:
         return list(own.values())
 
     def _buckets_of_fullest(self, config: Config) -> list[PlannedBucket]:
-        """The buckets of that stage, the same in every order of axes."""
+        """The buckets of the stage with most elements, equal in every order of axes."""
         layout = config.layout
         key = (
             layout.layer, self._partition(config), placement_of(config), layout.data, config.widens_gradients,
             config.memory.offload,
         )  # fmt: skip
-        # How often slices are summed hangs on the microbatches as well: an estimate counts that itself.
+        # For one microbatch; `estimated_seconds` multiplies the sums of slices.
         if key not in self._buckets:
             known = config.model, config.precision, *key[:3]  # a planner may have buckets of several runs
             self._buckets[key] = self.planner.buckets.of(config, 0, self._fullest_stage(config), set(), known)
         return self._buckets[key]
 
     def _partition(self, config: Config) -> tuple[int, ...]:
-        """Layers a position: where the clock would choose them, which costs more than an estimate, the balanced cut
-        that it begins with."""
+        """Layers by position. Where the clock would choose them, which takes longer than an estimate: the balanced cut
+        that the clock starts from."""
         pipeline = config.layout.pipeline
         key = pipeline.size, pipeline.chunks, pipeline.partition, config.replica_batch
         if key not in self._partitions:
@@ -333,11 +331,11 @@ def pipeline_seconds(
     forward: Sequence[float], backward: Sequence[float], weights: Sequence[float], hops: Sequence[float],
     limits: Sequence[int], count: int, placement: ChunkPlacement,
 ) -> float:  # fmt: skip
-    """About how long a pipeline takes for `count` = m microbatches. A position of the chain takes f, b, w for its tasks
-    (`weights` are 0 where B does the work of W) and h for a message to the next one. A stage s, whose first chunk is at
-    position s, has k microbatches in flight at most, counted in each chunk.
+    """Estimated seconds of a pipeline for `count` = m microbatches. A position of the chain takes f, b, w for its tasks
+    (w = 0 where B includes W) and h for a message to the next position. Stage s, with its first chunk at position s,
+    has at most k microbatches in flight, counted once for each chunk.
 
-    | the longest of, over s: until                          | seconds                                            |
+    | the maximum over s of the seconds until                | seconds                                            |
     |--------------------------------------------------------|----------------------------------------------------|
     | s has done all, begun when those ahead had done one    | sum of f + h ahead of s, m (f + b + w) of chunks   |
     | the gradients of its last backward pass have come back | the same without w, sum of b + h ahead of s, w_0   |

@@ -1,10 +1,10 @@
-"""The distinct parts of a chain for a microbatch of any size, of recordings at two sizes: what estimates add up.
+"""A chain's distinct parts for a microbatch of any size, interpolated from recordings at two sizes, for estimates.
 
-Kernels and payloads are interpolated between and beyond the two (recorder.py). Where a part's events differ between
-them, as a head's with its chunks, only its seconds can be.
+Kernels and payloads are interpolated linearly, within and beyond the two sizes (recorder.py). Where a part's events
+differ between the two (the head's, with its chunks of logits), only its seconds are.
 
-Beside them, the activations that a layout holds: those of microbatches on their way back, and of recomputed layers
-whose weight gradients wait.
+HeldActivations: bytes of activations that a layout holds, of microbatches in flight and of recomputed layers whose
+weight gradients wait.
 """
 
 from __future__ import annotations
@@ -30,19 +30,18 @@ if TYPE_CHECKING:
     from meshwright.tools.plan.predict import Planner
 
 _SIZES = 2, 4
-"""Samples of the two recordings, in those of the smallest microbatch that the tensor section can cut."""
+"""Samples of the two recordings, in multiples of the smallest microbatch that the tensor section can cut."""
 
 
 _Mix = tuple[tuple[float, Program], ...]
-"""Programs whose seconds add up, each so many times: one; or two recorded ones, where what lies between or beyond them
-has other events, or more of them (a head's slices, of which the last is a rest), so that only their seconds can be
-interpolated."""
+"""(factor, program) whose seconds add up: one program, or the two recorded ones with factors, where their events differ
+in kind or number (a head's slices, of which the last is a rest)."""
 
 
 @dataclass(frozen=True)
 class EstimatedPart:
-    """The embeddings, a layer, or the head, for a microbatch of one size: its programs, the bytes that a forward pass
-    keeps, and those that it passes on; its parameters, of which no schedule says when their gradients come."""
+    """The embeddings, a layer, or the head, for one size of microbatch: programs, bytes kept by a forward pass, bytes
+    sent to the next part, and parameters."""
 
     programs: dict[TaskKind, tuple[_Mix, ...]]
     kept_bytes: float
@@ -53,7 +52,7 @@ class EstimatedPart:
 
 @dataclass(frozen=True)
 class TimedPart:
-    """A part's seconds forward, backward, and (`inputs`, `weights`) of the halves of a split backward pass."""
+    """A part's seconds forward and backward; `inputs`, `weights`: of the two halves of a split backward pass."""
 
     part: EstimatedPart
     forward: float
@@ -63,7 +62,7 @@ class TimedPart:
 
 
 class TimedParts:
-    """The parts for layouts of one planner's cluster; it remembers what layouts share."""
+    """The parts for layouts on one cluster. Caches what layouts share."""
 
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
@@ -87,8 +86,8 @@ class TimedParts:
         return self._timed[key]
 
     def _time(self, config: Config, part: EstimatedPart) -> TimedPart:
-        """The part's seconds at its quickest place in the step. Half of a backward pass's kernels are for weights, and
-        the widening of a layer's gradients, which a recording of one microbatch does not have."""
+        """The part's seconds at its quickest place in the step. Half of a backward pass's kernels count for weights,
+        with the widening of a layer's gradients, which a recording of one microbatch lacks."""
         timer, network = self.planner.timer(config), self.planner.network(config)
         overlaps = self.planner.software.overlap("layers", network.overlaps)
 
@@ -96,24 +95,24 @@ class TimedParts:
             return max(0.0, sum(times * timer.seconds(program, network, overlaps) for times, program in mix))
 
         forward, backward = (
-            # The first microbatch gathers, the last adds up: most of a step's are the quickest kind.
+            # Most microbatches neither gather (the first) nor sum (the last): the quickest place.
             min((seconds(mix, overlaps), place) for place, mix in enumerate(part.programs[kind]))
             for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
         )
         mix = part.programs[TaskKind.BACKWARD][backward[1]]
-        # Two products of a backward pass, of equal flops: one for the input's gradient, one for the weight's.
+        # A linear's backward pass has two products of equal flops: the input's gradient and the weight's.
         weights = sum(times * timer.computing(program) for times, program in mix) / 2
         inputs, widened = seconds(mix, 0.0) - weights, 0.0
         if config.widens_gradients and part.is_layer:
             elements = sum(each.num_elements for each in part.parameters)
-            # The gradient is read, the sum is read and written.
+            # Reads the gradient, reads and writes the sum.
             touched = sum(each.weight_bytes for each in part.parameters) + 2 * SINGLE * elements
             widened = timer.kernel_seconds(Kernel("element", 0.0, touched, elements, "float32"))
         each = forward[0], backward[0] + widened, inputs, weights + widened
         return TimedPart(part, *(timer.part + seconds for seconds in each))
 
     def untimed(self, config: Config) -> dict[int, EstimatedPart]:
-        """The same parts, whatever the order of axes."""
+        """The parts without seconds, equal in every order of axes."""
         key = config.layout.layer, config.micro
         if key not in self._parts:
             smallest = smallest_micro(config)
@@ -124,7 +123,7 @@ class TimedParts:
             before: tuple[Forms, Forms] = (), ()
             small, large = (_alone(config, size) for size in sizes)
             for place, chunk in self.distinct(config):
-                # Each part is given what the one before gives, in its own size of microbatch.
+                # A part's input is the output of the part before, at the same size of microbatch.
                 one, other = (
                     self.planner.recordings.of(alone, chunk, forms)
                     for alone, forms in zip((small, large), before, strict=True)
@@ -135,16 +134,16 @@ class TimedParts:
         return self._parts[key]
 
     def kept_share(self, config: Config) -> float:
-        """The share of what the first layer keeps that it still keeps where attention is recomputed."""
+        """The share of the first layer's kept bytes that remains where attention is recomputed."""
         layer = config.layout.layer
         if layer not in self._kept_shares:
             kept, still = (_kept(recording) for recording in self._with_attention_again(config))
-            # Of one layer, as all of a chain's layers are cut alike.
+            # One layer stands for all, which are cut alike.
             self._kept_shares[layer] = still / kept
         return self._kept_shares[layer]
 
     def attention_again(self, config: Config) -> float:
-        """Seconds by which the first layer's backward pass is longer where attention is recomputed."""
+        """Seconds that recomputed attention adds to the first layer's backward pass."""
         key = config.layout.layer, config.micro, strides(config)
         if key not in self._attention_again:
             timer, network = self.planner.timer(config), self.planner.network(config)
@@ -152,13 +151,13 @@ class TimedParts:
                 timer.seconds(recording.programs[TaskKind.BACKWARD][-1], network, 1.0)
                 for recording in self._with_attention_again(config)
             )
-            # In proportion to the samples: attention grows no slower than they do, but for launches.
+            # In proportion to the samples; attention grows at least as fast, except for kernel launches.
             share = config.micro / (_SIZES[0] * smallest_micro(config))
             self._attention_again[key] = max(0.0, twice - once) * share
         return self._attention_again[key]
 
     def _with_attention_again(self, config: Config) -> tuple[Recording, Recording]:
-        """Recordings of the first layer, for a small microbatch, without and with attention that is recomputed."""
+        """Recordings of the first layer for a small microbatch: (without, with) recomputed attention."""
         alone = _alone(config, _SIZES[0] * smallest_micro(config))
         again = alone.model_copy(update={"memory": alone.memory.model_copy(update={"recompute": "selective"})})
         recordings = self.planner.recordings
@@ -168,7 +167,7 @@ class TimedParts:
 
 
 def strides(config: Config, *more: str) -> Hashable:
-    """The distance between ranks along the axes that cut a layer and those named, hence over which links they send."""
+    """Strides of the axes that cut a layer, and of `more`; they determine the links between these ranks."""
     axes, names = config.layout.nesting, {*(name for name, _ in config.layout.layer_axes), *more}
     return tuple(
         (name, size, math.prod(after for _, after in axes[index + 1 :]))
@@ -178,13 +177,13 @@ def strides(config: Config, *more: str) -> Hashable:
 
 
 def smallest_micro(config: Config) -> int:
-    """Samples that a microbatch must have for each rank to have one."""
+    """Least samples of a microbatch with which every rank has one."""
     sizes = dict(config.layout.axes)
     return math.prod(sizes[axis] for axis in config.layout.tensor.batch_axes)
 
 
 def _alone(config: Config, micro: int) -> Config:
-    """One replica of one stage, with a step of few microbatches of so many samples."""
+    """One replica of one stage, with few microbatches of `micro` samples a step."""
     one = {
         "data": config.layout.data.model_copy(update={"size": 1, "shard": None}),
         "pipeline": config.layout.pipeline.model_copy(update={"size": 1}),
@@ -192,14 +191,14 @@ def _alone(config: Config, micro: int) -> Config:
     count = 2 if config.layout.tensor.by_size else 1  # the first microbatch gathers weights
     batch = config.batch.model_copy(update={"global_": count * micro, "micro": micro})
     memory = config.memory.model_copy(update={"recompute": "none"})
-    # Recordings are made before anybody has decided how 2-D operands travel.
+    # Recordings are made before memory.summa is decided.
     if memory.summa == "auto":
         memory = memory.model_copy(update={"summa": "gather"})
     return config.model_copy(update={"layout": config.layout.model_copy(update=one), "batch": batch, "memory": memory})
 
 
 def _kept(recording: Recording) -> int:
-    """The bytes that its forward pass keeps."""
+    """Bytes kept by the recording's forward pass."""
     return recording.programs[TaskKind.FORWARD][-1].kept_bytes
 
 
@@ -213,34 +212,33 @@ def _interpolated(small: Recording, large: Recording, share: float, *, is_layer:
         for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
     }
     outgoing = [sum(form.size_bytes for form in recording.outgoing) for recording in (small, large)]
-    # Recorded with the schedule that was asked for first: its facts are not all layouts'.
+    # A recording has the schedule of the first layout that asked; facts of the schedule are left out here.
     parameters = tuple(Parameter(each.name, each.shape, each.dtype, each.spec) for each in small.parameters)
     kept = between(_kept(small), _kept(large), share)
     return EstimatedPart(programs, kept, round(between(outgoing[0], outgoing[1], share)), parameters, is_layer)
 
 
 def _mixed(small: Program, large: Program, share: float) -> _Mix:
-    """The program at `share` of the way from the small one to the large one, or both in parts; before the small one a
-    part of it in proportion to samples: a head of few rows has other slices."""
+    """The program at `share` of the way from the small to the large one, or both with factors. Below the small one: the
+    small one in proportion to samples, since a head of few rows has other slices."""
     program = interpolated_program(small, large, share)
     if program.events or not small.events:
         return ((1.0, program),)
-    # Events differ (a GPU's head has other slices at another size): their seconds on a line through the two. Without
-    # this a head weighed nothing in every estimate for a GPU.
+    # The events differ (a GPU's head has more slices at the larger size): only seconds are interpolated.
     first, second = _SIZES
     return ((1 - share, small), (share, large)) if share >= 0 else ((1 + share * (second - first) / first, small),)
 
 
 MIN_DEFERRED_SHARE = 0.5
-"""The share of what deferred weight gradients may hold that the search takes for certain: which stage defers how many
-is a guess."""
+"""Lower bound of the activations of deferred weight gradients, as a share of the estimate: which stage defers how many
+W is uncertain."""
 
 StageShape = tuple[tuple[int, int], ...]
-"""A stage: each of its parts by position (`TimedParts.distinct`), and how many it has of it."""
+"""A stage as (position of the distinct part, number of such parts)."""
 
 
 class HeldActivations:
-    """Bytes of activations; what layouts share is remembered."""
+    """Bytes of activations by layout. Caches what layouts share."""
 
     def __init__(self, parts: TimedParts) -> None:
         self.parts = parts
@@ -248,8 +246,7 @@ class HeldActivations:
         self._known: dict[Hashable, tuple[float, float]] = {}
 
     def of(self, config: Config, partition: tuple[int, ...], shapes: Sequence[StageShape]) -> tuple[float, float]:
-        """The activations that the fullest stage keeps, and all that it holds of microbatches at most: the same however
-        replicas sum and keep their gradients, weights and states."""
+        """(Bytes that the fullest stage keeps, its peak bytes of all microbatches), independent of sync and states."""
         layout = config.layout
         key = (
             layout.layer, layout.pipeline, partition, config.micro, config.num_microbatches, config.memory.recompute,
@@ -262,8 +259,7 @@ class HeldActivations:
     def _find(self, config: Config, partition: tuple[int, ...], shapes: Sequence[StageShape]) -> tuple[float, float]:
         parts, placement = self.parts.untimed(config), placement_of(config)
         kept, total, deferring = 0.0, 0.0, self._deferring(config, partition, placement)
-        # Candidates for the fullest: the first holds most microbatches, the longest most layers, a deferring one most
-        # W.
+        # Candidates for the fullest: the first (most microbatches), the longest (most layers), deferring ones (most W).
         for stage in {0, placement.stage_of(partition.index(max(partition))), *deferring}:
             own = placement.positions(stage)
             works = [[(parts[place], times) for place, times in shapes[position]] for position in own]
@@ -275,7 +271,7 @@ class HeldActivations:
                 most = min(limit, config.num_microbatches * placement.num_chunks)
                 deferred = max(0, most - in_flight) * deferring[stage] * whole / placement.num_chunks
                 keeps += MIN_DEFERRED_SHARE * deferred
-            # Messages of both sides have memory before they come (mailbox.py).
+            # Messages from both sides have memory before they arrive (mailbox.py).
             ahead = min(AHEAD[self.parts.planner.cluster.device.kind], config.num_microbatches)
             beside = max(
                 ahead
@@ -285,7 +281,7 @@ class HeldActivations:
                 )
                 for at in own
             )
-            # A recomputed group of layers holds all of its activations again when its backward pass begins.
+            # At the begin of its backward pass a recomputed group holds all of its activations.
             recomputed = 0.0
             for work in works if in_groups(config) else ():
                 layers = [(part.kept_bytes, times) for part, times in work if part.is_layer]
@@ -297,9 +293,9 @@ class HeldActivations:
         return kept, total
 
     def _deferring(self, config: Config, partition: tuple[int, ...], placement: ChunkPlacement) -> dict[int, float]:
-        """Stages that put off W of recomputed layers until their limit makes room for it, and of how many of their
-        microbatches. Each takes in as many as the slowest stage does without W; the time that is left to it is not
-        enough for all of its W. Of stages that hold as much the last, which has fewest on their way back to it."""
+        """By stage, the share of microbatches whose W of recomputed layers waits for the in-flight limit. A stage takes
+        microbatches at the slowest stage's pace without W, and its remaining time is too short for all W. Of stages
+        that hold as much, the last, which has the fewest gradients on their way."""
         free = not (rule_of(config).fixed or config.layout.pipeline.limit_by_memory)
         if not (free and splits(config) and in_groups(config)):
             return {}
@@ -311,7 +307,7 @@ class HeldActivations:
             ends[0] += costs.embedding
             ends[-1] += costs.head
             own = [placement.positions(stage) for stage in range(placement.num_stages)]
-            # A layer's F, its F once more, and B are a third of its work each, W is another; ends do F once.
+            # A recomputed layer's F, second F, B and W take equal seconds; embeddings and head have one F.
             weights = [sum(layers[at] + ends[at] for at in positions) / 3 for positions in own]
             passes = [sum(layers[at] + ends[at] * 2 / 3 for at in positions) for positions in own]
             alike = {tuple(partition[at] for at in positions): stage for stage, positions in enumerate(own)}
@@ -323,7 +319,7 @@ class HeldActivations:
         return self._deferrals[key]
 
     def _kept_bytes(self, config: Config, stage: Sequence[tuple[EstimatedPart, int]]) -> float:
-        """Bytes that a forward pass keeps on a stage of so many of each part; a recomputed group keeps one input."""
+        """Bytes that a forward pass keeps on a stage; a recomputed group keeps its input."""
         setting = config.memory.recompute
         if setting == "none":
             return sum(times * part.kept_bytes for part, times in stage)
@@ -340,8 +336,8 @@ def in_groups(config: Config) -> bool:
 
 
 def _in_flight(config: Config, stage: int, placement: ChunkPlacement) -> int:
-    """Microbatches that a stage holds when it goes backward for the first time, counted once for each chunk; of a
-    message-driven one most likely."""
+    """Microbatches in flight at a stage's first backward task, counted once for each chunk; message-driven: the likely
+    number."""
     if config.layout.pipeline.limit_by_memory:
         return 1  # what memory allows
     count, rule = config.num_microbatches, rule_of(config)
