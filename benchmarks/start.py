@@ -2,9 +2,9 @@
 
     python -m benchmarks.start [--rounds N]
 
-Each figure is the least of its rounds, since others' work on the machine only adds to it. A run is a GPT-2 of two small
-layers on prepared data. Wall seconds count from the command; a rank's processor seconds are its own process's before
-its first step, which of a forked rank leaves out what its fork server has imported once for all: that has a row.
+Each figure is the least of its rounds, since others' work on the machine only adds to it. A run is a GPT-2 of four
+small layers on prepared data. Wall seconds count from the command; a rank's processor seconds are its own process's
+before its first step, which of a forked rank leaves out what its fork server has imported once for all.
 """
 
 from __future__ import annotations
@@ -27,9 +27,16 @@ COMMANDS = {
     "plan --help": ["plan", "--help"],
     "a config mistake": ["train", "run.yaml", "layout.data.sync=alreduce"],
 }
-RUNS = {"1 rank": (1, "torch"), "2 ranks, gloo": (2, "torch"), "2 ranks, MPI": (2, "mpi")}
+STAGES = ["layout.pipeline.size=4", "layout.pipeline.schedule=1f1b"]
+RUNS = {
+    "1 rank": ["layout.transport=torch"],
+    "2 ranks, gloo": ["layout.data.size=2", "layout.transport=torch"],
+    "2 ranks, MPI": ["layout.data.size=2", "layout.transport=mpi"],
+    "4 stages, gloo": [*STAGES, "layout.transport=torch"],
+    "4 stages, MPI": [*STAGES, "layout.transport=mpi"],
+}
 RUN = """
-model: {base: gpt2-small, layers: 2, hidden: 64, heads: 2, positions: 64, vocabulary: 300, vocabulary_multiple: 4}
+model: {base: gpt2-small, layers: 4, hidden: 64, heads: 2, positions: 64, vocabulary: 300, vocabulary_multiple: 4}
 data: {source: text.txt, sequence: 64}
 batch: {global: 8}
 steps: 1
@@ -56,22 +63,21 @@ def worker(rank: Any, out: Path, **arguments: Any) -> None:
         training.train_rank(rank, out=out, **arguments)
 
 
-def train_once(ranks: int, transport: str, out: str) -> None:
+def train_once(words: list[str], out: str) -> None:
     """The launcher of a run whose ranks are `train_rank`: what `meshwright train` does."""
     import meshwright as mw
     from meshwright.training import job
 
     with patch.object(job, "TRAIN_WORKER", "benchmarks.start:worker"):
-        mw.train(mw.load("run.yaml", [f"layout.data.size={ranks}", f"layout.transport={transport}"]), out)
+        mw.train(mw.load("run.yaml", words), out)
 
 
-def first_step(folder: Path, ranks: int, transport: str, number: int) -> dict[str, float]:
-    out = folder / f"{ranks}-{transport}-{number}"
-    code = f"from benchmarks.start import train_once; train_once({ranks}, {transport!r}, {str(out)!r})"
+def first_step(folder: Path, words: list[str], out: Path) -> dict[str, float]:
+    code = f"from benchmarks.start import train_once; train_once({words!r}, {str(out)!r})"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path.cwd()), *sys.path])}
     started = time.time()
     subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
-    marks = [json.loads((out / f"start-{rank}.json").read_text()) for rank in range(ranks)]
+    marks = [json.loads(path.read_text()) for path in out.glob("start-*.json")]
     return {
         "until the first step begins": max(mark["begins"] for mark in marks) - started,
         "until it is over": max(mark["ends"] for mark in marks) - started,
@@ -105,8 +111,9 @@ def main() -> None:
             print(f"{command}: {least([answer(folder, words) for _ in rounds])}", flush=True)
         imported = [answer_of("import meshwright.training.worker") for _ in rounds]
         print(f"imports of a rank: {least(imported)}", flush=True)
-        for what, (ranks, transport) in RUNS.items():
-            print(f"{what}: {least([first_step(folder, ranks, transport, number) for number in rounds])}", flush=True)
+        for what, run in RUNS.items():
+            starts = [first_step(folder, run, folder / f"{what} {number}") for number in rounds]
+            print(f"{what}: {least(starts)}", flush=True)
 
 
 def answer_of(code: str) -> dict[str, float]:

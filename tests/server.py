@@ -14,6 +14,10 @@ from meshwright.environment import early_errors_in
 from meshwright.launch.session import make_fork_server_folder
 
 RUN = (
+    "torch._dynamo",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "matplotlib.ticker",
     "meshwright.launch.preload",
     "meshwright.training.worker",
     "meshwright.tools.verify.job",

@@ -9,7 +9,7 @@ the file `stop`, whose existence asks the workers to finish their step and leave
 """
 
 from meshwright.launch.failure import Interrupted
-from meshwright.launch.function import Rank, Ranks, run
+from meshwright.launch.function import Rank, Ranks, prepare, run
 from meshwright.launch.launcher import launch
 from meshwright.launch.signals import StopRequest
 from meshwright.launch.worker import Job, joined, run_worker
@@ -22,6 +22,7 @@ __all__ = [
     "StopRequest",
     "joined",
     "launch",
+    "prepare",
     "run",
     "run_worker",
 ]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -31,14 +32,23 @@ from meshwright.launch.worker import Job, run_launched
 _LOOPBACK = "127.0.0.1"
 
 
+def start_server(modules: Sequence[str]) -> Path:
+    """Start the fork server, which imports `modules` while this process goes on, where none runs yet.
+
+    The folder where a worker leaves what it has to say before it has the launcher's stderr. Raises OSError.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["meshwright.launch.preload", *modules])
+    errors = make_fork_server_folder()
+    with early_errors_in(errors):
+        ensure_running()
+    return errors
+
+
 def run_forked(session: Session, num_ranks: int, threads: int, last_words: LastWords, attempt: int) -> Failure | None:
     """Run an attempt at the session's job; why it failed, None where it succeeded."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["meshwright.launch.preload", *Job.read(session.folder).modules])
     try:
-        errors = make_fork_server_folder()
-        with early_errors_in(errors):
-            ensure_running()
+        errors = start_server(Job.read(session.folder).modules)
         import torch.distributed as dist  # while the fork server, on another core, imports it too
 
         store = dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))

@@ -15,7 +15,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,6 +32,8 @@ from meshwright.ranks.grid import Grid, grid_of_run
 from meshwright.ranks.section import Timeout
 from meshwright.ranks.transports_section import TRANSPORTS, TransportName
 
+_ENTRY = "meshwright.launch.function:call_on_rank"
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -46,7 +48,7 @@ class Ranks:
     `restarts`: how often a job that loses a rank is started again. `status`: where the ranks leave where they are, by
     default a folder that goes with the job. `name`: what the job's ranks know it by when they meet.
     `copies`: (axis, c): c neighbours on the axis hold the same key-value heads. `nesting`: `axes` with some split into
-    parts (ranks/grid.py).
+    parts (ranks/grid.py). `modules`: imported once for all ranks of this machine, before they are forked.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -60,6 +62,7 @@ class Ranks:
     name: str = ""
     copies: tuple[str, int] | None = None
     nesting: tuple[tuple[str, int], ...] = ()
+    modules: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, config: Config, name: str = "", status: Path | None = None) -> Ranks:
@@ -69,6 +72,9 @@ class Ranks:
             rule = "is no machine's: ranks are started with a config in which every auto is a value"
             raise ConfigError.of("ranks", "a config that says auto", rule, "mw.resolve(config)")
         grid = grid_of_run(config)
+        # torch imports its compiler (1.8 s of a core, a rank) where tensors are on the meta device, as stages are
+        # planned, and where activations are recomputed.
+        compiler = layout.pipeline.size > 1 or config.memory.recompute != "none"
         return cls(
             grid.axes,
             transport,
@@ -81,6 +87,7 @@ class Ranks:
             name,
             grid.copies,
             grid.nesting,
+            ("torch._dynamo",) if compiler else (),
         )
 
     @property
@@ -129,8 +136,7 @@ def run(
         packed = {key: _packed(value) for key, value in arguments.items()}
         status = None if ranks.status is None else str(ranks.status)
         call = {"function": name, "ranks": described, "arguments": packed}
-        job = Job("meshwright.launch.function:call_on_rank", call, status, preload=(name,))
-        return Start(job, ranks.world_size, ranks.threads)
+        return Start(Job(_ENTRY, call, status, imports_of(name, ranks)), ranks.world_size, ranks.threads)
 
     def start_with_fewer(most: int) -> Start | None:
         smaller = None if fewer is None else fewer(most)
@@ -141,6 +147,24 @@ def run(
         return [run_worker(start.job, ranks.threads)]
     find(name)  # a wrong name fails here, once, and not on every rank
     return launch_start(start, ranks.transport, restarts=ranks.restarts, fewer=start_with_fewer)
+
+
+def imports_of(function: str, ranks: Ranks) -> list[str]:
+    """The modules that the function and the ranks' layout need, beside those of the entry."""
+    return [function.rpartition(":")[0], *ranks.modules]
+
+
+def prepare(function: str, ranks: Ranks) -> None:
+    """Begin the imports of a later run(function, ranks) in the process that its ranks are forked from, if they are.
+
+    That process imports torch while this one decides the layout, for which it imports torch itself.
+    """
+    kind = TRANSPORTS[ranks.transport]
+    if not (kind.in_process or kind.by_mpiexec or joined()):
+        from meshwright.launch.forked import start_server
+
+        with suppress(OSError):  # run() comes to the same error, and says it
+            start_server(Job(_ENTRY, preload=imports_of(function, ranks)).modules)
 
 
 def _run_here(function: Callable[..., Any], ranks: Ranks, arguments: Mapping[str, Any]) -> list[Any]:

@@ -35,7 +35,7 @@ class Job:
     """`entry` is `package.module:function`; `arguments` are its keyword arguments and must survive JSON.
 
     `status`: the folder where the ranks leave where they are. None: the launch folder, which goes with the launcher.
-    `preload`: names of the functions that the entry will call, so that their modules are imported once for all ranks.
+    `preload`: modules that the ranks will import, beside the entry's: once for all where they are forked.
     """
 
     entry: str
@@ -60,8 +60,8 @@ class Job:
 
     @property
     def modules(self) -> list[str]:
-        """Modules that the job imports."""
-        names = [name.rpartition(":")[0] for name in (self.entry, *self.preload)]
+        """Modules that the job imports; a script (.py) is none."""
+        names = [self.entry.rpartition(":")[0], *self.preload]
         return [name for name in names if not name.endswith(".py")]
 
     def write(self, folder: Path) -> None:

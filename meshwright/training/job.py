@@ -1,7 +1,7 @@
 """`meshwright train`: what the launcher does before its ranks start. What they do: worker.py.
 
-Nothing here imports torch, but for a run that goes on or that has a strategy of another package, whose sums are checked
-first: the ranks' own imports have begun before this process would have ended them.
+Nothing here imports torch, but for a run that goes on, stages whose layers or limit are `auto`, or a strategy of
+another package, whose sums are checked first. The ranks' own imports begin before all that (`prepare`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshwright.data.files import silent
 from meshwright.decisions import in_steps, resolve, resolve_process, this_machine, with_fewer_replicas
 from meshwright.drawing import require_matplotlib
 from meshwright.environment import read_environment
-from meshwright.launch import Ranks, run
+from meshwright.launch import Ranks, prepare, run
 from meshwright.machine import Machine
 from meshwright.registry import brought
 from meshwright.training import folder
@@ -59,6 +59,7 @@ def train(
         # torchrun --nnodes=1:N starts the nodes that are left; a number of ranks that does not fit is refused below.
         config = with_fewer_replicas(config, machine.world_size) or config
     resolved = resolve_process(config, machine)  # what cannot run here is said before anything is written
+    prepare(TRAIN_WORKER, Ranks.of(resolved.config))
     with ExitStack() as stack:
         notes = stack.enter_context(folder.locked(out)) if read_environment().rank == 0 else []
         before = config

@@ -45,6 +45,36 @@ def test_each_rank_answers(transport: TransportName, tmp_path: Path) -> None:
     ] * 2  # fmt: skip
 
 
+PREPARED = """
+import sys
+from meshwright.launch import Ranks, prepare, run
+
+def loaded(rank):
+    return "colorsys" in sys.modules
+
+if __name__ == "__main__":
+    ranks = Ranks((("data", 2),), modules=MODULES)
+    prepare(f"{__file__}:loaded", ranks)
+    prepare(f"{__file__}:loaded", ranks)  # a server that runs is left as it is
+    print(run(loaded, ranks), "colorsys" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("modules, there", [((), False), (("colorsys",), True)])
+def test_ranks_are_forked_with_what_they_will_import(modules: tuple[str, ...], there: bool, tmp_path: Path) -> None:
+    script = tmp_path / "prepared.py"
+    script.write_text(PREPARED.replace("MODULES", repr(modules)))
+    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    assert ran.stdout.split() == [f"[{there},", f"{there}]", "False"], ran.stderr
+
+
+def test_stages_and_recomputation_bring_the_compiler() -> None:
+    """torch imports it for them, in each rank, where the process that ranks are forked from has not."""
+    sections = ({}, {"layout": {"pipeline": {"size": 2}}}, {"memory": {"recompute": {"every": 1}}})
+    configs = [resolve(parse_config({**section, "device": "cpu"}), this_machine()).config for section in sections]
+    assert [Ranks.of(config).modules for config in configs] == [(), ("torch._dynamo",), ("torch._dynamo",)]
+
+
 def stay_behind(rank: Rank, folder: Path) -> bool:
     """Rank 1 is done at once; rank 0 later looks whether it is still there."""
     left = folder / "pid"
