@@ -78,7 +78,8 @@ def order_root(data: str, seed: int, first: int, sample: Mapping[str, Tensor]) -
     for name in sorted(sample):
         values = sample[name].contiguous()
         digest.update(f"/{name}/{tuple(values.shape)}/{values.dtype}/".encode())
-        digest.update(values.view(torch.uint8).numpy().tobytes())
+        # Of a single element torch keeps any stride, and then refuses to read its bytes.
+        digest.update(values.as_strided((values.numel(),), (1,)).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

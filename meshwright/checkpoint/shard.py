@@ -33,7 +33,9 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "
 
 def write_shard(path: Path, tensors: dict[str, Tensor]) -> StoredFile:
     """Write contiguous tensors on the CPU, and what the manifest says of the file."""
-    digests = {key: "".join(_digests(tensor.reshape(-1).view(torch.uint8).numpy())) for key, tensor in tensors.items()}
+    # Of a single element torch keeps any stride, and then refuses to read its bytes.
+    flat = {key: tensor.as_strided((tensor.numel(),), (1,)) for key, tensor in tensors.items()}
+    digests = {key: "".join(_digests(values.view(torch.uint8).numpy())) for key, values in flat.items()}
     save_file(tensors, path, metadata={_DIGESTS: json.dumps(digests)})  # one: safetensors writes several in any order
     with path.open("rb") as stream:
         start = stream.read(_LENGTH_BYTES)

@@ -63,9 +63,11 @@ class CpuKernel(Kernel):
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float
     ) -> Attended:
         mask = None if bias is None else bias.expand(-1, -1, query.shape[2], -1)
-        return Attended(*torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal, attn_mask=mask, scale=scale
-        ))  # fmt: skip
+        )
+        # torch 2.11 plans float32 sums (on the meta device) also where the kernel gives float64.
+        return Attended(out, sums.to(torch.promote_types(query.dtype, torch.float32)))
 
     def gradients(
         self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: Attended, bias: Tensor | None,

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.parity.tensors import bytes_of
+
 PADDING = -1
 """The index of a row that the reference does not have: vocabularies are padded to what divides."""
 
@@ -199,4 +201,4 @@ def missing_places(parts: Sequence[Part], shape: Sequence[int]) -> int:
 
 def _bytes(x: Tensor) -> bytes:
     # Bits, so that 0.0 and -0.0 differ and not-a-number is equal to itself.
-    return x.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+    return bytes_of(x).numpy().tobytes()

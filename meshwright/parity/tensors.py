@@ -22,6 +22,12 @@ TYPES = {
 NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 
+def bytes_of(x: Tensor) -> Tensor:
+    """A host tensor's bytes in the order of its elements: uint8 [numel * element_size]."""
+    # Of a single element torch keeps any stride, calls it contiguous, and then refuses to read its bytes.
+    return x.detach().contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8)
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write tensors of any device and strides. Raises OSError; then `path` is as it was before."""
     # The widest first, so that each lies at a multiple of its elements' size.
@@ -37,7 +43,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         with unfinished.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for x in ordered.values():
-                file.write(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                file.write(bytes_of(x.cpu()).numpy().data)
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)

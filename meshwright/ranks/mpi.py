@@ -57,7 +57,8 @@ MAILBOX_TAG = 2**14
 def raw(x: Tensor) -> np.ndarray[Any, Any]:
     """The tensor's memory as bytes, for verbs that only move."""
     assert x.is_contiguous(), f"a tensor with gaps, of shape {tuple(x.shape)}: it would be received into a copy"
-    return x.detach().view(-1).view(torch.uint8).numpy()
+    # torch keeps any stride of a single element, and then refuses to read bytes of it.
+    return x.detach().as_strided((x.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from meshwright.checkpoint import Checkpoint, Piece, newest_step, writer
 from meshwright.checkpoint.manifest import Manifest, Progress, StoredFile
+from meshwright.checkpoint.shard import write_shard
 from meshwright.environment import Environment, Rendezvous
 from meshwright.errors import CheckpointError
 from meshwright.parameters.bucket import Place
@@ -94,6 +96,14 @@ def save_steps(mesh: Mesh, folder: Path, steps: list[int], keep: int) -> None:
     for step in steps:
         checkpoints.save(Progress(step=step), pieces(mesh, step))
     checkpoints.wait()
+
+
+def test_a_single_element_of_a_column_is_written(tmp_path: Path) -> None:
+    """A slice of one element is contiguous to torch, which keeps its stride and refuses to read bytes of it."""
+    column = torch.arange(48.0).view(2, 24)[:1, 5]
+    stored = write_shard(tmp_path / "one.safetensors", {"x": column})
+    assert stored.size_bytes == (tmp_path / "one.safetensors").stat().st_size
+    assert load_file(tmp_path / "one.safetensors")["x"].tolist() == [5]
 
 
 def test_newest_stay(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshwright.config import Config, parse_config
-from meshwright.model import EMBEDDINGS, HEAD, rows_of
+from meshwright.model import EMBEDDINGS, HEAD, rows_of, to_device
 from meshwright.parameters.bucket import Bucket, make_buckets
 from meshwright.parameters.shard import Box
 from meshwright.parts import build_model
@@ -201,7 +201,7 @@ def trace_of_chunks(mesh: Mesh, config: Config) -> tuple[list[str], int, int]:
     strategy.policy.gather = traced
     for name, block in parts.model.blocks.items():
         block.register_forward_hook(lambda *_, name=name: events.append(f"computed {name}"))
-    everyone = rows_of(global_batch(config, 0), slice(0, config.replica_batch))
+    everyone = to_device(rows_of(global_batch(config, 0), slice(0, config.replica_batch)), mesh.device)
     parts.pipeline.train(parts.microbatches(everyone), {"labels": 1.0, "samples": 1.0}, lambda index, chunk: None)
     strategy.finish()
     slices = sum(slot.parameter.nbytes for slot in strategy.slots)

@@ -13,6 +13,7 @@ from meshwright.parity.locate import locate
 from meshwright.parity.parts import Part, find_part, missing_places, parts_alike
 from meshwright.parity.record import PartFacts, SideRecord, write_record
 from meshwright.parity.reference import cast_model
+from meshwright.parity.tensors import TensorFile, write_tensors
 
 WHOLE = torch.randn(12, 6, generator=torch.Generator().manual_seed(1))
 HEADS = [*range(2), *range(4, 6), *range(8, 10)]
@@ -30,6 +31,16 @@ def test_a_part_is_found_by_its_values(local: torch.Tensor, dtype: torch.dtype) 
     assert part is not None
     assert torch.equal(part.take(WHOLE), local)
     assert Part.from_json(part.as_json()) == part
+
+
+def test_a_single_element_of_a_column_is_a_part(tmp_path: Path) -> None:
+    """torch keeps its stride of 24, and refuses to read bytes of it."""
+    whole = torch.arange(48, dtype=torch.float64).view(2, 24)
+    single = whole[:1, 5]
+    assert single.stride() == (24,)
+    write_tensors(tmp_path / "one.safetensors", {"x": single})
+    assert TensorFile(tmp_path / "one.safetensors").get("x").tolist() == [5]
+    assert find_part("column", single, whole[:, 5]) == Part("column", ((0,),))
 
 
 def test_rows_of_padding_are_no_part_of_the_reference() -> None:

@@ -51,7 +51,7 @@ def compared(mesh: Mesh, count: int, chosen: int, capacity: float) -> tuple[list
     for parameter in layer.parameters():
         values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         parameter.data = values.to(mesh.device)
-    h = torch.randn(B, T, H, generator=generator, dtype=torch.float64, requires_grad=True)
+    h = torch.randn(B, T, H, generator=generator, dtype=torch.float64).to(mesh.device).requires_grad_()
     weights = layer.router.weight, layer.expand.weight, layer.contract.weight
     most = math.ceil(capacity * chosen * T / count)
     wanted, dropped = looped(h, *weights, chosen, most)
@@ -59,7 +59,13 @@ def compared(mesh: Mesh, count: int, chosen: int, capacity: float) -> tuple[list
     y = layer(h)[0]
     y.square().sum().backward()
     pairs = [(y, wanted), *zip((h.grad, *(weight.grad for weight in weights)), gradients, strict=True)]
-    distances = [float(((mine - theirs).norm() / theirs.norm()).detach()) for mine, theirs in pairs]  # type: ignore[operator]
+    norms = [float(theirs.detach().norm()) for _, theirs in pairs]
+    # A token that one expert alone takes has a share of 1: the router's gradient is rounding, and no yardstick.
+    yardsticks = [norm if norm > 1e-9 else max(norms) for norm in norms]
+    distances = [
+        float((mine - theirs).detach().norm()) / yardstick  # type: ignore[operator]
+        for (mine, theirs), yardstick in zip(pairs, yardsticks, strict=True)
+    ]
     counted = int(dropped_pairs(layer, mesh.device))
     whole = looped(h, *weights, chosen, T)[0]
     return distances, counted, dropped, float((layer.eval()(h)[0] - whole).detach().norm())

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from meshwright.config import Config, parse_config
-from meshwright.model import Batch
+from meshwright.model import Batch, to_device
 from meshwright.parts import Parts
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
@@ -111,8 +111,10 @@ def train(mesh: Mesh, config: Config) -> Answer:
         for step in range(config.steps):
             losses[step], gradients = train_step(parts, step)
             if step == 0:
-                first = {name: {at: part.numpy() for at, part in held.items()} for name, held in gradients.items()}
-        sums = validated(parts, BATCHES[family](config, config.steps))
+                first = {
+                    name: {at: part.cpu().numpy() for at, part in held.items()} for name, held in gradients.items()
+                }
+        sums = validated(parts, to_device(BATCHES[family](config, config.steps), mesh.device))
     mesh.comm(*config.layout.batch_axes).all_reduce(sums)
     held_out, right = sums.split([len(parts.model.labels), len(parts.model.labels)])
     return Answer(losses.tolist(), held_out.tolist(), right.tolist(), first)
@@ -172,6 +174,7 @@ def test_equals_serial(case: Case) -> None:
     check(run(*case, "float64", 1), serial(case[0], "float64"), of_losses=1e-10, of_gradients=1e-12)
 
 
+@pytest.mark.host  # threads are a CPU's, and a GPU multiplies float32 in TF32
 @pytest.mark.parametrize("case", marked(THREADED, THREADED_LONG), ids=label)
 def test_equals_serial_with_threads(case: Case) -> None:
     """In float32 with two threads a rank, as `meshwright verify --as-configured` would have it."""

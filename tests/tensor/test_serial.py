@@ -42,9 +42,9 @@ def compare(mesh: Mesh, kind: str) -> list[tuple[Tensor, Tensor]]:
     with torch.no_grad():
         layer.bias.copy_(torch.linspace(-1, 1, layer.bias.numel(), dtype=torch.float64).view_as(layer.bias))
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(B, T, H, generator=generator, dtype=torch.float64).requires_grad_()
+    x = torch.randn(B, T, H, generator=generator, dtype=torch.float64).to(mesh.device).requires_grad_()
     y = layer(x)
-    above = torch.randn(y.shape, generator=generator, dtype=torch.float64)
+    above = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(mesh.device)
     leaves = [x, layer.weight, layer.bias]
     ours = torch.autograd.grad(y, leaves, above)
     wanted = plain(layer, kind, x)
@@ -60,14 +60,15 @@ def test_layers(kind: str) -> None:
         torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-13)
 
 
-def test_norm_of_half_is_computed_in_float32() -> None:
-    def body(mesh: Mesh) -> tuple[torch.dtype, Tensor, Tensor]:
-        norm = SerialKit(mesh).norm(H, 1e-5)
-        initialise(norm, mesh, 1)
-        x = torch.linspace(0, 300, B * T * H).view(B, T, H).bfloat16()
-        y = norm(x).detach()
-        return norm.weight.dtype, y, F.layer_norm(x.float(), (H,)).bfloat16()
+def norm_of_half(mesh: Mesh) -> tuple[torch.dtype, Tensor, Tensor]:
+    norm = SerialKit(mesh).norm(H, 1e-5)
+    initialise(norm, mesh, 1)
+    x = torch.linspace(0, 300, B * T * H, device=mesh.device).view(B, T, H).bfloat16()
+    y = norm(x).detach()
+    return norm.weight.dtype, y, F.layer_norm(x.float(), (H,)).bfloat16()
 
-    ((dtype, mine, wanted),) = run_ranks(body, Grid((("data", 1),)))
+
+def test_norm_of_half_is_computed_in_float32() -> None:
+    ((dtype, mine, wanted),) = run_ranks(norm_of_half, Grid((("data", 1),)))
     assert dtype == torch.float32
     assert torch.equal(mine, wanted)

@@ -46,8 +46,8 @@ def layer_of(mesh: Mesh, form: Form) -> TesseractLinear:
 def products(mesh: Mesh) -> list[tuple[str, float]]:
     """The worst relative error of y, dx, dW and db, of each choice in each form."""
     generator = torch.Generator().manual_seed(2)
-    x = torch.randn(ROWS, H, generator=generator, dtype=torch.float64)
-    above = torch.randn(ROWS, N, generator=generator, dtype=torch.float64)
+    x = torch.randn(ROWS, H, generator=generator, dtype=torch.float64).to(mesh.device)
+    above = torch.randn(ROWS, N, generator=generator, dtype=torch.float64).to(mesh.device)
     worst = []
     for form, choice in product(FORMS, CHOICES):
         layer = layer_of(mesh, form)
@@ -85,7 +85,8 @@ def traffic(mesh: Mesh) -> list[tuple[Form, Stationary, dict[tuple[str, str], tu
     for form, choice in product(FORMS, CHOICES):
         layer = layer_of(mesh, form)
         layer.choice = lambda rows, choice=choice: choice  # type: ignore[method-assign]
-        x = torch.ones(ROWS // mesh.size("row"), H // mesh.size("col"), dtype=torch.float64, requires_grad=True)
+        x = torch.ones(ROWS // mesh.size("row"), H // mesh.size("col"), dtype=torch.float64, device=mesh.device)
+        x.requires_grad_()
         mesh.ledger.traffic.clear()
         layer(x).sum().backward()
         entries = {key: (entry.calls, entry.sent_bytes // 8) for key, entry in mesh.ledger.traffic.items()}
@@ -164,7 +165,7 @@ def gathers(mesh: Mesh) -> tuple[int, int, int]:
         for _step in range(2):
             mesh.ledger.traffic.clear()
             for _ in range(2):
-                x = torch.ones(ROWS // 2, H // 2, dtype=torch.float64, requires_grad=True)
+                x = torch.ones(ROWS // 2, H // 2, dtype=torch.float64, device=mesh.device, requires_grad=True)
                 layer(x).sum().backward()
             layer.weights.forget()
             counts.append(mesh.ledger.traffic["row", "all_gather"].calls)
@@ -176,13 +177,14 @@ def test_a_gathered_weight_is_kept_over_the_microbatches_of_a_step() -> None:
         assert told == (1, 1, 4)
 
 
-def test_reduce_scatter_mirrors_all_gather() -> None:
-    def body(mesh: Mesh) -> list[Any]:
-        x = torch.arange(12.0).view(2, 6).mul_(mesh.index("col") + 1).requires_grad_()
-        part = reduce_scatter(x, mesh, "col", 1)
-        part.backward(torch.full_like(part, float(mesh.index("col") + 1)))
-        return [part.detach().tolist(), x.grad.tolist() if x.grad is not None else None]
+def scattered(mesh: Mesh) -> list[Any]:
+    x = torch.arange(12.0, device=mesh.device).view(2, 6).mul_(mesh.index("col") + 1).requires_grad_()
+    part = reduce_scatter(x, mesh, "col", 1)
+    part.backward(torch.full_like(part, float(mesh.index("col") + 1)))
+    return [part.detach().tolist(), x.grad.tolist() if x.grad is not None else None]
 
-    answers = run_ranks(body, Grid((("col", 2),)), token_axes=("col",))
+
+def test_reduce_scatter_mirrors_all_gather() -> None:
+    answers = run_ranks(scattered, Grid((("col", 2),)), token_axes=("col",))
     assert [part for part, _ in answers] == [[[0, 3, 6], [18, 21, 24]], [[9, 12, 15], [27, 30, 33]]]
     assert all(gradient == [[1, 1, 1, 2, 2, 2]] * 2 for _, gradient in answers)

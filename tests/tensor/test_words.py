@@ -164,10 +164,10 @@ WORDS: dict[str, tuple[Callable[[Kit], nn.Module], Callable[[dict[str, Tensor], 
 }
 
 
-def drawn(label: str, *shape: int) -> Tensor:
+def drawn(device: torch.device, label: str, *shape: int) -> Tensor:
     """The same numbers on every rank."""
     generator = torch.Generator().manual_seed(seed_of(label))
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
 
 
 def part_of_rank(kit: Kit, mesh: Mesh, x: Tensor) -> Tensor:
@@ -185,17 +185,17 @@ def compare(mesh: Mesh, config: Config, word: str) -> Pairs:
     kit = build_kit(config, mesh)
     module = make(kit).double()
     specs = shard_specs(module)
-    weights = {name: drawn(name, *spec.shape).requires_grad_() for name, spec in specs.items()}
+    weights = {name: drawn(mesh.device, name, *spec.shape).requires_grad_() for name, spec in specs.items()}
     boxes = {name: spec.box(mesh.grid, mesh.rank).slices for name, spec in specs.items()}
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.copy_(weights[name][boxes[name]])
 
-    whole_x = drawn("x", B, T, H).requires_grad_()
-    whole_labels = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(1))
+    whole_x = drawn(mesh.device, "x", B, T, H).requires_grad_()
+    whole_labels = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(1)).to(mesh.device)
     whole_labels[::5, 2:] = -100
     wanted = plain(weights, whole_x, whole_labels)
-    above = drawn("above", *wanted.shape)
+    above = drawn(mesh.device, "above", *wanted.shape)
     wanted.backward(above)
 
     x = part_of_rank(kit, mesh, whole_x.detach()).clone().requires_grad_()
