@@ -1,6 +1,6 @@
-"""Facts that the ranks of a group tell each other: rows, texts, whether they hold the same bits.
+"""Facts that a group's ranks exchange: rows of int64, texts, and whether a tensor has the same bits on all.
 
-Facts lie on the host, and travel between hosts (torch_comm.py): no device is waited for.
+Facts are host tensors and go over gloo (torch_comm.py), so no exchange waits for a GPU.
 
 A hash (`hash_bits`) is 64 bits: sum over words w[r, c] of 8 bytes of w[r, c] · (row[r] + column[c]) modulo 2^64. Rows'
 factors are even, columns' odd: a factor is odd, so that any flipped bit changes the sum; a word in another's place
@@ -19,8 +19,8 @@ COLUMNS = 2**10
 BLOCK_ROWS = {"cpu": 2**7, "cuda": 2**17}
 """Rows that are read at once: a CPU's cache holds 1 MiB for both sums, a GPU wants few kernels."""
 FACTOR, ROW_FACTOR = 0xC13FA9A902A6328F - 2**64, 0x91E10DA5C79E7B1D - 2**64
-"""2^64 over the plastic number and over its square, as signed numbers: the golden ratio's kin in two dims, so that
-neighbours get factors far apart. With one for both, a word and the one 1,022 behind it had the same."""
+"""2^64 divided by the plastic number and by its square, as signed numbers: the two-dimensional analogue of the golden
+ratio, which gives neighbouring words distant factors. One constant for both gave words 1,022 apart the same factor."""
 
 
 def all_rows(row: Tensor, comm: Comm) -> Tensor:
@@ -84,10 +84,10 @@ def _words(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def same_everywhere(x: Tensor, comm: Comm) -> bool:
-    """Whether all members hold the same bits, by a hash that is computed where they lie. Sends 16 bytes.
+    """Whether all members hold the same bits of x, by a hash computed on x's device. Sends 16 bytes a member.
 
-    Its lowest bits see nothing of words that end in zeros: 2,048 ones of float64 have the hash of zeros. So the sum
-    of upper halves, which overflows for no tensor, is compared as well.
+    The hash is blind to words that end in zeros (2,048 ones in float64 hash like zeros), so the sum of the words' upper
+    halves, which overflows for no tensor, is compared as well.
     """
     flat = x.detach().contiguous().view(-1)
     halves = sum((block >> 32).sum() for words in _words(flat) for block in words.split(2**17))  # 1 MiB: in a cache
@@ -96,7 +96,7 @@ def same_everywhere(x: Tensor, comm: Comm) -> bool:
 
 
 def make_equal(x: Tensor, comm: Comm) -> bool:
-    """Give all members the first one's bits of x; whether it held other ones anywhere."""
+    """Copy the first member's x to all members. True if any member's x had other bits."""
     differed = not same_everywhere(x, comm)
     if differed:
         comm.broadcast(x.detach(), 0)

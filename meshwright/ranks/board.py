@@ -1,13 +1,13 @@
-"""A board: notes that ranks leave for one of them, from threads of their own, beside all collectives.
+"""A board: notes that ranks leave for one rank from background threads, independent of all collectives.
 
-A collective belongs to the thread of the step: neither a process group nor MPI may be shared with another one.
+Collectives belong to the step's thread: neither a process group nor MPI may be used from a second thread.
 
 | transport        | a note is               | who collects notes                                                     |
 |------------------|-------------------------|------------------------------------------------------------------------|
 | torch            | a key of the job's store | sleeps in one request, which the store answers when the last has come |
 | MPI, one process | a file in a folder      | looks for each rank's, in rank order                                   |
 
-A client of the store is a socket behind a lock, so a board has one of its own. A note is collected once.
+A store's client is a socket behind a lock, so a board opens its own client. Each note is collected once.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Protocol
 import torch.distributed as dist
 
 _MOST_PAUSE_SECONDS = 0.25
-"""Between two looks at a folder, which a thousand ranks may do."""
+"""Seconds between two looks at a folder, which a thousand ranks may poll."""
 
 
 class Board(Protocol):
-    """Notes by name. Both raise OSError: where a note cannot be left, and where one has not come in `seconds`."""
+    """Notes by name. Raises OSError if a note cannot be written, or does not come within `seconds`."""
 
     def post(self, name: str, text: str) -> None: ...
 
@@ -86,11 +86,12 @@ class FolderBoard:
 
 
 def await_path(path: Path, seconds: float) -> None:
-    """Return when this rank sees a file or folder that another has made. Its parent is gone where somebody gave up."""
+    """Return when another rank has made `path`. Raises TimeoutError after `seconds`, and if its parent folder is
+    gone."""
     deadline, pause = time.monotonic() + seconds, 0.005
     while not path.exists():
         if time.monotonic() > deadline or not path.parent.exists():
             raise TimeoutError(f"{path} was never finished")
         time.sleep(pause)
-        # Short looks first, as the note mostly comes at once, and long ones for who waits for a slow disk.
+        # Short pauses first, since the note usually comes at once; longer ones while a slow disk is waited for.
         pause = min(2 * pause, _MOST_PAUSE_SECONDS)

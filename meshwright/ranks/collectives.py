@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Moving:
-    """A tensor under way: `wait` gives it."""
+    """A tensor still in a collective; `wait` returns the tensor."""
 
     work: Work
     result: Callable[[], Tensor]
@@ -49,7 +49,7 @@ Start = Callable[[Tensor], Moving]
 
 
 def here(x: Tensor) -> Moving:
-    """A tensor that has arrived."""
+    """A `Moving` whose collective is already done."""
     return Moving(DONE, lambda: x)
 
 
@@ -61,7 +61,7 @@ def start_all_reduce(x: Tensor, comm: Comm) -> Moving:
 def start_all_gather(x: Tensor, comm: Comm, dim: int) -> Moving:
     """Every rank's x side by side along `dim`."""
     dim %= x.dim()
-    # A gather fills [n, ...] whole; the parts come to stand side by side when the result is asked for, after the wait.
+    # A gather fills [n, ...]; the parts are placed side by side after the wait, when the result is asked for.
     panels = x.new_empty(comm.size, *x.shape)
     work = comm.all_gather(panels, x.contiguous(), wait=False)
     return Moving(work, lambda: panels.movedim(0, dim).flatten(dim, dim + 1))
@@ -96,7 +96,7 @@ class _Cross(torch.autograd.Function):
 
 
 def cross(x: Tensor, there: Start, back: Start) -> Tensor:
-    """`there` of x, differentiable: the gradient goes `back`, by the adjoint collective."""
+    """Apply the collective `there` to x; backward applies its adjoint, `back`, to the gradient."""
     result: Tensor = _Cross.apply(x, there, back)
     return result
 
@@ -118,7 +118,7 @@ def gather(x: Tensor, mesh: Mesh, axis: str, root: int = 0) -> Tensor:
 
 
 def all_reduce_gradient(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
-    """x, of which every rank of the axis will use its own part of what follows. Backward: all-reduce."""
+    """x itself, for ranks that each compute a different part from it. Backward: all-reduce."""
     comm = mesh.comm(axis)
     # A view: a Function that returns its input itself is no node of the graph.
     return cross(x, lambda x: here(x.view_as(x)), lambda gradient: start_all_reduce(gradient.contiguous(), comm))
@@ -127,7 +127,7 @@ def all_reduce_gradient(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
 def all_reduce(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     """The sum of every rank's x. Backward: identity, as all ranks go on with the same."""
     comm = mesh.comm(axis)
-    # The sum is in place, and what gave x may need it in its backward pass.
+    # The sum is in place; the operation that produced x may need x in its backward pass.
     return cross(x, lambda x: start_all_reduce(x.clone(), comm), here)
 
 
@@ -155,8 +155,8 @@ def all_to_all(x: Tensor, mesh: Mesh, axis: str, gather_dim: int, scatter_dim: i
 
 
 def trade_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
-    """The rows [sum(received), ...] that every rank has for this one, in their order; of x [sum(sent), ...] the first
-    sent[0] rows go to the first rank, and so on. Backward: all-to-all, back."""
+    """Rows [sum(received), ...] from all ranks, in rank order. The first sent[0] rows of x [sum(sent), ...] go to rank
+    0, the next sent[1] to rank 1, and so on. Backward: the reverse all-to-all."""
     comm = mesh.comm(axis)
 
     def trade(x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Moving:

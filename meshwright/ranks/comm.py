@@ -23,24 +23,24 @@ from meshwright.ranks.flight_recorder import Call, FlightRecorder
 from meshwright.ranks.ledger import VERBS, Ledger
 
 NAP_SECONDS = 1e-4
-"""Between two looks at what is under way, where the transport's own wait would spin."""
+"""Seconds between two polls of pending work, where the transport's own wait would spin."""
 
 
 class Work(Protocol):
-    """A verb under way: wait() returns when its result may be read."""
+    """A started verb: wait() returns when the result may be read."""
 
     def wait(self) -> object: ...
 
 
 class Posted(Work, Protocol):
-    """A verb that goes on under computation, and may be asked whether it is over without being waited for."""
+    """A started verb that progresses while the rank computes; is_done() polls without waiting."""
 
     def is_done(self) -> bool: ...
 
 
 @dataclass(frozen=True)
 class Done:
-    """Work that was finished when it was handed out."""
+    """Work that is finished from the start."""
 
     def wait(self) -> None:
         return None
@@ -54,7 +54,7 @@ DONE = Done()
 
 @dataclass(frozen=True)
 class Later:
-    """Work whose end, or all of it, runs when it is waited for. All ranks wait for their verbs in the same order."""
+    """Work that runs, wholly or its last part, inside wait(). All ranks must wait for their verbs in the same order."""
 
     run: Callable[[], object]
 
@@ -87,17 +87,17 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class PieceSizes:
-    """Elements that an all-to-all brings from each member, and that it takes to each."""
+    """Numbers of elements received from and sent to each member by an all-to-all with unequal pieces."""
 
     received: tuple[int, ...]
     sent: tuple[int, ...]
 
 
 class Comm(ABC):
-    """The verbs of a group's member. Subclasses say how a transport runs each; here is what all of them write down."""
+    """The verbs of one member of a group. This class records every verb; subclasses run it over their transport."""
 
     begins_when_waited_for = False
-    """Whether a verb that is not waited for has not begun."""
+    """Whether a verb with `wait=False` begins only in wait()."""
 
     def __init__(self, group: RankGroup) -> None:
         self.group = group
@@ -105,13 +105,13 @@ class Comm(ABC):
         self.size = len(group.ranks)
 
     def zeros(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory [count] that will be summed over the group: where its members share memory, all can read it. Called by
-        all members together."""
+        """Zeros [count] for a buffer that will be summed over the group, in memory readable by all members where they
+        share a node. Collective."""
         return torch.zeros(count, dtype=dtype, device=device)
 
     def under_way(self) -> Comm:
-        """A comm of the same ranks whose `wait=False` verbs make progress under computation, where the transport's own
-        do; else this one. It pays where a rank waits for many verbs one by one, as zero2 and zero3 do."""
+        """A comm over the same ranks whose `wait=False` verbs progress while the rank computes, if the transport has
+        one; else this comm. Worth it where many verbs are waited for one by one (zero2, zero3)."""
         return self
 
     def all_reduce(self, x: Tensor, *, wait: bool = True) -> Work:
@@ -129,15 +129,15 @@ class Comm(ABC):
         return self._collective("all_gather", size_bytes(x), lambda: self._all_gather(x, part), wait)
 
     def all_to_all(self, out: Tensor, x: Tensor, *, pieces: PieceSizes | None = None, wait: bool = True) -> Work:
-        """Piece j of x goes to rank j, where it becomes piece `index` of out. `pieces`: their sizes, where these
-        differ; they are counted as equal ones of as much."""
+        """Piece j of x goes to rank j, where it becomes piece `index` of out. `pieces`: sizes of unequal pieces; the
+        ledger counts their total as equal pieces."""
         if pieces is None:
             assert out.numel() == x.numel(), f"{out.numel()} != {x.numel()}"
         return self._collective("all_to_all", size_bytes(x), lambda: self._all_to_all(out, x, pieces), wait)
 
     def post_all_to_all(self, out: Tensor, x: Tensor, pieces: PieceSizes) -> Posted:
-        """An all-to-all that travels while its members compute, over every transport. Members begin theirs, and all
-        other verbs between them, in one order; `out` and x stay as they are until it is over."""
+        """An all-to-all that progresses while members compute, over every transport. All members begin it in the same
+        order among their verbs; neither `out` nor x may be touched until it is done."""
         self._count("all_to_all", size_bytes(x), None)
         return self._post_all_to_all(out, x, pieces)
 
@@ -194,12 +194,12 @@ class Comm(ABC):
         self._run("barrier", 0, self._barrier, True)
 
     def assemble(self) -> None:
-        """Before a collective for which some will wait long: where waiting takes a core, wait for all asleep."""
+        """Wait, asleep, until all members are here: before a collective with a long wait on a transport that spins."""
         self._run("assemble", 0, self._assemble, True)
 
     def _count(self, verb: str, payload_bytes: int, peer: int | None) -> None:
         if self.size > 1:  # alone there is nobody to call
-            # By what the verb's best form would send: transports differ, and a plan must say the same numbers as a run.
+            # Counted as the bandwidth-optimal form of the verb: transports differ, and a plan must count as a run does.
             sent_bytes = VERBS[verb].sent_bytes(payload_bytes, self.size, peer == self.index)
             self.ledger.record(self.axis, verb, sent_bytes, peer)
 
@@ -302,7 +302,7 @@ def _copied(target: Tensor, source: Tensor) -> Done:
 
 @dataclass(frozen=True)
 class RecordedWork:
-    """Work whose wait the flight recorder sees. `begin` where the verb begins only now."""
+    """Work whose wait is recorded by the flight recorder; `begins`: the verb itself begins in wait()."""
 
     work: Work
     call: Call
@@ -317,7 +317,7 @@ class RecordedWork:
 
 
 class RecordedComm(Comm):
-    """Ranks that can wait for each other, and tell the flight recorder when they do."""
+    """A comm whose waits for other ranks are recorded by the flight recorder."""
 
     def __init__(self, group: RankGroup) -> None:
         super().__init__(group)

@@ -33,11 +33,11 @@ from meshwright.ranks.hang import names_of
 from meshwright.ranks.peers import Peer, Peers
 
 _PAUSE_SECONDS = 0.1
-"""Between two attempts to reach a store that is not open yet."""
+"""Seconds between two attempts to reach a store that is not open yet."""
 _MOST_PAUSE_SECONDS = 0.25
-"""Between two looks whether all have come: a thousand ranks ask one store."""
+"""Seconds between two polls for the last rank: a thousand ranks ask one store."""
 _DOUBLE_SECONDS = 5.0
-"""How long a rank whose number has come before waits for the rank 0 of its own attempt."""
+"""Seconds that a rank, finding its number already taken, waits for a rank 0 of its own attempt."""
 
 
 def join_job(
@@ -137,7 +137,7 @@ class _Comer:
         name, ranks = secrets.token_hex(8), range(self.environment.world_size)
         store = dist.PrefixStore(name, shared)
         store.set("came/0", mine.to_json())
-        # The name is told last: who reads it finds rank 0 there.
+        # The name is published last: whoever reads it can already find rank 0 under it.
         job = {"name": name, "job": self.point.job, "host": socket.gethostname(), "ranks": len(ranks)}
         shared.set("leader", json.dumps(job))
         try:
@@ -149,7 +149,7 @@ class _Comer:
         return store, [Peer.from_json(text) for text in came]
 
     def follow(self, shared: dist.Store, mine: Peer) -> tuple[dist.Store, list[Peer]]:
-        """Another rank's part: it comes to the rank 0 of now, until one has all of this attempt's ranks."""
+        """Other ranks: register with the current rank 0, and each new one, until one lists this attempt's ranks."""
         text, end, pause, rank = mine.to_json(), time.monotonic() + self.seconds, _PAUSE_SECONDS / 4, mine.rank
         name, doubles_until = "", end
         while True:

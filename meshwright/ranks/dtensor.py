@@ -1,4 +1,4 @@
-"""torch's device mesh over a job's ranks, and what of torch's distributed tensors this rank holds.
+"""torch's DeviceMesh over a job's ranks, and this rank's part of DTensors.
 
 `meshwright parity` looks at models that other libraries have cut: FSDP2 and tensor-parallel plans keep parameters,
 gradients and activations as DTensors, whose local part and place in the whole are read here, without a message.
@@ -25,13 +25,13 @@ from meshwright.ranks.peers import interface_at
 
 @contextmanager
 def process_group(wait_seconds: float) -> Iterator[None]:
-    """torch's process group of a local job over gloo, while the context is entered, for programs that bring all else
-    themselves. Ranks meet as the environment says, and leave together."""
+    """A gloo process group of a local job inside the context, for programs that bring everything else themselves. Ranks
+    meet where the environment says (MASTER_ADDR, MASTER_PORT), and leave together."""
     if interface := interface_at("127.0.0.1"):
         use_interface(interface)
     dist.init_process_group("gloo", timeout=timedelta(seconds=wait_seconds))
     yield
-    # A peer that still connects takes a rank that has left for one that has died. After an error nobody waits.
+    # A peer that is still connecting would take a rank that has left for a crashed one. After an error nobody waits.
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
@@ -54,8 +54,8 @@ def local_of(x: Tensor) -> Tensor:
 def gradient_of(parameter: Tensor) -> Tensor | None:
     """This rank's part of a parameter's gradient, placed as the parameter is.
 
-    A DTensor's gradient may still be a partial sum, or whole where the parameter is cut: optimizers then redistribute
-    it, and so does this, which is collective over the mesh.
+    A DTensor's gradient may still be a partial sum, or whole where the parameter is cut. It is redistributed here, as
+    optimizers do: a collective over the mesh.
     """
     gradient = parameter.grad
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
@@ -80,5 +80,5 @@ def write_local(x: Tensor, values: Tensor) -> None:
 
 
 def joined_place() -> tuple[int, int] | None:
-    """This process's rank and the number of ranks in torch's process group; None where it has joined none."""
+    """(rank, world size) in torch's default process group; None if this process has joined none."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else None

@@ -1,8 +1,8 @@
-"""The flight recorder: where a rank is, for whoever asks while it waits. Torch's has the same purpose, for NCCL alone.
+"""The flight recorder: a rank's step, phase, task and pending calls, readable while it waits. (torch's is for NCCL.)
 
 Comms and mailboxes record each call when it begins and while the rank waits for it, the train loop its step and phase,
-a pipeline its task. A watchdog (watchdog.py) reads it from a thread of its own, also while the rank's other threads are
-blocked inside a library; so what is recorded are single assignments, which need no lock.
+a pipeline its task. The watchdog (watchdog.py) reads it from another thread, even while the rank is blocked inside a
+library; so every record is a single assignment, which needs no lock.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CONNECT = "connect"
-"""The verb of a rank that waits before it can send anything: a group is made."""
+"""The verb recorded while a group's connections are made, before anything can be sent."""
 
 REMEMBERED = 8
-"""The last collectives of an axis that a rank can name."""
+"""How many of an axis's last collectives a rank remembers."""
 
 
 @dataclass(eq=False, slots=True)  # not frozen: a frozen one takes a microsecond more to make, in every collective
 class Call:
-    """A collective or a message as one rank takes part in it. Nobody changes it.
+    """A collective or a message that this rank takes part in; never changed.
 
-    `ranks`: who must take part for it to end. `number`: of a collective its number among those of its group, from 1,
-    on which all members agree; 0 of a message.
+    `ranks`: the ranks that must take part for it to end. `number`: counts a group's collectives from 1, alike on all
+    members; 0 for a message.
     """
 
     axis: str
@@ -37,7 +37,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Waiting:
-    """A call that a rank waits for, and since how many seconds."""
+    """A call that a rank is waiting in, and for how many seconds so far."""
 
     axis: str
     verb: str
@@ -54,8 +54,8 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """A rank's doings at a moment. `waiting`: longest first. `begun`: by axis the last collectives, as (number, verb,
-    bytes); ranks that have begun other ones under the same number have parted."""
+    """A snapshot of a rank. `waiting`: longest wait first. `begun`: by axis the last collectives as (number, verb,
+    bytes); ranks with different collectives under one number have diverged."""
 
     step: int
     phase: str
@@ -91,7 +91,7 @@ class FlightRecorder:
     _begun: dict[str, deque[Call]] = field(default_factory=dict)
 
     def enter(self, phase: str) -> None:
-        """From here on the rank is in this phase, and in no task."""
+        """The rank enters a phase, outside of any task."""
         self.phase, self.task = phase, ""
 
     def begin(self, call: Call) -> None:
@@ -102,7 +102,7 @@ class FlightRecorder:
         self._begun[call.axis].append(call)
 
     def waiting(self, call: Call) -> _Wait:
-        """The calling thread waits for the call while the context is entered."""
+        """A context around the calling thread's wait for the call."""
         return _Wait(self, call)
 
     def longest_wait(self) -> tuple[Call, float] | None:
@@ -114,25 +114,25 @@ class FlightRecorder:
         return call, self.clock() - since
 
     def whereabouts(self) -> Whereabouts:
-        """Where this rank is now. From any thread."""
+        """A snapshot of this rank, from any thread."""
         now = self.clock()
         waits = sorted(list(self._waiting.items()), key=lambda wait: wait[1])  # noqa: C414 - a copy, made in one go
         return Whereabouts(
             self.step,
             self.phase,
             str(self.task),
-            # Seconds and no times: clocks that never jump begin anywhere, on each host elsewhere.
+            # Durations, not times: monotonic clocks of different hosts start at different points.
             tuple(Waiting(c.axis, c.verb, c.payload_bytes, c.ranks, c.number, now - since) for c, since in waits),
             {
                 axis: tuple((call.number, call.verb, call.payload_bytes) for call in calls.copy())
-                # Copies, made by one call under Python's lock: the rank goes on meanwhile.
+                # Each copy is one call under Python's lock: the rank goes on meanwhile.
                 for axis, calls in self._begun.copy().items()
             },
         )
 
 
 class _Wait:
-    """The context of a wait: a class, since a generator's takes thrice as long."""
+    """The context of a wait: a class, since contextmanager's generator takes three times as long."""
 
     __slots__ = ("_call", "_recorder")
 

@@ -18,29 +18,29 @@ if TYPE_CHECKING:
     from meshwright.config import Config
 
 PIPE, ENDS = "pipe", "ends"
-"""ENDS stands for the first and the last rank of the pipe axis, where a group is asked for: a tied embedding has a copy
-on both. The ranks between are alone in theirs."""
+"""In a group's axes, ENDS means the first and last rank of the pipe axis, which both hold a copy of a tied embedding.
+Ranks between them form groups of one."""
 
 HEAD_COPIES = "copies"
-"""HEAD_COPIES stands for the ranks that hold the same key-value heads, where a group is asked for: neighbours on the
-axis that cuts heads, which has more ranks than there are key-value heads (tensor/copies.py)."""
+"""In a group's axes, HEAD_COPIES means the ranks that hold the same key-value heads: neighbours on the axis that cuts
+heads, where its ranks outnumber the key-value heads (tensor/copies.py)."""
 
 REPLICATE, DATA, EXPERT = "replicate", "data", "expert"
 DATA_AXES = (REPLICATE, DATA, EXPERT)
 """The axes that split the global batch's rows: ranks that differ on one of them train on other samples. Slices of
 weights and gradients are cut over DATA, and repeated over REPLICATE, which only hybrid sharding (HSDP) has. Ranks that
-differ on EXPERT, which is there where it is asked for, hold different experts and meet in every layer."""
+differ on EXPERT (only there with layout.data.expert) hold different experts and exchange rows in every layer."""
 
 REPLICA_AXES = (REPLICATE, DATA)
-"""The axes whose ranks compute a layer without each other."""
+"""The axes whose ranks compute layers independently of each other."""
 
 
 @dataclass(frozen=True)
 class Grid:
     """A box of ranks: `axes` holds (name, size) pairs, outermost first. Sizes of 1 are ordinary.
 
-    `copies`: (axis, c): c neighbours on the axis hold the same key-value heads. `nesting`: as `axes`, where some are
-    split into parts: an axis as often as it has parts, whose sizes multiply to its own.
+    `copies`: (axis, c): c neighbours on the axis hold the same key-value heads. `nesting`: like `axes`, but an axis
+    split into parts is listed once per part; the parts' sizes multiply to the axis's size.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -52,7 +52,7 @@ class Grid:
         assert len(set(names)) == len(names), f"axis named twice: {names}"
         assert all(size >= 1 for _, size in self.axes), f"axis of no ranks: {self.axes}"
         if not self.nesting:
-            # A frozen dataclass fills in its own default so; then equal grids compare equal, however they were written.
+            # Filled in (past `frozen`), so that equal grids compare equal.
             object.__setattr__(self, "nesting", self.axes)
         assert {name: len(steps) for name, steps in self._steps.items()} == dict(self.axes), f"{self} leaves ranks out"
 
@@ -92,7 +92,7 @@ class Grid:
         assert 0 <= rank < self.world_size, f"rank {rank} outside of {self}"
         indices, inner = dict.fromkeys(self.names, 0), dict.fromkeys(self.names, 1)
         for name, size in reversed(self.nesting):
-            # From the innermost part outwards; the parts of a split axis are the digits of its index.
+            # From the innermost part outwards; the parts of a split axis are the digits of the axis's index.
             rank, index = divmod(rank, size)
             indices[name] += index * inner[name]
             inner[name] *= size
@@ -104,7 +104,7 @@ class Grid:
 
     @cached_property
     def _steps(self) -> dict[str, list[int]]:
-        """By axis and index on it: how far the rank there is from the first one's."""
+        """By axis and index: the offset of the rank there from the axis's first rank."""
         steps: dict[str, list[int]] = {}
         stride = 1
         for name, size in reversed(self.nesting):
@@ -122,7 +122,7 @@ class Grid:
         here, ranks = self.coordinates(rank), [0]
         for name, size in self.axes:
             index, steps = here[name], self._steps[name]
-            choices: Sequence[int] = (index,)  # only the rank's own, unless the axis or its stand-in is named
+            choices: Sequence[int] = (index,)  # only this rank's index, unless the axis or its stand-in is named
             if name in names:
                 choices = range(size)
             elif name == PIPE and ENDS in names and index in (0, size - 1) and size > 1:
@@ -131,7 +131,7 @@ class Grid:
                 first = index - index % self.copies[1]
                 choices = range(first, first + self.copies[1])
             ranks = [outer + steps[choice] for outer in ranks for choice in choices]
-        # Split axes do not number their ranks in order of place; members of a group agree on one order.
+        # Ranks of split axes are not in ascending order; sorted, so that members of a group agree on one order.
         return tuple(sorted(ranks))
 
     def groups(self, *names: str) -> list[tuple[int, ...]]:
@@ -149,6 +149,6 @@ class Grid:
 def grid_of_run(config: Config) -> Grid:
     """The grid of a run's ranks."""
     layout = config.layout
-    # A run whose widths fall into parts on one device, too, has their axis there, of one rank.
+    # A run whose widths are cut into parts on one device as well has the parts' axis there, of one rank.
     alone = (("tensor", 1),) if config.bits.cuts and "tensor" not in dict(layout.axes) else ()
     return Grid((*alone, *layout.axes), config.copies, (*alone, *layout.nesting))

@@ -1,8 +1,7 @@
-"""Ranks' records, and the one message on a job in which a rank has waited for another for too long.
+"""Ranks' records, and the one message on a job in which a rank has waited too long for another.
 
-Who is to blame: of the ranks that are waited for, those that wait for nobody themselves. They compute, are stopped,
-have ended or were never there. Where all wait, some have begun different collectives under one number, or they wait in
-a circle.
+Blamed are the ranks that others wait for and that wait for nobody themselves: they compute, are stopped, have ended, or
+were never there. Where every rank waits, ranks have begun different collectives under one number, or wait in a circle.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ State = Literal["running", "hung", "ended"]
 
 @dataclass(frozen=True)
 class Record:
-    """A rank's record. `seconds`: when it was written, by its host's clock that never jumps; `time`: by the calendar.
+    """A rank's record. `seconds`: when it was written, by the host's monotonic clock; `time`: by the time of day.
 
-    `limit_seconds`: how long the rank waits at most. A rank that gave up adds the `stacks` of its threads by name, and
-    which other ranks of its host are `stopped` by a signal.
+    `limit_seconds`: the rank's timeout. A rank that gave up adds `stacks` (by thread name) and `stopped`: the ranks of
+    its host that a signal has stopped.
     """
 
     rank: int
@@ -87,10 +86,10 @@ _FAILED_TO = {
     "send": "received nothing",
     "exchange": "exchanged nothing",
 }
-"""The failure of a rank that does not come, by the verb of who waits for it; all other verbs are collectives."""
+"""The late rank's failure, by the verb in which another rank waits for it; all other verbs are collectives."""
 
 MOST_LINES = 16
-"""A message on a thousand ranks must be read, too: it names that many."""
+"""The most ranks that a message names, so that one about a thousand ranks is readable."""
 
 
 def names_of(ranks: Sequence[Any], text: Callable[[Any], str] = str) -> str:
@@ -111,14 +110,14 @@ def explain_hang(records: Sequence[Record]) -> str | None:
         return None
     known = {record.rank: record for record in records}
     missed: defaultdict[int, list[Record]] = defaultdict(list)
-    """By rank that is waited for: those who wait for it, in what each has waited for longest."""
+    """By awaited rank: the records of the ranks whose longest wait is for it."""
     for record in hung:
-        # The longest alone: that is what holds the rank up.
+        # Only the longest wait: it is what holds the rank up.
         for wait in record.where.waiting[:1]:
             for rank in wait.ranks:
                 if rank != record.rank and not _has_come(known.get(rank), wait):
                     missed[rank].append(record)
-    # A rank that is waited for, and that waits itself, is held up by another: it is no cause.
+    # An awaited rank that waits itself is held up by another rank, and is not the cause.
     held_up = {record.rank for record in hung if record.where.waiting}
     causes = [rank for rank in sorted(missed) if rank not in held_up]
     blamed = causes or sorted(missed)
@@ -145,17 +144,17 @@ def explain_hang(records: Sequence[Record]) -> str | None:
 
 
 def _has_come(record: Record | None, wait: Waiting) -> bool:
-    """Whether a rank has begun the collective that another waits for. A message has not come, whoever sends it."""
+    """Whether a rank has begun the collective that another rank waits in. Always False for messages (number 0)."""
     if record is None or not wait.number:
         return False
     begun = record.where.begun.get(wait.axis, ())
-    # Only the last few collectives are remembered; what is older than all of them was begun.
+    # Only the last REMEMBERED collectives are recorded; an older one has been begun.
     forgotten = bool(begun) and wait.number < min(number for number, _, _ in begun)
     return forgotten or (wait.number, wait.verb, wait.payload_bytes) in begun
 
 
 def _parted(hung: Sequence[Record]) -> str:
-    """The first collective under whose number ranks of an axis have begun different ones; empty if there is none."""
+    """A sentence on the first number under which ranks have begun different collectives; empty if none."""
     for record, wait in ((waiter, wait) for waiter in hung for wait in waiter.where.waiting[:1]):
         for other in hung:
             for number, verb, size in other.where.begun.get(wait.axis, ()):
@@ -167,7 +166,7 @@ def _parted(hung: Sequence[Record]) -> str:
 
 
 def _accusation(rank: int, waiting: Sequence[Record], known: dict[int, Record]) -> str:
-    """A line on a rank that does not come, and who waits for it."""
+    """A line on a rank that others wait for, and who they are."""
     host = f" ({known[rank].host})" if rank in known else ""
     wait = max((record.where.waiting[0] for record in waiting), key=lambda wait: wait.seconds)
     failed = f"{_FAILED_TO[wait.verb]} on axis {wait.axis}" if wait.verb in _FAILED_TO else f"did not come to {wait}"
@@ -177,7 +176,7 @@ def _accusation(rank: int, waiting: Sequence[Record], known: dict[int, Record]) 
 
 
 def _where(rank: int, record: Record | None, hung: Sequence[Record]) -> str:
-    """A line on one rank: what it does, or what it did when it was last heard of."""
+    """A line on one rank: what it is doing, or was doing when last heard of."""
     if record is None:
         return f"rank {rank} has left no record: it never started, or its host cannot write to the status folder"
     name = f"rank {rank} ({record.host}, process {record.pid})"
@@ -186,7 +185,7 @@ def _where(rank: int, record: Record | None, hung: Sequence[Record]) -> str:
     if record.state == "running":
         stopped = any(rank in other.stopped for other in hung)
         state = "; its process was stopped (SIGSTOP)" if stopped else ""
-        # Clocks that never jump are compared on one host only; of another host nothing is known but that it is silent.
+        # Monotonic clocks compare on one host only; of a rank on another host only its silence is known.
         ages = [other.seconds - record.seconds for other in hung if other.host == record.host]
         age = f"was last heard of {max(ages):.0f} s ago" if ages else "gave no answer; it was last heard of"
         return f"{name} {age} in {record.where}{state}"
@@ -197,5 +196,5 @@ def _where(rank: int, record: Record | None, hung: Sequence[Record]) -> str:
 
 
 def _since(wait: Waiting) -> str:
-    """Threads of one process know that nobody can go on before a second is over."""
+    """Empty below one second: ranks that are threads detect a deadlock at once."""
     return f" for {wait.seconds:.0f} s" if wait.seconds >= 1 else ""

@@ -1,8 +1,8 @@
-"""The ledger: what a rank has sent, by axis and verb. Arithmetic only, so that a plan keeps one too.
+"""The ledger: a rank's calls and sent bytes, by axis and verb. Arithmetic only: planned ranks keep one too.
 
-VERBS says of every verb whom its messages go to and how large they are. Comms count by it, a plan tells by
-it what stays on a node (tools/plan/network.py), and a cluster file's verbs are its keys. A library's collective is
-counted as its bandwidth-optimal form sends it, S being the whole payload:
+VERBS gives each verb's receivers and message sizes. Comms count with it, the planner derives from it which messages
+stay on a node (tools/plan/network.py), and a cluster file's verbs are its keys. A library's collective is counted as
+its bandwidth-optimal form sends it, S being the whole payload:
 
 | verb                                   | a rank sends                              |
 |----------------------------------------|-------------------------------------------|
@@ -26,7 +26,8 @@ Direction = Literal["to each", "from root", "to root", "to one"]
 
 @dataclass(frozen=True)
 class Verb:
-    """A verb's messages. `parts`: each holds 1/n of the payload, else all of it. `passes`: so many to each receiver."""
+    """A verb's messages. `parts`: whether a message holds 1/n of the payload, or all of it. `passes`: messages to each
+    receiver."""
 
     direction: Direction
     parts: bool = False
@@ -38,7 +39,7 @@ class Verb:
         if self.direction == ("to root" if is_root else "from root"):
             return 0
         receivers = size - 1 if self.direction in ("to each", "from root") else 1
-        # Multiplied before divided: a payload that ranks do not divide is rounded once, and not for each receiver.
+        # Multiply, then divide: a payload that the ranks do not divide is rounded once, not once a receiver.
         return self.passes * receivers * payload_bytes // (size if self.parts else 1)
 
 
@@ -61,10 +62,9 @@ VERBS: dict[str, Verb] = {
 
 @dataclass
 class Traffic:
-    """Calls of one verb and the bytes that this rank sent through them.
+    """Calls of one verb and the bytes this rank sent in them.
 
-    `by_peer`: the same for each member of the group that a call names: by its index a root, a receiver by how many
-    members further on it is.
+    `by_peer`: the same by named member: a root by its index, a receiver by its distance in the group.
     """
 
     calls: int = 0
@@ -76,7 +76,7 @@ class Traffic:
         self.sent_bytes += times * sent_bytes
 
     def scaled(self, times: int) -> Traffic:
-        """The traffic of so many such calls, by peer as well."""
+        """This traffic times `times`, `by_peer` included."""
         peers = {peer: part.scaled(times) for peer, part in self.by_peer.items()}
         return Traffic(times * self.calls, times * self.sent_bytes, defaultdict(Traffic, peers))
 
@@ -94,7 +94,7 @@ class Ledger:
 
     traffic: defaultdict[tuple[str, str], Traffic] = field(default_factory=lambda: defaultdict(Traffic))
     times: int = 1
-    """The factor on whatever is recorded now."""
+    """Multiplies whatever is recorded (see `repeated`)."""
 
     def record(self, axis: str, verb: str, sent_bytes: int, peer: int | None = None) -> None:
         """Count a call. `peer`: see `Traffic.by_peer`."""
@@ -105,8 +105,8 @@ class Ledger:
 
     @contextmanager
     def repeated(self, times: int) -> Iterator[None]:
-        """One pass through the context stands for `times`: a plan need not go through all that are alike."""
-        # Multiplied, since contexts may lie in each other: microbatches within steps.
+        """Inside the context each call counts `times` times, so that a plan runs one of many equal passes."""
+        # Multiplied, since contexts nest: microbatches within steps.
         before, self.times = self.times, self.times * times
         try:
             yield

@@ -1,7 +1,7 @@
-"""Mailbox: what the ranks of an axis send to their neighbours, taken in the order in which it comes.
+"""Mailbox: messages between neighbouring ranks of an axis, taken in the order of arrival.
 
-Receives are posted ahead and sends return at once, so that messages travel while the rank computes; it asks `poll` for
-what has come between two tasks, and sleeps in `wait` when it has nothing left to do (AxoNN, arXiv 2110.13005).
+Receives are posted ahead and sends return at once, so that messages travel while the rank computes; it polls for
+arrivals between tasks, and sleeps in `wait` when no task is left (AxoNN, arXiv 2110.13005).
 
 Messages have a subject, a place where the model's chain is cut, and both ways across it the same shapes and dtypes.
 All to and from a side take as many bytes as the largest, so receives are posted without a handshake. Between hosts a
@@ -34,24 +34,24 @@ from meshwright.ranks.flight_recorder import Call
 from meshwright.ranks.ledger import MESSAGE
 
 Side = Literal["before", "after"]
-"""A neighbour on the axis: index - 1 or index + 1. The axis has ends, unless its mailboxes are a ring: a side without
-neighbour is never used. Two ranks are no ring: they have one neighbour each."""
+"""A neighbour on the axis: index - 1 or index + 1. An axis that is no ring has ends, whose outer side is never used.
+Two ranks never form a ring: each has one neighbour."""
 
 SIDES: tuple[Side, Side] = ("before", "after")
 FURTHER: dict[Side, int] = {"before": -1, "after": 1}
-"""A neighbour's distance on the axis; in a ring its ends are neighbours, too."""
+"""A neighbour's distance on the axis; in a ring the axis's ends are neighbours as well."""
 
 HEADER_BYTES = 16
 SUBJECT_BITS = 32
 ALIGNMENT_BYTES = 16
 AHEAD = {"cpu": 4, "cuda": 1}
-"""Messages that have memory before their tensors come, for each side, by the type of device: on a host those whose
-receives are posted, on a GPU the one that its header has announced."""
+"""Messages whose memory is allocated before their tensors arrive, per side, by device type: on a host the posted
+receives, on a GPU the one that a header has announced."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """The tensors that came from a side for the microbatch `index`."""
+    """Tensors received from `side` for the microbatch `index`."""
 
     side: Side
     index: int
@@ -72,15 +72,14 @@ class TensorMeta:
 
 
 class CutForms(NamedTuple):
-    """The tensors of a subject's messages. `inward`: activations come to this rank and gradients leave it; else the
-    other way round."""
+    """The tensors of a subject's messages. `inward`: activations come in and gradients go out; else the reverse."""
 
     tensors: tuple[TensorMeta, ...]
     inward: bool
 
 
 MessageMeta = Mapping[Side, Mapping[int, CutForms]]
-"""The messages to and from a side, by their subject; none where there is no neighbour."""
+"""By side and subject, the forms of messages to and from that side; empty without a neighbour."""
 
 
 def both_sides(*tensors: TensorMeta) -> MessageMeta:
@@ -92,27 +91,28 @@ class Mailbox(Protocol):
     """Messages between this rank and its neighbours on one axis."""
 
     def open(self, epoch: int, meta: MessageMeta, before: int, after: int) -> None:
-        """Begin an epoch (a step, an evaluation), in which so many messages come from the rank before and after.
+        """Begin an epoch (a step or an evaluation). The counts are messages to come from the rank before and the rank
+        after.
 
-        Epochs only grow, over the life of the mailbox, and neighbours number theirs alike. What an older epoch left
-        behind is dropped when it comes; its messages must have had as many bytes on their side.
+        Epoch numbers only grow over the mailbox's life, alike on neighbours. A late message of an older epoch is
+        dropped; its size must equal the new epoch's on that side.
         """
 
     def send(self, to: Side, index: int, tensors: Sequence[Tensor], subject: int = 0) -> None:
-        """Send tensors as `meta` says of the side and the subject. Returns at once; they are copied, and may
-        be changed afterwards."""
+        """Send tensors of the form that `meta` gives for the side and subject. Returns at once: the tensors are copied,
+        and may be changed."""
 
     def poll(self) -> list[Message]:
-        """The messages that have come since the last call, without waiting. Their tensors are the caller's."""
+        """The messages that have come since the last call, without waiting. The caller owns their tensors."""
 
     def wait(self) -> list[Message]:
-        """At least one message, asleep until it comes. Raises ConnectionError where a neighbour is gone."""
+        """At least one message, asleep until then. Raises ConnectionError when a neighbour is gone."""
 
     def flush(self) -> None:
-        """Return when all that was sent has left. Called when all that was to come has been taken."""
+        """Return when all sends have left. Called once all expected messages have been taken."""
 
     def shut(self) -> None:
-        """The end: threads and communicators go. Waits for nobody."""
+        """End threads and communicators, without waiting for any rank."""
 
 
 def neighbours_of(group: RankGroup) -> dict[Side, int]:
@@ -120,21 +120,21 @@ def neighbours_of(group: RankGroup) -> dict[Side, int]:
     count = len(group.ranks)
     places = {side: group.index + step for side, step in FURTHER.items()}
     if group.ring and count > 2:
-        # Two ranks would be both neighbours of each other, and no header says from which side a message comes.
+        # Two ranks would be each other's neighbour on both sides, and headers do not say which side a message is from.
         return {side: at % count for side, at in places.items()}
     return {side: at for side, at in places.items() if 0 <= at < count}
 
 
 @dataclass(frozen=True)
 class Packing:
-    """The places of a message's tensors in its bytes, behind a header of so many bytes."""
+    """Byte offsets of a message's tensors, behind a header of `header_bytes`."""
 
     tensors: tuple[TensorMeta, ...] = ()
     header_bytes: int = HEADER_BYTES
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """The first byte of each tensor, and at last the size of the message."""
+        """The first byte of each tensor, then the message's size."""
         offsets = [self.header_bytes]
         for meta in self.tensors:
             # A view of bytes as a wider type must begin at a multiple of its size; 16 serves every type.
@@ -146,7 +146,7 @@ class Packing:
         return self.offsets[-1]
 
     def pack(self, buffer: Tensor, header: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Write the tensors into the buffer, uint8 [size_bytes or more], and the header where it has a place there."""
+        """Write the tensors, and the header if it has a place, into the buffer (uint8, at least size_bytes)."""
         given = tuple(TensorMeta(tuple(x.shape), x.dtype) for x in tensors)
         assert given == self.tensors, f"sent {given} in an epoch of {self.tensors}"
         if self.header_bytes:
@@ -169,7 +169,7 @@ def header_of(buffer: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Packet:
-    """A received buffer; its header, int64 [2], on the host."""
+    """A received buffer, and its header on the host, int64 [2]."""
 
     side: Side
     header: Tensor
@@ -177,10 +177,10 @@ class Packet:
 
 
 class PackedMailbox(ABC):
-    """The part that all transports share: packing, epochs, how many receives are posted, and the ledger."""
+    """The part that all transports share: packing, epochs, posted receives, and the ledger."""
 
     header_bytes = HEADER_BYTES
-    """The size of a header in front of the tensors; 0 where it travels by itself."""
+    """The header's size in front of the tensors; 0 where headers travel separately."""
 
     def __init__(self, group: RankGroup, device: torch.device, ahead: int = AHEAD["cpu"]) -> None:
         self.axis, self.ledger, self.recorder = group.axis, group.ledger, group.recorder
@@ -203,7 +203,7 @@ class PackedMailbox(ABC):
         for side in SIDES:
             packings = {subject: Packing(forms.tensors, self.header_bytes) for subject, forms in meta[side].items()}
             sizes[side] = max((packing.size_bytes for packing in packings.values()), default=self.header_bytes)
-            # A receive that is posted has memory of the old size, into which a larger message would not go.
+            # A posted receive has a buffer of the old size, too small for a larger message.
             assert sizes[side] == self._sizes[side] or not self._posted[side], (
                 f"epoch {epoch} has other forms, and epoch {self._epoch} left receives posted: {self._posted}"
             )
@@ -237,19 +237,19 @@ class PackedMailbox(ABC):
         return messages
 
     def _call(self, verb: str, sides: Sequence[Side]) -> Call:
-        """This rank's wait for messages from these sides, or until they have taken its own."""
+        """The recorded call of a wait for messages from these sides, or for these sides to take this rank's."""
         size = max((self._sizes[side] for side in sides), default=0)
         return Call(self.axis, verb, size, tuple(self.neighbours[side] for side in sides))
 
     def _take(self, arrivals: list[Packet]) -> list[Message]:
-        """The epoch's messages among the arrivals; as many receives are posted again."""
+        """The arrivals that belong to the epoch; posts as many receives again."""
         messages = []
         for arrival in arrivals:
             epoch, label = arrival.header.tolist()
             subject, index = label >> SUBJECT_BITS, label % (1 << SUBJECT_BITS)
-            # Sizes may change between epochs: a message of a later one would be read by the wrong shapes.
+            # Sizes may change between epochs: a later epoch's message would be read with the wrong shapes.
             assert epoch <= self._epoch, f"axis {self.axis}: {arrival.side} is in epoch {epoch}, we in {self._epoch}"
-            # A message of an older epoch has used up a receive as well, and no more than that.
+            # A message of an older epoch has only used up a receive.
             self._posted[arrival.side] -= 1
             if epoch == self._epoch:
                 self._missing[arrival.side] -= 1
@@ -260,7 +260,7 @@ class PackedMailbox(ABC):
 
     def _post_receives(self) -> None:
         for side in self.neighbours:
-            # Never more than are still to come: a receive that nothing answers would stay posted beyond the epoch.
+            # Never more receives than messages to come: an unanswered receive would stay posted after the epoch.
             while self._posted[side] < min(self.ahead, self._missing[side]):
                 self._post(side)
                 self._posted[side] += 1
@@ -271,19 +271,19 @@ class PackedMailbox(ABC):
 
     @abstractmethod
     def _post(self, side: Side) -> None:
-        """Begin to receive the side's next message. A side's messages come in the order sent."""
+        """Post a receive for the side's next message. A side's messages come in the order sent."""
 
     @abstractmethod
     def _dispatch(self, to: Side, header: Tensor, buffer: Tensor) -> None:
-        """Begin to send the buffer, and keep it until it has left."""
+        """Begin to send the buffer; keeps it alive until it has left."""
 
     @abstractmethod
     def _arrived(self) -> list[Packet]:
-        """The receives that are done, oldest first, without waiting."""
+        """Finished receives, oldest first, without waiting."""
 
     def _next_arrivals(self) -> list[Packet]:
-        """At least one such receive, asleep until then. In naps: MPI's own wait would spin, and take the core from a
-        rank that computes."""
+        """At least one finished receive, asleep in naps until then: MPI's own wait would spin on a core that another
+        rank computes with."""
         arrivals = self._arrived()
         while not arrivals:
             time.sleep(NAP_SECONDS)
@@ -301,10 +301,10 @@ class PackedMailbox(ABC):
 
 
 class PolledMailbox(PackedMailbox):
-    """A transport whose transfers are asked whether they are done: MPI's requests.
+    """A mailbox over a transport whose transfers are polled, as MPI's requests are.
 
-    A side's messages come and leave in order, so the oldest is asked. Each look at what has come also asks for what has
-    left: MPI moves messages only inside of its calls.
+    A side's messages come and leave in order, so only the oldest is polled. Polling receives polls sends as well: MPI
+    makes progress only inside its calls.
     """
 
     def __init__(self, group: RankGroup, device: torch.device) -> None:
@@ -314,11 +314,11 @@ class PolledMailbox(PackedMailbox):
 
     @abstractmethod
     def _receive(self, side: Side, buffer: Tensor) -> tuple[Any, Packet]:
-        """Begin to receive: the request, and what will have come when it is done."""
+        """Post a receive: (request, the packet that is valid when the request is done)."""
 
     @abstractmethod
     def _send(self, to: Side, buffer: Tensor) -> tuple[Any, Packet]:
-        """Begin to send: the request, and what must live until it is done."""
+        """Begin a send: (request, the memory that must live until the request is done)."""
 
     @abstractmethod
     def _is_done(self, request: Any) -> bool: ...
@@ -338,7 +338,7 @@ class PolledMailbox(PackedMailbox):
     def _arrived(self) -> list[Packet]:
         self._drop_sent()
         packets = []
-        # In order, so the first that is not done ends the look: each test is a call into the library.
+        # Transfers finish in order, so the first pending one ends the loop: each test is a call into the library.
         for receives in self._receives.values():
             while receives and self._is_done(receives[0][0]):
                 packets.append(receives.popleft()[1])

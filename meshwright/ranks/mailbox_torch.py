@@ -1,9 +1,8 @@
 """Mailboxes over torch.distributed: gloo between hosts, NCCL between GPUs.
 
-Each link has a process group for each direction, so that no message waits behind one that goes the other way.
+Each link has one process group per direction, so that no message waits behind one of the other direction.
 
-gloo never says that a message has come unless somebody waits for it: a thread for each direction of each link does,
-and puts what came into the inbox.
+gloo reports a message only to a waiting call: one thread per link and direction waits, and fills the inbox.
 
 An NCCL receive that is enqueued before its message exists spins on the GPU until then, and enough of them, on streams
 that share a hardware queue with what they wait for, never end. So the host knows first:
@@ -38,7 +37,7 @@ JOIN_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Channel:
-    """The way to a neighbour and back: a process group of the two for each direction, in both of which it is `peer`."""
+    """The link to a neighbour: one process group of the two ranks per direction; the neighbour is `peer` in both."""
 
     peer: int
     outgoing: dist.ProcessGroup
@@ -55,7 +54,7 @@ class Channel:
         return work
 
     def batched_send(self, buffer: Tensor) -> Work:
-        """On the communicator of the whole group, which was born with it."""
+        """Send as a batch of one, which uses the group's communicator; a plain isend would make another one."""
         (work,) = dist.batch_isend_irecv([dist.P2POp(dist.isend, buffer, group=self.outgoing, group_peer=self.peer)])
         return work
 
@@ -65,7 +64,7 @@ class Channel:
 
 
 class Waiter:
-    """A thread that waits for works in turn. `done` is told of each one's buffer, `failed` of what went wrong."""
+    """A thread that waits for works in turn; calls `done` with each work's buffer, `failed` with an exception."""
 
     def __init__(self, name: str, done: Callable[[Tensor], None], failed: Callable[[Exception], None]) -> None:
         self.done = done
@@ -83,7 +82,7 @@ class Waiter:
             try:
                 work.wait()
                 self.done(buffer)
-            # Every kind: what a thread raises would be printed and lost, and the rank would wait for ever.
+            # All exceptions: one raised in a thread would only be printed, and the rank would wait for ever.
             except Exception as error:
                 self.failed(error)
             finally:
@@ -91,9 +90,9 @@ class Waiter:
             del entry, work, buffer  # else the last message would live until the next one
 
     def end(self) -> None:
-        """Ends the thread; where its message never comes it stays, a daemon."""
+        """End the thread; one whose message never comes is left as a daemon."""
         self.works.put(None)
-        # Not without end: the message of a neighbour that has failed never comes.
+        # With a limit: a failed neighbour's message never comes.
         self.thread.join(JOIN_SECONDS)
 
 
@@ -107,7 +106,7 @@ class GlooMailbox(PackedMailbox):
         self.channels = channels
         self._inbox: SimpleQueue[Packet | None] = SimpleQueue()  # None: look at the failures
         self._failures: list[tuple[Side, Exception]] = []
-        # Two threads a side: a send that waits for a slow neighbour must not hold up what has come from it.
+        # Two threads a side: a send waiting for a slow neighbour must not delay messages from it.
         self._receivers = {
             side: self._waiter(side, "receives", lambda buffer, side=side: self._inbox.put(  # type: ignore[misc]
                 Packet(side, header_of(buffer), buffer)
@@ -154,7 +153,7 @@ class GlooMailbox(PackedMailbox):
 
     def _flush(self) -> None:
         for sender in self._senders.values():
-            # A queue's join counts works that are done, so that a failed one ends it, too.
+            # queue.join counts task_done calls, so a failed work ends it as well.
             sender.works.join()
         self._raise_failure()
 
@@ -164,26 +163,26 @@ class GlooMailbox(PackedMailbox):
 
 
 class Event(Protocol):
-    """A point in a device's work."""
+    """A point in a device's stream of work."""
 
     def query(self) -> bool:
         """Whether the device has passed it."""
 
 
 class DeviceLinks(Protocol):
-    """Transfers between this rank's device and its neighbours'. Each returns at once, with the event of its end."""
+    """Transfers between this rank's device and its neighbours'. Each returns at once, with its end as an Event."""
 
     def mark(self) -> Event:
-        """The end of what the device was given so far."""
+        """An Event after all work enqueued so far."""
 
     def send(self, to: Side, buffer: Tensor) -> Event: ...
 
     def receive(self, side: Side, new_buffer: Callable[[], Tensor]) -> tuple[Event, Tensor]:
-        """Makes the buffer, where its memory may be written at once."""
+        """Receive into a new buffer whose memory may be written at once."""
 
 
 class NcclLinks:
-    """NCCL's sends and receives, each direction of each link on a stream and in a communicator of its own.
+    """NCCL's sends and receives: per link and direction one stream and one communicator.
 
     They are batches of one: an isend by itself would need another communicator, which is born at its first use.
     """
@@ -205,8 +204,8 @@ class NcclLinks:
     def receive(self, side: Side, new_buffer: Callable[[], Tensor]) -> tuple[Event, Tensor]:
         compute = torch.cuda.current_stream(self.device)
         with torch.cuda.stream(self._in_streams[side]):
-            buffer = new_buffer()  # of this stream's memory: of the other's it might have to wait for kernels there
-            # Freed while the compute stream may still read, its memory would be given to the next message.
+            buffer = new_buffer()  # from this stream's memory: the other stream's might be in use by its kernels
+            # Without this, memory freed while the compute stream still reads would go to the next message.
             buffer.record_stream(compute)
             self.channels[side].batched_receive(buffer).wait()
             return self.mark(), buffer
@@ -230,12 +229,12 @@ class DeviceMailbox(GlooMailbox):
         self._post_on_host(side, torch.empty(2, dtype=torch.int64))
 
     def _dispatch(self, to: Side, header: Tensor, buffer: Tensor) -> None:
-        # Not sent yet: the header leaves when the device has passed this point, and promises that the tensors exist.
+        # Not sent yet: the header promises that the tensors exist, so it leaves when the device has passed here.
         self._packed[to].append((self.links.mark(), header, buffer))
         self._move()
 
     def _move(self) -> None:
-        """Begin the transfers whose tensors exist, here or at their sender's; let go what has left."""
+        """Begin transfers whose tensors exist (here, or at the sender), and release finished sends."""
         for side, packed in self._packed.items():
             while packed and packed[0][0].query():
                 _, header, buffer = packed.popleft()
@@ -262,7 +261,7 @@ class DeviceMailbox(GlooMailbox):
 
 
 def _take_past(transfers: deque[tuple[Event, Any]]) -> list[Any]:
-    """Take out those that are over. They end in the order in which they began."""
+    """Remove and return the finished ones: they finish in the order in which they began."""
     past = []
     while transfers and transfers[0][0].query():
         past.append(transfers.popleft()[1])

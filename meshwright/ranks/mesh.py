@@ -1,4 +1,4 @@
-"""Mesh: the grid as one rank sees it, with a Comm for each axis. Built once, passed to everything."""
+"""Mesh: the grid seen from one rank, with a Comm per axis. Built once, passed to everything."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ DEFAULT_TIMEOUT = Timeout()
 class Mesh:
     """`token_axes`: the axes that split the batch's tokens, over which gradients of uncut parameters are summed.
 
-    `stands_for`: of a plan, the type of the devices that it is for. `ranks_here`: those that share this node's memory.
-    `imbalance`: of a plan, rows that this rank's experts get in those that an even router would give them.
-    `whole_logits`: of a plan, whether its program has all of a microbatch's logits at a time.
-    `empty`: layers declare their parameters as meta tensors, which get memory and values in buckets (bucket.py).
+    `ranks_here`: the ranks that share this node's memory. `empty`: layers declare parameters as meta tensors, which get
+    memory and values in buckets (bucket.py). Of a planned rank alone: `stands_for`, the device type planned for;
+    `imbalance`, rows its experts get over those of an even router; `whole_logits`, whether the program holds all logits
+    of a microbatch at once.
     """
 
     grid: Grid
@@ -54,22 +54,22 @@ class Mesh:
     _mailboxes: dict[str, Mailbox] = field(default_factory=dict)
 
     def comm(self, *axes: str) -> Comm:
-        """The comm over the given axes together.
+        """The comm over the given axes together, one per set of axes.
 
-        The first call for a set of axes is collective over the group's ranks (not the world's): no two ranks may ask
-        first for two groups that both are in, each in another order.
+        The first call for a set of axes is collective over the group (not the world): ranks that share two groups must
+        first ask for them in the same order.
         """
         axes = self.grid.ordered(axes)
         if axes not in self._comms:
             group = self._group(axes)
-            # Connecting waits for every member, and one that never comes should be named as in any other wait.
+            # Connecting waits for every member; recorded, so that a missing one is named as in any other wait.
             with self.recorder.waiting(Call(group.axis, CONNECT, 0, group.ranks)):
                 self._comms[axes] = self.transport.comm(group)
         return self._comms[axes]
 
     def mailbox(self, axis: str, *, ring: bool = False) -> Mailbox:
-        """Messages to and from the neighbours on the axis; in a ring its ends are neighbours, too. The first call is
-        collective over the axis's ranks."""
+        """Messages to and from the neighbours on the axis; in a ring the axis's ends are neighbours as well. The first
+        call is collective over the axis's ranks."""
         if axis not in self._mailboxes:
             group = replace(self._group((axis,)), ring=ring)
             with self.recorder.waiting(Call(axis, CONNECT, 0, group.ranks)):
@@ -77,22 +77,22 @@ class Mesh:
         return self._mailboxes[axis]
 
     def board(self, folder: Path) -> Board:
-        """Where a thread beside the step's leaves notes for other ranks'. `folder`: one that all ranks see."""
+        """Notes between background threads of ranks. `folder`: one that all ranks see."""
         return self.transport.board(folder)
 
     def aside(self) -> AbstractContextManager[None]:
-        """Around a wait for a thread of this rank's own: ranks of one process run meanwhile."""
+        """A context around a wait for this rank's own thread; ranks of its process run meanwhile."""
         return self.transport.aside()
 
     def _group(self, axes: tuple[str, ...]) -> RankGroup:
         ranks = self.grid.group(self.rank, *axes)
-        # One bit an axis: groups of the same ranks over different axes get different tags.
+        # One bit an axis, so that groups of equal ranks over different axes have different tags.
         tag = sum(1 << (*self.grid.names, ENDS, HEAD_COPIES).index(name) for name in axes)
         return RankGroup("+".join(axes), ranks, ranks.index(self.rank), tag, self.ledger, self.recorder)
 
     @property
     def device_type(self) -> str:
-        """cpu or cuda, also of a plan, whose tensors are meta tensors."""
+        """cpu or cuda; of a planned rank, whose tensors are on the meta device, the type it is planned for."""
         return self.stands_for if self.device.type == "meta" else self.device.type
 
     @property
@@ -108,7 +108,7 @@ class Mesh:
         return self.grid.index(self.rank, *axes)
 
     def close(self) -> None:
-        """Leave the other ranks behind, without waiting for any."""
+        """Disconnect, without waiting for other ranks."""
         for mailbox in self._mailboxes.values():
             mailbox.shut()
         self.transport.close()
@@ -129,13 +129,13 @@ def open_mesh(
     token_axes: tuple[str, ...] = ("data",),
     timeout: Timeout = DEFAULT_TIMEOUT,
 ) -> Iterator[Mesh]:
-    """Connect this process to the others of its job, and disconnect at the end.
+    """Connect this process to its job's other processes, and disconnect at the context's end.
 
-    Ranks that end well leave together: a peer that is still connecting takes a rank that has left for a crashed one.
-    A rank that raises leaves at once. On a GPU it leaves its communicators to the end of its process, which comes when
-    it has reported: NCCL's own end waits for kernels that wait for peers, for minutes.
-    `point`: where ranks of the torch transport meet; None over MPI, which brings its ranks together by itself.
-    A watchdog ends the process where it waits for others longer than `timeout`.
+    Ranks without an error leave together, since a peer that is still connecting would take an early leaver for a crash.
+    A rank that raises leaves at once. On a GPU such a rank leaves communicators to the end of its process: NCCL's own
+    shutdown waits minutes for kernels that wait for peers. `point`: where ranks of the torch transport meet; None over
+    MPI, which brings its ranks together by itself. A watchdog ends the process when it waits for other ranks longer
+    than `timeout`.
     """
     recorder, attempt = FlightRecorder(), environment.attempt
     with Watchdog(environment, recorder, timeout) as watchdog:
@@ -148,7 +148,7 @@ def open_mesh(
         else:
             assert point is not None, "the ranks of a process group have no place to meet"
             opened = open_torch(environment, device, point, recorder, timeout)
-            # Our launcher counts for all ranks; torchrun's agents each count for themselves.
+            # Our launcher counts attempts for all ranks; each of torchrun's agents counts its own.
             attempt = attempt if environment.launched else opened.peers.attempt
         watchdog.joined(attempt)
         mesh = Mesh(
@@ -169,7 +169,8 @@ def open_mesh(
                 mesh.world.assemble()  # over MPI asleep
                 mesh.world.barrier()
         except Exception:
-            # After an error on a GPU closing would wait minutes for kernels of peers; the end of the process frees all.
+            # After an error on a GPU, closing would wait minutes for peers' kernels; the process's end frees
+            # everything.
             closes = device.type != "cuda"
             raise
         finally:
@@ -181,8 +182,7 @@ def open_mesh(
 def open_mesh_in(
     world: ThreadWorld, grid: Grid, environment: Environment, token_axes: tuple[str, ...] = ("data",)
 ) -> Iterator[Mesh]:
-    """The mesh of a rank that is a thread of this process. It needs no watchdog: its world sees at once that nobody can
-    go on."""
+    """The mesh of a rank that is a thread of this process. No watchdog: the thread world detects a deadlock at once."""
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)  # of this thread
     recorder = world.recorders[environment.rank] = FlightRecorder()

@@ -1,8 +1,8 @@
 """The verbs and the mailbox over MPI (mpi4py), on host memory. On one machine its shared memory beats gloo's sockets.
 
-An MPI library makes progress only inside its calls: a verb posted under the backward pass would not move before it is
-waited for. So every verb runs, in its blocking form, when it is waited for: blocking in a bucket's hook would make all
-ranks wait for the slowest several times a step. (MPI moves host memory only: GPU-aware MPI was never at hand.)
+An MPI library makes progress only inside its calls, so a verb posted during the backward pass would not move before it
+is waited for. Every verb therefore runs, blocking, in wait(): blocking in a bucket's hook instead would make all ranks
+wait for the slowest several times a step. (MPI moves host memory only: GPU-aware MPI was never at hand.)
 
 Ranks of one node share a window (window_comm.py), in which they sum and through which they move what they all have a
 part in. Between nodes the verbs are MPI's own, which know what lies on a node (Open MPI's `han`). Before a large one
@@ -45,17 +45,17 @@ from meshwright.ranks.window import SharedWindow, open_window
 from meshwright.ranks.window_comm import HALF, WindowComm, add_up
 
 LARGE_BYTES = 2**20
-"""From here on the ranks assemble asleep before a verb."""
+"""Before verbs of at least so many bytes ranks meet asleep."""
 
 TEXT_BYTES = 256
-"""The longest text that members tell each other while they open a window."""
+"""The longest text that members exchange while they open a window."""
 
 MAILBOX_TAG = 2**14
-"""Added to a group's tag: beyond every set of axes, and MPI promises tags up to 32767."""
+"""Added to a group's tag: above the tags of all sets of axes, and below 32,767, which MPI guarantees."""
 
 
 def raw(x: Tensor) -> np.ndarray[Any, Any]:
-    """The tensor's memory as bytes, for verbs that only move."""
+    """The tensor's memory as bytes, for verbs that move without adding."""
     assert x.is_contiguous(), f"a tensor with gaps, of shape {tuple(x.shape)}: it would be received into a copy"
     # torch keeps any stride of a single element, and then refuses to read bytes of it.
     return x.detach().as_strided((x.numel(),), (1,)).view(torch.uint8).numpy()
@@ -63,7 +63,7 @@ def raw(x: Tensor) -> np.ndarray[Any, Any]:
 
 @dataclass(frozen=True)
 class MpiPosted:
-    """A request of MPI's, which moves whenever it is asked. It keeps what it sends and receives alive."""
+    """An MPI request, which progresses whenever it is polled. Keeps the sent and received memory alive."""
 
     request: Any
 
@@ -77,7 +77,7 @@ class MpiPosted:
 
 
 class MpiComm(RecordedComm):
-    """`comm` is an mpi4py communicator that holds the same ranks in the same order."""
+    """`comm`: an mpi4py communicator of the group's ranks in the group's order."""
 
     begins_when_waited_for = True
 
@@ -106,7 +106,7 @@ class MpiComm(RecordedComm):
         return Later(self._gather_asleep)
 
     def _gather_asleep(self) -> None:
-        """Return when every member has come here; asleep until then, where MPI would spin."""
+        """A barrier that sleeps, where MPI's would spin."""
         arrived = self.comm.Ibarrier()
         while not arrived.Test():
             time.sleep(NAP_SECONDS)
@@ -118,7 +118,7 @@ class MpiComm(RecordedComm):
 
     def _sum_by_pieces(self, x: Tensor) -> None:
         whole = x
-        # Alltoall moves equal pieces: zeros behind the last element add nothing.
+        # Alltoall moves equal pieces: pad with zeros, which do not change the sum.
         if x.numel() % self.size:
             whole = x.new_zeros(-(-x.numel() // self.size) * self.size)
             whole[: x.numel()] = x
@@ -128,17 +128,17 @@ class MpiComm(RecordedComm):
             x.copy_(whole[: x.numel()])
 
     def _sum_own_piece(self, part: Tensor, x: Tensor) -> None:
-        """MPI's reduce-scatter was slower than this."""
+        """An all-to-all and a local sum: faster than MPI's reduce-scatter in our measurements."""
         pieces = torch.empty_like(x)
         self.comm.Alltoall(raw(x), raw(pieces))
-        # In rank order: the sum has the same bits whoever was late.
+        # In rank order, so that the sum's bits do not depend on arrival.
         add_up(list(pieces.view(self.size, -1)), part.view(-1))
 
     def _reduce_scatter(self, part: Tensor, x: Tensor) -> Work:
         return self._later(x, lambda: self._sum_own_piece(part, x))
 
     def _all_gather(self, x: Tensor, part: Tensor) -> Work:
-        # MPI forbids buffers that overlap: a part that is this rank's piece of x itself is given as "in place".
+        # MPI forbids overlapping buffers: a part that is this rank's piece of x is passed as IN_PLACE.
         is_slice = part.data_ptr() == x.view(self.size, -1)[self.index].data_ptr()
         sent = self.in_place if is_slice else raw(part)
         return self._later(x, lambda: self.comm.Allgather(sent, raw(x)))
@@ -172,11 +172,11 @@ class MpiComm(RecordedComm):
         return self._later(part, lambda: self.comm.Scatter(whole, raw(part), root=root))
 
     def _exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> Work:
-        """Posted at once. A large one is waited for asleep, where MPI would spin."""
+        """Posted at once; a large exchange is waited for asleep, where MPI would spin."""
         requests = [self.comm.Irecv(raw(into), source=source), self.comm.Isend(raw(x), dest=to)]
 
         def finish() -> None:
-            # A small message is there before a nap would be over.
+            # A small message arrives before a nap would end.
             while size_bytes(x) >= LARGE_BYTES and not type(requests[0]).Testall(requests):
                 time.sleep(NAP_SECONDS)
             type(requests[0]).Waitall(requests)
@@ -188,7 +188,7 @@ class MpiComm(RecordedComm):
 
 
 class MpiWindowComm(WindowComm, MpiComm):
-    """Ranks of one node: MPI carries what two of them send each other."""
+    """A comm of ranks of one node: a window for collectives, MPI for messages between two ranks."""
 
     def __init__(self, group: RankGroup, comm: Any, window: SharedWindow) -> None:
         MpiComm.__init__(self, group, comm)
@@ -196,7 +196,7 @@ class MpiWindowComm(WindowComm, MpiComm):
 
 
 class MpiMailbox(PolledMailbox):
-    """`comm` is an mpi4py communicator of the axis's own, of its ranks in order."""
+    """`comm`: an mpi4py communicator used by this mailbox alone, of the axis's ranks in order."""
 
     def __init__(self, group: RankGroup, comm: Any) -> None:
         super().__init__(group, torch.device("cpu"))
@@ -217,7 +217,7 @@ class MpiMailbox(PolledMailbox):
     def shut(self) -> None:
         for receives in self._receives.values():
             for request, _ in receives:
-                # A receive that is posted would write into freed memory when its message comes after all.
+                # A posted receive would write into freed memory if its message still came.
                 request.Cancel()
                 request.Free()
         self.comm.Free()
@@ -225,8 +225,7 @@ class MpiMailbox(PolledMailbox):
 
 @dataclass(frozen=True)
 class MpiTransport(Transport):
-    """MPI's world, of which the members of a group alone make a communicator. MPI ends the process of a rank whose
-    peer is lost."""
+    """Groups of MPI's world. MPI itself ends a rank whose peer is lost."""
 
     def comm(self, group: RankGroup) -> Comm:
         if len(group.ranks) == 1:
@@ -234,7 +233,7 @@ class MpiTransport(Transport):
         comm = _communicator(group.ranks, group.tag)
 
         def texts(text: str) -> list[str]:
-            """Every member's text, in order. Rows of one length: one gather, of which the ledger knows nothing."""
+            """Every member's text, in order: one gather of rows of equal length, not counted in the ledger."""
             content = text.encode()[:TEXT_BYTES]
             row = torch.frombuffer(bytearray(content.ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8)
             rows = row.new_empty(comm.Get_size(), TEXT_BYTES)
@@ -251,7 +250,8 @@ class MpiTransport(Transport):
 
 
 def _communicator(ranks: tuple[int, ...], tag: int) -> Any:
-    """A communicator that its members alone make; those who make one of the same ranks at the same time have a tag."""
+    """A communicator made by its members alone. `tag` tells apart communicators of the same ranks that are made at the
+    same time."""
     from mpi4py import MPI
 
     # Create_group is collective over the members alone; Split and Dup would need all ranks of the world.
@@ -259,7 +259,7 @@ def _communicator(ranks: tuple[int, ...], tag: int) -> Any:
 
 
 def open_mpi(environment: Environment) -> MpiTransport:
-    """Start MPI. Raises LaunchError where the launcher's ranks are none of MPI's, as under an srun without --mpi."""
+    """Start MPI. Raises LaunchError if the launcher has started no MPI ranks, as srun without --mpi does."""
     from mpi4py import MPI
 
     came = MPI.COMM_WORLD.Get_size()

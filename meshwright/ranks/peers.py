@@ -1,8 +1,8 @@
-"""Where the ranks of a job stand: each one's host, and the address at which it reached the job's store.
+"""Peers: each rank's host, and the address from which it reached the job's store.
 
-gloo takes the address of the host's own name, and tells the others to connect there. Debian's installer writes
-`127.0.1.1 HOST` into /etc/hosts: every host then names itself, and ranks of different hosts never meet. The way to the
-store is one that all ranks have just used, so gloo gets the interface that it leads over.
+gloo resolves its own host's name and tells the others to connect to that address. Debian's installer writes `127.0.1.1
+HOST` into /etc/hosts, so every host would name itself, and ranks of different hosts never meet. All ranks have just
+reached the store, so gloo is given the interface of that connection.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CAUSE = re.compile(r"(Connection \w+(?: by peer)?|Broken pipe|No route to host|
 
 @dataclass(frozen=True)
 class Peer:
-    """A rank as it came to the store. `address`: its own end of that connection, `reached`: the store's.
+    """A rank as registered at the store. `address`: its own end of that connection, `reached`: the store's.
 
     Both are empty for the rank that opened the store. `device`: the type of what it computes on. `attempt`: the
     restarts that its own launcher has counted. `process`: tells it from the same rank of another attempt.
@@ -47,7 +47,7 @@ class Peer:
 
     @classmethod
     def connected(cls, rank: int, connection: socket.socket | None) -> Peer:
-        """This process, by its connection to the store, or as the one that has opened it."""
+        """This process, by its connection to the store (None: it opened the store)."""
         if connection is None:
             return cls(rank, socket.gethostname())
         own, other = connection.getsockname()[0], connection.getpeername()[0]
@@ -75,34 +75,35 @@ class Peers:
 
     @property
     def attempt(self) -> int:
-        """A number of the job that grows with each start: an agent of torchrun's counts the failures of its own node
-        alone, so that neither one's count nor the greatest need grow; their sum does."""
+        """A number that grows with each start of the job: the sum of the ranks' counts. torchrun's agents each count
+        failures of their own node, so neither a single count nor the greatest need grow."""
         return sum(peer.attempt for peer in self.ranks)
 
     @property
     def address(self) -> str:
         """The address at which the others reach this rank; empty where all are on one host.
 
-        A rank beside the store came by loopback. The others have reached its host at the store's address.
+        A rank on the store's host came by loopback: others reach that host at the store's address.
         """
         far = [peer for peer in self.ranks if peer.far]
         mine = self.ranks[self.me]
         if not far:
             return ""
-        # Loopback says nothing to other hosts; what one of them has reached, all can.
+        # A loopback address is useless to other hosts; an address that one of them has reached serves all.
         return mine.address if mine.far else far[0].reached
 
     @contextmanager
     def named_when_lost(self) -> Iterator[None]:
-        """While entered, gloo's error on a broken connection becomes one that says which rank is gone."""
+        """A context that turns gloo's error on a broken connection into one that names the lost rank."""
         try:
             yield
         except RuntimeError as error:
-            # gloo raises nothing narrower. An error of anything else has no peer's address in its text.
+            # gloo raises nothing narrower. Other errors have no peer's address in their text.
             found, cause = _GLOO_PEER.search(str(error)), _CAUSE.search(str(error))
             if found is None:
                 raise
-            # A rank beside the store has the address at which its host was reached; several ranks may share one.
+            # A rank on the store's host has the address at which that host was reached; several ranks may share an
+            # address.
             at = {peer.rank: peer.address if peer.far else Peers(self.ranks, peer.rank).address for peer in self.ranks}
             there = [peer for peer in self.ranks if at[peer.rank] == found[1] and peer.rank != self.me]
             who = names_of([peer.rank for peer in there], lambda rank: f"rank {rank} on {self.ranks[rank].host}")

@@ -1,6 +1,6 @@
-"""A job that does not run, as one of its ranks would see it: meta tensors, a ledger, messages that come at once.
+"""A planned job seen from one of its ranks: meta tensors, a ledger, messages that arrive at once.
 
-The planner runs a rank of a layout so: what it sends is exact, and an observer is told of every collective.
+The planner runs one rank of a layout this way: sent bytes are exact, and an observer sees every collective.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from meshwright.ranks.transport import Transport
 
 
 class Observer(Protocol):
-    """Is told of every collective that a planned rank begins, with the bytes of its whole payload; its Work is waited
-    for where the rank would wait. `root`: of a rooted verb; of a send, how many members further on its receiver is."""
+    """Called with every collective that a planned rank begins, and the bytes of its whole payload. The returned Work is
+    waited for where the rank would wait. `root`: of a rooted verb; for a send the receiver's distance in the group."""
 
     def __call__(self, axes: str, verb: str, payload_bytes: int, root: int | None) -> Work: ...
 
 
 def unobserved(axes: str, verb: str, payload_bytes: int, root: int | None) -> Work:
-    """An observer that takes no note."""
+    """An observer that records nothing."""
     return DONE
 
 
 class LedgerComm(SoloComm):
-    """A planned group of any size: its tensors are meta tensors, so like a lone rank's nothing moves. Every verb is
-    written to the ledger and told to an observer."""
+    """A planned group of any size. Tensors are on the meta device, so nothing moves; every verb goes to the ledger and
+    the observer."""
 
     def __init__(self, group: RankGroup, observer: Observer = unobserved) -> None:
         super().__init__(group)
@@ -43,14 +43,14 @@ class LedgerComm(SoloComm):
     def _collective(
         self, verb: str, payload_bytes: int, start: Callable[[], Work], wait: bool, root: int | None = None
     ) -> Work:
-        # The ledger as in a run, and in place of the transport's verb the observer.
+        # The ledger as in a run; the observer in place of the transport.
         return super()._collective(verb, payload_bytes, lambda: self._begun(verb, payload_bytes, root), wait, root)
 
     def _begun(self, verb: str, payload_bytes: int, root: int | None) -> Work:
         return self._observer(self.axis, verb, payload_bytes, root) if self.size > 1 else DONE
 
     def all_to_all(self, out: Tensor, x: Tensor, *, pieces: PieceSizes | None = None, wait: bool = True) -> Work:
-        """A rank that gets more rows than it sends (imbalance) is as long at it as if it sent them."""
+        """A rank that receives more rows than it sends (imbalance) takes as long as if it sent as many."""
         payload = max(size_bytes(out), size_bytes(x))
         return self._collective("all_to_all", payload, lambda: self._all_to_all(out, x, pieces), wait)
 
@@ -65,8 +65,8 @@ class LedgerComm(SoloComm):
 
 
 class PlannedMailbox(SoloMailbox):
-    """Messages of meta tensors. All activations have come at once, a gradient comes for each activation that is sent;
-    sends only write the ledger. Where both come from one side, the epoch is a training step's."""
+    """Messages of meta tensors. All activations arrive at once, and a gradient for each activation sent; sends only
+    write the ledger. An epoch in which both come from one side is a training step's."""
 
     device = "meta"
 
@@ -87,7 +87,7 @@ class PlannedMailbox(SoloMailbox):
             for side, subjects in meta.items()
             for subject, forms in subjects.items()
             if forms.inward
-            # `counts` are messages of all subjects, each of which has one a microbatch.
+            # `counts` cover all subjects, each with one message a microbatch.
             for index in range(counts[side] // len(subjects))
         ]
 
@@ -99,7 +99,7 @@ class PlannedMailbox(SoloMailbox):
     def send(self, to: Side, index: int, tensors: Sequence[Tensor], subject: int = 0) -> None:
         size = sum(size_bytes(x) for x in tensors)
         self.ledger.record(self.axis, MESSAGE, size, self._places[to] - self._index)
-        # An activation that leaves comes back as its gradient; an evaluation has none.
+        # Each activation sent comes back as its gradient, except in an evaluation.
         if self._answers[to] and not self._meta[to][subject].inward:
             self._come.append(self._message(to, index, subject))
 
@@ -114,7 +114,7 @@ class PlannedMailbox(SoloMailbox):
 
 @dataclass(frozen=True)
 class LedgerTransport(Transport):
-    """A planned job, of which only this rank is there: what it would send is written down."""
+    """The transport of a planned job, of which only this rank exists: its sends go to the ledger."""
 
     observer: Observer = unobserved
 

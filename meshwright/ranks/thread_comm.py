@@ -1,9 +1,9 @@
 """The verbs and the mailbox of ranks that are threads of one process (thread_world.py): copies in its memory,
 or in the memory of its GPU.
 
-A rank gives its tensors to its group's next call. The member that comes last moves and adds up for all of them; a sum
-adds the members' values in their order, half precision in float32, whoever came when. What two ranks send each other is
-copied into a queue when it is sent.
+Each rank hands its tensors to its group's next call; the last member to come moves and adds for all. A sum adds values
+in the members' order, half precision in float32, whatever the order of arrival. Messages are copied into a queue when
+sent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OPPOSITE: dict[Side, Side] = {"before": "after", "after": "before"}
 
 
 def _flat(x: Tensor) -> Tensor:
-    """The tensor's memory, of which autograd knows nothing: a library that receives into it would not tell either."""
+    """The tensor's memory as a flat tensor without autograd, as a library would receive into it."""
     return x.data.view(-1)
 
 
@@ -40,7 +40,7 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 def _sum_to(receivers: Sequence[int]) -> Act:
     def act(everyones: Sequence[Tensor]) -> None:
-        # Added up in place, in the first receiver's memory: the others get a copy of its bits.
+        # Summed in the first receiver's memory; the other receivers get a copy of its bits.
         first, *others = receivers
         add_up(everyones, everyones[first])
         for member in others:
@@ -60,7 +60,7 @@ def _gather_to(receivers: Sequence[int]) -> Act:
 
 @dataclass(frozen=True)
 class _Arrival:
-    """Work that is over when all members have come to the call."""
+    """Work that is done when all members have come to the call."""
 
     world: ThreadWorld
     rank: int
@@ -75,7 +75,7 @@ class _Arrival:
 
 
 class ThreadComm(RecordedComm):
-    """`name`: of the group, among all of its world."""
+    """`name`: the group's, unique in its world."""
 
     def __init__(self, group: RankGroup, world: ThreadWorld, name: object) -> None:
         super().__init__(group)
@@ -156,7 +156,7 @@ class ThreadComm(RecordedComm):
         return self._awaited(into, source)
 
     def _awaited(self, into: Tensor, source: int) -> Work:
-        """The next of the source's tensors that nobody waits for yet."""
+        """The number of the source's next tensor that nobody awaits yet."""
         letters, address = self.world.letters, (self._name, source, self.index, next(self._received[source]))
 
         def receive() -> None:
@@ -167,9 +167,9 @@ class ThreadComm(RecordedComm):
 
 
 class ThreadMailbox(PackedMailbox):
-    """Messages lie in a queue of the rank that they are sent to. `name`: of the axis, among all of its world."""
+    """Messages lie in a queue of the receiving rank. `name`: the axis's, unique in its world."""
 
-    # Beside its buffer: read out of a GPU's memory, a header would make the host wait for the device.
+    # Beside the buffer: reading a header out of GPU memory would make the host wait for the device.
     header_bytes = 0
 
     def __init__(self, group: RankGroup, world: ThreadWorld, name: object) -> None:
@@ -179,14 +179,14 @@ class ThreadMailbox(PackedMailbox):
         self._outboxes = {side: world.queue((name, rank)) for side, rank in self.neighbours.items()}
 
     def _post(self, side: Side) -> None:
-        """A queue needs no receives: how many are posted says how many may be taken."""
+        """A queue needs no receives; their number limits how many messages may be taken."""
 
     def _dispatch(self, to: Side, header: Tensor, buffer: Tensor) -> None:
         self._outboxes[to].append(Packet(_OPPOSITE[to], header, buffer))
         self.world.wake([self.neighbours[to]])
 
     def _arrived(self) -> list[Packet]:
-        # As many as have receives posted: a neighbour may be an epoch ahead, and its messages wait their turn.
+        # At most as many as receives are posted: a neighbour may be an epoch ahead, whose messages must wait.
         may_come, taken, left = dict(self._posted), [], []
         for packet in self._inbox:
             if may_come[packet.side]:
@@ -203,7 +203,7 @@ class ThreadMailbox(PackedMailbox):
         return self._arrived()
 
     def _flush(self) -> None:
-        """A message lies with its receiver from the moment it is sent."""
+        """Nothing to do: a message is with its receiver as soon as it is sent."""
 
     def shut(self) -> None:
         return None

@@ -1,9 +1,9 @@
-"""The world of ranks that are threads of one process. One of them runs at a time.
+"""The world of ranks that are threads of one process, of which one runs at a time.
 
-A rank holds the world's turn until it waits for another rank. So a breakpoint stops all ranks, each has torch's random
-numbers and default dtype to itself although a process has one of them, and a run is the same whoever runs first. Where
-every rank waits for another one, the world knows it at once, without a timeout, and ends them all with a message that
-names who waits in what. A rank that raises ends the others at their next wait.
+A rank holds the world's turn until it waits for another rank. So a breakpoint stops all ranks, each rank has its own
+torch random state and default dtype (which a process has once), and a run does not depend on scheduling. When every
+rank waits for another, the world detects it at once, without a timeout, and ends all ranks with a message that names
+who waits in which call. A rank that raises ends the others at their next wait.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from meshwright.ranks.flight_recorder import FlightRecorder
 from meshwright.ranks.hang import Record, explain_hang
 
 Act = Callable[[Sequence[Any]], None]
-"""The movement of a collective: it is given what its members gave, in their order, by the last of them to come."""
+"""The data movement of a collective: called by the last member to come, with all members' arguments in member order."""
 
 
 @dataclass(frozen=True)
 class _Settings:
-    """Torch's settings of the whole process that a rank may change, as they are while it has the turn.
+    """torch's process-wide settings that a rank may change, saved while it does not have the turn.
 
-    `device`: the ranks' own, whose random numbers `on_device` is the state of; None on the host, which has `random`.
+    `on_device`: the random state of `device`, the ranks' GPU (None on the host); `random`: the host's.
     """
 
     device: torch.device
@@ -55,7 +55,7 @@ class _Settings:
 
 @dataclass
 class Meeting:
-    """The collectives of one group. A member's n-th call belongs to the others' n-th. `ended`: how many are over.
+    """The collectives of one group: the n-th calls of all members are one collective. `ended`: how many are over.
 
     `waiting`: of those that are not, by number: the verb, and what each member that has come gave.
     """
@@ -65,7 +65,7 @@ class Meeting:
     waiting: dict[int, tuple[str, dict[int, Any]]] = field(default_factory=dict)
 
     def come(self, number: int, verb: str, index: int, given: object, act: Act) -> bool:
-        """The member `index` comes to its call `number`; whether it was the last, and the call is over.
+        """Member `index` comes to call `number`. True if it is the last, which completes the call.
 
         Raises LaunchError where another member is in another verb there.
         """
@@ -75,9 +75,9 @@ class Meeting:
         gifts[index] = given
         if len(gifts) < self.size:
             return False
-        # Before the movement: what it raises must not leave a call that another rank would come to.
+        # Deleted before the movement, which may raise: no other rank may then come to the call.
         del self.waiting[number]
-        # Moved in the last member's thread, whose autograd must not record what happens to the others' tensors.
+        # no_grad: the movement runs in the last member's thread, whose autograd must not record other ranks' tensors.
         with torch.no_grad():
             act([gifts[member] for member in range(self.size)])
         self.ended += 1
@@ -101,17 +101,18 @@ class ThreadWorld:
         self._turn = threading.Lock()
         self._woken = [threading.Condition(self._turn) for _ in range(size)]
         self._ready: dict[int, Callable[[], bool]] = {}
-        """By waiting rank: whether it may go on."""
+        """By waiting rank: a function that says whether it may go on."""
         self._aside: set[int] = set()
         self._left: set[int] = set()
         self._meetings: dict[object, Meeting] = {}
         self._queues: defaultdict[object, deque[Any]] = defaultdict(deque)
         self.letters: dict[object, Tensor] = {}
-        """Tensors that were sent and not taken, by group, sender, receiver and number."""
+        """Tensors sent and not yet received, by group, sender, receiver and number."""
 
     @contextmanager
     def turn(self, rank: int) -> Iterator[None]:
-        """A rank's life: entered when no other runs, with the settings of who made the world, who finds them again."""
+        """A rank's life: entered when no other rank runs, with the settings of the world's maker, restored at the
+        end."""
         with self._turn:
             self._settings.put_back()
             try:
@@ -125,12 +126,12 @@ class ThreadWorld:
                 self._end_if_all_wait()
 
     def wait(self, rank: int, ready: Callable[[], bool]) -> None:
-        """Let other ranks run until `ready`. Raises LostRankError where one of them has failed."""
+        """Let other ranks run until `ready`. Raises LostRankError when a rank has failed."""
         if self.failure is None and not ready():
             own = _Settings.now(self.device)
             self._ready[rank] = ready
             self._end_if_all_wait()
-            # Woken, a rank may find that another has used up what it was woken for.
+            # A woken rank may find that another rank has already taken what it was woken for.
             while self.failure is None and not ready():
                 self._woken[rank].wait()
             del self._ready[rank]
@@ -140,15 +141,15 @@ class ThreadWorld:
             raise LostRankError(f"rank {failed} failed: {error}" if failed >= 0 else str(error)) from error
 
     def wake(self, ranks: Sequence[int]) -> None:
-        """These ranks may find that they may go on."""
+        """Let these waiting ranks check whether they may go on."""
         for rank in ranks:
             self._woken[rank].notify()
 
     @contextmanager
     def aside(self, rank: int) -> Iterator[None]:
-        """Let others run while this rank waits for a thread that is no rank."""
+        """A context in which other ranks run while this one waits for a thread that is no rank."""
         own = _Settings.now(self.device)
-        # Counted apart: while it is set aside, that all others wait is no hang.
+        # Counted separately: while a rank is set aside, it is no deadlock that all others wait.
         self._aside.add(rank)
         self._turn.release()
         try:
@@ -159,15 +160,15 @@ class ThreadWorld:
             own.put_back()
 
     def meeting(self, name: object, size: int) -> Meeting:
-        """The collectives of the group of that name: the same for all of its members."""
+        """The group's Meeting, shared by its members."""
         return self._meetings.setdefault(name, Meeting(size))
 
     def queue(self, name: object) -> deque[Any]:
-        """The messages to the place of that name that have not been taken."""
+        """The queue of that name: messages not yet taken."""
         return self._queues[name]
 
     def stop(self, error: BaseException) -> None:
-        """End all ranks at their next wait. Called from outside of them."""
+        """End all ranks at their next wait. Called by a thread that is no rank."""
         with self._turn:
             self._fail(-1, error)
 
@@ -177,9 +178,9 @@ class ThreadWorld:
             self.wake(range(self.size))
 
     def _end_if_all_wait(self) -> None:
-        """A rank that is set aside, or has not begun, may still wake another."""
+        """A rank that is set aside or has not begun may still wake another rank."""
         alive = self.size - len(self._left)
-        # Exact, and at once: only a running rank can make another one ready, and none runs.
+        # Exact: only a running rank can make another one ready, and none runs.
         if 0 < len(self._ready) == alive and not self._aside and not any(ready() for ready in self._ready.values()):
             host, here = socket.gethostname(), os.getpid()
             records = [

@@ -46,12 +46,12 @@ except ImportError:  # before torch 2.13 these had other names
     from torch.distributed import reduce_scatter_tensor as reduce_scatter_single
 
 TORCH_MARGIN_SECONDS = 60.0
-"""How much longer torch's own timeouts are than the watchdog's, which can say more."""
+"""By how much torch's timeouts exceed the watchdog's, whose message says more."""
 
 
 @dataclass(frozen=True)
 class TorchPosted:
-    """Work of torch's: gloo's goes on in its own threads, NCCL's in its stream."""
+    """torch's Work: gloo's progresses in gloo's threads, NCCL's in its stream."""
 
     work: dist.Work
 
@@ -63,7 +63,7 @@ class TorchPosted:
 
 
 class TorchComm(RecordedComm):
-    """A group's verbs over a process group that holds the same ranks in order."""
+    """A group's verbs over a process group of the same ranks in the same order."""
 
     def __init__(self, group: RankGroup, process_group: dist.ProcessGroup) -> None:
         super().__init__(group)
@@ -103,7 +103,7 @@ class TorchComm(RecordedComm):
             work.wait()
             if part.data_ptr() != pieces[self.index].data_ptr():
                 part.copy_(pieces[self.index])
-            # Own piece first, then by distance: the order depends on the rank alone, and not on who came first.
+            # Own piece first, then by distance: a fixed order, independent of arrival.
             for piece in received:
                 part.add_(piece)
 
@@ -149,7 +149,7 @@ class TorchComm(RecordedComm):
 
 
 class TorchWindowComm(WindowComm, TorchComm):
-    """Ranks of one node: gloo carries what two of them send each other."""
+    """A comm of ranks of one node: a window for collectives, gloo for messages between two ranks."""
 
     def __init__(self, group: RankGroup, process_group: dist.ProcessGroup, window: SharedWindow) -> None:
         TorchComm.__init__(self, group, process_group)
@@ -165,7 +165,8 @@ class TorchWindowComm(WindowComm, TorchComm):
 class TorchTransport(Transport):
     """Groups of a process that has joined its job's process group. `timeout`: torch's own, for every group.
 
-    `device`: where the tensors lie that ranks send each other. `births`: whether a group's communicator must be born.
+    `device`: of the tensors that ranks send each other. `births`: whether communicators are made when their group is
+    (NCCL).
     """
 
     timeout: timedelta
@@ -182,10 +183,10 @@ class TorchTransport(Transport):
         return self._comm(group, self._process_group(group.axis, group.ranks, group.index))
 
     def _comm(self, group: RankGroup, process_group: dist.ProcessGroup) -> TorchComm:
-        """Over the group's window, if tensors lie on hosts and its ranks on one node where they may share memory."""
+        """Over a window where tensors are on hosts and the ranks share a node; else gloo's or NCCL's verbs."""
         if self.births:
             return TorchComm(group, process_group)
-        # Opening a window sends texts that are no part of training: they stay out of the ledger.
+        # Opening a window sends texts that are no part of training, so not in the ledger.
         uncounted = TorchComm(replace(group, ledger=Ledger(), recorder=FlightRecorder()), process_group)
         try:
             window = open_window(group, lambda text: all_texts(text, uncounted))
@@ -202,8 +203,8 @@ class TorchTransport(Transport):
         return GlooMailbox(group, channels)
 
     def _channels(self, group: RankGroup) -> dict[Side, Channel]:
-        """The ways to the neighbours. The one before is met first: all along the axis can meet so. In a ring the first
-        rank meets the last, its one before, after all others have met."""
+        """The channels to the neighbours. The rank before is connected first, so that all along the axis can; in a ring
+        the first connects to the last after all others have."""
         channels: dict[Side, Channel] = {}
         places = neighbours_of(group)
         for side in sorted(places, key=lambda side: (side == "before") == (places[side] > group.index)):
@@ -212,7 +213,7 @@ class TorchTransport(Transport):
             mine = int(group.index > other)
             forward = self._process_group(f"{group.axis} forward", pair, mine)
             backward = self._process_group(f"{group.axis} backward", pair, mine)
-            # The same two groups on both ends: the one's way out is the other's way in.
+            # Both ends make the same two groups: one end's outgoing is the other's incoming.
             out, back = (forward, backward) if mine == 0 else (backward, forward)
             channels[side] = Channel(1 - mine, out, back)
         return channels
@@ -224,16 +225,17 @@ class TorchTransport(Transport):
         return StoreBoard(c10d._get_default_store().clone())
 
     def born(self, process_group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """The group, with its communicator. All members call it at the same place of their programs."""
+        """The group, its communicator made by a first collective. All members call it at the same point of their
+        programs."""
         if self.births:
             dist.all_reduce(torch.zeros(1, device=self.device), group=process_group)
         return process_group
 
     def _process_group(self, name: str, ranks: tuple[int, ...], index: int) -> dist.ProcessGroup:
-        """A process group that its members alone make, and meet under `name`: stages may ask for different ones.
+        """A process group made by its members alone, under `name`: stages may ask for different groups.
 
-        `dist.new_group(use_local_synchronization=True)` would do it, but it names a group by how many its maker has:
-        ranks that have asked for different axes before would wait for each other under different names.
+        `dist.new_group(use_local_synchronization=True)` names a group by the number of groups its maker has, so ranks
+        that have asked for different axes before would wait under different names.
         """
         c10d: Any = dist.distributed_c10d
         backend, store = dist.Backend(dist.get_backend()), c10d._get_default_store()
@@ -256,9 +258,9 @@ class TorchTransport(Transport):
 def open_torch(
     environment: Environment, device: torch.device, point: Rendezvous, recorder: FlightRecorder, timeout: Timeout
 ) -> TorchTransport:
-    """Join the job's store at `point`, and its process group. Raises LaunchError that says who has not come, and
-    LostRankError for one that came and cannot be reached."""
-    # Later than the watchdog, which names who is missing; torch's own message names a healthy rank.
+    """Join the job's store at `point`, and its process group. Raises LaunchError that names missing ranks, and
+    LostRankError for a rank that came and cannot be reached."""
+    # Longer than the watchdog's, which names the missing rank; torch's own message names a healthy one.
     patience = timedelta(seconds=timeout.wait + TORCH_MARGIN_SECONDS)
     store, peers = comm_store.join_job(environment, point, timeout.join, device.type)
     if peers.address and (interface := interface_at(peers.address)):

@@ -1,4 +1,4 @@
-"""Transport: what makes a rank's comms and mailboxes; and the one of a rank that is alone."""
+"""Transport: makes a rank's comms and mailboxes; and SoloTransport, of a rank that is alone."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from meshwright.ranks.mailbox import Mailbox, SoloMailbox
 
 
 class Transport(ABC):
-    """Makes the comm over a group of ranks, the mailbox along an axis, a board for all ranks. Called by the group's
-    ranks and nobody else.
+    """Makes the comm over a group of ranks, the mailbox along an axis, a board for all ranks. Each is called by the
+    group's ranks alone.
 
     TorchTransport (gloo, NCCL), MpiTransport, ThreadTransport, SoloTransport, and LedgerTransport of a planned job.
     """
@@ -29,26 +29,26 @@ class Transport(ABC):
     def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox: ...
 
     def board(self, folder: Path) -> Board:
-        """Notes between ranks' threads. `folder`: one that all ranks see, where notes lie that have no other place."""
-        # MPI and a single process have no store, and a folder that all see they have in any case.
+        """Notes between background threads. `folder`: one that all ranks see, for transports without a store."""
+        # MPI and a single process have no store, but always a folder that all ranks see.
         return FolderBoard(folder)
 
     def named_when_lost(self) -> AbstractContextManager[None]:
-        """While entered, an error of the library on a broken connection becomes one that names the rank."""
+        """A context in which the library's error on a broken connection becomes one that names the rank."""
         return nullcontext()
 
     def aside(self) -> AbstractContextManager[None]:
-        """While entered, this rank waits for a thread of its own, and calls no verb: ranks of one process run
+        """A context in which this rank waits for its own thread and calls no verb: ranks of its process run
         meanwhile."""
         return nullcontext()
 
     def wait_until(self, ready: Callable[[], bool]) -> None:
-        """Look again and again, asleep between two looks, until `ready`: for what comes by several ways."""
+        """Poll `ready` with sleeps in between: for events that come by several ways."""
         while not ready():
             time.sleep(NAP_SECONDS)
 
     def close(self) -> None:
-        """Leave the other ranks behind, without waiting for any."""
+        """Disconnect, without waiting for other ranks."""
         return
 
 

@@ -6,7 +6,7 @@
 | mpi       | host memory      | MPI's own world              | mpiexec, or srun with --mpi         |
 | threads   | host, GPU memory | memory (thread_world.py)     | threads of the process that asks    |
 
-Who adds one writes its facts here and its comm and mailbox beside (mesh.py opens it); decisions.py says when
+A new transport adds its facts here and its comm and mailbox in this folder (mesh.py opens it); decisions.py says when
 `layout.transport=auto` takes it.
 """
 

@@ -1,11 +1,11 @@
-"""The watchdog: a thread of each rank that ends it when it has waited for another rank for too long.
+"""The watchdog: a thread of each rank that ends the rank when it has waited too long for another.
 
     rank waits longer than its timeout ── marks the job as hung ── every rank's watchdog sees the mark
     each leaves its record with the stacks of all its threads ── and ends its process
 
 A rank's record lies in the status folder as rank-R.json, and is replaced every few seconds while the rank lives. A rank
-that is stopped or spins inside a library leaves no stacks; the others' records and its own last one tell of it.
-The launcher, or the first rank where another launcher started it, makes one message of the records (hang.py).
+that is stopped or spins inside a library leaves no stacks; other ranks' records and its own last one describe it. The
+launcher, or the first rank where another launcher started it, makes one message of the records (hang.py).
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from meshwright.ranks.hang import Record, State, absent, explain_hang, process_s
 from meshwright.ranks.section import Timeout
 
 EXIT_CODE = 124
-"""The exit code of a rank that gave up; the command `timeout` has the same."""
+"""The exit code of a rank that gave up, the same as the command `timeout` has."""
 
 POLL_SECONDS = 0.5
 RECORD_SECONDS = 1.0
-"""Between two records of a rank that lives."""
+"""Seconds between two records of a living rank."""
 
 MOST_FRAMES = 12
-"""Innermost frames of a stack that a record holds."""
+"""The most innermost frames of a stack in a record."""
 
 MEETING_SECONDS = 0.02
-"""Between two looks at who has come to the start."""
+"""Seconds between two polls of the ranks that have come to the start."""
 
 EVIDENCE_SECONDS = 2.0
-"""How long a rank that gave up waits for the records of the others: some looks."""
+"""Seconds that a rank which gave up waits for the other ranks' records."""
 
 
 class Watchdog:
-    """Watches a rank while entered. It is a thread of the rank's own, not of its launcher's: only the rank knows its
-    collective and stacks, and it works inside other launchers. gloo's waits and mpi4py's verbs release Python's lock.
+    """Watches this rank inside the context: only the rank knows its collective and stacks, under any launcher. gloo's
+    waits and mpi4py's verbs release Python's lock.
 
-    Without `environment.status_folder` it can ask no other rank, and prints what it knows. `give_up` ends the process;
-    a test hands in another, and a clock.
+    Without `environment.status_folder` it knows no other ranks' records, and prints its own. `give_up` ends the
+    process; tests pass another function.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Watchdog:
         self._give_up, self._tell = give_up, tell
         self._folder = environment.status_folder
         self._marked_before = self._mark()
-        # At once: a rank that hangs before its first look has told its host and process.
+        # At once, so that a rank that hangs before the first look has left its host and process.
         self._last = self._record("running")
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -84,7 +84,7 @@ class Watchdog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over.set()
-        # Else its last record could come after the one that says that the rank has ended.
+        # Joined first: the thread's last record could overwrite the one that says `ended`.
         self._thread.join()
         self._leave_record(self._record("ended"))
 
@@ -93,7 +93,8 @@ class Watchdog:
             self.look()
 
     def look(self) -> None:
-        """Give up where this rank has waited too long or another has given up; else leave a record now and then."""
+        """Give up if this rank has waited too long or another has given up; else leave a record every
+        RECORD_SECONDS."""
         wait = self.recorder.longest_wait()
         if wait is not None and wait[1] > self._limit:
             self._end(marks=True)
@@ -103,9 +104,9 @@ class Watchdog:
             self._leave_record(self._record("running"))
 
     def meet(self) -> None:
-        """Return when every rank of our own launcher's has left a record. Raises LaunchError that says who has not.
+        """Return when every rank of our own launcher has left a record. Raises LaunchError with the missing ranks.
 
-        MPI starts under Python's lock: a rank that waited in there for one that never comes could not be watched.
+        MPI_Init holds Python's lock: a rank that waits in it for a missing rank could not be watched.
         """
         deadline = self.recorder.clock() + self._timeout.join
         while self.environment.launched:
@@ -117,10 +118,10 @@ class Watchdog:
             time.sleep(MEETING_SECONDS)
 
     def joined(self, attempt: int) -> None:
-        """The rank has met the others: from now on it may wait as long as `timeout.wait` says.
+        """All ranks have met: the limit is `timeout.wait` from now on.
 
-        `attempt`: the job's number that all of them have, whatever restarts each one's launcher has counted; records
-        and marks of another number are of ranks that are gone.
+        `attempt`: the number on which all ranks agree, whatever each launcher has counted; records and marks of other
+        numbers are of ranks that are gone.
         """
         if attempt != self.environment.attempt:
             self.environment = replace(self.environment, attempt=attempt)
@@ -130,12 +131,12 @@ class Watchdog:
     def _end(self, *, marks: bool) -> None:
         """Leave the last record, give the others time for theirs, and end the process."""
         self._over.set()
-        # A stopped process cannot say so itself: who gives up looks at the silent ranks of its host.
+        # A stopped process cannot report itself: the rank that gives up looks at the silent ranks of its host.
         stopped = [record.rank for record in self._silent() if process_state(record.pid) in ("T", "t")]
         self._leave_record(replace(self._record("hung"), stacks=_stacks(), stopped=stopped))
         if marks and self._folder is not None:
             with suppress(OSError):
-                # The record first, then the mark: who sees the mark finds the record that explains it.
+                # The record before the mark: a rank that sees the mark finds the record that explains it.
                 self._marker(self._folder).touch()
         # Files, not sockets: they need no port, and stay for whoever reads them afterwards.
         deadline = self.recorder.clock() + EVIDENCE_SECONDS
@@ -146,18 +147,18 @@ class Watchdog:
         first = min(record.rank for record in records if record.state == "hung")
         if not self.environment.launched and first == self.environment.rank:
             self._tell(f"meshwright: {explain_hang(records)}")
-        for record in self._silent():  # stopped, or busy in a library: its launcher would ask politely, for long
+        for record in self._silent():  # stopped, or busy in a library: its launcher would send SIGTERM and wait long
             with suppress(ProcessLookupError):
                 os.kill(record.pid, signal.SIGKILL)
         self._give_up(EXIT_CODE)
 
     def _silent(self) -> list[Record]:
-        """The last records of this host's ranks that have not answered so far."""
+        """The last records of this host's ranks that have not answered yet."""
         here = [record for record in self._records()[1:] if record.host == self._last.host]
         return [record for record in here if record.state == "running"]
 
     def _records(self) -> list[Record]:
-        """All that is known of the job: at least this rank's own record."""
+        """All known records of the job, at least this rank's own."""
         records = [] if self._folder is None else read_records(self._folder, self.environment.attempt)
         mine = self._last
         return [mine, *(record for record in records if record.rank != mine.rank)]
@@ -165,15 +166,15 @@ class Watchdog:
     def _leave_record(self, record: Record) -> None:
         self._last = record
         if self._folder is not None:
-            with suppress(OSError):  # a full or a lost disk: the run lives without a status
+            with suppress(OSError):  # a full or lost disk: the run goes on without status files
                 record.write(self._folder)
 
     def _marker(self, folder: Path) -> Path:
         return folder / f"hung-{self.environment.attempt}"
 
     def _mark(self) -> int | None:
-        """When a rank of this attempt said last that it has given up. A mark that was there at the start is an older
-        job's, whose folder nobody has cleared."""
+        """When a rank of this attempt last marked that it gave up. A mark that exists at the start is an older
+        job's."""
         if self._folder is None:
             return None
         try:

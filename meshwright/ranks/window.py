@@ -37,20 +37,20 @@ from meshwright.ranks.comm import RankGroup
 from meshwright.ranks.hang import process_state
 
 SLOT_BYTES = 4 * 2**20
-"""The most that a member shows the others at once; larger payloads go in pieces."""
+"""Bytes of a slot; larger payloads go in pieces."""
 _SEMAPHORE_BYTES = 64
-"""A cache line for each: glibc's take 32."""
+"""A cache line per semaphore; glibc's take 32 bytes."""
 _PAGE = mmap.PAGESIZE
 
 _YIELD_SECONDS = 5e-5
 """How long a rank yields its core before it sleeps."""
 _NAP_SECONDS = 5e-4
-"""How long a rank sleeps before its library may make progress: a message that it has sent may need that."""
+"""Seconds of a rank's sleep between its library's chances to progress, which a sent message may need."""
 _LOOK_SECONDS = 1.0
-"""Between two looks whether the ranks that are waited for live."""
+"""Seconds between two checks that the awaited ranks live."""
 
 ExchangeTexts = Callable[[str], list[str]]
-"""Every member's text, in order, of all members who call it together."""
+"""A collective: every member's text, in member order."""
 
 
 class _Time(ctypes.Structure):
@@ -70,8 +70,8 @@ def _libc() -> Any:
 
 
 class SharedWindow:
-    """`memory`: every member's, in order, as bytes; `processes`: their ids. `progress`: called now and then while the
-    rank sleeps, where its library has no threads of its own. Made by all members together."""
+    """`memory`: every member's, in order, as bytes; `processes`: process ids. `progress`: called between sleeps, for a
+    library without threads of its own. Made by all members together."""
 
     def __init__(
         self,
@@ -105,16 +105,16 @@ class SharedWindow:
         self._num_meetings = 0
 
     def share(self, num_bytes: int) -> list[Tensor]:
-        """More memory of every member's that all can read, of zeros. Called by all members together."""
+        """Zeroed memory of every member that all members can read. Collective."""
         shared = _share(num_bytes, self._ranks, self._exchange)
-        # Only a rank without memory is left here: the window itself has been opened, so the node is one.
+        # None here only if a rank has no memory left: the window exists, so the members share a node.
         if shared is None:
             text = f"a rank on {socket.gethostname()} gets no {num_bytes / 1e6:.0f} MB of memory that ranks share"
             raise LaunchError(f"{text}: raise its limits of memory and open files, or hold less (docs/memory.md)")
         return shared[0]
 
     def slots(self, dtype: torch.dtype) -> list[Tensor]:
-        """Every member's slot of the next collective, as numbers of this type."""
+        """Every member's slot of the next collective, viewed as `dtype`."""
         if dtype not in self._views:
             self._views[dtype] = [[slot.view(dtype) for slot in slots] for slots in self._slots]
         self._turn = 1 - self._turn
@@ -127,11 +127,11 @@ class SharedWindow:
         `call`: says what this member is doing. Where another does something else nobody returns, as in any library's
         collective: the watchdog names both calls.
         """
-        # Two places in turn, as with slots: a fast member may be in the next meeting while others read this one's call.
+        # Two places in turn, as with slots: a fast member may be in the next meeting while others still read this call.
         calls = self._calls[self._num_meetings % 2]
         self._num_meetings += 1
         calls[self.index].value = call
-        # All are posted before any is waited for: the order of members then costs nothing.
+        # Post all before waiting for any, so that the order of members costs nothing.
         for semaphore in self._to:
             self._libc.sem_post(semaphore)
         for semaphore, member in self._from:
@@ -149,7 +149,7 @@ class SharedWindow:
         look = time.monotonic() + _LOOK_SECONDS
         nap = _LOOK_SECONDS if self._progress is None else _NAP_SECONDS
         while True:
-            # Until a time of the monotonic clock: a calendar that is set back would keep a rank asleep.
+            # By the monotonic clock: a wall clock set back would keep a rank asleep.
             end = _Time(*divmod(time.monotonic_ns() + int(nap * 1e9), 10**9))
             if not self._libc.sem_clockwait(semaphore, time.CLOCK_MONOTONIC, ctypes.byref(end)):
                 return
@@ -187,7 +187,7 @@ def _share(size: int, ranks: Sequence[int], exchange: ExchangeTexts) -> tuple[li
     possible = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "sem_clockwait")
     own, node = _own_memory(size) if possible else (-1, "")
     try:
-        # Asked also where it is impossible here: the others wait for this rank's answer.
+        # Asked even if impossible here, since the other members wait for this rank's answer.
         notes = [json.loads(text) for text in exchange(json.dumps([node, os.getpid(), own]))]
         if not node or any(other != node for other, _, _ in notes):
             return None
@@ -204,19 +204,19 @@ def _share(size: int, ranks: Sequence[int], exchange: ExchangeTexts) -> tuple[li
 
 
 def _own_memory(size: int) -> tuple[int, str]:
-    """A file without a name, and the node that it lies on; -1 and none where there is no such memory."""
+    """An anonymous file (memfd) and its node's identity; (-1, empty) if there is no such memory."""
     try:
         own = os.memfd_create("meshwright")
     except OSError:
         return -1, ""
     os.ftruncate(own, size)
-    # Processes that can open each other's memory have these in common: boot, host name, numbering of processes.
+    # Processes that can open each other's memory share the boot, the host name and the PID namespace.
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return own, f"{boot} {socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def _opened(places: Sequence[tuple[int, int]], size: int) -> tuple[list[Tensor], str]:
-    """The memory of (process, file) each, and what was refused, if anything was."""
+    """The memory of each (process, file), and the refusal's text, if any."""
     memory: list[Tensor] = []
     for process, number in places:
         try:

@@ -35,19 +35,19 @@ from meshwright.ranks.window import SLOT_BYTES, SharedWindow
 HALF = (torch.float16, torch.bfloat16)
 
 SMALL_BYTES = 2**16
-"""Up to here each rank adds up all for itself: a meeting costs more than the sum."""
+"""Up to so many bytes each rank sums everything itself: a second meeting costs more than the sum."""
 
 CALLS = ("barrier", "assemble", *VERBS)
-"""Calls of members that meet: one in another call has parted from them."""
+"""Verbs by number: a meeting's members must be in the same one."""
 
 ADDED_AT_ONCE = 2**14
-"""Elements that are added up at once: what is added to stays in a core's cache."""
+"""Elements summed at once, so that the sum stays in a core's cache."""
 
 
 @dataclass(frozen=True, eq=False)
 class SumInPlace:
-    """A sum of what all members can read where it lies. `everyones`: the tensors; `out`: where this rank's piece
-    of the sum goes. `returns`: the other members' pieces come back into this rank's tensor (all-reduce)."""
+    """A sum of tensors in memory that all members can read. `everyones`: the tensors; `out`: where this rank's piece of
+    the sum goes. `returns`: the other members' pieces come back into this rank's tensor (all-reduce)."""
 
     everyones: list[Tensor]
     out: Tensor
@@ -55,14 +55,14 @@ class SumInPlace:
 
 
 class WindowComm(RecordedComm):
-    """`window`: of this very group. A subclass has the verbs that are left, over its own transport."""
+    """`window`: this group's. A subclass runs the remaining verbs over its transport."""
 
     begins_when_waited_for = True
     window: SharedWindow
     _shared: list[tuple[Tensor, list[Tensor]]]
-    """Tensors of this rank's that lie in shared memory, with every member's."""
+    """This rank's tensors in shared memory, each with every member's counterpart."""
     _begun: list[SumInPlace]
-    """Sums that nobody has waited for, in the order in which all members begin them."""
+    """Sums not yet waited for, in the order in which all members begin them."""
 
     def _use(self, window: SharedWindow) -> None:
         self.window, self._shared, self._begun = window, [], []
@@ -73,13 +73,13 @@ class WindowComm(RecordedComm):
         return everyones[self.index]
 
     def _everyones(self, x: Tensor) -> list[Tensor] | None:
-        """Every member's x, where it is memory that `zeros` gave."""
+        """Every member's x, if x was allocated by `zeros`."""
         return next(
             (all_ for own, all_ in self._shared if own.data_ptr() == x.data_ptr() and own.shape == x.shape), None
         )
 
     def _meet(self, verb: str, payload: Tensor | None = None) -> None:
-        """Meet those who run the same verb on as much."""
+        """Meet the members, who must run the same verb on as many bytes."""
         # Verb and bytes in one number, which members compare; 48 bits hold any payload.
         self.window.meet(CALLS.index(verb) << 48 | (0 if payload is None else size_bytes(payload)))
 
@@ -98,21 +98,21 @@ class WindowComm(RecordedComm):
         self._begun.append(own)
 
         def finish() -> None:
-            while own in self._begun:  # an earlier wait may have done it already, or only sums before it
+            while own in self._begun:  # an earlier wait may have done this sum already, or only sums before it
                 self._sum_begun()
 
         return Later(finish)
 
     def _sum_begun(self) -> None:
-        """Do the first sums of those begun here, as many as every member has begun."""
+        """Do as many of the first begun sums as every member has begun."""
         counts, first = self._written(torch.tensor([len(self._begun)])), self._begun[0]
         verb, own = "all_reduce" if first.returns else "reduce_scatter", first.everyones[self.index]
         self._meet(verb, own)
-        # A member that is still in its backward pass has begun fewer: nobody sums more than all have.
+        # A member still in its backward pass has begun fewer; all do the smallest number.
         together = min(int(count[0]) for count in counts)
         sums, self._begun = self._begun[:together], self._begun[together:]
         for each in sums:
-            # Each rank sums one piece, so that a sum costs 1/n of the work, and its order is that of the members.
+            # Each rank sums one piece, 1/n of the work, in member order.
             add_up([self._split(values)[self.index] for values in each.everyones], each.out)
         if any(each.returns for each in sums):
             self._meet(verb, own)
@@ -122,7 +122,7 @@ class WindowComm(RecordedComm):
         self._meet(verb, own)  # then the next backward pass may write there
 
     def _split(self, x: Tensor) -> list[Tensor]:
-        """x [n] as the members sum it, each a piece."""
+        """x [n] in one piece per member."""
         # Bounds by division: pieces differ by one element at most, whatever the size.
         bounds = [x.numel() * member // self.size for member in range(self.size + 1)]
         return [x[start:stop] for start, stop in pairwise(bounds)]
@@ -137,12 +137,12 @@ class WindowComm(RecordedComm):
         return Later(lambda: self._sum("reduce", x.detach().view(-1), [root]))
 
     def _sum(self, verb: str, x: Tensor, receivers: Sequence[int]) -> None:
-        """Sum x [n] into the x of the receivers; the others' stays, or becomes partly so."""
+        """Sum x [n] into the receivers' x; other members' x is unchanged or partly summed."""
         for start, stop in self._pieces(x.numel(), x.element_size()):
             piece = x[start:stop]
             everyones = [slot[: stop - start] for slot in self._written(piece)]
             self._meet(verb, piece)
-            # The sum lies in this rank's own slot, where the others fetch it after the second meeting.
+            # The sum lies in this rank's slot, from which the others fetch it after the second meeting.
             if size_bytes(piece) > SMALL_BYTES:
                 own = [self._split(values)[self.index] for values in everyones]
                 add_up(own, own[self.index])
@@ -224,13 +224,13 @@ class WindowComm(RecordedComm):
         return Later(run)
 
     def _from_root(self, verb: str, sent: Tensor, root: int) -> Tensor:
-        """The root's slot, in which its `sent` lies."""
+        """The root's slot, which holds its `sent`."""
         slot = self._written(sent)[root] if self.index == root else self.window.slots(sent.dtype)[root]
         self._meet(verb)
         return slot
 
     def _written(self, x: Tensor) -> list[Tensor]:
-        """All members' slots, of which this rank's begins with x. They may be read when all have met."""
+        """All members' slots, this rank's beginning with x; readable after the next meeting."""
         slots = self.window.slots(x.dtype)
         slots[self.index][: x.numel()].view(x.shape).copy_(x)
         return slots
@@ -244,7 +244,7 @@ class WindowComm(RecordedComm):
 
 
 def add_up(parts: Sequence[Tensor], out: Tensor) -> None:
-    """Fill `out` with the sum of the parts, from first to last. One of the parts may be `out` itself."""
+    """Fill `out` with the sum of the parts, first to last. `out` may be one of the parts."""
     wide = torch.float32 if out.dtype in HALF else out.dtype
     for start in range(0, out.numel(), ADDED_AT_ONCE):
         first, second, *rest = (part[start : start + ADDED_AT_ONCE] for part in parts)
