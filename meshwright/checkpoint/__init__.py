@@ -1,4 +1,4 @@
-"""Checkpoints that know no layout: safetensors shards and one JSON manifest; no pickle is ever loaded.
+"""Checkpoints independent of layouts: safetensors shards and one JSON manifest, without pickle.
 
     step-N/manifest.json          what wrote it, progress, each file's SHA-256, each tensor's runs: box, dtype, files
     step-N/rank-R.safetensors     the parts that rank R wrote, and a SHA-256 of every block of them

@@ -1,10 +1,10 @@
-"""A checkpoint's manifest.json: a typed model that refuses what does not hold together, and a checksum.
+"""A checkpoint's manifest.json: a typed model that refuses inconsistent entries, and a checksum.
 
-It grows with the parameters, not with parameters times ranks: a `StoredRun` tells in one line how a thousand ranks
-share a parameter. A rank's file says by itself which bytes are which (shard.py).
+Its size grows with parameters, not with parameters times ranks: a `StoredRun` says in one line how a thousand ranks
+share a parameter. Each shard's header lists its own bytes (shard.py).
 
-A manifest may come from anywhere: file names are plain names inside of the folder, every part lies in a listed file,
-and the runs of a tensor are disjoint and cover it. So no number that is read was left uninitialised or unchecked.
+A manifest is untrusted input: file names are plain names inside the folder, every part lies in a listed file, and a
+tensor's runs are disjoint and cover it, so that every number read has been written and checked.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ GET_ANOTHER = "take another checkpoint, or restore this one from a copy"
 
 _CLOSED = ConfigDict(extra="forbid", strict=True)
 _CHECKSUM = ',\n "checksum": "'
-"""Stands between the file's content and the checksum, which is over the content's bytes. Format 1 took it over what was
-parsed: there an `e` of a number could become an `E` unseen."""
+"""Separates the file's content from the checksum of the content's bytes. (Format 1's checksum was of the parsed
+content: a number's `e` could become `E` unseen.)"""
 
 NonNegative = Annotated[int, Field(ge=0, lt=2**62)]
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=255)]
-"""A name without separators: nothing outside of the checkpoint's folder can be meant."""
+"""A name without separators: nothing outside of the checkpoint's folder."""
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Root = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 DType = Annotated[str, Field(pattern=r"^(float64|float32|bfloat16|float16)$")]
@@ -52,8 +52,8 @@ class StoredRun:
     """A `kind` (weight, exp_avg, ...) of a `box` of a parameter, in equal slices that lie in the files of a group.
 
     The box's elements, row by row, have the numbers start, start + 1, ... of flat memory, of which the group's i-th
-    file holds i·length .. (i + 1)·length: those of the box that are among them under `key`. Boxes and slices, so that
-    the format has no word for layouts and any layout can read it.
+    file holds i·length .. (i + 1)·length: those of the box that are among them under `key`. The format knows boxes and
+    slices alone, no layouts, so any layout can read it.
     """
 
     parameter: str
@@ -115,12 +115,13 @@ class StoredFile:
 
 
 Groups = tuple[tuple[NonNegative, ...], ...]
-"""Files over which runs are sliced, by their place in the list of files. In a rank's listing a file has its number."""
+"""Groups of files over which runs are sliced, as indices into the list of files; in a rank's listing, as rank
+numbers."""
 
 
 @dataclass(frozen=True, config=_CLOSED)
 class Listing:
-    """A rank's file, and the runs of which it is the first rank. `root`: the sum of its elements' hashes."""
+    """A rank's file, and the runs that it is the first rank of. `root`: the sum of its elements' hashes."""
 
     file: StoredFile
     groups: Groups
@@ -130,7 +131,7 @@ class Listing:
 
 @dataclass(frozen=True, config=_CLOSED)
 class Best:
-    """The best validation of a run: its step and number; `worse`: how many have followed that were no better."""
+    """A run's best validation: its step and value; `worse`: validations since then that were no better."""
 
     step: NonNegative
     metric: Annotated[str, Field(pattern=r"^[a-z_]+$")]
@@ -162,7 +163,7 @@ class Origin:
     data: Annotated[str, Field(pattern=r"^[0-9a-f]*$")] = ""
     """The fingerprint of the prepared data (data/section.py)."""
     resolved: dict[str, Any] = Field(default_factory=dict)
-    """The values that `auto` in the config became, where deciding anew could change the run's bits."""
+    """Values decided for `auto` fields, where another decision could change the run's bits."""
     version: str = __version__
     torch: str = str(torch.__version__)
 
@@ -178,7 +179,7 @@ class Roots:
 
 @dataclass(frozen=True, config=_CLOSED)
 class Manifest:
-    """All that a checkpoint says of itself, but its tensors."""
+    """A checkpoint's description: everything except its tensors."""
 
     progress: Progress
     origin: Origin
@@ -190,7 +191,7 @@ class Manifest:
     def write(self, folder: Path) -> Path:
         lines = [f' "format": {FORMAT_VERSION}']
         for name, value in asdict(self).items():
-            # A line a run, so that a person can read the file and search in it.
+            # One line a run, so that people can read and search the file.
             rows = ",\n".join(f"  {json.dumps(row)}" for row in value) if isinstance(value, tuple) else None
             lines.append(f' "{name}": ' + (json.dumps(value) if rows is None else f"[\n{rows}\n ]"))
         path = folder / MANIFEST
@@ -207,7 +208,7 @@ class Manifest:
 
 
 def stored_file(path: Path) -> StoredFile:
-    """A manifest's words on a file that lies in its folder."""
+    """The entry of an existing file, with its size and SHA-256."""
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     return StoredFile(path.name, path.stat().st_size, digest)
@@ -229,7 +230,7 @@ def read_manifest(folder: Path) -> Manifest:
     if not isinstance(body, dict) or "checksum" not in body or "format" not in body:
         raise DamagedError(f"{path} is damaged: it has no checksum or no format; {GET_ANOTHER}")
     version, checksum = body.pop("format"), body.pop("checksum")
-    # The checksum before the content: of damaged bytes anything may have been parsed.
+    # The checksum before parsing: damaged bytes may parse to anything.
     if version in (2, FORMAT_VERSION):
         right = text == _with_checksum(text.rpartition(_CHECKSUM)[0])
     elif version == 1:
@@ -241,7 +242,7 @@ def read_manifest(folder: Path) -> Manifest:
     if not right:
         raise DamagedError(f"{path} is damaged: its checksum does not match its content; {GET_ANOTHER}")
     try:
-        # One format after the other, so that each step knows only its neighbour.
+        # Upgraded format by format, so that each step knows one older format.
         if version == 1:  # of 0.1.0, which named neither the run, nor its data or tokenizer
             rest = {key: value for key, value in body.items() if key not in ("seed", "config", "shards")}
             origin = {"config": body.get("config"), "version": "0.1.0", "torch": "unknown"}
@@ -286,7 +287,7 @@ def _check(manifest: Manifest) -> None:
     for group in manifest.groups:
         if len(set(group)) < len(group) or any(index >= len(manifest.files) for index in group):
             raise ValueError("a group names a file twice, or one that is not among its files")
-    # Else a short file would be found when it is read, hours into a job perhaps.
+    # Else a short file would only be noticed when it is read, perhaps hours into a job.
     left = [file.size_bytes for file in manifest.files]
     for index, taken in _bytes_in_files(manifest).items():
         if taken > left[index]:
@@ -331,7 +332,7 @@ def _bytes_in_files(manifest: Manifest) -> dict[int, int]:
 
 
 def _uncovered(boxes: Sequence[Box], shape: tuple[int, ...]) -> str | None:
-    """Why boxes do not make up a tensor of `shape`, each element once; None where they do."""
+    """Why boxes do not cover each element of a tensor of `shape` once; None if they do."""
     for box in boxes:
         if not len(box.offsets) == len(box.lengths) == len(shape):
             return "have another number of dims than its shape"
@@ -356,5 +357,5 @@ def _uncovered(boxes: Sequence[Box], shape: tuple[int, ...]) -> str | None:
 
 
 def _with_checksum(content: str) -> str:
-    """The whole file: a JSON object that lacks its closing brace, and the checksum over its text."""
+    """The file's text: a JSON object without its closing brace, then the checksum of that text."""
     return f'{content}{_CHECKSUM}{hashlib.sha256(content.encode()).hexdigest()}"\n}}'

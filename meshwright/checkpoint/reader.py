@@ -22,7 +22,7 @@ STEP = re.compile(r"step-(\d+)")
 
 
 class Checkpoint:
-    """An open checkpoint folder. What is read of it is checked before it is used, and nothing else is hashed."""
+    """An open checkpoint folder. Bytes are checked before they are used; nothing else is hashed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -34,7 +34,7 @@ class Checkpoint:
                 size = path.stat().st_size
             except OSError as error:
                 raise DamagedError(f"{path} is missing; {GET_ANOTHER}") from error
-            # Sizes at once, for nothing; contents when they are read.
+            # File sizes now, which costs nothing; contents when they are read.
             if size != file.size_bytes:
                 raise DamagedError(f"{path} is damaged: {size} bytes, not {file.size_bytes}; {GET_ANOTHER}")
 
@@ -43,7 +43,7 @@ class Checkpoint:
         """The config of the run that wrote it. Raises CheckpointError where this version has other fields."""
         origin = self.manifest.origin
         try:
-            return Config.model_validate(origin.config)  # its files may be gone: only a new run needs them
+            return Config.model_validate(origin.config)  # the data's files may be gone: only a new run needs them
         except ValidationError as error:
             first = problems_of(error, model_names())[0]
             raise CheckpointError(
@@ -58,12 +58,12 @@ class Checkpoint:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """The kinds of tensors that it has of parameters: weight, exp_avg, ..."""
+        """The kinds of tensors stored for parameters: weight, exp_avg, ..."""
         return frozenset(kind for _, kind in self.manifest.parts)
 
     @property
     def touched(self) -> list[str]:
-        """The shards that something was read of."""
+        """The shards read from so far."""
         return list(self._shards)
 
     def dtype_of(self, parameter: str) -> str:
@@ -74,7 +74,7 @@ class Checkpoint:
         return runs[0].dtype
 
     def read(self, parameter: str, kind: str, box: Box) -> Tensor:
-        """The box of a parameter's tensor, put together from the parts that meet it, in the dtype it was stored in."""
+        """A box of a parameter's tensor in its stored dtype, assembled from the parts that overlap it."""
         runs = self.manifest.parts.get((parameter, kind))
         if runs is None:
             known = sorted({kind for name, kind in self.manifest.parts if name == parameter})
@@ -104,9 +104,8 @@ class Checkpoint:
             self._check(file)
 
     def check_frames(self, part: int, of: int) -> None:
-        """Check what `read` may leave out of every `of`-th file from `part` on: the header of a shard, and every other
-        file. Shards of replicas hold no tensor, so that nobody reads of them. Raises DamagedError.
-        """
+        """Check, for every `of`-th file from `part` on, what `read` may not: shards' headers and other files whole.
+        Nobody reads from replicas' shards, which hold no tensor. Raises DamagedError."""
         for file in self.manifest.files[part::of]:
             if file.header_bytes is None:
                 self._check(file)
@@ -114,7 +113,7 @@ class Checkpoint:
                 self._shard(file)
 
     def _read_run(self, run: StoredRun, box: Box, out: Tensor) -> None:
-        """Fill `out` with the box of a run, which is counted from the corner of the run's."""
+        """Fill `out` with a box of a run; `box` is relative to the corner of the run's box."""
         whole = Box(tuple(0 for _ in run.lengths), run.lengths)
         # The numbers of the box's first and last element in the run's, row by row; between them lie its rows and gaps.
         begin = last = 0
@@ -126,7 +125,7 @@ class Checkpoint:
             wanted = (max(begin, start) - start, min(last + 1, stop) - start)
             for offset, values in shard.elements(run, part, *wanted):
                 position = 0
-                # A slice of flat memory is no box: it is a part of a row, whole rows, and a part of a row.
+                # A slice of flat memory is up to three boxes: part of a row, whole rows, part of a row.
                 for rows in whole.flat_parts(start + offset, start + offset + values.numel()):
                     if (common := rows.intersection(box)) is not None:
                         there = values[position : position + rows.num_elements].view(rows.lengths)
@@ -164,7 +163,7 @@ def newest_step(folder: Path) -> Path | None:
 
 
 def newest_whole(folder: Path, before: int) -> Path | None:
-    """The newest checkpoint before step `before` whose files are all what they were when they were written."""
+    """The newest undamaged checkpoint before step `before`."""
     for step, path in reversed(steps_in(folder)):
         if step < before:
             try:

@@ -1,4 +1,4 @@
-"""Pieces of a run that each rank writes into a checkpoint, and loading one, whatever layout wrote it."""
+"""The pieces that each rank writes into a checkpoint, and loading one, whatever layout wrote it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Piece:
 
 
 def pieces_of(parts: Parts) -> Iterator[Piece]:
-    """This rank's slices of weights and optimizer states; of ranks with equal ones the first writes."""
+    """This rank's slices of weights and optimizer states; of ranks with equal slices the first writes them."""
     for index, slot in enumerate(parts.strategy.slots):
         if parts.mesh.index(*slot.copy_axes(parts.mesh.grid)) > 0:
             continue
@@ -75,13 +75,13 @@ def restore(parts: Parts, checkpoint: Checkpoint) -> Progress:
     for index, slot in enumerate(parts.strategy.slots):
         for kind, tensor in optimizer.states(index).items():
             if kind not in checkpoint.kinds:
-                continue  # every step so far overflowed: torch has no states yet, and they are zero
+                continue  # every step so far overflowed: torch has no states yet; they are zero
             for place in slot.places:
                 values = _read(checkpoint, place.name, kind, place.box)
                 tensor[place.start : place.stop] = values.flatten().to(tensor)
     if optimizer.scaler.dynamic and checkpoint.config.precision.dtype == "fp16":
         optimizer.scaler.scale, optimizer.scaler.good_steps = progress.loss_scale, progress.good_steps
-    # Half-precision weights are made anew of the masters that were read, then given to the ranks that step others.
+    # Half-precision weights are cast again from the masters read, then sent to the ranks that step other slices.
     optimizer.refresh()
     parts.strategy.publish()
     return progress
@@ -107,8 +107,7 @@ def _read(checkpoint: Checkpoint, name: str, kind: str, box: Box) -> Tensor:
 
 
 def misfit_of(config: Config, checkpoint: Checkpoint) -> str:
-    """The first parameter by which a checkpoint's weights are none of the run's model, in words; empty where they are
-    its own."""
+    """A sentence on the first parameter that differs between the checkpoint and the run's model; empty if none does."""
     whole = make_chain(config, SerialKit(solo_mesh(torch.device("meta"))))
     return _misfit(shard_specs(whole), checkpoint, config.model)
 

@@ -1,9 +1,8 @@
 """A rank's shard: a safetensors file whose header holds a SHA-256 of every block of its tensors.
 
-The header's own SHA-256 is in the manifest. So a reader checks the header and the blocks that it reads, and no other
-byte: a rank that takes up a thousandth of a checkpoint does not hash the whole, whatever layout wrote it. What is
-checked is what is used: a block is read once, into memory. Shards of formats 1 and 2 have no such digests; they are
-hashed whole before the first byte is used.
+The header's own SHA-256 is in the manifest. So a reader checks only the header and the blocks it reads: a rank that
+reads a thousandth of a checkpoint hashes about as much. Blocks are read once, into memory, so that the checked bytes
+are the used ones. Shards of formats 1 and 2 have no such digests; they are hashed whole before the first byte is used.
 """
 
 from __future__ import annotations
@@ -22,21 +21,23 @@ from meshwright.checkpoint.manifest import GET_ANOTHER, MANIFEST, StoredFile, St
 from meshwright.errors import DamagedError
 
 BLOCK_BYTES = 2**18
-"""Who wants a few rows of a large tensor reads at most so much more. A shard grows by 1/4096 for the digests."""
+"""Bytes of a block: a reader of a few rows reads at most so much more at each end. Digests add 1/4096 to a shard."""
 READ_BYTES = 2**22
 _DIGESTS = "sha256"
-"""Under this word the header's metadata has the digests: by tensor, in hexadecimal, one behind the other."""
+"""The metadata key of the digests: by tensor, hexadecimal, concatenated."""
 _LENGTH_BYTES = 8
 """A safetensors file begins with the length of its header."""
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def write_shard(path: Path, tensors: dict[str, Tensor]) -> StoredFile:
-    """Write contiguous tensors on the CPU, and what the manifest says of the file."""
+    """Write contiguous host tensors; returns the file's entry for the manifest."""
     # Of a single element torch keeps any stride, and then refuses to read its bytes.
     flat = {key: tensor.as_strided((tensor.numel(),), (1,)) for key, tensor in tensors.items()}
     digests = {key: "".join(_digests(values.view(torch.uint8).numpy())) for key, values in flat.items()}
-    save_file(tensors, path, metadata={_DIGESTS: json.dumps(digests)})  # one: safetensors writes several in any order
+    save_file(
+        tensors, path, metadata={_DIGESTS: json.dumps(digests)}
+    )  # one key: safetensors writes several in any order
     with path.open("rb") as stream:
         start = stream.read(_LENGTH_BYTES)
         header = start + stream.read(int.from_bytes(start, "little"))
@@ -50,7 +51,7 @@ def _digests(content: Any) -> Iterator[str]:
 
 
 class StoredShard:
-    """An open shard, whose header is checked. Raises DamagedError where bytes are not what was written."""
+    """An open shard with a checked header. Methods raise DamagedError if bytes are not those written."""
 
     def __init__(self, path: Path, file: StoredFile) -> None:
         self.path = path
@@ -84,7 +85,7 @@ class StoredShard:
                 pass
 
     def elements(self, run: StoredRun, part: int, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
-        """Elements begin..end of a part of the run that lies here, flat, in pieces that hold them: first, values."""
+        """Elements begin..end of this file's part of a run: (first element, values) of the blocks that hold them."""
         first, last, dtype = self._place(run.key)
         wanted = range(*run.bounds(part))
         size = run.torch_dtype.itemsize
@@ -96,7 +97,7 @@ class StoredShard:
             yield start // size, torch.frombuffer(content, dtype=dtype)
 
     def _place(self, key: str) -> tuple[int, int, torch.dtype | str]:
-        """The first byte of a tensor behind the header, the last, and its dtype."""
+        """A tensor's first byte after the header, its end, and its dtype."""
         try:
             entry = self._header[key]
             first, last = entry["data_offsets"]
@@ -108,7 +109,7 @@ class StoredShard:
 
     def _read(self, key: str, first: int, begin: int, end: int, size: int) -> Iterator[tuple[int, bytearray]]:
         """Bytes begin..end of the tensor of `size` bytes at `first`, in whole blocks that were checked."""
-        # Digests are of whole blocks, so that whole blocks are read, a few bytes too many at both ends.
+        # Digests are of whole blocks, so whole blocks are read.
         start = begin // BLOCK_BYTES * BLOCK_BYTES
         stop = min(-(-end // BLOCK_BYTES) * BLOCK_BYTES, size)
         with self.path.open("rb", buffering=0) as stream:

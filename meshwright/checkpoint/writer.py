@@ -1,9 +1,9 @@
-"""Writing a checkpoint while the run goes on: the step waits for the copy only.
+"""Write a checkpoint while the run goes on: the step waits only for the copy.
 
-Every rank writes its shard in a thread of its own; rank 0's waits for the others' and publishes the whole by a rename.
-Each thread leaves rank 0's a note on a board (ranks/board.py): what its shard holds, or nothing where it has failed.
-It takes a file system that all ranks see, as loading under another layout does. Between steps the ranks agree, in a
-small collective, on why the last checkpoint was not written: a full disk could not hold a file with the cause.
+A thread of every rank writes its shard and leaves a note for rank 0 on a board (ranks/board.py): the shard's listing,
+or nothing if writing failed. Rank 0's thread waits for all notes and publishes the folder by a rename. All ranks must
+see one file system, as for loading under another layout. Between steps the ranks agree, in a small collective, on why
+the last checkpoint was not written: a full disk could not hold a file with the cause.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from meshwright.ranks.mesh import Mesh
 
 PARTIAL = ".partial-"
 VISIBLE_SECONDS = 10.0
-"""How long a network file system may take to show a rank the folder that rank 0 has made."""
+"""Seconds for a network file system to show rank 0's new folder to other ranks."""
 TEXT_LENGTH = 500
-"""Characters of a failure that ranks tell each other."""
+"""The most characters of a failure's text exchanged between ranks."""
 ABANDONED = "\1"
 """The text of a failure that only follows from another rank's."""
 ENTRY_BYTES = 1000
-"""A tensor takes less in a shard's header and in the manifest, but for the digests of its blocks."""
+"""Upper bound of a tensor's bytes in a shard's header and the manifest, without its blocks' digests."""
 
 _LISTING = TypeAdapter(Listing)
 
@@ -75,7 +75,7 @@ class CheckpointWriter:
         before = list(self._written_before()) if mesh.rank == 0 else []
         self._own = {progress.step for progress in before}
         self._best = before[-1].best if before else None
-        # A name of this writer's own, so that nothing of an earlier attempt is taken for a part of this one's.
+        # A name unique to this writer, so that an earlier attempt's files are not taken for this one's.
         token = torch.tensor([secrets.randbits(40)], dtype=torch.int64)
         mesh.world.broadcast(token, 0)
         self._token = f"{PARTIAL}{int(token):x}"
@@ -94,7 +94,7 @@ class CheckpointWriter:
         also that the folder had to be made again.
         """
         notes = self._notes(self._outcome())
-        # The step waits for this copy alone; the thread writes it while the next steps change the weights.
+        # The step waits only for this copy, which the thread writes while later steps change the weights.
         copies = [(piece, piece.tensor.detach().to("cpu", copy=True).contiguous()) for piece in pieces]
         needed = sum(tensor.nbytes + ENTRY_BYTES + 64 * (tensor.nbytes // BLOCK_BYTES) for _, tensor in copies)
         total = torch.tensor([needed], dtype=torch.int64)
@@ -106,7 +106,7 @@ class CheckpointWriter:
                 f"warning: {self.folder} was removed during the run, and every checkpoint in it: it is made again"
             )
         self._failure = self._begin(partial, int(total)) if self.mesh.rank == 0 else ""
-        # Before any thread begins: all ranks write this checkpoint, or none does.
+        # Agreed before any thread begins: all ranks write this checkpoint, or none.
         if problem := self._agree(self._failure):
             self._failure = self._failure or ABANDONED
             return notes + self._notes(problem)
@@ -135,11 +135,11 @@ class CheckpointWriter:
         texts = all_texts(failure[:TEXT_LENGTH], self.mesh.world)
         if cause := next((text for text in texts if text and text != ABANDONED), ""):
             return cause
-        # Consequences without a cause: nobody but a person or another program took the folder away.
+        # Consequences without a cause: a person or another program removed the folder.
         return "its folder was removed while it was written" if ABANDONED in texts else ""
 
     def _notes(self, failure: str) -> list[str]:
-        """A user is told when checkpoints begin to fail and when they are written again, not each time in between."""
+        """Notes for the user: when checkpoints begin to fail, and when they succeed again."""
         was, self._failing = self._failing, bool(failure)
         if failure and not was:
             return [f"warning: no checkpoint of step {self._step}: {failure}; training goes on with the older ones"]
@@ -197,7 +197,7 @@ class CheckpointWriter:
             self._board.post(self._note(partial, self.mesh.rank), _LISTING.dump_json(listing).decode())
             if self.mesh.rank == 0 and not self._publish(partial, progress, data_root):
                 self._failure = ABANDONED
-        except Exception as error:  # whatever it is, the step that waits for this thread must hear of it
+        except Exception as error:  # any exception: the step that waits for this thread must learn of it
             removed = not partial.exists() and not (self.folder / f"step-{progress.step}").exists()
             ours = isinstance(error, OSError | SafetensorError | MeshwrightError)  # whose words say enough
             text = str(error) if ours else f"{type(error).__name__}: {error}"
@@ -205,14 +205,14 @@ class CheckpointWriter:
             with suppress(OSError):
                 self._board.post(self._note(partial, self.mesh.rank), "")  # rank 0 need not wait
             with suppress(OSError):
-                self._remove(partial)  # half a checkpoint helps nobody, and the disk may be full
+                self._remove(partial)  # half a checkpoint is useless, and the disk may be full
 
     def _remove(self, path: Path) -> None:
-        """Remove a folder, by another name: it is there whole or not at all, also for ranks that still write to it."""
+        """Rename a folder, then remove it, so that nobody sees it half removed, even ranks that still write to it."""
         shutil.rmtree(path.rename(self.folder / f"{self._token}-gone-{self.mesh.rank}"))
 
     def _note(self, partial: Path, rank: int) -> str:
-        """The name of what a rank has to say of its shard."""
+        """The board's key of a rank's note on its shard."""
         return f"{partial.name}/rank-{rank}.json"
 
     def _write_shard(self, partial: Path, copies: list[tuple[Piece, Tensor]]) -> Listing:
@@ -231,7 +231,7 @@ class CheckpointWriter:
         return listing
 
     def _publish(self, partial: Path, progress: Progress, data_root: str | None) -> bool:
-        """Wait for all shards, and make the checkpoint whole; whether no rank has failed."""
+        """Wait for all shards and publish the checkpoint. False if a rank has failed."""
         notes = [self._note(partial, rank) for rank in range(self.mesh.grid.world_size)]
         texts = self._board.collect(notes, self.mesh.timeout.wait)
         if not all(texts):

@@ -1,4 +1,4 @@
-"""Starting a job's ranks on this machine, stopping them, and saying in one message why they died.
+"""Start a job's ranks on this machine, stop them, and explain in one message why they died.
 
     run(function, ranks, ...) ── launch(job, ...) ──┬─ forked.py    workers forked from a clean process
                                                     └─ mpiexec.py   mpiexec: `python -m meshwright.launch FOLDER`

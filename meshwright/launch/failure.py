@@ -1,10 +1,9 @@
 """Why a job died: what failed ranks wrote before they left, and which of them was the first cause.
 
-A rank that raises leaves a report with the time of its exception. A rank that is killed leaves none; only its parent
-knows its exit status. The others then often fail as well, because their connections break. `explain_failure` names
-one cause.
+A rank that raises leaves a report with its exception's time. A killed rank leaves none: only its parent knows its exit
+status. Other ranks then often fail too, as their connections break. `explain_failure` names one cause.
 
-Where the machine ends: memory and open files, each in one sentence with what to set, instead of a stack of calls.
+Out of memory and too many open files are each told in one sentence with a remedy, instead of a traceback.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ _REMEDY = (
 
 _OPEN_FILES = 64
 _OPEN_FILES_A_RANK = 8
-"""A process's own, and for each rank that it watches or talks to: pipes, sockets of every group."""
+"""Open files of a process, and for each rank that it watches or talks to: pipes, sockets of every group."""
 
 
 def memory_sentence(error: BaseException) -> str | None:
-    """Say how much was asked for, how much is free and what to set; None for an exception that is not of memory."""
+    """A sentence on bytes asked for, bytes free and what to set; None if the exception is no allocation's."""
     text = str(error)
     if not isinstance(error, MemoryError) and not (isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(text)):
         return None
@@ -54,8 +53,8 @@ def memory_sentence(error: BaseException) -> str | None:
 
 
 def free_bytes() -> int:
-    """Host memory that this process can still take: what the machine has, and what `ulimit -v` leaves."""
-    # `ulimit -v` counts addresses, of which a process has taken its whole virtual size.
+    """Bytes that this process can still allocate: the machine's free memory, or less under `ulimit -v`."""
+    # `ulimit -v` limits address space, of which the process's virtual size is taken.
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     free = available_memory_bytes()
     if limit != resource.RLIM_INFINITY:
@@ -71,7 +70,7 @@ def _readable(number: float, unit: str) -> str:
 
 
 def open_files_sentence(error: BaseException) -> str | None:
-    """Say what to set; None for an exception that is not of too many open files."""
+    """A sentence on what to set; None if the exception is not of too many open files."""
     if not (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)):
         return None
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -79,9 +78,9 @@ def open_files_sentence(error: BaseException) -> str | None:
 
 
 def allow_open_files(num_ranks: int) -> None:
-    """Raise this process's limit on open files to what a job of so many ranks needs; its workers inherit it.
+    """Raise this process's limit on open files, which workers inherit, to what a job of `num_ranks` needs.
 
-    Raises LaunchError where it may not, before a rank fails for it half-way, in a library that names another cause.
+    Raises LaunchError if the hard limit is lower: a rank would fail later, in a library that names another cause.
     """
     needed = _OPEN_FILES + _OPEN_FILES_A_RANK * num_ranks
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -94,9 +93,11 @@ def allow_open_files(num_ranks: int) -> None:
 
 
 LINGER_SECONDS = 0.5
-"""How long a rank that raised stays alive, so that the launcher sees a killed rank before the ranks that it took along.
+"""Seconds that a rank lives on after it raised, so that the launcher sees a killed rank before ranks that it took
+along.
 
-Several times the launchers' polling interval."""
+Several times the launchers' polling interval.
+"""
 
 
 class Interrupted(LaunchError):
@@ -112,9 +113,9 @@ class Interrupted(LaunchError):
 
     @property
     def exit_code(self) -> int:
-        """STOPPED_EXIT_CODE where the run may be queued again, else what a shell expects of a signal's victim.
+        """STOPPED_EXIT_CODE if the run may be queued again, else 128 + signal, as shells expect.
 
-        Ctrl-C is 130 in any case: a script's loop must end as well.
+        Ctrl-C is always 130, so that a script's loop ends as well.
         """
         if self.saved and self.signal != signal.SIGINT:
             return STOPPED_EXIT_CODE
@@ -123,14 +124,15 @@ class Interrupted(LaunchError):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an attempt failed. `lost`: a rank was lost, by no fault of the run; `certain`: the next one would, too."""
+    """Why an attempt failed. `lost`: a rank was lost, by no fault of the run; `certain`: another attempt would fail
+    too."""
 
     text: str
     lost: bool
     certain: bool = False
 
     def again(self, before: Failure | None) -> bool:
-        """Whether starting the job again may help: not where the same exception has come twice, at the same place."""
+        """Whether another attempt may succeed: not if the same exception was raised twice at the same place."""
         return self.lost or not (self.certain or self == before)
 
 
@@ -138,8 +140,8 @@ class Failure:
 class Report:
     """A failed rank's last words. `details`: its traceback; empty for a user's mistake, whose text says all.
 
-    `nanoseconds`: when it failed, by the clock of all processes here that never jumps. `certain`: the same run, started
-    again, would fail so again. `host`: named where the job may have several.
+    `nanoseconds`: time of the failure, by the host's monotonic clock. `certain`: a restart would fail again. `host`:
+    named if the job may have several.
     """
 
     rank: int
@@ -163,7 +165,7 @@ class Report:
         return cls(rank, time.monotonic_ns(), summary, "".join(traceback.format_exception(error)).rstrip())
 
     def write(self, folder: Path, attempt: int) -> None:
-        """Leave the report where `read_reports` finds it, whole or not at all."""
+        """Write the report where `read_reports` finds it, whole or not at all."""
         target = attempt_folder(folder, attempt) / f"rank-{self.rank}.json"
         target.parent.mkdir(exist_ok=True)
         partial = target.with_suffix(".partial")
@@ -172,7 +174,7 @@ class Report:
 
     def __str__(self) -> str:
         name = f"rank {self.rank} on {self.host}" if self.host else f"rank {self.rank}"
-        said = self.summary.startswith((f"{name} ", f"{name}:"))  # a message of the meeting names who it is about
+        said = self.summary.startswith((f"{name} ", f"{name}:"))  # a rendezvous's message already names its rank
         text = self.summary if said else f"{name} failed: {self.summary}"
         return f"{text}\n{self.details}" if self.details else text
 
@@ -192,7 +194,7 @@ class Death:
 
     def __str__(self) -> str:
         if self.status < 0:
-            # The kernel's killer of processes that take too much memory sends SIGKILL, and tells nobody but its log.
+            # The kernel's out-of-memory killer sends SIGKILL, and tells only its log.
             hint = "; if nobody killed it, the machine ran out of memory" if -self.status == signal.SIGKILL else ""
             ended = f"rank {self.rank} was killed by {signal_name(-self.status)}{hint}"
         else:
@@ -205,14 +207,14 @@ LastWords = Callable[[int], str]
 
 
 def write_result(folder: Path, attempt: int, rank: int, result: object) -> None:
-    """Leave what a rank's function returned where `read_results` finds it."""
+    """Write the result of a rank's function where `read_results` finds it."""
     target = attempt_folder(folder, attempt) / f"result-{rank}.json"
     target.parent.mkdir(exist_ok=True)
     target.write_text(json.dumps(result))
 
 
 def read_results(folder: Path, attempt: int, num_ranks: int) -> list[Any]:
-    """The results of an attempt that succeeded, in rank order; None of a rank that left early, with code 0."""
+    """The results of a successful attempt, in rank order; None for a rank that left early with code 0."""
     paths = [attempt_folder(folder, attempt) / f"result-{rank}.json" for rank in range(num_ranks)]
     return [json.loads(path.read_text()) if path.exists() else None for path in paths]
 
@@ -224,9 +226,9 @@ def read_reports(folder: Path, attempt: int) -> list[Report]:
 
 
 def explain_failure(death: Death, reports: list[Report]) -> Failure:
-    """Why a job failed whose first seen dead rank is `death`: that rank if it was killed, else the first exception.
+    """Why a job failed. `death`: the first dead rank seen, named if it was killed; else the earliest exception is.
 
-    An abort is not taken for a cause where another rank has reported: communication libraries abort on a lost peer.
+    An abort is no cause if another rank has reported: libraries abort on a lost peer.
     """
     reported = any(report.rank == death.rank for report in reports)
     aborted = death.status == -signal.SIGABRT
@@ -244,6 +246,6 @@ def signal_name(number: int) -> str:
 
 
 def leave() -> None:
-    """End this process after its report: at once for the others' sake, without exit handlers that wait for peers."""
+    """End this process after its report, without exit handlers, which may wait for peers."""
     time.sleep(LINGER_SECONDS)
     os._exit(1)

@@ -1,8 +1,8 @@
-"""Local workers for torch's transports: forked from a clean process, watched, and ended together.
+"""Local workers for the torch transport: forked from a clean process, watched, and ended together.
 
 Workers are forked from a process that has imported torch and run nothing with it (multiprocessing's fork server): a
-rank starts in a tenth of a second, whatever this process has done. Forked from this one, it could hang without a word
-in its first parallel operation: OpenMP's threads do not survive a fork.
+rank starts in a tenth of a second. A rank forked from this process instead could hang in its first parallel operation:
+OpenMP's threads do not survive a fork.
 
 Ranks meet at a store that this process holds open, on a port that the kernel picked. They see the variables that
 torchrun would set. (torch's own elastic agent asks the survivors of a dead rank to leave by SIGTERM, which ours ignore,
@@ -33,9 +33,9 @@ _LOOPBACK = "127.0.0.1"
 
 
 def start_server(modules: Sequence[str]) -> Path:
-    """Start the fork server, which imports `modules` while this process goes on, where none runs yet.
+    """Start the fork server if none runs; it imports `modules` while this process goes on.
 
-    The folder where a worker leaves what it has to say before it has the launcher's stderr. Raises OSError.
+    Returns the folder for workers' stderr before they are connected to the launcher's. Raises OSError.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(["meshwright.launch.preload", *modules])
     errors = make_fork_server_folder()
@@ -85,7 +85,7 @@ def _work(rank: int, folder: str, errors: str, num_ranks: int, attempt: int, por
 
 
 def _watch(workers: list[ForkServerProcess]) -> Death | None:
-    """The first rank seen to fail, when one has; None when all have succeeded. A killed rank before one that raised."""
+    """The first rank seen to fail, killed ranks before ranks that raised; None when all have succeeded."""
     running = {worker.sentinel: rank for rank, worker in enumerate(workers)}
     while running:
         deaths = []
@@ -101,11 +101,11 @@ def _watch(workers: list[ForkServerProcess]) -> Death | None:
 
 
 def _end(workers: list[ForkServerProcess], errors: Path) -> None:
-    """Kill those that still run: with a rank of theirs dead they have nothing left to do, and they ignore SIGTERM."""
+    """Kill workers that still run: a dead rank leaves them nothing to do, and they ignore SIGTERM."""
     started = [worker for worker in workers if worker.pid is not None]
     for worker in started:
         worker.kill()
     for worker in started:
         worker.join()
-        take_early_errors(errors, worker.pid or 0)  # of one that was killed before it had the launcher's stderr
+        take_early_errors(errors, worker.pid or 0)  # of a worker that was killed before it had the launcher's stderr
         worker.close()

@@ -1,4 +1,4 @@
-"""`run(function, ranks, **arguments)`: a function on every rank of a layout, and what each of them returned.
+"""`run(function, ranks, **arguments)`: call a function on every rank of a layout, and collect the results.
 
     results = run(function, Ranks.of(config), config=config, steps=3)
     def function(rank, config, steps): ...     # in every rank: rank.mesh, rank.stop
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 class Ranks:
     """The ranks of a job. `axes`: their grid, outermost axis first; `threads`: CPU threads of each.
 
-    `restarts`: how often a job that loses a rank is started again. `status`: where the ranks leave where they are, by
-    default a folder that goes with the job. `name`: what the job's ranks know it by when they meet.
-    `copies`: (axis, c): c neighbours on the axis hold the same key-value heads. `nesting`: `axes` with some split into
-    parts (ranks/grid.py). `modules`: imported once for all ranks of this machine, before they are forked.
+    `restarts`: how often a job that loses a rank is started again. `status`: the folder of the ranks' records
+    (hang.py); by default one that is removed with the job. `name`: by which the job's ranks recognise each other at the
+    rendezvous. `copies`: (axis, c): c neighbours on the axis hold the same key-value heads. `nesting`: `axes` with some
+    split into parts (ranks/grid.py). `modules`: imported once for all ranks of this machine, before they are forked.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -97,7 +97,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Rank:
-    """A function's first argument: the grid as this rank sees it; `stop` says whether somebody asked the job to end."""
+    """A function's first argument: this rank's mesh, and `stop`, which says whether somebody asked the job to end."""
 
     mesh: Mesh
     environment: Environment
@@ -112,7 +112,7 @@ def run(
     fewer: Callable[[int], tuple[Ranks, Mapping[str, Any]] | None] | None = None,
     **arguments: Any,
 ) -> list[Any]:
-    """Call function(rank, **arguments) on every rank; the results in rank order, as JSON keeps them.
+    """Call function(rank, **arguments) on every rank; the results in rank order, after a round trip through JSON.
 
     `function`: by itself or by name, `package.module:function`; it must stand in a module that a new process can
     import, or in the script that is run. `ranks`: a number of them, the layout of a resolved config, or Ranks.
@@ -145,25 +145,25 @@ def run(
     start = start_of(ranks, arguments)
     if joined():
         return [run_worker(start.job, ranks.threads)]
-    find(name)  # a wrong name fails here, once, and not on every rank
+    find(name)  # a wrong name fails here once, not on every rank
     return launch_start(start, ranks.transport, restarts=ranks.restarts, fewer=start_with_fewer)
 
 
 def imports_of(function: str, ranks: Ranks) -> list[str]:
-    """The modules that the function and the ranks' layout need, beside those of the entry."""
+    """The modules that the function and the ranks' layout need, besides the entry's."""
     return [function.rpartition(":")[0], *ranks.modules]
 
 
 def prepare(function: str, ranks: Ranks) -> None:
-    """Begin the imports of a later run(function, ranks) in the process that its ranks are forked from, if they are.
+    """Start the fork server for a later run(function, ranks), if its ranks will be forked.
 
-    That process imports torch while this one decides the layout, for which it imports torch itself.
+    The server imports torch and the ranks' modules while this process decides the layout.
     """
     kind = TRANSPORTS[ranks.transport]
     if not (kind.in_process or kind.by_mpiexec or joined()):
         from meshwright.launch.forked import start_server
 
-        with suppress(OSError):  # run() comes to the same error, and says it
+        with suppress(OSError):  # run() meets the same error, and reports it
             start_server(Job(_ENTRY, preload=imports_of(function, ranks)).modules)
 
 
@@ -212,14 +212,14 @@ def call_on_rank(
 
 @contextmanager
 def open_ranks(ranks: Ranks, environment: Environment, point: Rendezvous | None) -> Iterator[Mesh]:
-    """This rank's mesh, while the context is entered. `point`: where ranks meet, but for MPI's."""
+    """A context with this rank's mesh. `point`: where ranks meet; None over MPI."""
     import torch
 
     from meshwright.ranks.mesh import open_mesh
 
     device = torch.device("cpu")
     if ranks.device == "cuda":
-        # A launcher that binds GPUs shows each rank its own as the only one.
+        # A launcher that binds GPUs shows each rank its own GPU alone.
         device = torch.device("cuda", environment.local_rank if torch.cuda.device_count() > 1 else 0)
         torch.cuda.set_device(device)
     grid = Grid(ranks.axes, ranks.copies, ranks.nesting)
@@ -245,7 +245,7 @@ def _unpacked(packed: Mapping[str, Any]) -> Any:
 def name_of(function: Callable[..., Any]) -> str:
     """The name under which another process finds the function. Raises LaunchError where it has none."""
     module, name = function.__module__, function.__qualname__
-    # A rank imports the script under this name, so that what stands outside of the guard runs there as well.
+    # Ranks import the script under this name, so code outside of the main guard runs in them as well.
     if module == SCRIPT:
         rule = 'put what starts ranks under `if __name__ == "__main__":`'
         raise LaunchError(f"the script of {name} starts ranks while it is imported, as every rank imports it: {rule}")
@@ -261,7 +261,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def find(name: str) -> None:
-    """Raises LaunchError where the name leads nowhere. A module that this process has not imported is not imported."""
+    """Raises LaunchError if the name leads nowhere. Imports no module that this process has not imported."""
     module_name, _, function_name = name.rpartition(":")
     if not module_name or not function_name:
         raise LaunchError(f"{name} is not of the form package.module:function")

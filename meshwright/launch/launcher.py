@@ -1,4 +1,4 @@
-"""Start a job's ranks on this machine, wait for them, and turn every way of ending into one outcome."""
+"""Start a job's ranks on this machine, wait for them, and turn every ending into one outcome."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshwright.ranks.transports_section import TRANSPORTS, TransportName
 
 @dataclass(frozen=True)
 class Start:
-    """An attempt starts `job` on `num_ranks` local ranks with `threads` CPU threads each."""
+    """An attempt at `job`: `num_ranks` local ranks with `threads` CPU threads each."""
 
     job: Job
     num_ranks: int
@@ -36,11 +36,11 @@ def launch_start(
 ) -> list[Any]:
     """Start a job's ranks and wait for them; return the ranks' results, in rank order.
 
-    A job that loses a rank is started again up to `restarts` times, as `fewer(ranks that are left)` says, or as it was
-    where that is None; so is one that ends with an unforeseen exception, unless the same came before. Other errors are
-    the run's own and end it at once. Call from the main thread: it handles signals. Raises LaunchError with the first
-    cause and its rank, and Interrupted when somebody asked the job to stop, after the workers have left by themselves
-    or were killed.
+    A job that loses a rank is started again up to `restarts` times: as `fewer(ranks left)` returns, or unchanged if
+    that is None. So is a job that ends with an unforeseen exception, unless the same came before. Other errors are the
+    run's own and end it at once. Call from the main thread: it handles signals. Raises LaunchError with the first cause
+    and its rank, and Interrupted when somebody asked the job to stop, after the workers have left by themselves or were
+    killed.
     """
     start.job.resolve()  # a wrong name fails here, once, and not in every worker
     allow_open_files(start.num_ranks)
@@ -58,7 +58,7 @@ def launch_start(
                     before = failure
                     start.job.write(session.folder)
                     failure = run_attempt(session, start.num_ranks, start.threads, output.last_words, attempt)
-                    # Ranks that gave up end with a code of their own: what they waited for is in their records.
+                    # Ranks that gave up waiting end with their own exit code; their records say what they waited for.
                     if failure is not None and (hang := explain_hang(read_records(status, attempt))):
                         failure = Failure(hang, lost=True)
                     stopping = (session.folder / STOP_FILE).exists()

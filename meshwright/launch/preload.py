@@ -1,8 +1,8 @@
-"""Imported once by the process that workers are forked from, with the job's own module, so that each starts at once.
+"""Imported by the fork server, with the job's modules, so that each worker starts at once.
 
-That process dies with the launcher, and the workers with it. It lives in the terminal's foreground group, so it must
-outlive Ctrl-C, a hang-up and a SIGTERM to all, and so must a worker that has not got as far as `run_launched`: the
-launcher turns them into a soft stop. A worker that dies while it imports the user's script leaves its words in a file.
+The server dies with the launcher, and workers with it. It is in the terminal's foreground group, so it must survive
+Ctrl-C, SIGHUP and a SIGTERM to all, which the launcher turns into a soft stop; so must a worker that has not reached
+`run_launched`. A worker that dies while importing the user's script leaves its stderr in a file.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The folders of one launch, which nobody finds left behind: not after `kill -9` of the launcher, mpiexec or the ranks.
+"""The temporary folders of one launch, removed even after `kill -9` of the launcher, mpiexec or the ranks.
 
 All that a launch writes outside of the run's own folder lies in a session folder: our job, reports and socket, Open
 MPI's session files (it is the ranks' TMPDIR), and, in shared memory, the segments through which Open MPI's ranks talk.
-The launcher holds a lock on a file in each. The kernel frees it when the launcher dies, however that happens; so a
-folder whose lock can be had is a dead launcher's, and the next launch removes it. (A process id would not do: in
-containers that share /tmp, the same number is another process.)
+The launcher holds a lock on a file in each folder, which the kernel frees when the launcher dies. A folder whose lock
+is free is a dead launcher's, and the next launch removes it. (A process id would not do: in containers that share /tmp,
+the same number is another process.)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FORK_SERVER_PREFIX = "pymp-"
 
 @dataclass(frozen=True)
 class Session:
-    """`folder`: the launch's own; `shared`: one in shared memory, or the same where the machine has none."""
+    """`folder`: the launch's own; `shared`: one in shared memory, or `folder` if the machine has none."""
 
     folder: Path
     shared: Path
@@ -38,7 +38,7 @@ class Session:
 
 @contextmanager
 def open_session() -> Iterator[Session]:
-    """New folders for a launch, removed at the end; those of dead launchers are removed first.
+    """A context with new folders for a launch, removed at its end; removes folders of dead launchers first.
 
     Raises LaunchError where the temporary folder cannot be written to.
     """
@@ -53,7 +53,7 @@ def open_session() -> Iterator[Session]:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A new temporary folder of a process that launches, which the next launch removes where this process cannot."""
+    """A context with a new temporary folder, removed at its end, or by the next launch if this process is killed."""
     parent = Path(tempfile.gettempdir())
     sweep(parent)
     with _locked_folder(parent) as folder:
@@ -75,19 +75,19 @@ def _locked_folder(parent: Path) -> Iterator[Path]:
 
 
 def _lock(folder: Path) -> int:
-    """Take the folder's lock, for as long as the descriptor is open. Children that are started by exec don't get it."""
+    """Take the folder's lock until the returned descriptor is closed; not inherited by exec."""
     fresh = folder / f"{_LOCK}.new"
     lock = os.open(fresh, os.O_CREAT | os.O_RDWR, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    fresh.rename(folder / _LOCK)  # seen by a sweep only now that it is taken
+    fresh.rename(folder / _LOCK)  # visible to a sweep only now, when it is taken
     return lock
 
 
 def make_fork_server_folder() -> Path:
-    """Make the folder of this process's fork server, marked as ours for the sweep after a `kill -9`; where it is.
+    """The folder of this process's fork server, made with a lock so that a sweep removes it after a `kill -9`.
 
-    multiprocessing removes it at the orderly end; the lock's descriptor is left open until then. A folder that
-    is there already stays as it is: it is marked, or belongs to the process that forked this one and lives longer.
+    multiprocessing removes it at a normal exit; until then the lock's descriptor stays open. An existing folder is left
+    alone: it is locked, or belongs to the process that forked this one.
     """
     temporary = Path(tempfile.gettempdir())
     there = set(temporary.glob(f"{_FORK_SERVER_PREFIX}*"))

@@ -1,13 +1,13 @@
 """The launcher's signals: the first Ctrl-C asks the workers to stop softly, the second kills them.
 
-SIGTERM may reach the whole tree of processes at once (Slurm, systemd, docker). Workers and the fork server ignore it,
-and mpiexec has it blocked, so that it is a request here as well: only the launcher ends processes, with SIGKILL.
+SIGTERM may reach the whole process tree at once (Slurm, systemd, docker). Workers and the fork server ignore it, and
+mpiexec has it blocked: only the launcher ends processes, by SIGKILL.
 
 The request to stop softly, as a worker sees it: finish the step, write a checkpoint, return.
 
-Under our own launcher the request is a file in the launch folder. Unlike a signal it cannot be lost, cannot kill a
-worker that is still importing, and takes the same road through mpiexec and torch. Inside somebody else's launcher
-(torchrun, srun, mpirun) the request is SIGTERM, SIGINT or SIGUSR1, which those forward.
+Under our own launcher the request is a file in the launch folder. Unlike a signal, a file cannot be lost or kill a
+worker that is still importing, and works alike under mpiexec and torch. Inside somebody else's launcher (torchrun,
+srun, mpirun) the request is SIGTERM, SIGINT or SIGUSR1, which those forward.
 
 A worker listens from its first question on, that is from its first step. Before, there is nothing to save and it may
 wait for ranks that never come: a signal then ends it at once.
@@ -31,13 +31,13 @@ STOPPED_EXIT_CODE = os.EX_TEMPFAIL
 """A run that was asked to stop, finished its step and saved ends with 75: a batch script knows to queue it again."""
 
 ECHO_SECONDS = 1.0
-"""A signal that comes again so soon is the same request: torchrun and srun forward what their workers got already."""
+"""A signal repeated so soon is the same request: torchrun and srun forward signals that workers already have."""
 
 
 class StopRequest:
-    """Passed to the entry function. Ranks may see the request at different steps: agree on it before acting on it.
+    """Passed to the entry function. Ranks may see the request at different steps, and must agree before acting on it.
 
-    This one is never asked from outside.
+    The base class is never requested from outside.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        """Whether somebody asked; once true, it stays true. Costs a few microseconds: ask once a step."""
+        """Whether a stop was requested; stays true. Takes a few microseconds: ask once a step."""
         return self._requested
 
     def request(self) -> None:
@@ -54,7 +54,7 @@ class StopRequest:
 
 
 class FileStop(StopRequest):
-    """Asked by a file in the launch folder. The first question leaves a file there: this attempt of the job listens."""
+    """Requested by a file in the launch folder. The first query leaves a file that says that this attempt listens."""
 
     def __init__(self, folder: Path, attempt: int) -> None:
         super().__init__()
@@ -74,16 +74,16 @@ class FileStop(StopRequest):
 
 
 class SignalStop(StopRequest):
-    """Asked by the signals of JOINED_SIGNALS, from its first question on. Main thread only.
+    """Requested by the signals of JOINED_SIGNALS, from the first query on. Main thread only.
 
-    A second signal ends the process at once, as the first does before the first question.
+    A second signal ends the process at once; so does the first one before the first query.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._listens = False
         self._asked_at = 0.0
-        for number in JOINED_SIGNALS:  # Python's own KeyboardInterrupt waits for calls into libraries to return
+        for number in JOINED_SIGNALS:  # Python's KeyboardInterrupt waits until calls into libraries return
             signal.signal(number, signal.SIG_DFL)
 
     @property
@@ -109,27 +109,27 @@ def attempt_folder(folder: Path, attempt: int) -> Path:
 
 
 def listens(folder: Path) -> bool:
-    """Whether the newest attempt of the job in a launch folder would hear a request to stop."""
+    """Whether the newest attempt of a launch folder's job listens to a stop request."""
     attempts = sorted(folder.glob("attempt-*"), key=lambda path: int(path.name.removeprefix("attempt-")))
     return bool(attempts) and (attempts[-1] / LISTENING_FILE).exists()
 
 
 GRACE_SECONDS = 30.0
-"""How long workers may take to finish a step and write a checkpoint, before they are killed."""
+"""Seconds for workers to finish a step and write a checkpoint before they are killed."""
 
 LAUNCHER_ECHO_SECONDS = 0.2
-"""A signal that comes again so soon is the same request: `timeout` signals its child, then its child's group."""
+"""A signal repeated so soon is the same request: `timeout` signals its child, then the child's group."""
 
 _ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _NOTICE = b"\nstopping after this step; once more kills the workers at once\n"
 
 
 class KillWorkers(BaseException):
-    """Raised by a signal handler in the launcher: end the workers now. Not an Exception, lest a library swallows it."""
+    """Raised by the launcher's signal handler: end the workers now. No Exception, so that no library swallows it."""
 
 
 class StopSignals:
-    """While entered, the signals of _ASKING create the file that a worker's StopRequest sees. Main thread only.
+    """A context in which the signals of _ASKING create the file that workers' StopRequest sees. Main thread only.
 
     KillWorkers is raised in the main thread by a signal before the job's first step, when there is nothing to save; by
     a second signal; and after GRACE_SECONDS. A signal that was ignored before (nohup) stays ignored.

@@ -1,4 +1,4 @@
-"""Tie a process's life to its parent's, so that a launcher killed with `kill -9` leaves no orphans (Linux).
+"""Kill a process when its parent dies, so that a launcher killed by `kill -9` leaves no orphans (Linux).
 
 Runs as a script as well, without importing meshwright: `python -I -S tether.py PARENT COMMAND...` becomes COMMAND,
 which is killed when PARENT dies, and which no request to stop reaches: those are blocked, not ignored, since mpiexec
@@ -17,9 +17,9 @@ _REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def die_with_parent(parent: int | None) -> None:
-    """Be sent SIGKILL when the parent process dies; survives exec. Elsewhere than on Linux: does nothing.
+    """Ask the kernel for SIGKILL when the parent process dies; survives exec. Does nothing outside of Linux.
 
-    `parent`: the process that should be the parent; if it has died already, so do we. None: whoever it is.
+    `parent`: the expected parent's id; this process ends if that one has died already. None: any parent.
     """
     if sys.platform != "linux":
         return

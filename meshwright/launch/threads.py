@@ -1,7 +1,7 @@
 """Ranks as threads of this process: one runs at a time (ranks/thread_world.py).
 
-What they run needs no name and no JSON: a function of a notebook's cell, results of any kind, a breakpoint in one rank
-while the others stand. They share this process's memory and its end: a rank that is killed takes all with it.
+Functions need no importable name and results no JSON: a notebook's function works, and a breakpoint in one rank stops
+the others. Ranks share the process: one killed rank ends all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from meshwright.ranks.thread_world import ThreadWorld
 
 _LOOK_SECONDS = 0.2
-"""How long the thread that started the ranks sleeps at once: Python runs a signal's handler when it wakes."""
+"""Seconds of the starting thread's naps: Python runs signal handlers when it wakes."""
 
 
 def run_threads(
@@ -30,8 +30,8 @@ def run_threads(
     """Call work(environment, world) in a thread for each rank, with `threads` CPU threads of torch's; what each
     returned, in rank order. `device`: of all ranks; cuda: the process's current GPU.
 
-    Raises LaunchError for the first rank that raised, from its exception. What ends the wait for the ranks (Ctrl-C)
-    ends them at their next wait for each other.
+    Raises LaunchError for the first rank that raised, from its exception. An exception in the caller's wait (Ctrl-C)
+    ends ranks at their next wait for each other.
     """
     import torch
 
@@ -45,11 +45,11 @@ def run_threads(
     def live(rank: int) -> None:
         torch.set_num_threads(threads)
         try:
-            # A backward pass stays in its rank's thread: torch has one more thread for all passes of a GPU, and a rank
-            # that waited there for another would keep that one's pass from beginning.
+            # Backward passes stay in their rank's thread: torch has one thread for all passes of a GPU, and a rank that
+            # waited there for another would keep that rank's pass from starting.
             with world.turn(rank), torch.autograd.set_multithreading_enabled(device == "cpu"):
                 results[rank] = work(Environment(rank, num_ranks, rank, num_ranks, 0, "none"), world)
-        except BaseException:  # the world keeps it, for whoever started the ranks
+        except BaseException:  # the world keeps the exception for the starting thread
             return
 
     ranks = [threading.Thread(target=live, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(num_ranks)]
@@ -57,7 +57,7 @@ def run_threads(
         thread.start()
     try:
         for thread in ranks:
-            # Not one long join: a signal's handler runs only when this thread wakes.
+            # Short joins: a signal handler runs only when this thread wakes.
             while thread.is_alive():
                 thread.join(_LOOK_SECONDS)
     except BaseException as error:
@@ -76,9 +76,9 @@ def run_threads(
 def launch_threads(
     work: Callable[[Environment, ThreadWorld, StopRequest], Any], num_ranks: int, threads: int, device: str = "cpu"
 ) -> list[Any]:
-    """`run_threads` of a job that may be asked to stop, by the signals of our launcher where this is the main thread.
+    """`run_threads` of a job that may be asked to stop: by the launcher's signals, in the main thread.
 
-    Raises Interrupted where somebody asked.
+    Raises Interrupted if it was.
     """
     if threading.current_thread() is not threading.main_thread():
         return run_threads(

@@ -1,6 +1,6 @@
-"""The inside of one rank: calls the job's entry function, listens to stop requests, reports an exception and leaves.
+"""One rank's process: calls the job's entry function, listens to stop requests, reports an exception, and exits.
 
-What a worker runs: a function by name and its arguments, written to the launch folder as JSON (no pickle).
+The job is a function's name and arguments, in the launch folder as JSON (no pickle).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from meshwright.machine import keep_freed_memory
 from meshwright.streams import PatientStream, flush
 
 Entry = Callable[..., object]
-"""Called as entry(environment, stop, **arguments); what it returns must survive JSON, and is the job's result."""
+"""Called as entry(environment, stop, **arguments); its return value is the rank's result, and must be JSON."""
 
 _FILE = "job.json"
 
 
 @dataclass(frozen=True)
 class Job:
-    """`entry` is `package.module:function`; `arguments` are its keyword arguments and must survive JSON.
+    """`entry`: `package.module:function`; `arguments`: its keyword arguments, as JSON.
 
-    `status`: the folder where the ranks leave where they are. None: the launch folder, which goes with the launcher.
+    `status`: the folder of ranks' records (hang.py). None: the launch folder, which is removed with the launcher.
     `preload`: modules that the ranks will import, beside the entry's: once for all where they are forked.
     """
 
@@ -44,7 +44,7 @@ class Job:
     preload: Sequence[str] = ()
 
     def resolve(self) -> Entry:
-        """Import the entry function. Raises LaunchError where the name leads nowhere."""
+        """Import the entry function. Raises LaunchError if there is none of that name."""
         module_name, _, name = self.entry.partition(":")
         if not module_name or not name:
             raise LaunchError(f"entry {self.entry} is not of the form package.module:function")
@@ -65,7 +65,7 @@ class Job:
         return [name for name in names if not name.endswith(".py")]
 
     def write(self, folder: Path) -> None:
-        """Leave the job in a launch folder, for its workers."""
+        """Write the job into a launch folder, for its workers."""
         (folder / _FILE).write_text(json.dumps(asdict(self)))
 
     @classmethod
@@ -93,7 +93,7 @@ def run_worker(job: Job, threads: int) -> Any:
 
     torch.set_num_threads(threads)
     keep_freed_memory()
-    if has_agent():  # else a rank whose agent alone was killed trains on, and its node is never free
+    if has_agent():  # else a rank whose agent alone was killed would train on, and occupy its node
         die_with_parent(None)
     environment = replace(read_environment(), status_folder=None if job.status is None else Path(job.status))
     stop = SignalStop()
@@ -105,7 +105,7 @@ def run_worker(job: Job, threads: int) -> Any:
         return result
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (None, 0, STOPPED_EXIT_CODE):
-            raise  # no failure: it was asked to leave
+            raise  # no failure: the rank was asked to leave
         report = replace(Report.of(environment.rank, error), host=socket.gethostname())
         print(report, file=PatientStream(sys.stderr))
         _flush()
@@ -113,7 +113,7 @@ def run_worker(job: Job, threads: int) -> Any:
 
 
 def run_launched(folder: Path) -> None:
-    """Run the job that our launcher left in `folder`; it waits for this process."""
+    """Run the job in `folder`, for our launcher, which waits for this process."""
     ignore_stop_signals()
     keep_freed_memory()
     job = Job.read(folder)
@@ -127,17 +127,17 @@ def run_launched(folder: Path) -> None:
             return
         Report.of(environment.rank, error).write(folder, environment.attempt)
         _flush()
-        # Alone there is nobody whose death should be seen first.
+        # A lone rank need not linger: no other rank's death should be seen first.
         if environment.world_size == 1:
             os._exit(1)
         leave()
 
 
 def ignore_stop_signals() -> None:
-    """Outlive what asks a job to stop, under our own launcher.
+    """Ignore signals that ask a job to stop, under our own launcher.
 
     A terminal sends Ctrl-C and hang-up to the whole process group; Slurm, systemd and docker send SIGTERM to all
-    processes of a job. The launcher turns them into a soft stop. To end us, it sends SIGKILL.
+    processes of a job. The launcher turns them into a soft stop, and ends workers by SIGKILL.
     """
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
