@@ -1,1 +1,1 @@
-"""Kits: what changes the local shape of an activation inside a block enters a model through one of these."""
+"""Kits: every cut that changes an activation's local shape inside a block enters a model through a kit."""

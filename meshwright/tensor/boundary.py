@@ -52,10 +52,10 @@ from meshwright.ranks.mesh import Mesh
 class Boundary(ABC):
     """How activations enter a pair and leave it: Megatron's f and g.
 
-    `start_*` are for layers that write their own backward, `enter` and `leave` for others. `axis`: cuts the pair, ""
-    where none does. `split_axes`: those whose ranks hold different parts of an activation between pairs.
-    `keeps`: the whole activation is kept for the backward pass, where it would have to travel again.
-    `holds`: this rank holds activations outside of the pair, and what belongs to them: the bias behind the sum.
+    `start_*` are for layers that write their own backward, `enter` and `leave` for others. `axis`: cuts the pair; "" if
+    none does. `split_axes`: the axes whose ranks hold different parts of an activation between pairs. `keeps`: the
+    whole activation is kept for the backward pass instead of being gathered again. `holds`: this rank holds activations
+    outside of the pair, hence also the bias added to the sum.
     """
 
     axis: str
@@ -65,11 +65,11 @@ class Boundary(ABC):
 
     @abstractmethod
     def start_enter(self, x: Tensor) -> Moving:
-        """The whole activation [B, T, H] of what a rank holds of it."""
+        """Begin to make the whole activation [B, T, H] from this rank's part."""
 
     @abstractmethod
     def start_leave(self, x: Tensor) -> Moving:
-        """This rank's part of the sum of every rank's x [B, T, H]; x is contiguous, and overwritten."""
+        """Begin to sum every rank's x [B, T, H] and return this rank's part; x is contiguous, and overwritten."""
 
     @abstractmethod
     def enter(self, x: Tensor) -> Tensor:
@@ -80,20 +80,20 @@ class Boundary(ABC):
         """Like start_leave, differentiable; x is kept."""
 
     def part(self, x: Tensor) -> Tensor:
-        """This rank's part of x, which every rank has whole and which needs no gradient."""
+        """This rank's part of x, a whole tensor without a gradient."""
         return x
 
     def whole(self, x: Tensor) -> Tensor:
-        """Every rank's x [B, t, n] where tokens are, differentiable: all go on with the same."""
+        """Every rank's x [B, t, n] in the order of tokens, differentiable; all ranks continue with the same result."""
         return x
 
     def inner(self, dim: int) -> Placements:
-        """The placements of a parameter whose `dim` is cut as the inner width is."""
+        """The placements of a parameter whose `dim` is cut like the inner width."""
         return {self.axis: Shard(dim)} if self.axis else {}
 
 
 class Uncut(Boundary):
-    """One rank holds all."""
+    """One rank holds the whole activation."""
 
     axis = ""
 
@@ -112,8 +112,8 @@ UNCUT = Uncut()
 
 
 class WholeActivations(Boundary):
-    """Every rank of the axis holds all of an activation. `by_tree`: sums have the order of a balanced tree
-    (bits/blocks.py). `enter` and `leave` need none: with it they only add zeros."""
+    """Every rank of the axis holds the whole activation. `by_tree`: sums in the order of a balanced tree
+    (bits/blocks.py); `enter` and `leave` need no order, since with `by_tree` they only add zeros."""
 
     def __init__(self, mesh: Mesh, axis: str, *, by_tree: bool = False) -> None:
         self.mesh, self.axis = mesh, axis
@@ -160,22 +160,20 @@ class CutActivations(Boundary):
         return x.chunk(self.mesh.size(self.axis), self.dim)[self.mesh.index(self.axis)]
 
     def whole(self, x: Tensor) -> Tensor:
-        # Each rank puts its own among zeros, and they are summed: the gradient of the sum is whole on every rank, which
-        # takes its own part of it.
+        # Each rank's part among zeros, summed: the gradient is whole on every rank, which takes its part.
         size, index, count = self.mesh.size(self.axis), self.mesh.index(self.axis), x.shape[self.dim]
         room = (*(0, 0) * (-1 - self.dim), index * count, (size - 1 - index) * count)
         return all_reduce(F.pad(x, room), self.mesh, self.axis)
 
 
 def spread(x: Tensor, heads: int, boundary: Boundary, blocks: Blocks) -> Tensor:
-    """x, as a kit holds it between pairs, for each of this rank's `heads`: [B, T, N] -> [B, T, heads, N]. Backward:
+    """A copy of x, held as between pairs, for each of this rank's `heads`: [B, T, N] -> [B, T, heads, N]. Backward:
     `collect`."""
     return cross(x, lambda x: _start_copies(x, heads, boundary), lambda dy: _start_sum(dy, boundary, blocks))
 
 
 def collect(x: Tensor, boundary: Boundary, blocks: Blocks) -> Tensor:
-    """The sum over the heads of all ranks, as a kit holds it between pairs: [B, T, heads, N] -> [B, T, N]. Backward:
-    `spread`."""
+    """The sum over all ranks' heads, held as between pairs: [B, T, heads, N] -> [B, T, N]. Backward: `spread`."""
     heads = x.shape[2]
     return cross(x, lambda x: _start_sum(x, boundary, blocks), lambda dy: _start_copies(dy, heads, boundary))
 
@@ -189,7 +187,7 @@ def _start_sum(x: Tensor, boundary: Boundary, blocks: Blocks) -> Moving:
     """The sum of x [B, T, heads, N] over heads, in the order of a tree over parts where bits are layout-free."""
     if not blocks.exact:
         return boundary.start_leave(x.sum(2))
-    # A run's part is summed over its heads in memory of its own: one shape, whichever rank has it.
+    # Each part is summed over heads in separate memory: one shape, whichever rank computes it.
     runs = [
         tree_sum(apart(part).flatten(0, 1).sum(1, dtype=torch.float32) for part in run.chunk(blocks.parts, 2))
         for run in blocks.cut(x)

@@ -1,9 +1,9 @@
 """Head and cross entropy as one function that never holds whole logits, over a vocabulary that may be split over ranks.
 
-The gradient of the logits, softmax - target, needs nothing from above but a factor, so it is computed in the forward
-pass, chunk by chunk; only dh [B·T, H] and dW [V, H] are kept. A loss that is multiplied later costs one pass over both.
-So a pipeline's last stage computes dW in F under every schedule: deferring it would keep logits. A chunk's products are
-large enough for the matmul to be efficient; its element-wise work goes by slices that stay in a core's cache.
+The gradient of the logits, softmax - target, depends on later layers only by a factor, so it is computed in the forward
+pass, chunk by chunk; only dh [B·T, H] and dW [V, H] are kept. Multiplying the loss later costs one pass over both. So a
+pipeline's last stage computes dW in F under every schedule: deferring it would keep logits. A chunk is large enough for
+efficient matmuls; element-wise work goes by slices that stay in a core's cache.
 
 | symbol | local shape | meaning                                                             |
 |--------|-------------|---------------------------------------------------------------------|
@@ -48,19 +48,19 @@ from meshwright.tensor.islands import Islands
 from meshwright.tensor.linear import autocast_device, autocast_dtype, write_product
 
 CHUNK_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
-"""A chunk's float32 logits [C, V]."""
+"""Bytes of a chunk's float32 logits [C, V]."""
 
 CHUNK_ROWS = {"cpu": 256, "cuda": 1}
-"""The least rows of a chunk: 8 MiB at V = 8192. Each chunk reads and writes all of dW [V, H], so that of few rows this
-is what takes the time: 13 chunks of 40 rows at V = 49152 took 1.2 times the step of 2."""
+"""The fewest rows of a chunk: 8 MiB at V = 8192. Each chunk reads and writes all of dW [V, H], which dominates short
+chunks: at V = 49152, 13 chunks of 40 rows took 1.2 times the step of 2 chunks."""
 
 CHUNK_OF_TABLE = {"cpu": 0.0, "cuda": 0.5}
-"""A chunk's logits may fill this share of what dW [V, H] fills, both in float32, however many classes there are: H / 2
-rows. Of 152,064 classes CHUNK_BYTES are 384 rows, and 16,384 tokens of width 5,120 were 43 chunks: each read and wrote
-3.1 GB of dW, two milliseconds of an H100's memory beside two of products. Chunks of 2,560 rows are 7."""
+"""A chunk's logits may take this share of dW's float32 bytes [V, H], that is H / 2 rows, however many classes there
+are. With 152,064 classes CHUNK_BYTES is only 384 rows: 16,384 tokens of width 5,120 made 43 chunks, each of which read
+and wrote 3.1 GB of dW, 2 ms of an H100's memory beside 2 ms of products. Chunks of 2,560 rows make 7."""
 
 SLICE_BYTES = {"cpu": 2**19, "cuda": 256 * 2**20}
-"""The part of a chunk that is worked on element by element at a time: a CPU core's cache, all of it on a GPU."""
+"""Bytes of a chunk that element-wise work takes at a time: a CPU core's cache; on a GPU the whole chunk."""
 
 
 GiveTable = Callable[[Tensor, WriteGradient], Tensor | None]
@@ -93,7 +93,7 @@ class Classes:
         return self.comm.index * table.shape[0]
 
     def alike(self, ranges: Iterable[slice], x: Tensor) -> Iterator[slice]:
-        """The ranges; of a meta tensor one of each length, which counts for all: a plan of a large vocabulary on a CPU
+        """The ranges; for a meta tensor one range of each length, counted for all: a planned large vocabulary on a CPU
         has thousands."""
         if x.device.type != "meta":
             yield from ranges
@@ -106,30 +106,30 @@ class Classes:
                 yield same[0]
 
     def chunks(self, h: Tensor, table: Tensor) -> Iterator[slice]:
-        """Rows of h whose logits are there at a time; the same on every rank, with classes or without."""
+        """Rows of h whose logits exist at a time; equal on all ranks, even those without classes."""
         return self.alike(self._chunks(h, table), h)
 
     def _chunks(self, h: Tensor, table: Tensor) -> Iterator[slice]:
         if self.whole:
             return iter([slice(0, h.shape[0])] if h.shape[0] else [])
-        # However large the vocabulary is, a chunk of h [B·T, H] has so many rows.
+        # The fewest rows, however large the vocabulary is.
         least = max(CHUNK_ROWS[self.device_type], int(CHUNK_OF_TABLE[self.device_type] * h.shape[1]))
         return ranges(0, h.shape[0], table.shape[0], CHUNK_BYTES[self.device_type], least)
 
     def adds_in(self, h: Tensor, table: Tensor) -> torch.dtype:
-        """The dtype in which chunks' gradients of the table are added: at least float32, but for a chunk alone, whose
-        product is rounded once. Half precision would lose what is less than the last bit of the sum so far."""
+        """The dtype in which chunks' table gradients are added: at least float32, since half precision loses addends
+        below the sum's last bit; the product's own dtype for a single chunk."""
         first = next(self._chunks(h, table), None)
         return wide_dtype(h) if first is not None and first.stop < h.shape[0] else h.dtype
 
     def exchanges(self, chunk: slice, h: Tensor, table: Tensor) -> Iterator[slice]:
-        """Rows of a chunk whose statistics travel together: alone in the world, those that are still in the cache."""
+        """Rows of a chunk whose statistics are exchanged together; with one rank, the rows still in the cache."""
         if self.comm.size > 1 or self.islands is not None or self.whole:
             return iter([chunk])
         return self.alike(ranges(chunk.start, chunk.stop, table.shape[0], SLICE_BYTES[self.device_type]), h)
 
     def slices(self, logits: Tensor) -> list[slice]:
-        """Rows of logits that are worked on element by element at a time. Nothing is sent between them."""
+        """Rows of logits that element-wise work takes at a time, without communication in between."""
         if self.whole:
             return [slice(0, logits.shape[0])]
         return list(ranges(0, logits.shape[0], logits.shape[1], SLICE_BYTES[self.device_type]))
@@ -187,7 +187,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 write_product(dweight, logits.t(), h[chunk], beta=0 if chunk.start == 0 else 1)
                 if dbias is not None:
                     dbias += logits.sum(0, dtype=adds)
-            del logits, part  # else two chunks' would be there at once, and in turn in no cache
+            del logits, part  # else two chunks' logits would exist at once, and neither stay in a cache
         ctx.save_for_backward(dh, dweight, dbias)
         ctx.give = give
         return torch.where(counted, losses, 0).sum(dtype=wide_dtype(h)) * scale
@@ -215,7 +215,7 @@ def _to_gradients(logits: Tensor, targets: Tensor, factors: Tensor, classes: Cla
     what two near numbers differ by, is rounded once.
     """
     wide = wide_dtype(logits)
-    equal = classes.smoothing / classes.vocabulary  # every class's part of a target; the label has all but them
+    equal = classes.smoothing / classes.vocabulary  # each class's smoothed share of a target; the label has the rest
     mine = (targets >= 0) & (targets < held)
     columns = torch.where(mine, targets, 0)
     certain = mine.to(wide).mul_(1 - classes.smoothing)
@@ -315,8 +315,8 @@ def chunked_loss(
 
 
 def chosen_rows(labels: Tensor, classes: Classes) -> Tensor | None:
-    """The numbers of the rows of counted tokens, where they are less than half; of meta tensors as many as a sample has
-    most likely. None: all rows."""
+    """Indices of the rows of counted tokens if they are less than half, else None (all rows). For meta tensors, as many
+    as a sample is expected to have."""
     flat = labels.flatten()
     counted = flat != IGNORED
     if labels.device.type == "meta":
@@ -328,8 +328,8 @@ def chosen_rows(labels: Tensor, classes: Classes) -> Tensor | None:
     selects = 2 * classes.labelled < 1 or classes.device_type == "cpu"  # on a GPU the host would wait for the count
     if not selects or 2 * (number := int(counted.sum())) >= flat.numel():
         return None
-    # Up to whole vectors with tokens that are not counted: threads would share other numbers of rows unevenly, and a
-    # product would end with other bits where threads are more.
+    # Filled up to whole vectors with uncounted tokens: threads would share other row counts unevenly, and a product's
+    # bits would depend on the number of threads.
     return torch.sort(~counted, stable=True).indices[: -(-number // VECTOR) * VECTOR]
 
 

@@ -49,15 +49,15 @@ from meshwright.tensor.router import ExpertsShape, Router
 from meshwright.tensor.swiglu import swiglu
 
 ALIGNED_BYTES = 64
-"""A cache line, and the widest vector: torch's allocations begin at one."""
+"""Bytes of a cache line and of the widest vector, at which torch aligns allocations."""
 
 
 Runs = Sequence[Sequence[int]]
-"""Rows of each expert, by run. There is one run, or one for each rank that sends rows (Experts.rows_apart)."""
+"""Rows of each expert, by run: one run, or one per sending rank (Experts.rows_apart)."""
 
 
 class _Grouped(torch.autograd.Function):
-    """y = x W of an expert's rows, run by run and in it expert by expert; an expert has one product in each run."""
+    """y = x W by run and expert: one product for an expert's rows of a run."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, runs: Runs, layer: GroupedLinear) -> Tensor:
@@ -72,7 +72,7 @@ class _Grouped(torch.autograd.Function):
         layer, lengths = ctx.layer, [sum(run) for run in ctx.runs]
         dweight: Tensor | None = None
         for run, rows, gradients in zip(ctx.runs, x.split(lengths), dy.split(lengths), strict=True):
-            # One addend a run: where sums are of integers, each is rounded by itself.
+            # One addend a run: where sums are of integers, each addend is rounded separately.
             added = layer.add_gradient("weight", weight, partial(layer.write_run, run, rows, gradients))
             dweight = added if dweight is None or added is None else dweight + added
         dx = [layer.operand(part) @ layer.operand(own).t() for part, own in _pairs(dy, weight, ctx.runs)]
@@ -91,7 +91,8 @@ class GroupedLinear(ShardedModule):
         super().__init__(mesh)
         self.weight = self.declare("weight", ShardSpec(shape, placements, initial))
         self.rows_apart = False
-        """Whether operands of an expert's products lie as if alone in memory (`Experts.compute_rows_apart`)."""
+        """Whether operands of an expert's products are aligned as if allocated separately
+        (`Experts.compute_rows_apart`)."""
 
     def forward(self, x: Tensor, runs: Runs) -> Tensor:
         """x [R, in], of which each expert has so many rows in each run; [R, ..., out]."""
@@ -100,8 +101,8 @@ class GroupedLinear(ShardedModule):
         return y.unflatten(-1, self.weight.shape[2:])
 
     def operand(self, x: Tensor) -> Tensor:
-        """x, a part of a larger tensor, as a product reads it. With rows apart it lies where any part would: kernels
-        of some libraries choose their way by the address, and that of a part depends on the parts before it."""
+        """x, part of a larger tensor, as a product reads it. With rows apart it is copied to aligned memory: some
+        libraries choose kernels by address, and a part's address depends on the parts before it."""
         return x.clone() if self.rows_apart and (not x.is_contiguous() or x.data_ptr() % ALIGNED_BYTES) else x
 
     def write_run(self, rows: Sequence[int], x: Tensor, dy: Tensor, out: Tensor, beta: int) -> None:
@@ -128,7 +129,7 @@ class Dispatch:
 
 
 class Dispatched(NamedTuple):
-    """Tokens at the gate of their experts: rows [R, H], sorted by expert, weights [B, T, k], the router's losses."""
+    """Tokens dispatched to experts: rows [R, H] sorted by expert, weights [B, T, k], the router's losses."""
 
     rows: Tensor
     weights: Tensor
@@ -171,7 +172,7 @@ def gather_rows(x: Tensor, index: Tensor, back: Tensor, *, zeros: bool = False) 
 
 
 class _CountDropped(torch.autograd.Function):
-    """x as it is. Backward counts what was dropped: once, also where the forward pass is recomputed."""
+    """Identity. The backward pass counts dropped pairs, so once even if the forward pass is recomputed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kept: Tensor, layer: Experts) -> Tensor:
@@ -230,7 +231,7 @@ class Experts(nn.Module):
         return self.combine(y, dispatched.weights, plan), *dispatched.losses
 
     def dispatch(self, h: Tensor, places: Tensor | None) -> tuple[Dispatched, Dispatch]:
-        """Up to where rows leave for their experts. h [B, T, H], `places`: as the forward pass has them."""
+        """The forward pass up to the exchange of rows. h [B, T, H] and `places` as in `forward`."""
         routed = self.router.route(self.router(h))
         enter = self.boundary.enter
         whole, weights = enter(h), enter(routed.weights.to(h.dtype))
@@ -276,7 +277,7 @@ class Experts(nn.Module):
         return earlier_tokens(whole, self.shape.count)[:, places]
 
     def compute_rows_apart(self) -> None:
-        """From now on rows that different ranks send to an expert are products of their own."""
+        """From now on rows from different ranks are separate products of an expert."""
         self.rows_apart = self.expand.rows_apart = self.contract.rows_apart = True
 
     def _outputs(self, x: Tensor, runs: Runs) -> Tensor:
@@ -284,7 +285,7 @@ class Experts(nn.Module):
         gates = self.expand(x, runs)
         if not self.rows_apart:
             return self.contract(swiglu(gates), runs)
-        # Vectors of elements begin at an expert's first row: what is left over at their end may be rounded elsewise.
+        # Element-wise vectors begin at an expert's first row: the remainder at the end may be rounded differently.
         parts = [swiglu(part.clone()) for part in gates.split([*chain(*runs)])]
         return self.contract(torch.cat(parts), runs)
 
@@ -298,7 +299,7 @@ class Experts(nn.Module):
         else:
             coming = torch.empty_like(sent)
             self.mesh.comm(EXPERT).all_to_all(coming, sent)
-            if device.type == "meta":  # all ranks send as many rows, and this one is the busiest
+            if device.type == "meta":  # a plan: all ranks send as many rows, and this rank is the busiest
                 coming = (sent[self.mesh.index(EXPERT)].expand(size, here) * self.mesh.imbalance).ceil().long()
         return Trade(sent.sum(1).tolist(), coming.sum(1).tolist(), coming, evenly=plan.drops)
 
@@ -317,7 +318,7 @@ class Experts(nn.Module):
             own = x.view(size, here, rows, -1).transpose(0, 1).flatten(0, 2)
             y = self._outputs(own, [[size * rows] * here])
             return y.view(here, size, rows, -1).transpose(0, 1).flatten(0, 2)
-        # An expert's rows are brought together.
+        # Reorder from (rank, expert) to (expert, rank).
         order = torch.arange(here).repeat(size).repeat_interleave(coming.flatten()).argsort(stable=True)
         order, inverse = order.to(x.device), order.argsort().to(x.device)
         own = gather_rows(x, order, inverse.unsqueeze(1))
@@ -325,7 +326,7 @@ class Experts(nn.Module):
 
 
 def rows_of_experts(ids: Tensor, count: int) -> list[int]:
-    """How many rows each expert has. Of a plan, whose tensors have no values: as many as any other."""
+    """Rows of each expert; in a plan, whose tensors have no values, equal numbers."""
     total = ids.numel()
     if ids.device.type == "meta":
         return [total * (index + 1) // count - total * index // count for index in range(count)]

@@ -1,4 +1,4 @@
-"""Gathered weights: which form 2-D products take, and how long a gathered weight is kept.
+"""Gathered weights: the form of 2-D products, and the lifetime of gathered weights.
 
 | `memory.summa` | operands travel | a gathered weight              | a rank holds besides its blocks |
 |----------------|-----------------|--------------------------------|---------------------------------|
@@ -24,7 +24,7 @@ from meshwright.tensor.summa import Form, Panels, Summa
 
 @dataclass
 class Weights:
-    """The weights of a rank's 2-D layers: gathered when asked for, kept as the form says. `forget` at a step's end."""
+    """The weights of a rank's 2-D layers, gathered on demand and kept as `form` says. Call `forget` at a step's end."""
 
     mesh: Mesh
     policy: str

@@ -2,8 +2,8 @@
 
     u = 2 √(2/π) (x + 0.044715 x³)      gelu(x) = x σ(u)      gelu'(x) = σ(u) + gelu(x) (1 - σ(u)) du/dx
 
-since (1 + tanh(u/2))/2 = σ(u) (Hendrycks and Gimpel, arXiv 1606.08415). torch's own computes a tanh forward and
-another one backward. The work goes by slices that stay in a core's cache.
+since (1 + tanh(u/2))/2 = σ(u) (Hendrycks and Gimpel, arXiv 1606.08415). torch's GELU computes one tanh forward and
+another backward. The work goes by slices that stay in a core's cache.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The base of all kits' heads: a table of classes, its own or a token embedding's, perhaps a bias, and the loss.
+"""The base of all kits' heads: a table of classes (its own, or a token embedding's), an optional bias, and the loss.
 
 A kit says how table and bias are cut, and how whole hidden states and this rank's classes of the table come together.
 """
@@ -63,7 +63,7 @@ class TableHead(ShardedModule, UsesIslands):
         return weight
 
     def give(self, like: Tensor, write: WriteGradient) -> Tensor | None:
-        """The gradient of `block`, which is computed by now: it is added up at once, also where others wait."""
+        """Add the gradient of `block` at once, even where weight gradients are deferred: it is already computed."""
         owner: ShardedModule = self if "weight" in self.specs else self.tied[0]  # type: ignore[assignment]
         return owner.add_gradient("weight", like, write, may_wait=False)
 

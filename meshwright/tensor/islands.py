@@ -70,8 +70,8 @@ class Islands:
 
 
 def compiled_islands() -> Islands:
-    """torch's compiler is imported here and nowhere before: it takes a rank two seconds. It starts no processes of its
-    own for so little."""
+    """Imports torch's compiler, 2 s a rank, so only here. Compiles in this process: the functions are too small for a
+    pool."""
     settings: dict[str, Any] = {"fullgraph": True, "options": {"compile_threads": 1}}
     return Islands(
         torch.compile(label_statistics, **settings),
@@ -81,6 +81,6 @@ def compiled_islands() -> Islands:
 
 
 class UsesIslands:
-    """A module that takes compiled functions where it is given them (parts.py)."""
+    """A module that uses compiled functions if it is given them (parts.py)."""
 
     islands: Islands | None = None

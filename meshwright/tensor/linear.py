@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from meshwright.ranks.mesh import Mesh
 
 ADDS_WIDE = torch.__version__ >= "2.13"
-"""Before, torch added a product of halves to a half only."""
+"""Earlier versions of torch add a product of halves only to a half."""
 
 
 class Local(ShardedModule):
@@ -151,7 +151,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: ShardedModule,
 class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, layer: ShardedModule, runs: int, grains: int) -> Tensor:
-        ctx.save_for_backward(ids)  # not the table, which may be given back until the next step
+        ctx.save_for_backward(ids)  # not the weight itself, which zero3 may have released by then
         ctx.layer, ctx.runs, ctx.grains = layer, runs, grains
         return F.embedding(ids, weight)
 

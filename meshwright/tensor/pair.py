@@ -1,6 +1,6 @@
 """A pair of linears whose inner width is cut over an axis (Megatron-LM, arXiv 1909.08053, section 3).
 
-p: the axis's size. How activations enter and leave the pair is a `Boundary`'s business.
+p: the axis's size. A `Boundary` says how activations enter and leave the pair.
 
 | layer    | input        | weight          | output            | forward sends | backward sends |
 |----------|--------------|-----------------|-------------------|---------------|----------------|
@@ -62,7 +62,7 @@ class _Expand(torch.autograd.Function):
         entering = here(x) if boundary.keeps else layer.gradients.start(lambda: boundary.start_enter(x))
         runs = [layer.by_part(rows) for rows in blocks.rows(dy)]  # x enters under dx's products
         leaving: Moving | None = None
-        if ctx.needs_input_grad[0]:  # pictures' patches need none
+        if ctx.needs_input_grad[0]:  # patches of pictures need no gradient
             sums = layer.input_gradients(runs, held)
             leaving = boundary.start_leave(blocks.joined(sums, dy.shape[0]))  # under dW's product
         dweight = dbias = None
@@ -189,7 +189,7 @@ class CutExpand(ShardedModule):
         return weight
 
     def by_input(self, weight: Tensor) -> list[Tensor]:
-        """A part's columns of the weight, as kernels get them: by parts of the input's width."""
+        """A part's columns of the weight, split by parts of the input's width, as kernels get them."""
         return parts_of(self.blocks.own(weight), self.inputs, 0)
 
     def products(self, rows: Tensor, parts: list[tuple[list[Tensor], Tensor | None]]) -> list[Tensor]:
@@ -222,7 +222,7 @@ class CutExpand(ShardedModule):
         return torch.stack([product.unflatten(-1, (self.groups, -1)) for product in products], 2).flatten(1)
 
     def by_part(self, rows: Tensor) -> list[Tensor]:
-        """The parts of [rows, N], each in memory of its own."""
+        """The parts of [rows, N], each in separate memory."""
         if len(self.columns) == 1:
             return [rows]
         parts = rows.unflatten(-1, (self.groups, len(self.columns), -1)).unbind(2)

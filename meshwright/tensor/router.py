@@ -98,11 +98,11 @@ class Router(ShardedModule):
         super().__init__(mesh)
         self.shape, self.boundary = shape, boundary
         self.weight = self.declare("weight", ShardSpec((shape.hidden, shape.count), initial=shape.initial))
-        # Float32 whatever the weights are: a step of 0.001 would be lost in half precision.
+        # Always float32: a step of 0.001 would be lost in half precision.
         spec = ShardSpec((shape.count,), initial=ZEROS, matrix=False, full_precision=True, nudged=True)
         self.bias = self.declare("bias", spec) if shape.biased else None
         self.counting = False
-        """Whether a pass counts loads, and nothing else is asked of it."""
+        """Whether the current pass only counts loads."""
         self.loads: Tensor | None = None
         """Tokens that took each expert [n]: this rank's so far while `counting`, then the mean sequence's of the global
         batch, until the step ends."""

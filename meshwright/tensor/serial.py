@@ -1,4 +1,4 @@
-"""The words of a kit, each written once for layers that no axis cuts: the base of all kits, and one device's.
+"""A kit's methods for layers that no axis cuts: the base of all kits, and the kit of one device.
 
 | layer     | input     | weight        | output        | sends |
 |-----------|-----------|---------------|---------------|-------|
@@ -40,7 +40,7 @@ from meshwright.tensor.part_norm import PartNorm
 from meshwright.tensor.router import ExpertsShape
 
 TensorFunction = Callable[[Tensor], Tensor]
-"""A kit's way with a layer's input or output."""
+"""A kit's function on a layer's input or output."""
 
 
 def as_it_is(x: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class KitBase:
         self.boundary, self.split_axes = boundary, boundary.split_axes
 
     def outside(self, layer: ShardedModule) -> nn.Module:
-        """A layer between pairs, or what stands for it on a rank that has no part of it."""
+        """A layer between pairs, or its stand-in on a rank that has no part of it."""
         return layer
 
     def embedding(self, num_rows: int, hidden: int, initial: Initial) -> nn.Module:

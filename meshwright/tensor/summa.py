@@ -55,7 +55,7 @@ ROUTES = {
 
 @dataclass(frozen=True)
 class Stationary:
-    """The matrix that stays where it is in the forward product, in dX's and in dW's; the other two travel."""
+    """The matrix (X, W or Y) that stays in place in the forward product, in dX's and in dW's; the other two travel."""
 
     forward: str
     dx: str
@@ -108,8 +108,8 @@ class Sizes:
 def best_stationary(sizes: Sizes, form: Form) -> Stationary:
     """The choice that sends least; of equals, the papers'.
 
-    It is made for the three products together, since what one gathered may serve the next. Only bytes are weighed, not
-    the number of calls: on a small model over gloo fewer calls would be worth more.
+    It is made for the three products together, since what one gathered may serve the next. Only bytes count, not the
+    number of calls, which would matter more for a small model over gloo.
     """
     choices = [Stationary(*each) for each in product((Y, X, W), repeat=3)]
     return min(choices, key=lambda choice: sizes.sent(choice, form))

@@ -51,8 +51,8 @@ class Rates(NamedTuple):
 
 @cache
 def product_rates(half: str) -> Rates:
-    """This CPU's rates in float32 and in bf16 or fp16, the best of some tries: other processes may be at work. It is
-    timed once a process."""
+    """This CPU's rates in float32 and in bf16 or fp16, the best of some tries: other processes may be at work. Timed
+    once a process."""
     threads, rates = torch.get_num_threads(), []
     torch.set_num_threads(1)
     for dtype in (torch.float32, {"bf16": torch.bfloat16, "fp16": torch.float16}[half]):
@@ -73,7 +73,7 @@ class WidenedProducts(TorchDispatchMode):
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        # Every operation of a pass comes here: one look-up, and it goes on.
+        # Every operation of a pass comes through here: one look-up for most.
         if op not in _PRODUCTS or not any(isinstance(x, Tensor) and x.dtype in HALVES for x in args):
             return op(*args, **(kwargs or {}))
         kwargs = dict(kwargs or {})
@@ -83,7 +83,7 @@ class WidenedProducts(TorchDispatchMode):
             return x.float() if isinstance(x, Tensor) and x.dtype in HALVES else x
 
         written = kwargs.pop("out", args[0] if op._schema.is_mutable else None)
-        name = op._schema.name.removesuffix("_")  # the same product in memory of its own
+        name = op._schema.name.removesuffix("_")  # in place or out=: the plain product, then a copy
         default = getattr(_aten, name.removeprefix("aten::")).default if written is not None else op
         result = default(*tree_map(widened, args), **tree_map(widened, kwargs))
         if written is not None:
