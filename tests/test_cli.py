@@ -204,7 +204,8 @@ def test_torchrun(shop: Path) -> None:
 
 def test_trace_from_either_clock(shop: Path) -> None:
     """A step that was run is traced, and one that was planned; a mistake in it is found before anything starts."""
-    words = ["train", "run.yaml", "layout.data.size=1", "layout.pipeline.size=2", "steps=2"]
+    stages = ["layout.data.size=1", "layout.pipeline.size=2", "layout.transport=torch"]
+    words = ["train", "run.yaml", *stages, "steps=2"]
     ran = meshwright(shop, *words, "--out", "traced", "--trace", "1", "--trace", "2")
     assert ran.returncode == 0, ran.stderr
     planned = meshwright(shop, *words, "--explain", "--trace", "traced/plan.json")

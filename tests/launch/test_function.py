@@ -70,8 +70,9 @@ def test_ranks_are_forked_with_what_they_will_import(modules: tuple[str, ...], t
 
 def test_stages_and_recomputation_bring_the_compiler() -> None:
     """torch imports it for them, in each rank, where the process that ranks are forked from has not."""
-    sections = ({}, {"layout": {"pipeline": {"size": 2}}}, {"memory": {"recompute": {"every": 1}}})
-    configs = [resolve(parse_config({**section, "device": "cpu"}), this_machine()).config for section in sections]
+    decided = ("device=cpu", "threads=1", "layout.transport=torch")
+    words = ((), ("layout.pipeline.size=2",), ("memory.recompute=1",))
+    configs = [parse_config({}, (*decided, *more)) for more in words]
     assert [Ranks.of(config).modules for config in configs] == [(), ("torch._dynamo",), ("torch._dynamo",)]
 
 
