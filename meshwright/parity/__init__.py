@@ -1,4 +1,4 @@
-"""`mw.parity`: the proof that a parallel program computes what one process computes, for anybody's training.
+"""`mw.parity`: prove that any parallel training program computes what one process computes.
 
     @parity.check(ranks=2)
     def ddp(job):
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Check", "Job", "ParityResult", "cast_like", "check", "collect", "recording", "run_check"]
 
-# These need torch, which pytest's collection of files without checks must not import.
+# Imported lazily: these need torch, which pytest must not import for files without checks.
 _LATE = {
     "Job": ("meshwright.parity.job", "ParityJob"),
     "cast_like": ("meshwright.parity.policy", "cast_like"),

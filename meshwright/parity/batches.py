@@ -1,4 +1,4 @@
-"""The batches of a check: the same on every rank, in its precision, with the ids and the labels that show mistakes.
+"""The batches of a check: equal on every rank, in the check's precision, with ids and labels that expose mistakes.
 
 | batch   | what parity changes in it                                                                       |
 |---------|-------------------------------------------------------------------------------------------------|
@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, nn
 
 COMPARED_STEPS = 3
-"""Right after one step and wrong after three is what stale weights and a wrong optimizer look like."""
+"""Number of compared steps: stale weights and a wrong optimizer show only after the first."""
 
 HALVED_STEP = 2
-"""The step in which a program that parity steps adds up the gradients of two halves of the samples."""
+"""The step that parity takes in two halves of the samples, whose gradients the program must add."""
 
 DROPOUT_STEP = COMPARED_STEPS + 1
-"""After the compared steps one more with the models' dropout: replicas must stay equal under it."""
+"""One more step, with dropout: replicas must stay equal under it."""
 
 IGNORED_LABEL = -100
-"""The label that torch's cross entropy does not count."""
+"""The label that torch's cross entropy ignores."""
 
 Loss = Callable[[Any, Any], Any]
 MakeOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
@@ -53,10 +53,11 @@ class ReferenceRecipe:
     probe: str | None = None
 
     def global_batch(self, step: int) -> Any:
-        """The batch of a step from 1, on every rank the same. The last step's has unequal numbers of valid labels."""
+        """The global batch of a step (from 1), equal on every rank. The last step's rows have unequal numbers of
+        labels."""
         generator = torch.Generator().manual_seed(1000 + step)
         with torch.random.fork_rng(devices=[]):
-            # For a `batch` that ignores its generator: the same numbers on every rank, in every run.
+            # For a user's `batch` that ignores its generator: equal numbers on every rank and in every run.
             torch.manual_seed(2000 + step)
             batch = cast_batch(self.batch(generator), self.dtype)
         for key, rows in self.ids.items():
@@ -65,7 +66,7 @@ class ReferenceRecipe:
 
     @property
     def probe_batches(self) -> tuple[Any, ...]:
-        """The first batch, and the same with some of its samples changed; none where no probe is made."""
+        """The first batch, and a copy with some samples changed; empty if there is no probe."""
         if self.probe is None:
             return ()
         batch = self.global_batch(1)
@@ -83,8 +84,8 @@ def probe_key(batch: Any, ids: Mapping[Any, int], labels: Any) -> str | None:
 
 
 def changed_positions(rows: int, positions: int) -> list[int | None]:
-    """The position that a probe changes of each row: the first, the last, the middle, none, and so on."""
-    # The last alone moves nothing before it under a causal mask, the first nothing in later documents.
+    """The position that a probe changes in each row: first, last, middle, none, in turn."""
+    # Under a causal mask the last position moves nothing before it; the first moves nothing in later documents.
     every = (0, positions - 1, positions // 2, None)
     return [positions // 2] if rows == 1 else [every[row % 4] for row in range(rows)]
 
@@ -99,7 +100,7 @@ def with_changes(x: Tensor, ids: int | None) -> Tensor:
 
 
 def cast_batch(batch: Any, dtype: torch.dtype | None) -> Any:
-    """A batch whose floating tensors have the check's precision."""
+    """The batch with floating tensors cast to the check's precision."""
     if isinstance(batch, Tensor):
         return batch.to(dtype) if dtype is not None and batch.is_floating_point() else batch
     if isinstance(batch, Mapping):
@@ -110,7 +111,7 @@ def cast_batch(batch: Any, dtype: torch.dtype | None) -> Any:
 
 
 def tensors_by_key(batch: Any) -> dict[str, Tensor]:
-    """A batch's tensors by their keys or places; a batch that is one tensor has the key `batch`."""
+    """A batch's tensors by key or position; a batch that is one tensor has the key `batch`."""
     if isinstance(batch, Tensor):
         return {"batch": batch}
     items = (
@@ -129,8 +130,8 @@ def replaced(batch: Any, key: Any, x: Tensor) -> Any:
 
 
 def with_boundaries(ids: Tensor, rows: int, sizes: Sequence[int]) -> Tensor:
-    """Ids of which some are the first and the last of the ranges that ranks may hold: random ones miss a mistake at the
-    end of a range by chance. Entries below 0 stay; an id out of 0 ... `rows` leaves all as they are."""
+    """Ids, some replaced by the first and last of the ranges that ranks may hold: random ids may miss a mistake at a
+    range's end. Entries below 0 stay; an id out of 0 ... `rows` leaves all as they are."""
     allowed = (ids >= 0).flatten().nonzero()[:, 0]
     if ids.is_floating_point() or not len(allowed) or bool((ids >= rows).any()):
         return ids
@@ -158,7 +159,7 @@ def ids_of(model: nn.Module, loss: Loss, batch: Any, labels: Any) -> dict[Any, i
     def taken(module: nn.Embedding, arguments: Any) -> None:
         x = arguments[0] if arguments else None
         key = known.get(x.untyped_storage().data_ptr()) if isinstance(x, Tensor) else None
-        # A tensor that indexes two tables is no sample of tokens alone.
+        # A tensor that indexes two tables is more than token ids.
         if key is not None:
             found[key] = min(module.num_embeddings, found.get(key, module.num_embeddings))
 
@@ -174,7 +175,7 @@ def ids_of(model: nn.Module, loss: Loss, batch: Any, labels: Any) -> dict[Any, i
         loss(model, batch)
     for handle in handles:
         handle.remove()
-    # The last linear that is called gives the logits, if labels are in its range.
+    # The last linear called gives the logits, if labels are in its range.
     targets = None if labels is None else tensors_by_key(batch).get(str(labels))
     if targets is not None and str(labels) not in found and classes and not targets.is_floating_point():
         found[str(labels)] = classes
@@ -184,8 +185,8 @@ def ids_of(model: nn.Module, loss: Loss, batch: Any, labels: Any) -> dict[Any, i
 
 
 def counts_up(ids: Tensor) -> bool:
-    """Whether integers mostly follow one another: positions, segments, documents. A program may know these by itself,
-    and random ones in their place would mean nothing."""
+    """Whether integers mostly count up (positions, segments, documents): a program may compute these itself, and random
+    ones would be meaningless."""
     if ids.ndim < 2 or ids.shape[-1] < 2:
         return False
     steps = ids[..., 1:] - ids[..., :-1]
@@ -199,7 +200,7 @@ def unequal(batch: Any, labels: Any) -> Any:
         return batch
     changed = dict(batch) if isinstance(batch, Mapping) else list(batch)
     x = changed[labels].clone()
-    # Rows of the first half go to the first ranks: a mean of means then weighs them wrongly.
+    # The first half's rows go to the first ranks, so that a mean of means weighs them wrongly.
     half = x[: max(1, x.shape[0] // 2)]
     if half.ndim > 1:
         half[:, max(1, half.shape[1] // 4) :] = IGNORED_LABEL

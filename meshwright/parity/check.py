@@ -2,8 +2,7 @@
 
     collect(file) -> its checks        run_check(check) -> a ParityResult for each number of ranks
 
-A check's processes are started by launch.launcher, as everything's here; the process that started them makes the
-comparison from the files that they leave.
+launch.launcher starts a check's processes; the starting process compares the files that they leave.
 """
 
 from __future__ import annotations
@@ -58,8 +57,9 @@ class ParityCheck:
 
 @dataclass(frozen=True)
 class ParityResult:
-    """A check's outcome. `finding`: the first mistake; `dead`: parameters about which nothing is proven; `error`: why
-    there is no comparison; `modules`: in forward order; `narrow`: a type that the reference itself rounds to."""
+    """A check's outcome. `finding`: the first mistake; `dead`: parameters with a zero gradient, about which nothing is
+    proven; `error`: why there is no comparison; `modules`: in forward order; `narrow`: a type to which the reference
+    itself rounds."""
 
     check: ParityCheck
     precision: str
@@ -82,7 +82,7 @@ class ParityResult:
 
     @property
     def remedy(self) -> str:
-        """A line on what to do about the finding, and a link; empty where there is none."""
+        """A line with the finding's remedy and a link; empty without a finding."""
         # Here, as verify's findings have a sentence of their own.
         from meshwright.parity.remedies import remedy_of
 
@@ -90,7 +90,7 @@ class ParityResult:
 
     @property
     def seen_by_losses(self) -> str:
-        """How an `allclose` of the losses, as most tests have it, would have judged a program that does not hold."""
+        """How `allclose` of the losses, the usual test, would have judged a failing program."""
         losses = [row for row in self.rows if row.kind == "loss"]
         if self.holds or not losses:
             return ""
@@ -201,9 +201,9 @@ def load_checks(file: Path, importing: bool = False) -> Any:
 
 
 class StillImporting(BaseException):
-    """Ends a rank's import of a script at the place where it starts checks without a main guard."""
+    """Ends a rank's import of a script at the call that starts checks without a main guard."""
 
-    # Of BaseException, as a script's own `except Exception` is not to swallow it.
+    # A BaseException, so that a script's `except Exception` does not swallow it.
 
 
 def run_check(check: ParityCheck, precision: str | None = None) -> ParityResult:
@@ -219,7 +219,7 @@ def run_check(check: ParityCheck, precision: str | None = None) -> ParityResult:
 
 
 def behind_rounding(result: ParityResult, again: Callable[[], ParityResult]) -> ParityResult:
-    """A result in float64, or that of the check in float32, `again`, where rounding to float32 hides what is behind."""
+    """The float64 result, or the float32 result `again()` if rounding to float32 hides a mistake behind it."""
     kind = "" if result.finding is None else result.finding.kind
     if result.precision != "float64" or result.error or not (result.narrow or kind == "lower precision"):
         return result
@@ -227,7 +227,7 @@ def behind_rounding(result: ParityResult, again: Callable[[], ParityResult]) -> 
     if result.narrow:
         return replace(behind, notes=(f"the reference rounds to {result.narrow} inside: compared in float32",))
     found, first = behind.finding, result.finding
-    # The same place once more is the same rounding: bf16's shows in float32 as well.
+    # The same place again is the same rounding: bf16's shows in float32 as well.
     same = found is not None and first is not None and found.module == first.module and found.kind == "wrong values"
     if found is None or found.kind == "lower precision" or same:
         return replace(result, notes=("equal in float32: nothing else is behind this rounding",) * behind.holds)
@@ -242,7 +242,7 @@ def _run_once(check: ParityCheck, precision: str) -> ParityResult:
         try:
             with without_main():
                 launch(job, check.num_ranks, "torch", threads=check.threads)
-        # Ctrl-C ends the command; every other end of the ranks is this check's result, and the next check runs.
+        # Ctrl-C ends the command; any other end of the ranks is this check's result, and the next check runs.
         except Interrupted:
             raise
         except MeshwrightError as error:
@@ -252,8 +252,8 @@ def _run_once(check: ParityCheck, precision: str) -> ParityResult:
 
 @contextmanager
 def without_main() -> Iterator[None]:
-    """While processes start, the main module is an empty one: multiprocessing imports it in each, and one that starts
-    checks without a guard would start them there again. Ranks find the check by its file."""
+    """A context with an empty main module, which multiprocessing imports in each process it starts: a script without a
+    main guard would start its checks again there. Ranks find the check by its file."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -271,7 +271,7 @@ def judged(check: ParityCheck, precision: str, folder: Path, start: float) -> Pa
 
     evidence = Evidence.read(folder, check.num_ranks)
     with one_thread():
-        # Modules are explained after the rows and before the finding, which reads both.
+        # After the rows, and before the finding, which reads both.
         rows = tuple(compare_all(evidence))
         evidence.modules = explain_modules(evidence)
         finding = first_finding(evidence, rows)

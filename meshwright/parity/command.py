@@ -1,4 +1,4 @@
-"""The command line of parity, which `meshwright parity` and the package of parity alone share.
+"""Parity's command line, shared by `meshwright parity` and the stand-alone package.
 
 parity CHECKS.py                       checks of a file, each a parallel program against one process
 parity record --out FOLDER SCRIPT ...  a training script run as it is, and what its modules gave, in a folder
@@ -60,7 +60,7 @@ def check_file(arguments: argparse.Namespace) -> int:
     for number, check in enumerate(checks, 1):
         if sys.stderr.isatty():
             print(f"{number} of {len(checks)}: {check.title}", file=sys.stderr)
-        # Each check runs to its end, also where another has failed: one run tells all that is wrong.
+        # Every check runs even if another has failed, so that one run reports all mistakes.
         results.append(run_check(check, precision))
     return tell(results, arguments.json, arguments.page)
 

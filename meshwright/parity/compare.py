@@ -36,14 +36,14 @@ class Row:
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
     """The 2-norm of `ours` - `theirs`, of one shape, over that of `theirs`; where that is zero, not divided."""
-    # Accumulated in float64: a sum of squares in bf16 would round by more than the error that it measures.
+    # Accumulated in float64: a sum of squares in bf16 would round by more than the measured error.
     norm = partial(torch.linalg.vector_norm, dtype=torch.float64)
     difference, size = float(norm(ours.double() - theirs.double())), float(norm(theirs))
     return difference / size if size else difference
 
 
 def zero_tensors(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """The names of tensors that are zero everywhere: two dead models would agree on them."""
+    """Names of tensors that are zero everywhere, on which two dead models would agree."""
     return tuple(name for name, tensor in tensors.items() if not tensor.any())
 
 
@@ -62,7 +62,7 @@ def factor_of(ours: Tensor, theirs: Tensor, tolerance: float = 1e-2) -> float | 
 def axis_words(sizes: Mapping[str, int], factor: float | None) -> str:
     """A sentence's end: the axis whose size, or one over it, a factor is, and the mistakes that make it; else empty."""
     for axis, n in sizes.items() if factor is not None else ():
-        # A factor that is the size of two axes is put down to the outer one: nothing in one number tells them apart.
+        # A factor equal to two axes' sizes is attributed to the outer axis: one number cannot tell them apart.
         if n > 1 and math.isclose(factor or 0, n, rel_tol=1e-2):
             return f", the size of {axis}: added up once too often, or a sum where a mean belongs"
         if n > 1 and math.isclose(factor or 0, 1 / n, rel_tol=1e-2):

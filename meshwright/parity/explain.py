@@ -24,14 +24,14 @@ from meshwright.parity.parts import Part, box_candidates
 COPY, CUT, PARTIAL, WRONG = "copy", "cut", "partial", "wrong"
 
 MOST_SLICES = 4096
-"""The most slices among which the nearest is searched."""
+"""The most slices among which the nearest one is searched."""
 
 
 @dataclass(frozen=True)
 class Explanation:
     """`error`: relative, of the best explanation. `axis`: over which partial sums are added. `rank`: the worst.
 
-    `leaves_out`: every rank has a cut, and slices of the reference's are on none.
+    `leaves_out`: every rank has a cut, and slices of the reference are on no rank.
     """
 
     kind: str
@@ -64,8 +64,8 @@ def fit(local: Tensor, whole: Tensor, allowed: float, any_order: bool = False) -
     """
     best: Fit | None = None
     for view in _views(local, whole):
-        # The norm that a piece of this size would have of an even tensor: a piece of small values is not held to its
-        # own small norm.
+        # The norm of a piece of this size of an evenly distributed tensor: a piece of small values is not measured by
+        # its own small norm.
         scale = float(torch.linalg.vector_norm(view)) * math.sqrt(local.numel() / max(1, view.numel()))
         for part in _candidates(local, view, any_order):
             piece = part.take(view)
@@ -73,7 +73,7 @@ def fit(local: Tensor, whole: Tensor, allowed: float, any_order: bool = False) -
             error = difference / scale if scale else difference
             if best is None or not error >= best.error:
                 best = Fit(error, piece, part, view)
-            # The first that fits is taken: candidates go from the plainest to the most contrived.
+            # Take the first that fits: candidates go from simple to contrived.
             if error <= allowed:
                 return best
     return best
@@ -166,7 +166,7 @@ def explain_tensors(
         if not _leaves_out(good, allowed):
             return Explanation(CUT, errors[worst], allowed, rank=worst)
         return Explanation(WRONG, 1.0, allowed, rank=worst, leaves_out=True)
-    # A sum is looked for only where the tensors, each on its own, explain nothing.
+    # Look for a sum only if the tensors by themselves explain nothing.
     terms = list(locals_.values())
     equal = len({x.shape for x in terms}) == 1 and all(torch.allclose(x, terms[0], rtol=1e-9) for x in terms)
     for axes in axis_subsets(coordinates) if equal_terms or not equal else ():

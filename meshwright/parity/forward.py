@@ -26,7 +26,7 @@ from meshwright.parity.gradients import Mistake, near
 from meshwright.parity.judge import Evidence, ModuleLine
 
 MODEL = "(the model)"
-"""The place of a mistake in the code of the whole model, which has no path."""
+"""The name of a mistake's place in the top-level model's own code, which has no path."""
 
 
 def forward_finding(evidence: Evidence, lines: Sequence[ModuleLine], at: str = "") -> Mistake | None:
@@ -52,7 +52,7 @@ def forward_finding(evidence: Evidence, lines: Sequence[ModuleLine], at: str = "
 
 
 def is_lost(line: ModuleLine) -> bool:
-    """Whether a module was given something else than the reference's. A partial sum is explained, and is no whole."""
+    """Whether a module's input is not the reference's. A partial sum is explained, but no whole input."""
     return line.input is not None and (not line.input.explained or line.input.kind == PARTIAL)
 
 
@@ -66,7 +66,7 @@ def _outermost(lines: Sequence[ModuleLine], line: ModuleLine) -> tuple[str, Modu
     while where:
         where = where.rpartition(".")[0]
         around = by_name.get(where)
-        # Lists of modules compute nothing, and have no line.
+        # Module lists compute nothing, so have no line.
         if around is not None and not (where and is_lost(around)):
             return where, child
         child = child if around is None else around
@@ -75,7 +75,7 @@ def _outermost(lines: Sequence[ModuleLine], line: ModuleLine) -> tuple[str, Modu
 
 
 def _unreduced(evidence: Evidence, lines: Sequence[ModuleLine], place: int, at: str) -> Mistake | None:
-    """Partial sums before a wrong line that nobody has added up."""
+    """Partial sums before a wrong line that were never reduced."""
     line, tail = lines[place], list[ModuleLine]()
     for other in reversed(lines[:place]):
         if other.output is None or other.output.kind in (COPY, CUT):
@@ -141,7 +141,7 @@ def _unreduced_product(evidence: Evidence, lines: Sequence[ModuleLine], place: i
 
 
 def _stale(evidence: Evidence, line: ModuleLine, at: str) -> Mistake | None:
-    """Whether a module's output is that of the weights before the last step."""
+    """Whether a module's output was computed with the weights before the last step."""
     calls = evidence.reference.num_calls(line.name)
     before = evidence.reference.call("earlier-output", line.name, line.call, calls, at=at)
     held = evidence.locals_of("output", line, at)

@@ -1,8 +1,8 @@
 """The kind and the place of a mistake that shows in gradients alone: all outputs of the first step are right.
 
-A gradient is held against what mistakes would make of it: the reference's times the size of an axis, one rank's term,
-the mean of the ranks' means, terms that were clipped before they were added. The reference has computed each rank's
-share of the data alone as well, so these are numbers and no guesses.
+A gradient is compared with the results of known mistakes: the reference times an axis's size, one rank's term, the mean
+of ranks' means, terms clipped before they were added. These are computed, not guessed: the reference has also run each
+rank's share of the data alone.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Mistake:
 
 
 def owner_of(parameter: str) -> str:
-    """The module that has a parameter."""
+    """The path of a parameter's module."""
     return parameter.rpartition(".")[0]
 
 
@@ -66,7 +66,7 @@ class GradientStep:
 
 
 def gradient_finding(evidence: Evidence, wrong: Sequence[str], seen: GradientStep) -> Mistake:
-    """Where and what, of gradients that are wrong in a step while all outputs are right."""
+    """The mistake behind wrong gradients of a step whose outputs are all right."""
     hypotheses = {name: hypothesis_of(evidence, name, seen.step, seen.kind) for name in wrong}
     kinds = {name: h.kind for name, h in hypotheses.items()}
     alike = set(kinds.values())
@@ -82,7 +82,7 @@ def gradient_finding(evidence: Evidence, wrong: Sequence[str], seen: GradientSte
         text = f"{name} is used twice, and its gradient is not the sum of both uses"
         return Mistake("incomplete sum", owner_of(name), text)
     order = [line.name for line in seen.lines]
-    # The backward pass goes from the last module to the first: the last in forward order that is wrong was wrong first.
+    # The backward pass runs from last to first: the last wrong module in forward order was wrong first.
     unexplained = (line for line in reversed(seen.lines) if line.gradient and not line.gradient.explained)
     gradient_line = next(unexplained, None)
     module = gradient_line.name if gradient_line else ""
@@ -121,7 +121,7 @@ _EVERYWHERE = {
     "stale weights",
     "lower precision",
 }
-"""Kinds of mistakes that are no module's: what happens to all gradients alike."""
+"""Kinds of mistakes that hit all gradients alike, so have no module."""
 
 
 _OF_SUMS = {"token counts", "accumulation", "incomplete sum"}
@@ -173,7 +173,7 @@ def _backward_finding(
 
 
 def hypothesis_of(evidence: Evidence, name: str, step: int, kind: str = "gradient") -> Hypothesis:
-    """The kind of mistake that makes of a parameter's gradient what it is."""
+    """The hypothesis that explains a parameter's wrong gradient."""
     pieces = []
     whole = evidence.reference.get("gradient", step, name)
     for rank, own, part in evidence.holders(name):
@@ -181,7 +181,7 @@ def hypothesis_of(evidence: Evidence, name: str, step: int, kind: str = "gradien
         if theirs.numel():
             pieces.append((rank, part, evidence.ranks[rank].get(kind, step, own), theirs))
     allowed = near(evidence.allowed("gradient", step, name))
-    # Absent and zero are one: wrappers that clear gradients leave either.
+    # Absent and zero gradients count alike: wrappers that clear gradients leave either.
     if all(ours is None or not ours.any() for _, _, ours, _ in pieces):
         return Hypothesis("no gradient", "none, or zero everywhere")
     full = [

@@ -1,7 +1,7 @@
-"""The inside of a check on one rank: the user's two models are stepped on the same samples, and leave what they gave.
+"""A check on one rank: the user's two models are stepped on the same samples and recorded.
 
-No message is sent for the comparison: each rank writes a file, the first one the reference's as well, and the process
-that started them reads all (judge.py). So a check works with any communication library, and disturbs none.
+The comparison sends no message: each rank writes a file, rank 0 the reference's as well, and the starting process reads
+them (judge.py). So a check works with, and disturbs, no communication library.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ DROPOUT_PASS = "@dropout"
 """The mark of the pass with dropout."""
 STEPS = range(1, COMPARED_STEPS + 1)
 MOST_MICRO = 16
-"""The most microbatches whose gradients are each kept."""
+"""The most microbatches whose gradients are kept separately."""
 
 
 class Place(Protocol):
-    """A rank of a grid. A Mesh is one."""
+    """A rank's place in a grid; a Mesh is one."""
 
     @property
     def rank(self) -> int: ...
@@ -165,7 +165,7 @@ class ParityJob:
         with without_dropout(self._model), torch.random.fork_rng(devices=[]):
             self._calls, still = self._probe_reference(recipe)
             self._recipe = recipe = recipe if still else replace(recipe, probe=None)
-            # One rank is enough, and the others would only compute the same for as long.
+            # Only rank 0: the others would compute the same.
             if self.rank == 0:
                 narrow = check_repeatable(self._model, recipe)
                 self._write_reference(record(self._model, recipe, COMPARED_STEPS), narrow)

@@ -29,7 +29,7 @@ from meshwright.parity.reference import MARGIN
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """torch computes on one thread inside: of tensors as small as a check's, waking several costs most of the time."""
+    """A context in which torch uses one thread: for a check's small tensors, waking threads takes most of the time."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -52,8 +52,8 @@ class ModuleLine:
 
 @dataclass
 class Evidence:
-    """All that a comparison's sides have left. `coordinates`: each rank's place on every axis. `modules`: of the first
-    step, `later`: of the second, where it was traced and is asked for."""
+    """The records of both sides of a comparison. `coordinates`: each rank's place on every axis. `modules`: of the
+    first step, `later`: of the second, where it was traced and is asked for."""
 
     reference: SideRecord[ReferenceFacts]
     ranks: Sequence[SideRecord[PartFacts]]
@@ -84,7 +84,7 @@ class Evidence:
         facts = self.reference.facts
         if (stated := facts.stated.get(kind.partition(":")[0])) is not None:
             return stated
-        # A tensor that the perturbed runs left as it was may still round: one unit of its type at least.
+        # A tensor that perturbed runs did not move may still round: at least one unit of its dtype.
         eps = torch.finfo(vars(torch)[facts.dtype]).eps
         return MARGIN * max(self._moved.get((kind, step, name), 0.0), eps)
 
@@ -226,7 +226,7 @@ def _explain(
     if routed and whole is not None and whole.ndim > 1:
         whole = _used_rows(evidence.reference, whole, (name, number, calls), at)
     first: Explanation | None = None
-    # The plainest reading first; its error is reported where none explains the tensors.
+    # The simplest reading first; its error is reported if none explains the tensors.
     several = any(side.num_calls(name, at) > calls for side in evidence.ranks)
     for dim, skip, once in product((0, 1) if several else (0,), (0, calls), (True, False)):
         every = {

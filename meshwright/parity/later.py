@@ -1,4 +1,4 @@
-"""Mistakes that show after the first gradients: in weights, and in later steps, where all before is right."""
+"""Mistakes that show after right first gradients: in weights, and in later steps."""
 
 from __future__ import annotations
 

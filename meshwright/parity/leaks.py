@@ -1,4 +1,4 @@
-"""The leak probe: one position of most samples changes, and what must not move is counted.
+"""The leak probe: change one position of most samples, and count outputs that must not move but do.
 
 The reference shows which outputs depend on a changed position: later ones under a causal mask, those of the same
 document where several are packed into a row. On the ranks the same elements may move, and no others: one that does has

@@ -1,8 +1,8 @@
-"""Which part of the reference's weights each parameter of a rank is.
+"""Locate each of a rank's parameters within the reference's weights.
 
-First by value, which asks nothing and hides nothing: a rank that took a wrong slice has it. Norms and biases, whose
-elements were all equal until parity spread the reference's, get their new values by what is known of their places: a
-DTensor's placements, an equal shape, the rows that the module's weight has.
+First by value, which needs no declaration and shows a wrong slice as what it is. Norms and biases, whose elements were
+all equal until parity spread the reference's, get their new values by what is known of their places: a DTensor's
+placements, an equal shape, the rows that the module's weight has.
 """
 
 from __future__ import annotations

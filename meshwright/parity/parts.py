@@ -1,9 +1,9 @@
-"""Which elements of a reference's tensor a rank holds, found by their values.
+"""Find by value which elements of a reference tensor a rank holds.
 
 A framework may cut a parameter by rows, by columns, in blocks, as rows of q, k and v of a fused weight, or flatten it
-first; and it may call it otherwise. Weights are random, so a slice of the reference's initial weight that is equal to
-a slice of the local one, bit by bit, is the same slice. Nothing has to be known of the framework, and a rank that took
-the wrong slice shows where it took it from.
+first; and it may call it otherwise. Weights are random, so a slice of the reference's initial weight that is equal to a
+slice of the local one, bit by bit, is the same slice. So nothing need be known of the framework, and a wrong slice
+shows where it was taken from.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from meshwright.parity.tensors import bytes_of
 
 PADDING = -1
-"""The index of a row that the reference does not have: vocabularies are padded to what divides."""
+"""The index of a padding row that the reference lacks: vocabularies are padded to a multiple."""
 
 Index = tuple[int, ...] | None
 
@@ -118,7 +118,7 @@ def _find_slices(name: str, local: Tensor, whole: Tensor, dim: int) -> Part | No
     """Slices along one dim, in any order; those that come after the last that is found are padding."""
     places: dict[bytes, list[int]] = {}
     for place, piece in enumerate(whole.unbind(dim)):
-        # By bits, in a dictionary: comparing every pair of slices would take hours on a vocabulary.
+        # By bits, in a dictionary: comparing all pairs of slices of a vocabulary would take hours.
         places.setdefault(_bytes(piece), []).append(place)
     index: list[int] = []
     for piece in local.unbind(dim):

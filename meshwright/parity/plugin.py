@@ -33,7 +33,7 @@ class ParityItem(pytest.Item):
             raise ParityFailure("\n".join([result.error or result.verdict, *rows, *told]))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        # The stack would show this plugin, and nothing of the program that failed.
+        # No traceback: it would show this plugin, not the failed program.
         if isinstance(excinfo.value, ParityFailure):
             return f"{self.check.title} does not compute what one process computes\n{excinfo.value}"
         return super().repr_failure(excinfo)

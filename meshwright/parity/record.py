@@ -102,7 +102,7 @@ class PartFacts:
 
 
 COARSE = ("bfloat16", "float16")
-"""Where rounding is coarse, copies are also held against each other: they must have equal bits."""
+"""Dtypes with coarse rounding, for which copies are also compared with each other: their bits must be equal."""
 
 SideFacts = TypeVar("SideFacts", ReferenceFacts, PartFacts)
 

@@ -1,4 +1,5 @@
-"""Records what a training script's modules give, as it runs: `meshwright parity record`, or two lines in the script.
+"""Record the outputs of a training script's modules while it runs: `meshwright parity record`, or two lines in the
+script.
 
     with parity.recording("out/two", model, steps=(1, 2)):      # around the training loop
         ...
@@ -39,7 +40,7 @@ from meshwright.parity.trace import Rounding, Trace, all_tensors, clean_names, i
 from meshwright.ranks.dtensor import box_of, gradient_of, joined_place, local_of, write_local
 
 MOST = 65536
-"""The most elements of a tensor that are kept."""
+"""The most elements kept of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class SampledTrace(Trace):
 
 def whole_model(module: nn.Module) -> nn.Module:
     """The largest module that holds another: scripts call parts of a model as well."""
-    # Asked once a model: nothing in torch knows a module's parents.
+    # Searched once a model: torch's modules do not know their parents.
     alive = [x for x in gc.get_objects() if issubclass(type(x), nn.Module)]
     holding = [x for x in alive if any(inner is module for inner in x.modules())]
     return max(holding, key=lambda x: sum(1 for _ in x.modules()), default=module)
@@ -162,7 +163,7 @@ class Recorder:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            # After an error half a step would look like a wrong one.
+            # After an error, half a step would look like a wrong step.
             if self._stepped and (kind is None or issubclass(kind, SystemExit)):
                 self._end_step()
         finally:
