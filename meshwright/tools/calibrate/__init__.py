@@ -1,4 +1,4 @@
-"""`meshwright calibrate`: what this machine's devices and links do, measured, as a cluster file that plans read.
+"""`meshwright calibrate`: measure this machine's devices and links into a cluster file for the planner.
 
 cli ── calibrate(...) ── job.py ──┬─ kernels.py   a rank on every core or GPU times its device
                                        ├─ links.py     as many ranks as asked for time the verbs between them

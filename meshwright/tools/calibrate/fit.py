@@ -1,6 +1,6 @@
 """From points to the curves and rates of a cluster file (plan/cluster.py).
 
-A call's time is taken apart as plan/timing.py puts it together: the launch first, then the bytes, then the rest.
+A call's time is decomposed as plan/timing.py composes it: launch, then bytes, then the rest.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from meshwright.tools.calibrate.timing import CPU_BATCH_FLOPS, Points
 from meshwright.tools.plan.cluster import Curve, Device, Level, Links, Measured, interpolated
 
 LEAST_PART = 1 / 50
-"""At least this part of a call's time is not what is known of it: for the smallest calls the difference drowns in
+"""The least share of a call's time left after subtracting its known parts: for the smallest calls the difference is
 noise."""
 
 SPECIAL_BYTES = 8
@@ -48,7 +48,7 @@ def fit_device(kind: Literal["cpu", "cuda"], memory: int, points: Mapping[str, P
     curve = max(products, key=lambda name: len(products[name]))
     peak = max(rate for _, rate in products[curve])
     efficiency = tuple((side, rounded(rate / peak)) for side, rate in products[curve])
-    # Another dtype has few points, or one: it is taken to follow the same curve below its own peak.
+    # Other dtypes have one or few points: assume the same curve below their own peak.
     peaks = {name: rounded(rates[-1][1] / interpolated(efficiency, rates[-1][0])) for name, rates in products.items()}
     attention = [flops / seconds / peak for flops, seconds in points["attention"]]
     elements = {}
@@ -111,8 +111,8 @@ def fit_links(measured: Mapping[int, Mapping[str, Points]], overlaps: float) -> 
 
 
 def fit_level(points: Points) -> Level:
-    """The line seconds = latency + bytes / bandwidth with the least relative errors, neither of them below zero."""
-    # Relative errors: else the largest payload alone would decide the line, and latency could be anything.
+    """The line seconds = latency + bytes / bandwidth with the least relative errors; neither term is negative."""
+    # Relative errors: with absolute ones the largest payload alone would decide the line.
     weights = [1 / seconds**2 for _, seconds in points]
     sums = [
         sum(w * size**power * seconds**other for w, (size, seconds) in zip(weights, points, strict=True))

@@ -106,13 +106,13 @@ def calibrate(out: Path, machine: MeasuredMachine, effort: Effort, report: ShowP
         turns: list[tuple[float, float]] = []
         for backend in machine.backends:
             answers = {ranks: runs.launch("links", ranks, backend)[0] for ranks in machine.ranks}
-            if machine.kind == "cpu":  # the last backend's, which a run takes by itself
+            if machine.kind == "cpu":  # the last backend's: the one that `auto` takes
                 turns = [(float(ranks), rounded(answer["turns"])) for ranks, answer in sorted(answers.items())]
             if answers:
                 links[backend] = fit_links(
                     {ranks: answer["points"] for ranks, answer in answers.items()}, answers[min(answers)]["overlaps"]
                 )
-            else:  # a lone GPU: another one would be reached through the host
+            else:  # a lone GPU: messages to another would go through the host
                 links[backend] = Links(
                     levels=(
                         Level(
@@ -131,7 +131,7 @@ def calibrate(out: Path, machine: MeasuredMachine, effort: Effort, report: ShowP
             links=cast(Any, links),
         )
         if machine.kind == "cpu":
-            # Last, since both are differences between a run and what the planner predicts of it by this very file.
+            # Last, since both are differences between a run and its prediction by this file.
             for backend in machine.backends:
                 reserved = runs.reserved_bytes(cluster, backend)
                 links[backend] = links[backend].model_copy(update={"reserved_bytes": reserved})
@@ -167,7 +167,7 @@ class _Runs:
         return rounded(max(0.0, beyond) / (2 * config.num_microbatches * (config.model.num_blocks + 2)))
 
     def measured(self, tree: dict[str, Any], what: str, steps: int, *words: str) -> tuple[Config, MeasuredRun]:
-        """A run of so many steps of a model of ours on a text."""
+        """A run of `steps` steps of one of our models on a text."""
         self.report(what, self.done / self.machine.jobs)
         with TemporaryDirectory(prefix="meshwright-calibrate-") as name:
             folder = Path(name)

@@ -45,7 +45,7 @@ from meshwright.stage_costs import first_ranks
 from meshwright.tools.calibrate.timing import CallTimer, Effort, Points
 
 CHAIN = 64
-"""A chain of kernels for autograd: so many at most, of which no more is kept than caches do not hold."""
+"""The most kernels of an autograd chain, whose kept tensors just exceed the caches."""
 
 _SPECIAL: tuple[Callable[[Tensor], Tensor], ...] = (
     torch.exp,
@@ -64,7 +64,7 @@ def measure_device(effort: Effort, timer: CallTimer, folder: Path) -> dict[str, 
     if device.type == "cuda":
         curve = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     tiny = torch.ones(4, 4, device=device)
-    staged = _staged_bytes() if device.type == "cpu" else 0  # first: a peak of kernels would hide a part of it
+    staged = _staged_bytes() if device.type == "cpu" else 0  # first: kernels' peak memory would hide part of it
     points: dict[str, Points] = {
         "launch": [(1, _chain_seconds(timer, 4))],
         "graph": [(1, _graph_seconds(timer))] if device.type == "cuda" else [],
@@ -79,10 +79,10 @@ def measure_device(effort: Effort, timer: CallTimer, folder: Path) -> dict[str, 
         "staged": [(staged, 0.0)],
         f"product {curve}": [(side, _product_seconds(effort, timer, side, DTYPES[curve])) for side in effort.sides],
     }
-    for name, dtype in DTYPES.items():  # none is left out: a slow prediction helps more than a refusal
+    for name, dtype in DTYPES.items():  # no dtype is left out: a slow rate is better than a refusal
         if name != curve:
             points[f"product {name}"] = [(effort.dtype_side, _product_seconds(effort, timer, effort.dtype_side, dtype))]
-    if device.type == "cuda":  # as a run multiplies float32, unless it says precision.tf32=false
+    if device.type == "cuda":  # as runs multiply float32, unless precision.tf32=false
         matmul = torch.backends.cuda.matmul
         before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
         seconds = _product_seconds(effort, timer, effort.dtype_side, torch.float32)
@@ -198,7 +198,7 @@ def _disk(effort: Effort, timer: CallTimer, folder: Path) -> tuple[float, float]
         start = time.perf_counter()
         file.write(content)
         file.flush()
-        # Durable, or a page cache would be timed.
+        # fsync: else the page cache would be timed.
         os.fsync(file.fileno())
         forget_cached(file.fileno())  # else it would be read from memory
         file.seek(0)

@@ -36,7 +36,7 @@ MOST_CALLS = 1000
 _ELEMENT_BYTES = 4
 WORK_SECONDS = 5e-3
 MEETING_BYTES = 2**20
-"""About as much as a rank computes between two collectives of tensor parallelism, and as much as they sum."""
+"""About the work between two collectives of tensor parallelism, and the bytes that they sum."""
 _MOST_PAYLOADS = 512
 """Small payloads that take turns are no more than these: their time is latency, wherever they lie."""
 TURNS_ROUNDS = 10
@@ -48,7 +48,7 @@ TimedCall = Callable[[int], object]
 
 @dataclass(frozen=True)
 class Conversation:
-    """Times calls that all ranks make together. The first rank says how many, and none where it is asked to stop."""
+    """Times calls that all ranks make together. The first rank decides their number: 0 when asked to stop."""
 
     comm: Comm
     device: torch.device
@@ -59,7 +59,7 @@ class Conversation:
         """Seconds of a call in an undisturbed round, as this rank sees them."""
 
         def one_round(calls: int) -> float:
-            self.comm.barrier()  # or a rank would be timed waiting for one that has not begun
+            self.comm.barrier()  # else a rank's wait for a late one would be timed
             wait_for_device(self.device)
             start = time.perf_counter()
             for index in range(calls):
@@ -118,7 +118,7 @@ def measure_overlap(effort: Effort, mesh: Mesh, stop: StopRequest) -> float:
         work.wait()
 
     work_seconds = conversation.seconds(lambda _: compute())
-    # What both take one after the other, less what they take together.
+    # Seconds one after the other, less seconds together.
     hidden = alone + work_seconds - conversation.seconds(beside)
     return min(1.0, max(0.0, hidden / alone))
 
@@ -215,7 +215,7 @@ class Exchange:
 
     def _there_and_back(self, conversation: Conversation, xs: Sequence[Tensor], calls: int) -> float:
         expected = calls if self.paired else 0
-        # Posted before the clock starts, as a pipeline posts a step's receives.
+        # Posted before timing, as a pipeline posts a step's receives.
         counts = {"before": 0, "after": 0} | {self.side: expected}
         self.mailbox.open(self.epoch, both_sides(TensorMeta(tuple(xs[0].shape), xs[0].dtype)), **counts)
         self.epoch += 1

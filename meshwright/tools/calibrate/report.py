@@ -26,7 +26,7 @@ def writer_of(out: Path) -> Iterator[Callable[[Cluster], None]]:
     partial = out.with_name(f".{out.name}.partial")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        # A calibration takes minutes: that its file cannot be written is said before.
+        # Checked first: a calibration takes minutes.
         partial.touch()
     except OSError as error:
         raise ConfigError.of("--out", out, f"cannot be written ({error.strerror})", valid) from error

@@ -1,4 +1,4 @@
-"""Timing of calls, and how much time may go into it."""
+"""Time calls, within a budget."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from meshwright.launch import StopRequest
 from meshwright.ranks.comm import Comm
 
 SAMPLE_SECONDS = 1e-3
-"""Calls that are shorter are timed several at a time."""
+"""The least seconds of a sample: shorter calls are timed several at a time."""
 
 LEAST_SAMPLES = 5
 """However long a call takes: in some of them the heap grows, which costs a call that makes large tensors ten times
 what it takes."""
 
 WARM_UPS = 2
-"""Libraries choose their code at the first call, and the heap still grows at the second."""
+"""Calls before timing: libraries choose kernels at the first, and the heap still grows at the second."""
 
 CPU_BATCH_FLOPS = 2**22
 """Flops of the batch in which small products are timed on a CPU."""
@@ -145,7 +145,7 @@ class CallTimer:
 
 
 def lower_quartile(samples: Sequence[float]) -> float:
-    """The lower quartile: what else goes on on a machine only ever adds, and to some samples more than to others."""
+    """The lower quartile: other work on the machine only adds time, to some samples more than to others."""
     return sorted(samples)[len(samples) // 4]
 
 
@@ -159,7 +159,7 @@ def meeting(comm: Comm, device: torch.device, stop: StopRequest) -> Callable[[],
     """A function in which all ranks wait for each other; where any of them was asked to stop, all leave the job."""
 
     def meet() -> None:
-        # One rank that left alone would leave the others waiting in a collective.
+        # A rank that left alone would leave others waiting in a collective.
         asked = torch.tensor([float(stop.requested)], device=device)
         comm.all_reduce(asked)
         if asked.item():

@@ -1,1 +1,1 @@
-"""`meshwright compare`: layouts of one run, measured on this machine beside what the planner predicts of them."""
+"""`meshwright compare`: layouts of one run, measured on this machine beside the planner's predictions."""

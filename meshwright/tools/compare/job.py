@@ -1,8 +1,8 @@
 """`meshwright compare`: every layout is checked, then predicted, then run, in turns; then the results are written.
 
-In OUT: comparison.html, .png and .json; and for each run a folder LAYOUT/round-R with its config, metrics and ranks.
-A round runs each layout once, from its first weights on; every second round goes backwards, so that a machine that
-grows warm or busy is no layout's disadvantage.
+In OUT: comparison.html, .png and .json; and for each run a folder LAYOUT/round-R with its config, metrics and ranks. A
+round runs each layout once, from the initial weights; every second round runs in reverse order, so that a machine that
+grows warm or busy favours no layout.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def compare_layouts(
 
 
 def require_all(comparison: Comparison, out: Path) -> None:
-    """Raises LaunchError where a layout did not come to its end."""
+    """Raises LaunchError if a layout did not finish."""
     failed = [row for row in comparison.rows if row.failure]
     if failed:
         causes = "\n".join(f"{row.name}: {row.failure}" for row in failed)
@@ -114,7 +114,7 @@ def require_all(comparison: Comparison, out: Path) -> None:
 
 
 def _measure(rows: list[Measurement], order: Order, data: Path, report: ShowProgress) -> Interrupted | None:
-    """Make all rounds: a row of `rows` gains a run with each that ends, or its failure. Returns what stopped them."""
+    """Run all rounds, adding each run, or its failure, to its row. Returns the reason for a stop, if any."""
     places = range(len(rows))
     try:
         for turn in range(order.rounds):
@@ -144,8 +144,8 @@ def _num_runs(rows: Sequence[Measurement]) -> int:
 
 
 def _here(config: Config) -> Config:
-    """The config as it is run: all ranks on this machine, and none of them started again."""
-    # The nodes of the cluster that was planned for are not here.
+    """The config for a comparison: all ranks on this machine, no restarts."""
+    # The planned cluster's nodes are not here.
     layout = config.layout.model_copy(update={"ranks_per_node": "auto"})
     return with_field(config.model_copy(update={"layout": layout}), "restarts.times", 0)
 
@@ -171,7 +171,7 @@ def _checked(contenders: Sequence[Contender], order: Order) -> list[Config]:
     names = [contender.name for contender in contenders]
     assert names, "nothing to compare"
     assert len(set(names)) == len(names), f"two layouts of one name: {names}"
-    # The learning rate's schedule ends there: more steps would be of no run.
+    # The learning rate's schedule ends there: no run has more steps.
     most = contenders[0].config.steps
     if not WARMUP_STEPS < order.steps <= most:
         rule = f"is no number of steps: the first {WARMUP_STEPS} are not timed"

@@ -35,7 +35,7 @@ from meshwright.tools.plan.search import search
 from meshwright.tools.plan.space import fixed_fields
 
 OWN = ("layout", "memory", "precision", "threads")
-"""The sections that a layout may have of its own; and batch.micro."""
+"""The sections that a layout may set, besides batch.micro."""
 
 NAME, LIST = "name", "layouts"
 
@@ -53,7 +53,7 @@ class LayoutRequest:
 
 @dataclass(frozen=True)
 class Contender:
-    """One layout to run. `origin`: the file that it is from, or the planner."""
+    """One layout to run. `origin`: its file, or the planner."""
 
     name: str
     config: Config
@@ -93,7 +93,7 @@ def contenders_of(question: LayoutRequest, cluster: Cluster | None, report: Show
 
 
 def from_configs(layouts: Mapping[str, Config]) -> list[Contender]:
-    """A program's own configs, by name. Raises ConfigError for what they do not have in common and should."""
+    """A program's own configs, by name. Raises ConfigError if they differ in fields of the task."""
     contenders = [Contender(name, config, name) for name, config in layouts.items()]
     if not contenders:
         raise ConfigError.of("layouts", "none", "leaves nothing to compare", "a config by name, or more")
@@ -172,14 +172,14 @@ def _pieces(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _task(config: Config) -> dict[str, Any]:
-    """The fields that must be alike in all layouts, flat: `model.hidden` -> 64."""
+    """The fields that must be equal in all layouts, flat: `model.hidden` -> 64."""
     tree = config.model_dump(mode="json", by_alias=True, exclude=set(OWN))
     del tree["batch"]["micro"]
     return leaves_of(tree)
 
 
 def _foreign(own: dict[str, Any], run: dict[str, Any]) -> Iterator[Problem]:
-    """The fields that a layout asks for and that are not the run's."""
+    """The fields of the task in which a layout differs from the run."""
     for field in sorted(own.keys() | run.keys()):
         if own.get(field) != run.get(field):
             rule = "is not the run's, and layouts are compared on one task"
@@ -187,7 +187,7 @@ def _foreign(own: dict[str, Any], run: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _numbered(contenders: Sequence[Contender]) -> list[Contender]:
-    """Entries of a name that another has too get a number, past numbers that others have."""
+    """Number entries that share a name, skipping numbers in use."""
     names = Counter(contender.name for contender in contenders)
     # A name that stands once keeps it: no number may be given that somebody has chosen.
     taken = {name for name, times in names.items() if times == 1}

@@ -1,4 +1,4 @@
-"""A comparison as tables, which a terminal and the page show alike; as sentences, a picture, and plain values.
+"""A comparison as tables (for terminal and page), sentences, a picture, and plain values.
 
 The page is one HTML file (page.html, a Jinja2 template) that needs nothing else: the picture is inside, no script,
 nothing from a network.
@@ -26,7 +26,7 @@ from meshwright.tools.report.comparison import Bar, Panel, draw_comparison
 from meshwright.training.phases import PHASES
 
 BESIDE = ("activations", "temporaries", "context", "cached", "communicators", "read")
-"""Parts of a predicted memory that no rank can tell apart."""
+"""Parts of a predicted memory that a rank cannot measure separately."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def _legend(comparison: Comparison) -> str:
 
 
 def _pair_text(pair: StageBytes) -> str:
-    """`1.20 / 1.30` in MB; `=` stands for a prediction that is right to the byte."""
+    """`1.20 / 1.30` in MB; `=` for a prediction exact to the byte."""
     if pair.predicted is None:
         return megabytes(pair.measured)
     return f"{megabytes(pair.measured)} / {'=' if pair.predicted == pair.measured else megabytes(pair.predicted)}"
@@ -182,7 +182,7 @@ def sentences(comparison: Comparison) -> list[str]:
         else:
             worst = max(map(comparison.difference, others))
             said.append(f"All losses agree with those of {first.name} to {worst:.1e}, step by step.")
-    # Only the first line of a failure: the whole of it comes with the command's error (job.require_all).
+    # Only the failure's first line: the command's error has the whole text (job.require_all).
     said += [f"{row.name} failed: {row.failure.splitlines()[0]}" for row in comparison.rows if row.failure]
     return [*said, comparison.interrupted] if comparison.interrupted else said
 
@@ -301,5 +301,5 @@ def _row_dict(comparison: Comparison, row: Measurement) -> dict[str, Any]:
 
 
 def _plain(number: float) -> float | str:
-    """JSON has no word for what is no number."""
+    """None for values that JSON cannot hold: nan and infinity."""
     return number if math.isfinite(number) else str(number)

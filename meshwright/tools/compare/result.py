@@ -1,4 +1,4 @@
-"""A comparison's numbers: each layout as measured and as predicted, and how far these are apart.
+"""A comparison's numbers: each layout measured and predicted, and their differences.
 
 | quantity | measured | predicted |
 |---|---|---|
@@ -46,7 +46,7 @@ def sent_by_axis(traffic: Mapping[tuple[str, str], Traffic]) -> dict[str, int]:
 
 
 def _largest(measured: Sequence[int], predicted: Sequence[int]) -> StageBytes:
-    """The pair of the stage that measured most, of equals the first. `predicted`: empty where nothing was."""
+    """(measured, predicted) of the stage with the largest measured value. `predicted`: empty without a prediction."""
     stage = max(range(len(measured)), key=measured.__getitem__)
     return StageBytes(stage, measured[stage], predicted[stage] if predicted else None)
 
@@ -88,7 +88,7 @@ class Measurement:
     def phases(self) -> dict[str, float]:
         """Median seconds of each phase, on rank 0."""
         lines = [phases for run in self.runs for phases in run.phases[WARMUP_STEPS:]]
-        # Medians by phase, whose sum is no step's time: one slow phase of one step is no layout's property.
+        # Medians by phase, so that one slow phase of one step does not count; their sum is no step's time.
         return {phase: statistics.median(line[phase] for line in lines) for phase in PHASES}
 
     @property
@@ -111,7 +111,7 @@ class Measurement:
     @property
     def held(self) -> dict[str, StageBytes]:
         """Weights, gradients and states in bytes, of the stage that holds most of all together."""
-        # One stage for all three parts, or the table would add up memory of different ranks.
+        # One stage for all three parts: else the table would add memory of different ranks.
         stage = _largest([sum(facts.held.values()) for facts in self.stages], ()).stage
         memory = asdict(self.predicted.memory[stage]) if self.predicted is not None else {}
         return {part: StageBytes(stage, size, memory.get(part)) for part, size in self.stages[stage].held.items()}
@@ -176,7 +176,7 @@ class Comparison:
     @property
     def predicted_fastest(self) -> Measurement | None:
         """The one that was predicted to be the fastest; None where not all were predicted, or there is but one."""
-        # Of layouts some of which nobody predicted, nothing was said about the fastest.
+        # With unpredicted layouts there is no prediction of the fastest.
         if len(self.predicted) < len(self.measured) or len(self.measured) < 2:
             return None
         return min(self.predicted, key=lambda row: row.predicted.seconds if row.predicted else math.inf)

@@ -1,7 +1,7 @@
-"""One run of one layout: a job of its own ranks, through the launcher, with the steps that `meshwright train` makes.
+"""One run of one layout: a launched job that makes the steps of `meshwright train`.
 
-Left in its folder: metrics.jsonl, with a line a step as train writes it; rank-R.json, a rank's facts. No checkpoint is
-written and nothing is validated in between, so that a step is a step.
+Left in its folder: metrics.jsonl, with a line a step as train writes it; rank-R.json, a rank's facts. No checkpoints
+and no validation, so that only steps are timed.
 
 What one rank holds and sends is counted on the rank:
 
@@ -106,7 +106,7 @@ def run_on_rank(rank: Rank, config: Config, data: Path, folder: Path, steps: int
     metrics = MetricsWriter(folder, 0) if mesh.rank == 0 else None
     for _ in range(steps):
         lines, stopping = trainer.turn(rank.stop)
-        # A GPU's record of a step is settled in the next one: the last has none.
+        # A GPU's step is settled during the next one: the last has no record.
         lines += trainer.flush() if trainer.step == steps else ()
         if metrics is not None:
             for line in lines:
@@ -135,7 +135,7 @@ def resident_bytes(parts: Parts) -> dict[str, int]:
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """The memory behind some tensors, each piece once: bytes by address."""
+    """The storages behind some tensors, each once: bytes by address."""
     pieces = (tensor.untyped_storage() for tensor in tensors)
     return {piece.data_ptr(): piece.nbytes() for piece in pieces if piece.nbytes()}
 

@@ -1,1 +1,1 @@
-"""`meshwright submit`: a run, as the engine of a cluster wants to be asked for it."""
+"""`meshwright submit`: a run as a job of a cluster's engine."""

@@ -189,7 +189,7 @@ def check_out(submission: Submission, mount: str) -> None:
 def write_script(text: str, file: Path, log_folder: Path | None = None) -> None:
     """Write the engine's file, and make the folder of its logs. Raises ConfigError where there is such a file
     already, or none can be written."""
-    # Somebody may have changed it by hand since it was written.
+    # The file may have been changed by hand.
     if file.exists():
         raise ConfigError.of("--to", file, "is there already", "another file, or remove it")
     try:
@@ -215,5 +215,5 @@ def submit(command: Sequence[str]) -> str:
 
 
 def own_python() -> str:
-    """The interpreter that runs this, which the nodes of a cluster with shared folders have as well."""
+    """This interpreter's path, valid on nodes with shared folders as well."""
     return sys.executable

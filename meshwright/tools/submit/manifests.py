@@ -62,7 +62,7 @@ def patched(manifests: Sequence[Tree], path: Path | None) -> list[Tree]:
     for patch in [] if path is None else read_patch(path):
         kinds = [str(tree.get("kind", "")) for tree in trees]
         kind = patch.get("kind", kinds[-1])
-        # A patch for a kind that is not written would be lost without a word.
+        # A patch for a missing kind would be lost silently.
         if kind not in kinds:
             raise ConfigError.of("patch", path, f"is for a {kind}, of which there is none", ", ".join(kinds))
         place = kinds.index(kind)

@@ -33,7 +33,7 @@ for pid in $pids; do
 done
 {closing}
 """
-"""A wait ends early when a signal comes: it is taken up again as long as the rank lives."""
+"""A signal ends `wait` early: it is repeated while the rank lives."""
 
 
 @dataclass(frozen=True)

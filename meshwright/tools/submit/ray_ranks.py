@@ -59,7 +59,7 @@ class Placement:
 
 
 class RankProcess:
-    """The inside of an actor: one rank, as a process that goes with the actor."""
+    """An actor's content: one rank, as a process that ends with the actor."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -172,7 +172,7 @@ def _codes_of(placement: Placement, actors: Sequence[Any], asked: Sequence[int])
         if None not in codes:
             return STOPPED_EXIT_CODE if STOPPED_EXIT_CODE in codes and asked else max(map(abs, codes))
         if any(code not in (None, 0, STOPPED_EXIT_CODE) for code in codes):
-            time.sleep(_POLL_SECONDS)  # the others see it by themselves; who does not goes with the actors
+            time.sleep(_POLL_SECONDS)  # other ranks notice by themselves, or end with their actors
         if asked and not passed:
             passed = True
             ray.get([actor.stop.remote() for actor in actors])

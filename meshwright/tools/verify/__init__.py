@@ -1,1 +1,1 @@
-"""The proof: a layout computes what one device computes. Losses, every gradient, and the weights after some steps."""
+"""`meshwright verify`: prove that a layout has one device's losses, gradients, and weights after some steps."""

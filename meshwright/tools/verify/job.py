@@ -47,8 +47,8 @@ BITS_WORKER = "meshwright.tools.verify.job:bits_rank"
 
 @dataclass(frozen=True)
 class Verdict:
-    """All comparisons of a verification. `zero_gradients`: parameters about which they say nothing. `finding`: what is
-    wrong first, where, and the kind of mistake."""
+    """All comparisons. `zero_gradients`: parameters about which they prove nothing. `finding`: the first mistake, if
+    any."""
 
     config: Config
     steps: int
@@ -122,7 +122,7 @@ def verify(config: Config, *, steps: int, as_configured: bool = False, report: R
         raise LaunchError("verify starts its own workers: run it outside of torchrun, srun and mpirun")
     asked, config = config, comparable(config, as_configured=as_configured)
     process = resolve_process(config, this_machine())
-    config = with_field(config, "device", process.config.device)  # the reference's too: one GPU might do for it alone
+    config = with_field(config, "device", process.config.device)  # the reference's too: one GPU might suffice for it
     for note in process.notes:
         report(note, None)
     for note in checked(resolve(config, this_machine()).config):
@@ -154,7 +154,7 @@ def _compare_steps(config: Config, folder: Path, data: Path, steps: int, report:
     report(f"{config.layout.world_size} ranks, {steps} steps", None)
     _run(config, WORKER, "the layout", layout, data, steps, traced)
     report(f"the reference on one device, {steps} steps", None)
-    # One after the other: together they would not fit where one of them fills the memory.
+    # One after the other, since each may fill the memory.
     _run(one_device(config), REFERENCE_WORKER, "the reference on one device", reference, data, steps, traced)
     return compare_runs(config, layout, reference, steps)
 
@@ -169,7 +169,7 @@ def compare_bits(config: Config, data: Path, steps: int, report: Report) -> tupl
         ranks = run(BITS_WORKER, Ranks.of(known), config=known, data=data, steps=steps)
         sums: dict[str, int] = {}
         for numbers in ranks:
-            # A tensor's hash is the sum of its elements' hashes, so each rank adds what it alone holds.
+            # A tensor's hash is the sum of its elements' hashes; each rank adds those that it alone holds.
             for name, part in numbers["tensors"].items():
                 sums[name] = (sums.get(name, 0) + int(part)) % 2**64
         found.append({**ranks[0]["steps"], **{name: str(part) for name, part in sums.items()}})
@@ -211,7 +211,7 @@ def compare_runs(config: Config, layout: Path, reference: Path, steps: int) -> V
     """Compare what `leave_layout` and `leave_reference` have left in two folders."""
     evidence = Evidence.read(layout, config.layout.world_size, reference)
     known = {part.name for parts in evidence.parts for part in parts.values()}
-    # A parameter that only one side has would be compared with nothing, and pass.
+    # A parameter that only one side has would not be compared, and pass.
     if other := known ^ set(evidence.names):
         raise MismatchError(f"only one of the layout's model and the reference's has {', '.join(sorted(other))}")
     rows = tuple(compare_all(evidence))

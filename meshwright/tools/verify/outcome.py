@@ -41,7 +41,7 @@ class Outcome:
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    # Copies, since the optimizer writes into the very tensors that are kept here.
+    # Copies, since the optimizer overwrites these tensors.
     return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 

@@ -1,10 +1,10 @@
-"""One device in plain torch: what `verify` holds every layout against, a layout of one rank too.
+"""One device in plain torch: the reference for every layout in `verify`, even one of a single rank.
 
-The model files are the run's own; nothing else of the package computes here: a test looks.
-Layers are torch's functions on whole tensors, gradients are autograd's, the optimizer is torch's on whole parameters, a
-step goes over all rows of the global batch. So a mistake that all layouts share (in buckets, the norm, the learning
-rate, our cross entropy) is seen as well. O1 is torch.autocast; O2 casts float32 weights in each pass, and adds up the
-gradients of microbatches in float32.
+The model files are the run's own; no other code of the package computes here (a test checks the imports). Layers are
+torch's functions on whole tensors, gradients are autograd's, the optimizer is torch's on whole parameters, a step goes
+over all rows of the global batch. So a mistake that all layouts share (in buckets, the norm, the learning rate, our
+cross entropy) is seen as well. O1 is torch.autocast; O2 casts float32 weights in each pass, and adds up the gradients
+of microbatches in float32.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The words of tensor/kit.py as torch's functions on whole tensors: what the reference's models are written in.
 
-It imports facts alone, as the reference does: a test looks.
+Imports facts alone, as the reference does (a test checks).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How far a layout may be off from one device, stated by precision. `meshwright parity`, which knows nothing of the
-model or the data, derives its own from each check (parity/reference.py); a run's are the promise of
-README.md, and the same for every run of a precision."""
+"""Tolerances of a layout's difference from one device, by precision. `meshwright parity`, which knows nothing of the
+model or the data, derives its own from each check (parity/reference.py); a run's are the promise of README.md, and the
+same for every run of a precision."""
 
 from __future__ import annotations
 
