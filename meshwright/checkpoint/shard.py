@@ -35,9 +35,7 @@ def write_shard(path: Path, tensors: dict[str, Tensor]) -> StoredFile:
     # Of a single element torch keeps any stride, and then refuses to read its bytes.
     flat = {key: tensor.as_strided((tensor.numel(),), (1,)) for key, tensor in tensors.items()}
     digests = {key: "".join(_digests(values.view(torch.uint8).numpy())) for key, values in flat.items()}
-    save_file(
-        tensors, path, metadata={_DIGESTS: json.dumps(digests)}
-    )  # one key: safetensors writes several in any order
+    save_file(tensors, path, metadata={_DIGESTS: json.dumps(digests)})  # safetensors orders several keys at random
     with path.open("rb") as stream:
         start = stream.read(_LENGTH_BYTES)
         header = start + stream.read(int.from_bytes(start, "little"))

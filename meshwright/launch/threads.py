@@ -48,7 +48,7 @@ def run_threads(
             # Backward passes stay in their rank's thread: torch has one thread for all passes of a GPU, and a rank that
             # waited there for another would keep that rank's pass from starting.
             with world.turn(rank), torch.autograd.set_multithreading_enabled(device == "cpu"):
-                results[rank] = work(Environment(rank, num_ranks, rank, num_ranks, 0, "none"), world)
+                results[rank] = work(Environment(rank, num_ranks, rank, num_ranks, 0, "none", launched=True), world)
         except BaseException:  # the world keeps the exception for the starting thread
             return
 

@@ -27,6 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch's compiler by itself
     # torch's compiler imports setuptools, perhaps after another test has imported distutils.
     pytest.mark.filterwarnings("ignore:Distutils was imported before Setuptools"),
+    pytest.mark.filterwarnings("ignore:Setuptools is replacing distutils"),
 ]
 
 ONE = Grid((("data", 1),))

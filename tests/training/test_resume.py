@@ -266,6 +266,15 @@ def test_validation_split_too_short(corpus: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_a_decision_for_ranks_that_are_threads_is_said_once(
+    corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Their launcher has decided: they need not decide again, as ranks of another launcher do."""
+    layout = {"pipeline": {"size": 2}, "transport": "threads"}
+    run(config_for(corpus, layout=layout, steps=1), tmp_path)
+    assert capfd.readouterr().out.count("layout.pipeline.partition=auto") == 1
+
+
 def test_a_run_of_epochs_is_that_of_its_steps(corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """To the letter, with a schedule that knows the last step; stopped and resumed, its config still says epochs."""
     optimizer = {"lr": 1e-2, "schedule": {"warmup": 2, "decay": "cosine"}}
