@@ -1,1 +1,1 @@
-"""Context parallelism: every sequence cut over ranks, also inside of attention."""
+"""Context parallelism: sequences cut over ranks, inside attention as well."""

@@ -1,7 +1,7 @@
-"""The context of a rank: which tokens of every sequence it holds, and how they attend to those of other ranks.
+"""A rank's context: the tokens of every sequence that it holds, and how they attend to other ranks' tokens.
 
-Between attentions a layer of a Transformer works token by token, so a rank needs its own tokens alone. Each kind of
-context parallelism says what attention needs besides; the base is a rank that holds whole sequences.
+Outside of attention a Transformer's layers work token by token, so a rank needs only its own tokens. Each kind of
+context parallelism implements attention over cut sequences; the base class holds whole sequences.
 
 Ulysses (DeepSpeed, arXiv 2309.14509) changes tokens of all heads for all tokens of some heads, and back:
 
@@ -126,7 +126,7 @@ class HeadParts(Heads):
 
 
 class Apart(torch.autograd.Function):
-    """x in memory of its own, and its gradient likewise: kernels get no one's strides."""
+    """A contiguous copy of x, and of its gradient: kernels' choices then do not depend on strides."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Documents that share a row, as attention meets them: each is a causal attention of its own, and no mask is made.
+"""Attention of packed documents: each document is a separate causal attention, without a mask.
 
 `starts` [B, T], int64, where the host can read it: the place in its row where each token's document begins. It says
 which kernels run, so a run keeps it off the GPU (model.py). A plan's has no values: there a row is one document, the
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 128
-"""Tokens up to which short documents go into one kernel, with a mask of theirs: a kernel's call costs as much as so
+"""Short documents of up to so many tokens together go into one kernel with a mask: a kernel call costs as much as so
 many tokens' scores."""
 
 

@@ -1,4 +1,4 @@
-"""Kernels of attention that give the log of the sum of exponentials beside the output, of which a ring makes the whole.
+"""Attention kernels that return the log-sum-exp beside the output, from which a ring combines blocks.
 
 | kernel      | where                                            | l          | holds beside its arguments      |
 |-------------|--------------------------------------------------|------------|---------------------------------|
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 TILE_ELEMENTS = 2**24
-"""Scores that are there at a time where no fused kernel gives l."""
+"""Scores held at a time where no fused kernel gives l."""
 _LSE_MULTIPLE = 32
 """Rows of l that `Efficient` fills up."""
 _BIAS_MULTIPLE = 8
@@ -168,7 +168,7 @@ class InTiles(Kernel):
 
 
 def kernel_of(query: Tensor, key: Tensor, value: Tensor, masked: bool, device_type: str) -> Kernel:
-    """The kernel of a device of that type for tensors like these, which may be meta."""
+    """The kernel on that device type for tensors like these, which may be on the meta device."""
     if has_torch_function((query,)):  # a plan's device may have no fused attention (on_device.py)
         chosen: Kernel = handle_torch_function(kernel_of, (query,), query, key, value, masked, device_type)
         return chosen

@@ -56,7 +56,7 @@ class _AroundRing(torch.autograd.Function):
                     _merge(merged, part, piece)
                 elif part.sums.shape == query.shape[:3]:
                     merged = Attended(part.out.to(part.sums.dtype), part.sums.clone(), part.seeds)
-                else:  # queries that have seen nothing: each will see itself
+                else:  # queries without keys so far; each sees at least itself later
                     nothing = part.sums.new_zeros(query.shape)
                     merged = Attended(nothing, part.sums.new_full(query.shape[:3], -torch.inf), part.seeds)
                     _merge(merged, part, piece)
@@ -71,7 +71,7 @@ class _AroundRing(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, out, sums, *seeds = ctx.saved_tensors
         ring, kernel = ctx.ring, ctx.kernel
-        gradient = gradient.contiguous()  # a sum's is one number, which no kernel takes for a row
+        gradient = gradient.contiguous()  # a sum's gradient is an expanded number, which kernels refuse
         own = torch.stack([key, value])
         dq = torch.zeros_like(query, dtype=sums.dtype)
         way = _Straight if mask is not None and not ring.masks(mask) else _Behind
@@ -94,7 +94,7 @@ class _AroundRing(torch.autograd.Function):
 
 
 def _merge(merged: Attended, part: Attended, piece: Piece) -> None:
-    """Take another piece's output and l into those of the pieces before it."""
+    """Merge another piece's output and l into those of earlier pieces."""
     out, sums = (x[piece.rows, :, piece.queries] for x in merged[:2])
     both = torch.logaddexp(sums, part.sums)
     out.mul_((sums - both).exp_().unsqueeze(-1))
@@ -193,14 +193,14 @@ class RingAttention(CutContext):
         return torch.cat([torch.arange(run.start, run.stop, device=device) for run in self._runs(length, index)])
 
     def start(self, block: Tensor, hops: int = 1) -> Moving:
-        """Begin to send a block so many ranks on, and to receive the one of as many ranks before."""
+        """Begin to send a block `hops` ranks on, and to receive one from as many ranks before."""
         came = torch.empty_like(block)
         after, before = (self.index + hops) % self.size, (self.index - hops) % self.size
         return Moving(self.comm.exchange(block, after, came, before, wait=False), lambda: came)
 
 
 class _Behind:
-    """A block's gradients go round behind it, each rank adds its own, and they are home at the end."""
+    """A block's gradients travel behind it: each rank adds its part, and the sum ends at the block's owner."""
 
     def __init__(self, ring: RingAttention, like: Tensor, dtype: torch.dtype) -> None:
         self._ring, self._coming = ring, here(torch.zeros_like(like, dtype=dtype))
@@ -217,7 +217,7 @@ class _Behind:
 
 
 class _Straight:
-    """Each rank sends its own addend home, where they are summed in the order of the steps."""
+    """Each rank sends its addend to the block's owner, who sums in step order."""
 
     def __init__(self, ring: RingAttention, like: Tensor, dtype: torch.dtype) -> None:
         self._ring, self._like, self._dtype = ring, like, dtype

@@ -1,4 +1,4 @@
-"""The kinds of context parallelism as the config and the planner see them: what each needs. No torch.
+"""The kinds of context parallelism: facts for the config and the planner. No torch.
 
 | kind    | attention                                                         | divides                           |
 |---------|-------------------------------------------------------------------|-----------------------------------|

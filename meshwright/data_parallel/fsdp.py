@@ -72,7 +72,7 @@ class FullySharded:
             if not any(parameter in set(unit.parameters()) for unit in units)
         ]
         whole = [parameter for unit in units for parameter in unit.parameters()]
-        # For the ledger, since torch does not tell: a unit is gathered forward and backward, the rest forward only.
+        # For the ledger, since torch does not report: units are gathered forward and backward, the rest forward only.
         self._gathered_bytes = 2 * self._sent_bytes(whole, half) + self._sent_bytes(rest, half)
         self._summed_bytes = self._sent_bytes([*whole, *rest], summed)
         self._sharded = [parameter for _, parameter in model.named_parameters()]
@@ -89,7 +89,7 @@ class FullySharded:
 
     @property
     def weights(self) -> list[FlatWeights]:
-        """Each rank's own rows, between steps: no other holds them."""
+        """This rank's rows, which no other rank holds between steps."""
         grid = self.mesh.grid
         return [FlatWeights(slot.parameter.detach(), slot.places, slot.copy_axes(grid)) for slot in self.slots]
 
@@ -121,7 +121,7 @@ class FullySharded:
 
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
-        self.model.unshard()  # the units see to themselves when they are called
+        self.model.unshard()  # units gather themselves when called
         yield
         self.model.reshard()
 

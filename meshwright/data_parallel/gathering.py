@@ -1,4 +1,4 @@
-"""Weights kept as slices, of which a part of the model is gathered when it is computed, and given back afterwards.
+"""Weights kept as slices: those of a part of the model are gathered for its computation, and freed afterwards.
 
 | sync  | gradients of S bytes           | weights of P bytes                     | a rank sends, m microbatches   |
 |-------|--------------------------------|----------------------------------------|--------------------------------|
@@ -54,7 +54,7 @@ class Zero3(Zero1):
 
 @dataclass(frozen=True)
 class Move:
-    """A rank gives back, gathers and waits for, and starts to gather these buckets when a part begins."""
+    """Buckets to free, to wait for, and to start gathering when a part begins."""
 
     released: tuple[int, ...]
     gathered: tuple[int, ...]
@@ -66,7 +66,7 @@ class Move:
 
 
 class Walk:
-    """A rank's way through its parts, and which of their buckets are there. Pure: the planner walks it as well.
+    """A rank's walk through its parts, and the buckets that are whole. Pure, so the planner walks it as well.
 
     `buckets`: by part. `kept`: of embeddings and head those that their backward passes read. `chunks`: those of the
     chain that the rank holds. A chain that is one chunk turns from its end to its backward pass, and from that to the
@@ -110,7 +110,7 @@ class Walk:
         """A part's backward pass begins."""
         before, self._back_at = self._back_at, part
         order = self._order[part]
-        same = part == before == HEAD  # its two functions; a layer that comes twice in a row is another microbatch's
+        same = part == before == HEAD  # the head's two functions; a layer twice in a row belongs to another microbatch
         # A part that is not further back than the last one belongs to another task, which may be of any chunk.
         fresh = (before not in order or part >= before) and not self._returns and not same
         return self._back_from(part, self.read_back(part), fresh=fresh)
@@ -134,8 +134,8 @@ class Walk:
 
 
 class GatheredSum(SlicedSum):
-    """A bucket whose weights are a slice, too. Replicas are compared before they are cut: afterwards only those of
-    other shard groups hold the same."""
+    """A bucket whose weights are a slice as well. Replicas are compared before the cut: afterwards only ranks of other
+    shard groups hold equal slices."""
 
     def __init__(self, bucket: Bucket, mesh: Mesh, policy: Policy) -> None:
         assert isinstance(policy, Zero3), f"{policy} does not gather"
@@ -148,18 +148,18 @@ class GatheredSum(SlicedSum):
     def make_slot(self) -> Slot:
         self.differing = super().make_equal() if self.mesh.device.type != "meta" else []
         slot = super().make_slot()
-        # The slice in memory of its own, as the bucket's is given back.
+        # The slice in separate memory, since the bucket's is freed.
         slot.parameter.data = slot.parameter.data.clone()
         return slot
 
     def gather(self) -> None:
-        """Start to bring the others' slices of the weights here."""
+        """Start to gather the other ranks' slices of the weights."""
         if not self.pinned:
             allocate(self.bucket.values)
             self.arriving = self.gathers.gather(self.bucket, self.slot.parameter.detach(), self.comm)
 
     def release(self) -> None:
-        """Give the weights' memory back."""
+        """Free the weights' memory."""
         self.wait()
         if not self.pinned:
             free(self.bucket.values)
@@ -179,7 +179,7 @@ class GatheredSum(SlicedSum):
 
 
 class Gathering(Sharded):
-    """Holds slices of the weights, and those of two parts of the model whole."""
+    """Holds slices of all weights, and whole weights of two parts of the model."""
 
     sum_of = GatheredSum
     sums: list[GatheredSum]  # type: ignore[assignment]
@@ -272,7 +272,7 @@ class Gathering(Sharded):
         self._gather(move.started)
 
     def _gather(self, indices: Collection[int]) -> None:
-        """Start what is not there, in one order on all ranks."""
+        """Start the missing gathers, in one order on all ranks."""
         for index in sorted(indices):
             self.sums[index].gather()
 

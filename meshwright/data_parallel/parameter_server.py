@@ -1,4 +1,4 @@
-"""One rank sums for all: the parameter server in both of Bai's variants, and the rooted all-reduce.
+"""One rank sums for all: both of Bai's parameter-server variants, and the rooted all-reduce.
 
 | sync            | batch         | loss            | gradients of S bytes   | optimizer | then             |
 |-----------------|---------------|-----------------|------------------------|-----------|------------------|
@@ -70,9 +70,9 @@ class ServerGradient(Synchroniser):
 class ServerLoss(ServerGradient):
     """Variant 'loss': the workers' outputs are gathered, and the server alone computes the loss.
 
-    Only the server runs the head, so only there the head's own gradients could fill a bucket. No bucket may leave
-    before the outputs' gradient is scattered: all ranks must send in the same order. The autograd graph of the forward
-    pass is the whole protocol: a stage of its own would be a second place where passes are written.
+    Only the server runs the head, so only there the head's gradients could fill a bucket early. No bucket may leave
+    before the outputs' gradient is scattered, since all ranks must send in the same order. The autograd graph of the
+    forward pass is the whole protocol: a stage of its own would be a second place where passes are written.
     """
 
     def expect(self, final: bool) -> None:

@@ -1,4 +1,4 @@
-"""Policies in which every rank takes part alike.
+"""Policies in which all ranks take part alike.
 
 | sync      | gradients of S bytes          | the optimizer steps | then       | a rank sends             |
 |-----------|-------------------------------|---------------------|------------|--------------------------|

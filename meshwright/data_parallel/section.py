@@ -1,4 +1,4 @@
-"""The data-parallel strategies as the config and the planner see them: what each needs. No torch.
+"""The data-parallel strategies' facts for the config and the planner. No torch.
 
 | sync            | summed by                | stages | cut layers | MPI | recomputation | offload | planned |
 |-----------------|--------------------------|--------|------------|-----|---------------|---------|---------|
@@ -34,7 +34,7 @@ FIELD, SHARD, EXPERT_FIELD = "layout.data.sync", "layout.data.shard", "layout.da
 
 @dataclass(frozen=True)
 class Sync:
-    """How replicas agree. What it is built of is named as `module:attribute`, since torch is not here yet.
+    """A strategy's facts. Its parts are named as `module:attribute`, since torch is not imported yet.
 
     `policy`: makes the `Policy` by which buckets travel (strategy.py). `synchroniser`: makes the strategy of
     (buckets, mesh, policy). `whole`: instead of both makes a strategy that has no buckets, as fsdp.FullySharded.
@@ -59,7 +59,7 @@ class Sync:
     grouped: bool = False
     """Whether groups of ranks may each hold all slices (layout.data.shard)."""
     like: str = ""
-    """The name under which others know it."""
+    """The strategy's name elsewhere."""
     unplanned: str = ""
     """Why a planner cannot compute it: `is more than ...`."""
     order_free: bool = True
@@ -67,7 +67,7 @@ class Sync:
 
 
 def _others(broken: Rule) -> str:
-    """The strategies that such a rule leaves, those first that a planner would try."""
+    """The strategies that such a rule allows, the planner's candidates first."""
     left = [name for name, sync in reversed(entries("syncs").items()) if broken not in sync.rules]
     return ", ".join(sorted(left, key=lambda name: not entries("syncs")[name].candidate))
 

@@ -1,4 +1,4 @@
-"""A data-parallel strategy as the train loop sees it, and the one synchroniser that executes gradient sums.
+"""The interface of data-parallel strategies, and the synchroniser that executes gradient sums.
 
 A step: share the batch, forward and backward of each microbatch (pipeline/), finish (the slots' gradients are the
 global batch's), the optimizer steps the slots, publish (every rank's parameters are the new ones). New values may
@@ -46,7 +46,7 @@ class Policy(Protocol):
 
 
 class Replicated:
-    """The part of a policy whose ranks all step the whole bucket, so that nothing is left to publish."""
+    """Base of policies whose ranks all step the whole bucket, so that nothing is published."""
 
     replicated = True
     blocks = False
@@ -82,7 +82,7 @@ class Strategy(Protocol):
 
     @property
     def weights(self) -> list[FlatWeights]:
-        """All that this rank holds of the model; returns when published values have arrived."""
+        """This rank's weights; returns when published values have arrived."""
 
     def share(self, load: LoadRows, replica_batch: int) -> Batch:
         """This replica's rows of the step's global batch, on the host, as `load` gives them."""
@@ -95,7 +95,7 @@ class Strategy(Protocol):
         summed."""
 
     def arrivals(self) -> Iterator[int]:
-        """Every slot's index, each as soon as it holds the whole gradient. What has not left yet leaves at the call."""
+        """Slot indices, each as soon as the slot holds the whole gradient. Starts the sums that have not begun."""
 
     def finish(self) -> None:
         """Wait until the slots hold the whole gradient."""
@@ -126,7 +126,7 @@ class BucketBytes(NamedTuple):
 
 
 class HeldBytes(NamedTuple):
-    """Bytes of weights and of gradients that a rank has all the time, and at most beside these while its tasks run."""
+    """Bytes of weights and gradients held all the time, and the most held in passing while tasks run."""
 
     weights: int
     gradients: int
@@ -162,11 +162,11 @@ class BucketSum:
         self.comm = self.make_comm()
         """The ranks over which the policy sums and publishes the bucket."""
         self.slot = self.make_slot()
-        self.views = dict(bucket.members())  # taken while there is memory, of which a slice's is given back
+        self.views = dict(bucket.members())  # taken while the memory exists: a slice's is freed
         self.work: Work = DONE
-        """The sum that is under way."""
+        """The sum in progress."""
         self.arriving: Work | None = None
-        """Values that others have stepped, on their way to this rank."""
+        """Values stepped by other ranks, on their way here."""
         self.refill()
 
     def make_comm(self) -> Comm:
@@ -191,10 +191,10 @@ class BucketSum:
         self.state = State.FILLING if self.missing else State.FULL
 
     def begin(self) -> None:
-        """A gradient is about to be written into the bucket."""
+        """Called before a gradient is written into the bucket."""
 
     def take(self, parameter: nn.Parameter) -> None:
-        """A parameter has its gradient. Full when it was the last."""
+        """Called when a parameter has its gradient. Full after the last."""
         self.missing.discard(parameter)
         if not self.missing and self.state is State.FILLING:
             self.state = State.FULL
@@ -235,13 +235,13 @@ class BucketSum:
 
     @property
     def weights(self) -> FlatWeights:
-        """All that this rank holds of the bucket's weights between steps."""
+        """This rank's part of the bucket's weights between steps."""
         return FlatWeights(self.bucket.values, self.bucket.places, self.bucket.copy_axes(self.mesh.grid))
 
     def make_equal(self) -> list[str]:
         """The parameters that the ranks which hold them had with other values; now they have the first's."""
         bucket, comm = self.bucket, self.mesh.comm(*self.bucket.copy_axes(self.mesh.grid))
-        if same_everywhere(bucket.values, comm):  # one small message, as long as all is well
+        if same_everywhere(bucket.values, comm):  # one small message if all are equal
             return []
         parts = ((place.name, bucket.values[place.start : place.stop]) for place in bucket.places)
         return [name for name, values in parts if make_equal(values, comm)]
@@ -382,6 +382,6 @@ class Synchroniser:
         return [name for one in self.sums for name in one.make_equal()]
 
     def _wait(self, indices: Collection[int] | None = None) -> None:
-        """Return when the values of these buckets have arrived, by default of all."""
+        """Return when these buckets' values have arrived; by default all buckets'."""
         for index in range(len(self.sums)) if indices is None else sorted(indices):
             self.sums[index].wait()

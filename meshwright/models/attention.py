@@ -52,6 +52,6 @@ class AttentionCore(nn.Module):
         elif mask is not None and mask.is_floating_point():
             mask = mask.to(query.dtype)  # autocast's queries are narrower than what passes between layers
         dropout = self.dropout if self.training else 0.0
-        # Ranks have different heads of one batch: with the common stream all heads would lose the same weights.
+        # Ranks have different heads of one batch: with a common random stream all heads would drop the same weights.
         with self.own_randomness(dropout):
             return self.context.attend(query, key, value, mask, dropout, causal, self.scale)

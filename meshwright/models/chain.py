@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from meshwright.config import Config
 
 Run = Callable[..., Any]
-"""run(function, *arguments): the function's result. One of them keeps less for the backward pass."""
+"""run(function, *arguments): the function's result; recomputation keeps less for the backward pass."""
 
 
 RunPart = Callable[..., Any]
@@ -32,7 +32,7 @@ def run_directly(part: int, function: Callable[..., Any], *arguments: Any) -> An
 
 
 def at_once(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run the function, and keep what autograd keeps."""
+    """Run the function without recomputation."""
     return function(*arguments)
 
 

@@ -1,4 +1,4 @@
-"""The base of decoders: tokens to a loss, in training; to the next token, with what is remembered of those before."""
+"""The base of decoders: tokens to a loss in training, to the next token in generation, with cached keys and values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class KeyValueCache:
             self.layers.append((key, value))
         else:
             past_key, past_value = self.layers[layer]
-            # A new tensor each token: cheap beside the products of a whole pass, and nothing must be sized ahead.
+            # A new tensor each token: cheap beside a pass's products, and no size need be known ahead.
             self.layers[layer] = (torch.cat([past_key, key], 2), torch.cat([past_value, value], 2))
         return self.layers[layer]
 

@@ -141,7 +141,7 @@ class Branches(ShardedModule):
         size = self.mesh.size(self.axis)
         by_rank = [1] * size if shares is None else [sum(shares[branch] for branch in hand) for hand in self.assignment]
         if len(holders) not in (1, size) or len(set(by_rank)) > 1:
-            # Collectives of torch and MPI want equal parts of all ranks; what is uneven goes by messages.
+            # Collectives of torch and MPI need equal parts; uneven ones go by messages.
             return Translated(self.mesh, self.axis, self.num_rows, holders, by_rank)
         if len(holders) < size:
             return OneCommon(self.mesh, self.num_rows, self.axis)

@@ -1,4 +1,4 @@
-"""Common layers, those between branches: of a rank that holds its rows of them, and of one that holds nothing.
+"""Common layers, between branches: on a rank that holds rows, and on one that holds none.
 
 Where the first rank of a segment alone computes the common layers (D&SP-cSub), the others declare their parameters too,
 with no rows, and carry activations [0, T, H] through them: in both passes they come by every split and join.
@@ -115,7 +115,7 @@ class CommonContract(CutContract):
 
 
 class Absent(ShardedModule):
-    """A layer that lives elsewhere: of no rows it makes no rows."""
+    """A layer that lives on another rank: maps no rows to no rows."""
 
     def __init__(self, layer: ShardedModule) -> None:
         """`layer`: whose owner is set."""
@@ -141,7 +141,7 @@ class AbsentTable(Absent):
 
 
 class AbsentHead(Absent):
-    """A `Head` without tokens: a loss of 0, from which the backward pass begins on this rank too."""
+    """A `Head` without tokens: a loss of 0, from which this rank's backward pass begins."""
 
     def forward(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:
         # A sum of nothing is 0, and has a gradient of no rows to begin with.

@@ -1,6 +1,6 @@
 """The general translation between two grids of ranks (SUPER, IPDPS 2021, section IV): point-to-point messages.
 
-Where no segmented collective fits: a tensor lies somehow on the ranks of an axis, and shall lie on them otherwise. Both
+For layouts that no segmented collective fits: from one distribution of a tensor over an axis's ranks to another. Both
 are a `RowLayout`, the box of the tensor that each rank holds; a message is what a sender's and a receiver's box have in
 common. What several ranks hold of the source are summands, what several want of the target are copies. So the reverse
 translation is the backward pass, and the paper's four steps are four pairs of layouts:
