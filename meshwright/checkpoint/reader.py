@@ -104,8 +104,8 @@ class Checkpoint:
             self._check(file)
 
     def check_frames(self, part: int, of: int) -> None:
-        """Check, for every `of`-th file from `part` on, what `read` may not: shards' headers and other files whole.
-        Nobody reads from replicas' shards, which hold no tensor. Raises DamagedError."""
+        """Check what `read` may skip in every `of`-th file from `part` on: a shard's header, all of another file.
+        (Nobody reads from replicas' shards, which hold no tensor.) Raises DamagedError."""
         for file in self.manifest.files[part::of]:
             if file.header_bytes is None:
                 self._check(file)
