@@ -86,8 +86,7 @@ class FolderBoard:
 
 
 def await_path(path: Path, seconds: float) -> None:
-    """Return when another rank has made `path`. Raises TimeoutError after `seconds`, and if its parent folder is
-    gone."""
+    """Return when another rank has made `path`. Raises TimeoutError after `seconds`, or if its folder is gone."""
     deadline, pause = time.monotonic() + seconds, 0.005
     while not path.exists():
         if time.monotonic() > deadline or not path.parent.exists():

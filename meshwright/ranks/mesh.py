@@ -54,7 +54,7 @@ class Mesh:
     _mailboxes: dict[str, Mailbox] = field(default_factory=dict)
 
     def comm(self, *axes: str) -> Comm:
-        """The comm over the given axes together, one per set of axes.
+        """The comm over the given axes together.
 
         The first call for a set of axes is collective over the group (not the world): ranks that share two groups must
         first ask for them in the same order.

@@ -250,8 +250,7 @@ class MpiTransport(Transport):
 
 
 def _communicator(ranks: tuple[int, ...], tag: int) -> Any:
-    """A communicator made by its members alone. `tag` tells apart communicators of the same ranks that are made at the
-    same time."""
+    """A communicator made by its members alone. `tag`: distinguishes those of equal ranks made at the same time."""
     from mpi4py import MPI
 
     # Create_group is collective over the members alone; Split and Dup would need all ranks of the world.

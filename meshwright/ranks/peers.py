@@ -102,8 +102,7 @@ class Peers:
             found, cause = _GLOO_PEER.search(str(error)), _CAUSE.search(str(error))
             if found is None:
                 raise
-            # A rank on the store's host has the address at which that host was reached; several ranks may share an
-            # address.
+            # A rank on the store's host has the host's address; several ranks may share one.
             at = {peer.rank: peer.address if peer.far else Peers(self.ranks, peer.rank).address for peer in self.ranks}
             there = [peer for peer in self.ranks if at[peer.rank] == found[1] and peer.rank != self.me]
             who = names_of([peer.rank for peer in there], lambda rank: f"rank {rank} on {self.ranks[rank].host}")

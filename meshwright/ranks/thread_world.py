@@ -111,8 +111,7 @@ class ThreadWorld:
 
     @contextmanager
     def turn(self, rank: int) -> Iterator[None]:
-        """A rank's life: entered when no other rank runs, with the settings of the world's maker, restored at the
-        end."""
+        """A rank's life: entered when no other runs, with the settings of the world's maker, restored at its end."""
         with self._turn:
             self._settings.put_back()
             try:

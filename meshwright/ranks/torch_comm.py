@@ -165,8 +165,7 @@ class TorchWindowComm(WindowComm, TorchComm):
 class TorchTransport(Transport):
     """Groups of a process that has joined its job's process group. `timeout`: torch's own, for every group.
 
-    `device`: of the tensors that ranks send each other. `births`: whether communicators are made when their group is
-    (NCCL).
+    `device`: of the tensors that ranks send each other. `births`: whether to make communicators with groups.
     """
 
     timeout: timedelta
@@ -225,8 +224,7 @@ class TorchTransport(Transport):
         return StoreBoard(c10d._get_default_store().clone())
 
     def born(self, process_group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """The group, its communicator made by a first collective. All members call it at the same point of their
-        programs."""
+        """The group, its communicator made by a first collective, in which all members meet."""
         if self.births:
             dist.all_reduce(torch.zeros(1, device=self.device), group=process_group)
         return process_group
