@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -55,12 +57,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that are marked long wait for --long, and so do combinations off a diagonal; those that are marked host
-    for a run without --device cuda. They are not skipped one by
-    one, which took a thousandth of a second each for thousands."""
+    """Tests that are marked long wait for --long, and so do combinations off a diagonal and cases that `few` spares;
+    those that are marked host for a run without --device cuda. They are not skipped one by one, which took a
+    thousandth of a second each for thousands."""
     late = []
     if not config.getoption("--long"):
         off = off_diagonals(items)
+        off |= spared([item for item in items if item.nodeid not in off])
         late = [item for item in items if item.get_closest_marker("long") or item.nodeid in off]
     if config.getoption("--device") == "cuda":
         late += [item for item in items if item.get_closest_marker("host")]
@@ -111,6 +114,34 @@ def off_diagonals(items: list[pytest.Item]) -> set[str]:
             ]
             off |= set() if place in kept else {item.nodeid}
     return off
+
+
+def spared(items: list[pytest.Item]) -> set[str]:
+    """The ids of the cases that the marker `few` leaves out. Of a test's cases stay the given number, or as many as
+    hold each word of their ids: each is the one that holds the most words of those that no case before it has."""
+    tests: dict[str, dict[str, set[str]]] = {}
+    most: dict[str, int] = {}
+    for item in items:
+        marker = item.get_closest_marker("few")
+        if marker and not item.get_closest_marker("long") and isinstance(item, pytest.Function):
+            test = item.nodeid.partition("[")[0]
+            most[test] = (*marker.args, len(items))[0]
+            tests.setdefault(test, {})[item.nodeid] = {*re.split(r"[-,: ]+", item.callspec.id)}
+    out: set[str] = set()
+    for test, held in tests.items():
+        missing, stay, uses = set[str]().union(*held.values()), list[str](), Counter[str]()
+        while missing and len(stay) < most[test]:
+            # Of those that hold as much of what is missing, the one whose words were taken least.
+            stay.append(
+                max(held, key=lambda case: (len(held[case] & missing), -sum(uses[word] for word in held[case])))
+            )
+            missing -= held[stay[-1]]
+            uses.update(held[stay[-1]])
+        for case in stay.copy():  # one that was taken early may hold nothing that later ones do not
+            if held[case] <= set[str]().union(*(held[other] for other in stay if other != case)):
+                stay.remove(case)
+        out |= held.keys() - {*stay}
+    return out
 
 
 @pytest.fixture(scope="session")

@@ -169,7 +169,8 @@ def test_a_limit_has_a_place_for_each_chunk() -> None:
     assert resolve_layout(config, machine(0)).config.layout.pipeline.limit == 2
 
 
-@pytest.mark.parametrize("recompute", ["none", "auto", "selective"])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("recompute", ["selective", "none", "auto"])
 def test_the_limit_uses_the_memory_that_recomputation_leaves(recompute: str) -> None:
     """12 billion parameters in 24 stages: a count of all activations twice had left room for one microbatch."""
     config = parse_config({

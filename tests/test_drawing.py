@@ -57,6 +57,7 @@ def test_a_run_goes_on_without_pictures_and_names_the_extras(folder: Path) -> No
     assert not (folder / "out/tensorboard").exists()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "words",
     [

@@ -187,6 +187,7 @@ def test_commands_ask_for_them(toys: Path) -> None:
     assert "counted" in told
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.timeout(600)  # several commands, each with ranks of its own: long on a busy machine
 def test_they_train_verify_plan_and_go_on(run: str, toys: Path) -> None:

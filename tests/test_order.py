@@ -71,7 +71,7 @@ def serial() -> Any:
     return run(config_for("auto"))[0]
 
 
-ONLY_LONG = ("col-data-row",)
+ONLY_LONG = ("col-data-row", "row:2-col:2-row-col")
 
 
 @pytest.mark.parametrize(
@@ -107,6 +107,7 @@ SPLIT_OTHERS: dict[str, tuple[str, int, dict[str, Any]]] = {
 """By what is split: the model, the size of a microbatch, the layout."""
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", SPLIT_OTHERS)
 def test_any_axis_may_be_split(name: str) -> None:
     model, micro, layout = SPLIT_OTHERS[name]
@@ -128,6 +129,7 @@ def test_equals_serial_over_mpi(mpi: Callable[[int], dict[str, list[Answer]]]) -
 SPLIT = ("row:2-col:2-row-col", "pipe:2-data-pipe", "data:2-tensor-data", "col-row-depth")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "source, target",
     [

@@ -47,6 +47,7 @@ def differences(mesh: Mesh, schedule: str, layers: list[float]) -> tuple[list[fl
     return losses, found
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     "ranks, schedule, layers",
     [

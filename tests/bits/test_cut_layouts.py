@@ -77,6 +77,7 @@ def check(model: str, precision: str, words: tuple[str, ...], **how: Any) -> Non
     assert ended(config_of(model, precision, words), **how).differing(on_one_device(model, precision)) == []
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "model, precision, words",
     [
@@ -168,6 +169,7 @@ def draws_by_rank(mesh: Mesh) -> None:
     SampleGrains.draw = lambda self, shares: [number + shift for number in right(self, shares)]  # type: ignore
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "plant, words", [(adds_from_the_end, ()), (multiplies_other_rows, U2), (draws_by_rank, (*M2, *CUT))]
 )

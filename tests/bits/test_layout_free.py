@@ -72,6 +72,7 @@ def check(case: Case, **how: Any) -> None:
     assert ended(parse_run(tree(case)), **how).differing(alone) == []
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "number", [pytest.param(n, marks=pytest.mark.long if n >= 8 or MODELS[n] in COVERED else ()) for n in range(12)]
 )
@@ -154,6 +155,7 @@ def multiplies_another_shape(mesh: Mesh) -> None:
     SampleGrains.__init__ = make_coarse  # type: ignore[method-assign]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("plant", [sums_floats, draws_by_rank, multiplies_another_shape])
 def test_a_planted_mistake_is_seen(plant: Any) -> None:
     assert ended(gpt2("layout.data=2"), plant, transport="torch").differing(ended(gpt2())) != []

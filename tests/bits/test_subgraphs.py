@@ -30,6 +30,7 @@ def subgraph(size: int, **how: str) -> tuple[str, ...]:
 CORE, BLOCK, ONE = {"branch": "attention-core"}, {"branch": "block"}, {"common": "one"}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "model, precision, words",
     [

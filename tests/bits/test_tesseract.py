@@ -27,6 +27,7 @@ def halved(model: str, precision: str, words: tuple[str, ...] = ()) -> Config:
     return config_of(model, precision, words, hidden=2)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "model, precision, words",
     [

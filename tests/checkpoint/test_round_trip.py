@@ -77,6 +77,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.diagonal
 @pytest.mark.parametrize("changes", OTHERS.values(), ids=OTHERS)
 @pytest.mark.parametrize("sync", ["allreduce", "zero1", "fsdp"])

@@ -115,6 +115,7 @@ def touched(mesh: Mesh, config: Any, folder: Path) -> list[tuple[str, int]]:
     return seen
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sync, ranks", [("allreduce", 2), ("zero1", 3)])
 def test_a_resume_checks_every_byte_of_every_shard(sync: str, ranks: int, tmp_path: Path) -> None:
     """Also of a replica's shard, in which nothing lies: a bit of its header that flips is damage, and said to be."""

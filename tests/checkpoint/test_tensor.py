@@ -67,6 +67,7 @@ def serial() -> list[float]:
     return legs("serial", None, None, 0, LAST, "allreduce")[0][0]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "source, target, sync", [*MOVES, *[pytest.param(*move, marks=pytest.mark.long) for move in ONLY_LONG]]
 )

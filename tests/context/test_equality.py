@@ -56,6 +56,7 @@ SIZES = [
 """How many ranks cut a sequence does not ask which model it is of: beside GPT-2 one number waits for no --long."""
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("model, size", SIZES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_serial(kind: str, model: str, size: int) -> None:
@@ -124,6 +125,7 @@ def test_equals_serial_with_a_real_vocabulary(kind: str) -> None:
     check(run(config_for("gpt2", {"size": 2, "kind": kind}, **changes)), run(config_for("gpt2", {}, **changes))[0])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_half_precision_trains_as_on_one_device(kind: str, level: str) -> None:
@@ -133,6 +135,7 @@ def test_half_precision_trains_as_on_one_device(kind: str, level: str) -> None:
         torch.testing.assert_close(losses, expected, rtol=5e-3, atol=0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_runs_have_the_same_bits(kind: str) -> None:
     dropout = 0.0 if kind == "ring" else 0.1

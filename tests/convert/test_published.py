@@ -83,6 +83,7 @@ def logits_of(folder: Path, **how: Any) -> torch.Tensor:
     return logits
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_setting_comes_back_as_it_was(tmp_path: Path, name: str) -> None:
     publish(name, tmp_path / "hf")
@@ -104,6 +105,7 @@ def test_marks_are_read_from_the_tokenizers_own_files(tmp_path: Path, name: str)
     assert {tokenizer.name_of(token) for token in tokenizer.marks.stops} == set(family.stops)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["llama-3.1", "mistral-instruct", "qwen3-base", "deepseek-r1-distill-qwen"])
 def test_a_run_of_text_writes_them_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """And its documents stand between the family's marks, as transformers' tokenizer begins a text."""

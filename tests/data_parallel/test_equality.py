@@ -166,6 +166,7 @@ def test_equals_serial(sync: str, size: int, serial: tuple) -> None:
     check(config_for(sync, size), serial)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("sync, shard", [("zero1", 2), ("zero1", 1), ("zero2", 2), ("zero3", 2), ("zero3", 1)])
 def test_equals_serial_in_shard_groups(sync: str, shard: int, serial: tuple) -> None:
     layout = {"data": {"size": 4, "sync": sync, "bucket": 8192, "shard": shard}}

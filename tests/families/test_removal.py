@@ -65,6 +65,7 @@ NEEDED = ("gpt", "seq2seq")
 """The default, and the one of which other rooms know most; the others run with --long."""
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "family", [name if name in NEEDED else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES]
 )

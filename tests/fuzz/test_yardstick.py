@@ -85,6 +85,7 @@ PLANTS: Sequence[tuple[Plant, str, dict[str, Value]]] = (
 )
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("precision", ["O2-bf16", "O2-fp16"])
 @pytest.mark.parametrize("plant, told, values", PLANTS, ids=[plant.__name__ for plant, _, _ in PLANTS])
 def test_a_mistake_is_seen(plant: Plant, told: str, values: dict[str, Value], precision: str) -> None:

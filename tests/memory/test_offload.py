@@ -107,6 +107,7 @@ def resume(mesh: Mesh, first: Case, second: Case, folder: Path) -> tuple[Outcome
     return outcome(going_on, steps), run(mesh, first, folder)
 
 
+@pytest.mark.few(2)
 @pytest.mark.diagonal
 @pytest.mark.parametrize("pair", [("host", "none"), ("none", "host"), ("disk", "host"), ("none", "disk")])
 @pytest.mark.parametrize("case", [Case("zero1", "fp16"), Case("allreduce", "bf16", "momentum", None)], ids=str)

@@ -72,11 +72,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_bit_changes(layout: str) -> None:
     compare("gpt2", layout)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("model", ["bert", "megatron-bert", "vit"])
 def test_no_bit_changes_in_any_model(model: str) -> None:
     compare(model, "serial")

@@ -126,6 +126,7 @@ def serial(name: str) -> Any:
     return run(separate(name, {}))[0]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "name, layout",
     [
@@ -138,6 +139,7 @@ def test_equals_serial(name: str, layout: str) -> None:
     check(run(separate(name, LAYOUTS[layout])), serial(name))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("layout", CROSSED)
 def test_equals_serial_where_sequences_are_cut_beside_other_axes(layout: str) -> None:
     name, tree = CROSSED[layout]
@@ -176,6 +178,7 @@ LEAKS = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("layout", LEAKS)
 def test_what_changes_in_other_documents_changes_no_bit_of_a_gradient(layout: str) -> None:
     name, tree = LEAKS[layout]

@@ -91,6 +91,7 @@ def errors(config: Config) -> dict[str, float]:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layout", CASES)
 def test_equal_terms_add_up(layout: str) -> None:
     """To bf16's own precision: what is left is the rounding of activations and of each term."""

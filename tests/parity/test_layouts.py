@@ -181,6 +181,7 @@ MANY = {f"{room}-{index} {layout_name(config)}": config
         for room, configs in ROOMS.items() for index, config in enumerate(configs)}  # fmt: skip
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", [*FEW, *(pytest.param(name, marks=pytest.mark.long) for name in MANY)])
 def test_a_layout_is_equal_to_plain_torch(name: str, tmp_path: Path) -> None:
     config = compared((FEW | MANY)[name])

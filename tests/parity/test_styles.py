@@ -37,6 +37,7 @@ def check_cases(names: list[str], folder: Path) -> None:
         assert result.seen_by_losses.startswith("an allclose of the losses would have ")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("group", FEW)
 def test_some_programs_and_their_mistakes(group: str, tmp_path: Path) -> None:
     check_cases(FEW[group], tmp_path)

@@ -129,6 +129,7 @@ def assert_same_bits(mine: Bits, wanted: Bits) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_order_of_arrival_changes_no_bit(case: tuple[Any, ...]) -> None:
     stages, schedule, tensor, placed, data, context = (*case, *(None, {}, {})[len(case) - 3 :])

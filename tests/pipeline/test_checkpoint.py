@@ -55,6 +55,7 @@ def serial() -> list[float]:
     return losses_of(legs(config_of("serial"), None, None, range(LAST)))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "writer, readers",
     [
@@ -92,6 +93,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "layout, precision",
     [

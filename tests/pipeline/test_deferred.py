@@ -126,6 +126,7 @@ def check(results: dict[tuple[str, int], Pair], tolerance: float) -> None:
         assert deferred.traffic == at_once.traffic, name
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kit", KITS)
 def test_later_is_the_same(kit: str) -> None:
     tensor, summa = KITS[kit]

@@ -58,6 +58,7 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any] | None]] = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_validation_is_that_of_one_device(layout: str, corpus: Path) -> None:
     stages, data, tensor = LAYOUTS[layout]

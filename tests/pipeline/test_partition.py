@@ -139,6 +139,7 @@ def check_against_serial(config: Config, model: str = "gpt2") -> None:
     check(run(config), serial(model, config.micro * config.layout.data.size))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "axonn", "message-driven"])
 @pytest.mark.parametrize("micro", [24, 12], ids=["one microbatch", "fewer than stages"])
 def test_few_microbatches(micro: int, schedule: str) -> None:
@@ -158,6 +159,7 @@ BY_HAND: list[tuple[str, int, Any]] = [
 ]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("model, stages, partition", BY_HAND, ids=str)
 def test_any_cut_equals_serial(model: str, stages: int, partition: Any) -> None:
     config = pipelined(model, stages, "message-driven", WHOLE, batch={"global": 24, "micro": 6})
@@ -168,6 +170,7 @@ def test_any_cut_equals_serial(model: str, stages: int, partition: Any) -> None:
 SYNCS = ("allreduce", "zero1", "ring", "rooted", "server-gradient")
 
 
+@pytest.mark.few(3)
 @pytest.mark.diagonal
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("sync", SYNCS)
@@ -181,6 +184,7 @@ LEAVES_EARLY: list[tuple[str, tuple[int, ...]]] = [("gpt2", (2, 2)), ("gpt2", (4
 bucket of its own, and under message-driven a head alone has no weight gradient to put off."""
 
 
+@pytest.mark.few(3)
 @pytest.mark.diagonal
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("sync", SYNCS)

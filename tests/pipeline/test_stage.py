@@ -80,6 +80,7 @@ def serial() -> Outcome:
     return run(pipelined("gpt2", 1, "gpipe", WHOLE))[0]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_both_copies_of_a_tied_weight_stay_one(layout: str, serial: Outcome) -> None:
     """And the norm counts it once: it is serial's, which the steps are clipped by."""
@@ -131,6 +132,7 @@ def tied_weight(mesh: Mesh, config: Config) -> Tensor:
     return build(config, mesh).model.get_parameter(TIED).detach().clone()
 
 
+@pytest.mark.few(1)
 @pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -143,6 +145,7 @@ def test_half_precision_follows_serial(level: str, dtype: str) -> None:
             assert all(result.applied)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_all_stages_skip_a_step_that_overflows_on_one(level: str) -> None:
     config = in_precision(pipelined("gpt2", 3, "message-driven", WHOLE), level, "fp16")

@@ -118,6 +118,7 @@ def run(model: str, layout: dict[str, Any], orders: Sequence[str], folder: Path,
     )
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "model, layout, order",
     [

@@ -16,6 +16,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name, config", LAYOUTS)
 def test_every_layout_takes_a_step(
     name: str, config: Config, fake_gpu: FakeGpu, request: pytest.FixtureRequest
@@ -37,7 +38,7 @@ KERNELS = {"serial": 45, "zero1": 45, "megatron": 47, "sequence": 57, "tesseract
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(name, marks=pytest.mark.long if name not in ("serial", "tesseract") else ()) for name in KERNELS],
+    [pytest.param(name, marks=pytest.mark.long if name != "serial" else ()) for name in KERNELS],
 )
 def test_what_a_step_may_cost(layout: str, fake_gpu: FakeGpu) -> None:
     """GPT-2's layers as they are, in bf16, few rows."""

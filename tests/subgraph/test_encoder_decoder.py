@@ -63,6 +63,7 @@ def label(case: tuple[str, dict[str, Any], int, int]) -> str:
     return "-".join(map(str, (model, *tensor.values(), f"pipe {stages}", f"data {data}")))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "case",
     [*CASES, *[pytest.param(case, marks=pytest.mark.long) for case in ONLY_LONG if case not in CASES]],

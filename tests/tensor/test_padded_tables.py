@@ -68,6 +68,7 @@ def check(results: list[Any], model: str) -> None:
     assert padded
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("layout, multiple", [("3", 3), ("6", 12), ("6 cut", 6), ("3 x 3", 9)])
 @pytest.mark.parametrize("model", ["gpt2", "bert", "vit"])
 def test_equals_one_device_without_padding(model: str, layout: str, multiple: int) -> None:

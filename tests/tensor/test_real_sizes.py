@@ -169,11 +169,13 @@ def marked(cases: list[Case], only_long: list[Case]) -> list[Any]:
     return [*cases, *[pytest.param(case, marks=pytest.mark.long) for case in only_long]]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", marked(CASES, ONLY_LONG), ids=label)
 def test_equals_serial(case: Case) -> None:
     check(run(*case, "float64", 1), serial(case[0], "float64"), of_losses=1e-10, of_gradients=1e-12)
 
 
+@pytest.mark.few(1)
 @pytest.mark.host  # threads are a CPU's, and a GPU multiplies float32 in TF32
 @pytest.mark.parametrize("case", marked(THREADED, THREADED_LONG), ids=label)
 def test_equals_serial_with_threads(case: Case) -> None:

@@ -59,6 +59,7 @@ def over_eight_rows(family: Any) -> Any:
     return run(family("microbatch", {}, 8))[0]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_balance_over_the_batch(name: str) -> None:
     check(run(llama("batch", LAYOUTS[name], 2)), over_eight_rows(llama))
@@ -102,6 +103,7 @@ def loads_of_both_passes(mesh: Mesh, config: Config) -> tuple[list[Tensor], list
     return [router.loads for router in seen], [sum(counts).double() / 8 for counts in seen.values()]  # type: ignore[misc]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_balance_over_a_microbatch(name: str) -> None:
     """Whose rows follow from batch.micro alone."""
@@ -140,6 +142,7 @@ def moved_on_one_device() -> dict[str, Tensor]:
     return moved(deepseek(LATER, {}, batch={"global": 8, "micro": 8}))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "layout, changes",
     [

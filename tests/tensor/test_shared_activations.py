@@ -89,6 +89,7 @@ def in_layout(precision: str, *words: str) -> Ended:
     return ended(latent(config_of("gpt2", precision, ("model.tied=false", "model.dropout=0", *words))))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "precision, words",
     [("float32", M2), ("float32", (*M4, *BY_SEQUENCE)), ("O1", M4), ("O2", (*M2, *U2)), ("O2", (*M4, *BY_SEQUENCE))],

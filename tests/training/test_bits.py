@@ -72,6 +72,7 @@ def sha256(x: torch.Tensor) -> str:
     return hashlib.sha256(x.detach().contiguous().view(torch.uint8).numpy().data).hexdigest()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "layout, precision", [*CASES, *[pytest.param(*case, marks=pytest.mark.long) for case in ONLY_LONG]],
     ids=lambda value: value if isinstance(value, str) else value["dtype"],

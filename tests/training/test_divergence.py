@@ -72,6 +72,7 @@ def test_a_weight_that_is_no_number_is_named(case: str) -> None:
         assert untouched
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("sync", ["allreduce", "zero1", "server-loss"])
 @pytest.mark.parametrize("every", [1, 8])
 def test_a_replica_whose_weight_is_no_number_is_corrupt(sync: str, every: int) -> None:

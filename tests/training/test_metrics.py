@@ -138,6 +138,7 @@ def test_the_peak_is_that_of_the_runs_products(gpu: str, precision: Precision, p
         assert peak_flops("auto", torch.device("cuda", 0), precision) == peak
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("sync, size", [("allreduce", 3), ("zero1", 2), ("server-loss", 3), ("fsdp", 2)])
 def test_loss_is_the_global_mean(
     sync: str, size: int, corpus: Path, whole_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]

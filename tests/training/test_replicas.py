@@ -141,6 +141,7 @@ def test_a_flipped_bit_of_a_weight_is_noticed_in_its_step(layout: dict[str, Any]
         assert text.startswith(f"step 3: rank 1 differs from ranks 0 and 2, which agree ({EXPAND}): ")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind, name, victim, who", NAMED)
 def test_a_flipped_bit_is_found_among_the_ranks_that_share_it(kind: str, name: str, victim: int, who: str) -> None:
     for step, text in run_layout(flipped_weight, config_of(SEVERAL_AXES[kind]), name, victim):
@@ -188,6 +189,7 @@ def undisturbed(mesh: Mesh, config: Config) -> tuple[int, str]:
     return outcome(trainer_of(mesh, config), 3)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", [*SEVERAL_AXES, "fsdp"])
 def test_replicas_agree_by_themselves(kind: str) -> None:
     layout = SEVERAL_AXES.get(kind, {"data": {"size": 2, "sync": "fsdp"}, "transport": "torch"})

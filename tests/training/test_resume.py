@@ -76,7 +76,7 @@ def test_stages_of_several_chunks_killed_and_resumed(corpus: Path, tmp_path: Pat
     [
         pytest.param("torch", "backward", marks=pytest.mark.long),
         ("torch", "shard"),
-        pytest.param("mpi", "optimizer", marks=needs_mpi),
+        pytest.param("mpi", "optimizer", marks=[needs_mpi, pytest.mark.long]),
     ],
 )
 def test_launcher_restarts_by_itself(

@@ -69,6 +69,7 @@ ONLY_LONG = {(family, name) for family in FAMILIES for name in ("2.5-D", "zero3"
 ONLY_LONG |= {(family, name) for family in FAMILIES[1:] for name in ("1-D", "cut x stages", "branches, one")}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "family, layout",
     [

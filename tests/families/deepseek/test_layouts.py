@@ -92,11 +92,13 @@ def marked(layouts: dict[str, dict[str, Any]], only_long: set[str]) -> list[Any]
     return [pytest.param(name, marks=pytest.mark.long) if name in only_long else name for name in layouts]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", marked(LATENT_LAYOUTS, LATENT_LONG))
 def test_latent_attention_equals_serial(name: str) -> None:
     check(run(deepseek(DENSE, LATENT_LAYOUTS[name])), serial("dense"))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", marked(LAYOUTS, ONLY_LONG))
 def test_equals_serial(name: str) -> None:
     check(run(deepseek(SHAPE, LAYOUTS[name])), serial("routed"))

@@ -272,6 +272,7 @@ def transformers() -> Any:
     return pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3", reason="needs transformers")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", CASES)
 def test_logits_gradients_and_steps_equal_hugging_faces(case: str) -> None:
     ((logits, loss, gradients, (ours, theirs)),) = run_ranks(distances, ONE, case)

@@ -149,14 +149,14 @@ def peak_growth(source: Path, out: Path, back: Path, shard_bytes: int, sent: Any
 
 
 def test_no_more_than_a_shard_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """192 MB of weights, in shards of 48 MB: the peak of the process grows by a shard, and tensors of 4 MB on their
+    """96 MB of weights, in shards of 24 MB: the peak of the process grows by a shard, and tensors of 4 MB on their
     way. What is freed goes back to the system at once, as tensors above 32 MB always do."""
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**16))
-    shape = {"vocab_size": 257, "hidden_size": 512, "num_hidden_layers": 12, "intermediate_size": 2048}
+    shape = {"vocab_size": 257, "hidden_size": 512, "num_hidden_layers": 6, "intermediate_size": 2048}
     config = transformers.LlamaConfig(**SIZES | shape | {"num_attention_heads": 8, "num_key_value_heads": 8})
-    saved(transformers.LlamaForCausalLM, config, tmp_path / "hf", torch.float32, max_shard_size="48MB")
+    saved(transformers.LlamaForCausalLM, config, tmp_path / "hf", torch.float32, max_shard_size="24MB")
     whole = sum(path.stat().st_size for path in (tmp_path / "hf").glob("*.safetensors"))
-    shard, context = 48 * 2**20, multiprocessing.get_context("spawn")
+    shard, context = 24 * 2**20, multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     paths = (tmp_path / "hf", tmp_path / "step-0", tmp_path / "back")
     worker = context.Process(target=peak_growth, args=(*paths, shard, sender))

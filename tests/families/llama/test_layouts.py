@@ -164,6 +164,7 @@ def test_half_precision_trains_as_on_one_device(level: str) -> None:
 REAL = [(49152, {"tensor": ONE_D}), (128256, {"context": RING}), (151936, {"tensor": BLOCKS})]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("vocabulary, layout", REAL, ids=[str(vocabulary) for vocabulary, _ in REAL])
 def test_equals_serial_with_a_real_vocabulary(vocabulary: int, layout: dict[str, Any]) -> None:
     model = {

@@ -176,6 +176,7 @@ MANY = {
 """The same; 16 ranks at most."""
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", FEW)
 def test_counts_what_runs_do(name: str) -> None:
     check(FEW[name])

@@ -69,6 +69,7 @@ def sent(traffic: Any) -> dict[tuple[str, str], tuple[int, int]]:
     return {key: (entry.calls, entry.sent_bytes) for key, entry in traffic.items() if entry.calls}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("tensor, pipeline, recompute, sync", LAYOUTS)
 def test_traffic_and_weights_are_those_of_the_whole_run(
     tensor: dict[str, Any], pipeline: dict[str, Any], recompute: str, sync: str

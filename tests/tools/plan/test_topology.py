@@ -205,6 +205,7 @@ def between(config: Config, ledgers: list[Sent]) -> dict[tuple[str, str], tuple[
     return {key: (volume.messages_inside, volume.messages_between) for key, volume in sums.items()}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("order", ["branch-pipe", "branch-data"])
 def test_a_run_sends_what_was_planned(order: str) -> None:
     """Every call, byte and peer of four ranks; stages that are close, branches that are not."""

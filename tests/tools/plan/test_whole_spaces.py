@@ -54,6 +54,7 @@ LITTLE = {"gpt2, little memory": 1_550_000_000, "gpt2, little memory, 1f1b": 1_6
 IN_CI = ("gpt2, data", "bert")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in IN_CI else pytest.mark.long) for name in SPACES]
 )
