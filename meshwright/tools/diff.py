@@ -22,13 +22,14 @@ from meshwright.training.folder import CHECKPOINTS
 from meshwright.training.follow import METRICS, read_history
 
 NUMBERS = ("loss", "grad_norm", "root")
-"""The numbers of a step that depend on what the run computes, and on nothing else."""
+"""The numbers of a step that depend on the computation alone, not on time or memory."""
 MOST_SHOWN = 12
 
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor that two checkpoints do not have equal: how many of its elements differ, and the box around them."""
+    """A tensor that differs between two checkpoints: the number of its elements that differ, and the box around
+    them."""
 
     tensor: str
     differing: int
@@ -69,7 +70,7 @@ def difference(one: Path, other: Path) -> Difference:
     if not common:
         raise DataError(f"{one} and {other} have no step in common")
     step, numbers = None, dict[str, tuple[Any, Any]]()
-    # The first difference alone: whatever comes after follows from it.
+    # The first difference alone: later ones follow from it.
     for step_now in common:
         both = [lines[step_now] for lines in histories]
         numbers = {
@@ -89,8 +90,8 @@ def difference(one: Path, other: Path) -> Difference:
 
 
 def differing_parts(one: Checkpoint, other: Checkpoint) -> tuple[Part, ...]:
-    """The tensors of two checkpoints that differ in a bit, in the order of the model; one that only one has, whole.
-    Before them the order of data, where they go on with other samples."""
+    """The tensors that differ between two checkpoints, in the model's order; a tensor of one checkpoint alone differs
+    whole. Before them the order of data, if the two continue with other samples."""
     roots = one.manifest.roots, other.manifest.roots
     found = []
     if None not in (a.data for a in roots) and roots[0].data != roots[1].data:
@@ -106,7 +107,7 @@ def differing_parts(one: Checkpoint, other: Checkpoint) -> tuple[Part, ...]:
             found.append(Part(name, box.num_elements, box.num_elements, box.offsets, tuple(n - 1 for n in shape)))
             continue
         a, b = (side.read(parameter, kind, box) for side in (one, other))
-        # Compared as integers: a NaN equals itself, and 0.0 is not -0.0.
+        # Compared as integers: a NaN equals itself, and 0.0 differs from -0.0.
         words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         if a.dtype == b.dtype:
             where = (a.view(words[a.element_size()]) != b.view(words[b.element_size()])).nonzero()

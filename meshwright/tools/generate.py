@@ -1,8 +1,8 @@
-"""Text from a model, token by token, with a key-value cache: a GPT-2 goes on from a prompt, an encoder-decoder answers
-it with what beam search finds.
+"""Text from a model, token by token, with a key-value cache: a decoder continues a prompt, an encoder-decoder answers
+it by beam search.
 
-When a GPT-2's context is full it slides: the last half of it is computed afresh and the rest is forgotten.
-(Positions are learned, so the cached keys of the older half cannot simply be moved.)
+A decoder's full context slides: its last half is computed again, and the rest is dropped. (Cached keys contain
+positions, so they cannot be moved.)
 """
 
 from __future__ import annotations
@@ -52,19 +52,20 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """A request to a checkpoint; None: not given. `sampling` is a GPT-2's, the next two an encoder-decoder's.
+    """A request to a checkpoint; None: not given. `sampling` is for decoders, the next two fields for encoder-decoders.
 
     Raises ConfigError where it asks for no token.
     """
 
     prompt: str
     tokens: int | None = None
-    """At most; a GPT-2's default is 100, an encoder-decoder's 50 more than the prompt has, within the context."""
+    """The most new tokens. Default: 100 for a decoder; for an encoder-decoder 50 more than the prompt has, within the
+    context."""
     sampling: Sampling = Sampling()
     beams: int | None = None
     length_penalty: float | None = None
     chat: bool = False
-    """The prompt is what a user says to a run that was trained on dialogues; the answer ends where its turn does."""
+    """The prompt is a user's message to a run that was trained on dialogues; the answer ends with its turn."""
 
     def __post_init__(self) -> None:
         if self.tokens is not None and self.tokens < 1:
@@ -73,8 +74,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Generated:
-    """A text that is generated. `folder`: the step folder; `begun`: the text that it goes on from, empty where it is an
-    answer; `parts`: each as soon as it is there."""
+    """A text that is generated. `folder`: the step folder; `begun`: the prompt that the text continues, empty for an
+    answer; `parts`: yielded as they are generated."""
 
     folder: Path
     begun: str
@@ -82,7 +83,7 @@ class Generated:
 
 
 def generate(checkpoint: Path, request: Request, device: str = "auto", context: int | None = None) -> Generated:
-    """Go on from a prompt, or answer it.
+    """Continue a prompt, or answer it.
 
     Raises ConfigError on options without an effect on the checkpoint's family, or a prompt that an encoder-decoder's
     context cannot hold; and as the loaders do.
@@ -92,7 +93,7 @@ def generate(checkpoint: Path, request: Request, device: str = "auto", context: 
 
 
 def go_on(checkpoint: Path, request: Request, device: str, context: int | None) -> Generated:
-    """The text that a family goes on with, token by token; the answer of a run on dialogues."""
+    """The continuation by a decoder, token by token; for a run on dialogues, the answer."""
     sampling, config = request.sampling, config_at(checkpoint)
     options = {"--beams": request.beams, "--length-penalty": request.length_penalty}
     refuse(options, config.model.family, "which goes on token by token", "--temperature, --top-k, --seed")
@@ -110,7 +111,7 @@ def go_on(checkpoint: Path, request: Request, device: str, context: int | None) 
 
 
 def refuse(options: dict[str, float | None], family: str, how: str, valid: str) -> None:
-    """Raises ConfigError where an option was given that has no effect on a family."""
+    """Raises ConfigError if an option was given that has no effect on a family."""
     for option, value in options.items():
         if value is not None:
             raise ConfigError.of(option, value, f"has no effect on a {family}, {how}", valid)
@@ -120,7 +121,7 @@ def generate_tokens(
     loaded: LoadedText, prompt: list[int], most: int, sampling: Sampling, ends: Sequence[int] = ()
 ) -> Iterator[int]:
     """At most `most` tokens that follow the prompt's; ends before a token at which transformers' `generate` ends, too
-    (data/marks.py), or another of `ends`. An empty prompt is what a text's first token is predicted from.
+    (data/marks.py), or another of `ends`. An empty prompt becomes the token that begins a text.
 
     A prompt longer than the context is cut as the context is when it slides: its last half context stays.
     """
@@ -145,7 +146,7 @@ def generate_tokens(
         tokens = [*tokens[-loaded.context :], token]
         fresh = [token]
         if cache.num_tokens == loaded.context:
-            # Cached keys have positions in them, so the half that stays is computed anew, at the positions 0, 1, ...
+            # Cached keys contain positions, so the half that stays is computed again, at positions 0, 1, ...
             fresh, cache = tokens[-half:], KeyValueCache()
 
 
@@ -190,5 +191,5 @@ def whole_characters(tokenizer: Tokenizer, before: list[int], tokens: Iterator[i
 
 
 def _behind(tokenizer: Tokenizer, known: list[int], fresh: list[int]) -> str:
-    """The text that the fresh tokens add to the known ones'."""
+    """The text that the fresh tokens add to the known tokens' text."""
     return tokenizer.decode([*known, *fresh])[len(tokenizer.decode(known)) :]

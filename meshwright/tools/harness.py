@@ -36,11 +36,11 @@ except ImportError as error:
     raise DataError('lm-evaluation-harness is not installed: pip install "meshwright[harness]"') from error
 
 NAME = "meshwright"
-"""The model's name in the harness."""
+"""The model type's name in the harness."""
 HARNESS_TOKENS = 256
 """Tokens of a continuation where a task does not say how many."""
 PLACE = "lm-eval"
-"""Where a dialogue is from, in messages about it."""
+"""The source of a dialogue in error messages."""
 
 
 @register_model(NAME)
@@ -83,14 +83,14 @@ class CheckpointLM(LM):
 
     @property
     def tokenizer_name(self) -> str:
-        """A name that another tokenizer or template does not have: the harness keeps requests under it."""
+        """A name unique to this tokenizer and template, under which the harness caches requests."""
         known = self.loaded.tokenizer.to_json() + self._template.text
         return f"{NAME}-{hashlib.sha256(known.encode()).hexdigest()[:16]}"
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """The template's text, for the results. A name is of no effect: a checkpoint has one template.
+        """The template's text, for the results. A name has no effect: a checkpoint has one template.
 
-        Called by the harness where it is asked to apply one, before any request.
+        The harness calls it before any request, if it is to apply a template.
         """
         if isinstance(chat_template, str):
             rule = "is a template's name, and a checkpoint has one template"
@@ -114,9 +114,9 @@ class CheckpointLM(LM):
         return text_likelihoods(self.loaded, [request.args[0] for request in requests])
 
     def generate_until(self, requests: list[Any]) -> list[str]:
-        """A continuation of each request's context, up to what ends it."""
+        """A continuation of each request's context, up to a stop word."""
         openings, tokenizer = [], self.loaded.tokenizer
-        # A chat's answer also ends at the special token that closes a turn, which no task can know of.
+        # A chat's answer also ends at the special token that closes a turn, which tasks do not name.
         closes = closing_token(self._template, tokenizer) if self._chats else None
         for request in requests:
             context, options = request.args
@@ -139,8 +139,8 @@ class CheckpointLM(LM):
 def measure_tasks(
     model: CheckpointLM, names: Sequence[str], folder: str | None, limit: int | None, *, chat: bool
 ) -> Facts:
-    """The harness' metrics of its tasks, or of those whose files are in a folder. `limit`: of the first requests alone;
-    `chat`: requests are dialogues. Raises ConfigError where there is no such task."""
+    """The harness' metrics of its tasks, or of those whose files are in a folder. `limit`: measure the first requests
+    alone; `chat`: requests are dialogues. Raises ConfigError where there is no such task."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 

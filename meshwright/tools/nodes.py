@@ -2,15 +2,15 @@
 
     torchrun | srun | mpirun ... meshwright doctor --nodes [--cluster cluster.yaml --out nodes.yaml]
 
-Each host is measured against each other one by the first of its ranks, and within a host its first two ranks; a pair at
-a time, so that each has the network for itself:
+Measured are the first ranks of each two hosts, and the first two ranks of each host, one pair at a time, so that a pair
+has the network for itself:
 
 | measure   | of                                                                    |
 |-----------|-----------------------------------------------------------------------|
 | latency   | an exchange of 8 bytes, both ways at once                             |
 | bandwidth | an exchange of up to 16 MiB, less the latency: bytes a second each way |
 
-Two hosts that do not reach each other never get so far: the ranks' connections fail, with both hosts named.
+If two hosts do not reach each other, the ranks' connections have failed before, with an error that names both hosts.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from meshwright.training.meeting import ranks_without
 _SMALL_BYTES = 8
 _FIRST_BYTES, _MOST_BYTES = 2**18, 2**24
 _PAIR_SECONDS = 1.0
-"""About how long a pair is measured for: a slow link gets smaller messages."""
+"""Seconds for which a pair is measured, about: a slow link gets smaller messages."""
 _WARM_UPS, _ROUNDS = 3, 15
 
 
 @dataclass(frozen=True)
 class NodeRank:
-    """A rank and where it runs. `clock_seconds`: how far its host's calendar is ahead of rank 0's."""
+    """A rank and its host. `clock_seconds`: its host's clock minus rank 0's."""
 
     rank: int
     host: str
@@ -70,7 +70,7 @@ class NodePair:
 
     @property
     def within(self) -> bool:
-        """Whether both are on one host."""
+        """Whether both ranks are on one host."""
         return self.hosts[0] == self.hosts[1]
 
 
@@ -84,7 +84,7 @@ class NodesReport:
     folders: dict[str, tuple[str, ...]]
 
     def levels(self, joins: int) -> tuple[Level, ...]:
-        """The links, innermost first, as medians of the pairs. `joins`: devices of a node."""
+        """The links, innermost first: medians of the pairs. `joins`: devices of a node."""
         groups = [[pair for pair in self.pairs if pair.within == within] for within in (True, False)]
         return tuple(
             Level(
@@ -129,7 +129,7 @@ def examine_nodes(folders: Sequence[Path], cluster: Path | None, out: Path) -> N
 def with_links(base: Cluster, report: NodesReport) -> Cluster:
     """The cluster of `base`'s nodes with the links that were measured between them.
 
-    Raises ConfigError where all ranks are on one host. What calibrate has timed stays: it is within a node.
+    Raises ConfigError where all ranks are on one host. What `calibrate` has measured within a node stays.
     """
     own = base.links.get(report.transport, base.links["torch"])
     between = [level for level in report.levels(base.devices_per_node) if level.joins is None]
@@ -145,10 +145,11 @@ def with_links(base: Cluster, report: NodesReport) -> Cluster:
 
 
 def measure_nodes(rank: Rank, folders: Sequence[str]) -> dict[str, Any]:
-    """One rank's part: what it is, its pairs in the order that all ranks follow, the folders."""
+    """One rank's part: its host and clock, its pairs in the order that all ranks follow, and the folders that it
+    sees."""
     mesh = rank.mesh
     address = mesh.transport.peers.address if isinstance(mesh.transport, TorchTransport) else ""
-    mesh.world.barrier()  # all leave it at about one moment, so that what their calendars then say can be compared
+    mesh.world.barrier()  # all ranks leave it at about one moment: their clocks can be compared
     own = NodeRank(mesh.rank, socket.gethostname(), chosen_interface(), address, time.time())
     ranks = [NodeRank(**json.loads(text)) for text in all_texts(json.dumps(asdict(own)), mesh.world)]
     hosts = [one.host for one in ranks]
@@ -169,19 +170,19 @@ def measure_nodes(rank: Rank, folders: Sequence[str]) -> dict[str, Any]:
 
 
 def _measured(mesh: Mesh, pair: tuple[int, int], hosts: Sequence[str]) -> dict[str, Any]:
-    """The pair's measures on its own two ranks; zeros on the others, which wait."""
+    """The pair's measures on its two ranks; zeros on the others, which wait."""
     latency = bandwidth = 0.0
     if mesh.rank in pair:
         other = pair[1 - pair.index(mesh.rank)]
         latency = _exchange_seconds(mesh.world, other, _SMALL_BYTES, _WARM_UPS, _ROUNDS)
-        # Both ranks take the same size: what one of them found.
+        # Both ranks take the size that one of them found.
         once = torch.tensor([_exchange_seconds(mesh.world, other, _FIRST_BYTES, 1, 1)], dtype=torch.float64)
         theirs = torch.empty_like(once)
         mesh.world.exchange(once, other, theirs, other)
         rate = _FIRST_BYTES / max(once.item(), theirs.item())
         size = min(_MOST_BYTES, max(_FIRST_BYTES, int(rate * _PAIR_SECONDS / (_ROUNDS + 1))))
         seconds = _exchange_seconds(mesh.world, other, size, 1, _ROUNDS)
-        # Less the latency, but never by more than nine tenths: of small messages on a fast link little would be left.
+        # Less the latency, but by at most nine tenths: small messages on a fast link take little more than that.
         bandwidth = size / max(seconds - latency, seconds / 10)
     mesh.world.barrier()
     return asdict(NodePair(pair, (hosts[pair[0]], hosts[pair[1]]), latency, bandwidth))

@@ -1,7 +1,7 @@
-"""`meshwright replay OUT --step N [words]`: make a run's step again, from the checkpoint before it, and compare.
+"""`meshwright replay OUT --step N [words]`: repeat a run's step from the checkpoint before it, and compare.
 
-On this machine, with the run's layout or, if its bits are layout-free, with any other. Equal numbers say that program
-and machine are sound. If they differ the step is made a second time:
+On this machine, with the run's layout or, if its bits are layout-free, with any other. Equal numbers show that program
+and machine are sound. If they differ, the step is repeated once more:
 
 | the second replay                   | verdict | what is wrong                                                    |
 |-------------------------------------|---------|------------------------------------------------------------------|
@@ -38,7 +38,7 @@ Lines = dict[int, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Replayed:
-    """`verdict`: equal, machine, program. `first`, `last`: the steps that were made again. `step`: the first that
+    """`verdict`: equal, machine, program. `first`, `last`: the steps that were repeated. `step`: the first that
     differs, with the run's number and the replays', by name."""
 
     verdict: str
@@ -54,7 +54,7 @@ class Replayed:
 
 
 def replay(out: Path, step: int, words: Sequence[str] = ()) -> Replayed:
-    """Make the steps behind the newest checkpoint before `step` again, up to it. `words`: another layout's fields.
+    """Repeat the steps from the newest checkpoint before `step` up to `step`. `words`: another layout's fields.
 
     Raises ConfigError where the run has not made that step, and as `train`.
     """
@@ -66,13 +66,12 @@ def replay(out: Path, step: int, words: Sequence[str] = ()) -> Replayed:
     first = 1 if checkpoint is None else int(checkpoint.name.removeprefix("step-")) + 1
     config = with_field(
         load_config(out / CONFIG, words), "logging", Logging(level="error")
-    )  # the answer is all it prints
+    )  # the answer is its only output
 
     def again() -> Lines:
         with temporary_folder() as folder:
             if checkpoint is not None:
-                # In a folder of its own, from a copy: the run's checkpoints stay as they are, whatever the replay
-                # writes.
+                # In a folder of its own, from a copy: a replay does not touch the run's checkpoints.
                 shutil.copytree(checkpoint, folder / CHECKPOINTS / checkpoint.name)
                 for file in (IDENTITY, CONFIG):
                     shutil.copy(out / file, folder / file)
@@ -83,7 +82,7 @@ def replay(out: Path, step: int, words: Sequence[str] = ()) -> Replayed:
     parted = _first_difference(run, one, first, step)
     if parted is None:
         return Replayed("equal", first, step, None, {})
-    # Only now: a step that is equal needs no second replay to say who is wrong.
+    # Only now: an equal step needs no second replay.
     two = again()
     names = [name for name in NUMBERS if name in run[parted]]
     numbers = {name: [lines[parted].get(name) for lines in (run, one, two)] for name in names}
@@ -92,9 +91,9 @@ def replay(out: Path, step: int, words: Sequence[str] = ()) -> Replayed:
 
 
 def _first_difference(one: Lines, other: Lines, first: int, last: int) -> int | None:
-    """The first step in which two runs have another loss, norm or root; None: none."""
+    """The first step whose loss, norm or root differs between two runs; None: none."""
     for step in range(first, last + 1):
-        # repr: to the last bit, and a NaN equals itself.
+        # repr compares to the last bit, and a NaN equals itself.
         if any(repr(one[step].get(name)) != repr(other[step].get(name)) for name in NUMBERS):
             return step
     return None

@@ -1,11 +1,11 @@
 """The findings of `meshwright branches`: a run's regions, like ones together, and what assigning them could gain.
 
-The run's model is traced: a microbatch of it forward, on the serial kit and on meta tensors. The kit notes which layers
-are pairs, so that what is in the graph by itself can be told from what a sub-graph layout cuts.
+The forward pass of one microbatch is traced on the serial kit and meta tensors. The kit records which linears are
+pairs: the branches of the graph are compared with the branches that a sub-graph layout cuts.
 
-The bound is how much faster g ranks could be than one, if sending took no time (Amdahl, 1967; SUPER, IPDPS 2021,
-section III). C: work outside of the branches that are assigned; D_r: the most that a sub-grid gets of region r, by
-cost (subgraph/branches.py). Regions come one after another, so that each ends with its slowest sub-grid.
+The bound is the speed-up of g ranks over one if communication took no time (Amdahl, 1967; SUPER, IPDPS 2021, section
+III). C: flops outside the assigned branches; D_r: flops of region r on its most loaded sub-grid, with branches dealt
+out by cost (subgraph/branches.py). Regions run one after another; each ends with its slowest sub-grid.
 
 | layout                                                        | bound                         |
 |---------------------------------------------------------------|-------------------------------|
@@ -61,7 +61,7 @@ class TracedHead(SerialHead):
 
 
 class TracedKit(SerialKit):
-    """The serial kit, which notes `pairs`: the linears that come in pairs, and where: those of `branches` apart."""
+    """The serial kit, which records in `pairs` the linears of each pair, those of `branches` separately."""
 
     def __init__(self, mesh: Mesh, where: Where = "slices", pairs: dict[nn.Module, Where] | None = None) -> None:
         super().__init__(mesh)
@@ -88,8 +88,8 @@ class TracedKit(SerialKit):
 
 @dataclass(frozen=True)
 class TracedModel:
-    """A traced microbatch of `rows` samples. `pairs`: the paths of the linears of pairs, and where the model asked for
-    them."""
+    """A traced microbatch of `rows` samples. `pairs`: the paths of each pair's linears, and the place in which the
+    model asked for the pair."""
 
     rows: int
     graph: OperatorGraph
@@ -115,7 +115,7 @@ def trace_model(config: Config) -> TracedModel:
 
 
 Dealt = tuple[Sequence[float], int]
-"""The costs of a region's branches, and how often the region is there."""
+"""The costs of a region's branches, and the number of such regions."""
 
 
 @dataclass(frozen=True)
@@ -127,24 +127,25 @@ class Bound:
 
 
 def bound(total: float, regions: Sequence[Dealt], num_subgrids: int) -> Bound:
-    """The bound of a model of `total` cost; its `regions` do not overlap and are assigned to sub-grids of one rank."""
+    """The bound of a model of `total` flops whose `regions` do not overlap, on sub-grids of one rank each."""
     common = total - sum(times * sum(costs) for costs, times in regions)
     slowest = sum(times * most_loaded(costs, num_subgrids) for costs, times in regions)
     return Bound(total / (common / num_subgrids + slowest), total / (common + slowest))
 
 
 def most_loaded(costs: Sequence[float], num_subgrids: int) -> float:
-    """The cost of the sub-grid that has most; with fewer branches than sub-grids some have nothing."""
-    # The kit's own way of dealing branches, so that the bound is of layouts that can be run.
+    """The cost of the most loaded sub-grid. With fewer branches than sub-grids some sub-grids are idle."""
+    # Dealt as the kit deals branches: the bound is one of layouts that can be run.
     shares = assign(costs, min(num_subgrids, len(costs)))
     return max(sum(costs[branch] for branch in share) for share in shares)
 
 
 @dataclass(frozen=True)
 class RegionGroup:
-    """Regions that differ in nothing but the numbers in their paths. `region`: the first; `places`: where all are.
+    """Regions that differ only in the layer numbers in their paths. `region`: the first; `places`: the paths of all.
 
-    `cut_by`: the values of layout.tensor.branch that assign them. `bounds`: by sub-grids, of these regions alone.
+    `cut_by`: the values of layout.tensor.branch that assign them. `bounds`: by number of sub-grids, if these regions
+    alone are assigned.
     """
 
     region: Region
@@ -159,10 +160,10 @@ class RegionGroup:
 
 @dataclass(frozen=True)
 class Findings:
-    """A microbatch of `rows` samples, forward. `longest_flops`: of the most expensive chain of operators.
+    """The forward pass of a microbatch of `rows` samples. `longest_flops`: of the most expensive chain of operators.
 
-    `lone`: joins of a value with what one branch alone makes of it. `layouts`: bounds by value of layout.tensor.branch
-    and sub-grids; none for a value that would cut nothing.
+    `lone`: the number of residual joins, of a value with the output of the one branch that reads it. `layouts`: bounds
+    by value of layout.tensor.branch and sub-grids; none for a value that would cut nothing.
     """
 
     rows: int
@@ -195,7 +196,7 @@ def _grouped(model: TracedModel, regions: Sequence[Region], grids: Sequence[int]
     alike: dict[tuple[object, ...], list[Region]] = {}
     for region in regions:
         names = tuple(map(unnumbered, region.names))
-        # Equal flops, too: a first layer that is wider than the others is a finding of its own.
+        # Equal flops, too: a first layer that is wider than the others is a group by itself.
         key = (region.form, unnumbered(region.where), region.enter, region.leave, region.flops, names)
         alike.setdefault((*key, model.cut_by(region)), []).append(region)
     total = model.graph.total_flops

@@ -1,7 +1,7 @@
-"""A model as a graph of operators, each with what it costs. No torch: graphs can be written by hand.
+"""A model as a graph of operators, each with its flops. The module needs no torch: graphs can be written by hand.
 
-Activations only: operators on weights alone, and masks, are beside the graph, and count in `beside_flops`. Operator 0
-is the batch. The others stand in an order in which each comes behind what it reads.
+Operators on activations are in the graph; operators on weights alone, and masks, count in `beside_flops`. Operator 0 is
+the batch. Each other operator comes after those whose results it reads.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from enum import Enum
 from functools import cached_property
 
 BATCH = 0
-"""The number of the operator that stands for what the model is given."""
+"""The number of the operator that stands for the model's input."""
 
 
 class OperatorKind(Enum):
-    """An operator's meaning to branches that run through it, side by side along the channels."""
+    """How an operator treats branches, which lie side by side along the channels."""
 
     LINEAR = "linear"
-    """An activation times a weight: it makes all of its outputs of all of its inputs, and can be cut along either."""
+    """An activation times a weight: each output channel depends on all input channels; it can be cut along either."""
     HEADS = "heads"
     """Attention: its heads are branches by definition."""
     GROUPS = "groups"
     """A grouped convolution: so are its groups."""
     LOCAL = "local"
-    """Element by element, channel by channel, or a view: branches go through it by themselves."""
+    """Element by element, channel by channel, or a view: each branch passes through alone."""
     OTHER = "other"
     """Everything else: branches end here."""
 
@@ -34,8 +34,8 @@ class OperatorKind(Enum):
 class Operator:
     """`path`: the module that it belongs to. `inputs`: the numbers of the operators whose results it reads.
 
-    `width`: of LINEAR the channels that it reads; of HEADS and GROUPS how many; of a norm over groups of channels
-    (LOCAL) these; 0 where any number of branches may pass.
+    `width`: of LINEAR its input channels; of HEADS, GROUPS and a norm over groups of channels (LOCAL) their number; 0:
+    any number of branches may pass.
     """
 
     name: str
@@ -58,7 +58,7 @@ class OperatorGraph:
         return self.flops_of(range(len(self.operators))) + self.beside_flops
 
     def flops_of(self, numbers: Iterable[int]) -> int:
-        """The flops of some operators together."""
+        """The sum of some operators' flops."""
         return sum(self.operators[number].flops for number in numbers)
 
     @cached_property
@@ -72,7 +72,7 @@ class OperatorGraph:
 
     @cached_property
     def longest_flops(self) -> int:
-        """The flops of the most expensive chain of operators that read each other: no more ranks make it shorter."""
+        """Flops of the most expensive chain of operators that read each other: more ranks do not shorten it."""
         ends: list[int] = []
         for operator in self.operators:
             ends.append(operator.flops + max((ends[read] for read in operator.inputs), default=0))
@@ -80,7 +80,7 @@ class OperatorGraph:
 
     @cached_property
     def dominators(self) -> tuple[int, ...]:
-        """By operator: the nearest one that all ways from the batch to it go through; the batch's is itself."""
+        """By operator: the nearest operator on all paths from the batch to it; the batch's is the batch."""
         dominators = [BATCH]
         for operator in self.operators[1:]:
             # One pass suffices: operators stand behind what they read (Cooper, Harvey, Kennedy, 2001, without the
@@ -89,12 +89,13 @@ class OperatorGraph:
         return tuple(dominators)
 
     def dominator_of(self, numbers: Iterable[int]) -> int:
-        """The nearest operator that all ways to all of these go through; perhaps one of them."""
+        """The nearest operator on all paths from the batch to all of these; it may be one of them."""
         return _meeting(numbers, self.dominators)
 
 
 def _meeting(numbers: Iterable[int], dominators: Sequence[int]) -> int:
-    """Where the ways up the tree of dominators meet: a dominator's number is less than those of the operators below."""
+    """The lowest common ancestor in the tree of dominators, in which an ancestor's number is less than its
+    descendants'."""
     waiting = set(numbers)
     while len(waiting) > 1:
         # The highest number cannot dominate the others, so its own dominator takes its place.

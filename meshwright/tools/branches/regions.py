@@ -1,14 +1,14 @@
-"""Regions of branches: where a model's graph splits, what runs side by side, and how it joins again.
+"""Regions of branches: where a model's graph splits, which operators can run side by side, and where they join.
 
-Operators side by side: every join of values, back to the split that all of them come from. A join's split is the
-nearest operator that all ways to it go through (its dominator). What lies between falls into pieces that share nothing:
-the branches. Branches that come together before the join have a split of their own, and make a region in the region.
-Sums of sums are one join. What no way leads through but a plain edge is no branch (residuals).
+Operators side by side: the search goes from each join back to its split, the nearest operator on all paths to the join
+(its dominator). The operators between the two fall into pieces that no edge connects: the branches. Branches that meet
+before the join have a split of their own: a region within the region. A sum of sums is one join. A residual edge, which
+has no operator on it, is no branch.
 
-Branches inside of operators: heads of attention, groups of a convolution, columns between two linears. They are found
-from the second linear back: what it reads must come, through operators that branches pass by themselves, from linears
-that are read nowhere else. Attention or a grouped convolution on the way makes branches of its heads or groups;
-without, each column of the width between is one (a feed-forward's hidden layer).
+Branches inside of operators: heads of attention, groups of a convolution, columns between two linears. The search goes
+back from the second linear: its input must come, through operators that branches pass alone, from linears whose results
+no other operator reads. If attention or a grouped convolution lies between, its heads or groups are the branches; else
+each column of the width between is one (a feed-forward's hidden layer).
 
 | region inside of operators | enter | leave  | a branch                                                     |
 |----------------------------|-------|--------|--------------------------------------------------------------|
@@ -35,7 +35,8 @@ convolution, of the width between two linears."""
 
 @dataclass(frozen=True)
 class Region:
-    """`enter`: split (every branch reads all) or slice (each its part); `leave`: sum, concat, or the operator's name.
+    """`enter`: split (every branch reads the whole value) or slice (each reads its part); `leave`: sum, concat, or the
+    operator's name.
 
     `flops`: of each branch; `names`: what each is, in a split/join; else of one, since all are alike. `linears`: the
     paths of the pair round it, if there is one; `cuts_linears`: they belong to the branches.
@@ -57,23 +58,24 @@ class Region:
 
 SUMS = frozenset({"add", "add_"})
 _NAMES = dict.fromkeys(SUMS, "sum") | {"cat": "concat", "stack": "concat", "scaled_dot_product_attention": "attention"}
-"""Names of joins that have names of their own."""
+"""Operators that are joins with a name of their own."""
 SLICES = frozenset({"select", "slice", "narrow", "getitem", "chunk", "split", "split_with_sizes", "unbind"})
 
 
 @dataclass(frozen=True)
 class SplitJoins:
-    """`lone`: joins of a value with what one branch alone makes of it (residuals): nothing runs beside that."""
+    """`lone`: the number of residual joins, of a value with the output of one branch: nothing runs beside that
+    branch."""
 
     regions: tuple[Region, ...]
     lone: int
 
 
 def find_split_joins(graph: OperatorGraph) -> SplitJoins:
-    """All regions of a graph in which two branches or more compute, and how many others there are."""
+    """All regions of a graph in which at least two branches compute, and the number of lone joins."""
     regions: list[Region] = []
     lone, absorbed = 0, set[int]()
-    # From the end, so that the last of a chain of sums comes first and takes the others into its join.
+    # From the end: the last of a chain of sums comes first and absorbs the others.
     for number in reversed(range(1, len(graph.operators))):
         if number in absorbed or len(set(graph.operators[number].inputs)) < 2:
             continue
@@ -92,7 +94,7 @@ def find_split_joins(graph: OperatorGraph) -> SplitJoins:
 
 
 def _summed(graph: OperatorGraph, number: int, split: int) -> set[int]:
-    """The sums that only go into this one, with the same split, and this one; of another join it alone."""
+    """This sum with the sums of the same split that only it reads. Any other join stands alone."""
     if graph.operators[number].name not in SUMS:
         return {number}
     joins, waiting = {number}, list(graph.operators[number].inputs)
@@ -107,18 +109,18 @@ def _summed(graph: OperatorGraph, number: int, split: int) -> set[int]:
 
 
 def _splits(graph: OperatorGraph, split: int, given: set[int]) -> Iterator[tuple[int, list[set[int]]]]:
-    """(split, pieces between it and the join) of what the join is given; then those inside of pieces, likewise."""
+    """(split, pieces between the split and the join) of the join's inputs; then the same inside the pieces."""
     pieces = _pieces(graph, split, given)
     yield split, pieces
     for piece in pieces:
         ends = given & piece
-        # Branches that meet nothing but the join itself have no split of their own.
+        # Branches that meet only in the join have no split of their own.
         if len(ends) > 1 and (inner := graph.dominator_of(ends)) != split:
             yield from _splits(graph, inner, ends)
 
 
 def _pieces(graph: OperatorGraph, split: int, given: Iterable[int]) -> list[set[int]]:
-    """The operators between the split and those given, these too, in pieces that no edge connects."""
+    """The operators between the split and the given ones, inclusive, in pieces that no edge connects."""
     between: set[int] = set()
     waiting = [number for number in given if number != split]
     while waiting:
@@ -133,20 +135,20 @@ def _pieces(graph: OperatorGraph, split: int, given: Iterable[int]) -> list[set[
             if read not in between:
                 continue
             small, large = sorted((piece_of[number], piece_of[read]), key=len)
-            if small is not large:  # the smaller goes into the larger, so that an operator moves few times
+            if small is not large:  # the smaller joins the larger: an operator moves at most log2(n) times
                 large |= small
                 piece_of.update(dict.fromkeys(small, large))
     return sorted({id(piece): piece for piece in piece_of.values()}.values(), key=min)
 
 
 def _split_join(graph: OperatorGraph, split: int, join: int, branches: list[set[int]]) -> Region:
-    """The region of these branches. A branch is named from its first module that computes to its last."""
+    """The region of these branches. A branch's name: its first and its last computing module."""
     joined = graph.operators[join]
     leave = _NAMES.get(joined.name, joined.name)
     enter = "inputs"
     if split != BATCH:
-        # Each branch reads its own part where all of them begin with a slice of the split's result: nothing needs to be
-        # copied to a rank that computes one of them.
+        # If every branch begins with a slice of the split's result, a rank that computes one branch needs only its
+        # slice.
         firsts = (number for piece in branches for number in piece if split in graph.operators[number].inputs)
         enter = "slice" if all(graph.operators[first].name in SLICES for first in firsts) else "split"
     names = []
@@ -155,7 +157,7 @@ def _split_join(graph: OperatorGraph, split: int, join: int, branches: list[set[
         paths = list(dict.fromkeys(operator.path for operator in computing if operator.path))
         if len(paths) > 1:
             names.append(f"{paths[0]} ... {paths[-1]}")
-        else:  # one module, or functions of the model itself: which operators they are tells more
+        else:  # one module, or the model's own code: operators' names say more
             operators = dict.fromkeys(operator.name for operator in computing)
             names.append(": ".join([*paths, ", ".join(operators)]))
     return Region("split/join", joined.path, enter, leave, tuple(map(graph.flops_of, branches)), tuple(names))
@@ -167,7 +169,7 @@ ONE: dict[RegionForm, str] = {"heads": "head", "groups": "group", "columns": "co
 
 @dataclass(frozen=True)
 class _LinearPair:
-    """The first linears, what stands between, and the second linear."""
+    """The first linears, the operators between, and the second linear."""
 
     firsts: frozenset[int]
     between: frozenset[int]
@@ -175,7 +177,7 @@ class _LinearPair:
 
 
 def find_operator_parts(graph: OperatorGraph) -> tuple[Region, ...]:
-    """All regions of a graph whose branches are parts of operators, each core by itself and with its linears."""
+    """All regions whose branches are parts of operators: each core alone, and with its linears."""
     pairs = [pair for number in range(len(graph.operators)) for pair in _pairs(graph, number)]
     within = {number for pair in pairs for number in pair.between}
     regions = [region for pair in pairs for region in _regions_of(graph, pair)]
@@ -188,7 +190,7 @@ def find_operator_parts(graph: OperatorGraph) -> tuple[Region, ...]:
 
 
 def _pairs(graph: OperatorGraph, second: int) -> Iterator[_LinearPair]:
-    """The pair that ends in a linear, if there is one."""
+    """The pair whose second linear this is, if there is one."""
     operator = graph.operators[second]
     if operator.kind is not OperatorKind.LINEAR:
         return
@@ -196,7 +198,8 @@ def _pairs(graph: OperatorGraph, second: int) -> Iterator[_LinearPair]:
     while waiting:
         number = waiting.pop()
         kind = graph.operators[number].kind
-        # What mixes channels, or comes from outside, belongs to no single branch: then this linear ends no pair.
+        # An operator that mixes channels, or the batch, belongs to no single branch: this linear is then no pair's
+        # second.
         if number == BATCH or kind is OperatorKind.OTHER:
             return
         if kind is OperatorKind.LINEAR:
@@ -205,7 +208,7 @@ def _pairs(graph: OperatorGraph, second: int) -> Iterator[_LinearPair]:
             between.add(number)
             waiting += graph.operators[number].inputs
     inside = between | {second}
-    # A value that somebody else reads as well would have to be whole, so its operators cannot be cut into branches.
+    # A value with another reader must be whole: its operators cannot be cut into branches.
     if all(inside.issuperset(graph.readers[number]) for number in firsts | between):
         yield _LinearPair(frozenset(firsts), frozenset(between), second)
 
@@ -213,7 +216,7 @@ def _pairs(graph: OperatorGraph, second: int) -> Iterator[_LinearPair]:
 def _regions_of(graph: OperatorGraph, pair: _LinearPair) -> Iterator[Region]:
     operators = graph.operators
     cores = {CORES[operators[number].kind] for number in pair.between if operators[number].kind in CORES}
-    # A group norm's groups and attention's heads must not be cut: branches are as many as divide all of them.
+    # Groups of a norm and attention's heads stay whole: the number of branches divides all of these numbers.
     count = math.gcd(operators[pair.second].width, *(operators[number].width for number in pair.between))
     if count < 2:
         return
@@ -224,7 +227,7 @@ def _regions_of(graph: OperatorGraph, pair: _LinearPair) -> Iterator[Region]:
         core = next(number for number in sorted(pair.between) if operators[number].kind in CORES)
         yield Region(form, operators[core].path, "slice", "concat", _alike(between, count), (ONE[form],), linears)
     whole = _alike(between + graph.flops_of({*pair.firsts, pair.second}), count)
-    # The innermost module that holds all of them; where that is the model itself, from the first to the last.
+    # The innermost module that contains all of them; if that is the model, the first and the last module.
     paths = [path.split(".") for path in linears]
     common = 0
     while all(len(path) > common and path[common] == paths[0][common] for path in paths):

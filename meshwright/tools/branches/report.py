@@ -46,7 +46,7 @@ def _bounds_dict(bounds: dict[int, Bound]) -> dict[str, dict[str, float]]:
 
 
 def render(findings: Findings) -> None:
-    """Two tables, and what they leave out."""
+    """Print two tables, and the numbers of regions that they leave out."""
     console = table_console()
     console.print(
         f"{flops_text(findings.total_flops)} FLOP: a microbatch of {findings.rows} forward, without layout; "
@@ -82,10 +82,10 @@ def _regions(findings: Findings) -> Table:
     )
     for group in findings.groups:
         region = group.region
-        if region.form == "split/join":  # a line a branch, without the numbers that differ between places
+        if region.form == "split/join":  # one line a branch, without the layer numbers
             each = region.flops
             names = [name if len(group.places) == 1 else unnumbered(name) for name in region.names]
-        else:  # a thousand like heads or columns are one line
+        else:  # equal heads or columns are one line
             each, names = region.flops[:1], [f"{len(region.flops):,} {region.form}"]
         table.add_row(
             place_text(group.places),
@@ -116,7 +116,7 @@ def _layouts(findings: Findings) -> Table:
 
 
 def _bounds_texts(bounds: dict[int, Bound]) -> tuple[str, str]:
-    """`1.98 3.90 7.52` twice: for all ranks, for one sub-grid."""
+    """`1.98 3.90 7.52` twice: common layers on all ranks, on one sub-grid."""
     everyone = " ".join(f"{of.all_ranks:4.2f}" for of in bounds.values())
     return everyone, " ".join(f"{of.one:4.2f}" for of in bounds.values())
 
@@ -124,7 +124,7 @@ def _bounds_texts(bounds: dict[int, Bound]) -> tuple[str, str]:
 def place_text(places: tuple[str, ...]) -> str:
     """blocks.0.attention, blocks.1.attention -> `blocks.0-1.attention`; `-` is the model itself."""
     numbers = [int(match[0]) for match in map(_FIRST_NUMBER.search, places) if match]
-    # Without a number in each path there is no run of blocks to write shortly.
+    # Paths without a layer number are not abbreviated.
     if len(places) == 1 or len(numbers) < len(places):
         return places[0] or "-"
     runs: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""A module's forward pass as a graph of operators, by torch.export, which sees through custom autograd functions.
+"""A module's forward pass as a graph of operators. torch.export traces through custom autograd functions.
 
 No numbers are computed: parameters and inputs may be on the meta device. Costs, of the forward pass alone:
 
@@ -8,7 +8,7 @@ No numbers are computed: parameters and inputs may be on the meta device. Costs,
 | views, copies, look-ups           | 0                                                                |
 | all others                        | 1 for each element of the largest tensor that it reads or writes |
 
-Causal attention counts whole, as it does where it is computed with a mask.
+Causal attention counts as full attention, as a kernel with a mask computes it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ COPIES = frozenset(
     {"embedding", "cat", "stack", "constant_pad_nd", "pad", "clone", "contiguous", "im2col", "repeat", "dropout"}
     | {"getitem", "index", "index_select", "_assert_tensor_metadata", "arange", "zeros", "ones", "full", "new_zeros"}
 )
-"""Operators that compute nothing, besides views. Dropout: the module is traced as in evaluation."""
+"""Operators besides views that compute nothing. Dropout is among them: the module is traced in evaluation mode."""
 
 MIXING_COPIES = frozenset({"embedding", "cat", "stack", "im2col", "repeat", "index", "index_select"})
-"""Copies that change what is side by side along the channels."""
+"""Copies that rearrange channels."""
 
 WEIGHT_AT = {"mm": 1, "matmul": 1, "linear": 1, "addmm": 2}
-"""Products of an activation and a weight: the weight's place among the arguments."""
+"""By product of an activation and a weight: the index of the weight among the arguments."""
 
 _CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
 
@@ -50,7 +50,7 @@ def trace(module: nn.Module, *inputs: Any) -> OperatorGraph:
 
 
 class _Builder:
-    """Builds the graph of an exported program: says which nodes are activations, and what each is."""
+    """Builds the graph of an exported program: decides which nodes are activations, and each one's kind."""
 
     def __init__(self, program: ExportedProgram) -> None:
         signature = program.graph_signature
@@ -61,7 +61,7 @@ class _Builder:
         self.of_weights = {node for node in self.nodes if node.op == "placeholder" and node.name in weights}
         self.numbers = {node: BATCH for node in self.of_batch if _is_floating(node)}
         self.products: dict[str, int] = {}
-        """Flops by operator and arguments: layers repeat."""
+        """Flops by operator and arguments, since layers repeat."""
 
     def build(self) -> OperatorGraph:
         operators = [Operator("batch", "", (), 0, OperatorKind.OTHER)]
@@ -72,7 +72,7 @@ class _Builder:
             for derived in (self.of_batch, self.of_weights):
                 if not derived.isdisjoint(node.all_input_nodes):
                     derived.add(node)
-            # A node reads activations; or it makes the first of them, where ids or pixels of the batch meet a weight.
+            # A node on activations reads one, or is the first: ids or pixels of the batch meet a weight.
             reads = node.all_input_nodes
             inputs = tuple(dict.fromkeys(self.numbers[read] for read in reads if read in self.numbers))
             meets = any(read in self.of_batch for read in reads) and any(read in self.of_weights for read in reads)
@@ -85,12 +85,12 @@ class _Builder:
                 path = stack[-1][0] if stack else ""  # the innermost module that the node is part of
                 operators.append(Operator(operator_name(node), path, inputs, self._flops(node), kind, width))
             else:
-                # Masks and what is made of weights alone: work that no branch has a part in.
+                # Masks and functions of weights alone: no branch computes these.
                 beside += self._flops(node)
         return OperatorGraph(tuple(operators), beside)
 
     def _kind(self, node: fx.Node) -> tuple[OperatorKind, int]:
-        """A node's meaning to branches, and its width."""
+        """A node's OperatorKind, and its width."""
         name, arguments = operator_name(node), node.args
         if name == "scaled_dot_product_attention":
             return OperatorKind.HEADS, _shape(arguments[0])[-3]
@@ -112,7 +112,7 @@ class _Builder:
         return self._product_flops(node) or max((x.numel() for x in tensors), default=0)
 
     def _product_flops(self, node: fx.Node) -> int:
-        """The flops that torch counts, on meta tensors; 0 where the node is no product."""
+        """Flops that torch counts on meta tensors; 0 for a node that is no product."""
         if not isinstance(node.target, torch._ops.OpOverload) or _is_local(node):
             return 0
 
@@ -120,7 +120,7 @@ class _Builder:
             value = read.meta["val"]
             return torch.empty_like(value, device="meta") if torch.is_tensor(value) else value
 
-        # The operator runs once more on tensors without numbers, under torch's own counter: no second list of formulas.
+        # The operator runs again on meta tensors under torch's own counter: no second list of formulas.
         arguments = fx.node.map_arg((node.args, node.kwargs), on_meta)
         key = repr((node.target, arguments))
         if key not in self.products:
@@ -140,7 +140,7 @@ def operator_name(node: fx.Node) -> str:
 
 
 def _argument(node: fx.Node, name: str) -> int:
-    """An operator's argument by its name, or the default that it has there."""
+    """An operator's argument of that name, or its default."""
     assert isinstance(node.target, torch._ops.OpOverload), node
     schema = node.target._schema.arguments
     place = next(place for place, argument in enumerate(schema) if argument.name == name)

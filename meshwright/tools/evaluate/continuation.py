@@ -1,8 +1,8 @@
 """Greedy continuations of many prompts at once: what lm-evaluation-harness asks beside likelihoods (tools/harness.py).
 
 Prompts of equal length go through the model together, so that no row is padded and each gets the tokens that it would
-get alone. A row that has ended leaves the batch. One whose continuation may not fit into the context, and one that is
-drawn, goes by itself (generate.py), where the context slides.
+get alone. A row that has ended leaves the batch. A prompt whose continuation may not fit into the context, or is drawn
+at random, goes through generate.py alone, where the context slides.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from meshwright.tools.generate import Sampling, generate_tokens, whole_character
 
 @dataclass(frozen=True)
 class Opening:
-    """A prompt's tokens, and how to go on: at most `most` tokens, up to a token of `ends` (besides the tokenizer's own)
-    or a text of `stops`, none of which is part of the continuation."""
+    """A prompt's tokens and its limits: at most `most` new tokens, up to a token of `ends` (besides the tokenizer's
+    own) or a text of `stops`, which the continuation leaves out."""
 
     prompt: Sequence[int]
     most: int
@@ -32,7 +32,7 @@ class Opening:
 
 
 def continuations(loaded: LoadedText, openings: Sequence[Opening], rows: int | None = None) -> list[str]:
-    """The continuation of each prompt. `rows`: most of them that go through the model at once."""
+    """The continuation of each prompt. `rows`: the largest batch."""
     together: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     answers: dict[int, str] = {}
     for at, one in enumerate(openings):
@@ -89,6 +89,6 @@ def _together(loaded: LoadedText, openings: Sequence[Opening]) -> list[str]:
 
 
 def _before_stop(text: str, stops: Sequence[str]) -> str | None:
-    """The text before the first of the words that end it; None where it has none of them."""
+    """The text before the first stop word in it; None where it has no stop word."""
     ends = [text.index(stop) for stop in stops if stop and stop in text]
     return text[: min(ends)] if ends else None

@@ -1,8 +1,8 @@
 """The share of LAMBADA's passages (Paperno et al., 2016, arXiv 1606.06031) whose last word a model names.
 
-A word is right if every one of its sub-tokens is the most likely one given the passage and the sub-tokens before it. As
-the sub-tokens before it must be right too, one forward pass over the whole passage decides the same as greedy
-generation. The word is encoded with a space in front, apart from its context.
+A word is right if each of its sub-tokens is the most likely one given the passage and the sub-tokens before it. Since
+those must be right too, one forward pass over the whole passage gives greedy generation's answer. The word is encoded
+with a space in front, apart from its context.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshwright.tools.evaluate.tasks import Question, Task
 class _Cloze:
     inputs: list[int]
     target: list[int]
-    """The last len(target) predictions of the inputs should be these."""
+    """The tokens that the last len(target) predictions are compared with."""
 
 
 def passages(source: str) -> Iterator[str]:
@@ -51,7 +51,8 @@ def cloze_accuracy(loaded: LoadedText, source: str, progress: ShowProgress = sil
         if len(words) < 2:
             rule = "is a single word; wanted a context and the word to name behind it"
             raise DataError(f"{source} passage {at}: {rule}")
-        # The word with its space, apart from its context: a pair that crosses the two would give part of it away.
+        # The word is encoded with its space, apart from its context: a merge across the two would give part of the word
+        # away.
         context, word = tokenizer.encode(words[0].strip()), tokenizer.encode(f" {words[1]}")
         if len(word) > loaded.context:
             rule = f"its last word has {len(word)} tokens, and the model sees {loaded.context}"
@@ -65,7 +66,7 @@ def cloze_accuracy(loaded: LoadedText, source: str, progress: ShowProgress = sil
     while done < len(questions):
         longest = len(questions[done].inputs)
         batch = questions[done : done + max(1, BATCH_TOKENS // longest)]
-        end = loaded.tokenizer.end  # padding to the right: nothing before it can see it
+        end = loaded.tokenizer.end  # padded on the right, which no token before attends to
         padded = torch.tensor([question.inputs + [end] * (longest - len(question.inputs)) for question in batch])
         h = loaded.model.hidden(padded.to(loaded.device))  # [B, T, H]
         for row, question in zip(h, batch, strict=True):

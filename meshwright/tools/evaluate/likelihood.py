@@ -1,4 +1,4 @@
-"""How likely a model finds texts behind others: what lm-evaluation-harness asks (tools/harness.py)."""
+"""The likelihood of a text given the text before it: what lm-evaluation-harness asks (tools/harness.py)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from meshwright.tools.evaluate.perplexity import windows
 
 
 class Likelihood(NamedTuple):
-    """The log of a continuation's probability, in nats, and whether greedy decoding would give it."""
+    """The log probability of a continuation, in nats, and whether greedy decoding would give it."""
 
     log: float
     greedy: bool
 
 
 class _Asked(NamedTuple):
-    """A context's tokens, and those of what is behind it."""
+    """The tokens of a context, and of its continuation."""
 
     context: list[int]
     behind: list[int]
@@ -28,12 +28,12 @@ class _Asked(NamedTuple):
 def likelihoods(
     loaded: LoadedText, pairs: Sequence[tuple[str, str]], *, marked: bool = False, rows: int | None = None
 ) -> list[Likelihood]:
-    """Score each (context, continuation). They are tokenized together, spaces at the context's end with the
-    continuation, as the harness does, behind the token that begins a text (an empty context without one is an end
-    token); a context that is too long loses its beginning.
+    """Score each (context, continuation). The two are tokenized together as the harness does: spaces at the context's
+    end belong to the continuation, and the token that begins a text stands in front (without such a token an empty
+    context is an end token). A context that is too long loses its beginning.
 
-    `marked`: special tokens that a context spells are meant, as in a rendered chat, which begins with its own.
-    `rows`: most in a forward pass.
+    `marked`: special tokens spelled in a context are special tokens, as in a rendered chat, which begins with its own.
+    `rows`: the largest batch.
     """
     opening = [] if marked else loaded.tokenizer.opening
 
@@ -51,8 +51,8 @@ def likelihoods(
 
 
 def text_likelihoods(loaded: LoadedText, texts: Sequence[str]) -> list[float]:
-    """The log of each text's probability: every token once, the first behind the token that begins a text, or an end
-    token, in windows of the model's context of which each begins with the last token of the one before."""
+    """The log probability of each text. Every token is scored once, the first after the token that begins a text, or an
+    end token; in windows of the model's context, each of which begins with the last token of the window before."""
     told = []
     for text in texts:
         stream = [loaded.tokenizer.first, *loaded.tokenizer.encode(text)]
@@ -70,8 +70,8 @@ def text_likelihoods(loaded: LoadedText, texts: Sequence[str]) -> list[float]:
 
 @torch.inference_mode()
 def _answered(loaded: LoadedText, asked: Sequence[_Asked], rows: int | None = None) -> list[Likelihood]:
-    """Batches of like lengths, of `rows` at most; a continuation longer than the model's context is scored in its last
-    part alone."""
+    """In batches of similar lengths, of at most `rows`. Of a continuation longer than the model's context only the last
+    part is scored."""
     inputs = [(one.context + one.behind)[:-1][-loaded.context :] for one in asked]
     order = sorted(range(len(asked)), key=lambda at: -len(inputs[at]))
     answers: dict[int, Likelihood] = {}
@@ -79,7 +79,7 @@ def _answered(loaded: LoadedText, asked: Sequence[_Asked], rows: int | None = No
         longest = max(1, len(inputs[order[len(answers)]]))
         most = min(rows or len(asked), max(1, BATCH_TOKENS // longest))
         chosen = order[len(answers) : len(answers) + most]
-        end = loaded.tokenizer.end  # padding to the right: nothing before it can see it
+        end = loaded.tokenizer.end  # padded on the right, which no token before attends to
         padded = torch.tensor([inputs[at] + [end] * (longest - len(inputs[at])) for at in chosen])
         h = loaded.model.hidden(padded.to(loaded.device))  # [B, T, H]
         for row, at in zip(h, chosen, strict=True):

@@ -1,4 +1,4 @@
-"""A checkpoint as a model that can be asked: the serial kit on one device, with the checkpoint's tokenizer."""
+"""A checkpoint loaded for inference: the serial kit on one device, with the checkpoint's tokenizer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from meshwright.tensor.kit import WholeHead
 from meshwright.tensor.serial import SerialKit
 
 BATCH_TOKENS = 8192
-"""Tokens a forward pass: enough to fill the device, few enough for a large model's activations."""
+"""Tokens of a forward pass: enough to fill a device, few enough for a large model's activations."""
 
 Facts = dict[str, str | int | float]
 """The result of a measure: by name, in the order in which it is shown."""
@@ -33,12 +33,12 @@ Facts = dict[str, str | int | float]
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in evaluation mode, and where it comes from."""
+    """A model in evaluation mode, and its checkpoint."""
 
     folder: Path
     config: Config
     steps: int
-    """Steps it was trained for here; 0: imported."""
+    """Steps that it was trained for; 0: imported."""
     device: torch.device
     model: Any
     """The family's chain (models/)."""
@@ -66,7 +66,7 @@ def load_model(path: Path, device: str, reads: str) -> Loaded:
 def load_text(path: Path, device: str = "auto", context: int | None = None, reads: str = "tokens") -> LoadedText:
     """The model of text of a step folder, or of a run's newest checkpoint, in evaluation mode.
 
-    `reads`: the form of batches of its family (models/section.py). Weights are held as the run's optimizer held them:
+    `reads`: the form of batches of its family (models/section.py). Weights have the dtype of the run's optimizer:
     float64 for a float64 run, float32 for every other. `context`: by default the sequence length of the training,
     because positions beyond it were never trained; at most model.positions. Raises CheckpointError, DataError
     (tokenizer), ConfigError (device, context).
@@ -98,7 +98,7 @@ def config_at(path: Path) -> Config:
 
 
 def _found(path: Path, device: str, reads: str) -> tuple[Checkpoint, torch.device]:
-    """The checkpoint and the device; auto: a GPU where there is one.
+    """The checkpoint and the device; auto: a GPU if there is one.
 
     Raises ConfigError where there is no such device, CheckpointError where the family reads batches of another form.
     """
@@ -118,7 +118,7 @@ def _built(checkpoint: Checkpoint, device: torch.device) -> dict[str, Any]:
     """The fields of Loaded."""
     config, mesh = checkpoint.config, solo_mesh(device)
     model = make_chain(config, SerialKit(mesh))
-    # Masters of O1 and O2 are float32: the rounding of a run's half-precision passes is no part of what it learned.
+    # Masters of O1 and O2 are float32; the run's half-precision copies are not saved.
     model.to(DTYPES[config.precision.dtype] if config.precision.level == "O0" else torch.float32)
     load_weights(model, shard_specs(model), mesh, checkpoint)
     steps = checkpoint.manifest.progress.step

@@ -1,9 +1,8 @@
-"""Perplexity of a text over sliding windows; a family that is asked otherwise names its own measure.
+"""Perplexity of a text over sliding windows. A family with another measure names it.
 
-Every token of a text is predicted once, with the context that the stride leaves: windows of `context` tokens begin
-`stride` tokens apart; of each but the first, only those tokens count that no window before it has counted, so each has
-at least context - stride tokens to its left. The last window ends with the text. Begin and end tokens are context and
-never counted: the model is asked for the text alone.
+Every token of a text is scored once. Windows of `context` tokens begin `stride` tokens apart. After the first window
+only tokens that no earlier window has scored count; each has at least context - stride tokens to its left. The last
+window ends with the text. Begin and end tokens are context and are never scored.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def text_perplexity(
     """Measure a stream, losses in nats.
 
     `stride`: 1 (exact and slow) to context (fast, no overlap); by default half the context. `batch_tokens`: about so
-    many go through the model at once.
+    many tokens in a forward pass.
 
     Raises ConfigError on a stride outside these, DataError where no token is to be counted.
     """
@@ -64,7 +63,7 @@ def text_perplexity(
         own = torch.from_numpy(places >= counted[first : first + rows, None]).to(loaded.device)
         inputs = torch.from_numpy(stream.tokens[places].astype(np.int64)).to(loaded.device)
         labels = torch.from_numpy(stream.tokens[places + 1].astype(np.int64)).to(loaded.device)
-        # Begin and end tokens are the format's, not the text's: nobody asked the model for them.
+        # Begin and end tokens belong to the format, not to the text.
         mask = own & ~torch.isin(labels, marks)
         loss, num = summed_loss(loaded, loaded.model.hidden(inputs), labels, mask)
         total, num_tokens = total + loss, num_tokens + num
@@ -79,18 +78,18 @@ def text_perplexity(
         "stride": stride,
         "loss_per_token": total / num_tokens,
         "perplexity_per_token": exponential(total / num_tokens),  # depends on the tokenizer
-        "perplexity_per_word": exponential(total / stream.words),  # as Wikitext is reported: tokenizers compare
+        "perplexity_per_word": exponential(total / stream.words),  # Wikitext's measure: tokenizers can be compared
     }
 
 
 def summed_loss(loaded: LoadedText, h: Tensor, labels: Tensor, mask: Tensor) -> tuple[float, int]:
     """The summed loss in nats, and the number, of the labels [B, T] in the mask; h [B, T, H]."""
-    losses = loaded.head.token_losses(h[mask].unsqueeze(0), labels[mask].unsqueeze(0))  # the head sees these only
+    losses = loaded.head.token_losses(h[mask].unsqueeze(0), labels[mask].unsqueeze(0))  # logits of these tokens only
     return float(losses.double().sum()), losses.numel()
 
 
 def measure_text(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
-    """The perplexity of a text: of a family that goes on from what it reads."""
+    """The perplexity of a text under a decoder."""
     if question.target is not None:
         family = config_at(question.checkpoint).model.family
         rule = f"has no effect on a {family}, which writes no targets"
@@ -101,7 +100,7 @@ def measure_text(question: Question, progress: ShowProgress) -> tuple[Path, Fact
 
 
 def measure_perplexity(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
-    """The step folder, and the perplexity as the checkpoint's family has it measured."""
+    """The step folder, and the perplexity by the measure of the checkpoint's family."""
     measured: tuple[Path, Facts] = load_entry(config_at(question.checkpoint).model.measured_by)(question, progress)
     return measured
 

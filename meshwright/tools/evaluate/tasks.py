@@ -1,4 +1,4 @@
-"""The tasks of `meshwright eval`: a task says which options it reads, and measures; a result as a table of lines."""
+"""The tasks of `meshwright eval`, with the options that each reads; a result as a table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Fact = str | int | float | None
 
 @dataclass(frozen=True)
 class Question:
-    """The options that were given; None: not given."""
+    """The command's options; None: not given."""
 
     checkpoint: Path
     device: str
@@ -30,11 +30,11 @@ class Question:
     length_penalty: float | None = None
     chat: bool | None = None
     task: str = ""
-    """The task as it was asked for, such as `lm-eval:hellaswag,arc_easy`; `measure` sets it."""
+    """The task as typed, such as `lm-eval:hellaswag,arc_easy`; set by `measure`."""
 
     @property
     def options(self) -> dict[str, int | float | str | None]:
-        """The options that not every task reads, as they are spelled."""
+        """The options that only some tasks read, as typed."""
         common = ("checkpoint", "device", "data", "task")
         return {name.replace("_", "-"): value for name, value in vars(self).items() if name not in common}
 
@@ -45,11 +45,11 @@ class Task:
 
     measure: Callable[[Question, ShowProgress], tuple[Path, Facts]]
     options: tuple[str, ...] = ()
-    """The options that have an effect on it, as they are spelled."""
+    """The options that it reads, as typed."""
     needs_data: str = ""
-    """The data that --data must name, where no run holds such data out."""
+    """A description of the data that --data must name, for a task whose data no run holds out."""
     takes_names: bool = False
-    """Whether it is asked for as `TASK:NAMES`."""
+    """Whether it is typed as `TASK:NAMES`."""
 
 
 def measure(name: str, question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
@@ -64,7 +64,7 @@ def measure(name: str, question: Question, progress: ShowProgress) -> tuple[Path
     if task.needs_data and question.data is None:
         raise ConfigError.of("--task", name, "needs --data", task.needs_data)
     for option, value in question.options.items():
-        # No option without an effect: silence would let somebody believe a number that it did not change.
+        # An option without an effect is refused: in silence, its number would pass for one that it changed.
         if value is not None and option not in task.options:
             suitable = ", ".join(other for other, known in shown.items() if option in known.options)
             raise ConfigError.of(f"--{option}", value, f"has no effect on --task {name}", f"--task {suitable}")
@@ -72,7 +72,7 @@ def measure(name: str, question: Question, progress: ShowProgress) -> tuple[Path
 
 
 def finite(facts: Facts) -> dict[str, Fact]:
-    """The result with None for what is not finite: JSON has no word for it."""
+    """The result with None for numbers that are not finite, which JSON does not know."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in facts.items()
     }

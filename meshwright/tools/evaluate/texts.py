@@ -1,4 +1,4 @@
-"""The texts that are measured: streams of tokens, and pairs of texts.
+"""The texts to measure: streams of tokens, and pairs of texts.
 
 | --data | a stream of text, spans | pairs |
 |---|---|---|
@@ -30,21 +30,22 @@ from meshwright.tools.evaluate.load import LoadedText
 
 @dataclass(frozen=True)
 class TokenStream:
-    """Documents one behind the other, as in training: each between its marks (data/marks.py)."""
+    """Documents in sequence, as in training, each with its begin and end marks (data/marks.py)."""
 
     tokens: np.ndarray
     """Ids [n]. The first is a mark: the context of the text's first token."""
     words: int
     """White-space separated words of the original text."""
     name: str
-    """The name of the data, for the reader of the result."""
+    """The data's name in the result."""
 
 
 def stream_for(loaded: LoadedText, data: str | None, progress: ShowProgress = silent) -> TokenStream:
-    """The text to measure: `data`, or without it the held-out split of the run that wrote the checkpoint.
+    """The text to measure: `data`, else the held-out split of the run that wrote the checkpoint.
 
-    `data`: a prepared folder (its validation split), or whatever `documents` reads: text, jsonl, parquet, a folder of
-    these, stdlib. Raises DataError where it cannot be read, is empty, or was tokenized with another tokenizer.
+    `data`: a prepared folder (its validation split), or any source that `documents` reads: text, jsonl, parquet, a
+    folder of these, stdlib. Raises DataError where it cannot be read, is empty, or was tokenized with another
+    tokenizer.
     """
     if data is not None and not is_prepared(Path(data).expanduser()):
         return _encoded(loaded, data, progress)

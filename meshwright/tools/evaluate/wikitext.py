@@ -2,13 +2,13 @@
 section 5.2.1).
 
 The corpus is published in tokens of its own: words, punctuation, `<unk>` and numbers' separators stand between spaces
-(`the 1 @,@ 000 metres`). Its markup is taken back to plain text, so that a model meets what it was trained on; the loss
-of all of the text is then spread over the corpus' own tokens:
+(`the 1 @,@ 000 metres`). The markup is undone, so that the model reads plain text as in training; the text's summed
+loss is then divided by the number of the corpus' own tokens:
 
     perplexity = exp(sum of losses / (corpus tokens - 1))
 
-Corpus tokens are what stands between spaces in the published file, its line ends among them. The first token has no
-context and is not predicted; behind a token that begins a text (data/marks.py) it is, and all corpus tokens count.
+Corpus tokens are the words between spaces in the published file, and its line ends. The first token has no context and
+is not scored; after a token that begins a text (data/marks.py) it is scored, and all corpus tokens count.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ def wikitext_stream(loaded: LoadedText, source: str) -> TokenStream:
         published = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as a file of Wikitext: {error}") from error
-    # As the published numbers count: between spaces, with a line's end as a token of its own.
+    # Counted as in the published numbers: words between spaces, and each line end.
     words = len(published.strip().split(" "))
     encoded = [token for part in pieces(plain_text(published)) for token in loaded.tokenizer.encode(part)]
     if words < 2 or len(encoded) < 2:
         raise DataError(f"{path}: holds no text")
-    # Behind a begin token the first token is predicted as well, so every corpus token counts.
+    # After a begin token the first token is scored as well, so every corpus token counts.
     if loaded.tokenizer.begin is not None:
         return TokenStream(np.array([loaded.tokenizer.begin, *encoded], dtype=np.int64), words, source)
     return TokenStream(np.array(encoded, dtype=np.int64), words - 1, source)

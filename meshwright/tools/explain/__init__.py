@@ -1,1 +1,1 @@
-"""`meshwright explain`: what a layout makes of a run, in tables and as a page. Nothing is trained."""
+"""`meshwright explain`: a run under its layout, in tables and as a page. Nothing is trained."""

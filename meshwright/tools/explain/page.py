@@ -1,8 +1,9 @@
-"""A run's layout as a page to look at and play with: one HTML file (page.html, a Jinja2 template) without network.
+"""A run's layout as an interactive page: one HTML file (page.html, a Jinja2 template) that loads nothing from a
+network.
 
-It shows where each rank stands in the grid, the blocks of every weight in their owners' colours, each collective as
-arrows with its bytes, and a step on the virtual clock, which runs in the page (clock.js) as sliders move. All of it is
-what the tables say too (tables.py): the page draws, and counts nothing by itself.
+It shows each rank's place in the grid, the blocks of every weight in their owners' colours, each collective as arrows
+with its bytes, and a step on the virtual clock, which the page computes again as sliders move (clock.js). Its other
+numbers are those of the tables (tables.py).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ SCRIPTS = Path(__file__).parent
 """The folder of the template and of the page's JavaScript."""
 
 ROW, WIDE = 8, 1.6
-"""The most ranks side by side along the innermost axis; the width that the grid should have to its height."""
+"""The most ranks side by side along the innermost axis; the grid's ratio of width to height."""
 CELL_WIDTH, CELL_HEIGHT, GAP, TITLE = 74, 46, 8, 20
 """Pixels of a rank's cell, between blocks of cells, and of a block's title."""
 
@@ -68,7 +69,7 @@ def write_page(explained: Explained, predicted: Forecast, path: Path, name: str)
         batch=config.batch_summary,
         words=WORDS,
         facts=page_facts(explained, predicted),
-        # Our own files, the only text on the page that is not escaped.
+        # The only text on the page that is not escaped: files of this package.
         scripts=[Markup((SCRIPTS / file).read_text(encoding="utf-8")) for file in ("clock.js", "page.js")],
     )
     try:
@@ -79,7 +80,7 @@ def write_page(explained: Explained, predicted: Forecast, path: Path, name: str)
 
 
 def page_facts(explained: Explained, predicted: Forecast) -> dict[str, Any]:
-    """All that the page draws, as JSON has it."""
+    """The page's data, for JSON."""
     run = explained.run
     stages = range(len(run.stages))
     holders: list[list[int]] = [[] for _ in stages]
@@ -101,10 +102,10 @@ def page_facts(explained: Explained, predicted: Forecast) -> dict[str, Any]:
 
 
 def drawn_grid(grid: Grid) -> dict[str, Any]:
-    """Where each rank's cell stands, in pixels, and the boxes around ranks that agree on an outer axis.
+    """Each rank's cell, in pixels, and the boxes around ranks of one index on an outer axis.
 
-    The innermost axis runs from left to right; the blocks of an outer one stand in as many columns as make the picture
-    a little wider than high, so that of two axes the outer one runs downwards.
+    The innermost axis runs from left to right. The blocks of an outer axis stand in the number of columns that makes
+    the picture a little wider than high: of two axes the outer one runs downwards.
     """
     levels = [level for level in grid.nesting if level[1] > 1] or [grid.nesting[-1]]
     shapes = _columns_and_sizes([size for _, size in levels])
@@ -154,15 +155,15 @@ def _columns_and_sizes(sizes: Sequence[int]) -> list[tuple[int, float, float]]:
 
 
 def weight_blocks(explained: Explained, holders: Sequence[Sequence[int]]) -> Iterator[dict[str, Any]]:
-    """Each weight with its blocks and the ranks that hold each; of layers that are alike, a stage's first. `holders`:
-    the ranks of each stage."""
+    """Each weight with its blocks and the ranks that hold each block; of equal layers the stage's first alone.
+    `holders`: the ranks of each stage."""
     run, config = explained.run, explained.run.config
     alike = explained.recordings.outline(config).alike
     shown: dict[str, tuple[Parameter, str, list[int]]] = {}
     for stage, plan in enumerate(run.stages):
         firsts = {alike[layer] for layer in range(config.model.num_blocks)}
         firsts |= {explained.layers[position].start for position in run.placement.positions(stage)}
-        # Buckets are planned of the first of several like stages, whose parameters stand in the same order.
+        # Of equal stages the first one's buckets are planned; parameters stand in the same order in all.
         for parameter, like in zip(plan.parameters, run.stages[run.like[stage]].parameters, strict=True):
             layer, _ = split_name(parameter.name)
             if layer is None or layer in firsts:
@@ -213,14 +214,14 @@ def sent_rows(run: Composition, stage: int) -> Iterator[dict[str, Any]]:
 
 
 def passes_in_order(run: Composition) -> Iterator[dict[str, Any]]:
-    """Products and collectives of a first microbatch's tasks, in the order in which they begin, part by part; parts of
-    equal programs once."""
+    """Products and collectives of the first microbatch's tasks in the order of their starts, by part of the model;
+    parts of equal programs once."""
     seen: set[tuple[int, TaskKind]] = set()
     for stage, plan in enumerate(run.stages):
         for unit in (unit for chunk in plan.chunks for unit in chunk.units):
             layers = unit_layers(unit)
             ends = "embeddings" if stage == 0 and unit is plan.chunks[0].units[0] else "head"
-            # A group of more layers is extended from recordings of two and one.
+            # A longer group of layers is extrapolated from recordings of two layers and one.
             part = "layers {}-{}".format(*layers[:2]) if len(layers) > 1 else f"layer {layers[0]}" if layers else ends
             for kind in run.kinds:
                 key = id(unit.recording.programs), kind
@@ -249,13 +250,13 @@ def steps_of(program: Program) -> list[dict[str, Any]]:
 
 
 def clock_facts(explained: Explained, predicted: Forecast) -> dict[str, Any]:
-    """The run's pipeline, and its step by our own clock, with which the page compares its own."""
+    """The run's pipeline, and its step on the virtual clock, with which the page compares its own computation."""
     config, placement = explained.run.config, explained.run.placement
     spans = predicted.chosen.tasks
     return {
         "stages": placement.num_stages, "chunks": placement.num_chunks, "shape": placement.shape,
         "microbatches": config.num_microbatches, "schedule": predicted.schedule, "work": predicted.work,
-        # Two of a fixed order's limits may differ from stage to stage, and follow from the schedule alone.
+        # A fixed order's limits differ between stages and follow from the schedule alone.
         "limit": None if config.layout.pipeline.limit == "auto" else config.layout.pipeline.limit,
         "spans": [[span.stage, span.name, span.start_seconds, span.end_seconds] for span in spans],
     }  # fmt: skip

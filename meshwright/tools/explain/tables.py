@@ -1,8 +1,9 @@
-"""`meshwright explain` and `train --explain`: what a run's layout makes of the model, in tables. Nothing is trained.
+"""`meshwright explain` and `train --explain`: a model under a run's layout, in tables. Nothing is trained.
 
 The run is composed of recordings as the planner composes it (compose.py). A pipeline's schedules are compared on the
-virtual clock, where a task takes its part of its stage's counted work, by which layers are shared out: F a third, B the
-rest where it is whole, a third each where B and W are split. Messages take no time, and recomputation is not counted.
+virtual clock. A task takes its share of the stage's counted work, the work by which layers are dealt to stages: F a
+third, B the rest where it is whole, a third each where B and W are split. Messages take no time, and recomputation is
+not counted.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ UNIT = "forward passes of a microbatch"
 
 @dataclass(frozen=True)
 class Explained:
-    """A run's layout, composed. `layers`: of each position of the chain; `machine`: on which it would start; `traffic`:
+    """A run's layout, composed. `layers`: of each position of the chain; `machine`: that it would start on; `traffic`:
     what each stage's first rank sends in a step by axis and verb."""
 
     run: Composition
@@ -57,14 +58,14 @@ class Explained:
 
     @property
     def ranks_per_node(self) -> int:
-        """The ranks of a node: as the layout says, else those that this process's launcher started, or all."""
+        """Ranks of a node: the layout's number, else those that this process's launcher started, or all."""
         layout = self.run.config.layout
         here = self.machine.ranks_here(layout.world_size)
         return here if layout.ranks_per_node == "auto" else layout.ranks_per_node
 
     @property
     def num_nodes(self) -> int:
-        """The nodes of the job, of which the last one may have fewer ranks."""
+        """Nodes of the job; the last one may have fewer ranks."""
         return -(-self.run.grid.world_size // self.ranks_per_node)
 
     def held(self, stage: int) -> str:
@@ -158,18 +159,18 @@ def forecast(explained: Explained) -> Forecast:
 
         def seconds(stage: int, task: Task) -> float:
             own = work[placement.position(stage, task.chunk)]
-            # So the clock's second is a forward pass of the whole model, whatever the schedule.
+            # The clock's second is then a forward pass of the whole model under every schedule.
             return own * (backward if task.kind is TaskKind.BACKWARD else 1)
 
         return simulate(len(stages), count, rule, seconds, lambda start, end, message: 0.0, placement=placement)
 
     own, chunked = rule_of(config), placement.num_chunks > 1
-    # A run of one stage has a schedule that its config need not name.
+    # A run of one stage has a schedule although its config names none.
     name = next((known for known, rule in entries("schedules").items() if rule is own), name)
     rules = {name: own} | {
         other: rule
         for other, rule in entries("schedules").items()
-        # A schedule that knows no chunks could not run this layout at all.
+        # A schedule without chunks cannot run this layout.
         if other != name and (not chunked or placement.shape in rule.shapes)
     }
     limits = tuple(own.limit_at(stage, placement, count) for stage in stages)
@@ -177,7 +178,7 @@ def forecast(explained: Explained) -> Forecast:
 
 
 def render(explained: Explained) -> None:
-    """Print three tables: the run, the weights, the traffic."""
+    """Print tables of the run, the weights and the traffic."""
     console = Console(highlight=False)
     run, config = explained.run, explained.run.config
     specs = {parameter.name: parameter.spec for stage in run.stages for parameter in stage.parameters}
@@ -200,7 +201,7 @@ def render(explained: Explained) -> None:
 
 
 def render_stages(explained: Explained, predicted: Forecast) -> None:
-    """Print two tables: what the stages hold and do, what each schedule would make of them."""
+    """Print two tables: each stage's parts and work; a step under each schedule."""
     console, stages = Console(highlight=False), explained.run.stages
     table = Table(
         "stage", "holds", "parameters on a rank", "work", "microbatches held", "MB to neighbours", "to other nodes",
@@ -227,14 +228,14 @@ def _on_a_rank(stage: StagePlan) -> int:
 
 
 def _rows(run: Composition) -> int:
-    """Tokens of a microbatch that a rank computes between two pairs."""
+    """Tokens of a microbatch on one rank between two pairs."""
     config = run.config
     tokens = config.micro * chain_of(config).tokens_per_sample(config)
     return tokens // run.grid.size(*config.layout.context.token_axes, *config.layout.tensor.batch_axes)
 
 
 def _weights(run: Composition) -> Table:
-    """Block 0 stands for all of them."""
+    """Block 0 stands for all blocks."""
     name = Column("parameter", overflow="fold")
     table = Table(
         name, "whole", "on a rank", "cut by", "gradient summed over", title="Parameters (block 0 as all blocks)"
@@ -255,10 +256,10 @@ def _weights(run: Composition) -> Table:
 
 
 def _products(explained: Explained) -> Table:
-    """The operand that stays in place in each 2-D product; no row where there are none."""
+    """The stationary operand of each 2-D product; no rows if there are no such products."""
     run, config = explained.run, explained.run.config
     mesh = planned_mesh(run.grid, 0, config.layout.token_axes)
-    # One layer shows them all; the head is built where the first stage holds it, too.
+    # One layer stands for all; the head is built if the first stage holds it.
     chunk = Chunk(explained.layers[0][:1], True, len(run.stages) == 1)
     model, rows = build_model(config, build_kit(config, mesh), mesh, chunk), _rows(run)
     linears = {name: each for name, each in model.named_modules() if isinstance(each, TesseractLinear)}
@@ -275,7 +276,7 @@ def _products(explained: Explained) -> Table:
 
 
 def _traffic(explained: Explained) -> Table:
-    """Calls; bytes and messages (network.volumes), and how many of these go to other nodes."""
+    """Calls, bytes and messages (network.volumes), in all and to other nodes."""
     table = Table(
         "over", "verb", "calls", "MB", "to other nodes", "messages", "to other nodes",
         title="What rank 0 sends in a step (without the norm and the step report)",
