@@ -249,14 +249,10 @@ def _pairs(settings: Settings, family: Family, model: Model, stored: Set[str]) -
         pairs = family.pairs(model)
     except RuntimeError as error:  # torch: more elements than an int64 counts
         raise settings.refused(f"its sizes cannot be those of a model: {error}") from error
-    specs = family.specs(model)
     # A head that is stored in part is not drawn: `_check_names` refuses it.
-    return [
-        replace(pair, theirs={}, drawn=specs[pair.name])
-        if family.may_draw(pair.name) and not stored & pair.theirs.keys()
-        else pair
-        for pair in pairs
-    ]
+    drawn = {pair.name for pair in pairs if family.may_draw(pair.name) and not stored & pair.theirs.keys()}
+    specs = family.specs(model) if drawn else {}  # which builds the model a second time
+    return [replace(pair, theirs={}, drawn=specs[pair.name]) if pair.name in drawn else pair for pair in pairs]
 
 
 def _check_names(stored: Source, family: Family, pairs: list[TensorPair], copies: dict[str, str]) -> None:

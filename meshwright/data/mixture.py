@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -165,33 +165,24 @@ class MixedSamples:
         return sources, blocks * self._shares[sources] + slots - (self._ends - self._shares)[sources]
 
     def samples(self, first: int, count: int) -> Batch:
-        sources, earlier = self.places(first, count)
-        draws = [f"sample/{number}" for number in range(first, first + count)]
-        return self._gathered(
-            sources,
-            {source: self._parts[source].rows(earlier[sources == source]) for source in np.unique(sources).tolist()},
-            draws,
-        )
+        return self._batch(first, count, "sample", lambda part, earlier: part.rows(earlier))
 
     def held_out(self, first: int, count: int) -> Batch:
-        sources, earlier = self.places(first, count)
-        draws = [f"held out/{number}" for number in range(first, first + count)]
-        return self._gathered(
-            sources,
-            {source: earlier[sources == source] % len(self._parts[source]) for source in np.unique(sources).tolist()},
-            draws,
-        )
+        return self._batch(first, count, "held out", lambda part, earlier: earlier % len(part))
 
-    def _gathered(self, sources: np.ndarray, rows: Mapping[int, np.ndarray], draws: Sequence[str]) -> Batch:
-        """One batch of each source's rows, in the samples' order."""
+    def _batch(
+        self, first: int, count: int, draw: str, rows_of: Callable[[ShuffledSamples, np.ndarray], np.ndarray]
+    ) -> Batch:
+        """`count` samples from number `first` on. `rows_of`: a source's rows for its n-th samples of the mixture."""
         import torch
 
+        sources, earlier = self.places(first, count)
         batch: Batch = {}
-        for source, own in rows.items():
-            places = np.flatnonzero(sources == source)
-            part = self._parts[source].read(own, [draws[place] for place in places.tolist()])
-            for name, x in part.items():
+        for source in np.unique(sources).tolist():
+            places, part = np.flatnonzero(sources == source), self._parts[source]
+            draws = [f"{draw}/{first + place}" for place in places.tolist()]
+            for name, x in part.read(rows_of(part, earlier[places]), draws).items():
                 # Sources of one kind give the same entries and shapes: rows are put where their samples stand.
-                whole = batch.setdefault(name, x.new_empty(len(sources), *x.shape[1:]))
+                whole = batch.setdefault(name, x.new_empty(count, *x.shape[1:]))
                 whole[torch.from_numpy(places)] = x
         return batch
