@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import TypedDict
 
@@ -18,6 +19,7 @@ class Feature(TypedDict):
     modules: list[str]
 
 
+@cache
 def features() -> dict[str, Feature]:
     table: dict[str, Feature] = yaml.safe_load(Path(__file__).with_name("features.yaml").read_text())
     return table
@@ -30,8 +32,10 @@ def owner(module: str, table: Mapping[str, Feature]) -> str | None:
     return max(named)[1] if named else None
 
 
-def lines_of(table: Mapping[str, Feature]) -> dict[str | None, int]:
+@cache
+def lines_by_row() -> dict[str | None, int]:
     """Lines of Python by row; None: of modules that no row names."""
+    table = features()
     lines: dict[str | None, int] = {}
     for path in PACKAGE.rglob("*.py"):
         row = owner(str(path.relative_to(PACKAGE)), table)
@@ -41,7 +45,7 @@ def lines_of(table: Mapping[str, Feature]) -> dict[str | None, int]:
 
 def test_every_module_belongs_to_a_feature() -> None:
     table = features()
-    assert None not in lines_of(table)
+    assert None not in lines_by_row()
     places = [place for feature in table.values() for place in feature["modules"]]
     assert len(places) == len(set(places)), "a place in two rows"
     assert [place for place in places if not (PACKAGE / place).exists()] == []
@@ -49,10 +53,9 @@ def test_every_module_belongs_to_a_feature() -> None:
 
 @pytest.mark.parametrize("row", features())
 def test_a_feature_has_no_more_lines_than_its_row_says(row: str) -> None:
-    table = features()
-    lines = lines_of(table)[row]
-    assert lines <= table[row]["lines"], f"{row} grew: say in the commit what for, or what shrinks"
-    assert table[row]["worth"]
+    feature = features()[row]
+    assert lines_by_row()[row] <= feature["lines"], f"{row} grew: say in the commit what for, or what shrinks"
+    assert feature["worth"]
 
 
 def test_a_module_that_nobody_names_is_seen() -> None:
