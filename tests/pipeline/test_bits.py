@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from meshwright.config import Config, parse_config
 from meshwright.model import counts_of, scales_of
+from meshwright.pipeline.schedule import Schedule
+from meshwright.pipeline.task import Task, TaskKind, View
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mailbox import Mailbox, Message, MessageMeta, Side
 from meshwright.ranks.mesh import Mesh
@@ -23,6 +26,9 @@ from tests.pipeline.test_equality import LOOP, WHOLE, V, pipelined
 from tests.pipeline.test_partition import laid_out
 from tests.tensor.test_equality import ONE_D
 from tests.workers import run_ranks
+
+MOST = 4
+"""Microbatches without a backward pass in a chunk of `crossing`: few, so that chunks' backward passes alternate."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +100,30 @@ def with_dropout(config: Config, **pipeline: Any) -> Config:
     return parse_config(tree)
 
 
-def bits_of(mesh: Mesh, config: Config, seeds: Sequence[int | None]) -> list[Bits]:
-    """The same step again and again, each with the delays of a seed; None: without."""
+def crossing() -> Schedule:
+    """Message-driven, but for weight gradients: each follows another chunk's backward pass, or waits for the end."""
+    before: Task | None = None
+
+    def schedule(view: View) -> Task | None:
+        nonlocal before
+        chunks = range(len(view.chunks) - 1, -1, -1)
+        crosses = before is not None and before.kind is TaskKind.BACKWARD
+        few = [chunk for chunk in chunks if view.chunks[chunk].forwards - view.chunks[chunk].backwards < MOST]
+        wanted = [
+            *((TaskKind.WEIGHT, chunk) for chunk in chunks if crosses and chunk != before.chunk),
+            *((TaskKind.BACKWARD, chunk) for chunk in chunks),
+            *((TaskKind.FORWARD, chunk) for chunk in few),
+            *((TaskKind.WEIGHT, chunk) for chunk in chunks if view.outstanding == 0),
+        ]
+        before = next((view.next(kind, chunk) for kind, chunk in wanted if view.ready(kind, chunk)), None)
+        return before
+
+    return schedule
+
+
+def bits_of(mesh: Mesh, config: Config, seeds: Sequence[int | None], crosses: bool = False) -> list[Bits]:
+    """The same step again and again, each with the delays of a seed; None: without. `crosses`: the steps behind the
+    first have the order `crossing`."""
     parts = build(config, mesh)
     pipeline = parts.pipeline
     mailbox, everyone = pipeline.mailbox, global_batch(config, 0)
@@ -103,6 +131,8 @@ def bits_of(mesh: Mesh, config: Config, seeds: Sequence[int | None]) -> list[Bit
     results = []
     for seed in seeds:
         pipeline.mailbox = mailbox if seed is None else Delaying(mailbox, f"{seed}/{mesh.rank}")
+        if crosses and results:
+            pipeline.rule = replace(pipeline.rule, schedule=crossing())
         loss = pipeline.train(parts.microbatches(everyone), scales, seeded)
         parts.strategy.finish()
         gradients = [slot.parameter.grad.clone() for slot in parts.strategy.slots]
@@ -142,6 +172,16 @@ def test_order_of_arrival_changes_no_bit(case: tuple[Any, ...]) -> None:
     orders = set(zip(*([bits.order for bits in rank] for rank in ranks), strict=True))
     one_order = schedule == "axonn" and stages == 2  # forward up to the limit, then each gradient's turn
     assert (len(orders) == 1) == one_order, "all runs did the same in the same order: nothing was tested"
+
+
+def test_a_table_of_two_chunks_is_summed_by_chunk_whatever_ran_before() -> None:
+    """Its look-ups' gradients are weight gradients of the first chunk, here after backward passes of the last."""
+    config = with_dropout(pipelined("gpt2", *CASES["2 stages of 2 chunks as a v, a tied table"][:3], 1, V), limit=16)
+    first, _ = run_ranks(bits_of, Grid(config.layout.axes), config, (None, None), True)
+    usual, crossed = first
+    assert_same_bits(crossed, usual)
+    pairs = pairwise(task for task in crossed.order if task[0] in "BW")
+    assert any(one[0] + two[0] == "BW" and one.endswith(".1") and "." not in two for one, two in pairs), crossed.order
 
 
 def test_other_limits_and_other_processes_change_no_bit() -> None:
