@@ -121,7 +121,7 @@ def readings(folder: Path, ranks: int) -> None:
                 checkpoint.read(place.name, "weight", place.box)
         seconds, read = time.process_time() - start, bytes_read() - before
         start = time.process_time()
-        shards = [stored_file(folder / name) for name in checkpoint.touched]
+        shards = [stored_file(folder / name) for name in checkpoint.shards]
         hashed = time.process_time() - start
         whole = sum(file.size_bytes for file in shards)
         print(

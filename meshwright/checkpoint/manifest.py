@@ -80,10 +80,6 @@ class StoredRun:
         dtype: torch.dtype = vars(torch)[self.dtype]
         return dtype
 
-    def parts(self, begin: int, end: int) -> range:
-        """The positions in the group of the files that hold the box's elements begin..end."""
-        return range((self.start + begin) // self.length, -(-(self.start + end) // self.length))
-
     def bounds(self, part: int) -> tuple[int, int]:
         """The first of the box's elements in a file, and the first behind them."""
         first, last = part * self.length, (part + 1) * self.length

@@ -27,7 +27,8 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.manifest = read_manifest(folder)
-        self._shards: dict[str, StoredShard] = {}
+        self.shards: dict[str, StoredShard] = {}
+        """Those read from so far, by file."""
         for file in self.manifest.files:
             path = folder / file.file
             try:
@@ -60,11 +61,6 @@ class Checkpoint:
     def kinds(self) -> frozenset[str]:
         """The kinds of tensors stored for parameters: weight, exp_avg, ..."""
         return frozenset(kind for _, kind in self.manifest.parts)
-
-    @property
-    def touched(self) -> list[str]:
-        """The shards read from so far."""
-        return list(self._shards)
 
     def dtype_of(self, parameter: str) -> str:
         """The dtype in which a parameter's weight is stored. Raises CheckpointError where there is none."""
@@ -119,7 +115,8 @@ class Checkpoint:
         begin = last = 0
         for cut, length in zip(box.slices, run.lengths, strict=True):
             begin, last = begin * length + cut.start, last * length + cut.stop - 1
-        for part in run.parts(begin, last + 1):
+        # The group's files that hold these elements, by position.
+        for part in range((run.start + begin) // run.length, (run.start + last) // run.length + 1):
             start, stop = run.bounds(part)
             shard = self._shard(self.manifest.files[self.manifest.groups[run.group][part]])
             wanted = (max(begin, start) - start, min(last + 1, stop) - start)
@@ -133,9 +130,9 @@ class Checkpoint:
                     position += rows.num_elements
 
     def _shard(self, file: StoredFile) -> StoredShard:
-        if file.file not in self._shards:
-            self._shards[file.file] = StoredShard(self.folder / file.file, file)
-        return self._shards[file.file]
+        if file.file not in self.shards:
+            self.shards[file.file] = StoredShard(self.folder / file.file, file)
+        return self.shards[file.file]
 
     def _check(self, file: StoredFile) -> None:
         if file.header_bytes is not None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -92,11 +93,14 @@ class Offloaded:
         self._pieces = list(_pieces(slots, self._staging.length))
         # Slots are walked in the order of their numbers, so what follows a piece is known before any gradient is there.
         walk = [(index, piece) for index, pieces in enumerate(self._pieces) for piece in pieces]
+        # The pieces of the half-precision slots, whose masters are in the store.
+        half = ((index, slice(piece.start, piece.stop)) for index, piece in walk if WEIGHT in self._layout[index])
+        self._half_spans = tuple(half)
         self._following = {before.number: after for (_, before), after in pairwise(walk)}
         self._ahead: Work | None = None
         self._has_moments = False
         self._walkers = ThreadPoolExecutor(1, "offload-steps")
-        for index, span in self._half_spans():
+        for index, span in self._half_spans:
             self._stored(index, WEIGHT)[span].copy_(slots[index].parameter.detach()[span])
         self._give_back()
 
@@ -130,12 +134,12 @@ class Offloaded:
         self._has_moments = True
 
     def refresh(self) -> None:
-        for index, span in self._half_spans():
+        for index, span in self._half_spans:
             self.slots[index].parameter.detach()[span].copy_(self._stored(index, WEIGHT)[span])
         self._give_back()
 
     def update_masters(self) -> None:
-        for index, span in self._half_spans():
+        for index, span in self._half_spans:
             held = self.slots[index].parameter.detach()[span].cpu()
             master = self._stored(index, WEIGHT)[span]
             if not torch.equal(master.to(held.dtype), held):
@@ -145,21 +149,18 @@ class Offloaded:
     def _walk(self, index: int, step: StepWeights) -> None:
         """Step one slot, piece after piece; the next piece, be it the next slot's, is fetched meanwhile."""
         for piece in self._pieces[index]:
-            fetched = self._ahead or self._fetch(index, piece)
+            fetched = self._ahead or self.lane.submit(partial(self._fetch, index, piece))
             following = self._following.get(piece.number)
             # Asked for before this piece is stepped; the lane keeps order, so the half that it fills has been written
             # back.
-            self._ahead = self._fetch(*following) if following else None
+            self._ahead = self.lane.submit(partial(self._fetch, *following)) if following else None
             fetched.wait()
             self._step_piece(index, piece, step)
-            self.lane.submit(lambda piece=piece: self._write_back(index, piece))  # type: ignore[misc]
+            self.lane.submit(partial(self._write_back, index, piece))
 
-    def _fetch(self, index: int, piece: SlotPiece) -> Work:
-        def copy() -> None:
-            for _, stored, staged in self._pairs(index, piece):
-                staged.copy_(stored, non_blocking=True)
-
-        return self.lane.submit(copy)
+    def _fetch(self, index: int, piece: SlotPiece) -> None:
+        for _, stored, staged in self._pairs(index, piece):
+            staged.copy_(stored, non_blocking=True)
 
     def _write_back(self, index: int, piece: SlotPiece) -> None:
         for kind, stored, staged in self._pairs(index, piece):
@@ -196,30 +197,21 @@ class Offloaded:
         start = self._layout[index][kind]
         return self.store.values[start : start + self.slots[index].parameter.numel()]
 
-    def _half_spans(self) -> Iterator[tuple[int, slice]]:
-        """The pieces of the half-precision slots, as (slot, span)."""
-        for index, pieces in enumerate(self._pieces):
-            if WEIGHT in self._layout[index]:
-                yield from ((index, slice(piece.start, piece.stop)) for piece in pieces)
-
     def _give_back(self) -> None:
         self.store.give_back(0, self.store.values.numel())
 
 
 def on_host(config: Config, slots: Sequence[Slot], device: torch.device, available: int) -> Offloaded:
     """States in host memory. Raises ConfigError where that is more than the `available` bytes."""
+    _, num_elements = _layout(config, slots)
     lane = StreamLane(device) if device.type == "cuda" else ThreadLane(device)
-    return Offloaded(config, slots, HostStore(num_stored(config, slots), device, available), lane, Tier(device))
+    return Offloaded(config, slots, HostStore(num_elements, device, available), lane, Tier(device))
 
 
 def on_disk(config: Config, slots: Sequence[Slot], device: torch.device, path: Path) -> Offloaded:
     """States in the file `path`. Raises ConfigError where it cannot be written, or there is no room for all of it."""
-    return Offloaded(config, slots, DiskStore(num_stored(config, slots), path), ThreadLane(device), Tier(device))
-
-
-def num_stored(config: Config, slots: Sequence[Slot]) -> int:
-    """Elements of the store that holds the states of these slots."""
-    return _layout(config, slots)[1]
+    _, num_elements = _layout(config, slots)
+    return Offloaded(config, slots, DiskStore(num_elements, path), ThreadLane(device), Tier(device))
 
 
 def _layout(config: Config, slots: Sequence[Slot]) -> tuple[list[dict[str, int]], int]:

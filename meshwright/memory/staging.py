@@ -16,18 +16,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from meshwright.ranks.comm import Later, Work
-
-
-class Lane(Protocol):
-    """Runs copies in order."""
-
-    def submit(self, copy: Callable[[], None]) -> Work: ...
 
 
 class ThreadLane:
@@ -70,6 +63,7 @@ class StreamLane:
         return Later(lambda: torch.cuda.current_stream().wait_event(event))  # which then runs behind the copy
 
 
+Lane = ThreadLane | StreamLane
 GRADIENT = "gradient"
 
 
@@ -82,14 +76,10 @@ class Tier:
     peak_bytes: int = 0
 
     def empty(self, num_elements: int) -> Tensor:
-        """Float32 memory that is counted until `free`."""
+        """Float32 memory that is counted."""
         self.live_bytes += 4 * num_elements
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return torch.empty(num_elements, device=self.device)
-
-    def free(self, x: Tensor) -> None:
-        """`x` is not used any more."""
-        self.live_bytes -= 4 * x.numel()
 
 
 class Staging:

@@ -15,7 +15,7 @@ import mmap
 import os
 import weakref
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,18 +26,18 @@ PAGE_ELEMENTS = mmap.PAGESIZE // 4
 ELEMENT_BYTES = 4
 
 
-class Store(Protocol):
+class Store:
     """`values` [n] float32, zeros at first."""
 
     values: Tensor
-    in_memory: bool
+    in_memory: ClassVar[bool]
     """Whether what is written here stays in this process's memory."""
 
     def give_back(self, start: int, stop: int) -> None:
-        """The process will not need the elements start..stop for a while."""
+        """The process will not need the elements start..stop for a while: nothing to do in host memory."""
 
 
-class HostStore:
+class HostStore(Store):
     """Host memory, pinned for a GPU. Raises ConfigError where it is more than what is `available` to this rank."""
 
     in_memory = True
@@ -54,11 +54,8 @@ class HostStore:
             torch.cuda.check_error(runtime.cudaHostRegister(values.data_ptr(), needed, 0))
             weakref.finalize(values, runtime.cudaHostUnregister, values.data_ptr())
 
-    def give_back(self, start: int, stop: int) -> None:
-        return None
 
-
-class DiskStore:
+class DiskStore(Store):
     """A mapped file. Raises ConfigError where it cannot be written, or the disk has no room for all of it."""
 
     in_memory = False

@@ -213,13 +213,6 @@ def unequal(batch: Any, labels: Any) -> Any:
     return changed if isinstance(batch, Mapping) else type(batch)(changed)
 
 
-def label_key(batch: Any, labels: Any) -> Any:
-    """The key of the labels, where the batch has it; None where nothing is known of labels."""
-    if isinstance(batch, Mapping):
-        return labels if labels in batch else None
-    return labels if isinstance(labels, int) and isinstance(batch, (tuple, list)) else None
-
-
 def count_labels(batch: Any, labels: Any) -> int | None:
     """The number of labels of a batch that count; None where it has no labels of integers."""
     x = None if labels is None else tensors_by_key(batch).get(str(labels))

@@ -269,7 +269,7 @@ def judged(check: ParityCheck, precision: str, folder: Path, start: float) -> Pa
     from meshwright.parity.kinds import first_finding
     from meshwright.parity.rows import compare_all
 
-    evidence = Evidence.read(folder, check.num_ranks)
+    evidence = Evidence(folder, check.num_ranks)
     with one_thread():
         # After the rows, and before the finding, which reads both.
         rows = tuple(compare_all(evidence))

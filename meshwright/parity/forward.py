@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from meshwright.parity.compare import axis_words, narrow_type, relative_error
-from meshwright.parity.explain import COPY, CUT, PARTIAL, Explanation, axis_subsets, fit, groups_over
+from meshwright.parity.explain import COPY, CUT, PARTIAL, axis_subsets, fit, groups_over
 from meshwright.parity.gradients import Mistake, near
 from meshwright.parity.judge import Evidence, ModuleLine
 
@@ -160,12 +160,10 @@ def _of_values(evidence: Evidence, line: ModuleLine, where: str, child: ModuleLi
     output, name = line.output, line.name or "the model"
     assert output is not None
     step = " in the second step" if at else ""
-    if child is not None and child.input is not None and _is_scaled(child.input):
-        text = f"the input of {child.name}{step} is the reference's times {_times(evidence, child.input)}"
-        return Mistake("scaled", where or MODEL, text)
-    if _is_scaled(output) and child is None:
-        text = f"the output of {name}{step} is the reference's times {_times(evidence, output)}"
-        return Mistake("scaled", where or MODEL, text)
+    made, what = (output, f"the output of {name}") if child is None else (child.input, f"the input of {child.name}")
+    if made is not None and made.factor is not None and abs(made.factor - 1) > 1e-4:
+        times = f"{made.factor:.4g}{axis_words(evidence.sizes, made.factor)}"
+        return Mistake("scaled", where or MODEL, f"{what}{step} is the reference's times {times}")
     narrow = _narrow(evidence, line, at)
     kind = "lower precision" if narrow else "wrong values"
     off = f"is off by {output.error:.1e} (allowed: {output.allowed:.1e})"
@@ -182,14 +180,6 @@ def _of_values(evidence: Evidence, line: ModuleLine, where: str, child: ModuleLi
     if child is not None:
         text += f"; so is the input of {child.name or 'the model'}, and all before is right"
     return Mistake(kind, where or MODEL, text)
-
-
-def _is_scaled(explanation: Explanation) -> bool:
-    return explanation.factor is not None and abs(explanation.factor - 1) > 1e-4
-
-
-def _times(evidence: Evidence, explanation: Explanation) -> str:
-    return f"{explanation.factor:.4g}{axis_words(evidence.sizes, explanation.factor)}"
 
 
 def _narrow(evidence: Evidence, line: ModuleLine, at: str) -> str:

@@ -87,12 +87,9 @@ def gradient_finding(evidence: Evidence, wrong: Sequence[str], seen: GradientSte
     gradient_line = next(unexplained, None)
     module = gradient_line.name if gradient_line else ""
 
-    def place(name: str) -> int:
-        owner = owner_of(name)
-        return order.index(owner) if owner in order else -1
-
+    places = {name: order.index(owner_of(name)) if owner_of(name) in order else -1 for name in wrong}
     # The wrong parameter of the last module: its gradient came first, and those before it may only follow from it.
-    nearest = max(wrong, key=place)
+    nearest = max(wrong, key=lambda name: places[name])
     h = hypotheses[nearest]
     owner = owner_of(nearest)
     own_line = evidence.line(owner, seen.lines)
@@ -102,7 +99,7 @@ def gradient_finding(evidence: Evidence, wrong: Sequence[str], seen: GradientSte
     if partial and h.kind not in ("scaled", "accumulated", "clipping"):
         assert own_line is not None
         return _backward_finding(evidence, own_line, nearest, h, seen)
-    behind = gradient_line is not None and (order.index(gradient_line.name) > place(nearest) or module == owner)
+    behind = gradient_line is not None and (order.index(gradient_line.name) > places[nearest] or module == owner)
     if gradient_line is not None and behind and not partial:
         return _backward_finding(evidence, gradient_line, nearest, h, seen)
     others = f" (and of {len(wrong) - 1} more)" if len(wrong) > 1 else ""
@@ -176,7 +173,7 @@ def hypothesis_of(evidence: Evidence, name: str, step: int, kind: str = "gradien
     """The hypothesis that explains a parameter's wrong gradient."""
     pieces = []
     whole = evidence.reference.get("gradient", step, name)
-    for rank, own, part in evidence.holders(name):
+    for rank, own, part in evidence.holders[name]:
         theirs = part.take(torch.zeros_like(evidence.weight(name)) if whole is None else whole)
         if theirs.numel():
             pieces.append((rank, part, evidence.ranks[rank].get(kind, step, own), theirs))
@@ -216,7 +213,8 @@ def _differing(evidence: Evidence, full: Pieces, allowed: float) -> Hypothesis |
             return Hypothesis(
                 "clipping", f"the reference's times {words} on its ranks: each clips by a norm of its own"
             )
-        axes = evidence.axes_of([rank for rank, _, _ in held])
+        places = [evidence.coordinates[rank] for rank, _, _ in held]
+        axes = "+".join(axis for axis in places[0] if len({place[axis] for place in places}) > 1)
         # One axis after the other, then all: a missing reduction is nearly always over one.
         for axis in (*axes.split("+"), axes):
             group = next(g for g in groups_over(evidence.coordinates, axis.split("+")) if held[0][0] in g)

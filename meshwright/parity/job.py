@@ -29,7 +29,6 @@ from meshwright.parity.batches import (
     chunks_of,
     count_labels,
     ids_of,
-    label_key,
     probe_key,
     tensors_by_key,
 )
@@ -84,10 +83,8 @@ MOST_MICRO = 16
 class Place(Protocol):
     """A rank's place in a grid; a Mesh is one."""
 
-    @property
-    def rank(self) -> int: ...
-    @property
-    def grid(self) -> Grid: ...
+    rank: int
+    grid: Grid
 
 
 class ParityJob:
@@ -157,7 +154,9 @@ class ParityJob:
         self._constants = spread_constants(model)
         recipe = ReferenceRecipe(loss, batch, optimizer, clip, None, self._dtype, scheduler)
         first = recipe.global_batch(1)
-        key = label_key(first, labels)
+        # The key of the labels, where the batch has it; None where nothing is known of labels.
+        numbered = isinstance(labels, int) and isinstance(first, (tuple, list))
+        key = labels if (labels in first if isinstance(first, Mapping) else numbered) else None
         ids = ids_of(copy.deepcopy(model), loss, first, key)
         sizes = tuple(sorted({*self.axes.values(), self.world_size}))
         recipe = replace(recipe, labels=key, ids=ids, sizes=sizes, probe=probe_key(first, ids, key))

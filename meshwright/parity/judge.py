@@ -8,9 +8,10 @@ The first that is wrong is the finding; what follows from it is in the rows.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -50,34 +51,30 @@ class ModuleLine:
     call: int = 0
 
 
-@dataclass
 class Evidence:
-    """The records of both sides of a comparison. `coordinates`: each rank's place on every axis. `modules`: of the
-    first step, `later`: of the second, where it was traced and is asked for."""
+    """The records of both sides of a comparison, which lie in a folder; or the reference's in another.
 
-    reference: SideRecord[ReferenceFacts]
-    ranks: Sequence[SideRecord[PartFacts]]
-    modules: list[ModuleLine] = field(default_factory=list)
-    later: list[ModuleLine] = field(default_factory=list)
+    `names`: of the reference's parameters; `unequal_step`: the one whose batch has unequal numbers of labels in its
+    rows, 0 for none. `coordinates`: each rank's place on every axis; `sizes`: the number of ranks on each. `parts`:
+    each rank's parameters as parts of the reference's; `holders`: by these, which ranks hold a part, under which name.
+    `modules`: of the first step, `later`: of the second, where it was traced and is asked for.
+    """
 
-    @classmethod
-    def read(cls, folder: Path, num_ranks: int, reference: Path | None = None) -> Evidence:
-        """The records of a folder. `reference`: where its record lies, if in another."""
-        ranks = [SideRecord(folder, rank_file(rank), PartFacts) for rank in range(num_ranks)]
-        return cls(SideRecord(reference or folder, REFERENCE, ReferenceFacts), ranks)
-
-    @cached_property
-    def coordinates(self) -> list[dict[str, int]]:
-        return [rank.facts.coordinates for rank in self.ranks]
-
-    @cached_property
-    def parts(self) -> list[dict[str, Part]]:
-        """Each rank's parameters as parts of the reference's."""
-        return [{n: Part.from_json(tree) for n, tree in rank.facts.parts.items()} for rank in self.ranks]
-
-    @cached_property
-    def _moved(self) -> dict[tuple[str, int, str], float]:
-        return {(kind, step, name): value for kind, step, name, value in self.reference.facts.moved}
+    def __init__(self, folder: Path, num_ranks: int, reference: Path | None = None) -> None:
+        self.ranks = [SideRecord(folder, rank_file(rank), PartFacts) for rank in range(num_ranks)]
+        self.reference = SideRecord(reference or folder, REFERENCE, ReferenceFacts)
+        facts = self.reference.facts
+        self.names, self.unequal_step = facts.names, len(facts.losses) if facts.unequal else 0
+        self.coordinates = [rank.facts.coordinates for rank in self.ranks]
+        self.sizes = {axis: len({place[axis] for place in self.coordinates}) for axis in self.coordinates[0]}
+        self.parts = [{n: Part.from_json(tree) for n, tree in rank.facts.parts.items()} for rank in self.ranks]
+        self.holders: defaultdict[str, list[tuple[int, str, Part]]] = defaultdict(list)
+        for number, parts in enumerate(self.parts):
+            for own, part in parts.items():
+                self.holders[part.name].append((number, own, part))
+        self.modules: list[ModuleLine] = []
+        self.later: list[ModuleLine] = []
+        self._moved = {(kind, step, name): value for kind, step, name, value in facts.moved}
 
     def allowed(self, kind: str, step: int, name: str) -> float:
         """The promised error of a kind; else MARGIN times what one rounding moves, and at least MARGIN roundings."""
@@ -87,11 +84,6 @@ class Evidence:
         # A tensor that perturbed runs did not move may still round: at least one unit of its dtype.
         eps = torch.finfo(vars(torch)[facts.dtype]).eps
         return MARGIN * max(self._moved.get((kind, step, name), 0.0), eps)
-
-    def is_unequal(self, step: int) -> bool:
-        """Whether the rows of a step's batch have unequal numbers of labels."""
-        facts = self.reference.facts
-        return facts.unequal and step == len(facts.losses)
 
     def line(self, name: str, lines: Sequence[ModuleLine] | None = None) -> ModuleLine | None:
         """The first call of a module of the reference."""
@@ -105,31 +97,15 @@ class Evidence:
         return tensors if len(tensors) == len(held) and len({x.shape for x in tensors}) == 1 else None
 
     @cached_property
-    def _holders(self) -> dict[str, list[tuple[int, str, Part]]]:
-        held: dict[str, list[tuple[int, str, Part]]] = {}
-        for rank, parts in enumerate(self.parts):
-            for own, part in parts.items():
-                held.setdefault(part.name, []).append((rank, own, part))
-        return held
-
-    def holders(self, name: str) -> list[tuple[int, str, Part]]:
-        """Which ranks hold a part of a parameter of the reference, under which name."""
-        return self._holders.get(name, [])
-
-    @cached_property
     def missing(self) -> dict[str, int]:
         """How many elements of each parameter are on no rank; read at every step, so counted once."""
-        held = {name: [part for _, _, part in self.holders(name)] for name in self.names}
+        held = {name: [part for _, _, part in self.holders[name]] for name in self.names}
         return {name: missing_places(parts, self.weight(name).shape) for name, parts in held.items()}
-
-    @property
-    def names(self) -> list[str]:
-        return self.reference.facts.names
 
     def pieces(self, kind: str, step: int, name: str) -> Iterator[tuple[int, Part, Tensor | None, Tensor]]:
         """Rank, part, its tensor and the reference's values, of all parts of a parameter that are not empty."""
         whole = self.reference.get(kind, step, name)
-        for rank, own, part in self.holders(name):
+        for rank, own, part in self.holders[name]:
             # The reference has no gradient: the program must have none either, or zeros.
             if whole is None:
                 whole = torch.zeros_like(self.weight(name))
@@ -148,19 +124,9 @@ class Evidence:
         first: dict[Part, Tensor] = {}
         return any(
             relative_error(x, first.setdefault(part, x)) > self.allowed(kind, min(step, COMPARED_STEPS), name)
-            for rank, own, part in self.holders(name)
+            for rank, own, part in self.holders[name]
             if (x := self.ranks[rank].get(kind, step, own)) is not None
         )
-
-    def axes_of(self, ranks: Sequence[int]) -> str:
-        """The axes along which some ranks differ."""
-        places = [self.coordinates[rank] for rank in ranks]
-        return "+".join(axis for axis in places[0] if len({place[axis] for place in places}) > 1)
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The number of ranks on each axis."""
-        return {axis: len({place[axis] for place in self.coordinates}) for axis in self.coordinates[0]}
 
 
 def explain_modules(evidence: Evidence, at: str = "") -> list[ModuleLine]:

@@ -24,31 +24,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 from meshwright.parity.batches import DROPOUT_STEP
 from meshwright.parity.compare import Row, relative_error
 from meshwright.parity.forward import MODEL, forward_finding
 from meshwright.parity.gradients import ALL, MOST, GradientStep, Mistake, gradient_finding, owner_of
 from meshwright.parity.judge import Evidence
-from meshwright.parity.later import and_more, later_finding, wrong_weights
+from meshwright.parity.later import Case, and_more, later_finding, wrong_weights
 from meshwright.parity.leaks import leak_finding
 from meshwright.parity.parts import Part, missing_places
 from meshwright.parity.record import COARSE
-
-
-@dataclass(frozen=True)
-class Case:
-    """A check as the rules see it. `failed`: the names of comparisons that do not hold, by kind and step."""
-
-    evidence: Evidence
-    failed: Mapping[tuple[str, int], list[str]]
-
-    def wrong(self, kind: str, step: int) -> list[str]:
-        """The parameters of a kind that are wrong after a step, in the reference's order; or names of other rows."""
-        names = self.failed.get((kind, step), [])
-        return [name for name in self.evidence.names if name in names] or names
 
 
 def first_finding(evidence: Evidence, rows: Sequence[Row]) -> Mistake | None:
@@ -84,7 +70,7 @@ def held_by_none(case: Case) -> Mistake | None:
     """Elements of a parameter that no rank holds."""
     for name in case.evidence.names:
         if missing := case.evidence.missing[name]:
-            held = [part for _, _, part in case.evidence.holders(name)]
+            held = [part for _, _, part in case.evidence.holders[name]]
             parts = ", ".join(sorted({str(part) for part in held})) or "none"
             return Mistake("wrong part", owner_of(name), f"no rank has {missing} elements of {name}: held are {parts}")
     return None
@@ -197,17 +183,6 @@ FIRST_STEP: tuple[Callable[[Case], Mistake | None], ...] = (
 something is the finding. Each rule's docstring is its sentence."""
 
 
-def of_later_steps(case: Case, step: int) -> Mistake | None:
-    """Mistakes that show in a later step first: stale weights, adding up, unequal counts."""
-    return later_finding(case.evidence, case.failed, step) if step > 1 else None
-
-
-def weights(case: Case, step: int) -> Mistake | None:
-    """Weights that are wrong after a step whose outputs and gradients are right."""
-    wrong = case.wrong("weight", step)
-    return wrong_weights(case.evidence, wrong, step) if wrong else None
-
-
 def copies(case: Case, step: int) -> Mistake | None:
     """Copies that differ by less than a coarse type's tolerance: equal gradients and other weights were stepped by
     something else, gradients under clipping most likely by norms of their own."""
@@ -240,7 +215,7 @@ def buffers(case: Case, step: int) -> Mistake | None:
     return Mistake("wrong buffer", owner_of(wrong[0]), f"{text}: statistics of one rank's samples, most likely")
 
 
-EVERY_STEP: tuple[Callable[[Case, int], Mistake | None], ...] = (of_later_steps, weights, copies, states, buffers)
+EVERY_STEP: tuple[Callable[[Case, int], Mistake | None], ...] = (later_finding, wrong_weights, copies, states, buffers)
 """The rules of every step, the first step's weights among them."""
 
 

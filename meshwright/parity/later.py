@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from meshwright.parity.batches import HALVED_STEP
 from meshwright.parity.compare import relative_error
@@ -20,7 +21,18 @@ from meshwright.parity.gradients import (
 from meshwright.parity.judge import Evidence, explain_modules
 from meshwright.parity.record import PASSES, UPDATED
 
-Failed = Mapping[tuple[str, int], list[str]]
+
+@dataclass(frozen=True)
+class Case:
+    """A check as the rules see it. `failed`: the names of comparisons that do not hold, by kind and step."""
+
+    evidence: Evidence
+    failed: Mapping[tuple[str, int], list[str]]
+
+    def wrong(self, kind: str, step: int) -> list[str]:
+        """The parameters of a kind that are wrong after a step, in the reference's order; or names of other rows."""
+        names = self.failed.get((kind, step), [])
+        return [name for name in self.evidence.names if name in names] or names
 
 
 def and_more(names: Sequence[str]) -> str:
@@ -28,8 +40,11 @@ def and_more(names: Sequence[str]) -> str:
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
-def wrong_weights(evidence: Evidence, wrong: Sequence[str], step: int) -> Mistake:
+def wrong_weights(case: Case, step: int) -> Mistake | None:
     """Weights that are wrong after a step whose outputs and gradients are right."""
+    evidence, wrong = case.evidence, case.wrong("weight", step)
+    if not wrong:
+        return None
     if wrong[0] not in evidence.names:  # all of them as one
         text = "all gradients are right, and the weights are wrong: look at what the optimizer does"
         return Mistake("optimizer", ALL, text)
@@ -80,7 +95,7 @@ def _cut_updates(evidence: Evidence, wrong: Sequence[str], step: int) -> Mistake
     if step != 1:
         return None
     for name in wrong:
-        for rank, own, _ in evidence.holders(name):
+        for rank, own, _ in evidence.holders[name]:
             ours, alone = (evidence.ranks[rank].get(kind, 1, own) for kind in ("weight", UPDATED))
             allowed = near(evidence.allowed("weight", 1, name))
             if ours is None or alone is None or relative_error(ours, alone) > allowed:
@@ -93,19 +108,20 @@ def _cut_updates(evidence: Evidence, wrong: Sequence[str], step: int) -> Mistake
 def is_unmoved(evidence: Evidence, name: str, step: int) -> bool:
     """Whether all ranks' parts of a weight are after a step bit by bit what the reference's were before it."""
     before = evidence.reference.get("weight", step - 1, name) if step > 1 else evidence.weight(name)
-    held = [(part, x) for rank, own, part in evidence.holders(name)
+    held = [(part, x) for rank, own, part in evidence.holders[name]
             if (x := evidence.ranks[rank].get("weight", step, own)) is not None]  # fmt: skip
     allowed = evidence.allowed("weight", step, name)
     return before is not None and all(relative_error(x, part.take(before)) <= allowed for part, x in held)
 
 
-def later_finding(evidence: Evidence, failed: Failed, step: int) -> Mistake | None:
-    """A mistake that shows in this step first: all is right in the steps before. Wrong weights alone are left to
-    `wrong_weights`."""
-    named = failed.get(("gradient", step), [])
-    wrong = [name for name in evidence.names if name in named] or named
+def later_finding(case: Case, step: int) -> Mistake | None:
+    """A mistake that shows in a later step first: stale weights, adding up, unequal counts. All is right in the steps
+    before. Wrong weights alone are left to `wrong_weights`."""
+    if step == 1:
+        return None
+    evidence, failed, wrong = case.evidence, case.failed, case.wrong("gradient", step)
     weights = failed.get(("weight", step), [])
-    unequal = evidence.is_unequal(step)
+    unequal = step == evidence.unequal_step
     h = hypothesis_of(evidence, wrong[0], step) if wrong and wrong[0] in evidence.names else None
     if h is not None and h.kind == "accumulated":
         return Mistake(h.kind, ALL, f"the gradient of {wrong[0]} in step {step} is {h.text}")
@@ -161,7 +177,7 @@ def is_right(evidence: Evidence, name: str, kind: str) -> bool:
     """Whether all ranks' pieces of a gradient of the second step are the reference's."""
     whole = evidence.reference.get("gradient", HALVED_STEP, name)
     allowed = evidence.allowed("gradient", HALVED_STEP, name)
-    held = [(part, evidence.ranks[rank].get(kind, HALVED_STEP, own)) for rank, own, part in evidence.holders(name)]
+    held = [(part, evidence.ranks[rank].get(kind, HALVED_STEP, own)) for rank, own, part in evidence.holders[name]]
     return whole is not None and all(
         x is not None and relative_error(x, part.take(whole)) <= allowed for part, x in held
     )

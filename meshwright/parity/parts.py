@@ -118,11 +118,12 @@ def _find_slices(name: str, local: Tensor, whole: Tensor, dim: int) -> Part | No
     """Slices along one dim, in any order; those that come after the last that is found are padding."""
     places: dict[bytes, list[int]] = {}
     for place, piece in enumerate(whole.unbind(dim)):
-        # By bits, in a dictionary: comparing all pairs of slices of a vocabulary would take hours.
-        places.setdefault(_bytes(piece), []).append(place)
+        # By bits: 0.0 and -0.0 differ, and not-a-number is equal to itself. In a dictionary: comparing all pairs of
+        # slices of a vocabulary would take hours.
+        places.setdefault(bytes(bytes_of(piece)), []).append(place)
     index: list[int] = []
     for piece in local.unbind(dim):
-        candidates = places.get(_bytes(piece), [PADDING])
+        candidates = places.get(bytes(bytes_of(piece)), [PADDING])
         following = index[-1] + 1 if index else 0  # of equal slices the next in order
         index.append(following if following in candidates else candidates[0])
     found = [i for i in index if i != PADDING]
@@ -142,8 +143,8 @@ def parts_alike(name: str, local: Tensor, whole: Tensor) -> list[Part]:
     if len(cut) != 1:
         blocks = box_candidates(name, local.shape, whole.shape, cut)
         return [block for block in blocks if torch.equal(block.take(whole), local)]
-    held = {_bytes(piece) for piece in local.unbind(cut[0])}
-    index = tuple(place for place, piece in enumerate(whole.unbind(cut[0])) if _bytes(piece) in held)
+    held = {bytes(bytes_of(piece)) for piece in local.unbind(cut[0])}
+    index = tuple(place for place, piece in enumerate(whole.unbind(cut[0])) if bytes(bytes_of(piece)) in held)
     return [Part(name, tuple(index if dim == cut[0] else None for dim in range(whole.ndim)))]
 
 
@@ -197,8 +198,3 @@ def missing_places(parts: Sequence[Part], shape: Sequence[int]) -> int:
             # An outer product of the dims' indices: a part is a block, with gaps perhaps along each dim.
             view[torch.meshgrid(*(torch.tensor(i) for i in indices), indexing="ij")] = True
     return int((~covered).sum())
-
-
-def _bytes(x: Tensor) -> bytes:
-    # Bits, so that 0.0 and -0.0 differ and not-a-number is equal to itself.
-    return bytes_of(x).numpy().tobytes()

@@ -54,13 +54,10 @@ class SteppedProgram:
     given: dict[str, Tensor] = field(default_factory=dict)
 
     @property
-    def modules(self) -> list[nn.Module]:
-        return [module for _, model in named_models(self.model) for module in model.modules()]
-
-    @property
     def compiled(self) -> bool:
         """Whether torch.compile has a part of it. Hooks would compile each module anew, alone."""
-        return any(isinstance(m, OptimizedModule) or m._compiled_call_impl is not None for m in self.modules)
+        modules = (module for _, model in named_models(self.model) for module in model.modules())
+        return any(isinstance(m, OptimizedModule) or m._compiled_call_impl is not None for m in modules)
 
     def weights(self) -> dict[str, Tensor]:
         """This rank's weights, by the reference's names where it has these."""
@@ -77,21 +74,10 @@ class SteppedProgram:
             named |= own
         return self.by_reference_names(named)
 
-    def buffers(self) -> dict[str, Tensor]:
-        """This rank's floating buffers, by the reference's names."""
-        named = {path_in(prefix, name): local_of(x) for prefix, model in named_models(self.model)
-                 for name, x in floating_buffers(model).items()}  # fmt: skip
-        return self.by_reference_names(named)
-
     def by_reference_names(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors under the names that the reference has for them: without the words of wrappers."""
         names = clean_names(list(named), self.known)
         return {names[raw]: x for raw, x in named.items()}
-
-    def trace(self) -> Trace:
-        """A trace of this rank's modules, not entered."""
-        model = self.model if isinstance(self.model, nn.Module) else named_models(self.model)
-        return Trace(model, self.known)
 
     def take_step(self, recording: StepRecording, number: int, batch: Any, at: str | None) -> None:
         """One step of the program. `at`: the mark of a traced pass, None where it is not traced."""
@@ -125,7 +111,9 @@ class SteppedProgram:
         recording.rates.append(sorted(rates))
         # `weights()` again, not `parameters`: wrappers may have put other tensors in their place.
         keep(recording, "weight", number, {n: local_of(p) for n, p in self.weights().items()})
-        keep(recording, "buffer", number, self.buffers() if self.compares_buffers else {})
+        buffers = {path_in(prefix, name): local_of(x) for prefix, model in named_models(self.model)
+                   for name, x in floating_buffers(model).items()}  # fmt: skip
+        keep(recording, "buffer", number, self.by_reference_names(buffers) if self.compares_buffers else {})
         keep_states(recording, number, times, parameters)
 
     def _step(self, recording: StepRecording, number: int, batch: Any, at: str | None) -> Any:
@@ -156,7 +144,8 @@ class SteppedProgram:
         if at is None:
             yield
             return
-        recording.traces[at] = self.trace()
+        model = self.model if isinstance(self.model, nn.Module) else named_models(self.model)
+        recording.traces[at] = Trace(model, self.known)
         with torch.compiler.set_stance("force_eager"), recording.traces[at]:
             yield
 

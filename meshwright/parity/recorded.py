@@ -22,21 +22,12 @@ Key = tuple[str, int, str]
 """Kind, call (1 for what has none) and the module's or parameter's name."""
 
 
-def key_of(text: str) -> Key:
-    kind, call, name = text.split("|", 2)
-    return kind, int(call), name
-
-
 @dataclass(frozen=True)
 class RecordedStep:
     """A step of a rank: facts, and its tensors as they were kept."""
 
     facts: StepFacts
     file: TensorFile
-
-    @cached_property
-    def keys(self) -> list[Key]:
-        return [key_of(text) for text in self.file.keys]
 
     def kept(self, key: Key, x: Tensor) -> tuple[tuple[int, ...], Strides]:
         """The shape of the whole tensor, and the strides of its samples."""
@@ -45,15 +36,20 @@ class RecordedStep:
 
     @cached_property
     def tensors(self) -> dict[Key, Tensor]:
-        return {key: self.file.get("{}|{}|{}".format(*key)) for key in self.keys}
+        found: dict[Key, Tensor] = {}
+        for text in self.file.keys:
+            kind, call, name = text.split("|", 2)
+            found[kind, int(call), name] = self.file.get(text)
+        return found
 
 
 class RecordedRank:
-    """One rank's folder."""
+    """One rank's folder. `steps`: those that were finished."""
 
     def __init__(self, folder: Path) -> None:
         tree = json.loads((folder / "run.json").read_text())
         self.facts = RunFacts(**tree | {"axes": [(name, size) for name, size in tree["axes"]]})
+        self.steps = {int(path.stem.removeprefix("step-")) for path in folder.glob("step-*.json")}
         self._folder = folder
 
     @cached_property
@@ -62,11 +58,6 @@ class RecordedRank:
         file = TensorFile(self._folder / "first.safetensors")
         return {name: file.get(name) for name in self.facts.names}
 
-    @property
-    def steps(self) -> set[int]:
-        """The steps that were finished."""
-        return {int(path.stem.removeprefix("step-")) for path in self._folder.glob("step-*.json")}
-
     def step(self, number: int) -> RecordedStep:
         facts = StepFacts(**json.loads((self._folder / f"step-{number}.json").read_text()))
         return RecordedStep(facts, TensorFile(self._folder / f"step-{number}.safetensors"))
@@ -74,11 +65,11 @@ class RecordedRank:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """All ranks of a run, in order. `grid`: axes to read them by, instead of those that were told to record."""
+    """All ranks of a run, in order. `axes`: those that were told to record, or others to read the ranks by."""
 
     folder: Path
     ranks: tuple[RecordedRank, ...]
-    grid: tuple[tuple[str, int], ...] = ()
+    axes: tuple[tuple[str, int], ...]
 
     @classmethod
     def read(cls, folder: Path) -> RecordedRun:
@@ -93,21 +84,12 @@ class RecordedRun:
                 f"{folder} lacks rank {missing[0]} of {ranks[0].facts.world_size}: record on all ranks to one folder "
                 "that all of them see"
             )
-        return cls(folder, tuple(ranks))
-
-    @property
-    def perturbed(self) -> list[RecordedRun]:
-        """The same run as rounding has moved it."""
-        return [RecordedRun.read(folder) for folder in sorted(self.folder.glob("perturbed-*"))]
+        return cls(folder, tuple(ranks), tuple(ranks[0].facts.axes))
 
     @property
     def steps(self) -> list[int]:
         """The steps that all ranks finished."""
         return sorted(set.intersection(*(rank.steps for rank in self.ranks)))
-
-    @property
-    def axes(self) -> tuple[tuple[str, int], ...]:
-        return self.grid or tuple(self.ranks[0].facts.axes)
 
     @property
     def readings(self) -> list[RecordedRun]:
@@ -116,7 +98,7 @@ class RecordedRun:
         if self.axes != (("rank", number),):
             return [self]
         sizes = [size for size in range(2, number) if number % size == 0]
-        return [self, *(replace(self, grid=(("outer", size), ("inner", number // size))) for size in sizes)]
+        return [self, *(replace(self, axes=(("outer", size), ("inner", number // size))) for size in sizes)]
 
     @property
     def coordinates(self) -> list[dict[str, int]]:

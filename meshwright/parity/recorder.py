@@ -124,12 +124,9 @@ class Recorder:
         environment = read_environment()
         rank, size = joined_place() or (environment.rank, environment.world_size)
         self.run = RunFacts(rank, size, list(plan.axes) or [("rank", size)], torch.__version__)
+        above = plan.folder if plan.seed is None else plan.folder / f"perturbed-{plan.seed}"
+        self.folder = above / f"rank-{rank}"
         self._stack = ExitStack()
-
-    @property
-    def folder(self) -> Path:
-        above = self.plan.folder if self.plan.seed is None else self.plan.folder / f"perturbed-{self.plan.seed}"
-        return above / f"rank-{self.run.rank}"
 
     def __enter__(self) -> Recorder:
         if (self.folder / "run.json").exists():
@@ -225,7 +222,7 @@ class Recorder:
             self._trace.recorder = self
             self._trace.__enter__()
             for model in self.models:
-                self._trace.hooked(model.register_forward_hook(self.after_model, with_kwargs=True))
+                self._trace.handles.append(model.register_forward_hook(self.after_model, with_kwargs=True))
             # torch made its list of this call's hooks before there was a trace.
             self._trace._before("")(module, arguments, {})
 
@@ -280,7 +277,8 @@ class Recorder:
             own = {id(p) for group in optimizer.param_groups for p in group["params"]}
             for name, p in self._parameters().items():
                 if id(p) in own and (gradient := gradient_of(p)) is not None:
-                    self._keep_parameter("gradient", name, gradient)
+                    key = f"gradient|1|{name}"
+                    self.tensors[key] = self.keep(key, gradient, self.run.boxes.get(name, ()))
             self.step.rates = sorted({*self.step.rates, *rates_of([optimizer])})
         self._times[id(optimizer)] += 1
 
@@ -288,16 +286,13 @@ class Recorder:
         self._stepped = True
         self._unhook()
 
-    def _keep_parameter(self, kind: str, name: str, x: Tensor) -> None:
-        key = f"{kind}|1|{name}"
-        self.tensors[key] = self.keep(key, x, self.run.boxes.get(name, ()))
-
     def _end_step(self) -> None:
         """The step is over: its weights, and its files."""
         if self._trace is not None:
             trace, self._trace = self._trace, None
             for name, p in self._parameters().items():
-                self._keep_parameter("weight", name, local_of(p))
+                key = f"weight|1|{name}"
+                self.tensors[key] = self.keep(key, local_of(p), self.run.boxes.get(name, ()))
             self.tensors |= {f"{kind}|{call}|{name}": x for (kind, name, call), x in trace.tensors.items()}
             self.step.order, self.step.consumers = trace.order, trace.consumers
             self.step.stepped = max(self._times.values(), default=0)

@@ -249,9 +249,7 @@ def without_dropout(*models: nn.Module) -> Iterator[bool]:
 class NarrowTypes(TorchDispatchMode):
     """Notes the floating types, narrower than its inputs', that an operation gives: a loss that casts to float32."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.narrowest: torch.dtype | None = None
+    narrowest: torch.dtype | None = None
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         result = function(*arguments, **(keywords or {}))

@@ -20,26 +20,26 @@ KINDS = {"loss": "losses", "gradient": "gradients", "weight": "weights", "state"
 
 def as_dict(results: Sequence[ParityResult]) -> dict[str, Any]:
     """Every check with its finding, its comparisons and its modules."""
-    return {"holds": all(result.holds for result in results), "checks": [_result_dict(result) for result in results]}
-
-
-def _result_dict(result: ParityResult) -> dict[str, Any]:
-    return {
-        "check": result.check.name,
-        "file": str(result.check.file),
-        "axes": dict(result.check.axes),
-        "precision": result.precision,
-        "holds": result.holds,
-        "verdict": result.verdict,
-        "finding": None if result.finding is None else asdict(result.finding) | {"remedy": result.remedy},
-        "losses": result.seen_by_losses,
-        "notes": list(result.notes),
-        "error": result.error,
-        "zero_gradients": list(result.dead),
-        "seconds": round(result.seconds, 3),
-        "comparisons": [asdict(row) | {"holds": row.holds} for row in result.rows],
-        "modules": [asdict(line) for line in result.modules],
-    }
+    checks = [
+        {
+            "check": result.check.name,
+            "file": str(result.check.file),
+            "axes": dict(result.check.axes),
+            "precision": result.precision,
+            "holds": result.holds,
+            "verdict": result.verdict,
+            "finding": None if result.finding is None else asdict(result.finding) | {"remedy": result.remedy},
+            "losses": result.seen_by_losses,
+            "notes": list(result.notes),
+            "error": result.error,
+            "zero_gradients": list(result.dead),
+            "seconds": round(result.seconds, 3),
+            "comparisons": [asdict(row) | {"holds": row.holds} for row in result.rows],
+            "modules": [asdict(line) for line in result.modules],
+        }
+        for result in results
+    ]
+    return {"holds": all(result.holds for result in results), "checks": checks}
 
 
 def worst_row(rows: Sequence[Row]) -> Row:

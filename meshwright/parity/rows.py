@@ -55,7 +55,7 @@ def copy_rows(evidence: Evidence, kind: str, step: int) -> Iterator[Row]:
         first: dict[Part, Tensor] = {}
         errors = [
             relative_error(x, first.setdefault(part, x))
-            for rank, own, part in evidence.holders(name)
+            for rank, own, part in evidence.holders[name]
             if (x := evidence.ranks[rank].get(kind, step, own)) is not None
         ]
         # More tensors than parts: at least one part is held twice.
@@ -75,12 +75,13 @@ def number_rows(
         ours = [x for numbers in ranks for x in numbers[step - 1 : step] if x is not None]
         if not ours:
             continue
-        error = worst_of(_number_error(x, theirs) for x in ours)
         others = _put_together(evidence, step, ours) if summed and len(ours) > 1 else ()
-        error = min((error, *(_number_error(x, theirs) for x in others)), key=lambda e: (e != e, e))
+        errors = [0.0 if x == theirs else abs(x - theirs) / (abs(theirs) or 1.0) for x in (*ours, *others)]
+        own = worst_of(iter(errors[: len(ours)]))
+        error = min((own, *errors[len(ours) :]), key=lambda e: (e != e, e))
         # Where numbers of labels differ, each rank's own loss may be of a form that nobody here knows; one number of
         # all ranks says that it is the loss of the whole.
-        if summed and len(set(ours)) > 1 and evidence.is_unequal(step) and error > evidence.allowed(kind, step, ""):
+        if summed and len(set(ours)) > 1 and step == evidence.unequal_step and error > evidence.allowed(kind, step, ""):
             continue
         yield Row(kind, f"step {step}", error, evidence.allowed(kind, step, ""), step)
 
@@ -104,10 +105,6 @@ def _put_together(evidence: Evidence, step: int, ours: Sequence[float]) -> Itera
     # Equal numbers on all ranks are a mean that was made already: weighing it once more would change nothing.
     if len(known) == len(ours) and any(known) and len(set(ours)) > 1:
         yield math.fsum(n * x for n, x in zip(known, ours, strict=True) if n) / sum(known)
-
-
-def _number_error(ours: float, theirs: float) -> float:
-    return 0.0 if ours == theirs else abs(ours - theirs) / (abs(theirs) or 1.0)
 
 
 def worst_of(errors: Iterator[float]) -> float:

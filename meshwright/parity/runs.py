@@ -57,7 +57,7 @@ def compare_runs(first: RecordedRun, second: RecordedRun, part: PartOf | None = 
             f"{first.folder} has the steps {first.steps or 'none'} and {second.folder} {second.steps or 'none'}: "
             "record the same --steps of both, up to their ends"
         )
-    moved = first.perturbed
+    moved = [RecordedRun.read(folder) for folder in sorted(first.folder.glob("perturbed-*"))]
     if not moved:
         raise ParityError(
             f"{first.folder} has no run as rounding moves it, from which what may differ is derived: record it once "
@@ -164,8 +164,8 @@ class StepComparison:
         kept = [step.facts.kept for step in (*self.a, *self.b)]
         if any(kept):
             yield (
-                f"compared by samples and norms: {max(len(k) for k in kept)} of {len(self.a[0].keys)} tensors of a "
-                "rank, which are larger than --most"
+                f"compared by samples and norms: {max(len(k) for k in kept)} of {len(self.a[0].file.keys)} tensors "
+                "of a rank, which are larger than --most"
             )
         names = [{name for step in steps for name, _ in step.facts.order} for steps in (self.a, self.b)]
         for one, two, run in ((names[0], names[1], self.first), (names[1], names[0], self.second)):
@@ -292,7 +292,7 @@ class StepComparison:
             for place, (rank, (parts, lost, _)) in enumerate(zip(of_second, located, strict=True)):
                 self._write_rank(folder, place, rank, {n: p for n, p in parts.items() if p.name in names}, lost,
                                  coordinates[place], whole if facts.batch else {})  # fmt: skip
-            evidence = Evidence.read(folder, len(of_second))
+            evidence = Evidence(folder, len(of_second))
             rows = list(compare_all(evidence))
             evidence.modules = explain_modules(evidence)
             if len(of_first) == 1:  # of ranks put together nobody knows which norms add up
@@ -392,9 +392,9 @@ def squares_of(steps: Sequence[RecordedStep], kind: str, name: str) -> float | N
     """The sum of squares of some ranks' tensors of a name an element, of which some keep samples; else None."""
     total, number, is_sampled = 0.0, 0, False
     for step in steps:
-        for key in step.keys:
-            if key[0] == kind and key[2] == name:
-                text = "{}|{}|{}".format(*key)
+        for text in step.file.keys:
+            its_kind, _, its_name = text.split("|", 2)
+            if (its_kind, its_name) == (kind, name):
                 shape = step.facts.kept[text][0] if text in step.facts.kept else None
                 x = None if shape is not None else step.file.get(text)
                 total += step.facts.norms[text] ** 2 if x is None else float(x.double().square().sum())

@@ -22,10 +22,10 @@ TYPES = {
 NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 
-def bytes_of(x: Tensor) -> Tensor:
-    """A host tensor's bytes in the order of its elements: uint8 [numel * element_size]."""
+def bytes_of(x: Tensor) -> memoryview:
+    """A host tensor's bytes in the order of its elements, in its own memory if it is contiguous."""
     # Of a single element torch keeps any stride, calls it contiguous, and then refuses to read its bytes.
-    return x.detach().contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8)
+    return x.detach().contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -43,7 +43,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         with unfinished.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for x in ordered.values():
-                file.write(bytes_of(x.cpu()).numpy().data)
+                file.write(bytes_of(x.cpu()))
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -58,10 +58,7 @@ class TensorFile:
             self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self._begin = 8 + int.from_bytes(self._bytes[:8], "little")
         self._header = json.loads(self._bytes[8 : self._begin])
-
-    @property
-    def keys(self) -> set[str]:
-        return set(self._header) - {"__metadata__"}
+        self.keys = set(self._header) - {"__metadata__"}
 
     def get(self, key: str) -> Tensor:
         """A tensor on the CPU, which shares the file's memory."""

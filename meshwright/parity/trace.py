@@ -72,6 +72,7 @@ class Trace:
     `order`: modules and calls as their forward passes end. `consumers`: the first module that takes a module's
     output as it is. `model`: one, or several stages of a rank with the names that they have in the whole; the output
     of a stage that has none is nobody's.
+    `handles`: hooks that go with the trace.
     `earlier`: a copy with earlier weights; what its modules give for the same is kept as the kind earlier-output.
     """
 
@@ -81,7 +82,7 @@ class Trace:
     tensors: dict[tuple[str, str, int], Tensor] = field(default_factory=dict)
     order: list[tuple[str, int]] = field(default_factory=list)
     consumers: dict[str, str] = field(default_factory=dict)
-    _handles: list[RemovableHandle] = field(default_factory=list)
+    handles: list[RemovableHandle] = field(default_factory=list)
     _calls: dict[str, int] = field(default_factory=dict)
     _outputs: dict[int, tuple[str, Tensor]] = field(default_factory=dict)
 
@@ -96,20 +97,16 @@ class Trace:
                 if name in seen:
                     continue  # a wrapper of a module that has the name
                 seen.add(name)
-                self._handles.append(module.register_forward_pre_hook(self._before(name), with_kwargs=True))
-                self._handles.append(module.register_forward_hook(self._after(name), with_kwargs=True))
+                self.handles.append(module.register_forward_pre_hook(self._before(name), with_kwargs=True))
+                self.handles.append(module.register_forward_hook(self._after(name), with_kwargs=True))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for handle in self._handles:
+        for handle in self.handles:
             handle.remove()
         self._outputs.clear()
-
-    def hooked(self, handle: RemovableHandle) -> None:
-        """Another hook that goes with the trace."""
-        self._handles.append(handle)
 
     def store(self, kind: str, name: str, call: int, x: Tensor) -> None:
         """Keep a tensor, which its module may write into later."""

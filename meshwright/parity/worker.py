@@ -30,7 +30,7 @@ PATIENCE_SECONDS = 120.0
 """Models of checks are small: who waits longer waits for a rank that will not come."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class GridPlace:
     """A rank's place, as a check needs it."""
 

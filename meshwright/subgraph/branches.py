@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import chain, islice
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from meshwright.errors import ConfigError
 from meshwright.parameters.shard import ShardedModule
 from meshwright.ranks.mesh import Mesh
-from meshwright.subgraph.segment import AllCommon, OneCommon
+from meshwright.subgraph.segment import AllCommon, OneCommon, Segment
 from meshwright.subgraph.translation import Translated, nearly_even
 
 Assignment = tuple[tuple[int, ...], ...]
@@ -76,15 +76,6 @@ Leave = Literal["sum", "concat"]
 Common = Literal["all", "one"] | int
 
 
-class Crossing(Protocol):
-    """The four steps over an axis: AllCommon, OneCommon, Translated."""
-
-    def enter(self, x: Tensor) -> Tensor: ...
-    def leave(self, x: Tensor) -> Tensor: ...
-    def slice(self, x: Tensor, dim: int) -> Tensor: ...
-    def concat(self, x: Tensor, dim: int) -> Tensor: ...
-
-
 class Branches(ShardedModule):
     """x [b, ...] -> [b, ...]. On an axis of one rank: the modules one after another, the serial form."""
 
@@ -120,23 +111,28 @@ class Branches(ShardedModule):
         self.axis, self.num_rows, self.dim = axis, num_rows, dim
         self.widths, self.out_widths = widths, out_widths
         size, count = mesh.size(axis), len(modules)
-        self.assignment = assign([1.0] * count if costs is None else _one_each("costs", costs, count), size)
+        for field, values in (("costs", costs), ("widths", widths), ("out_widths", out_widths)):
+            if values is not None and len(values) != count:
+                rule = f"are {len(values)} values for {count} branches"
+                raise ConfigError.of(field, list(values), rule, f"{count} values")
+            if values is not None and field != "costs" and min(values) < 1:
+                raise ConfigError.of(field, list(values), "has a part without a width", "whole numbers from 1 up")
+        self.assignment = assign([1.0] * count if costs is None else costs, size)
         self.mine = self.assignment[mesh.index(axis)]
         self.order = tuple(chain(*self.assignment))  # the branches in the order in which their parts lie on the axis
+        self._in_order = list(self.order) == sorted(self.order)
         holders = range(_num_holders(common, size))
         self.held = nearly_even(num_rows, holders, size)[mesh.index(axis)]
-        in_shares = [1] * count if widths is None else _widths("widths", widths, count)
-        out_shares = [1] * count if out_widths is None else _widths("out_widths", out_widths, count)
         self.slices, self.concats = enter == "slice", leave == "concat"
-        self.entrance = self._crossing(holders, in_shares if self.slices else None)
-        self.exit = self._crossing(holders, out_shares if self.concats else None)
+        self.entrance = self._crossing(holders, (widths or [1] * count) if self.slices else None)
+        self.exit = self._crossing(holders, (out_widths or [1] * count) if self.concats else None)
         owners = {branch: subgrid for subgrid, hand in enumerate(self.assignment) for branch in hand}
         for branch, module in enumerate(modules):
             # Every rank declares every branch, its own with rows and the others' without: names and buckets are then
             # the same everywhere.
             self.add_owned(str(branch), module, (axis, owners[branch]))
 
-    def _crossing(self, holders: range, shares: Sequence[int] | None) -> Crossing:
+    def _crossing(self, holders: range, shares: Sequence[int] | None) -> Segment | Translated:
         """The segmented collectives where ranks' parts are equal. `shares`: by branch, its part of a dim."""
         size = self.mesh.size(self.axis)
         by_rank = [1] * size if shares is None else [sum(shares[branch] for branch in hand) for hand in self.assignment]
@@ -197,10 +193,6 @@ class Branches(ShardedModule):
         parts = dict(zip(self.order, whole.split([widths[branch] for branch in self.order], self.dim), strict=True))
         return torch.cat([parts[branch] for branch in sorted(self.order)], self.dim)
 
-    @property
-    def _in_order(self) -> bool:
-        return list(self.order) == sorted(self.order)
-
 
 def _reached(x: Tensor) -> Tensor:
     """x as something that the backward pass comes to, on every rank: each takes its part in the steps back.
@@ -229,16 +221,3 @@ def _check_step(field: str, word: str, words: tuple[str, str], widths_field: str
         raise ConfigError.of(field, word, "is no step between common layers and branches", " or ".join(words))
     if widths is not None and word != words[1]:
         raise ConfigError.of(widths_field, list(widths), f"have no effect with {field}={word}", f"{field}={words[1]}")
-
-
-def _one_each(field: str, values: Sequence[float], count: int) -> Sequence[float]:
-    if len(values) != count:
-        raise ConfigError.of(field, list(values), f"are {len(values)} values for {count} branches", f"{count} values")
-    return values
-
-
-def _widths(field: str, widths: Sequence[int], count: int) -> Sequence[int]:
-    _one_each(field, widths, count)
-    if min(widths) < 1:
-        raise ConfigError.of(field, list(widths), "has a part without a width", "whole numbers from 1 up")
-    return widths

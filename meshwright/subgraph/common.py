@@ -31,32 +31,25 @@ def _of_no_rows(x: Tensor, *width: int) -> Tensor:
 
 
 class CommonLinear(SerialLinear):
-    """x W + b where x is held."""
+    """x W + b where x is held.
+
+    `joins`: of the ranks' slices side by side, [B, T, N/g] -> [b, T, H]. `slices`: the output is cut along its width, a
+    slice to each rank, [b, T, H] -> [B, T, ..., N/g].
+    """
 
     def __init__(
         self, segment: Segment, inputs: int, outputs: tuple[int, ...], initial: Initial, *, bias: bool,
-        blocks: Blocks = WHOLE,
+        blocks: Blocks = WHOLE, joins: bool = False, slices: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(segment.mesh, inputs, outputs, initial, bias=bias, blocks=blocks)
-        self.segment = segment
+        self.segment, self.joins, self.slices = segment, joins, slices
         self.set_owner(segment.owner)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if self.segment.holds else _of_no_rows(x, *self.weight.shape[1:])
-
-
-class SlicedLinear(CommonLinear):
-    """A common linear whose output is cut along its width, a slice to each rank: [b, T, H] -> [B, T, ..., N/g]."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.segment.slice(super().forward(x), -1)
-
-
-class JoinedLinear(CommonLinear):
-    """A common linear of the ranks' slices side by side: [B, T, N/g] -> [b, T, H]."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.segment.concat(x, -1))
+        if self.joins:
+            x = self.segment.concat(x, -1)
+        y = super().forward(x) if self.segment.holds else _of_no_rows(x, *self.weight.shape[1:])
+        return self.segment.slice(y, -1) if self.slices else y
 
 
 class CommonExpand(CutExpand):

@@ -31,8 +31,6 @@ from meshwright.subgraph.common import (
     CommonContract,
     CommonExpand,
     CommonLinear,
-    JoinedLinear,
-    SlicedLinear,
 )
 from meshwright.subgraph.section import Subgraph
 from meshwright.subgraph.segment import AllCommon, OneCommon, Segment
@@ -43,21 +41,22 @@ from meshwright.tensor.pair import CutContract, CutExpand
 from meshwright.tensor.serial import Embedding, KitBase, SerialLinear, grouped
 
 
+@dataclass(frozen=True)
 class CommonPair:
     """A pair of common linears. `core`: the layers between them are branches; else they are common, too."""
 
-    def __init__(self, segment: Segment, *, core: bool) -> None:
-        self.segment = segment
-        self._first, self._second = (SlicedLinear, JoinedLinear) if core else (CommonLinear, CommonLinear)
+    segment: Segment
+    core: bool
 
     def expand(
         self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True,
         heads: HeadGroups | None = None,
     ) -> nn.Module:  # fmt: skip
-        return self._first(self.segment, hidden, grouped(inner, groups), initial, bias=bias)
+        outputs = grouped(inner, groups)
+        return CommonLinear(self.segment, hidden, outputs, initial, bias=bias, slices=self.core)
 
     def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
-        return self._second(self.segment, inner, (hidden,), initial, bias=bias)
+        return CommonLinear(self.segment, inner, (hidden,), initial, bias=bias, joins=self.core)
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ class SubgraphKit(KitBase):
         super().__init__(mesh, self.segment, blocks)
         branches = BranchPair(self.segment, blocks)
         core, common = (
-            CommonPairByParts(self.segment, blocks.uncut, core) if exact else CommonPair(self.segment, core=core)
+            CommonPairByParts(self.segment, blocks.uncut, core) if exact else CommonPair(self.segment, core)
             for core in (True, False)
         )
         self._branches = core if settings.branch == "attention-core" else branches

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from meshwright.bits.blocks import start_tree_reduce, start_tree_reduce_scatter
 from meshwright.ranks.collectives import Moving, cross, start_all_gather, start_all_to_all, start_reduce_scatter
-from meshwright.ranks.comm import Comm
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.boundary import Boundary
 
@@ -31,16 +30,20 @@ ROWS = 0
 
 
 class Segment(Boundary):
-    """A boundary with slices; one of the two forms. `owner`: where the common layers live."""
+    """A boundary with slices; one of the two forms.
+
+    `owner`: where the common layers live. `by_tree`: sums have the order of a balanced tree (bits/blocks.py).
+    """
 
     # The gathered input of a pair is kept for the backward pass, as in the paper: g times the activation at that place,
     # for a third of the bytes.
     keeps = True
     owner: tuple[str, int] | None
 
-    def __init__(self, mesh: Mesh, axis: str) -> None:
+    def __init__(self, mesh: Mesh, axis: str = "branch", *, by_tree: bool = False) -> None:
         self.mesh = mesh
         self.axis = axis
+        self.by_tree = by_tree
         self.split_axes = (axis,)
 
     @abstractmethod
@@ -74,27 +77,18 @@ class Segment(Boundary):
         return self.start_leave(x.clone(memory_format=torch.contiguous_format))
 
 
-def start_reduce(x: Tensor, comm: Comm) -> Moving:
-    """The sum of every rank's x at the first, in place."""
-    return Moving(comm.reduce(x, 0, wait=False), lambda: x)
-
-
 class AllCommon(Segment):
     """The form in which every rank computes the common layers, on its share of the rows (D&SP)."""
 
     holds = True
     owner = None
 
-    def __init__(self, mesh: Mesh, axis: str = "branch", *, by_tree: bool = False) -> None:
-        """`by_tree`: sums have the order of a balanced tree (bits/blocks.py)."""
-        super().__init__(mesh, axis)
-        self.start_sum = start_tree_reduce_scatter if by_tree else start_reduce_scatter
-
     def start_enter(self, x: Tensor) -> Moving:
         return start_all_gather(x, self.mesh.comm(self.axis), ROWS)
 
     def start_leave(self, x: Tensor) -> Moving:
-        return self.start_sum(x, self.mesh.comm(self.axis), ROWS)
+        start_sum = start_tree_reduce_scatter if self.by_tree else start_reduce_scatter
+        return start_sum(x, self.mesh.comm(self.axis), ROWS)
 
     def start_slice(self, x: Tensor, dim: int) -> Moving:
         return start_all_to_all(x, self.mesh.comm(self.axis), ROWS, dim)
@@ -109,12 +103,12 @@ class AllCommon(Segment):
 class OneCommon(Segment):
     """The first rank of a segment computes the common layers; the others carry batches of no rows between them.
 
-    `num_rows`: B, which the others cannot see from what they carry. `by_tree`: as above.
+    `num_rows`: B, which the others cannot see from what they carry.
     """
 
     def __init__(self, mesh: Mesh, num_rows: int, axis: str = "branch", *, by_tree: bool = False) -> None:
-        super().__init__(mesh, axis)
-        self.num_rows, self.start_sum = num_rows, start_tree_reduce if by_tree else start_reduce
+        super().__init__(mesh, axis, by_tree=by_tree)
+        self.num_rows = num_rows
         self.owner = (axis, 0)
         self.holds = mesh.index(axis) == 0
 
@@ -124,7 +118,8 @@ class OneCommon(Segment):
         return Moving(self.mesh.comm(self.axis).broadcast(whole, 0, wait=False), lambda: whole)
 
     def start_leave(self, x: Tensor) -> Moving:
-        total = self.start_sum(x, self.mesh.comm(self.axis))
+        comm = self.mesh.comm(self.axis)
+        total = start_tree_reduce(x, comm) if self.by_tree else Moving(comm.reduce(x, 0, wait=False), lambda: x)
         return Moving(total.work, lambda: self.rows(total.result()))
 
     def start_slice(self, x: Tensor, dim: int) -> Moving:

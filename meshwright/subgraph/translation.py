@@ -63,11 +63,6 @@ def nearly_even(length: int, holders: range, size: int) -> tuple[range, ...]:
     return intervals([counts[rank - holders.start] if rank in holders else 0 for rank in range(size)])
 
 
-def rows_on(num_rows: int, holders: range, size: int) -> RowLayout:
-    """The rows, nearly evenly on the ranks of an index range of an axis of `size` ranks."""
-    return tuple(Box((rows.start,), (len(rows),)) for rows in nearly_even(num_rows, holders, size))
-
-
 def moved(x: Tensor, comm: Comm, source: RowLayout, target: RowLayout, dims: Sequence[int] = (0,)) -> Tensor:
     """This rank's box of the target. `x`: its box of the source; `dims`: the dims of x that boxes speak of, in order.
 
@@ -148,7 +143,8 @@ class Translated:
         self.axis = axis
         self.num_rows = num_rows
         self.shares = tuple(shares)
-        self.outside = rows_on(num_rows, holders, mesh.size(axis))
+        held = nearly_even(num_rows, holders, mesh.size(axis))
+        self.outside: RowLayout = tuple(Box((rows.start,), (len(rows),)) for rows in held)
         self.inside: RowLayout = (Box((0,), (num_rows,)),) * mesh.size(axis)
 
     def enter(self, x: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ def test_any_box_of_slices_is_read_from_the_files_that_hold_it(sliced: Checkpoin
         assert torch.equal(sliced.read("w", "weight", box), whole[box.slices])
     fresh = Checkpoint(sliced.folder)
     fresh.read("w", "weight", Box((1, 0, 0), (2, 5, 3)))  # elements 15 to 44, which are 19 to 48 of flat memory
-    assert fresh.touched == [f"rank-{rank}.safetensors" for rank in (1, 2, 3, 4)]
+    assert list(fresh.shards) == [f"rank-{rank}.safetensors" for rank in (1, 2, 3, 4)]
 
 
 def test_only_blocks_that_are_read_are_hashed(tmp_path: Path) -> None:

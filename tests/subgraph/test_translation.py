@@ -11,7 +11,7 @@ from torch import Tensor
 from meshwright.parameters.shard import Box
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from meshwright.subgraph.translation import RowLayout, intervals, nearly_even, plan_translation, rows_on, translate
+from meshwright.subgraph.translation import RowLayout, intervals, nearly_even, plan_translation, translate
 from tests.workers import run_ranks
 
 
@@ -19,6 +19,10 @@ from tests.workers import run_ranks
 def holders(draw: st.DrawFn, size: int) -> range:
     start = draw(st.integers(0, size - 1))
     return range(start, draw(st.integers(start + 1, size)))
+
+
+def rows_on(num_rows: int, ranks: range, size: int) -> RowLayout:
+    return tuple(Box((rows.start,), (len(rows),)) for rows in nearly_even(num_rows, ranks, size))
 
 
 @given(st.data(), st.integers(0, 20), st.integers(1, 6))

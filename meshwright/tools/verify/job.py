@@ -209,7 +209,7 @@ def _run(config: Config, worker: str, what: str, out: Path, data: Path, steps: i
 
 def compare_runs(config: Config, layout: Path, reference: Path, steps: int) -> Verdict:
     """Compare what `leave_layout` and `leave_reference` have left in two folders."""
-    evidence = Evidence.read(layout, config.layout.world_size, reference)
+    evidence = Evidence(layout, config.layout.world_size, reference)
     known = {part.name for parts in evidence.parts for part in parts.values()}
     # A parameter that only one side has would not be compared, and pass.
     if other := known ^ set(evidence.names):
