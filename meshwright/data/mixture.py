@@ -165,7 +165,7 @@ class MixedSamples:
         return sources, blocks * self._shares[sources] + slots - (self._ends - self._shares)[sources]
 
     def samples(self, first: int, count: int) -> Batch:
-        return self._batch(first, count, "sample", lambda part, earlier: part.rows(earlier))
+        return self._batch(first, count, "sample", lambda part, earlier: part.order.at(earlier))
 
     def held_out(self, first: int, count: int) -> Batch:
         return self._batch(first, count, "held out", lambda part, earlier: earlier % len(part))

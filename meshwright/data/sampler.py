@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -69,11 +70,12 @@ def _scramble(values: np.ndarray) -> np.ndarray:
     return values ^ (values >> np.uint64(31))
 
 
+@dataclass(frozen=True)
 class Sampler:
     """The order of things that are numbered 0 ... size - 1: sample number -> thing, shuffled anew in each epoch."""
 
-    def __init__(self, size: int, seed: int) -> None:
-        self.size, self._seed = size, seed
+    size: int
+    seed: int
 
     def rows(self, start: int, count: int) -> np.ndarray:
         """Things [count] (int64) of the samples start, start + 1, ..., over as many epochs as these touch."""
@@ -86,7 +88,7 @@ class Sampler:
         for epoch in np.unique(epochs).tolist():
             of_epoch = epochs == epoch
             # Samples of one batch may lie in two epochs, which have orders of their own.
-            rows[of_epoch] = Permutation(self.size, self._seed, epoch)(positions[of_epoch])
+            rows[of_epoch] = Permutation(self.size, self.seed, epoch)(positions[of_epoch])
         return rows
 
 
@@ -98,20 +100,16 @@ class ShuffledSamples:
     """
 
     def __init__(self, size: int, seed: int) -> None:
-        self._order = Sampler(size, seed)
+        self.order = Sampler(size, seed)
 
     def __len__(self) -> int:
         """Samples an epoch."""
-        return self._order.size
+        return self.order.size
 
     def samples(self, first: int, count: int) -> Batch:
         """Samples first ... first + count - 1 of the run: a replica asks for its rows of a global batch."""
         draws = [f"sample/{number}" for number in range(first, first + count)]
-        return self.read(self._order.rows(first, count), draws)
-
-    def rows(self, samples: np.ndarray) -> np.ndarray:
-        """The things [n] of the samples of these numbers [n]."""
-        return self._order.at(samples)
+        return self.read(self.order.rows(first, count), draws)
 
     def held_out(self, first: int, count: int) -> Batch:
         """Things first ... first + count - 1 in the file's order, each time the same."""

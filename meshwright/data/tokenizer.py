@@ -40,27 +40,12 @@ class Tokenizer:
         self._library = library
         self.vocabulary_size = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         """One more than the largest id."""
-        self.marks = marks
-
-    @property
-    def begin(self) -> int | None:
-        """The id of what stands in front of every document, where something does."""
-        return self.marks.begin
-
-    @property
-    def end(self) -> int:
-        """The id of what follows every document."""
-        return self.marks.end
-
-    @property
-    def opening(self) -> tuple[int, ...]:
+        self.marks, self.begin, self.end = marks, marks.begin, marks.end
+        """The ids of the tokens in front of every document (None: no token) and behind it."""
+        self.opening = () if self.begin is None else (self.begin,)
         """`begin` as ids to put in front: one, or none."""
-        return () if self.begin is None else (self.begin,)
-
-    @property
-    def first(self) -> int:
-        """The id that a text's first token is predicted from: the beginning, or the end of what came before."""
-        return self.end if self.begin is None else self.begin
+        self.first = self.end if self.begin is None else self.begin
+        """The id that a text's first token is predicted from: the beginning, or the end of the text before."""
 
     def name_of(self, token: int) -> str:
         """A token as the vocabulary spells it."""

@@ -46,11 +46,11 @@ def forward_first(view: View) -> Task | None:
     ones: 1F1B is then Megatron's interleaved schedule (arXiv 2104.04473, figure 4). Limits must not rise from a stage
     to the next, or the stages wait for each other.
     """
-    forwards, last = view.forwards, len(view.chunks) - 1
+    forwards, last = view.total.forwards, len(view.chunks) - 1
     if forwards < view.num_microbatches * len(view.chunks) and view.in_flight < view.limit:
         task = view.next(TaskKind.FORWARD, _turn(view, forwards))
     else:
-        task = view.next(TaskKind.BACKWARD, last - _turn(view, view.backwards))
+        task = view.next(TaskKind.BACKWARD, last - _turn(view, view.total.backwards))
     # A fixed order waits for its own next task, though another could be done.
     return task if view.ready(task.kind, task.chunk) else None
 
@@ -96,7 +96,7 @@ def message_driven(view: View) -> Task | None:
         return _message_driven_in_pieces(view)
     deepest_first = range(len(view.chunks) - 1, -1, -1)
     if view.order:
-        done = view.forwards + view.backwards
+        done = view.total.forwards + view.total.backwards
         rest = islice(view.order, done, None)  # all of the order's F and B that are done stand before
         task = next(task for task in rest if view.chunks[task.chunk].num_done(task.kind) <= task.microbatch)
         if view.ready(task.kind, task.chunk):

@@ -76,7 +76,7 @@ class Stage:
         """`number`: the chunk's among its rank's. `autocasts`: (device type, dtype) of autocast in forward passes (O1)
         or None. `multiplies`: makes the context of all passes, by which a CPU multiplies half precision.
         `grains`: None: a microbatch is computed at once."""
-        self.model = model
+        self.model, self.is_last = model, model.chunk.last
         self.gradients = gradients
         self.run_forward = run
         self.autocasts, self.multiplies = autocasts, multiplies
@@ -84,14 +84,6 @@ class Stage:
         self.grains = grains
         self._graphs: dict[int, list[Graph]] = {}
         self._works: dict[int, list[list[WeightWork]]] = {}
-
-    @property
-    def is_first(self) -> bool:
-        return self.model.chunk.first
-
-    @property
-    def is_last(self) -> bool:
-        return self.model.chunk.last
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context of forward passes."""

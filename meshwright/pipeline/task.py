@@ -167,18 +167,6 @@ class View:
         return self.total.num_done(kind)
 
     @property
-    def forwards(self) -> int:
-        return self.total.forwards
-
-    @property
-    def backwards(self) -> int:
-        return self.total.backwards
-
-    @property
-    def weights(self) -> int:
-        return self.total.weights
-
-    @property
     def in_flight(self) -> int:
         """Microbatches whose activations a chunk holds: begun, and their last task not done."""
         # With W as a task, activations live until W: so the limit bounds what waits for it, too.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
 from typing import TYPE_CHECKING
@@ -46,19 +46,17 @@ class Grid:
     axes: tuple[tuple[str, int], ...]
     copies: tuple[str, int] | None = None
     nesting: tuple[tuple[str, int], ...] = ()
+    names: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    world_size: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        names = self.names
+        names = tuple(name for name, _ in self.axes)
         assert len(set(names)) == len(names), f"axis named twice: {names}"
         assert all(size >= 1 for _, size in self.axes), f"axis of no ranks: {self.axes}"
-        if not self.nesting:
-            # Filled in (past `frozen`), so that equal grids compare equal.
-            object.__setattr__(self, "nesting", self.axes)
+        # Past `frozen`: a nesting is filled in, so that equal grids compare equal; the others follow from the axes.
+        size = math.prod(size for _, size in self.axes)
+        self.__dict__.update(names=names, world_size=size, nesting=self.nesting or self.axes)
         assert {name: len(steps) for name, steps in self._steps.items()} == dict(self.axes), f"{self} leaves ranks out"
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(name for name, _ in self.axes)
 
     @property
     def axis_sets(self) -> tuple[str, ...]:
@@ -77,10 +75,6 @@ class Grid:
         """HEAD_COPIES and ENDS, as far as this grid has them: names of groups that are parts of an axis."""
         ends = (ENDS,) if dict(self.axes).get(PIPE, 1) > 1 else ()
         return (*((HEAD_COPIES,) if self.copies else ()), *ends)
-
-    @property
-    def world_size(self) -> int:
-        return math.prod(size for _, size in self.axes)
 
     def size(self, *names: str) -> int:
         """The number of ranks that the named axes span together (1 for no axis)."""

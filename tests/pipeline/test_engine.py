@@ -62,7 +62,7 @@ def middle(schedule: Schedule, num_microbatches: int = 4, rule: ScheduleRule = M
 
 def test_a_stage_acts_and_waits() -> None:
     views = middle(MESSAGE_DRIVEN.schedule, 2)
-    assert [(view.forwards, view.backwards, view.weights) for view in views] == [
+    assert [(view.total.forwards, view.total.backwards, view.total.weights) for view in views] == [
         (0, 0, 0), (0, 0, 0), (1, 0, 0), (1, 0, 0), (1, 1, 0), (1, 1, 1), (1, 1, 1), (2, 1, 1), (2, 1, 1), (2, 2, 1),
     ]  # fmt: skip
 

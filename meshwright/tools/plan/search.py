@@ -253,10 +253,6 @@ class _Search:
         return 1 - self.looked_at / max(1, len(self.families))
 
     @property
-    def left_text(self) -> str:
-        return f"{self.left_share:.0%} of the families left"
-
-    @property
     def strategies(self) -> list[str]:
         return list(dict.fromkeys(strategy_of(family) for family in self.families))
 
@@ -344,7 +340,7 @@ class _Search:
 
     def _evaluate(self, family: Config, cutoff: float, found: SearchState) -> None:
         """Evaluate a family into `found`, and show it on the progress line."""
-        looked_at = f"{self.found.legal + found.legal:,} layouts, {self.left_text}"
+        looked_at = f"{self.found.legal + found.legal:,} layouts, {self.left_share:.0%} of the families left"
         self.report(f"{looked_at}; now {family.layout.summary}", 1 - self.left_share)
         self.evaluator.evaluate_family(family, found, cutoff)
 
@@ -437,8 +433,9 @@ class _Search:
             self.found.legal -= 1  # the run's own
             return True
         self.simulated += 1
-        text = f"{self.found.legal:,} layouts, {self.left_text}; predicting number {self.simulated}: "
-        self.report(text + layout_text(config), 1 - self.left_share)
+        looked_at = f"{self.found.legal:,} layouts, {self.left_share:.0%} of the families left"
+        text = f"{looked_at}; predicting number {self.simulated}: {layout_text(config)}"
+        self.report(text, 1 - self.left_share)
         found, strategy = self.evaluator.predict_or_memory(config, cutoff), strategy_of(config)
         if found is None:
             return False
