@@ -299,5 +299,5 @@ def _row_dict(comparison: Comparison, row: Measurement) -> dict[str, Any]:
 
 
 def _plain(number: float) -> float | str:
-    """None for values that JSON cannot hold: nan and infinity."""
+    """The number, or its name where JSON cannot hold it: nan and infinity."""
     return number if math.isfinite(number) else str(number)

@@ -286,9 +286,8 @@ def _modelled(shape: _Shape, verb: str, payload_bytes: float) -> float:
     spans, payload = shape.spans, payload_bytes
     if verb in ("send", "message"):
         return max(payload / span.bandwidth + span.latency for span in spans)
-    part = payload / shape.size
     if verb in ("gather", "scatter"):
-        return sum(span.peers * (part / span.bandwidth + span.latency) for span in spans)
+        return sum(span.peers * (payload / shape.size / span.bandwidth + span.latency) for span in spans)
     if verb == "all_to_all":
         # Messages to one peer after another, no tree: nothing of a payload is common to two of its receivers. On a ring
         # of u units a rank's parts pass (u/2)^2 links in all, where a switch's, one hop each, pass u - 1.
