@@ -87,7 +87,7 @@ def exhaustive(case: Case, cluster: Cluster) -> float:
             continue
         if models.estimated_seconds(config) > 1.5 * best:
             continue
-        made = models.predict(config)
+        made = models.planner.predict(config)
         if verdict(made.fullest, cluster) == "fits":
             best = min(best, made.seconds)
     return best

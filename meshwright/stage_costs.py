@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -68,11 +68,11 @@ def first_ranks(config: Config) -> list[Mesh]:
     return [planned_mesh(grid, rank, config.layout.token_axes) for rank in ranks]
 
 
+@dataclass
 class BuiltStages:
     """Answers by building each stage's first rank on the meta device."""
 
-    def __init__(self) -> None:
-        self._built: dict[Config, list[Parts]] = {}
+    _built: dict[Config, list[Parts]] = field(default_factory=dict)
 
     def _parts(self, config: Config) -> list[Parts]:
         if config not in self._built:

@@ -26,7 +26,7 @@ from meshwright.config import Config, parse_config
 from meshwright.config.load import read_yaml
 from meshwright.tools.plan.cluster import Cluster, load_cluster
 from meshwright.tools.plan.predict import Planner
-from meshwright.tools.plan.software import OWN_SOFTWARE, Software, load_software
+from meshwright.tools.plan.software import OWN_SOFTWARE, Software, load_program
 
 PAPERS = Path(__file__).resolve().parent / "papers"
 
@@ -63,7 +63,7 @@ def load_paper(name: str, *, fitted: bool = True) -> Paper:
     tree = read_yaml(PAPERS / f"{name}.yaml")
     tables = {Path(file).stem: read_table(PAPERS / file) for file in tree.pop("tables")}
     cluster, changes, assumed = load_cluster(tree.pop("cluster")), tree.pop("fitted", {}), tuple(tree.pop("assumed"))
-    software = load_software(tree.pop("software")) if "software" in tree else OWN_SOFTWARE
+    software = load_program(tree.pop("software")).software if "software" in tree else OWN_SOFTWARE
     if fitted:
         cluster = Cluster.model_validate(merged(cluster.model_dump(by_alias=True), changes))
     return Paper(

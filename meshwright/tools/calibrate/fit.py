@@ -42,7 +42,9 @@ def fit_device(kind: Literal["cpu", "cuda"], memory: int, points: Mapping[str, P
     """
     # A GPU's host issues kernels while the device runs others: what a kernel takes has no part of that in it.
     issue, launch = (points["launch"][0][1], points["graph"][0][1]) if kind == "cuda" else (0.0, points["launch"][0][1])
-    bandwidth = tuple((size, rounded(size / _beyond(seconds, launch))) for size, seconds in points["stream"])
+    bandwidth = tuple(
+        (size, rounded(size / max(seconds - launch, seconds * LEAST_PART))) for size, seconds in points["stream"]
+    )
     names = [name.removeprefix("product ") for name in points if name.startswith("product ")]
     products = {name: _rates(kind, name, points[f"product {name}"], bandwidth) for name in names}
     curve = max(products, key=lambda name: len(products[name]))
@@ -90,13 +92,9 @@ def _rates(kind: Literal["cpu", "cuda"], dtype: str, points: Points, bandwidth: 
             batch, shapes = max(1, CPU_BATCH_FLOPS // (2 * int(side) ** 3)), product_shapes(int(side))
             touched = [batch * (m * n + m * k + n * k) * DTYPES[dtype].itemsize for m, n, k in shapes]
             memory = statistics.mean(size / interpolated(bandwidth, size) for size in touched) / batch
-            computing = _beyond(seconds, memory)
+            computing = max(seconds - memory, seconds * LEAST_PART)
         rates.append((side, 2 * side**3 / computing))
     return rates
-
-
-def _beyond(seconds: float, known: float) -> float:
-    return max(seconds - known, seconds * LEAST_PART)
 
 
 def fit_links(measured: Mapping[int, Mapping[str, Points]], overlaps: float) -> Links:

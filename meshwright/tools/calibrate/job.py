@@ -64,11 +64,6 @@ class MeasuredMachine:
     ranks: tuple[int, ...]
     backends: tuple[TransportName, ...]
 
-    @property
-    def jobs(self) -> int:
-        on_cpu = self.kind == "cpu"
-        return 1 + on_cpu + len(self.backends) * (len(self.ranks) + on_cpu)
-
 
 def measured_machine(ranks: str | None, device: str) -> MeasuredMachine:
     """`ranks`: `2,4`; None: 2 and 4 on CPUs, powers of two up to all GPUs. Raises ConfigError for what is not here."""
@@ -97,7 +92,9 @@ def calibrate(out: Path, machine: MeasuredMachine, effort: Effort, report: ShowP
     if joined():
         raise LaunchError("calibrate starts its own ranks: run it outside of torchrun, srun and mpirun")
     with writer_of(out) as write:
-        runs = _Runs(out.absolute().parent, machine, effort, report)
+        on_cpu = machine.kind == "cpu"
+        jobs = 1 + on_cpu + len(machine.backends) * (len(machine.ranks) + on_cpu)
+        runs = _Runs(out.absolute().parent, machine, effort, report, jobs)
         each = runs.launch("device", machine.devices, "torch")
         # Each core's rank has its part of the machine's memory, a GPU's all of its device's.
         memory = memory_bytes() // machine.devices if machine.kind == "cpu" else each[0]["memory"]
@@ -149,6 +146,7 @@ class _Runs:
     machine: MeasuredMachine
     effort: Effort
     report: ShowProgress
+    jobs: int
     done: int = 0
 
     def reserved_bytes(self, cluster: Cluster, backend: TransportName) -> int:
@@ -168,7 +166,7 @@ class _Runs:
 
     def measured(self, tree: dict[str, Any], what: str, steps: int, *words: str) -> tuple[Config, MeasuredRun]:
         """A run of `steps` steps of one of our models on a text."""
-        self.report(what, self.done / self.machine.jobs)
+        self.report(what, self.done / self.jobs)
         with TemporaryDirectory(prefix="meshwright-calibrate-") as name:
             folder = Path(name)
             (folder / "text.txt").write_text("a rank's memory\n" * 1000)
@@ -179,7 +177,7 @@ class _Runs:
 
     def launch(self, what: str, ranks: int, backend: TransportName) -> list[dict[str, Any]]:
         """The answers of the ranks of one job."""
-        self.report(f"{what}, {backend}, {ranks} ranks", self.done / self.machine.jobs)
+        self.report(f"{what}, {backend}, {ranks} ranks", self.done / self.jobs)
         function = measure_devices if what == "device" else measure_all_links
         job = Ranks(((PIPE, ranks),), backend, self.machine.kind, name="calibrate")
         more: dict[str, Any] = {"disk": self.disk}

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 
 import torch
@@ -90,9 +91,12 @@ def measure_links(effort: Effort, mesh: Mesh, stop: StopRequest) -> dict[str, Po
         for verb, payload, call in _verbs(conversation.comm, mesh.device, wanted, effort.cold_bytes):
             points.setdefault(verb, []).append((payload, conversation.seconds(call)))
     exchange = Exchange(mesh.mailbox(PIPE), mesh.index(PIPE), mesh.size(PIPE))
-    points["message"] = [
-        (payload, exchange.seconds(conversation, payload, effort.cold_bytes)) for payload in effort.payloads
-    ]
+    points["message"] = []
+    for payload in effort.payloads:
+        count = payloads_in_turn(payload, effort.cold_bytes)
+        xs = list(torch.zeros(count, payload, dtype=torch.uint8, device=mesh.device))
+        both_ways = conversation.undisturbed(partial(exchange.there_and_back, conversation, xs))
+        points["message"].append((payload, both_ways / 2))
     return points
 
 
@@ -139,17 +143,15 @@ def measure_turns(effort: Effort, mesh: Mesh, stop: StopRequest) -> float:
     # As many operands as caches do not hold take turns, as a run's weights do.
     factors = cycle([(torch.randn(side, side), torch.randn(side, side), torch.zeros(side, side)) for _ in range(count)])
 
-    def work(products: int) -> None:
+    def work(products: int) -> float:
+        """Processor time of a product, of so many."""
+        start = time.process_time()
         for _ in range(products):
             a, b, product = next(factors)
             torch.matmul(a, b, out=product)
-
-    def processor_seconds(products: int) -> float:
-        start = time.process_time()
-        work(products)
         return (time.process_time() - start) / products
 
-    wanted = torch.tensor([math.ceil(WORK_SECONDS / processor_seconds(count))])
+    wanted = torch.tensor([math.ceil(WORK_SECONDS / work(count))])
     comm.broadcast(wanted, root=0)
     products = int(wanted.item())
 
@@ -160,7 +162,7 @@ def measure_turns(effort: Effort, mesh: Mesh, stop: StopRequest) -> float:
     comm.barrier()
     own = 1.0  # of a rank beyond the cores, whom nobody asks
     if mesh.index(PIPE) < usable_cores():
-        own = lower_quartile([processor_seconds(products) for _ in range(TURNS_ROUNDS)])
+        own = lower_quartile([work(products) for _ in range(TURNS_ROUNDS)])
     comm.barrier()
     # The sum's own time is not work that sharing made longer.
     meeting = conversation.seconds(lambda _: comm.all_reduce(x))
@@ -207,13 +209,8 @@ class Exchange:
         self.paired = index % 2 == 1 or index < size - 1
         self.epoch = 0
 
-    def seconds(self, conversation: Conversation, payload: int, cold_bytes: int) -> float:
-        """Seconds of one way, in an undisturbed round."""
-        count = payloads_in_turn(payload, cold_bytes)
-        xs = list(torch.zeros(count, payload, dtype=torch.uint8, device=conversation.device))
-        return conversation.undisturbed(lambda calls: self._there_and_back(conversation, xs, calls)) / 2
-
-    def _there_and_back(self, conversation: Conversation, xs: Sequence[Tensor], calls: int) -> float:
+    def there_and_back(self, conversation: Conversation, xs: Sequence[Tensor], calls: int) -> float:
+        """Seconds of a message and its answer, of so many, in which the payloads `xs` take turns."""
         expected = calls if self.paired else 0
         # Posted before timing, as a pipeline posts a step's receives.
         counts = {"before": 0, "after": 0} | {self.side: expected}

@@ -32,19 +32,15 @@ def writer_of(out: Path) -> Iterator[Callable[[Cluster], None]]:
         raise ConfigError.of("--out", out, f"cannot be written ({error.strerror})", valid) from error
 
     def write(cluster: Cluster) -> None:
-        partial.write_text(yaml_text(cluster), encoding="utf-8")
+        tree = cluster.model_dump(exclude_none=True, by_alias=True)
+        text = yaml.dump(tree, Dumper=_Dumper, sort_keys=False, width=10**6, allow_unicode=True)
+        partial.write_text(text, encoding="utf-8")
         partial.rename(out)
 
     try:
         yield write
     finally:
         partial.unlink(missing_ok=True)
-
-
-def yaml_text(cluster: Cluster) -> str:
-    """The text of the file."""
-    tree = cluster.model_dump(exclude_none=True, by_alias=True)
-    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, width=10**6, allow_unicode=True)
 
 
 class _Dumper(yaml.SafeDumper):

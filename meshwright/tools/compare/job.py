@@ -90,7 +90,9 @@ def compare_layouts(
         f"a CPU of {usable_cores()} cores" if processes[0].device == "cpu" else "GPUs",
         cluster=cluster.name if cluster is not None else "",
         unpredicted=NO_CLUSTER if cluster is None else "",
-        interrupted=f"{stopped}, after {_num_runs(rows)} of {order.rounds * len(rows)} runs" if stopped else "",
+        interrupted=f"{stopped}, after {sum(len(row.runs) for row in rows)} of {order.rounds * len(rows)} runs"
+        if stopped
+        else "",
     )
     if comparison.measured:
         draw(comparison, order.out / PICTURE)
@@ -124,7 +126,8 @@ def _measure(rows: list[Measurement], order: Order, data: Path, report: ShowProg
                     continue
                 name = f"{place + 1}-" + re.sub(r"[^\w.-]+", "_", row.name)  # a folder's, whatever the layout's is
                 folder = order.out / name / f"round-{turn + 1}"
-                report(f"round {turn + 1} of {order.rounds}: {row.name}", _num_runs(rows) / (order.rounds * len(rows)))
+                done = sum(len(each.runs) for each in rows)
+                report(f"round {turn + 1} of {order.rounds}: {row.name}", done / (order.rounds * len(rows)))
                 try:
                     finished = measure_run(_here(row.contender.config), data, folder, order.steps)
                     rows[place] = replace(row, runs=(*row.runs, finished))
@@ -137,10 +140,6 @@ def _measure(rows: list[Measurement], order: Order, data: Path, report: ShowProg
     except KeyboardInterrupt:  # between two jobs
         return Interrupted("stopped by SIGINT", signal.SIGINT)
     return None
-
-
-def _num_runs(rows: Sequence[Measurement]) -> int:
-    return sum(len(row.runs) for row in rows)
 
 
 def _here(config: Config) -> Config:

@@ -20,13 +20,15 @@ from rich.table import Table as RichTable
 
 from meshwright.config import dump_tree
 from meshwright.tools.compare.layouts import OWN
-from meshwright.tools.compare.result import WARMUP_STEPS, Comparison, Measurement, StageBytes, sent_by_axis
+from meshwright.tools.compare.result import WARMUP_STEPS, Comparison, Measurement, StageBytes
 from meshwright.tools.report import table_console
 from meshwright.tools.report.comparison import Bar, Panel, draw_comparison
 from meshwright.training.phases import PHASES
 
 BESIDE = ("activations", "temporaries", "context", "cached", "communicators", "read")
 """Parts of a predicted memory that a rank cannot measure separately."""
+
+EXACT = " (measured / predicted; = to the byte)"
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def held_table(comparison: Comparison) -> Table:
     """Weights, gradients and states; and the parts that a prediction adds to them, which nothing measures by part."""
     # A rank can count its weights, gradients and states; what else its process holds has no owner there.
     beside = [f"{part}, predicted" for part in BESIDE] if comparison.predicted else []
-    columns = ["layout" + _legend(comparison), "of", "weights", "gradients", "states", *beside]
+    columns = ["layout" + EXACT * bool(comparison.predicted), "of", "weights", "gradients", "states", *beside]
     table = Table("What a rank holds, MB", columns)
     for row in comparison.measured:
         stage = row.held["weights"].stage
@@ -116,7 +118,7 @@ def held_table(comparison: Comparison) -> Table:
 def sent_table(comparison: Comparison) -> Table:
     """A column an axis that some layout uses."""
     axes = list(dict.fromkeys(axis for row in comparison.measured for axis in row.sent))
-    columns = ["layout" + _legend(comparison), *axes, "in all"]
+    columns = ["layout" + EXACT * bool(comparison.predicted), *axes, "in all"]
     table = Table("What a rank sends in a step, MB by axis", columns)
     for row in comparison.measured:
         by_axis = (_pair_text(row.sent[axis]) if axis in row.sent else "-" for axis in axes)
@@ -130,10 +132,6 @@ def losses_table(comparison: Comparison) -> Table:
     for row in comparison.measured:
         table.add(row, *(f"{loss:.6f}" for loss in row.runs[0].losses))
     return table
-
-
-def _legend(comparison: Comparison) -> str:
-    return " (measured / predicted; = to the byte)" if comparison.predicted else ""
 
 
 def _pair_text(pair: StageBytes) -> str:
@@ -260,11 +258,11 @@ def as_dict(comparison: Comparison) -> dict[str, Any]:
 def _row_dict(comparison: Comparison, row: Measurement) -> dict[str, Any]:
     config, predicted = row.contender.config, None
     if (prediction := row.predicted) is not None:
-        stages = zip(prediction.memory, prediction.traffic, strict=True)
+        stages = zip(prediction.memory, row.predicted_sent, strict=True)
         predicted = {
             "seconds": prediction.seconds,
             "phases": prediction.phases,
-            "stages": [{"memory": asdict(memory), "sent": sent_by_axis(traffic)} for memory, traffic in stages],
+            "stages": [{"memory": asdict(memory), "sent": sent} for memory, sent in stages],
             "peak_bytes": prediction.measured_memory,
         }
     facts: dict[str, Any] = {
@@ -301,5 +299,5 @@ def _row_dict(comparison: Comparison, row: Measurement) -> dict[str, Any]:
 
 
 def _plain(number: float) -> float | str:
-    """None for values that JSON cannot hold: nan and infinity."""
+    """The number, or its name where JSON cannot hold it: nan and infinity."""
     return number if math.isfinite(number) else str(number)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -39,10 +39,6 @@ class StageBytes:
     stage: int
     measured: int
     predicted: int | None
-
-
-def sent_by_axis(traffic: Mapping[tuple[str, str], Traffic]) -> dict[str, int]:
-    return Ledger(defaultdict(Traffic, traffic)).sent_bytes()
 
 
 def _largest(measured: Sequence[int], predicted: Sequence[int]) -> StageBytes:
@@ -119,7 +115,7 @@ class Measurement:
     @property
     def sent(self) -> dict[str, StageBytes]:
         """Bytes of a step by axis, of the stage whose first rank sends most over it."""
-        measured, predicted = [facts.sent_bytes for facts in self.stages], self._predicted_sent
+        measured, predicted = [facts.sent_bytes for facts in self.stages], self.predicted_sent
         axes = dict.fromkeys(axis for sent in (*measured, *predicted) for axis in sent)
         return {
             axis: _largest([sent.get(axis, 0) for sent in measured], [sent.get(axis, 0) for sent in predicted])
@@ -129,13 +125,14 @@ class Measurement:
     @property
     def sent_in_all(self) -> StageBytes:
         """Bytes of a step over all axes, of the stage whose first rank sends most."""
-        predicted = [sum(sent.values()) for sent in self._predicted_sent]
+        predicted = [sum(sent.values()) for sent in self.predicted_sent]
         return _largest([sum(facts.sent_bytes.values()) for facts in self.stages], predicted)
 
     @property
-    def _predicted_sent(self) -> list[dict[str, int]]:
+    def predicted_sent(self) -> list[dict[str, int]]:
         """Bytes of a step by axis, of each stage's first rank; empty where nothing was predicted."""
-        return [sent_by_axis(traffic) for traffic in self.predicted.traffic] if self.predicted is not None else []
+        sent = self.predicted.traffic if self.predicted is not None else ()
+        return [Ledger(defaultdict(Traffic, traffic)).sent_bytes() for traffic in sent]
 
 
 @dataclass(frozen=True)

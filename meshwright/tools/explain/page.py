@@ -91,7 +91,7 @@ def page_facts(explained: Explained, predicted: Forecast) -> dict[str, Any]:
         "grid": drawn_grid(run.grid),
         "ranksPerNode": explained.ranks_per_node,
         "stages": [
-            {"first": run.rank(stage), "ranks": holders[stage], "holds": explained.held(stage)} for stage in stages
+            {"first": run.ranks[stage], "ranks": holders[stage], "holds": explained.held(stage)} for stage in stages
         ],
         "weights": list(weight_blocks(explained, holders)),
         "groups": {axes: run.grid.groups(*axes.split("+")) for axes in sorted({row["axes"] for row in sendings})},
@@ -140,12 +140,10 @@ def _columns_and_sizes(sizes: Sequence[int]) -> list[tuple[int, float, float]]:
     shapes: list[tuple[int, float, float]] = []
     width, height = float(CELL_WIDTH), float(CELL_HEIGHT)
     for number, size in enumerate(reversed(sizes)):
-
-        def far_from_shape(columns: int, size: int = size, width: float = width, height: float = height) -> float:
-            rows = -(-size // columns)
-            return abs(math.log(columns * (width + GAP) / (rows * (height + GAP)) / WIDE))
-
-        columns = min(size, ROW) if number == 0 else min(range(1, size + 1), key=far_from_shape)
+        columns = min(size, ROW)
+        if number:  # as close to the wanted shape as they come
+            shape = {n: n * (width + GAP) / (-(-size // n) * (height + GAP)) for n in range(1, size + 1)}
+            columns = min(shape, key=lambda n: abs(math.log(shape[n] / WIDE)))
         shapes.append((columns, width, height))
         rows = -(-size // columns)
         # The block of the next axis holds these, with a margin around them and its title above.
@@ -197,7 +195,7 @@ def sent_rows(run: Composition, stage: int) -> Iterator[dict[str, Any]]:
     for sending in run.sendings(stage):
         for event in sending.program.events:
             if isinstance(event, Start) and VERBS[event.verb].direction == "to root":
-                size = len(run.grid.group(run.rank(stage), *event.axes.split("+")))
+                size = len(run.grid.group(run.ranks[stage], *event.axes.split("+")))
                 sent_bytes = VERBS[event.verb].sent_bytes(event.payload_bytes, size, is_root=False)
                 key = sending.task, sending.part, event.axes, event.verb
                 others[key] += sending.times * event.times * sent_bytes

@@ -36,7 +36,7 @@ from meshwright.registry import entries
 from meshwright.stage_costs import shared_work
 from meshwright.tensor.tesseract import TesseractLinear
 from meshwright.tools.plan.buckets import Buckets
-from meshwright.tools.plan.compose import Composition, StagePlan, compose_stages
+from meshwright.tools.plan.compose import Composition, compose_stages
 from meshwright.tools.plan.network import Volume, volumes
 from meshwright.tools.plan.recordings import Recordings, check_recorded
 from meshwright.training.pictures import draw_timelines
@@ -47,26 +47,15 @@ UNIT = "forward passes of a microbatch"
 
 @dataclass(frozen=True)
 class Explained:
-    """A run's layout, composed. `layers`: of each position of the chain; `machine`: that it would start on; `traffic`:
-    what each stage's first rank sends in a step by axis and verb."""
+    """A run's layout, composed. `layers`: of each position of the chain; `ranks_per_node`: as the layout says, else
+    those that this process's launcher started, or all; `traffic`: what each stage's first rank sends in a step by axis
+    and verb."""
 
     run: Composition
     layers: tuple[range, ...]
-    machine: Machine
+    ranks_per_node: int
     recordings: Recordings
     traffic: tuple[dict[tuple[str, str], Traffic], ...]
-
-    @property
-    def ranks_per_node(self) -> int:
-        """Ranks of a node: the layout's number, else those that this process's launcher started, or all."""
-        layout = self.run.config.layout
-        here = self.machine.ranks_here(layout.world_size)
-        return here if layout.ranks_per_node == "auto" else layout.ranks_per_node
-
-    @property
-    def num_nodes(self) -> int:
-        """Nodes of the job; the last one may have fewer ranks."""
-        return -(-self.run.grid.world_size // self.ranks_per_node)
 
     def held(self, stage: int) -> str:
         """`embeddings, layers 0-3`: the parts of the model that the stage holds."""
@@ -78,7 +67,7 @@ class Explained:
 
     def volumes(self, stage: int) -> dict[tuple[str, str], Volume]:
         """Bytes and messages of the stage's first rank, inside of its node and between nodes, by axis and verb."""
-        return volumes(self.run.grid, self.ranks_per_node, self.run.rank(stage), self.traffic[stage])
+        return volumes(self.run.grid, self.ranks_per_node, self.run.ranks[stage], self.traffic[stage])
 
 
 @dataclass(frozen=True)
@@ -138,7 +127,10 @@ def compose(config: Config) -> Explained:
     traffic = (run.traffic(stage) for stage in range(len(run.stages)))
     # An axis of one rank sends nothing, and would stand in the table with zeros.
     sent = ({key: entry for key, entry in ledger.items() if entry.calls} for ledger in traffic)
-    return Explained(run, ranges_of(partition), machine, recordings, tuple(sent))
+    ranks_per_node = config.layout.ranks_per_node
+    if ranks_per_node == "auto":
+        ranks_per_node = machine.ranks_here(config.layout.world_size)
+    return Explained(run, ranges_of(partition), ranks_per_node, recordings, tuple(sent))
 
 
 def forecast(explained: Explained) -> Forecast:
@@ -183,11 +175,13 @@ def render(explained: Explained) -> None:
     run, config = explained.run, explained.run.config
     specs = {parameter.name: parameter.spec for stage in run.stages for parameter in stage.parameters}
     console.print(f"{config.layout.world_size} ranks: {config.layout.summary}; the innermost axis is the closest")
-    if explained.num_nodes > 1:
-        console.print(f"{explained.num_nodes} nodes of {explained.ranks_per_node} ranks, neighbours together")
+    nodes = -(-run.grid.world_size // explained.ranks_per_node)  # the last one may have fewer ranks
+    if nodes > 1:
+        console.print(f"{nodes} nodes of {explained.ranks_per_node} ranks, neighbours together")
     console.print(config.batch_summary)
     whole = sum(math.prod(spec.shape) for spec in specs.values())  # by name: a tied table on two stages counts once
-    console.print(f"{whole:,} parameters, {_on_a_rank(run.stages[0]):,} on a rank")
+    own = sum(parameter.num_elements for parameter in run.stages[0].parameters)
+    console.print(f"{whole:,} parameters, {own:,} on a rank")
     console.print(
         f"a step: {config.batch.global_} samples, {config.num_microbatches} microbatches of {config.micro} a replica, "
         f"{_rows(run):,} tokens of each on a rank"
@@ -211,8 +205,9 @@ def render_stages(explained: Explained, predicted: Forecast) -> None:
     idle_shares = predicted.chosen.idle_shares
     for stage, (plan, idle) in enumerate(zip(stages, idle_shares, strict=True)):
         sent = explained.volumes(stage).get((PIPE, MESSAGE), Volume())
+        own = sum(parameter.num_elements for parameter in plan.parameters)
         table.add_row(
-            str(stage), explained.held(stage), f"{_on_a_rank(plan):,}", f"{predicted.shares[stage]:.1%}",
+            str(stage), explained.held(stage), f"{own:,}", f"{predicted.shares[stage]:.1%}",
             str(predicted.limits[stage]), *_cells(sent)[:2], f"{idle:.1%}",
         )  # fmt: skip
     console.print(table)
@@ -221,10 +216,6 @@ def render_stages(explained: Explained, predicted: Forecast) -> None:
         mark = " (this run's)" if name == predicted.schedule else ""
         schedules.add_row(name + mark, f"{timeline.total_seconds:.2f}", f"{timeline.idle_share:.1%}")
     console.print(schedules)
-
-
-def _on_a_rank(stage: StagePlan) -> int:
-    return sum(parameter.num_elements for parameter in stage.parameters)
 
 
 def _rows(run: Composition) -> int:

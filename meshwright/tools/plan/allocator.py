@@ -85,7 +85,11 @@ class Allocator:
     def _used(self, block: MemoryBlock, size: int, least_rest: int) -> MemoryBlock:
         """The first part of a block that is not among the free ones; the rest is, if it is so large."""
         if block.size - size >= least_rest:
-            self._split(block, size)
+            rest = MemoryBlock(block.address + size, block.size - size, block.is_small, True, block, block.after)
+            if rest.after is not None:
+                rest.after.before = rest
+            block.after, block.size = rest, size
+            self._give(rest)
         block.is_free = False
         self.allocated += block.size
         if self.allocated > self.peak_allocated:
@@ -102,13 +106,6 @@ class Allocator:
         if index == len(free):
             return None
         return self._at.pop(free.pop(index)[1])
-
-    def _split(self, block: MemoryBlock, size: int) -> None:
-        rest = MemoryBlock(block.address + size, block.size - size, block.is_small, True, block, block.after)
-        if rest.after is not None:
-            rest.after.before = rest
-        block.after, block.size = rest, size
-        self._give(rest)
 
     def _joined(self, first: MemoryBlock, second: MemoryBlock) -> MemoryBlock:
         first.size += second.size
@@ -167,9 +164,7 @@ class CachingAllocator(Allocator):
 class Heap(Allocator):
     """A CPU's. `reserved`: bytes up to the highest address that was ever in use."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._last: MemoryBlock | None = None
+    _last: MemoryBlock | None = None
 
     def allocate(self, size: int) -> MemoryBlock:
         rounded = -(-(size + HEAP_HEADER) // ALIGNMENT) * ALIGNMENT
@@ -181,19 +176,11 @@ class Heap(Allocator):
             self._last = block
             self._end += rounded
             self.reserved = max(self.reserved, self._end)
+        assert block is not self._last or block.size == rounded, "the last block has the size that was asked for"
         return self._used(block, rounded, ALIGNMENT)
 
-    def _split(self, block: MemoryBlock, size: int) -> None:
-        super()._split(block, size)
-        assert block is not self._last, "the last block has the size that was asked for"
-
-    def _joined(self, first: MemoryBlock, second: MemoryBlock) -> MemoryBlock:
-        if second is self._last:
-            self._last = first
-        return super()._joined(first, second)
-
     def _give(self, block: MemoryBlock) -> None:
-        if block is not self._last:
+        if block.after is not None:
             super()._give(block)
             return
         block.is_free = True

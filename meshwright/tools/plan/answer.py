@@ -122,23 +122,19 @@ def seconds_text(seconds: float) -> str:
 
 def duration_text(seconds: float) -> str:
     """`3 days and 2 hours`, `4 hours and 10 minutes`, `50 minutes`."""
-    for size, unit, part, smaller in ((_DAY, "day", _HOUR, "hour"), (_HOUR, "hour", _MINUTE, "minute")):
+    counts = [(max(1, round(seconds / _MINUTE)), "minute")]
+    for size, unit, part, smaller in ((_HOUR, "hour", _MINUTE, "minute"), (_DAY, "day", _HOUR, "hour")):
         # Rounded first, so that 23.99 hours are one day and not 24 hours.
         if round(seconds / part) * part >= size:
             whole, rest = divmod(round(seconds / part), size // part)
-            text = _counted(whole, unit)
-            return f"{text} and {_counted(rest, smaller)}" if rest and whole < 100 else text
-    return _counted(max(1, round(seconds / _MINUTE)), "minute")
+            counts = [(whole, unit), (rest, smaller)] if rest and whole < 100 else [(whole, unit)]
+    return " and ".join(f"{number:,} {unit}{'s' * (number != 1)}" for number, unit in counts)
 
 
 def tokens_text(tokens: float) -> str:
     """`100 B`."""
     unit, size = next((unit, size) for unit, size in reversed(TOKENS.items()) if tokens >= size or size == 1)
     return f"{tokens / size:g} {unit}".strip()
-
-
-def _counted(number: int, unit: str) -> str:
-    return f"{number:,} {unit}{'s' * (number != 1)}"
 
 
 @dataclass(frozen=True)

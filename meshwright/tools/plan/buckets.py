@@ -15,8 +15,8 @@ import torch
 from meshwright.config import Config
 from meshwright.data_parallel.strategy import BucketBytes, HeldBytes, Policy, Synchroniser
 from meshwright.memory.offload import SINGLE, state_bytes
-from meshwright.model import Batch
 from meshwright.models.chain import chain_of
+from meshwright.optim.states import stepped_together
 from meshwright.parameters.bucket import Bucket, BucketKey, arranged, gradient_dtype, group_axes, padded, slice_axes
 from meshwright.parts import DTYPES, bucket_bytes
 from meshwright.ranks.comm import Comm
@@ -80,12 +80,6 @@ class PlannedBucket:
         if self.master_bytes:
             each += SINGLE + size
         return self.stepped_elements * each
-
-    def moved_bytes(self, config: Config) -> int:
-        """Bytes of an offloaded optimizer's states (master and moments) that go to the device and back."""
-        if config.memory.offload.to == "none":
-            return 0
-        return 2 * self.stepped_elements * (self.master_bytes + SINGLE * len(config.optimizer.update.states))
 
 
 class _Group(NamedTuple):
@@ -156,16 +150,15 @@ class Buckets:
             recorder = Recorder()
             mesh = planned_mesh(grid_of_run(config), 0, layout.token_axes, "cpu", recorder.started)
             sync = layout.data.strategy
-            shapes = chain_of(config).sample_shapes(config)
-
-            def load_rows(first: int, count: int) -> Batch:
-                return {
-                    name: torch.empty(count, *shape, dtype=torch.long, device="meta") for name, shape in shapes.items()
-                }
-
+            shapes = chain_of(config).sample_shapes(config).items()
             with recorder.program(mesh.ledger) as recorded:
                 own = load_entry(sync.synchroniser)([], mesh, load_entry(sync.policy)())
-                own.share(load_rows, config.replica_batch)
+                own.share(
+                    lambda _, count: {
+                        name: torch.empty(count, *shape, dtype=torch.long, device="meta") for name, shape in shapes
+                    },
+                    config.replica_batch,
+                )
             self._shares[key] = recorded()
         return self._shares[key]
 
@@ -271,7 +264,7 @@ def widened_together(config: Config, buckets: Sequence[PlannedBucket], software:
     for matrix in (True, False):  # stepped apart, as Muon takes whole matrices
         own = [bucket for bucket in buckets if bucket.kind.matrix == matrix]
         sizes = [bucket.stepped_elements * SINGLE if bucket.summed_in.itemsize < SINGLE else 0 for bucket in own]
-        for some in software.stepped_together(sizes):
+        for some in [range(len(sizes))] if software.widening == "whole" else stepped_together(sizes):
             yield [sizes[index] for index in some]
 
 

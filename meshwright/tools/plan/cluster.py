@@ -22,7 +22,6 @@ from meshwright.config.load import read_yaml
 from meshwright.config.messages import problems_of
 from meshwright.configs import shipped
 from meshwright.errors import ConfigError
-from meshwright.machine import SLOW_SHARE
 from meshwright.ranks.ledger import VERBS
 from meshwright.ranks.transports_section import TransportName
 from meshwright.section import Positive, Section, Size
@@ -46,12 +45,8 @@ AttentionKernel = Literal["flash-1", "flash-2", "flash-3"]
 """FlashAttention's generations (Dao et al., 2022; Dao, 2023; Shah et al., 2024), and kernels that were as fast then."""
 
 
-def parse_share(value: object) -> object:
-    """`0.45` -> a curve that is as high everywhere."""
-    return ((1.0, value),) if isinstance(value, int | float) and not isinstance(value, bool) else value
-
-
-Shares = Annotated[Curve, BeforeValidator(parse_share)]
+# `0.45` is a curve that is as high everywhere.
+Shares = Annotated[Curve, BeforeValidator(lambda value: ((1.0, value),) if type(value) in (int, float) else value)]
 """A share over the side of a product, or one that holds at all."""
 Share = Annotated[float, Field(gt=0, le=1)]
 if TYPE_CHECKING:
@@ -99,11 +94,6 @@ class Device(Section):
     host_link_bytes_per_second: Rate = Field(alias="host_link")
     """Between the device's memory and the host's, each way."""
     disk_bytes_per_second: Rate = Field(default=1e9, alias="disk")
-
-    def slow_halves(self, dtype: str) -> bool:
-        """Whether a run on this CPU multiplies in float32 what it stores in that dtype, as it would find out itself."""
-        half, single = (self.peak_of(name, tf32=False) for name in (dtype, "float32"))
-        return self.kind == "cpu" and half is not None and single is not None and half < SLOW_SHARE * single
 
     def peak_of(self, dtype: str, *, tf32: bool) -> float | None:
         """The flops a second of products in a dtype; `tf32`: float32 ones may run in TF32 (precision.tf32)."""
@@ -211,12 +201,6 @@ class Cluster(Section):
             units *= level.joins
         return max(self.devices_per_node, units)
 
-    def context(self, transport: TransportName) -> int:
-        """Bytes that every process over a transport holds on its device."""
-        # MPI's libraries take other memory than gloo's, so a measured figure of the transport goes first.
-        reserved = self.links[transport].reserved_bytes if transport in self.links else None
-        return (self.device.reserved_bytes if reserved is None else reserved) + self.device.workspaces_bytes
-
     def oversubscription(self, ranks_per_node: int) -> float:
         """The slowdown of a rank where ranks share cores: no less than the number of ranks to a core."""
         if self.cores is None:
@@ -239,11 +223,6 @@ class Cluster(Section):
         return links
 
 
-def cluster_names() -> list[str]:
-    """The clusters that can be named."""
-    return list(shipped("clusters"))
-
-
 def load_cluster(name: str) -> Cluster:
     """A cluster that comes with the package by its name, or from a file.
 
@@ -252,7 +231,9 @@ def load_cluster(name: str) -> Cluster:
     # A name never reads a file of the folder that one happens to be in.
     path = Path(name) if name.endswith((".yaml", ".yml")) else shipped("clusters").get(name)
     if path is None or not path.is_file():
-        raise ConfigError.of("--cluster", name, "is no cluster that we have, and no file", ", ".join(cluster_names()))
+        raise ConfigError.of(
+            "--cluster", name, "is no cluster that we have, and no file", ", ".join(shipped("clusters"))
+        )
     try:
         return Cluster.model_validate(read_yaml(path))
     except ValidationError as error:

@@ -20,7 +20,7 @@ from meshwright.data_parallel.gathering import Walk
 from meshwright.memory.recompute import groups_of
 from meshwright.model import EMBEDDINGS, HEAD, Chunk
 from meshwright.models.chain import split_name
-from meshwright.parts import chunks_of, piece_placement_of, placement_of, recomputed_group
+from meshwright.parts import chunks_of, piece_placement_of, placement_of, recomputed_group, rule_of
 from meshwright.pipeline.pipeline import message_forms, sides_of
 from meshwright.pipeline.placement import ChunkPlacement
 from meshwright.pipeline.span import CATEGORIES
@@ -31,16 +31,11 @@ from meshwright.ranks.mailbox import Side
 from meshwright.tools.plan.buckets import Buckets, PlannedBucket, loads_program
 from meshwright.tools.plan.memory import Parameter
 from meshwright.tools.plan.recorder import Cost, Program, Seconds, place
-from meshwright.tools.plan.recordings import Forms, Recording, Recordings, splits
+from meshwright.tools.plan.recordings import Forms, Recording, Recordings, bytes_of
 
 Sent = dict[tuple[str, str], Traffic]
 Gathered = Mapping[tuple[TaskKind, int], Sequence[int]]
 """Buckets by the kind and the chunk of the task that gathers them."""
-
-
-def no_seconds(program: Program) -> float:
-    """A stand-in for callers that count bytes and operations alone."""
-    return 0.0
 
 
 @dataclass(frozen=True)
@@ -55,10 +50,11 @@ class Unit:
     layers: int = 1
 
     def cost(self, kind: TaskKind, which: int, seconds: Seconds) -> Cost:
-        cost = Cost.of(self.recording.programs[kind][which], seconds)
-        if self.smaller is None:
-            return cost
-        return cost.extended(Cost.of(self.smaller.programs[kind][which], seconds), self.layers - 2)
+        costs = [
+            Cost(seconds(program), program.kept_bytes, program.peak_bytes, program.flops)
+            for program, _ in self.passes(kind, which)
+        ]
+        return costs[0] if self.smaller is None else costs[0].extended(costs[1], self.layers - 2)
 
     def passes(self, kind: TaskKind, which: int) -> list[tuple[Program, int]]:
         """The recorded programs that add up to the unit's task, and how often each counts: of a group that is extended
@@ -71,7 +67,7 @@ class Unit:
     def freed(self, kind: TaskKind, read_bytes: int) -> int:
         """After B, or where its W needs them after that: what it was given to read, so many bytes, and the gradient
         that came back from the next part."""
-        gradient_bytes = sum(form.size_bytes for form in self.recording.outgoing)
+        gradient_bytes = bytes_of(self.recording.outgoing)
         waits = (
             min(read_bytes, self.recording.kept_input_bytes),
             min(gradient_bytes, self.recording.kept_gradient_bytes),
@@ -92,16 +88,9 @@ class ChunkPlan:
     handed_bytes: int | None = None
     hands_on: bool = False
 
-    @property
-    def incoming_bytes(self) -> int:
-        return sum(form.size_bytes for form in self.incoming)
-
-    @property
-    def outgoing_bytes(self) -> int:
-        return sum(form.size_bytes for form in self.outgoing)
-
-    def cost(self, kind: TaskKind, which: int, seconds: Seconds = no_seconds) -> Cost:
-        """The cost of a task of a microbatch at a place of the step (recordings.place)."""
+    def cost(self, kind: TaskKind, which: int, seconds: Seconds = lambda program: 0.0) -> Cost:
+        """The cost of a task of a microbatch at a place of the step (recordings.place); without `seconds` bytes and
+        operations alone."""
         return reduce(Cost.then, self.costs(kind, which, seconds), Cost())
 
     def costs(self, kind: TaskKind, which: int, seconds: Seconds) -> list[Cost]:
@@ -110,26 +99,22 @@ class ChunkPlan:
         costs = [unit.cost(kind, which, seconds) for unit in order]
         comes, leaves = self.handed_bytes is None, not self.hands_on
         if kind is TaskKind.FORWARD:
+            pairs = pairwise(order)
+            kept = (0 if unit.recording.holds_input else before.recording.output_bytes for before, unit in pairs)
+            freed = [0, *kept]
             # A received activation was allocated by the mailbox before the task, a sent one leaves with it; of a
             # stage's own neighbouring chunk neither is true.
-            sent, received = order[-1].recording.output_bytes * leaves, self.incoming_bytes * comes
-            costs[-1] = costs[-1].freeing(sent - received)
-            dropped = [
-                0,
-                *(
-                    0 if unit.recording.holds_input else before.recording.output_bytes
-                    for before, unit in pairwise(order)
-                ),
-            ]
-            return [cost.freeing(input_bytes) for cost, input_bytes in zip(costs, dropped, strict=True)]
-        # B frees what its parts were given to read; whoever does not read its input had it freed in F already.
-        given = [before.recording.output_bytes if unit.recording.holds_input else 0 for unit, before in pairwise(order)]
-        given.append(self.incoming_bytes if self.handed_bytes is None else self.handed_bytes)
-        costs = [cost.freeing(unit.freed(kind, read)) for cost, unit, read in zip(costs, order, given, strict=True)]
+            freed[-1] += order[-1].recording.output_bytes * leaves - bytes_of(self.incoming) * comes
+        else:
+            # B frees what its parts were given to read; whoever does not read its input had it freed in F already.
+            pairs = pairwise(order)
+            given = [before.recording.output_bytes if unit.recording.holds_input else 0 for unit, before in pairs]
+            given.append(bytes_of(self.incoming) if self.handed_bytes is None else self.handed_bytes)
+            freed = [unit.freed(kind, own) for unit, own in zip(order, given, strict=True)]
         if kind is TaskKind.BACKWARD:
-            costs[0] = costs[0].freeing(-self.outgoing_bytes * leaves)  # came with a message, and is counted there
-            costs[-1] = costs[-1].freeing(self.incoming_bytes * comes)  # made here, and sent
-        return costs
+            freed[0] -= bytes_of(self.outgoing) * leaves  # came with a message, and is counted there
+            freed[-1] += bytes_of(self.incoming) * comes  # made here, and sent
+        return [replace(cost, kept_bytes=cost.kept_bytes - own) for cost, own in zip(costs, freed, strict=True)]
 
 
 COUNTING = "the pass that counts experts' loads"
@@ -251,9 +236,17 @@ class Composition:
             positions = map(self.chunk, range(self.placement.num_positions))
             layers = [sum(len(unit_layers(unit)) for unit in chunk.units) for chunk in positions]
             self.tasks = piece_placement_of(config, layers)
-        self.kinds = (TaskKind.FORWARD, TaskKind.BACKWARD, *([TaskKind.WEIGHT] if splits(config) else []))
+        self.kinds = (TaskKind.FORWARD, TaskKind.BACKWARD, *([TaskKind.WEIGHT] if rule_of(config).splits else []))
         self.peers = "+".join(name for name in self.grid.names if name in config.layout.peer_axes)
-        self.counts = microbatches_by_place(config.num_microbatches)
+        alone = len(stages) == 1 and not config.layout.data.in_pieces
+        self.agrees = not alone and self.grid.size(*(self.peers.split("+") if self.peers else ())) > 1
+        """Whether a stage's ranks must agree on each task (pipeline.agreed)."""
+        places = [place(index, config.num_microbatches) for index in range(config.num_microbatches)]
+        self.counts = [places.count(which) for which in range(max(places) + 1)]
+        """The number of microbatches at each place of the step."""
+        origin = dict.fromkeys(self.grid.names, 0)
+        self.ranks = [self.grid.rank(origin | {PIPE: stage}) for stage in range(len(stages))]
+        """The first rank of each stage."""
         names = [{parameter.name for parameter in stage.parameters} for stage in stages]
         # Embeddings and head at the two ends: with one stage their gradients are added up locally, not sent.
         self.tied = tied = names[0] & names[-1] if len(stages) > 1 else set()
@@ -268,30 +261,22 @@ class Composition:
             shared = any(parameter.name in tied for parameter in own.parameters)
             self.like.append(first.setdefault((work, shared), stage))
         self.buckets: dict[int, list[PlannedBucket]] = known or {
-            stage: buckets.of(config, self.rank(stage), stages[stage].parameters, tied) for stage in first.values()
+            stage: buckets.of(config, self.ranks[stage], stages[stage].parameters, tied) for stage in first.values()
         }
 
         self._gathers: dict[int, list[Gathered]] = {}
-
-    def rank(self, stage: int) -> int:
-        """The stage's first rank."""
-        return self.grid.rank(dict.fromkeys(self.grid.names, 0) | {PIPE: stage})
 
     def chunk(self, position: int) -> ChunkPlan:
         """The chunk at a position of the chain."""
         return self.stages[self.placement.stage_of(position)].chunks[position // self.placement.num_stages]
 
-    @property
-    def agrees(self) -> bool:
-        """True where a stage's ranks must agree on each task (pipeline.agreed)."""
-        alone = len(self.stages) == 1 and not self.config.layout.data.in_pieces
-        return not alone and self.grid.size(*(self.peers.split("+") if self.peers else ())) > 1
-
     def traffic(self, stage: int) -> Sent:
         """The ledger of the stage's first rank: its kit's collectives, messages, agreements, gradients' sums."""
         total: Sent = {}
         for sending in self.sendings(stage):
-            include(total, sending.program.traffic, sending.times)
+            for key, entry in sending.program.traffic.items():
+                # Traffic is mutable and shared by recordings: copies are added, never the recording's own.
+                total.setdefault(key, Traffic()).include(entry.scaled(sending.times))
         return total
 
     def sendings(self, stage: int) -> Iterator[Sending]:
@@ -342,7 +327,7 @@ class Composition:
         """The sum of the loads that a stage's routers have counted, of a balance over the batch."""
         names = [parameter.name for parameter in self.stages[stage].parameters]
         routers = sum(name.endswith("router.weight") for name in names)
-        return loads_program(self.config, self.rank(stage), routers) if routers else Program()
+        return loads_program(self.config, self.ranks[stage], routers) if routers else Program()
 
     def counting_gathers(self, stage: int) -> Counter[int]:
         """How often the pass that counts experts' loads gathers each bucket; the head's stay (whole_weights)."""
@@ -363,7 +348,7 @@ class Composition:
         passing = [self.chunk(position).outgoing for position in range(self.placement.num_positions - 1)]
         forms = message_forms(stage, self.placement, passing)
         return {
-            side: [sum(form.size_bytes for form in cut.tensors) for cut in cuts.values() if back or not cut.inward]
+            side: [bytes_of(cut.tensors) for cut in cuts.values() if back or not cut.inward]
             for side, cuts in forms.items()
         }
 
@@ -449,16 +434,3 @@ def walk_through(
     ]
     # The run's own (data_parallel/gathering.py), so that planned and real gathers cannot differ.
     return Walk(of, kept, chunks), chunks
-
-
-def include(total: Sent, more: Mapping[tuple[str, str], Traffic], times: int = 1) -> None:
-    """Add so many times what is in `more`."""
-    for key, entry in more.items():
-        # Traffic is mutable and shared by recordings: copies are added, never the recording's own.
-        total.setdefault(key, Traffic()).include(entry.scaled(times))
-
-
-def microbatches_by_place(num_microbatches: int) -> list[int]:
-    """The number of microbatches at each place of the step."""
-    places = [place(index, num_microbatches) for index in range(num_microbatches)]
-    return [places.count(which) for which in range(max(places) + 1)]

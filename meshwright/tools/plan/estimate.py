@@ -23,13 +23,13 @@ from meshwright.tools.plan.buckets import PlannedBucket, held_of, memory_of, str
 from meshwright.tools.plan.compose import StagePlan
 from meshwright.tools.plan.memory import Memory, Parameter, Peak
 from meshwright.tools.plan.passes import Sum
-from meshwright.tools.plan.recordings import check, splits
+from meshwright.tools.plan.recordings import check
 from meshwright.tools.plan.space import CHUNKS
 from meshwright.tools.plan.timed_parts import HeldActivations, StageShape, TimedParts, strides
 from meshwright.tools.plan.timed_run import TimedRun
 
 if TYPE_CHECKING:
-    from meshwright.tools.plan.predict import Planner, Prediction
+    from meshwright.tools.plan.predict import Planner
 
 SURE = 0.95
 """Factor that makes an estimate a lower bound of the prediction."""
@@ -95,15 +95,6 @@ class Estimates:
         self._passes: dict[Hashable, _Passes] = {}
         self._endings: dict[Hashable, _Ending] = {}
 
-    def predict(self, config: Config) -> Prediction:
-        return self.planner.predict(config)
-
-    def least_memory(self, config: Config) -> Memory:
-        return self.planner.least_memory(config)
-
-    def seconds(self, config: Config) -> float:
-        return self.planner.seconds(config)
-
     def estimated_seconds(self, config: Config) -> float:
         """SURE times the estimated seconds of a step."""
         passes, ending = self._passes_of(config), self._ending_of(config)
@@ -150,11 +141,8 @@ class Estimates:
 
     def _alone_memory(self, config: Config) -> tuple[Memory, int]:
         """(weights_memory, the bytes of it that are not alive at the activations' peak (HeldBytes.passing))."""
-        if self._last is None or self._last[0] is not config:  # the search asks twice for each layout
-            self._last = config, self._find_alone_memory(config)
-        return self._last[1]
-
-    def _find_alone_memory(self, config: Config) -> tuple[Memory, int]:
+        if self._last is not None and self._last[0] is config:  # the search asks twice for each layout
+            return self._last[1]
         layout = config.layout
         key = (
             layout.layer, layout.data, self._partition(config), layout.pipeline.placement, config.memory.offload,
@@ -173,6 +161,7 @@ class Estimates:
                 memory = memory_of(usual, buckets, Peak(0, 0), context, self.planner.software)
                 passing = held_of(usual, buckets).passing
             self._weights[key] = memory, passing
+        self._last = config, self._weights[key]
         return self._weights[key]
 
     def _passes_of(self, config: Config) -> _Passes:
@@ -184,17 +173,18 @@ class Estimates:
         )  # fmt: skip
         if key not in self._passes:
             shapes, works, placement = self._shapes(config, partition), {}, placement_of(config)
+            rule = rule_of(config)
             for shape in shapes:
                 if shape not in works:
-                    works[shape] = self._work(config, shape, split=splits(config))
+                    works[shape] = self._work(config, shape, split=rule.splits)
             chunks = [works[shape] for shape in shapes]
             forward = [chunk.forward for chunk in chunks]
             backward = [chunk.backward for chunk in chunks]
             weights = [chunk.weights for chunk in chunks]
-            limits = [rule_of(config).limit_at(stage, placement, count) for stage in range(placement.num_stages)]
+            limits = [rule.limit_at(stage, placement, count) for stage in range(placement.num_stages)]
             hops = self._message_seconds(config, [chunk.outgoing_bytes for chunk in chunks[:-1]])
             seconds = pipeline_seconds(forward, backward, weights, hops, limits, count, placement)
-            self._passes[key] = _Passes(seconds, sum(forward) + sum(hops), max(weights if splits(config) else backward))
+            self._passes[key] = _Passes(seconds, sum(forward) + sum(hops), max(weights if rule.splits else backward))
         return self._passes[key]
 
     def _shapes(self, config: Config, partition: tuple[int, ...]) -> list[StageShape]:
@@ -277,17 +267,14 @@ class Estimates:
         parts = {place: part.parameters for place, part in self.parts.untimed(config).items()}
         runs = ranges_of(self._partition(config))
         alike = self.planner.recordings.outline(config).alike
-
-        def size(place: int) -> int:
-            return sum(each.num_elements for each in parts[place])
-
+        elements = {place: sum(each.num_elements for each in own) for place, own in parts.items()}
         placement = placement_of(config)
         held = [
             [layer for at in placement.positions(stage) for layer in runs[at]] for stage in range(placement.num_stages)
         ]
-        sizes = [sum(size(alike[layer]) for layer in layers) for layers in held]
-        sizes[0] += size(-1)
-        sizes[placement.last_stage] += size(len(alike))  # a tied table of one stage is counted twice, and held once
+        sizes = [sum(elements[alike[layer]] for layer in layers) for layers in held]
+        sizes[0] += elements[-1]
+        sizes[placement.last_stage] += elements[len(alike)]  # a tied table of one stage is counted twice, and held once
         stage = sizes.index(max(sizes))
         own = {each.name: replace(each, parts=(EMBEDDINGS,)) for each in parts[-1]} if stage == 0 else {}
         for layer in held[stage]:

@@ -80,11 +80,11 @@ class SearchState:
         self.refused = later.refused | self.refused
         self.slow |= later.slow
         for cut, seconds in later.least.items():
-            self.include_least(cut, seconds)
+            self.least[cut] = min(seconds, self.least.get(cut, seconds))
         for runner_up in later.closest.values():
             self.include_runner_up(runner_up)
-        if later.nearly_fits is not None:
-            self.include_nearly_fits(later.nearly_fits)
+        both = filter(None, (self.nearly_fits, later.nearly_fits))
+        self.nearly_fits = min(both, key=lambda one: one[0], default=None)
 
     def count(self, config: Config) -> None:
         self.legal += 1
@@ -95,17 +95,10 @@ class SearchState:
         self.count(config)
         self.slow.add(strategy_of(config))
 
-    def include_least(self, cut: Hashable, seconds: float) -> None:
-        self.least[cut] = min(seconds, self.least.get(cut, seconds))
-
     def include_runner_up(self, runner_up: RunnerUp) -> None:
         """Keep the layout that lacks least; the earlier one of two that lack as much."""
         known = self.closest.get(runner_up.strategy, runner_up)
         self.closest[runner_up.strategy] = min(known, runner_up, key=lambda one: one.excess)
-
-    def include_nearly_fits(self, nearly_fits: tuple[float, Config, Memory]) -> None:
-        if self.nearly_fits is None or nearly_fits[0] < self.nearly_fits[0]:
-            self.nearly_fits = nearly_fits
 
 
 class Evaluator:
@@ -117,9 +110,29 @@ class Evaluator:
         self._bounds: dict[Hashable, float] = {}
 
     def evaluate_family(self, family: Config, found: SearchState, cutoff: float = math.inf) -> None:
-        """Estimate a family's layouts into `found`; a bound above `cutoff` seconds ends a layout's estimate early."""
-        for config, memory in self._kept(family, found, cutoff):
-            self._estimate(config, memory, found, cutoff)
+        """Estimate into `found` a family's layouts whose bounds fit; a bound of `cutoff` seconds or more ends a
+        layout's estimate early."""
+        if not self.keep(family.layout):
+            return
+        room: list[bool] = []
+        memory: list[Memory] = []
+
+        def enters(sized: Config) -> bool:
+            if not self._may_be_fast(sized, found, cutoff):
+                return False
+            # Asked once, and only where a microbatch may be fast. Weights do not depend on the microbatch's size: the
+            # largest, with the narrowest gradients, stands for all.
+            if not room:
+                room.append(self._has_room(with_field(family, "batch.micro", family.replica_batch), found))
+            return room[0]
+
+        def holds(config: Config) -> bool:
+            # Memory does not depend on the order of axes: one estimate serves all orders that follow.
+            memory[:] = self._room(config, found, cutoff)
+            return bool(memory)
+
+        for config in layouts_of(family, self.job, found.refused, enters, holds):
+            self._estimate(config, memory[0], found, cutoff)
 
     def _estimate(self, config: Config, memory: Memory, found: SearchState, cutoff: float) -> None:
         """Queue a layout whose memory fits, if its estimated seconds are below `cutoff`."""
@@ -177,38 +190,14 @@ class Evaluator:
     def predict_or_memory(self, config: Config, cutoff: float = math.inf) -> Prediction | Memory | None:
         """The prediction if the layout fits, else the memory that does not; None where the step takes `cutoff` seconds
         or more."""
-        memory = self.models.least_memory(config)
+        memory = self.models.planner.least_memory(config)
         if memory.total > self.device_bytes:
             return memory
         # The replay of allocations takes longer than the clock, so the clock decides first.
-        if cutoff < math.inf and self.models.seconds(config) >= cutoff:
+        if cutoff < math.inf and self.models.planner.seconds(config) >= cutoff:
             return None
-        prediction = self.models.predict(config)
+        prediction = self.models.planner.predict(config)
         return prediction if prediction.fullest.total <= self.device_bytes else prediction.fullest
-
-    def _kept(self, family: Config, found: SearchState, cutoff: float) -> Iterator[tuple[Config, Memory]]:
-        """The family's layouts whose bounds fit and are below `cutoff`, with their estimated memory."""
-        if not self.keep(family.layout):
-            return
-        room: list[bool] = []
-        memory: list[Memory] = []
-
-        def enters(sized: Config) -> bool:
-            if not self._may_be_fast(sized, found, cutoff):
-                return False
-            # Asked once, and only where a microbatch may be fast. Weights do not depend on the microbatch's size: the
-            # largest, with the narrowest gradients, stands for all.
-            if not room:
-                room.append(self._has_room(with_field(family, "batch.micro", family.replica_batch), found))
-            return room[0]
-
-        def holds(config: Config) -> bool:
-            # Memory does not depend on the order of axes: one estimate serves all orders that follow.
-            memory[:] = self._room(config, found, cutoff)
-            return bool(memory)
-
-        for config in layouts_of(family, self.job, found.refused, enters, holds):
-            yield config, memory[0]
 
     def _may_be_fast(self, config: Config, found: SearchState, cutoff: float) -> bool:
         """Whether the lower bound of a layout's seconds, over all orders of its axes, is below `cutoff`."""
@@ -217,7 +206,7 @@ class Evaluator:
             # Orders of axes differ in which ranks share a node.
             self._bounds[key] = min(self.models.least_seconds(one) for one in orders_of(config, self.job))
         seconds = self._bounds[key]
-        found.include_least(config.layout.layer, seconds)
+        found.least[config.layout.layer] = min(seconds, found.least.get(config.layout.layer, seconds))
         if seconds < cutoff:
             return True
         found.count_slow(config)
@@ -244,7 +233,9 @@ class Evaluator:
         found.unfit += 1
         found.include_runner_up(RunnerUp(strategy_of(config), config, memory, whole=True))
         if memory.total <= (1 + MAX_EXCESS_SHARE) * self.device_bytes:
-            found.include_nearly_fits((self.models.estimated_seconds(config), config, memory))
+            seconds = self.models.estimated_seconds(config)
+            if found.nearly_fits is None or seconds < found.nearly_fits[0]:
+                found.nearly_fits = seconds, config, memory
         return ()
 
     def _gathers_for_nothing(self, config: Config) -> bool:

@@ -17,7 +17,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -66,10 +66,6 @@ class Peak:
 
     activation_bytes: int
     total_bytes: int
-
-    def beside(self, other_bytes: int) -> Peak:
-        """This peak beside bytes that are there all the time."""
-        return replace(self, total_bytes=self.total_bytes + other_bytes)
 
 
 CONTEXT = "the process itself (context)"

@@ -27,9 +27,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import dropwhile
 from math import ceil, log2
 
@@ -108,7 +108,7 @@ class Tiers:
         if not {HEAD_COPIES, ENDS} & set(axes) and self._is_even(grid):
             # All groups lie alike, so rank 0's stands for them, and a unit is shared by as many as fill it.
             groups = [_Group(self, offsets)]
-            sharing = [size // groups[0].members(n) for n, size in enumerate(self.sizes)]
+            sharing = [size // most for size, most in zip(self.sizes, groups[0].members, strict=False)]
             return [groups[0].shape(lambda level, unit: sharing[level])]
         # Stand-ins: ENDS is the first and the last stage, HEAD_COPIES a run of neighbours on the axis that is copied.
         kept = {*axes, PIPE} if ENDS in axes else set(axes)
@@ -159,11 +159,13 @@ class Tiers:
 
 
 class _Group:
-    """A group's ranks, counted into units: `counts[l]` of level l, and last in the one that holds all."""
+    """A group's ranks, counted into units: `counts[l]` of level l, and last in the one that holds all. `members`: by
+    level the most ranks in a unit; `crossed`: (level, unit) of the units out of which it sends."""
 
     def __init__(self, tiers: Tiers, ranks: Sequence[int]) -> None:
         self._tiers, self._ranks = tiers, ranks
         self.counts = [Counter(tiers.unit(rank, level) for rank in ranks) for level in range(len(tiers.levels) + 1)]
+        self.members = [max(count.values()) for count in self.counts]
         # By level: for each unit of the next, the units of this one in it.
         self._inner: list[dict[int, list[int]]] = []
         for level, size in enumerate(tiers.sizes):
@@ -171,16 +173,13 @@ class _Group:
             for unit in self.counts[level]:
                 inner[tiers.unit(unit * size, level + 1)].append(unit)
             self._inner.append(inner)
-
-    def members(self, level: int) -> int:
-        """Ranks in a unit, at most."""
-        return max(self.counts[level].values())
-
-    @property
-    def crossed(self) -> Iterator[tuple[int, int]]:
-        """The units out of which it sends, by level."""
-        for level, inner in enumerate(self._inner):
-            yield from ((level, unit) for units in inner.values() if len(units) > 1 for unit in units)
+        self.crossed = [
+            (level, unit)
+            for level, inner in enumerate(self._inner)
+            for units in inner.values()
+            if len(units) > 1
+            for unit in units
+        ]
 
     def shape(self, sharing: Callable[[int, int], int]) -> _Shape:
         """`sharing`: how many groups send out of a unit of a level."""
@@ -192,11 +191,11 @@ class _Group:
         spans = tuple(
             _Span(
                 units=(num_units := max(map(len, self._inner[number].values()))),
-                members=self.members(number),
-                peers=self.members(number + 1) - min(self.counts[number][unit] for unit in units),
+                members=self.members[number],
+                peers=self.members[number + 1] - min(self.counts[number][unit] for unit in units),
                 hops=rings[number] - rings[number + 1],
                 latency=level.latency_seconds,
-                bandwidth=level.share(max(sharing(number, unit) for unit in units), num_units, self.members(number)),
+                bandwidth=level.share(max(sharing(number, unit) for unit in units), num_units, self.members[number]),
                 ring=level.kind == "ring",
             )
             for number, level in enumerate(self._tiers.levels)
@@ -223,15 +222,16 @@ class ClusterNetwork:
             raise ConfigError.of("backend", backend, rule, ", ".join(cluster.links))
         links = cluster.links[backend]
         self.overlaps, self.channels = links.overlaps, links.channels
-        self._cluster, self._grid, self._tiers = cluster, grid, Tiers(links.levels)
-        self._tiers.check(grid.world_size)
+        tiers = Tiers(links.levels)
+        tiers.check(grid.world_size)
+        self._cluster, self._grid, self._tiers = cluster, grid, tiers
         self._measured: dict[tuple[str, int], Curve] = {
             (entry.verb, entry.ranks): entry.points for entry in links.measured
         }
-        self._shapes: dict[str, list[_Shape]] = {}
+        self._shapes = cache(lambda axes: tiers.shapes(grid, axes.split("+")))
         self._seconds: dict[tuple[str, str, int], float] = {}
         self._shapes_of_steps: dict[tuple[int, int], _Shape] = {}
-        outermost = self._tiers.sizes[-1]
+        outermost = tiers.sizes[-1]
         # On one node all ranks share its cores; between nodes only those of one do.
         self._slowdown = cluster.oversubscription(min(grid.world_size, outermost) if outermost > 1 else grid.world_size)
 
@@ -240,17 +240,12 @@ class ClusterNetwork:
         axes do the same. `payload_bytes`: of the whole tensor, as in ledger.py."""
         key = (axes, verb, payload_bytes)
         if key not in self._seconds:
-            self._seconds[key] = max(self._group(shape, verb, payload_bytes) for shape in self._shapes_of(axes))
+            self._seconds[key] = max(self._group(shape, verb, payload_bytes) for shape in self._shapes(axes))
         return self._seconds[key]
 
     def ranks(self, axes: str) -> int:
         """The number of ranks in a group over `axes`."""
-        return max(shape.size for shape in self._shapes_of(axes))
-
-    def _shapes_of(self, axes: str) -> list[_Shape]:
-        if axes not in self._shapes:
-            self._shapes[axes] = self._tiers.shapes(self._grid, axes.split("+"))
-        return self._shapes[axes]
+        return max(shape.size for shape in self._shapes(axes))
 
     def message(self, sender: int, receiver: int, payload_bytes: int) -> float:
         """Seconds of a pipeline's message, while all who share links with the sender send as far along the pipe."""
@@ -260,11 +255,10 @@ class ClusterNetwork:
         return self._group(self._shapes_of_steps[key], "message", payload_bytes)
 
     def _group(self, shape: _Shape, verb: str, payload_bytes: int) -> float:
-        assert verb in SECONDS, f"{verb}: nobody knows how it goes over links"
         if shape.size == 1:
             return 0.0
         measured = self._timed(verb, shape.size, payload_bytes) if shape.close else None
-        return self._slowdown * SECONDS[verb](shape, payload_bytes) if measured is None else measured
+        return self._slowdown * _modelled(shape, verb, payload_bytes) if measured is None else measured
 
     def _timed(self, verb: str, num_ranks: int, payload_bytes: int) -> float | None:
         """Measured seconds; None beyond the numbers of ranks with which it was measured."""
@@ -287,85 +281,38 @@ class ClusterNetwork:
         return interpolated(points, num_ranks, power=True)
 
 
-def _ring(shape: _Shape, payload_bytes: float) -> float:
-    """n - 1 steps of a ring through all ranks, in each of which everyone passes 1/n of the payload on."""
-    return (shape.size - 1) / shape.size * payload_bytes / _least_bandwidth(shape) + _ring_latency(shape)
-
-
-def _least_bandwidth(shape: _Shape) -> float:
-    return min(span.bandwidth for span in shape.spans)
-
-
-def _ring_latency(shape: _Shape) -> float:
-    """The latencies between the first and the last of a ring that is cut open at its quickest step."""
-    # n ranks make n steps around, of which a collective takes n - 1 (NCCL's tuning.cc counts inner and outer apart).
-    return sum(span.hops * span.latency for span in shape.spans) - min(span.latency for span in shape.spans)
-
-
-def _ring_of_units(span: _Span, payload_bytes: float) -> float:
-    """The ring at one level alone."""
-    return (span.units - 1) * (payload_bytes / span.units / span.bandwidth + span.latency)
-
-
-def _tree_of_units(span: _Span, payload_bytes: float) -> float:
-    """A tree over one level's units: every step carries the payload."""
-    return ceil(log2(span.units)) * (payload_bytes / span.bandwidth + span.latency)
-
-
-def _all_gather(shape: _Shape, payload_bytes: float) -> float:
-    return min(_ring(shape, payload_bytes), sum(_ring_of_units(span, payload_bytes) for span in shape.spans))
-
-
-def _all_reduce(shape: _Shape, payload_bytes: float) -> float:
-    """Twice a reduce-scatter: around one ring, or level by level.
-
-    Level by level each unit sums inside, one level further out the same goes on with the sums, and the results come
-    back. A tree moves the whole payload at each step and wins where latency counts: small payloads, many units.
-    """
-    levels = sum(min(_ring_of_units(span, payload_bytes), _tree_of_units(span, payload_bytes)) for span in shape.spans)
-    return 2 * min(_ring(shape, payload_bytes), levels)
-
-
-def _broadcast(shape: _Shape, payload_bytes: float) -> float:
-    chain = payload_bytes / _least_bandwidth(shape) + _ring_latency(shape)
-    return min(chain, sum(_tree_of_units(span, payload_bytes) for span in shape.spans))
-
-
-def _all_to_all(shape: _Shape, payload_bytes: float) -> float:
-    """Each rank exchanges 1/n of its payload with each other. On a ring of u units its parts pass (u/2)^2 links in
-    all, where a switch's pass u - 1."""
-    # Messages to one peer after another, no tree: nothing of a payload is common to two of its receivers.
-    seconds = 0.0
-    for span in shape.spans:
-        # Every other link of a switch is one hop.
-        farther = span.units**2 // 4 / (span.units - 1) if span.ring else 1.0
-        part = span.members * payload_bytes / shape.size
-        seconds += span.peers * (farther * part / span.bandwidth + span.latency)
-    return seconds
-
-
-def _scatter(shape: _Shape, payload_bytes: float) -> float:
-    part = payload_bytes / shape.size
-    return sum(span.peers * (part / span.bandwidth + span.latency) for span in shape.spans)
-
-
-def _send(shape: _Shape, payload_bytes: float) -> float:
-    return max(payload_bytes / span.bandwidth + span.latency for span in shape.spans)
-
-
-SECONDS: Mapping[str, Callable[[_Shape, float], float]] = {
-    "all_gather": _all_gather,
-    "reduce_scatter": _all_gather,
-    "all_reduce": _all_reduce,
-    "broadcast": _broadcast,
-    "reduce": _broadcast,
-    "all_to_all": _all_to_all,
-    "gather": _scatter,
-    "scatter": _scatter,
-    "send": _send,
-    "message": _send,
-}
-"""Seconds of a group's collective by verb: of ledger.py's, and a pipeline's message, whose shape has one span."""
+def _modelled(shape: _Shape, verb: str, payload_bytes: float) -> float:
+    """Seconds of a group's collective by the table above, or of a pipeline's message, whose shape has one span."""
+    spans, payload = shape.spans, payload_bytes
+    if verb in ("send", "message"):
+        return max(payload / span.bandwidth + span.latency for span in spans)
+    if verb in ("gather", "scatter"):
+        return sum(span.peers * (payload / shape.size / span.bandwidth + span.latency) for span in spans)
+    if verb == "all_to_all":
+        # Messages to one peer after another, no tree: nothing of a payload is common to two of its receivers. On a ring
+        # of u units a rank's parts pass (u/2)^2 links in all, where a switch's, one hop each, pass u - 1.
+        seconds = 0.0
+        for span in spans:
+            farther = span.units**2 // 4 / (span.units - 1) if span.ring else 1.0
+            seconds += span.peers * (farther * (span.members * payload / shape.size) / span.bandwidth + span.latency)
+        return seconds
+    # A ring through all ranks, cut open at its quickest step: n ranks make n steps around, of which a collective takes
+    # n - 1 (NCCL's tuning.cc counts inner and outer apart).
+    slowest = min(span.bandwidth for span in spans)
+    once = sum(span.hops * span.latency for span in spans) - min(span.latency for span in spans)
+    # A tree over one level's units: every step carries the payload.
+    trees = [ceil(log2(span.units)) * (payload / span.bandwidth + span.latency) for span in spans]
+    if verb in ("broadcast", "reduce"):
+        return min(payload / slowest + once, sum(trees))
+    ring = (shape.size - 1) / shape.size * payload / slowest + once  # each step passes 1/n of the payload on
+    levels = [(span.units - 1) * (payload / span.units / span.bandwidth + span.latency) for span in spans]
+    if verb in ("all_gather", "reduce_scatter"):
+        return min(ring, sum(levels))
+    assert verb == "all_reduce", f"{verb}: nobody knows how it goes over links"
+    # Twice a reduce-scatter: around one ring, or level by level. Then each unit sums inside, one level further out the
+    # same goes on with the sums, and the results come back. A tree moves the whole payload at each step and wins where
+    # latency counts: small payloads, many units.
+    return 2 * min(ring, sum(map(min, levels, trees)))
 
 
 @dataclass(frozen=True)

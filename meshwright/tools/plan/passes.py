@@ -133,14 +133,11 @@ class PipelinePhase:
         self.count, self.pace = count, pace
         tasks = sum(len(own) for stage in range(self.stages) for own in placement.pieces_of(stage))
         self.tasks_of_one = tasks * len(rule.kinds)
+        self.is_long = count * self.tasks_of_one > WHOLE_TASKS
         self.pieces = None if pieces is None else cache(pieces)
         self.costs = cache(lambda *key: replace(cost := costs(*key), seconds=_ticks(cost.seconds)))
         self.latency = cache(lambda start, end: _ticks(latency(start, end)))
         self.fills = rule.limit_at(0, placement, count) == count * placement.num_chunks
-
-    @property
-    def is_long(self) -> bool:
-        return self.count * self.tasks_of_one > WHOLE_TASKS
 
     @cached_property
     def beginning(self) -> Passes:
@@ -159,8 +156,10 @@ class PipelinePhase:
                 return shorter.shown()
             # Under GPipe no state recurs, since microbatches pile up between the stages.
             known = None if self.fills else self.repeated(some, shorter)
-            if known is None and before is not None and self.is_saturated(some, shorter, *before):
-                known = self.line(some, shorter, *before)
+            if known is None and before is not None and self.pace is undisturbed:
+                grown = (shorter.seconds - before[1].seconds) / (some - before[0])
+                if abs(grown - self.slowest) <= _ALIKE * self.slowest:
+                    known = self.line(some, shorter, *before)
             if known is not None:
                 return known.shown()
             if before is not None and some * self.tasks_of_one > MOST_TASKS:
@@ -257,11 +256,6 @@ class PipelinePhase:
             for stage in range(self.stages)
         ]
         return sum(map(max, zip(*middle, strict=True))) if self.fills else max(map(sum, middle))
-
-    def is_saturated(self, some: int, longer: Passes, fewer: int, shorter: Passes) -> bool:
-        """Whether one microbatch more takes the slowest stage's seconds."""
-        grown = (longer.seconds - shorter.seconds) / (some - fewer)
-        return self.pace is undisturbed and abs(grown - self.slowest) <= _ALIKE * self.slowest
 
     def line(self, some: int, longer: Passes, fewer: int, shorter: Passes) -> Passes:
         """The whole step by linear extrapolation of two shorter ones, at least at the slowest stage's pace."""

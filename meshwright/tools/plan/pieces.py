@@ -28,10 +28,11 @@ def piece_costs(
     trades: list[float] = []
     for unit in chunk.units:
         program, forward = unit.recording.programs[kind][which], unit.recording.programs[TaskKind.FORWARD][0]
-        computed = sum(map(seconds, _parts(program)))
-        parts = [seconds(part) for part in _parts(forward)]
+        exchanges, cut = _cut(program)
+        computed = sum(map(seconds, cut))
+        parts = [seconds(part) for part in _cut(forward)[1]]
         shares = [part / sum(parts) for part in parts] if sum(parts) else [1 / len(parts)] * len(parts)
-        own = [sent(start) for start in _trades(program)] or [0.0] * (len(parts) - 1)
+        own = [sent(start) for start in exchanges] or [0.0] * (len(parts) - 1)
         # Backward the outputs' gradients travel first.
         trades += own if kind is TaskKind.FORWARD else own[::-1]
         pieces[-1] += shares[0] * computed
@@ -49,18 +50,13 @@ def piece_costs(
     return PieceCosts(tuple(costs), tuple(trades))
 
 
-def _trades(program: Program) -> list[Start]:
-    """The exchanges of rows of a layer's program: its last two all-to-alls between experts' ranks. Without a capacity
-    one of counts comes before them."""
+def _cut(program: Program) -> tuple[list[Start], list[Program]]:
+    """The exchanges of rows of a layer's program, and the program cut where rows travel, without these."""
     sent = [event for event in program.events if isinstance(event, Start) and event.verb == "all_to_all"]
-    return [event for event in sent if event.axes == EXPERT][-2:]
-
-
-def _parts(program: Program) -> list[Program]:
-    """A layer's program, cut where rows travel, and without their exchanges."""
-    trades = _trades(program)
+    # The last two all-to-alls between experts' ranks: without a capacity one of counts comes before them.
+    trades = [event for event in sent if event.axes == EXPERT][-2:]
     numbers = {start.number for start in trades}
     cuts = [0, *map(program.events.index, trades), len(program.events)]
     events = (program.events[start:stop] for start, stop in pairwise(cuts))
     kept = (tuple(e for e in own if isinstance(e, Kernel) or e.number not in numbers) for own in events)
-    return [replace(program, events=own) for own in kept]
+    return trades, [replace(program, events=own) for own in kept]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from meshwright.config import Config
 from meshwright.decisions import resolve_layout
-from meshwright.machine import Machine
+from meshwright.machine import SLOW_SHARE, Machine
 from meshwright.model import Costs
 from meshwright.models.chain import split_name
 from meshwright.parts import placement_of, rule_of
@@ -90,7 +90,10 @@ class Planner:
     _networks: dict[tuple[TransportName, Grid], ClusterNetwork] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.software = self.software.on(self.cluster.device)
+        # The attention that this software has on such a device.
+        device = self.cluster.device
+        attention = self.software.attention or ("torch" if device.attention_efficiency is None else "fused")
+        self.software = self.software.model_copy(update={"attention": attention})
         self.recordings = Recordings(self.cluster.device.kind, self.software)
 
     def on(self, cluster: Cluster) -> Planner:
@@ -105,13 +108,14 @@ class Planner:
         measured when the run begins, a dtype or a transport that the cluster knows nothing about."""
         run = self._run(config)
         config, passes, step = run.config, run.passes(), self._step(run)
+        sent = tuple(run.traffic(stage) for stage in range(len(run.stages)))
         return Prediction(
             config,
             self.cluster,
             step.seconds,
             step.phases,
-            held_by_processes(run, run.memory(passes), run.sent),
-            run.sent,
+            held_by_processes(run, run.memory(passes), sent),
+            sent,
             step.timeline,
             passes.idle_share,
             run.most_flops,
@@ -171,11 +175,12 @@ class Planner:
 
     def message_seconds(self, config: Config, sender: int, receiver: int, size: int) -> float:
         """Seconds until a stage has so many bytes of the one beside it, one rank of each."""
-        network, parts = self.network(config), self.software.message_parts(config)
+        network, alike = self.network(config), config.layout.tensor.same_activation
+        parts = dict(config.layout.axes).get(alike, 1) if self.software.messages == "split" else 1
         if parts == 1:
             return network.message(sender, receiver, size)
         # Peers have the same activation: each sends its part over its own link, and they gather the parts.
-        gathered = network.collective(config.layout.tensor.same_activation, "all_gather", size)
+        gathered = network.collective(alike, "all_gather", size)
         return network.message(sender, receiver, -(-size // parts)) + gathered
 
     def _transport(self, config: Config) -> TransportName:
@@ -188,15 +193,20 @@ class Planner:
 
     def context(self, config: Config) -> int:
         """Bytes that each of a run's processes holds on its device beyond tensors."""
-        return self.cluster.context(self._transport(config))
+        device, links = self.cluster.device, self.cluster.links.get(self._transport(config))
+        # MPI's libraries take other memory than gloo's, so a measured figure of the transport goes first.
+        measured = None if links is None else links.reserved_bytes
+        return (device.reserved_bytes if measured is None else measured) + device.workspaces_bytes
 
     def resolved(self, config: Config) -> Config:
         """The config as a run resolves it on a machine like the cluster, where each rank has a device's memory."""
         device = self.cluster.device
+        half, single = (device.peak_of(name, tf32=False) for name in (config.precision.dtype, "float32"))
+        slow = device.kind == "cpu" and half is not None and single is not None and half < SLOW_SHARE * single
         # What the run would read of its own machine, of which a device's share beside its context is free.
         machine = Machine(
             cores=self.cluster.cores or 1, memory=device.memory_bytes - self.context(config), shared=False,
-            slow_halves=device.slow_halves(config.precision.dtype),
+            slow_halves=slow,
         )  # fmt: skip
         return resolve_layout(config, machine, self).config
 

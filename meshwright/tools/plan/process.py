@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from meshwright.memory.offload import state_bytes
@@ -43,8 +44,9 @@ from meshwright.ranks.mailbox import AHEAD
 from meshwright.tools.plan.allocator import Allocator, CachingAllocator, Heap, MemoryBlock, OutOfDeviceMemory
 from meshwright.tools.plan.buckets import held_of, slots_of, widened_together
 from meshwright.tools.plan.memory import Footprint, Memory
+from meshwright.tools.plan.passes import tasks_of_stages
 from meshwright.tools.plan.recorder import MemoryEvents, Start, place
-from meshwright.tools.plan.recordings import Recording
+from meshwright.tools.plan.recordings import Recording, bytes_of
 from meshwright.tools.plan.software import Software
 
 if TYPE_CHECKING:
@@ -79,13 +81,13 @@ class StageReplay:
                 self._messages[name] = iter(keys)
                 for _ in range(self._ahead):
                     self._take(*next(self._messages[name], _NOTHING))
-            passing = self._taken("passing", held_of(self._run.config, self._buckets).passing)
+            self._take("passing", held_of(self._run.config, self._buckets).passing)
             for task in tasks:
                 last = task.microbatch == num_microbatches - 1
                 # The last of the few stands for the step's last, whose gradients become whole.
                 index = self._run.config.num_microbatches - 1 if last else task.microbatch
                 self._task(task, place(index, self._run.config.num_microbatches))
-            self._drop(passing)
+            self._drop(["passing"])
             self._optimize(first=step == 0)
         return Footprint(self._allocator.peak_allocated, self._allocator.peak_reserved)
 
@@ -114,8 +116,8 @@ class StageReplay:
         """Bytes of the message that a task begins with."""
         chunk = self._plan.chunks[task.chunk]
         if task.kind is TaskKind.FORWARD:
-            return chunk.incoming_bytes if chunk.handed_bytes is None else 0
-        return chunk.outgoing_bytes if not chunk.hands_on else 0
+            return bytes_of(chunk.incoming) if chunk.handed_bytes is None else 0
+        return bytes_of(chunk.outgoing) if not chunk.hands_on else 0
 
     def _task(self, task: Task, which: int) -> None:
         chunk, units = self._plan.chunks[task.chunk], self._units[task.chunk]
@@ -167,7 +169,10 @@ class StageReplay:
         self, unit: _Unit, kind: TaskKind, chunk: int, index: int, microbatch: int, which: int
     ) -> list[Hashable]:
         """The storages that a unit gave to the next one or to the one before, and does not keep itself."""
-        return [unit.key(number, chunk, index, microbatch) for number in unit.recording.leaving[kind][which]]
+        return [
+            (chunk, index, number) if number in unit.crossing else (chunk, index, number, microbatch)
+            for number in unit.recording.leaving[kind][which]
+        ]
 
     def _replay(self, task: Task, index: int, unit: _Unit, which: int) -> None:
         # A third of a search's seconds: eight million events for 110,000 layouts, so nothing is called here twice.
@@ -193,7 +198,9 @@ class StageReplay:
                 for kind in config.optimizer.update.states:
                     self._take((kind, index), bucket.stepped_elements * single)
         for sizes in widened_together(config, self._buckets, self._software):
-            self._drop([key for number, size in enumerate(sizes) for key in self._taken(("widened", number), size)])
+            for number, size in enumerate(sizes):
+                self._take(("widened", number), size)
+            self._drop(("widened", number) for number in range(len(sizes)))
         for bucket in self._buckets:
             self._transient(bucket.publish.memory)
 
@@ -209,10 +216,6 @@ class StageReplay:
         if size:
             assert key not in self._live, f"{key} is there already"
             self._live[key] = self._allocator.allocate(size)
-
-    def _taken(self, key: Hashable, size: int) -> list[Hashable]:
-        self._take(key, size)
-        return [key]
 
     def _drop(self, keys: Iterable[Hashable]) -> None:
         for key in keys:
@@ -235,9 +238,6 @@ class _Unit:
                 for number in recording.leaving.get(kind, [()] * len(programs))[which]:
                     went[number] = which
         self.crossing = frozenset(number for number, which in came.items() if went.get(number) != which)
-
-    def key(self, number: int, chunk: int, index: int, microbatch: int) -> Hashable:
-        return (chunk, index, number) if number in self.crossing else (chunk, index, number, microbatch)
 
 
 MIB = 2**20
@@ -275,11 +275,16 @@ def held_by_processes(
     if memory[fullest].allocated > room:
         return tuple(memory)
     if fullest not in run.footprints:
+        # Enough to fill the stages; 1F1B holds no more later, GPipe in proportion.
+        some = min(run.config.num_microbatches, run.placement.num_positions + 3)
+        tasks = tasks_of_stages(run.config, run.cost, run.latency, some)[fullest]
+        replay = partial(StageReplay, run, fullest, AHEAD[device.kind], software=run.software)
         try:
-            run.footprints[fullest] = replayed(run, fullest, Heap() if device.kind == "cpu" else CachingAllocator(room))
+            limited = Heap() if device.kind == "cpu" else CachingAllocator(room)
+            run.footprints[fullest] = replay(allocator=limited).run(tasks, some)
         except OutOfDeviceMemory:
             # It does not fit by what is cached: how much it would take, a device without a limit says.
-            run.footprints[fullest] = replayed(run, fullest, CachingAllocator())
+            run.footprints[fullest] = replay(allocator=CachingAllocator()).run(tasks, some)
     footprint = run.footprints[fullest]
     # One replay, not one a stage: 0.04 to 0.1 s each, and only the fullest decides what fits.
     share = footprint.reserved / footprint.allocated - 1
@@ -298,12 +303,6 @@ def read_bytes(run: TimedRun, stage: int) -> int:
         for each in sums
         if each.verb in READ and (ranks := run.network.ranks(each.axes)) > 1
     )
-
-
-def replayed(run: TimedRun, stage: int, allocator: Allocator) -> Footprint:
-    """A stage's memory in steps of few microbatches. Raises OutOfDeviceMemory."""
-    tasks, some = run.first_tasks
-    return StageReplay(run, stage, AHEAD[run.cluster.device.kind], allocator, run.software).run(tasks[stage], some)
 
 
 def channel_bytes(run: TimedRun, stage: int, sent: Mapping[tuple[str, str], Traffic]) -> int:

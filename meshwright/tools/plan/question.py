@@ -25,11 +25,12 @@ from typing import Any
 
 from meshwright.config import Config
 from meshwright.config.load import DECIDED, ELSEWHERE, RunTree, load_undecided, parse_run
+from meshwright.configs import shipped
 from meshwright.data.files import ShowProgress, silent
 from meshwright.decisions import this_machine
 from meshwright.errors import ConfigError
 from meshwright.section import with_field
-from meshwright.tools.plan.cluster import CALIBRATED, Cluster, cluster_names, load_cluster
+from meshwright.tools.plan.cluster import CALIBRATED, Cluster, load_cluster
 from meshwright.tools.plan.foreign import ForeignJob, read_foreign
 from meshwright.tools.plan.search import search
 from meshwright.tools.plan.space import fixed_fields
@@ -127,7 +128,7 @@ def planned_config(run: RunTree, overrides: Sequence[str] = (), report: ShowProg
     name = asked.get("cluster")
     if not name and not CALIBRATED.is_file():
         rule = "says nothing of where to run: layout: auto asks for plan: {cluster: ...}, or for cluster.yaml here"
-        valid = f"meshwright calibrate (writes {CALIBRATED}), or {', '.join(cluster_names())}"
+        valid = f"meshwright calibrate (writes {CALIBRATED}), or {', '.join(shipped('clusters'))}"
         raise ConfigError.of("plan.cluster", "none", rule, valid)
     cluster = load_cluster(name or str(CALIBRATED))
     # The launcher has placed the ranks already: no layout may assume other nodes.

@@ -100,10 +100,6 @@ class Program:
     def flops(self) -> float:
         return sum(event.times * event.flops for event in self.events if isinstance(event, Kernel))
 
-    @property
-    def touched_bytes(self) -> int:
-        return sum(event.times * event.touched_bytes for event in self.events if isinstance(event, Kernel))
-
 
 Seconds = Callable[[Program], float]
 
@@ -117,10 +113,6 @@ class Cost:
     peak_bytes: int = 0
     flops: float = 0.0
 
-    @classmethod
-    def of(cls, program: Program, seconds: Seconds) -> Cost:
-        return cls(seconds(program), program.kept_bytes, program.peak_bytes, program.flops)
-
     def then(self, other: Cost) -> Cost:
         """The cost of this task and the other after it."""
         return Cost(
@@ -130,10 +122,6 @@ class Cost:
             max(self.peak_bytes, self.kept_bytes + other.peak_bytes),
             self.flops + other.flops,
         )
-
-    def freeing(self, freed_bytes: int) -> Cost:
-        """This cost with `freed_bytes` less kept at the end."""
-        return replace(self, kept_bytes=self.kept_bytes - freed_bytes)
 
     def extended(self, step: Cost, times: int) -> Cost:
         """A group of layers from recordings of two and of one (`step`): self + times * (self - step)."""
@@ -205,10 +193,7 @@ _OUT = re.compile("(.*_)?out")
 class UnderWay:
     """The Work of a recorded collective; `wait` records a WaitFor."""
 
-    wait_for: Callable[[], None]
-
-    def wait(self) -> None:
-        self.wait_for()
+    wait: Callable[[], None]
 
 
 _Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -275,12 +260,6 @@ def _known_of(result: Any, given: list[Tensor], before: list[_Form]) -> _Known:
     return _Known(tuple(made), type(result) if several else None)
 
 
-def _is_apart(x: Tensor) -> bool:
-    """Whether a tensor's strides show that no two elements share memory."""
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.numel() <= extent
-
-
 class Recorder(LiveBytes):
     """Records the programs of a rank. `fuses_dropout`, `fuses_elements`: as in Software; `fast_norms`: norms run at
     memory bandwidth; `products`: the format in which linears multiply half precision."""
@@ -336,7 +315,11 @@ class Recorder(LiveBytes):
             kernel = known.kernel if known is not None else None
             if kernel is None:
                 kernel = _kernel(op, name, args, given, results)
-                if known is not None and all(map(_is_apart, (*given, *results))):
+                # Where strides show that no two elements share memory, forms alone say what is touched.
+                if known is not None and all(
+                    x.numel() <= 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+                    for x in (*given, *results)
+                ):
                     known.kernel = kernel
             if self._ledger.times != 1:
                 kernel = replace(kernel, times=self._ledger.times)
@@ -419,14 +402,14 @@ class Recorder(LiveBytes):
             yield make
 
 
+@dataclass(slots=True)
 class _Row:
-    """Element kernels in a row that a program makes one of."""
+    """Element kernels in a row that a program makes one of; the bytes that these made, read and changed by storage."""
 
-    def __init__(self) -> None:
-        self.kernels: list[Kernel] = []
-        self._made: dict[int, int] = {}
-        self._read: dict[int, int] = {}
-        self._changed: dict[int, int] = {}
+    kernels: list[Kernel] = field(default_factory=list)
+    _made: dict[int, int] = field(default_factory=dict)
+    _read: dict[int, int] = field(default_factory=dict)
+    _changed: dict[int, int] = field(default_factory=dict)
 
     def add(self, kernel: Kernel, read: dict[int, int], written: dict[int, int]) -> None:
         """One more, which reads and writes so many bytes of these storages."""

@@ -11,8 +11,8 @@ the last layer of a group need not be computed again to its end.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -92,9 +92,9 @@ class Outline:
     parameters: Costs
 
 
-def splits(config: Config) -> bool:
-    """True where weight gradients are tasks of their own."""
-    return rule_of(config).splits
+def bytes_of(forms: Iterable[TensorMeta]) -> int:
+    """The bytes of tensors of these forms together."""
+    return sum(form.size_bytes for form in forms)
 
 
 SYNC = "layout.data.sync"
@@ -122,6 +122,7 @@ def check_recorded(config: Config) -> None:
         raise ConfigError.of("layout.pipeline.head", "spread", rule, "last")
 
 
+@dataclass
 class Recordings:
     """Records the parts that it is asked for, and remembers them.
 
@@ -129,19 +130,31 @@ class Recordings:
     and held of parameters, is the same on all.
     """
 
-    def __init__(self, kind: str = "cpu", software: Software = OWN_SOFTWARE) -> None:
-        self._kind, self._software = kind, software
-        self._recorded: dict[Hashable, Recording] = {}
-        self._outlines: dict[Hashable, Outline] = {}
-
-    def __len__(self) -> int:
-        """The number of parts that are recorded."""
-        return len(self._recorded)
+    kind: str = "cpu"
+    software: Software = OWN_SOFTWARE
+    recorded: dict[Hashable, Recording] = field(default_factory=dict)
+    _outlines: dict[Hashable, Outline] = field(default_factory=dict)
 
     def outline(self, config: Config) -> Outline:
         key = config.model, config.data
-        if key not in self._outlines:
-            self._outlines[key] = _outline(config)
+        if key in self._outlines:
+            return self._outlines[key]
+        # Whole parameters, so that the outline is the same under every layout.
+        kit, costs = SerialKit(solo_mesh(torch.device("meta"))), chain_of(config).products(config)
+        model = make_chain(config, kit)
+        parts: dict[int, list[Hashable]] = {layer: [cost] for layer, cost in enumerate(costs.layers)}
+        order = {name: index for index, (name, _) in enumerate(model.named_parameters())}
+        for name, parameter in model.named_parameters():
+            layer, inner = split_name(name)
+            if layer is not None:
+                parts[layer].append((inner, tuple(parameter.shape)))
+        alike: list[int] = []
+        for layer, part in parts.items():
+            # Only neighbours count as alike, so that a chunk of like layers is always some layers after a recorded one.
+            goes_on = layer > 0 and parts[layer - 1] == part
+            alike.append(alike[-1] if goes_on else layer)
+        specs = [shard_specs(make_chain(config, kit, link)) for link in links(config.model.num_blocks)]
+        self._outlines[key] = Outline(tuple(alike), order, parameters_of(*specs))
         return self._outlines[key]
 
     def of(self, config: Config, chunk: Chunk, incoming: Forms) -> Recording:
@@ -156,12 +169,12 @@ class Recordings:
                 further = chunk.layers[0] - first
                 chunk = replace(chunk, layers=range(first, first + len(chunk.layers)))
         key = (chunk, incoming, *_recording_key(config))
-        if key not in self._recorded:
-            software = self._software
+        if key not in self.recorded:
+            software = self.software
             # The embeddings' and the head's products stay in the run's format, as Transformer Engine leaves them.
-            recorder, on_device = software.recorder(layers=bool(chunk.layers)), software.on_device(self._kind)
-            self._recorded[key] = _record(config, recorder, on_device, chunk, incoming, software)
-        return self._recorded[key].moved(further)
+            recorder, on_device = software.recorder(layers=bool(chunk.layers)), software.on_device(self.kind)
+            self.recorded[key] = _record(config, recorder, on_device, chunk, incoming, software)
+        return self.recorded[key].moved(further)
 
 
 def parameters_in(model: nn.Module) -> tuple[Parameter, ...]:
@@ -185,7 +198,8 @@ def _recording_key(config: Config) -> tuple[Hashable, ...]:
     keeps_rows = layout.data.in_pieces and groups in ("ops", "groups")
     return (
         config.model, config.data, layout.layer, axes, config.micro, config.precision.level, config.precision.dtype,
-        config.widens_gradients, groups, keeps_rows, config.memory.summa, splits(config), _places(config), replicas,
+        config.widens_gradients, groups, keeps_rows, config.memory.summa, rule_of(config).splits, _places(config),
+        replicas,
     )  # fmt: skip
 
 
@@ -195,25 +209,6 @@ def _places(config: Config) -> tuple[int, ...]:
     # Where weights stay gathered the last one leaves none; elsewhere it does what those between do, which add up
     # gradients that the first has written.
     return tuple(range(count)) if count == 1 or config.layout.tensor.by_size else (0, 1, 1)
-
-
-def _outline(config: Config) -> Outline:
-    # Whole parameters, so that the outline is the same under every layout.
-    kit, costs = SerialKit(solo_mesh(torch.device("meta"))), chain_of(config).products(config)
-    model = make_chain(config, kit)
-    parts: dict[int, list[Hashable]] = {layer: [cost] for layer, cost in enumerate(costs.layers)}
-    names = [name for name, _ in model.named_parameters()]
-    for name, parameter in model.named_parameters():
-        layer, inner = split_name(name)
-        if layer is not None:
-            parts[layer].append((inner, tuple(parameter.shape)))
-    alike: list[int] = []
-    for layer, part in parts.items():
-        # Only neighbours count as alike, so that a chunk of like layers is always some layers after a recorded one.
-        goes_on = layer > 0 and parts[layer - 1] == part
-        alike.append(alike[-1] if goes_on else layer)
-    specs = [shard_specs(make_chain(config, kit, link)) for link in links(config.model.num_blocks)]
-    return Outline(tuple(alike), {name: index for index, name in enumerate(names)}, parameters_of(*specs))
 
 
 def _record(
@@ -245,7 +240,7 @@ def _record(
     stage = Stage(model, gradients, run=run, autocasts=autocasts_of(config, mesh), multiplies=multiplies_in(config))
     programs: dict[TaskKind, list[Program]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}
     leaving: dict[TaskKind, list[frozenset[int]]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}
-    scales, places = dict.fromkeys((*model.labels, SAMPLES), 1.0), _places(config)
+    scales, places, splits = dict.fromkeys((*model.labels, SAMPLES), 1.0), _places(config), rule_of(config).splits
     for index in range(places[-1] + 1):
         batch = empty_batch(config, kit, model, mesh.device)
         given = tuple(torch.empty(form.shape, dtype=form.dtype, device="meta") for form in incoming)
@@ -262,13 +257,13 @@ def _record(
         leaving[TaskKind.FORWARD].append(frozenset(number for number, _ in recorder.taken_memory()))
         coming = tuple(torch.empty(form.shape, dtype=form.dtype, device="meta") for form in forms)
         with on_device, recorder.program(mesh.ledger) as recorded:
-            returned = stage.backward(index, coming, defers=splits(config))
+            returned = stage.backward(index, coming, defers=splits)
         programs[TaskKind.BACKWARD].append(replace(recorded(), leads=leads))
         watched = [[weakref.ref(x.untyped_storage()) for x in tensors] for tensors in (given, coming)]
         del returned, coming, given  # what the weak references still see, pending weight gradients hold
         leaving[TaskKind.BACKWARD].append(frozenset(number for number, _ in recorder.taken_memory()))
         kept_input, kept_gradient = (sum(x.nbytes() for ref in refs if (x := ref()) is not None) for refs in watched)
-        if splits(config):
+        if splits:
             with recorder.program(mesh.ledger) as recorded:
                 stage.weights(index, final=index == places[-1])
             programs.setdefault(TaskKind.WEIGHT, []).append(replace(recorded(), leads=leads))

@@ -6,7 +6,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -49,11 +49,11 @@ _WIDTH = 120
 """Columns, where no terminal says how many there are."""
 
 
+@dataclass
 class BestSoFar:
     """Prints a line on stderr for the first layout that fits, and for each faster one that a search comes to."""
 
-    def __init__(self) -> None:
-        self._start = time.monotonic()
+    _start: float = field(default_factory=time.monotonic)
 
     def __call__(self, best: Prediction) -> None:
         """`3 s: so far data 64 (zero2); micro 1: 7.09 s a step, 70.36 GB of 85.52 GB (fits).`"""

@@ -165,12 +165,11 @@ def searching(cluster: Cluster, report: ShowProgress = silent) -> Find:
     def find(config: Config, devices: int, fixed: Collection[str], keep: Keep) -> Prediction | str:
         # Recordings and estimates are the planner's, and serve every strategy on as many devices.
         known = models.setdefault(devices, Estimates(planner))
-
-        def tell(text: str, done: float | None) -> None:
-            report(f"{devices:,} devices: {text}", done)
-
         try:
-            result = search(config, cluster, devices, 1, fixed=fixed, keep=keep, models=known, report=tell)
+            result = search(
+                config, cluster, devices, 1, fixed=fixed, keep=keep, models=known,
+                report=lambda text, done: report(f"{devices:,} devices: {text}", done),
+            )  # fmt: skip
         except ConfigError as error:
             first, *others = error.problems
             if first.field != "--devices":

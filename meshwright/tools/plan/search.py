@@ -223,6 +223,7 @@ class _Search:
         self.found = SearchState()
         self.simulated = self.passed = 0
         self.families: list[Config] = []
+        self.strategies: list[str] = []
         self.looked_at = 0
         self.best: list[Prediction] = []
         self.tight: list[Prediction] = []
@@ -236,13 +237,6 @@ class _Search:
         self.fastest: dict[str, Prediction] = {}
 
     @property
-    def counts(self) -> Counts:
-        # Too slow is the rest, so that the numbers add up to `legal`.
-        found, predicted = self.found, len(self.known)
-        out = found.too_full + found.unfit + len(self.dominated) + predicted
-        return Counts(found.legal, found.too_full, found.unfit, len(self.dominated), found.legal - out, predicted)
-
-    @property
     def cutoff(self) -> float:
         """Seconds of the K-th fastest prediction that fits; slower layouts cannot be in the answer."""
         return self.best[-1].seconds if len(self.best) >= self.top else math.inf
@@ -252,14 +246,11 @@ class _Search:
         """The share of families not looked at yet."""
         return 1 - self.looked_at / max(1, len(self.families))
 
-    @property
-    def strategies(self) -> list[str]:
-        return list(dict.fromkeys(strategy_of(family) for family in self.families))
-
     def predict_own(self) -> None:
         """List the families of layouts, and predict the run's own layout."""
         every = families(self.evaluator.job, self.found.refused)
         self.families = [family for family in every if self.evaluator.keep(family.layout)]
+        self.strategies = list(dict.fromkeys(map(strategy_of, self.families)))
         own = own_layout(self.evaluator.job)
         # Predicted whatever its estimate, so that the user can compare.
         if own is None or own.layout.data.strategy.unplanned or not self.evaluator.keep(own.layout):
@@ -304,8 +295,13 @@ class _Search:
         illegal = {kind: problem for kind, problem in found.refused.items() if kind not in found.kinds}
         nearly_fits = found.nearly_fits if found.nearly_fits and found.nearly_fits[0] < first.seconds else None
         predicted = tuple(sorted(self.known, key=lambda one: one.seconds))
+        # Too slow is the rest, so that the numbers add up to `legal`.
+        out = found.too_full + found.unfit + len(self.dominated) + len(predicted)
+        counts = Counts(
+            found.legal, found.too_full, found.unfit, len(self.dominated), found.legal - out, len(predicted)
+        )
         return SearchResult(
-            self.evaluator.job, best, tight, tuple(runner_ups), not_reached, predicted, illegal, self.counts, stopped,
+            self.evaluator.job, best, tight, tuple(runner_ups), not_reached, predicted, illegal, counts, stopped,
             self.left_share, nearly_fits,
         )  # fmt: skip
 
@@ -434,8 +430,7 @@ class _Search:
             return True
         self.simulated += 1
         looked_at = f"{self.found.legal:,} layouts, {self.left_share:.0%} of the families left"
-        text = f"{looked_at}; predicting number {self.simulated}: {layout_text(config)}"
-        self.report(text, 1 - self.left_share)
+        self.report(f"{looked_at}; predicting number {self.simulated}: {layout_text(config)}", 1 - self.left_share)
         found, strategy = self.evaluator.predict_or_memory(config, cutoff), strategy_of(config)
         if found is None:
             return False

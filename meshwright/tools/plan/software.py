@@ -7,7 +7,7 @@ turn the facts of a layer into what records it; the others are read where a step
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -20,12 +20,11 @@ from meshwright.config.messages import problems_of
 from meshwright.configs import shipped
 from meshwright.errors import ConfigError
 from meshwright.on_device import AsOnDevice, Attention
-from meshwright.optim.states import stepped_together
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
 from meshwright.section import Positive, Section, Size
-from meshwright.tools.plan.cluster import AttentionKernel, Cluster, Device, Share
+from meshwright.tools.plan.cluster import AttentionKernel, Cluster, Share
 from meshwright.tools.plan.recorder import LowProducts, Recorder
 
 Communication = Literal["sums", "gathers", "layers"]
@@ -84,11 +83,6 @@ class Software(Section):
         """`sums,gathers` -> both; `none` -> none."""
         return [word for word in value.split(",") if word not in ("", "none")] if isinstance(value, str) else value
 
-    def on(self, device: Device) -> Software:
-        """This software with the attention that it has on a device."""
-        attention = self.attention or ("torch" if device.attention_efficiency is None else "fused")
-        return self.model_copy(update={"attention": attention})
-
     def recorder(self, *, layers: bool = True) -> Recorder:
         """The recorder of this software's layers, or of a part without any, whose products are in the run's format."""
         return Recorder(
@@ -113,23 +107,9 @@ class Software(Section):
         whole = self.logits == "whole"
         return planned_mesh(grid, 0, token_axes, kind, recorder.started, self.imbalance, whole_logits=whole)
 
-    def stepped_together(self, widened_bytes: Sequence[int]) -> Iterable[list[int]]:
-        """The indices of slots whose gradients are widened at a time, given the bytes that each is widened to."""
-        return [list(range(len(widened_bytes)))] if self.widening == "whole" else stepped_together(widened_bytes)
-
-    def message_parts(self, config: Config) -> int:
-        """Into how many parts ranks that have the same activation cut what they send to the next stage."""
-        alike = config.layout.tensor.same_activation
-        return dict(config.layout.axes).get(alike, 1) if self.messages == "split" else 1
-
     def apart_bytes(self, config: Config, half_bytes: int) -> int:
         """Bytes of half-precision gradients that stay beside their float32 sums; `half_bytes`: of all of them."""
         return half_bytes if self.gradients == "both" and config.widens_gradients else 0
-
-    def overlap(self, communication: Communication, share: float) -> float:
-        """The part of a communication that goes on under computation, where links let `share` of it do so."""
-        # What a program does not overlap no link can hide.
-        return share if communication in self.overlapped else 0.0
 
 
 STEPS_OF_ADAMW, STEPPED_BYTES = 9, 88
@@ -194,11 +174,6 @@ class Program:
         return cluster.model_copy(update={"device": device})
 
 
-def software_names() -> list[str]:
-    """The programs that can be named."""
-    return list(shipped("software"))
-
-
 def load_program(name: str = OWN, facts: Sequence[str] = ()) -> Program:
     """A preset by its name, with facts laid over it (`attention=steps`). Raises ConfigError with what is valid."""
     files = shipped("software")
@@ -218,11 +193,6 @@ def load_program(name: str = OWN, facts: Sequence[str] = ()) -> Program:
     sources = {fact: each.source for fact, each in preset.facts.items()}
     sources |= {word.partition("=")[0]: "--fact" for word in facts}
     return Program(name, preset.program, software, sources, preset.layouts, preset.form, preset.syncs, preset.memory)
-
-
-def load_software(name: str) -> Software:
-    """The facts of a preset. Raises ConfigError where there is no such preset."""
-    return load_program(name).software
 
 
 def with_imbalance(software: Software, config: Config, imbalance: float) -> Software:

@@ -292,10 +292,6 @@ def _contexts(config: Config, job: SearchJob) -> Iterator[ContextParallel]:
         yield ContextParallel(kind=kind, size=size)
 
 
-def _left(job: SearchJob, *used: int) -> int:
-    return job.devices // math.prod(used)
-
-
 def _tensor_size(layout: Layout) -> int:
     return math.prod(size for _, size in (*layout.context.axes, *layout.tensor.axes))
 
@@ -411,10 +407,10 @@ CHOICES = (
             for candidate in section.candidates(job.devices // config.layout.context.size)
         ),
     ),
-    Choice("layout.pipeline.size", lambda config, job: divisors(_left(job, _tensor_size(config.layout)))),
+    Choice("layout.pipeline.size", lambda config, job: divisors(job.devices // _tensor_size(config.layout))),
     Choice(
         "layout.data.size",
-        lambda config, job: [_left(job, _tensor_size(config.layout), config.layout.pipeline.size)],
+        lambda config, job: [job.devices // (_tensor_size(config.layout) * config.layout.pipeline.size)],
     ),
     Choice(OFFLOAD, lambda config, job: ("none", "host")),
     Choice("layout.data.sync", _syncs),

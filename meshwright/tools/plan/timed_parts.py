@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from meshwright.config import Config
@@ -24,7 +24,7 @@ from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.mailbox import AHEAD
 from meshwright.tools.plan.memory import Parameter
 from meshwright.tools.plan.recorder import Kernel, Program, between, interpolated_program
-from meshwright.tools.plan.recordings import Forms, Recording, splits
+from meshwright.tools.plan.recordings import Forms, Recording, bytes_of
 
 if TYPE_CHECKING:
     from meshwright.tools.plan.predict import Planner
@@ -61,15 +61,15 @@ class TimedPart:
     weights: float
 
 
+@dataclass
 class TimedParts:
     """The parts for layouts on one cluster. Caches what layouts share."""
 
-    def __init__(self, planner: Planner) -> None:
-        self.planner = planner
-        self._parts: dict[Hashable, dict[int, EstimatedPart]] = {}
-        self._timed: dict[Hashable, dict[int, TimedPart]] = {}
-        self._kept_shares: dict[Hashable, float] = {}
-        self._attention_again: dict[Hashable, float] = {}
+    planner: Planner
+    _parts: dict[Hashable, dict[int, EstimatedPart]] = field(default_factory=dict)
+    _timed: dict[Hashable, dict[int, TimedPart]] = field(default_factory=dict)
+    _kept_shares: dict[Hashable, float] = field(default_factory=dict)
+    _attention_again: dict[Hashable, float] = field(default_factory=dict)
 
     def distinct(self, config: Config) -> Iterator[tuple[int, Chunk]]:
         """The chain's distinct parts by position, in the order of the forward pass."""
@@ -89,7 +89,7 @@ class TimedParts:
         """The part's seconds at its quickest place in the step. Half of a backward pass's kernels count for weights,
         with the widening of a layer's gradients, which a recording of one microbatch lacks."""
         timer, network = self.planner.timer(config), self.planner.network(config)
-        overlaps = self.planner.software.overlap("layers", network.overlaps)
+        overlaps = network.overlaps if "layers" in self.planner.software.overlapped else 0.0
 
         def seconds(mix: _Mix, overlaps: float) -> float:
             return max(0.0, sum(times * timer.seconds(program, network, overlaps) for times, program in mix))
@@ -211,7 +211,7 @@ def _interpolated(small: Recording, large: Recording, share: float, *, is_layer:
         )
         for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
     }
-    outgoing = [sum(form.size_bytes for form in recording.outgoing) for recording in (small, large)]
+    outgoing = [bytes_of(recording.outgoing) for recording in (small, large)]
     # A recording has the schedule of the first layout that asked; facts of the schedule are left out here.
     parameters = tuple(Parameter(each.name, each.shape, each.dtype, each.spec) for each in small.parameters)
     kept = between(_kept(small), _kept(large), share)
@@ -237,13 +237,13 @@ StageShape = tuple[tuple[int, int], ...]
 """A stage as (position of the distinct part, number of such parts)."""
 
 
+@dataclass
 class HeldActivations:
     """Bytes of activations by layout. Caches what layouts share."""
 
-    def __init__(self, parts: TimedParts) -> None:
-        self.parts = parts
-        self._deferrals: dict[Hashable, dict[int, float]] = {}
-        self._known: dict[Hashable, tuple[float, float]] = {}
+    parts: TimedParts
+    _deferrals: dict[Hashable, dict[int, float]] = field(default_factory=dict)
+    _known: dict[Hashable, tuple[float, float]] = field(default_factory=dict)
 
     def of(self, config: Config, partition: tuple[int, ...], shapes: Sequence[StageShape]) -> tuple[float, float]:
         """(Bytes that the fullest stage keeps, its peak bytes of all microbatches), independent of sync and states."""
@@ -283,7 +283,7 @@ class HeldActivations:
             )
             # At the begin of its backward pass a recomputed group holds all of its activations.
             recomputed = 0.0
-            for work in works if in_groups(config) else ():
+            for work in works if config.memory.recompute not in ("none", "selective") else ():
                 layers = [(part.kept_bytes, times) for part, times in work if part.is_layer]
                 if layers:
                     group = recomputed_group(config, sum(times for _, times in layers))
@@ -296,8 +296,8 @@ class HeldActivations:
         """By stage, the share of microbatches whose W of recomputed layers waits for the in-flight limit. A stage takes
         microbatches at the slowest stage's pace without W, and its remaining time is too short for all W. Of stages
         that hold as much, the last, which has the fewest gradients on their way."""
-        free = not (rule_of(config).fixed or config.layout.pipeline.limit_by_memory)
-        if not (free and splits(config) and in_groups(config)):
+        rule, in_groups = rule_of(config), config.memory.recompute not in ("none", "selective")
+        if rule.fixed or config.layout.pipeline.limit_by_memory or not (rule.splits and in_groups):
             return {}
         key = partition, placement, config.micro, config.num_microbatches
         if key not in self._deferrals:
@@ -328,11 +328,6 @@ class HeldActivations:
             return self.parts.kept_share(config) * sum(times * part.kept_bytes for part, times in layers)
         num_layers = sum(times for _, times in layers)
         return sum(times * part.outgoing_bytes for part, times in layers) / max(1, recomputed_group(config, num_layers))
-
-
-def in_groups(config: Config) -> bool:
-    """Whether groups of layers are recomputed."""
-    return config.memory.recompute not in ("none", "selective")
 
 
 def _in_flight(config: Config, stage: int, placement: ChunkPlacement) -> int:

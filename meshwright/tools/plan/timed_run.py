@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from meshwright.config import Config
+from meshwright.memory.offload import SINGLE
 from meshwright.pipeline.clock import Pace, undisturbed
 from meshwright.pipeline.schedule import FORWARD_ONLY
-from meshwright.pipeline.task import Task, TaskKind
-from meshwright.ranks.ledger import Traffic
+from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.mailbox import AHEAD
 from meshwright.tools.plan.buckets import PlannedBucket, memory_of
 from meshwright.tools.plan.compose import Composition, StagePlan
 from meshwright.tools.plan.memory import Footprint, Memory
-from meshwright.tools.plan.passes import Passes, PipelinePhase, Sum, phase_of, tasks_of_stages
+from meshwright.tools.plan.passes import Passes, PipelinePhase, Sum, phase_of
 from meshwright.tools.plan.pieces import piece_costs
 from meshwright.tools.plan.recorder import Cost, Kernel, PieceCosts, Program, Start
+from meshwright.tools.plan.recordings import bytes_of
 from meshwright.tools.plan.software import STEPPED_BYTES, STEPS_OF_ADAMW, Communication
 
 if TYPE_CHECKING:
@@ -42,6 +44,13 @@ class TimedRun(Composition):
         self.devices_per_host = self.timer.ranks_per_node if self.software.one_process else 1
         # One process issues forward kernels of all devices in turn; backward passes have threads of their own.
         self.forward_timer = planner.timer(config, self.devices_per_host)
+        self.agreement = self.network.collective(self.peers, "broadcast", 8) if self.agrees else 0.0
+        """Seconds until a stage's ranks agree on a task."""
+        self.pace: Pace = undisturbed
+        if self.cluster.cores is not None:
+            # Stages that wait leave their cores to the others; where every rank has a device, nobody can.
+            ranks, timer = self.grid.world_size // len(stages), self.timer
+            self.pace = lambda busy: timer.gain(busy * ranks)
         self.costs: dict[tuple[int, int, TaskKind, int], Cost] = {}
         self.in_pieces: dict[tuple[int, int, TaskKind, int], PieceCosts] = {}
         self.footprints: dict[int, Footprint] = {}
@@ -50,38 +59,19 @@ class TimedRun(Composition):
     def seconds(self, program: Program) -> float:
         return self.timer.seconds(program, self.network, self.overlap("layers"))
 
-    def task_seconds(self, kind: TaskKind, program: Program) -> float:
-        timer = self.forward_timer if kind is TaskKind.FORWARD else self.timer
-        return timer.part + timer.seconds(program, self.network, self.overlap("layers"))
-
     def overlap(self, communication: Communication) -> float:
         """The part of a communication that goes on under computation."""
-        return self.software.overlap(communication, self.network.overlaps)
+        # What a program does not overlap no link can hide.
+        return self.network.overlaps if communication in self.software.overlapped else 0.0
 
     def memory(self, passes: Passes) -> tuple[Memory, ...]:
         """The memory of each stage's first rank."""
-        return tuple(
-            memory_of(
-                self.config,
-                self.buckets[self.like[stage]],
-                peak.beside(self.awaited_bytes(stage) + plan.apart_bytes(self.config) + self.software.buffers_bytes),
-                self.context,
-                self.software,
-            )
-            for stage, (peak, plan) in enumerate(zip(passes.peaks, self.stages, strict=True))
-        )
-
-    @cached_property
-    def sent(self) -> tuple[dict[tuple[str, str], Traffic], ...]:
-        """A step's ledger of each stage's first rank."""
-        return tuple(self.traffic(stage) for stage in range(len(self.stages)))
-
-    @cached_property
-    def first_tasks(self) -> tuple[list[list[Task]], int]:
-        """Each stage's tasks of a step of few microbatches, and how many these are."""
-        # Enough to fill the stages; 1F1B holds no more later, GPipe in proportion.
-        some = min(self.config.num_microbatches, self.placement.num_positions + 3)
-        return tasks_of_stages(self.config, self.cost, self.latency, some), some
+        memory = []
+        for stage, (peak, plan) in enumerate(zip(passes.peaks, self.stages, strict=True)):
+            beside = self.awaited_bytes(stage) + plan.apart_bytes(self.config) + self.software.buffers_bytes
+            most, buckets = replace(peak, total_bytes=peak.total_bytes + beside), self.buckets[self.like[stage]]
+            memory.append(memory_of(self.config, buckets, most, self.context, self.software))
+        return tuple(memory)
 
     def awaited_bytes(self, stage: int) -> int:
         """Messages that a rank waits for have memory before they come; all from a side as much as the largest
@@ -105,12 +95,6 @@ class TimedRun(Composition):
         return self.known_passes[key]
 
     @cached_property
-    def pace(self) -> Pace:
-        # Stages that wait leave their cores to the others; where every rank has a device, nobody can.
-        ranks = self.grid.world_size // len(self.stages)
-        return undisturbed if self.cluster.cores is None else lambda busy: self.timer.gain(busy * ranks)
-
-    @cached_property
     def phase(self) -> PipelinePhase:
         pieces = self.pieces if self.config.layout.data.in_pieces else None
         return phase_of(self.config, self.tasks, self.cost, self.latency, self.pace, pieces)
@@ -129,20 +113,24 @@ class TimedRun(Composition):
         key = self.like[stage], position // self.placement.num_stages, kind, which
         if key not in self.in_pieces:
             whole = self.cost(position, kind, which)
-            self.in_pieces[key] = piece_costs(self.chunk(position), kind, which, whole, self.seconds, self.sent_in)
+            self.in_pieces[key] = piece_costs(
+                self.chunk(position), kind, which, whole, self.seconds,
+                lambda start: start.times * self.network.collective(start.axes, start.verb, start.payload_bytes),
+            )  # fmt: skip
         return self.in_pieces[key]
-
-    def sent_in(self, start: Start) -> float:
-        """Seconds of a collective by itself."""
-        return start.times * self.network.collective(start.axes, start.verb, start.payload_bytes)
 
     def cost(self, position: int, kind: TaskKind, which: int) -> Cost:
         """The cost of a task at a position of the chain, with what its ranks tell each other before it."""
         stage = self.placement.stage_of(position)
         key = self.like[stage], position // self.placement.num_stages, kind, which
         if key not in self.costs:
-            cost = self.chunk(position).cost(kind, which, partial(self.task_seconds, kind))
-            seconds = self.agreement() + cost.seconds + self.moved_beside(position, kind, which, cost.seconds)
+            timer = self.forward_timer if kind is TaskKind.FORWARD else self.timer
+            cost = self.chunk(position).cost(
+                kind,
+                which,
+                lambda program: timer.part + timer.seconds(program, self.network, self.overlap("layers")),
+            )
+            seconds = self.agreement + cost.seconds + self.moved_beside(position, kind, which, cost.seconds)
             self.costs[key] = Cost(seconds, cost.kept_bytes, cost.peak_bytes, cost.flops)
         return self.costs[key]
 
@@ -164,14 +152,10 @@ class TimedRun(Composition):
         beside = sum(gathered) + summed - before - after
         return before + after + max(0.0, beside - self.network.overlaps * seconds)
 
-    def agreement(self) -> float:
-        """Seconds until a stage's ranks agree on a task."""
-        return self.network.collective(self.peers, "broadcast", 8) if self.agrees else 0.0
-
     def latency(self, start: int, end: int) -> float:
         """Seconds of a message from a position of the chain to the one beside it, on another stage."""
-        sender, receiver = (self.rank(self.placement.stage_of(position)) for position in (start, end))
-        return self.message(sender, receiver, self.chunk(min(start, end)).outgoing_bytes)
+        sender, receiver = (self.ranks[self.placement.stage_of(position)] for position in (start, end))
+        return self.message(sender, receiver, bytes_of(self.chunk(min(start, end)).outgoing))
 
     def norm(self) -> float:
         """Seconds of what ranks tell each other between backward pass and optimizer: the next batch's rows, where a
@@ -192,7 +176,7 @@ class TimedRun(Composition):
         """The stage's buckets, in the order in which they leave. `chunk`: the one whose task is the stage's last;
         `ends`: as Passes.chunk_ends has them: other chunks' gradients are there before that task."""
         plan = self.stages[stage].chunks[chunk]
-        passed = self.agreement()
+        passed = self.agreement
         ready = {
             parameter.name: max((ends.get(each, 0.0) for each in parameter.chunks), default=0.0)
             for parameter in self.stages[stage].parameters
@@ -202,7 +186,7 @@ class TimedRun(Composition):
             passed += cost.seconds
             ready |= {parameter.name: passed for parameter in unit.parameters}
         read: dict[str, float] = {}
-        passed_forward = self.agreement()
+        passed_forward = self.agreement
         for each in self.stages[stage].chunks:  # a stage's chunks go forward for the first time in their order
             for unit, cost in zip(each.units, each.costs(self.kinds[0], 0, self.seconds), strict=True):
                 for parameter in unit.parameters:
@@ -223,17 +207,20 @@ class TimedRun(Composition):
 
     def sum(self, bucket: PlannedBucket, ready: float, read: float = 0.0) -> Sum:
         device, config = self.cluster.device, self.config
-        rate = (
-            device.host_link_bytes_per_second
-            if config.memory.offload.to == "host"
-            else min(device.host_link_bytes_per_second, device.disk_bytes_per_second)
-        )
+        lane = 0.0
+        if config.memory.offload.to != "none":
+            rate = device.host_link_bytes_per_second
+            if config.memory.offload.to != "host":
+                rate = min(rate, device.disk_bytes_per_second)
+            # The optimizer's states (master and moments) go to the device and back.
+            states = bucket.master_bytes + SINGLE * len(config.optimizer.update.states)
+            lane = 2 * bucket.stepped_elements * states / rate
         steps = self.step_seconds(bucket) if bucket.stepped_elements else 0.0
         reduce, publish = self.seconds(bucket.reduce) + self.seconds(bucket.across), self.published(bucket)
         if self.software.one_process:
             # torch's DataParallel makes every parameter of every replica anew, one call each.
             publish += self.devices_per_host * len(bucket.names) * device.issue_seconds
-        return Sum(ready, reduce, publish, steps, bucket.moved_bytes(config) / rate, read)
+        return Sum(ready, reduce, publish, steps, lane, read)
 
     def published(self, bucket: PlannedBucket) -> float:
         """Seconds until the other ranks have what a bucket's owners have stepped."""

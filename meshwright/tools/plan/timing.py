@@ -74,11 +74,8 @@ class Timer:
         self._steps: dict[int, tuple[Program, tuple[Step, ...]]] = {}
         self.ranks_per_node = ranks_per_node
         self.slowdown = cluster.oversubscription(ranks_per_node)
-
-    @property
-    def part(self) -> float:
+        self.part = self.slowdown * cluster.device.python_seconds_per_part
         """Seconds that a pass through a part of the chain takes beyond its program (Device.part)."""
-        return self.slowdown * self._cluster.device.python_seconds_per_part
 
     def gain(self, ranks: int) -> float:
         """The speed-up while only so many of the node's ranks compute: the others leave them their cores."""

@@ -14,7 +14,7 @@ from meshwright.machine import find_mpiexec
 from meshwright.ranks.ledger import VERBS
 from meshwright.ranks.transports_section import TransportName
 from meshwright.tools.calibrate.job import MeasuredMachine, calibrate, measured_machine
-from meshwright.tools.calibrate.report import render, yaml_text
+from meshwright.tools.calibrate.report import render, writer_of
 from meshwright.tools.calibrate.timing import CallTimer, Effort, effort_of, lower_quartile
 from meshwright.tools.plan.cluster import Cluster, load_cluster
 
@@ -83,9 +83,11 @@ def test_a_device_that_is_not_here() -> None:
             measured_machine(None, "cuda")
 
 
-def test_curves_stand_on_a_line_each() -> None:
+def test_curves_stand_on_a_line_each(tmp_path: Path) -> None:
     cluster = Cluster.model_validate(read_yaml(Path(__file__).parent / "small.yaml"))
-    lines = yaml_text(cluster).splitlines()
+    with writer_of(tmp_path / "cluster.yaml") as write:
+        write(cluster)
+    lines = (tmp_path / "cluster.yaml").read_text().splitlines()
     assert "  efficiency: [[64.0, 0.5], [256.0, 1.0]]" in lines
     assert not [line for line in lines if "null" in line]
 

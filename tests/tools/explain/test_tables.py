@@ -158,10 +158,10 @@ def test_what_an_order_costs(capsys: pytest.CaptureFixture[str], monkeypatch: py
 
 def test_nodes_are_the_launcher_s(monkeypatch: pytest.MonkeyPatch) -> None:
     explained = compose(config_for("gpt2", {"kind": "megatron", "size": 4}))
-    assert explained.num_nodes == 1
+    assert explained.ranks_per_node == 4
     for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
-    assert compose(config_for("gpt2", {"kind": "megatron", "size": 4})).num_nodes == 2
+    assert compose(config_for("gpt2", {"kind": "megatron", "size": 4})).ranks_per_node == 2
 
 
 def test_no_schedule_to_trace(tmp_path: Path) -> None:

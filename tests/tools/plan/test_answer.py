@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.config import parse_config
+from meshwright.configs import shipped
 from meshwright.errors import ConfigError
 from meshwright.tools.plan.answer import (
     Training,
@@ -19,7 +20,7 @@ from meshwright.tools.plan.answer import (
     tight_sentence,
     tokens_text,
 )  # fmt: skip
-from meshwright.tools.plan.cluster import cluster_names, load_cluster
+from meshwright.tools.plan.cluster import load_cluster
 from meshwright.tools.plan.estimate import Estimates
 from meshwright.tools.plan.memory import Memory, verdict
 from meshwright.tools.plan.predict import Planner
@@ -30,7 +31,7 @@ from tests.tools.plan.test_search import TREE
 def test_a_sentence_with_the_time_and_the_price_of_a_training() -> None:
     models = Estimates(Planner(NODES))
     run = parse_config(TREE, ["layout.tensor={kind: megatron, size: 2}", "layout.data.size=2"])
-    best = replace(models.predict(run), seconds=2.0)
+    best = replace(models.planner.predict(run), seconds=2.0)
     tokens_per_step = 8 * 16
     training = Training(parse_tokens("12.8M"), 2.5)
     hours = 12.8e6 / tokens_per_step * 2.0 / 3600
@@ -40,7 +41,7 @@ def test_a_sentence_with_the_time_and_the_price_of_a_training() -> None:
     assert training.dollars(best) == pytest.approx(hours * 4 * 2.5)
     assert answer(best, "megatron 2", Training()).endswith("(fits).")
     links, products = changes(best, models)
-    assert links.seconds < models.predict(run).seconds >= products.seconds
+    assert links.seconds < models.planner.predict(run).seconds >= products.seconds
 
 
 def test_memory_is_tight_where_what_is_not_predicted_would_not_fit() -> None:
@@ -75,9 +76,11 @@ def test_tokens() -> None:
 
 
 def test_every_cluster_says_how_sure_it_is() -> None:
-    said = [sureness(load_cluster(name), 3072) for name in cluster_names()]
+    said = [sureness(load_cluster(name), 3072) for name in shipped("clusters")]
     assert all("more memory than is predicted" in text for text in said)
-    unknown = [name for name, text in zip(cluster_names(), said, strict=True) if text.startswith("Nobody has compared")]
+    unknown = [
+        name for name, text in zip(shipped("clusters"), said, strict=True) if text.startswith("Nobody has compared")
+    ]
     assert unknown == [
         "dgx-b300", "dgx-h200", "gb200-nvl72", "gb300-nvl72", "mi300x", "summit", "tpu-v5p", "tpu-v6e",
     ]  # AxoNN's rows are of a Summit that was fitted to them  # fmt: skip
@@ -92,7 +95,7 @@ def test_every_cluster_says_how_sure_it_is() -> None:
 
 def test_what_is_tight_says_what_it_gains_and_small_gains_are_none() -> None:
     models = Estimates(Planner(load_cluster("dgx-a100")))
-    best = replace(models.predict(parse_config(TREE)), seconds=2.0)
+    best = replace(models.planner.predict(parse_config(TREE)), seconds=2.0)
     said = [tight_sentence(replace(best, seconds=seconds), best, "data 2") for seconds in (1.96, 1.5)]
     assert said[0].startswith("Tight: data 2: 1.96 s (2.0% less, no difference that this prediction can tell), ")
     assert said[1].startswith("Tight: data 2: 1.5 s (25.0% less), ")

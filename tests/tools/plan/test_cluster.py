@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.configs import shipped
 from meshwright.errors import ConfigError
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.ledger import VERBS
 from meshwright.ranks.transports_section import TRANSPORTS
-from meshwright.tools.plan.cluster import Cluster, cluster_names, interpolated, load_cluster
+from meshwright.tools.plan.cluster import Cluster, interpolated, load_cluster
 from meshwright.tools.plan.network import ClusterNetwork
 
 GOOD = """
@@ -124,7 +125,7 @@ LIMITED_BY_POWER = ("dgx-b200", "dgx-b300", "gb200-nvl72", "gb300-nvl72")
 """Whose largest products, one after the other, draw more power than there is."""
 
 
-@pytest.mark.parametrize("name", cluster_names())
+@pytest.mark.parametrize("name", shipped("clusters"))
 def test_shipped_clusters(name: str) -> None:
     """Named as its file, with its sources; a node is a unit of some level. On GPUs bigger products get more of the
     peak, until power limits the largest; a CPU, as measured, gets most at some size, less by any smaller one, and moves
@@ -163,7 +164,7 @@ def test_shipped_clusters(name: str) -> None:
         assert 0 < network.collective("tensor", "all_reduce", 2**20) < network.collective("tensor", "all_reduce", 2**30)
 
 
-@pytest.mark.parametrize("name", cluster_names())
+@pytest.mark.parametrize("name", shipped("clusters"))
 def test_a_written_cluster_has_the_keys_of_a_file(name: str) -> None:
     cluster = load_cluster(name)
     tree = cluster.model_dump(by_alias=True)

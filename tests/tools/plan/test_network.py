@@ -14,7 +14,7 @@ from meshwright.errors import ConfigError
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.ledger import VERBS
 from meshwright.tools.plan.cluster import Cluster
-from meshwright.tools.plan.network import SECONDS, ClusterNetwork
+from meshwright.tools.plan.network import ClusterNetwork
 from tests.tools.plan.clusters import FLAT, INNER, NODES, OUTER, cluster
 
 BIG = 10**8
@@ -173,12 +173,18 @@ def test_cubes_send_less_than_squares() -> None:
     assert products(2, 2) / products(2, 1) == pytest.approx(3 / 4, rel=0.1)
 
 
-def test_every_verb_has_its_seconds() -> None:
-    assert SECONDS.keys() == VERBS.keys()
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_its_seconds(verb: str) -> None:
+    assert seconds(FLAT, verb, ("data", 4)) > 0
+
+
+def test_no_other_verb_has_seconds() -> None:
+    with pytest.raises(AssertionError, match="shout: nobody knows how it goes over links"):
+        seconds(FLAT, "shout", ("data", 4))
 
 
 def test_nobody_to_talk_to() -> None:
-    for verb in SECONDS:
+    for verb in VERBS:
         assert seconds(FLAT, verb, ("data", 1)) == 0
 
 
@@ -240,7 +246,7 @@ LEVELS: list[tuple[dict[str, Any], ...]] = [
 ]
 
 
-@given(GRIDS, st.sampled_from(LEVELS), st.sampled_from(sorted(SECONDS)), st.integers(0, 10**9), st.integers(0, 10**9))
+@given(GRIDS, st.sampled_from(LEVELS), st.sampled_from(sorted(VERBS)), st.integers(0, 10**9), st.integers(0, 10**9))
 def test_more_bytes_take_no_less(
     sizes: list[int], levels: tuple[dict[str, Any], ...], verb: str, payload: int, more: int
 ) -> None:
@@ -251,7 +257,7 @@ def test_more_bytes_take_no_less(
         assert 0 <= network.collective(axes, verb, payload) <= network.collective(axes, verb, payload + more)
 
 
-@given(st.sampled_from(LEVELS), st.sampled_from(sorted(SECONDS)), st.integers(0, 10**9))
+@given(st.sampled_from(LEVELS), st.sampled_from(sorted(VERBS)), st.integers(0, 10**9))
 def test_more_ranks_take_no_less(levels: tuple[dict[str, Any], ...], verb: str, payload: int) -> None:
     """Ranks that fill units; what does not fill them is taken for as slow as what does, or slower."""
     unit = levels[0].get("joins", 5)

@@ -212,7 +212,7 @@ def test_a_partition_measured_at_the_start_is_refused() -> None:
 def test_what_was_recorded_serves_other_layouts() -> None:
     planner = Planner(CLUSTER)
     first = planner.predict(config_for({"kind": "megatron", "size": 2}, {}, "none"))
-    known = len(planner.recordings)
+    known = len(planner.recordings.recorded)
     second = planner.predict(config_for({"kind": "megatron", "size": 2}, {"size": 2, "schedule": "1f1b"}, "none"))
-    assert len(planner.recordings) == known
+    assert len(planner.recordings.recorded) == known
     assert second.seconds < first.seconds

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.config import Config, parse_config
+from meshwright.configs import shipped
 from meshwright.errors import ConfigError
 from meshwright.section import with_field
 from meshwright.tools.plan.cluster import load_cluster
@@ -16,8 +17,6 @@ from meshwright.tools.plan.software import (
     Communication,
     Software,
     load_program,
-    load_software,
-    software_names,
 )
 from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE
 from tests.tools.plan.clusters import NODES
@@ -115,16 +114,16 @@ def test_gradients_that_are_widened_at_once_take_memory_and_no_time() -> None:
 
 def test_programs_are_presets() -> None:
     """The facts that the papers of validation name; a name that nobody knows is told the others."""
-    assert load_software("axonn") == Software(
+    assert load_program("axonn").software == Software(
         widening="whole", attention="fused-softmax", fuses_dropout=True, overlapped=EVERY - {"sums"}
     )
-    assert load_software("megatron-lm-2019") == Software(attention="steps", overlapped=frozenset())
-    assert load_software("meshwright") == OWN_SOFTWARE
+    assert load_program("megatron-lm-2019").software == Software(attention="steps", overlapped=frozenset())
+    assert load_program("meshwright").software == OWN_SOFTWARE
     with pytest.raises(ConfigError, match=r"--software=megatron is no program .* valid: axonn, .*, torchtitan-eager"):
-        load_software("megatron")
+        load_program("megatron")
 
 
-@pytest.mark.parametrize("name", software_names())
+@pytest.mark.parametrize("name", shipped("software"))
 def test_every_fact_of_a_preset_has_a_source(name: str) -> None:
     program = load_program(name)
     assert program.title

@@ -66,7 +66,9 @@ def test_the_search_leaves_nothing_better_out(name: str) -> None:
     cluster = cluster.model_copy(update={"device": device})
     models = Estimates(Planner(cluster))
     found = [one.seconds for one in search(run, cluster, devices, fixed=fixed, models=models).predictions]
-    predictions = {config: models.predict(config) for config in legal_layouts(SearchJob(run, cluster, devices, fixed))}
+    predictions = {
+        config: models.planner.predict(config) for config in legal_layouts(SearchJob(run, cluster, devices, fixed))
+    }
     fitting = {config for config, one in predictions.items() if verdict(one.fullest, cluster) == "fits"}
     seconds = {config: predictions[config].seconds for config in fitting}
     spared = {  # by one that fits and is as fast: not predicted, unless it was estimated to be faster
