@@ -143,7 +143,7 @@ def footprint(to: str, folder: str) -> Footprint:
     buckets = parts.strategy.buckets
     phi = sum(bucket.values.numel() for bucket in buckets)
     flat = sum(bucket.values.nbytes + bucket.gradients.nbytes for bucket in buckets)
-    beside = held.tier.peak_bytes if isinstance(held, Offloaded) else _in_place_bytes(parts)
+    beside = held.staging.num_bytes if isinstance(held, Offloaded) else _in_place_bytes(parts)
     return Footprint(
         to, phi, flat + beside, 4 * phi + 16 * BUCKET, after["RssAnon"] - before["RssAnon"],
         after["RssFile"] - before["RssFile"], torch.cuda.max_memory_allocated() if device.type == "cuda" else 0,

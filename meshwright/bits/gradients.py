@@ -32,7 +32,8 @@ class ExactGradients(Gradients):
     def fill(self, parameter: nn.Parameter) -> None:
         """Zeros where no gradient has come: what has is in its memory."""
         if parameter not in self._begun:
-            self._first(parameter)
+            if self._on_first:
+                self._on_first(parameter)
             self._views[parameter].zero_()
 
     def clear(self, parameter: nn.Parameter) -> None:
@@ -60,10 +61,7 @@ class ExactGradients(Gradients):
     def _add(self, parameter: nn.Parameter, addend: Tensor) -> None:
         fresh = parameter not in self._begun
         if fresh:
-            self._first(parameter)
+            if self._on_first:
+                self._on_first(parameter)
             self._begun.add(parameter)
         self.fixed.add(self._views[parameter], addend.contiguous(), fresh=fresh)
-
-    def _first(self, parameter: nn.Parameter) -> None:
-        if self._on_first:
-            self._on_first(parameter)

@@ -20,6 +20,8 @@ from meshwright.ranks.mesh import Mesh
 
 FIRST, SECOND, STEP = (number - 2**64 for number in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53, 0x9E3779B97F4A7C15))
 BLOCK = 2**20
+UPPER = 2**31 - 1
+"""The bits that a shift by 33 leaves of 64 without a sign."""
 BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 
@@ -32,8 +34,8 @@ def box_hash(name: str, shape: tuple[int, ...], box: Box, values: Tensor) -> Ten
     bits = values.contiguous().view(BITS[values.element_size()]).to(torch.int64)
     mixed = index.flatten().add_(1).mul_(STEP).add_(salt).bitwise_xor_(bits)
     for factor in (FIRST, SECOND):
-        mixed = (mixed ^ _shifted(mixed)).mul_(factor)
-    return (mixed ^ _shifted(mixed)).sum()
+        mixed = (mixed ^ (mixed >> 33 & UPPER)).mul_(factor)
+    return (mixed ^ (mixed >> 33 & UPPER)).sum()
 
 
 def elements_hash(name: str, shape: tuple[int, ...], box: Box, start: int, values: Tensor) -> Tensor:
@@ -46,11 +48,6 @@ def elements_hash(name: str, shape: tuple[int, ...], box: Box, start: int, value
             total += box_hash(name, shape, part, values[position : position + part.num_elements])
             position += part.num_elements
     return total
-
-
-def _shifted(x: Tensor) -> Tensor:
-    """x >> 33 of numbers without a sign."""
-    return (x >> 33) & (2**31 - 1)
 
 
 def held_hashes(

@@ -129,7 +129,8 @@ def parts_are_equal(config: Config) -> Iterator[Problem]:
     size = tensor.inner_size
     if parts % size:
         rule_text = f"does not divide bits.tensor={parts}, the parts that kernels get"
-        yield Problem(tensor.inner_field, size, rule_text, listed(divisors(parts)) + _or_parts(TENSOR, size))
+        other = "" if size & (size - 1) else f"; or {TENSOR}={size}"
+        yield Problem(tensor.inner_field, size, rule_text, listed(divisors(parts)) + other)
 
 
 @_under_layout_free(HIDDEN, "layout.tensor", "model")
@@ -147,11 +148,8 @@ def parts_of_hidden_are_equal(config: Config) -> Iterator[Problem]:
     elif parts % tensor.hidden_size:
         rule_text = f"does not divide bits.hidden={parts}, the parts of the hidden width that kernels get"
         size = tensor.hidden_size
-        yield Problem(tensor.inner_field, size, rule_text, listed(divisors(parts)) + _or_parts(HIDDEN, size))
-
-
-def _or_parts(field: str, size: int) -> str:
-    return "" if size & (size - 1) else f"; or {field}={size}"
+        other = "" if size & (size - 1) else f"; or {HIDDEN}={size}"
+        yield Problem(tensor.inner_field, size, rule_text, listed(divisors(parts)) + other)
 
 
 @_under_layout_free(

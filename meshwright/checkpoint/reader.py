@@ -29,6 +29,8 @@ class Checkpoint:
         self.manifest = read_manifest(folder)
         self.shards: dict[str, StoredShard] = {}
         """Those read from so far, by file."""
+        self.shapes = {run.parameter: run.shape for run in self.manifest.runs if run.kind == "weight"}
+        """The global shape of every parameter."""
         for file in self.manifest.files:
             path = folder / file.file
             try:
@@ -51,16 +53,6 @@ class Checkpoint:
                 f"{self.folder} has a config that this version ({__version__}) does not read: {first}; it was written "
                 f"by meshwright {origin.version}: read it with that one, or with a newer one than both"
             ) from error
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The global shape of every parameter."""
-        return {run.parameter: run.shape for run in self.manifest.runs if run.kind == "weight"}
-
-    @property
-    def kinds(self) -> frozenset[str]:
-        """The kinds of tensors stored for parameters: weight, exp_avg, ..."""
-        return frozenset(kind for _, kind in self.manifest.parts)
 
     def dtype_of(self, parameter: str) -> str:
         """The dtype in which a parameter's weight is stored. Raises CheckpointError where there is none."""

@@ -64,7 +64,8 @@ def restore(parts: Parts, checkpoint: Checkpoint) -> Progress:
     checkpoint.check_frames(parts.mesh.rank, parts.mesh.grid.world_size)  # the tensors are checked as they are read
     _check_shapes(parts.specs, checkpoint, parts.config.model)
     stored, wanted = checkpoint.config.optimizer.name, parts.config.optimizer.name
-    if stored != wanted and checkpoint.kinds != {"weight"}:  # weights alone suit every optimizer
+    kinds = {kind for _, kind in checkpoint.manifest.parts}
+    if stored != wanted and kinds != {"weight"}:  # weights alone suit every optimizer
         raise CheckpointError(
             f"{checkpoint.folder} holds the states of another optimizer: optimizer.name={wanted} cannot go on from "
             f"those of {stored}; keep optimizer.name={stored}, or begin a new run"
@@ -74,7 +75,7 @@ def restore(parts: Parts, checkpoint: Checkpoint) -> Progress:
     optimizer.prepare_states(progress.steps_taken)
     for index, slot in enumerate(parts.strategy.slots):
         for kind, tensor in optimizer.states(index).items():
-            if kind not in checkpoint.kinds:
+            if kind not in kinds:
                 continue  # every step so far overflowed: torch has no states yet; they are zero
             for place in slot.places:
                 values = _read(checkpoint, place.name, kind, place.box)

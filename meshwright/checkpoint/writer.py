@@ -191,10 +191,12 @@ class CheckpointWriter:
     def _guarded_write(
         self, partial: Path, progress: Progress, copies: list[tuple[Piece, Tensor]], data_root: str | None
     ) -> None:
+        note = f"{partial.name}/rank-{self.mesh.rank}.json"
+        """The board's key of this rank's note on its shard."""
         try:
             await_path(partial, VISIBLE_SECONDS)
             listing = self._write_shard(partial, copies)
-            self._board.post(self._note(partial, self.mesh.rank), _LISTING.dump_json(listing).decode())
+            self._board.post(note, _LISTING.dump_json(listing).decode())
             if self.mesh.rank == 0 and not self._publish(partial, progress, data_root):
                 self._failure = ABANDONED
         except Exception as error:  # any exception: the step that waits for this thread must learn of it
@@ -203,17 +205,13 @@ class CheckpointWriter:
             text = str(error) if ours else f"{type(error).__name__}: {error}"
             self._failure = ABANDONED if removed else f"rank {self.mesh.rank}: {text}"
             with suppress(OSError):
-                self._board.post(self._note(partial, self.mesh.rank), "")  # rank 0 need not wait
+                self._board.post(note, "")  # rank 0 need not wait
             with suppress(OSError):
                 self._remove(partial)  # half a checkpoint is useless, and the disk may be full
 
     def _remove(self, path: Path) -> None:
         """Rename a folder, then remove it, so that nobody sees it half removed, even ranks that still write to it."""
         shutil.rmtree(path.rename(self.folder / f"{self._token}-gone-{self.mesh.rank}"))
-
-    def _note(self, partial: Path, rank: int) -> str:
-        """The board's key of a rank's note on its shard."""
-        return f"{partial.name}/rank-{rank}.json"
 
     def _write_shard(self, partial: Path, copies: list[tuple[Piece, Tensor]]) -> Listing:
         path = partial / f"rank-{self.mesh.rank}.safetensors"
@@ -232,7 +230,7 @@ class CheckpointWriter:
 
     def _publish(self, partial: Path, progress: Progress, data_root: str | None) -> bool:
         """Wait for all shards and publish the checkpoint. False if a rank has failed."""
-        notes = [self._note(partial, rank) for rank in range(self.mesh.grid.world_size)]
+        notes = [f"{partial.name}/rank-{rank}.json" for rank in range(self.mesh.grid.world_size)]
         texts = self._board.collect(notes, self.mesh.timeout.wait)
         if not all(texts):
             return False

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import re
 import resource
 import signal
@@ -178,10 +177,6 @@ class Report:
         text = self.summary if said else f"{name} failed: {self.summary}"
         return f"{text}\n{self.details}" if self.details else text
 
-    @property
-    def failure(self) -> Failure:
-        return Failure(str(self), lost=False, certain=self.certain)
-
 
 @dataclass(frozen=True)
 class Death:
@@ -206,13 +201,6 @@ LastWords = Callable[[int], str]
 """The last lines of the standard error of a rank that has ended."""
 
 
-def write_result(folder: Path, attempt: int, rank: int, result: object) -> None:
-    """Write the result of a rank's function where `read_results` finds it."""
-    target = attempt_folder(folder, attempt) / f"result-{rank}.json"
-    target.parent.mkdir(exist_ok=True)
-    target.write_text(json.dumps(result))
-
-
 def read_results(folder: Path, attempt: int, num_ranks: int) -> list[Any]:
     """The results of a successful attempt, in rank order; None for a rank that left early with code 0."""
     paths = [attempt_folder(folder, attempt) / f"result-{rank}.json" for rank in range(num_ranks)]
@@ -233,7 +221,7 @@ def explain_failure(death: Death, reports: list[Report]) -> Failure:
     reported = any(report.rank == death.rank for report in reports)
     aborted = death.status == -signal.SIGABRT
     if reports and (reported or aborted):
-        return reports[0].failure
+        return Failure(str(reports[0]), lost=False, certain=reports[0].certain)
     return Failure(str(death), lost=True)
 
 
@@ -243,9 +231,3 @@ def signal_name(number: int) -> str:
         return f"signal {number} ({signal.Signals(number).name})"
     except ValueError:  # real-time signals have no name
         return f"signal {number}"
-
-
-def leave() -> None:
-    """End this process after its report, without exit handlers, which may wait for peers."""
-    time.sleep(LINGER_SECONDS)
-    os._exit(1)

@@ -136,7 +136,9 @@ def run(
         packed = {key: _packed(value) for key, value in arguments.items()}
         status = None if ranks.status is None else str(ranks.status)
         call = {"function": name, "ranks": described, "arguments": packed}
-        return Start(Job(_ENTRY, call, status, imports_of(name, ranks)), ranks.world_size, ranks.threads)
+        # The modules that the function and the ranks' layout need, besides the entry's.
+        preload = [name.rpartition(":")[0], *ranks.modules]
+        return Start(Job(_ENTRY, call, status, preload), ranks.world_size, ranks.threads)
 
     def start_with_fewer(most: int) -> Start | None:
         smaller = None if fewer is None else fewer(most)
@@ -149,11 +151,6 @@ def run(
     return launch_start(start, ranks.transport, restarts=ranks.restarts, fewer=start_with_fewer)
 
 
-def imports_of(function: str, ranks: Ranks) -> list[str]:
-    """The modules that the function and the ranks' layout need, besides the entry's."""
-    return [function.rpartition(":")[0], *ranks.modules]
-
-
 def prepare(function: str, ranks: Ranks) -> None:
     """Start the fork server for a later run(function, ranks), if its ranks will be forked.
 
@@ -164,7 +161,7 @@ def prepare(function: str, ranks: Ranks) -> None:
         from meshwright.launch.forked import start_server
 
         with suppress(OSError):  # run() meets the same error, and reports it
-            start_server(Job(_ENTRY, preload=imports_of(function, ranks)).modules)
+            start_server(Job(_ENTRY, preload=[function.rpartition(":")[0], *ranks.modules]).modules)
 
 
 def _run_here(function: Callable[..., Any], ranks: Ranks, arguments: Mapping[str, Any]) -> list[Any]:
@@ -201,7 +198,12 @@ def call_on_rank(
     entry = _load(function)
     point = None if TRANSPORTS[layout.transport].by_mpiexec else rendezvous(job=layout.name or function)
     with open_ranks(layout, environment, point) as mesh:
-        result = entry(Rank(mesh, environment, stop), **{key: _unpacked(value) for key, value in arguments.items()})
+        values = {
+            key: Config.model_validate(packed["Config"]) if "Config" in packed
+            else Path(packed["Path"]) if "Path" in packed else packed["value"]
+            for key, packed in arguments.items()
+        }  # fmt: skip
+        result = entry(Rank(mesh, environment, stop), **values)
     try:
         json.dumps(result)
     except (TypeError, ValueError) as error:
@@ -234,12 +236,6 @@ def _packed(value: Any) -> Any:
     if isinstance(value, Path):
         return {"Path": str(value)}
     return {"value": value}
-
-
-def _unpacked(packed: Mapping[str, Any]) -> Any:
-    if "Config" in packed:
-        return Config.model_validate(packed["Config"])
-    return Path(packed["Path"]) if "Path" in packed else packed["value"]
 
 
 def name_of(function: Callable[..., Any]) -> str:

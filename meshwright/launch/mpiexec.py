@@ -68,7 +68,7 @@ def _explain(mpiexec: Path, status: int, chatter: str, reports: list[Report], la
         death = Death(rank, -status_of_rank if killed else status_of_rank, last_words(rank))
         return explain_failure(death, reports)
     if reports:
-        return reports[0].failure
+        return Failure(str(reports[0]), lost=False, certain=reports[0].certain)
     if match := _ABORTED.search(chatter):
         return Failure(f"rank {match[1]} failed: it called MPI_Abort with code {status}", lost=True)
     if status < 0:

@@ -7,7 +7,7 @@ writes as if the launcher had forked it.
 
 For stderr a worker gets a pipe, which the launcher copies to its own stderr: a rank that ends without a report may
 have said why there. A worker of the fork server has it only from its first line of ours on: before, while it imports
-the user's script, its stderr is a file (`early_errors`), which it says again when it has the pipe.
+the user's script, its stderr is a file (`keep_early_errors`), which it says again when it has the pipe.
 """
 
 from __future__ import annotations
@@ -127,17 +127,12 @@ def receive_output(path: Path, rank: int) -> None:
         stream.reconfigure(line_buffering=True)
 
 
-def early_errors(folder: Path, pid: int) -> Path:
-    """The stderr file of a fork-server worker that is not connected to the launcher yet."""
-    return folder / f"stderr-{pid}"
-
-
 def keep_early_errors(folder: Path) -> None:
     """Give each process forked from this one a file in `folder` as stderr."""
 
     def after_fork() -> None:
         with suppress(OSError):  # the launcher is gone, and its folder: nobody is left to read
-            descriptor = os.open(early_errors(folder, os.getpid()), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+            descriptor = os.open(folder / f"stderr-{os.getpid()}", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
             os.dup2(descriptor, 2)
             os.close(descriptor)
 
@@ -146,7 +141,7 @@ def keep_early_errors(folder: Path) -> None:
 
 def take_early_errors(folder: Path, pid: int) -> bytes:
     """The content of a process's stderr file, which is removed; empty without a file."""
-    path = early_errors(folder, pid)
+    path = folder / f"stderr-{pid}"
     try:
         content = path.read_bytes()
         path.unlink()

@@ -40,8 +40,7 @@ class StopRequest:
     The base class is never requested from outside.
     """
 
-    def __init__(self) -> None:
-        self._requested = False
+    _requested = False
 
     @property
     def requested(self) -> bool:
@@ -57,7 +56,6 @@ class FileStop(StopRequest):
     """Requested by a file in the launch folder. The first query leaves a file that says that this attempt listens."""
 
     def __init__(self, folder: Path, attempt: int) -> None:
-        super().__init__()
         self._marker = folder / STOP_FILE
         self._listening = attempt_folder(folder, attempt) / LISTENING_FILE
         self._listens = False
@@ -80,7 +78,6 @@ class SignalStop(StopRequest):
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self._listens = False
         self._asked_at = 0.0
         for number in JOINED_SIGNALS:  # Python's KeyboardInterrupt waits until calls into libraries return
@@ -145,7 +142,7 @@ class StopSignals:
         for number in _ASKING:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._ask)  # type: ignore[assignment]
-        self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._grace_is_over)  # type: ignore[assignment]
+        self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._ask)  # type: ignore[assignment]
         return self
 
     def __exit__(
@@ -156,6 +153,8 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGALRM:  # the time of grace is over
+            raise KillWorkers
         if self.received is not None:
             if time.monotonic() - self._received_at < LAUNCHER_ECHO_SECONDS:
                 return
@@ -168,6 +167,3 @@ class StopSignals:
         with suppress(OSError):  # nobody reads our stderr any more
             os.write(2, _NOTICE)  # print is not re-entrant
         signal.setitimer(signal.ITIMER_REAL, GRACE_SECONDS)
-
-    def _grace_is_over(self, number: int, frame: FrameType | None) -> None:
-        raise KillWorkers

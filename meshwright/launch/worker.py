@@ -11,15 +11,16 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.environment import Environment, has_agent, read_environment
+from meshwright.environment import has_agent, read_environment
 from meshwright.errors import LaunchError
-from meshwright.launch.failure import Report, allow_open_files, leave, write_result
-from meshwright.launch.signals import STOPPED_EXIT_CODE, FileStop, SignalStop, StopRequest
+from meshwright.launch.failure import LINGER_SECONDS, Report, allow_open_files
+from meshwright.launch.signals import STOPPED_EXIT_CODE, FileStop, SignalStop, attempt_folder
 from meshwright.launch.tether import die_with_parent
 from meshwright.machine import keep_freed_memory
 from meshwright.streams import PatientStream, flush
@@ -53,10 +54,6 @@ class Job:
         except (ModuleNotFoundError, KeyError) as error:
             raise LaunchError(f"entry {self.entry} does not exist: {error}") from error
         return entry
-
-    def run(self, environment: Environment, stop: StopRequest) -> Any:
-        """Call the entry function."""
-        return self.resolve()(environment, stop, **self.arguments)
 
     @property
     def modules(self) -> list[str]:
@@ -99,7 +96,7 @@ def run_worker(job: Job, threads: int) -> Any:
     stop = SignalStop()
     try:
         allow_open_files(environment.world_size)
-        result = job.run(environment, stop)
+        result = job.resolve()(environment, stop, **job.arguments)
         if stop.requested and not has_agent():
             sys.exit(STOPPED_EXIT_CODE)
         return result
@@ -109,7 +106,8 @@ def run_worker(job: Job, threads: int) -> Any:
         report = replace(Report.of(environment.rank, error), host=socket.gethostname())
         print(report, file=PatientStream(sys.stderr))
         _flush()
-        leave()
+        time.sleep(LINGER_SECONDS)
+        os._exit(1)  # without exit handlers, which may wait for peers
 
 
 def run_launched(folder: Path) -> None:
@@ -119,8 +117,11 @@ def run_launched(folder: Path) -> None:
     job = Job.read(folder)
     environment = replace(read_environment(), status_folder=Path(job.status or folder), launched=True)
     try:
-        result = job.run(environment, FileStop(folder, environment.attempt))
-        write_result(folder, environment.attempt, environment.rank, result)
+        result = job.resolve()(environment, FileStop(folder, environment.attempt), **job.arguments)
+        # As `read_results` reads it.
+        target = attempt_folder(folder, environment.attempt) / f"result-{environment.rank}.json"
+        target.parent.mkdir(exist_ok=True)
+        target.write_text(json.dumps(result))
         _flush()
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (None, 0):
@@ -128,9 +129,9 @@ def run_launched(folder: Path) -> None:
         Report.of(environment.rank, error).write(folder, environment.attempt)
         _flush()
         # A lone rank need not linger: no other rank's death should be seen first.
-        if environment.world_size == 1:
-            os._exit(1)
-        leave()
+        if environment.world_size > 1:
+            time.sleep(LINGER_SECONDS)
+        os._exit(1)
 
 
 def ignore_stop_signals() -> None:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from meshwright.memory.staging import GRADIENT, Lane, Staging, StreamLane, ThreadLane, Tier
+from meshwright.memory.staging import GRADIENT, Lane, Staging, StreamLane, ThreadLane
 from meshwright.memory.store import PAGE_ELEMENTS, DiskStore, HostStore, Store
 from meshwright.parameters.bucket import Slot, StepWeights
 from meshwright.ranks.comm import Work
@@ -73,24 +73,23 @@ class SlotPiece:
 
 
 class Offloaded:
-    """Masters and moments of some slots in a store. `tier` counts what is on the device for them."""
+    """Masters and moments of some slots in a store. `staging`: all that is on the device for them."""
 
     streams = True
 
-    def __init__(self, config: Config, slots: Sequence[Slot], store: Store, lane: Lane, tier: Tier) -> None:
+    def __init__(self, config: Config, slots: Sequence[Slot], store: Store, lane: Lane, device: torch.device) -> None:
         self._kinds = config.optimizer.update.states
         self.slots = slots
         self.store = store
         self.lane = lane
-        self.tier = tier
-        self.device = tier.device
+        self.device = device
         self._layout, _ = _layout(config, slots)
         # Two halves make the bucket: one is stepped while the other is written back and fetched.
         half_bucket = config.memory.offload.bucket // 2
         # No piece is longer than a slot: a small model does not stage a whole bucket.
         longest = max((slot.parameter.numel() for slot in slots), default=0)
-        self._staging = Staging((WEIGHT, *self._kinds), min(half_bucket, longest), tier)
-        self._pieces = list(_pieces(slots, self._staging.length))
+        self.staging = Staging((WEIGHT, *self._kinds), min(half_bucket, longest), device)
+        self._pieces = list(_pieces(slots, self.staging.length))
         # Slots are walked in the order of their numbers, so what follows a piece is known before any gradient is there.
         walk = [(index, piece) for index, pieces in enumerate(self._pieces) for piece in pieces]
         # The pieces of the half-precision slots, whose masters are in the store.
@@ -102,7 +101,7 @@ class Offloaded:
         self._walkers = ThreadPoolExecutor(1, "offload-steps")
         for index, span in self._half_spans:
             self._stored(index, WEIGHT)[span].copy_(slots[index].parameter.detach()[span])
-        self._give_back()
+        self.store.give_back()
 
     def step(self, indices: Iterable[int], step: StepWeights) -> None:
         self._has_moments = True
@@ -116,7 +115,7 @@ class Offloaded:
             for index in indices:
                 self._walk(index, step)
         self.lane.submit(lambda: None).wait()  # all is written back
-        self._give_back()
+        self.store.give_back()
 
     def tensors(self, index: int) -> dict[str, Tensor]:
         held = {WEIGHT: self.slots[index].parameter.detach()}
@@ -136,7 +135,7 @@ class Offloaded:
     def refresh(self) -> None:
         for index, span in self._half_spans:
             self.slots[index].parameter.detach()[span].copy_(self._stored(index, WEIGHT)[span])
-        self._give_back()
+        self.store.give_back()
 
     def update_masters(self) -> None:
         for index, span in self._half_spans:
@@ -149,30 +148,26 @@ class Offloaded:
     def _walk(self, index: int, step: StepWeights) -> None:
         """Step one slot, piece after piece; the next piece, be it the next slot's, is fetched meanwhile."""
         for piece in self._pieces[index]:
-            fetched = self._ahead or self.lane.submit(partial(self._fetch, index, piece))
+            fetched = self._ahead or self.lane.submit(partial(self._copy, index, piece, back=False))
             following = self._following.get(piece.number)
             # Asked for before this piece is stepped; the lane keeps order, so the half that it fills has been written
             # back.
-            self._ahead = self.lane.submit(partial(self._fetch, *following)) if following else None
+            self._ahead = self.lane.submit(partial(self._copy, *following, back=False)) if following else None
             fetched.wait()
             self._step_piece(index, piece, step)
-            self.lane.submit(partial(self._write_back, index, piece))
+            self.lane.submit(partial(self._copy, index, piece, back=True))
 
-    def _fetch(self, index: int, piece: SlotPiece) -> None:
-        for _, stored, staged in self._pairs(index, piece):
-            staged.copy_(stored, non_blocking=True)
-
-    def _write_back(self, index: int, piece: SlotPiece) -> None:
-        for kind, stored, staged in self._pairs(index, piece):
+    def _copy(self, index: int, piece: SlotPiece, *, back: bool) -> None:
+        """Fetch a piece's states from the store to the staging, or write them back."""
+        for kind, start in self._layout[index].items():
+            stored = self._stored(index, kind)[piece.start : piece.stop]
+            staged = self.staging.room(piece.number, kind, stored.numel())
+            if not back:
+                staged.copy_(stored, non_blocking=True)
+                continue
             stored.copy_(staged, non_blocking=True)
-            start = self._layout[index][kind]
             # Every kind begins on a page of its own, so no page that is given back holds a neighbour's elements.
             self.store.give_back(start + piece.start, start + piece.stop)
-
-    def _pairs(self, index: int, piece: SlotPiece) -> Iterator[tuple[str, Tensor, Tensor]]:
-        for kind in self._layout[index]:
-            stored = self._stored(index, kind)[piece.start : piece.stop]
-            yield kind, stored, self._staging.room(piece.number, kind, stored.numel())
 
     def _step_piece(self, index: int, piece: SlotPiece, step: StepWeights) -> None:
         slot, span, length = self.slots[index], slice(piece.start, piece.stop), piece.stop - piece.start
@@ -183,10 +178,10 @@ class Offloaded:
             # Half precision: the float32 master is staged and stepped, the gradient widened, the weight rounded from
             # it.
             half, narrow = weight, gradient
-            weight = self._staging.room(piece.number, WEIGHT, length)
-            gradient = self._staging.room(piece.number, GRADIENT, length)
+            weight = self.staging.room(piece.number, WEIGHT, length)
+            gradient = self.staging.room(piece.number, GRADIENT, length)
             gradient.copy_(narrow)
-        moments = [[self._staging.room(piece.number, kind, length)] for kind in self._kinds]
+        moments = [[self.staging.room(piece.number, kind, length)] for kind in self._kinds]
         if not slot.nudged:
             step([weight], [gradient], moments, slot.matrix)
         if staged:
@@ -197,21 +192,18 @@ class Offloaded:
         start = self._layout[index][kind]
         return self.store.values[start : start + self.slots[index].parameter.numel()]
 
-    def _give_back(self) -> None:
-        self.store.give_back(0, self.store.values.numel())
-
 
 def on_host(config: Config, slots: Sequence[Slot], device: torch.device, available: int) -> Offloaded:
     """States in host memory. Raises ConfigError where that is more than the `available` bytes."""
     _, num_elements = _layout(config, slots)
     lane = StreamLane(device) if device.type == "cuda" else ThreadLane(device)
-    return Offloaded(config, slots, HostStore(num_elements, device, available), lane, Tier(device))
+    return Offloaded(config, slots, HostStore(num_elements, device, available), lane, device)
 
 
 def on_disk(config: Config, slots: Sequence[Slot], device: torch.device, path: Path) -> Offloaded:
     """States in the file `path`. Raises ConfigError where it cannot be written, or there is no room for all of it."""
     _, num_elements = _layout(config, slots)
-    return Offloaded(config, slots, DiskStore(num_elements, path), ThreadLane(device), Tier(device))
+    return Offloaded(config, slots, DiskStore(num_elements, path), ThreadLane(device), device)
 
 
 def _layout(config: Config, slots: Sequence[Slot]) -> tuple[list[dict[str, int]], int]:

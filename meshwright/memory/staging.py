@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -67,30 +66,18 @@ Lane = ThreadLane | StreamLane
 GRADIENT = "gradient"
 
 
-@dataclass
-class Tier:
-    """The optimizer's memory on the device: every byte of it is allocated here, also where the device is a CPU."""
-
-    device: torch.device
-    live_bytes: int = 0
-    peak_bytes: int = 0
-
-    def empty(self, num_elements: int) -> Tensor:
-        """Float32 memory that is counted."""
-        self.live_bytes += 4 * num_elements
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        return torch.empty(num_elements, device=self.device)
-
-
 class Staging:
     """Two halves, each with room for `length` elements of every state and of the float32 gradient.
 
     AdamW: 4 (weight) + 8 (two moments) + 4 (gradient) = 16 bytes an element, in two halves: 16 · bucket.
     """
 
-    def __init__(self, kinds: Sequence[str], length: int, tier: Tier) -> None:
+    def __init__(self, kinds: Sequence[str], length: int, device: torch.device) -> None:
         self.length = length
-        self._halves = tuple({kind: tier.empty(length) for kind in (*kinds, GRADIENT)} for _ in range(2))
+        rooms = (*kinds, GRADIENT)
+        self._halves = tuple({kind: torch.empty(length, device=device) for kind in rooms} for _ in range(2))
+        self.num_bytes = 2 * len(rooms) * 4 * length
+        """All of the optimizer's memory on the device, also where the device is a CPU."""
 
     def room(self, number: int, kind: str, num_elements: int) -> Tensor:
         """The room of one kind for piece `number` of the walk: every second piece shares a half."""

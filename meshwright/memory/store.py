@@ -33,8 +33,8 @@ class Store:
     in_memory: ClassVar[bool]
     """Whether what is written here stays in this process's memory."""
 
-    def give_back(self, start: int, stop: int) -> None:
-        """The process will not need the elements start..stop for a while: nothing to do in host memory."""
+    def give_back(self, start: int = 0, stop: int | None = None) -> None:
+        """The process will not need the elements start..stop, or all, for a while: nothing to do in host memory."""
 
 
 class HostStore(Store):
@@ -65,11 +65,11 @@ class DiskStore(Store):
         self._map = _mapped(path, max(1, num_elements) * ELEMENT_BYTES)
         self.values = torch.frombuffer(self._map, dtype=torch.float32, count=max(1, num_elements))[:num_elements]
 
-    def give_back(self, start: int, stop: int) -> None:
+    def give_back(self, start: int = 0, stop: int | None = None) -> None:
         """The pages leave this process; the system writes them to the file when it likes."""
         # madvise wants to begin on a page.
         first = start * ELEMENT_BYTES // mmap.PAGESIZE * mmap.PAGESIZE
-        length = stop * ELEMENT_BYTES - first
+        length = (self.values.numel() if stop is None else stop) * ELEMENT_BYTES - first
         if length > 0:
             self._map.madvise(mmap.MADV_DONTNEED, first, length)
 

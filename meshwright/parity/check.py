@@ -47,10 +47,6 @@ class ParityCheck:
     threads: int = 1
 
     @property
-    def num_ranks(self) -> int:
-        return math.prod(size for _, size in self.axes)
-
-    @property
     def title(self) -> str:
         return f"{self.name}[{'x'.join(f'{name}{size}' for name, size in self.axes)}]"
 
@@ -84,9 +80,11 @@ class ParityResult:
     def remedy(self) -> str:
         """A line with the finding's remedy and a link; empty without a finding."""
         # Here, as verify's findings have a sentence of their own.
-        from meshwright.parity.remedies import remedy_of
+        from meshwright.parity.remedies import PAGE, REMEDIES
 
-        return "" if self.finding is None else remedy_of(self.finding.kind)
+        if self.finding is None:
+            return ""
+        return f"{REMEDIES[self.finding.kind]} ({PAGE}#{self.finding.kind.replace(' ', '-')})"
 
     @property
     def seen_by_losses(self) -> str:
@@ -241,7 +239,7 @@ def _run_once(check: ParityCheck, precision: str) -> ParityResult:
         job = Job(CHECK_WORKER, arguments | {"precision": precision})
         try:
             with without_main():
-                launch(job, check.num_ranks, "torch", threads=check.threads)
+                launch(job, math.prod(size for _, size in check.axes), "torch", threads=check.threads)
         # Ctrl-C ends the command; any other end of the ranks is this check's result, and the next check runs.
         except Interrupted:
             raise
@@ -269,7 +267,7 @@ def judged(check: ParityCheck, precision: str, folder: Path, start: float) -> Pa
     from meshwright.parity.kinds import first_finding
     from meshwright.parity.rows import compare_all
 
-    evidence = Evidence(folder, check.num_ranks)
+    evidence = Evidence(folder, math.prod(size for _, size in check.axes))
     with one_thread():
         # After the rows, and before the finding, which reads both.
         rows = tuple(compare_all(evidence))

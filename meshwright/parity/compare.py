@@ -42,11 +42,6 @@ def relative_error(ours: Tensor, theirs: Tensor) -> float:
     return difference / size if size else difference
 
 
-def zero_tensors(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Names of tensors that are zero everywhere, on which two dead models would agree."""
-    return tuple(name for name, tensor in tensors.items() if not tensor.any())
-
-
 def factor_of(ours: Tensor, theirs: Tensor, tolerance: float = 1e-2) -> float | None:
     """The number c with `ours` = c · `theirs`, but for a share `tolerance` of its norm; None where there is none."""
     a, b = ours.double().flatten(), theirs.double().flatten()

@@ -92,7 +92,7 @@ def gradient_finding(evidence: Evidence, wrong: Sequence[str], seen: GradientSte
     nearest = max(wrong, key=lambda name: places[name])
     h = hypotheses[nearest]
     owner = owner_of(nearest)
-    own_line = evidence.line(owner, seen.lines)
+    own_line = next((line for line in seen.lines if line.name == owner), None)
     partial = own_line is not None and own_line.gradient is not None and own_line.gradient.kind == PARTIAL
     # A partial sum at the parameter's own module is nearer than any wrong gradient behind it; but a gradient that all
     # ranks have alike was added up since, and divided once too often, say.
@@ -142,7 +142,8 @@ def _backward_finding(
     if not maker:  # the model's own code takes the output: for the module, likely, that it calls next
         maker = next((other.name for other in lines[lines.index(source) + 1 :] if other.name), "(loss)")
     # A list of modules computes nothing: what takes its modules' outputs is the code of the module around it.
-    while maker and maker != "(loss)" and evidence.line(maker, lines) is None and facts.parents.get(maker):
+    known = {other.name for other in lines}
+    while maker and maker != "(loss)" and maker not in known and facts.parents.get(maker):
         maker = facts.parents[maker]
     gradient = source.gradient
     assert gradient is not None
@@ -297,14 +298,16 @@ def _of_some_terms(evidence: Evidence, name: str, full: Pieces, allowed: float) 
     alone = [x for side in evidence.ranks if (x := side.get(LOCAL, 1, name)) is not None]
     # Ranks of one data group have the same share: their equal terms are one term.
     distinct = [x for i, x in enumerate(alone) if not any(torch.equal(x, y) for y in alone[:i])]
-    clipped = evidence.reference.facts.clip is not None
+    clipped = evidence.reference.facts.clip is not None  # the pieces are then a whole gradient's times some number
     raw = evidence.reference.get("raw-gradient", 1, name)
 
     def is_mean(terms: Sequence[Tensor]) -> bool:
         # Where the mean of the terms is the right sum, it explains nothing.
         mean = torch.stack(list(terms)).mean(0)
-        is_right = raw is not None and relative_error(mean, raw) <= allowed
-        return not is_right and _fits(mean, full, allowed, clipped)
+        if raw is not None and relative_error(mean, raw) <= allowed:
+            return False
+        factor = _multiple(mean, full, allowed)
+        return factor is not None and (clipped or factor == 1.0)
 
     if len(distinct) > 1 and is_mean(alone):
         counts = [side.facts.counts[0] for side in evidence.ranks if side.facts.counts]
@@ -315,8 +318,9 @@ def _of_some_terms(evidence: Evidence, name: str, full: Pieces, allowed: float) 
         return Hypothesis("token counts", text)
     for x in distinct if len(distinct) > 1 else ():
         # A program may have divided by the ranks before the sum that it then left out, or multiplied for it.
-        for factor in (1.0, 1 / len(distinct), float(len(distinct))):
-            if _fits(factor * x, full, allowed, clipped):
+        for times in (1.0, 1 / len(distinct), float(len(distinct))):
+            factor = _multiple(times * x, full, allowed)
+            if factor is not None and (clipped or factor == 1.0):
                 return Hypothesis("incomplete sum", "that of one rank's share of the data alone")
     micro = max((side.facts.micro for side in evidence.ranks), default=1)
     chunks: list[Tensor] = []
@@ -333,12 +337,6 @@ def _of_some_terms(evidence: Evidence, name: str, full: Pieces, allowed: float) 
         if _multiple(x, full, allowed) is not None:
             return Hypothesis("incomplete sum", f"that of microbatch {number + 1} of {micro} alone")
     return None
-
-
-def _fits(whole: Tensor, full: Pieces, allowed: float, clipped: bool) -> bool:
-    """Whether the ranks' pieces are those of a whole gradient; where gradients are clipped, times a number."""
-    factor = _multiple(whole, full, allowed)
-    return factor is not None and (clipped or factor == 1.0)
 
 
 def _clipped_first(full: Pieces, alone: Sequence[Tensor], allowed: float) -> Hypothesis | None:

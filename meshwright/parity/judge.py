@@ -85,10 +85,6 @@ class Evidence:
         eps = torch.finfo(vars(torch)[facts.dtype]).eps
         return MARGIN * max(self._moved.get((kind, step, name), 0.0), eps)
 
-    def line(self, name: str, lines: Sequence[ModuleLine] | None = None) -> ModuleLine | None:
-        """The first call of a module of the reference."""
-        return next((line for line in (self.modules if lines is None else lines) if line.name == name), None)
-
     def locals_of(self, kind: str, line: ModuleLine, at: str = "") -> list[Tensor] | None:
         """All ranks' tensors of a call of a module, where all have one, of one shape."""
         calls = self.reference.num_calls(line.name)

@@ -90,7 +90,7 @@ class SteppedProgram:
                 keep(recording, "gradient", number, {name: gradient_of(p) for name, p in parameters.items()})
             kept = True
             if stepped not in times:
-                rates.update(rates_of([stepped]))
+                rates.update(rates_of(stepped))
             times[stepped] = times.get(stepped, 0) + 1
 
         rates = set[float]()

@@ -164,7 +164,8 @@ class Recorder:
             if self._stepped and (kind is None or issubclass(kind, SystemExit)):
                 self._end_step()
         finally:
-            self._unhook()
+            if self._trace is not None:
+                self._trace.__exit__(None, None, None)
             self._stack.close()
         if kind is None and not self.recorded:
             raise ParityError(
@@ -260,14 +261,10 @@ class Recorder:
             return
         for model in self.models:
             hooks = Rounding(model, self.plan.seed)
-            self._stack.callback(hooks.remove)
+            for handle in hooks.handles:
+                self._stack.callback(handle.remove)
             for parameter in model.parameters():
                 write_local(parameter, hooks.rounded(local_of(parameter)))
-
-    def _unhook(self) -> None:
-        """The trace sees no more calls. Not as the model is called: torch has then listed the hooks of that call."""
-        if self._trace is not None:
-            self._trace.__exit__(None, None, None)
 
     def before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Before an optimizer steps: the gradients that it sees."""
@@ -279,12 +276,15 @@ class Recorder:
                 if id(p) in own and (gradient := gradient_of(p)) is not None:
                     key = f"gradient|1|{name}"
                     self.tensors[key] = self.keep(key, gradient, self.run.boxes.get(name, ()))
-            self.step.rates = sorted({*self.step.rates, *rates_of([optimizer])})
+            self.step.rates = sorted({*self.step.rates, *rates_of(optimizer)})
         self._times[id(optimizer)] += 1
 
     def after_optimizer(self, *_: Any) -> None:
+        """After an optimizer has stepped: the trace sees no more calls."""
         self._stepped = True
-        self._unhook()
+        # Not as the model is called: torch has then listed the hooks of that call.
+        if self._trace is not None:
+            self._trace.__exit__(None, None, None)
 
     def _end_step(self) -> None:
         """The step is over: its weights, and its files."""

@@ -157,7 +157,7 @@ def record(model: nn.Module, recipe: ReferenceRecipe, steps: int, rounding: int 
         if recipe.clip is not None:
             torch.nn.utils.clip_grad_norm_(list(parameters.values()), recipe.clip)
         keep(result, "gradient", step, {n: p.grad for n, p in parameters.items()})
-        result.rates.append(rates_of([optimizer]))
+        result.rates.append(rates_of(optimizer))
         optimizer.step()
         optimizer.zero_grad()
         if scheduler is not None:
@@ -173,10 +173,9 @@ def record(model: nn.Module, recipe: ReferenceRecipe, steps: int, rounding: int 
     return result
 
 
-def rates_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[float]:
-    """The different learning rates of some optimizers' groups, the smallest first."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return sorted({float(group["lr"]) for group in groups if "lr" in group})
+def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
+    """The different learning rates of an optimizer's groups, the smallest first."""
+    return sorted({float(group["lr"]) for group in optimizer.param_groups if "lr" in group})
 
 
 def floating_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -34,8 +34,3 @@ REMEDIES = {
     "wrong values": "look at the code of the module that is named: positions, masks, scales, order of heads and ranks",
 }
 """By kind."""
-
-
-def remedy_of(kind: str) -> str:
-    """The line of a kind, and a link."""
-    return f"{REMEDIES[kind]} ({PAGE}#{kind.replace(' ', '-')})"

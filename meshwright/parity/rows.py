@@ -4,7 +4,7 @@ optimizer states, put together from the ranks' parts."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor
 
@@ -45,7 +45,7 @@ def buffer_rows(evidence: Evidence, step: int) -> Iterator[Row]:
                 found = fit(x, whole, evidence.allowed("buffer", step, name))
                 errors.append(math.inf if found is None else found.error)
         if errors:
-            yield Row("buffer", name, worst_of(iter(errors)), evidence.allowed("buffer", step, name), step)
+            yield Row("buffer", name, worst_of(errors), evidence.allowed("buffer", step, name), step)
 
 
 def copy_rows(evidence: Evidence, kind: str, step: int) -> Iterator[Row]:
@@ -60,7 +60,7 @@ def copy_rows(evidence: Evidence, kind: str, step: int) -> Iterator[Row]:
         ]
         # More tensors than parts: at least one part is held twice.
         if len(errors) > len(first):
-            yield Row("copy", f"{kind} of {name}", worst_of(iter(errors)), 0.0, step)
+            yield Row("copy", f"{kind} of {name}", worst_of(errors), 0.0, step)
 
 
 def number_rows(
@@ -77,7 +77,7 @@ def number_rows(
             continue
         others = _put_together(evidence, step, ours) if summed and len(ours) > 1 else ()
         errors = [0.0 if x == theirs else abs(x - theirs) / (abs(theirs) or 1.0) for x in (*ours, *others)]
-        own = worst_of(iter(errors[: len(ours)]))
+        own = worst_of(errors[: len(ours)])
         error = min((own, *errors[len(ours) :]), key=lambda e: (e != e, e))
         # Where numbers of labels differ, each rank's own loss may be of a form that nobody here knows; one number of
         # all ranks says that it is the loss of the whole.
@@ -107,7 +107,7 @@ def _put_together(evidence: Evidence, step: int, ours: Sequence[float]) -> Itera
         yield math.fsum(n * x for n, x in zip(known, ours, strict=True) if n) / sum(known)
 
 
-def worst_of(errors: Iterator[float]) -> float:
+def worst_of(errors: Iterable[float]) -> float:
     """The largest of some errors, of which one that is not a number is larger than any number."""
     return max(errors, key=lambda error: (error != error, error))
 
@@ -136,7 +136,7 @@ def parameter_rows(evidence: Evidence, kind: str, step: int) -> Iterator[Row]:
         worst: dict[Part, float] = {}
         for _, part, kept, theirs in evidence.pieces(kind, step, name):
             square = float((theirs if kept is None else kept - theirs).square().sum())
-            worst[part] = worst_of(iter((worst.get(part, 0.0), square)))
+            worst[part] = worst_of((worst.get(part, 0.0), square))
         difference = math.inf if evidence.missing[name] else sum(worst.values())
         size = 0.0 if whole is None else float(whole.square().sum())
         squares.append((difference, size))

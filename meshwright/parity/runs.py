@@ -99,7 +99,7 @@ class StepComparison:
     moved: Sequence[RecordedRun]
     number: int
     part: PartOf | None
-    unseen: list[str] = field(default_factory=list)
+    unseen: list[tuple[list[str], str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         ours, theirs = ([rank.step(self.number) for rank in run.ranks] for run in (self.second, self.first))
@@ -116,14 +116,9 @@ class StepComparison:
             )
         self.strides, lost_first = common_first([*self.first.ranks, *self.second.ranks])
         self.lost = {name for _, name in lost_first} | {name for kind, name in lost if kind in ("gradient", "weight")}
-        self._say(
-            sorted({name for _, name in [*lost, *lost_first]}), "was cut between samples: record with a larger --most"
+        self.unseen.append(
+            (sorted({n for _, n in [*lost, *lost_first]}), "was cut between samples: record with a larger --most")
         )
-
-    def _say(self, names: Sequence[str], why: str) -> None:
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            self.unseen.append(f"not compared: {names[0]}{more}, which {why}")
 
     @property
     def same_layout(self) -> bool:
@@ -156,11 +151,15 @@ class StepComparison:
         rows = tuple(
             replace(row, step=self.number, name=named.sub(f"step {self.number}", row.name)) for row in found.rows
         )
-        notes = tuple(dict.fromkeys((*self.unseen, *self._notes(found))))
+        notes = tuple(dict.fromkeys(self._notes(found)))
         return replace(found, finding=finding, rows=rows, notes=notes, dead=(), seconds=time.monotonic() - start)
 
     def _notes(self, found: ParityResult) -> Iterator[str]:
         """Sentences on what was not compared."""
+        for unseen, why in self.unseen:
+            if unseen:
+                more = f" and {len(unseen) - 1} more" if len(unseen) > 1 else ""
+                yield f"not compared: {unseen[0]}{more}, which {why}"
         kept = [step.facts.kept for step in (*self.a, *self.b)]
         if any(kept):
             yield (
@@ -268,7 +267,8 @@ class StepComparison:
         run = self.first.ranks[of_first[0]].facts
         located = [self._parts(rank, self._first(self.second.ranks[rank]), first) for rank in of_second]
         names = [name for name in first if not any(name in vague for _, _, vague in located)]
-        self._say(sorted(set(first) - set(names)), "is constant at first, so that its part is not known: give --layout")
+        constant = sorted(set(first) - set(names))
+        self.unseen.append((constant, "is constant at first, so that its part is not known: give --layout"))
         steps = [self.a[rank].facts for rank in of_first]
         losses = [loss for step in steps for loss in step.losses]
         loss = math.fsum(losses) / len(of_first)

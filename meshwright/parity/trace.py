@@ -185,14 +185,10 @@ class Rounding:
                 moved.register_hook(self.rounded)
             return moved
 
-        self._handles = [module.register_forward_hook(perturb) for module in model.modules()]
+        self.handles = [module.register_forward_hook(perturb) for module in model.modules()]
 
     def rounded(self, x: Tensor) -> Tensor:
         """x · (1 ± eps), the sign of each element by chance."""
         # Random signs: roundings all upwards would add up, and the tolerance with them.
         signs = torch.randint(0, 2, x.shape, generator=self._generator).to(x.device) * 2 - 1
         return x * (1 + signs.to(x.dtype) * torch.finfo(x.dtype).eps)
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from meshwright.errors import ConfigError
 from meshwright.parameters.shard import ShardedModule
 from meshwright.ranks.mesh import Mesh
-from meshwright.subgraph.segment import AllCommon, OneCommon, Segment
+from meshwright.subgraph.segment import Segment
 from meshwright.subgraph.translation import Translated, nearly_even
 
 Assignment = tuple[tuple[int, ...], ...]
@@ -140,13 +140,13 @@ class Branches(ShardedModule):
             # Collectives of torch and MPI need equal parts; uneven ones go by messages.
             return Translated(self.mesh, self.axis, self.num_rows, holders, by_rank)
         if len(holders) < size:
-            return OneCommon(self.mesh, self.num_rows, self.axis)
+            return Segment(self.mesh, self.axis, num_rows=self.num_rows)
         if self.num_rows % size:
             least = self.num_rows // size * size
             near = ", ".join(str(rows) for rows in (least, least + size, least + 2 * size) if rows)
             rule = f"rows do not fall into equal parts for the {size} ranks of axis {self.axis}"
             raise ConfigError.of("num_rows", self.num_rows, rule, f"multiples of {size}: {near}, ...")
-        return AllCommon(self.mesh, self.axis)
+        return Segment(self.mesh, self.axis)
 
     def rows(self, x: Tensor) -> Tensor:
         """The rows that this rank holds outside of branches: [B, ...] -> [b, ...]."""

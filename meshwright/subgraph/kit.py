@@ -33,7 +33,7 @@ from meshwright.subgraph.common import (
     CommonLinear,
 )
 from meshwright.subgraph.section import Subgraph
-from meshwright.subgraph.segment import AllCommon, OneCommon, Segment
+from meshwright.subgraph.segment import Segment
 from meshwright.tensor.copies import HeadGroups, columns_of_parts, shared_heads
 from meshwright.tensor.head import TableHead
 from meshwright.tensor.kit import LinearPair, Role, Where
@@ -43,26 +43,11 @@ from meshwright.tensor.serial import Embedding, KitBase, SerialLinear, grouped
 
 @dataclass(frozen=True)
 class CommonPair:
-    """A pair of common linears. `core`: the layers between them are branches; else they are common, too."""
+    """A pair of common linears. `core`: the layers between them are branches; else they are common, too.
 
-    segment: Segment
-    core: bool
-
-    def expand(
-        self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True,
-        heads: HeadGroups | None = None,
-    ) -> nn.Module:  # fmt: skip
-        outputs = grouped(inner, groups)
-        return CommonLinear(self.segment, hidden, outputs, initial, bias=bias, slices=self.core)
-
-    def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
-        return CommonLinear(self.segment, inner, (hidden,), initial, bias=bias, joins=self.core)
-
-
-@dataclass(frozen=True)
-class CommonPairByParts:
-    """The pair of a common layer, computed by the parts of all branches: kernels get one part at a time, on whichever
-    rank it is (bits/blocks.py)."""
+    Where `blocks` are exact it is computed by the parts of all branches: kernels get one part at a time, on whichever
+    rank it is (bits/blocks.py).
+    """
 
     segment: Segment
     blocks: Blocks
@@ -73,6 +58,8 @@ class CommonPairByParts:
         heads: HeadGroups | None = None,
     ) -> nn.Module:  # fmt: skip
         outputs, parts = grouped(inner, groups), self.blocks.parts
+        if not self.blocks.exact:
+            return CommonLinear(self.segment, hidden, outputs, initial, bias=bias, slices=self.core)
         columns = columns_of_parts(outputs, shared_heads(heads, self.blocks), 1, 0, parts)
         return CommonExpand(
             self.segment, hidden, outputs, initial, bias=bias, columns=columns, groups=groups, blocks=self.blocks,
@@ -80,6 +67,8 @@ class CommonPairByParts:
         )  # fmt: skip
 
     def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+        if not self.blocks.exact:
+            return CommonLinear(self.segment, inner, (hidden,), initial, bias=bias, joins=self.core)
         return CommonContract(self.segment, inner, hidden, initial, bias=bias, blocks=self.blocks, joins=self.core)
 
 
@@ -112,17 +101,12 @@ class SubgraphKit(KitBase):
 
     def __init__(self, mesh: Mesh, settings: Subgraph, num_rows: int, blocks: Blocks = WHOLE) -> None:
         """`num_rows`: of a replica's microbatch, or of what is computed of it at a time."""
-        exact = blocks.exact
-        self.segment: Segment = (
-            AllCommon(mesh, by_tree=exact) if settings.common == "all" else OneCommon(mesh, num_rows, by_tree=exact)
-        )
+        alone = num_rows if settings.common == "one" else None
+        self.segment = Segment(mesh, num_rows=alone, by_tree=blocks.exact)
         super().__init__(mesh, self.segment, blocks)
         branches = BranchPair(self.segment, blocks)
-        core, common = (
-            CommonPairByParts(self.segment, blocks.uncut, core) if exact else CommonPair(self.segment, core)
-            for core in (True, False)
-        )
-        self._branches = core if settings.branch == "attention-core" else branches
+        core, common = (CommonPair(self.segment, blocks.uncut, core) for core in (True, False))
+        self._branches: LinearPair = core if settings.branch == "attention-core" else branches
         # Attention takes `branches`, every other pair of linears the kit's own words: only `block` cuts these.
         self._slices: LinearPair = branches if settings.branch == "block" else common
         self.inner = blocks if settings.branch == "block" else blocks.uncut

@@ -1,10 +1,10 @@
 """The collectives of a segment: splits and joins between common layers and branches (SUPER, IPDPS 2021, section IV).
 
 A segment is the ranks of one axis, `branch` in a run's grid; its g ranks are one of each sub-grid. Inside of branches
-every rank sees all B rows of the replica's batch. Outside, a rank holds B/g of them (`AllCommon`, D&SP), or the first
-holds all of them and the others none (`OneCommon`, D&SP-cSub).
+every rank sees all B rows of the replica's batch. Outside, a rank holds B/g of them, and all compute the common layers
+(D&SP); or the first holds all of them and the others none, and it alone computes these layers (D&SP-cSub).
 
-| step   | meaning                                         | AllCommon      | OneCommon | backward |
+| step   | meaning                                         | all            | the first | backward |
 |--------|-------------------------------------------------|----------------|-----------|----------|
 | enter  | split: every rank gets all rows                 | all-gather     | broadcast | leave    |
 | leave  | sum of the ranks' parts, rows where they belong | reduce-scatter | reduce    | enter    |
@@ -14,7 +14,6 @@ holds all of them and the others none (`OneCommon`, D&SP-cSub).
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from functools import partial
 
 import torch
@@ -30,33 +29,64 @@ ROWS = 0
 
 
 class Segment(Boundary):
-    """A boundary with slices; one of the two forms.
-
-    `owner`: where the common layers live. `by_tree`: sums have the order of a balanced tree (bits/blocks.py).
-    """
+    """A boundary with slices. `owner`: where the common layers live; None: on all ranks."""
 
     # The gathered input of a pair is kept for the backward pass, as in the paper: g times the activation at that place,
     # for a third of the bytes.
     keeps = True
-    owner: tuple[str, int] | None
 
-    def __init__(self, mesh: Mesh, axis: str = "branch", *, by_tree: bool = False) -> None:
+    def __init__(self, mesh: Mesh, axis: str = "branch", *, num_rows: int | None = None, by_tree: bool = False) -> None:
+        """`num_rows`: B where the first rank alone computes the common layers, since the others cannot see it from the
+        batches of no rows that they carry; None: all ranks do. `by_tree`: sums have the order of a balanced tree
+        (bits/blocks.py)."""
         self.mesh = mesh
         self.axis = axis
-        self.by_tree = by_tree
+        self.num_rows, self.by_tree = num_rows, by_tree
         self.split_axes = (axis,)
+        self.owner = None if num_rows is None else (axis, 0)
+        self.holds = num_rows is None or mesh.index(axis) == 0
 
-    @abstractmethod
+    def start_enter(self, x: Tensor) -> Moving:
+        comm = self.mesh.comm(self.axis)
+        if self.num_rows is None:
+            return start_all_gather(x, comm, ROWS)
+        # Who holds no rows sees dims and dtype of what comes from its own x, and the number of rows from num_rows.
+        whole = x.contiguous() if self.holds else x.new_empty(self.num_rows, *x.shape[1:])
+        return Moving(comm.broadcast(whole, 0, wait=False), lambda: whole)
+
+    def start_leave(self, x: Tensor) -> Moving:
+        comm = self.mesh.comm(self.axis)
+        if self.num_rows is None:
+            start_sum = start_tree_reduce_scatter if self.by_tree else start_reduce_scatter
+            return start_sum(x, comm, ROWS)
+        total = start_tree_reduce(x, comm) if self.by_tree else Moving(comm.reduce(x, 0, wait=False), lambda: x)
+        return Moving(total.work, lambda: self.rows(total.result()))
+
     def start_slice(self, x: Tensor, dim: int) -> Moving:
         """This rank's part along `dim`, of all rows: [b, ..., N] -> [B, ..., N/g]."""
+        comm = self.mesh.comm(self.axis)
+        if self.num_rows is None:
+            return start_all_to_all(x, comm, ROWS, dim)
+        panels = x.unflatten(dim, (comm.size, -1)).movedim(dim % x.dim(), 0).contiguous()  # [g, B or 0, ..., N/g]
+        part = x.new_empty(self.num_rows, *panels.shape[2:])
+        return Moving(comm.scatter(part, panels, 0, wait=False), lambda: part)
 
-    @abstractmethod
     def start_concat(self, x: Tensor, dim: int) -> Moving:
         """Every rank's x side by side along `dim`, rows where they belong: [B, ..., N/g] -> [b, ..., N]."""
+        comm = self.mesh.comm(self.axis)
+        if self.num_rows is None:
+            return start_all_to_all(x, comm, dim, ROWS)
+        at, x = dim % x.dim(), x.contiguous()
+        panels = x.new_empty(comm.size, *self.rows(x).shape)
+        work = comm.gather(panels, x, 0, wait=False)
+        # Behind the wait: before it the panels hold nothing.
+        return Moving(work, lambda: panels.movedim(0, at).flatten(at, at + 1))
 
-    @abstractmethod
     def rows(self, x: Tensor) -> Tensor:
         """The rows that this rank holds."""
+        if self.num_rows is None:
+            return x.chunk(self.mesh.size(self.axis))[self.mesh.index(self.axis)]
+        return x if self.holds else x[:0]
 
     def enter(self, x: Tensor) -> Tensor:
         return cross(x, self.start_enter, self._start_sum)
@@ -75,65 +105,3 @@ class Segment(Boundary):
         """start_leave on a copy of x, which keeps x."""
         # A reduction writes into its operand, and autograd may hand this very tensor to others.
         return self.start_leave(x.clone(memory_format=torch.contiguous_format))
-
-
-class AllCommon(Segment):
-    """The form in which every rank computes the common layers, on its share of the rows (D&SP)."""
-
-    holds = True
-    owner = None
-
-    def start_enter(self, x: Tensor) -> Moving:
-        return start_all_gather(x, self.mesh.comm(self.axis), ROWS)
-
-    def start_leave(self, x: Tensor) -> Moving:
-        start_sum = start_tree_reduce_scatter if self.by_tree else start_reduce_scatter
-        return start_sum(x, self.mesh.comm(self.axis), ROWS)
-
-    def start_slice(self, x: Tensor, dim: int) -> Moving:
-        return start_all_to_all(x, self.mesh.comm(self.axis), ROWS, dim)
-
-    def start_concat(self, x: Tensor, dim: int) -> Moving:
-        return start_all_to_all(x, self.mesh.comm(self.axis), dim, ROWS)
-
-    def rows(self, x: Tensor) -> Tensor:
-        return x.chunk(self.mesh.size(self.axis))[self.mesh.index(self.axis)]
-
-
-class OneCommon(Segment):
-    """The first rank of a segment computes the common layers; the others carry batches of no rows between them.
-
-    `num_rows`: B, which the others cannot see from what they carry.
-    """
-
-    def __init__(self, mesh: Mesh, num_rows: int, axis: str = "branch", *, by_tree: bool = False) -> None:
-        super().__init__(mesh, axis, by_tree=by_tree)
-        self.num_rows = num_rows
-        self.owner = (axis, 0)
-        self.holds = mesh.index(axis) == 0
-
-    def start_enter(self, x: Tensor) -> Moving:
-        # Who holds no rows sees dims and dtype of what comes from its own x, and the number of rows from num_rows.
-        whole = x.contiguous() if self.holds else x.new_empty(self.num_rows, *x.shape[1:])
-        return Moving(self.mesh.comm(self.axis).broadcast(whole, 0, wait=False), lambda: whole)
-
-    def start_leave(self, x: Tensor) -> Moving:
-        comm = self.mesh.comm(self.axis)
-        total = start_tree_reduce(x, comm) if self.by_tree else Moving(comm.reduce(x, 0, wait=False), lambda: x)
-        return Moving(total.work, lambda: self.rows(total.result()))
-
-    def start_slice(self, x: Tensor, dim: int) -> Moving:
-        comm = self.mesh.comm(self.axis)
-        panels = x.unflatten(dim, (comm.size, -1)).movedim(dim % x.dim(), 0).contiguous()  # [g, B or 0, ..., N/g]
-        part = x.new_empty(self.num_rows, *panels.shape[2:])
-        return Moving(comm.scatter(part, panels, 0, wait=False), lambda: part)
-
-    def start_concat(self, x: Tensor, dim: int) -> Moving:
-        comm, at, x = self.mesh.comm(self.axis), dim % x.dim(), x.contiguous()
-        panels = x.new_empty(comm.size, *self.rows(x).shape)
-        work = comm.gather(panels, x, 0, wait=False)
-        # Behind the wait: before it the panels hold nothing.
-        return Moving(work, lambda: panels.movedim(0, at).flatten(at, at + 1))
-
-    def rows(self, x: Tensor) -> Tensor:
-        return x if self.holds else x[:0]

@@ -45,12 +45,6 @@ class BestWatch:
         self.best = best_after(self.best, step, self._metric, float(value))
         return self._keeps and self.best is not None and self.best.step == step
 
-    def __str__(self) -> str:
-        """`best: step-30, validation loss 2.3100`; empty before the first validation."""
-        if self.best is None:
-            return ""
-        return f"best: step-{self.best.step}, validation {self.best.metric} {self.best.value:.4f}"
-
 
 def best_after(best: Best | None, step: int, metric: str, value: float) -> Best | None:
     """The new best if `value` is finite and strictly better (lower loss, higher accuracy); else `best` with its count

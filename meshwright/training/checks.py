@@ -40,16 +40,12 @@ def copy_sets(grid: Grid) -> list[CopyAxes]:
     return [some for count in range(1, len(names) + 1) for some in combinations(names, count)]
 
 
-def weight_hashes(parts: Parts) -> Tensor:
-    """Hash the weights that this rank shares along each of the grid's `copy_sets`: int64 [sets], on the device."""
-    return _hashes(parts, parts.strategy.weights)
-
-
 def hashes_due(parts: Parts, step: int) -> Tensor:
     """Hash the weights in the steps in which `check.every` compares them, counted from 0; else empty."""
     every = parts.config.check.every
-    due = every and (step + 1) % every == 0
-    return weight_hashes(parts) if due else torch.empty(0, dtype=torch.int64, device=parts.mesh.device)
+    if not every or (step + 1) % every:
+        return torch.empty(0, dtype=torch.int64, device=parts.mesh.device)
+    return copy_hashes(parts, parts.strategy.weights)
 
 
 def root_due(parts: Parts, step: int) -> Tensor:
@@ -64,12 +60,7 @@ def root_due(parts: Parts, step: int) -> Tensor:
     return torch.stack(list(hashes.values())).sum().reshape(1) if hashes else none
 
 
-def state_hashes(parts: Parts) -> Tensor:
-    """Hash weights, masters and moments, all that a checkpoint holds: int64 [sets] as `weight_hashes`."""
-    return _hashes(parts, _saved(parts))
-
-
-def _saved(parts: Parts) -> Iterator[FlatWeights]:
+def saved(parts: Parts) -> Iterator[FlatWeights]:
     """All that a checkpoint holds: weights, masters and moments."""
     yield from parts.strategy.weights
     for index, slot in enumerate(parts.strategy.slots):
@@ -77,21 +68,18 @@ def _saved(parts: Parts) -> Iterator[FlatWeights]:
             yield FlatWeights(tensor, slot.places, slot.copy_axes(parts.mesh.grid))
 
 
-def _hashes(parts: Parts, memory: Iterable[FlatWeights]) -> Tensor:
+def copy_hashes(parts: Parts, memory: Iterable[FlatWeights]) -> Tensor:
+    """Hash the memory that this rank shares along each of the grid's `copy_sets`: int64 [sets], on the device."""
     grid, device = parts.mesh.grid, parts.mesh.device
     zero = torch.zeros((), dtype=torch.int64, device=device)
     hashes = dict.fromkeys(copy_sets(grid), zero)
+    known = set[str]().union(*hashes)
     for flat in memory:
-        if axes := _shared(grid, flat.copy_axes):
+        # The one of the sets that the axes are.
+        if axes := grid.ordered(known.intersection(flat.copy_axes)):
             # A product of odd factors in between: two buckets that were exchanged give another number.
             hashes[axes] = hashes[axes] * FACTOR + hash_bits(flat.values).to(device)
     return torch.stack([*hashes.values(), zero])[:-1]
-
-
-def _shared(grid: Grid, copy_axes: CopyAxes) -> CopyAxes:
-    """The one of `copy_sets` that the axes are."""
-    known = {name for some in copy_sets(grid) for name in some}
-    return tuple(name for name in grid.ordered(copy_axes) if name in known)
 
 
 def gathered(parts: Parts, hashes: Tensor) -> list[list[int]]:
@@ -155,9 +143,9 @@ def _differing_parameters(parts: Parts, difference: Difference) -> str:
     mesh = parts.mesh
     names: set[str] = set()
     if mesh.rank in difference.group:
-        comm = mesh.comm(*difference.axes)
+        comm, known = mesh.comm(*difference.axes), set[str]().union(*copy_sets(mesh.grid))
         for flat in parts.strategy.weights:
-            if _shared(mesh.grid, flat.copy_axes) == difference.axes:
+            if mesh.grid.ordered(known.intersection(flat.copy_axes)) == difference.axes:
                 hashes = [hash_bits(flat.values[place.start : place.stop]) for place in flat.places]
                 everyone = all_rows(torch.stack(hashes).cpu(), comm)
                 unequal = (everyone != everyone[:1]).any(0).tolist()
@@ -183,33 +171,14 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
 
 
-@dataclass(frozen=True)
-class Bad:
-    """Parameters in which some rank found a bad number: the first in the model's order, that rank, and how many."""
-
-    parameter: str
-    rank: int
-    count: int
-
-    def __str__(self) -> str:
-        more = f" (the first of {self.count} parameters)" if self.count > 1 else ""
-        return f"{self.parameter} on rank {self.rank}{more}"
-
-
 def require_finite_weights(parts: Parts, step: int) -> None:
     """Raise DivergedError where a weight or a state of the optimizer is not finite, or too large to be squared."""
     # What diverges passes the square root of float32's end before it is infinite: Adam squares it.
     limit = math.sqrt(torch.finfo(torch.float32).max)
-    if bad := _first_bad(parts, _saved(parts), limit):
+    if bad := first_bad(parts, saved(parts), limit):
         raise DivergedError(
             f"step {step}: the weights of {bad} are not finite, or beyond 1e19: nothing is saved; {REMEDY}"
         )
-
-
-def require_finite_loss(step: int, everyones: Sequence[float]) -> None:
-    """Raise DivergedError where a rank's loss is not a number although the gradient's norm is one."""
-    if losses := _bad_losses(everyones):
-        raise DivergedError(f"step {step}: {losses}, although the gradient is finite; {REMEDY}")
 
 
 def diagnosed(parts: Parts, everyones: Sequence[float], error: DivergedError) -> DivergedError:
@@ -217,28 +186,22 @@ def diagnosed(parts: Parts, everyones: Sequence[float], error: DivergedError) ->
     slots = parts.strategy.slots
     gradients = [FlatWeights(slot.parameter.grad, slot.places, ()) for slot in slots if slot.parameter.grad is not None]
     findings = [str(error)]
-    if bad := _first_bad(parts, gradients):
+    if bad := first_bad(parts, gradients):
         findings.append(f"the gradient of {bad} is not finite")
     # Slots that stream were stepped as their gradients came, before the norm of all was known.
     if parts.optimizer.streams:
         findings.append("the weights have taken the step already, and are not saved")
     else:
-        bad = _first_bad(parts, parts.strategy.weights)
-        findings.append("all weights are finite" if bad is None else f"the weights of {bad} are not finite")
-    if losses := _bad_losses(everyones):
+        bad = first_bad(parts, parts.strategy.weights)
+        findings.append(f"the weights of {bad} are not finite" if bad else "all weights are finite")
+    if losses := bad_losses(everyones):
         findings.append(losses)
     return DivergedError("; ".join([*findings, REMEDY]))
 
 
-def require_curable(parts: Parts, step: int) -> None:
-    """After a skipped step: raise DivergedError where weights are bad, which no smaller loss scale can mend."""
-    if bad := _first_bad(parts, parts.strategy.weights):
-        raise DivergedError(f"step {step}: the step overflowed: the weights of {bad} are not finite; {REMEDY}")
-
-
-def _first_bad(parts: Parts, memory: Iterable[FlatWeights], limit: float = math.inf) -> Bad | None:
-    """The model's first parameter that reaches `limit` or is not a number on some rank, and on how many parameters a
-    rank found such."""
+def first_bad(parts: Parts, memory: Iterable[FlatWeights], limit: float = math.inf) -> str:
+    """The model's first parameter that reaches `limit` or is not a number on some rank, that rank, and how many such
+    parameters a rank found; empty without one."""
     bad = {
         place.name
         for flat in memory
@@ -248,7 +211,10 @@ def _first_bad(parts: Parts, memory: Iterable[FlatWeights], limit: float = math.
     }
     rows, names = _first_named(parts, bad), list(parts.specs)
     first, rank = min((first, rank) for rank, (first, _) in enumerate(rows))
-    return None if first == len(names) else Bad(names[first], rank, max(count for _, count in rows))
+    if first == len(names):
+        return ""
+    count = max(count for _, count in rows)
+    return f"{names[first]} on rank {rank}" + (f" (the first of {count} parameters)" if count > 1 else "")
 
 
 def _largest(x: Tensor) -> float:
@@ -259,7 +225,7 @@ def _largest(x: Tensor) -> float:
     return float(torch.maximum(-low, high))
 
 
-def _bad_losses(losses: Sequence[float]) -> str:
+def bad_losses(losses: Sequence[float]) -> str:
     """`the loss is not finite on rank 1`; empty where all are finite."""
     ranks = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
     return f"the loss is not finite on {_ranks(ranks)}" if ranks else ""

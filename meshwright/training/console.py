@@ -66,7 +66,7 @@ class RunDisplay:
             facts += f"  {duration(left)} left"
         self._bar.update(self._task, completed=line["step"], facts=facts)
         due = time.monotonic() - self._last_line > SECONDS_BETWEEN_LINES or line["step"] == self.steps
-        if not self._draws and (due or self._says("debug") or "validation_loss" in line):
+        if not self._draws and (due or LEVELS.index("debug") >= self._least or "validation_loss" in line):
             self._last_line = time.monotonic()
             self.say(f"step {line['step']}/{self.steps} ({100 * line['step'] // self.steps} %)  {facts}")
             phases = (f"{phase} {seconds:.3f} s" for phase, seconds in line["phase_seconds"].items())
@@ -84,11 +84,8 @@ class RunDisplay:
 
     def say(self, *lines: str, level: LogLevel = "info") -> None:
         """Print lines of a level beside the bar."""
-        for line in lines if self._says(level) else ():
+        for line in lines if LEVELS.index(level) >= self._least else ():
             self.console.print(line, markup=False, soft_wrap=True)
-
-    def _says(self, level: LogLevel) -> bool:
-        return LEVELS.index(level) >= self._least
 
 
 def duration(seconds: float) -> str:

@@ -19,7 +19,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -54,11 +54,11 @@ def locked(out: Path) -> Iterator[list[str]]:
     over = threading.Event()
     try:
         # Whether the lock, once taken, says that nobody else writes here.
-        excludes = True
+        excludes, taken = True, False
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise _written_by(out, _facts_in(descriptor)) from error
+        except BlockingIOError:
+            taken = True
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise not_writable(out, error) from error
@@ -67,8 +67,11 @@ def locked(out: Path) -> Iterator[list[str]]:
         before = _facts_in(descriptor)
         # On this host a lock that could be taken is proof; a holder on another host may be one that the lock does not
         # see.
-        if before and not (excludes and before["host"] == socket.gethostname()) and _is_touched(descriptor):
-            raise _written_by(out, before)
+        watched = before and not (excludes and before["host"] == socket.gethostname())
+        if taken or (watched and _is_touched(descriptor)):
+            who = f": process {before['pid']} on {before['host']}, since {before['since']}" if before else ""
+            rule = "another folder, or the same once that run has ended"
+            raise ConfigError.of("--out", out, f"is being written by another run{who}", rule)
         facts = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -113,12 +116,6 @@ def _facts_in(descriptor: int) -> dict[str, Any]:
         facts = json.loads(os.pread(descriptor, 4096, 0))
         return facts if isinstance(facts, dict) and {"host", "pid", "since"} <= facts.keys() else {}
     return {}
-
-
-def _written_by(out: Path, facts: Mapping[str, Any]) -> ConfigError:
-    who = f": process {facts['pid']} on {facts['host']}, since {facts['since']}" if facts else ""
-    rule = "another folder, or the same once that run has ended"
-    return ConfigError.of("--out", out, f"is being written by another run{who}", rule)
 
 
 def not_writable(out: Path, error: OSError) -> ConfigError:

@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -78,21 +79,20 @@ def _read(folder: Path, each: Each, raised: list[BaseException]) -> None:
                 (folder / _STOP).touch()
 
 
+@dataclass(frozen=True)
 class StepTeller:
     """Rank 0's end. Without a folder nobody is told, and nobody asks to stop."""
 
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
+    folder: Path | None
 
-    def tell(self, line: Mapping[str, Any]) -> None:
-        """Write a step's metrics, as a run that is read later would be. Waits while the reader is behind."""
-        if self._folder is not None:
-            with (self._folder / _PIPE).open("w", encoding="utf-8") as pipe:
-                pipe.write(f"\n{json.dumps(line)}\n")
-
-    @property
-    def asks_to_stop(self) -> bool:
-        return self._folder is not None and (self._folder / _STOP).exists()
+    def tell(self, line: Mapping[str, Any]) -> bool:
+        """Write a step's metrics, as a run that is read later would be; returns whether the reader asks to stop. Waits
+        while the reader is behind."""
+        if self.folder is None:
+            return False
+        with (self.folder / _PIPE).open("w", encoding="utf-8") as pipe:
+            pipe.write(f"\n{json.dumps(line)}\n")
+        return (self.folder / _STOP).exists()
 
 
 def read_history(metrics_file: Path) -> list[dict[str, Any]]:

@@ -23,7 +23,14 @@ from meshwright.model import Batch, Samples, counts_of, to_device
 from meshwright.parts import Parts
 from meshwright.pipeline.span import Moment, Span
 from meshwright.ranks.grid import DATA_AXES, PIPE
-from meshwright.training.checks import REMEDY, gathered, require_equal_replicas, require_finite_weights, state_hashes
+from meshwright.training.checks import (
+    REMEDY,
+    copy_hashes,
+    gathered,
+    require_equal_replicas,
+    require_finite_weights,
+    saved,
+)
 from meshwright.training.metrics import metrics_line, release_free_memory, work_of
 from meshwright.training.record import StepRecord
 from meshwright.training.step import ReplicaBatch, begin_step, publish, replica_backward
@@ -46,23 +53,20 @@ def validate(parts: Parts, held_out: Samples, num_batches: int) -> dict[str, flo
     mine, head = mesh.index(*DATA_AXES) * config.replica_batch, parts.pipeline.stages[-1]
 
     def add(h: Tensor, batch: Batch) -> None:
-        with head.multiplies(), head.autocast():
-            losses = [model.loss(h, batch, {other: float(other == name) for other in names}) for name in names]
-            right = model.num_correct(h, batch)
-        if parts.grains is not None:
-            losses = [rounded_loss(loss, SUMMED_LOSS) for loss in losses]
-        numbers = [[float(loss) for loss in losses], counts_of(batch, names), right]
-        if model.chunk.last:  # other stages have a part of the head at most, and the same numbers of it
-            sums.add_(torch.tensor(numbers, device=h.device, dtype=torch.float64))
-
-    def add_grains(h: Tensor, batch: Batch) -> None:
         for grain, (rows,) in parts.grains.of(batch, (h,)) if parts.grains is not None else [(batch, (h,))]:
-            add(rows, grain)
+            with head.multiplies(), head.autocast():
+                losses = [model.loss(rows, grain, {other: float(other == name) for other in names}) for name in names]
+                right = model.num_correct(rows, grain)
+            if parts.grains is not None:
+                losses = [rounded_loss(loss, SUMMED_LOSS) for loss in losses]
+            numbers = [[float(loss) for loss in losses], counts_of(grain, names), right]
+            if model.chunk.last:  # other stages have a part of the head at most, and the same numbers of it
+                sums.add_(torch.tensor(numbers, device=h.device, dtype=torch.float64))
 
     with parts.strategy.whole_weights():
         for index in range(num_batches):
             rows = held_out.held_out(index * config.batch.global_ + mine, config.replica_batch)
-            parts.pipeline.evaluate(parts.microbatches(to_device(rows, mesh.device)), add_grains)
+            parts.pipeline.evaluate(parts.microbatches(to_device(rows, mesh.device)), add)
     # Sums and counts travel, and are divided once: a mean of ranks' means would weigh unequal counts alike.
     mesh.comm(*config.layout.batch_axes, PIPE).all_reduce(sums)
     losses, counts, right = sums
@@ -97,13 +101,8 @@ class Trainer:
         first = self._load(samples)
         counts = torch.tensor(first.counts, dtype=torch.float64)
         mesh.comm(*parts.config.layout.data.token_axes).all_reduce(counts)
-        self._batch = replace(first, counts=[int(count) for count in counts])
-        """The next step's."""
-
-    @property
-    def samples(self) -> int:
-        """The data cursor: how many samples the run has trained on."""
-        return self._batch.samples
+        self.batch = replace(first, counts=[int(count) for count in counts])
+        """The next step's; its `samples` are the data cursor: how many the run has trained on."""
 
     def turn(self, stop: StopRequest | None, observe: Callable[[], None] | None = None) -> tuple[list[StepLine], bool]:
         """Make one step; returns the metrics that are there (all of them on rank 0), a step's each, and whether some
@@ -112,14 +111,17 @@ class Trainer:
         On a CPU they are this step's; on a GPU those of the step before, and `flush` has this one's. `observe` is
         called when the slots hold the whole gradient, before it is clipped and applied.
         """
-        mesh, batch, late, unread = self.parts.mesh, self._batch, self._late, self._unread
+        mesh, batch, late, unread = self.parts.mesh, self.batch, self._late, self._unread
         # Late: what travels in this step is the step before, whose numbers the device has written by now.
         following, told = batch, unread
 
         def beside(record: StepRecord) -> Callable[[], None]:
             nonlocal following, told
             following = self._load(batch.samples + self.parts.config.batch.global_)
-            record.lap, record.again = self._lap(), partial(self._again, batch.counts, batch.samples) if late else None
+            before, self._sent = self._sent, mesh.ledger.sent_bytes()
+            sent = tuple(self._sent.get(axes, 0) - before.get(axes, 0) for axes in mesh.grid.axis_sets)
+            record.lap = Lap(*self._clock.lap(), sent)  # since the last step's
+            record.again = partial(self._again, batch.counts, batch.samples) if late else None
             record.measured = {
                 name: metric.measure(record) for name, metric in self._table.items() if callable(metric.measure)
             }
@@ -132,7 +134,7 @@ class Trainer:
         assert told is not None
         assert told.reports is not None
         self._unread = record if late else None
-        self._batch = replace(following, counts=told.reports.next_counts(mesh.grid.group(mesh.rank, *DATA_AXES)))
+        self.batch = replace(following, counts=told.reports.next_counts(mesh.grid.group(mesh.rank, *DATA_AXES)))
         self.step += 1
         if (every := self.parts.config.memory.empty_cache_every) and self.step % every == 0:
             release_free_memory(mesh.device)
@@ -144,7 +146,7 @@ class Trainer:
         record, self._unread = self._unread, None
         if record is None:
             return []
-        reports = record.tell(self._table, [0 for _ in self._batch.counts], False)
+        reports = record.tell(self._table, [0 for _ in self.batch.counts], False)
         record.settle()
         line = self._line(record, reports)
         self._before = None
@@ -163,7 +165,7 @@ class Trainer:
             raise DivergedError(f"step {self.step}: every step overflowed and was skipped; {REMEDY}")
         require_finite_weights(parts, self.step)
         if config.check.every:
-            require_equal_replicas(parts, self.step, gathered(parts, state_hashes(parts)))
+            require_equal_replicas(parts, self.step, gathered(parts, copy_hashes(parts, saved(parts))))
 
     @property
     def spans(self) -> list[Span]:
@@ -178,12 +180,6 @@ class Trainer:
             lambda first, count: self.train.samples(samples + first, count), self.parts.config.replica_batch
         )
         return ReplicaBatch(to_device(rows, self.parts.mesh.device), counts_of(rows, self.parts.model.labels), samples)
-
-    def _lap(self) -> Lap:
-        """The rank's seconds of work and bytes sent since the last step's lap."""
-        before, self._sent = self._sent, self.parts.mesh.ledger.sent_bytes()
-        sent = (self._sent.get(axes, 0) - before.get(axes, 0) for axes in self.parts.mesh.grid.axis_sets)
-        return Lap(*self._clock.lap(), tuple(sent))
 
     def _line(self, record: StepRecord, reports: StepReports) -> StepLine:
         """The metrics of a step that was concluded, of all ranks' reports of it."""

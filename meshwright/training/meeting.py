@@ -27,7 +27,6 @@ import meshwright
 from meshwright.config import Config
 from meshwright.errors import LaunchError
 from meshwright.ranks.agreement import all_texts, same_everywhere, text_of_root
-from meshwright.ranks.hang import names_of
 from meshwright.ranks.mesh import Mesh
 from meshwright.registry import entries
 from meshwright.section import leaves_of
@@ -77,13 +76,6 @@ def meet(mesh: Mesh, facts: Mapping[str, str]) -> None:
     more = f" (and {len(keys) - len(shown)} more)" if len(keys) > len(shown) else ""
     who = f"rank {rank} on {theirs[_HOST]} differs from rank 0 on {first[_HOST]}"
     raise LaunchError(f"{who}: {'; '.join(shown)}{more}; no step was made")
-
-
-def share_folder(mesh: Mesh, out: Path) -> None:
-    """Raise LaunchError on all ranks, naming the blind ranks, unless all see a file that rank 0 puts in `out`."""
-    if blind := ranks_without(mesh, out):
-        rule = "--out must be a folder that all hosts share; no step was made"
-        raise LaunchError(f"{names_of(blind)} does not see what rank 0 writes to {out}: {rule}")
 
 
 def ranks_without(mesh: Mesh, folder: Path) -> list[str]:

@@ -145,8 +145,9 @@ class MetricsWriter:
         """Lines of steps after `first_step` are dropped: a resumed run writes them again."""
         self.path = folder / METRICS
         _drop_after(self.path, first_step)
-        self._descriptor: int | None = self._open()
+        self._descriptor: int | None = None
         self._losing = False
+        self._in_place()
         self._trackers = dict(trackers or {})
 
     def write(self, line: Mapping[str, Any]) -> list[str]:
@@ -178,9 +179,6 @@ class MetricsWriter:
             with suppress(Exception):  # its last numbers, on a full disk or without a network
                 tracker.close()
 
-    def _open(self) -> int:
-        return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-
     def _in_place(self) -> bool:
         """Whether the open file is the one at the path. Another is opened where it is not. Raises OSError."""
         with suppress(FileNotFoundError):
@@ -190,7 +188,7 @@ class MetricsWriter:
             os.close(self._descriptor)
             self._descriptor = None
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = self._open()
+        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         return self._losing  # it was said before
 
     def _append(self, content: bytes) -> None:

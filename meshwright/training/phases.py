@@ -36,23 +36,13 @@ class PhaseClock:
         self._ended: list[tuple[str, Moment, Moment]] = []
         self._running: tuple[str, Moment] | None = None
 
-    def begin(self, phase: str) -> None:
-        """End the phase that the step is in, and begin this one."""
-        now = self._end()
-        self._running = phase, now
-        self._recorder.enter(PHASE_WORDS.get(phase, phase))
-
-    def pause(self) -> None:
-        """End the phase that the step is in: it is in none then."""
-        self._end()
-        self._recorder.enter(BETWEEN)
-        self._running = None
-
-    def _end(self) -> Moment:
+    def begin(self, phase: str | None) -> None:
+        """End the phase that the step is in, and begin this one; None: it is in none then."""
         now = self._watch.now()
         if self._running is not None:
             self._ended.append((*self._running, now))
-        return now
+        self._running = None if phase is None else (phase, now)
+        self._recorder.enter(BETWEEN if phase is None else PHASE_WORDS.get(phase, phase))
 
     def waiting(self, arrivals: Iterable[int]) -> Iterator[int]:
         """Pass on the arrivals. Waits for them are the data-parallel phase, the time between is the optimizer's."""

@@ -34,7 +34,6 @@ from meshwright.training.follow import read_history
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _INK, _GRID, _IDLE = "#333333", "#e4e4e4", "#f4f4f4"
 _TRAIN, _VALIDATION = "#2b6cb0", "#d9480f"
@@ -108,7 +107,8 @@ def draw_loss(metrics_file: Path, picture: Path) -> None:
         axes.legend(frameon=False, loc="upper right")
     _set_limits(axes, curve)
     _annotate(axes, ends)
-    _save(figure, picture)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, format="png")
 
 
 def smoothed(losses: Sequence[float]) -> np.ndarray:
@@ -195,7 +195,8 @@ def draw_timelines(timelines: Mapping[str, Timeline], picture: Path, seconds_nam
     colours = {name: colour for timeline in timelines.values() for name, colour in _colours(timeline).items()}
     handles = [Patch(color=colour, label=_TITLES.get(name, name)) for name, colour in colours.items()]
     figure.legend(handles=handles, loc="outside lower right", ncols=len(handles), frameon=False, fontsize=9)
-    _save(figure, picture)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, format="png")
 
 
 def _ends(timeline: Timeline) -> tuple[float, float]:
@@ -250,8 +251,3 @@ def write_step(spans: Sequence[Span], mesh: Mesh, step: int, folder: Path) -> No
         path = folder / f"trace-step-{step}.json"
         write_trace(timeline, path)
         draw_timelines({f"step {step}": timeline}, path.with_suffix(".png"))
-
-
-def _save(figure: Figure, picture: Path) -> None:
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, format="png")

@@ -23,12 +23,13 @@ from meshwright.optim.optimizer import PendingStep, StepResult
 from meshwright.parts import Parts
 from meshwright.ranks.agreement import all_rows
 from meshwright.training.checks import (
+    REMEDY,
+    bad_losses,
+    copy_hashes,
     diagnosed,
+    first_bad,
     gathered,
-    require_curable,
     require_equal_replicas,
-    require_finite_loss,
-    weight_hashes,
 )
 from meshwright.training.metric import Metric
 from meshwright.training.phases import PhaseClock
@@ -73,7 +74,8 @@ class StepRecord:
         not for what it was given behind it; of a late step that is under way no number is known yet, and none told."""
         told: dict[str, Any] = {"stop": stop, "next_counts": next_counts}
         if self.pending is not None or not self.late:
-            self._wait()
+            if self._copied is not None:
+                self._copied.synchronize()
             for name, value in self.measured.items():
                 known = value.tolist() if isinstance(value, Tensor) else value
                 told[name] = known() if callable(known) else known
@@ -88,12 +90,14 @@ class StepRecord:
         differs can still be named: later all do.
         """
         reports = self.reports
-        if reports is not None and "hashes" in reports and (self.late or self.pending is None):
+        if reports is not None and "hashes" in reports.places and (self.late or self.pending is None):
             hashes = reports["hashes"]
             if hashes[0]:  # else it is not their turn
                 require_equal_replicas(self.parts, self.number + 1, hashes)
         if self.pending is not None and self.conclude().applied and reports is not None:
-            require_finite_loss(self.number + 1, reports["loss"])
+            losses = bad_losses(reports["loss"])  # one may be no number although the gradient's norm is one
+            if losses:
+                raise DivergedError(f"step {self.number + 1}: {losses}, although the gradient is finite; {REMEDY}")
 
     def conclude(self) -> StepResult:
         """The step's result, for which its norm is waited. Raises where the norm is bad and no smaller loss scale can
@@ -103,7 +107,8 @@ class StepRecord:
             return self.result
         parts, pending, failure = self.parts, self.pending, None
         assert pending is not None, "a step that the optimizer has not begun"
-        self._wait()
+        if self._copied is not None:
+            self._copied.synchronize()
         try:
             self.result = parts.optimizer.conclude(pending, float(pending.norm))
             if self.result.applied:
@@ -116,14 +121,13 @@ class StepRecord:
         # weights, if it was their turn; a late step's weights have been written since. Streamed ones have, too.
         compared = self.reports is not None and len(self.measured["hashes"]) and not self.late
         if parts.config.check.every and not compared and not parts.optimizer.streams:
-            require_equal_replicas(parts, self.number + 1, gathered(parts, weight_hashes(parts)))
+            require_equal_replicas(parts, self.number + 1, gathered(parts, copy_hashes(parts, parts.strategy.weights)))
         if failure:
             losses = all_rows(self.loss.cpu(), parts.mesh.world).tolist()
             raise diagnosed(parts, losses, failure) from failure
-        require_curable(parts, self.number + 1)
+        if bad := first_bad(parts, parts.strategy.weights):  # which no smaller loss scale can mend
+            raise DivergedError(
+                f"step {self.number + 1}: the step overflowed: the weights of {bad} are not finite; {REMEDY}"
+            )
         assert self.result is not None
         return self.result
-
-    def _wait(self) -> None:
-        if self._copied is not None:
-            self._copied.synchronize()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -60,7 +59,9 @@ def go_on(out: Path, config: Config, data: str, step: int | None, *, accept_chan
     path, text, until = out / CONFIG, run_text(config), checkpoint.manifest.progress.step
     kept = out / f"config-{until}.yaml"
     said = path.read_text(encoding="utf-8") if path.is_file() else text
-    if _without_comments(said) != _without_comments(text) and not kept.exists():
+    # Comments say nothing of the run: where its schema lies, another installation says otherwise.
+    old, new = ([line for line in each.splitlines() if not line.startswith("#")] for each in (said, text))
+    if old != new and not kept.exists():
         path.rename(kept)
         notes.append(f"config.yaml is new, the one until step {until} is {kept.name}")
     write_whole(out, CONFIG, text)
@@ -138,12 +139,16 @@ def _differences(checkpoint: Checkpoint, config: Config, data: str, *, accept_ch
     reshaping = [key for key in decisive if key.startswith("model.")]
     misfit = misfit_of(config, checkpoint) if reshaping else ""
     refused = []
+    shown = {
+        key: [json.dumps(leaves[key]) if key in leaves else "absent" for leaves in (before, wanted)] for key in changed
+    }
     for key in decisive:
-        rule, valid = f"is {_shown(before, key)} in {folder}", "that, or --accept-changes"
+        was, now = shown[key]
+        rule, valid = f"is {was} in {folder}", "that, or --accept-changes"
         if misfit and key in reshaping:
             rule, valid = f"{rule}, whose weights do not fit: {misfit}", "that, or a new run in another --out"
-        refused.append(Problem(key, _shown(wanted, key), rule, valid))
-    notes = [f"{key}: {_shown(before, key)} until step {progress.step}, now {_shown(wanted, key)}" for key in changed]
+        refused.append(Problem(key, now, rule, valid))
+    notes = [f"{key}: {was} until step {progress.step}, now {now}" for key, (was, now) in shown.items()]
     if origin.data and not same_data:
         rule = f"holds other tokens or samples than those that {folder} was trained on"
         refused.append(Problem("data.source", config.data.source, rule, "the same data, or --accept-changes"))
@@ -153,12 +158,3 @@ def _differences(checkpoint: Checkpoint, config: Config, data: str, *, accept_ch
     if origin.torch not in ("unknown", str(torch.__version__)):
         notes.append(f"{folder.name} was written with torch {origin.torch}, this is {torch.__version__}")
     return notes
-
-
-def _shown(leaves: dict[str, Any], key: str) -> str:
-    return json.dumps(leaves[key]) if key in leaves else "absent"
-
-
-def _without_comments(text: str) -> list[str]:
-    """The lines that say something of the run: where its schema lies, another installation says otherwise."""
-    return [line for line in text.splitlines() if not line.startswith("#")]

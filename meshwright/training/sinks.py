@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.registry import entries
@@ -41,16 +41,9 @@ class TrackedRun:
     first_step: int = 0
 
 
-class Tracker(Protocol):
-    """Takes the numbers of each step."""
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> object: ...
-    def close(self) -> object: ...
-
-
 @dataclass(frozen=True)
-class CalledTracker:
-    """A tracker that is two calls of a package's own."""
+class Tracker:
+    """Takes the numbers of each step, by two calls of a package's own."""
 
     write: Callable[[int, Mapping[str, float]], object]
     close: Callable[[], object]
@@ -82,7 +75,7 @@ def open_tensorboard(run: TrackedRun) -> Tracker:
         for key, value in scalars.items():
             board.add_scalar(key, value, step)
 
-    return CalledTracker(write, board.close)
+    return Tracker(write, board.close)
 
 
 def open_wandb(run: TrackedRun) -> Tracker:
@@ -92,7 +85,7 @@ def open_wandb(run: TrackedRun) -> Tracker:
         project=run.project, id=run.name, name=run.folder.name, dir=str(run.folder), config=dict(run.settings),
         mode="offline" if run.offline else "online", resume="allow",
     )  # fmt: skip
-    return CalledTracker(lambda step, scalars: tracked.log(dict(scalars), step=step), tracked.finish)
+    return Tracker(lambda step, scalars: tracked.log(dict(scalars), step=step), tracked.finish)
 
 
 def open_mlflow(run: TrackedRun) -> Tracker:
@@ -113,7 +106,7 @@ def open_mlflow(run: TrackedRun) -> Tracker:
         for key, value in scalars.items():
             client.log_metric(own, key, value, step=step)
 
-    return CalledTracker(write, lambda: client.set_terminated(own))
+    return Tracker(write, lambda: client.set_terminated(own))
 
 
 def open_trackio(run: TrackedRun) -> Tracker:
@@ -121,7 +114,7 @@ def open_trackio(run: TrackedRun) -> Tracker:
 
     name = f"{run.folder.name}-{run.name}"
     tracked = trackio.init(project=run.project, name=name, config=dict(run.settings), resume="allow")
-    return CalledTracker(lambda step, scalars: tracked.log(dict(scalars), step=step), tracked.finish)
+    return Tracker(lambda step, scalars: tracked.log(dict(scalars), step=step), tracked.finish)
 
 
 TENSORBOARD = Sink(open_tensorboard, "tensorboard", projects=False, remote=False, optional=True)

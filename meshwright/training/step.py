@@ -94,7 +94,7 @@ def begin_step(
     record = StepRecord(parts, number, loss, optimizer.scaler.scale, started, phases, late)
     phases.begin(DATA_PARALLEL)
     arriving = strategy.arrivals()  # the last buckets leave here: what `beside` sends comes behind, on every rank
-    phases.pause()
+    phases.begin(None)
     before_write = beside(record)
 
     def arrivals() -> Iterator[int]:
@@ -114,7 +114,7 @@ def begin_step(
     else:
         record.settle()  # before owners publish: a bad weight that is overwritten could not be named any more
     publish(parts, wait=wait)  # travels under the next forward pass, in which each part waits for its own
-    phases.pause()
+    phases.begin(None)
     if late and optimizer.scaler.dynamic:
         record.conclude()  # the next step's loss scale depends on this step's norm
     return record

@@ -97,15 +97,18 @@ class StepReports:
     """
 
     def __init__(self, table: Mapping[str, Metric], values: Mapping[str, Any], rows: Tensor, work: Work) -> None:
-        """`values`: this rank's, whose lengths all ranks' have. `rows` [ranks, numbers] are there when `work` ends."""
+        """`values`: this rank's, whose lengths all ranks' have. `rows` [ranks, numbers] are there when `work` ends.
+
+        `places`: by name, where its columns begin and end, and whether it is a single number.
+        """
         self.table = table
         self._rows, self._work = rows, work
-        self._places: dict[str, tuple[int, int, bool]] = {}
+        self.places: dict[str, tuple[int, int, bool]] = {}
         stop = 0
         for name, value in values.items():
             single = not isinstance(value, Sequence)
             start, stop = stop, stop + (1 if single else len(value))
-            self._places[name] = start, stop, single
+            self.places[name] = start, stop, single
 
     @classmethod
     def begin(cls, mesh: Mesh, table: Mapping[str, Metric], values: Mapping[str, Any]) -> StepReports:
@@ -114,14 +117,11 @@ class StepReports:
         rows = mine.new_empty(mesh.world.size, mine.numel())
         return cls(table, values, rows, mesh.world.all_gather(rows, mine, wait=False))
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._places
-
     def __getitem__(self, name: str) -> list[Any]:
         """Each rank's number, or list of numbers, in rank order. Waits for all ranks."""
         work, self._work = self._work, DONE
         work.wait()
-        start, stop, single = self._places[name]
+        start, stop, single = self.places[name]
         column = self._rows[:, start:stop].contiguous()
         if self.table[name].dtype == "float64":
             column = column.view(torch.float64)
@@ -171,14 +171,11 @@ class RankClock:
         self.device = device
         self._recorder = recorder
         self._driver = device.type == "cuda" and find_spec("pynvml") is not None
-        self._last = self._now()
-
-    def _now(self) -> tuple[float, float, float]:
-        return time.process_time(), time.perf_counter(), self._recorder.waited_seconds
+        self._last = (time.process_time(), time.perf_counter(), recorder.waited_seconds)
 
     def lap(self) -> tuple[float, float]:
         """(busy seconds, own seconds) since the last call."""
-        now = self._now()
+        now = (time.process_time(), time.perf_counter(), self._recorder.waited_seconds)
         cpu, wall, waited = (new - old for new, old in zip(now, self._last, strict=True))
         self._last = now
         busy = cpu / torch.get_num_threads()

@@ -11,7 +11,7 @@ import torch
 
 from meshwright.bits.root import order_root
 from meshwright.checkpoint import Checkpoint, CheckpointWriter, pieces_of, restore
-from meshwright.checkpoint.manifest import TOKENIZER_FILE, Origin, Progress
+from meshwright.checkpoint.manifest import TOKENIZER_FILE, Best, Origin, Progress
 from meshwright.checkpoint.reader import BEST
 from meshwright.checkpoint.restore import progress_of
 from meshwright.config import Config
@@ -19,11 +19,12 @@ from meshwright.data.dataset import Opened
 from meshwright.data.published import SOURCE, read_published
 from meshwright.decisions import FIELDS, Resolved, resolve_layout, resolved_fields
 from meshwright.drawing import PictureError
-from meshwright.errors import DamagedError
+from meshwright.errors import DamagedError, LaunchError
 from meshwright.launch import Rank, StopRequest
 from meshwright.machine import Machine
 from meshwright.parts import Parts, build
 from meshwright.ranks.agreement import all_rows, text_of_root
+from meshwright.ranks.hang import names_of
 from meshwright.ranks.mesh import Mesh
 from meshwright.section import field_of, with_field
 from meshwright.training.best import BestWatch
@@ -31,10 +32,10 @@ from meshwright.training.console import RunDisplay
 from meshwright.training.folder import CHECKPOINTS, begin, refuse_used
 from meshwright.training.follow import StepTeller
 from meshwright.training.loop import StepLine, Trainer, validate
-from meshwright.training.meeting import facts_of, meet, placement_notes, share_folder
+from meshwright.training.meeting import facts_of, meet, placement_notes, ranks_without
 from meshwright.training.metrics import MetricsWriter
 from meshwright.training.resume import checkpoint_of_run, decided_before, go_on, with_offer
-from meshwright.training.sinks import TrackedRun, Tracker, absent_sinks, open_sinks
+from meshwright.training.sinks import TrackedRun, absent_sinks, open_sinks
 
 
 def train_rank(
@@ -61,7 +62,9 @@ def train_rank(
     meet(mesh, facts_of(asked, data, resume=resume, trace=list(trace)))
     attempt = int(all_rows(torch.tensor([environment.attempt]), mesh.world).max())
     if not environment.launched and mesh.grid.world_size > 1:
-        share_folder(mesh, out)
+        if blind := ranks_without(mesh, out):
+            rule = "--out must be a folder that all hosts share; no step was made"
+            raise LaunchError(f"{names_of(blind)} does not see what rank 0 writes to {out}: {rule}")
         notes = (*notes, *placement_notes(mesh))
     opened = config.data.open(config, data)
     if not environment.launched and mesh.rank == 0:
@@ -148,7 +151,9 @@ class _Run:
                 display.say(f"no trace of what was made before: step {', '.join(map(str, past))}")
             metrics = None
             if mesh.rank == 0:
-                metrics = MetricsWriter(self.out, started.step, self._trackers(started.step))
+                asked, settings = config.metrics, self.origin.config
+                run = TrackedRun(self.out, self.origin.run, asked.project, asked.offline, settings, started.step)
+                metrics = MetricsWriter(self.out, started.step, open_sinks(asked, run))
             trainer = Trainer(parts, self.data.train, step=started.step, samples=started.samples)
             watch = BestWatch(config, mesh, started.best)
             stopping, due, every = False, False, config.checkpoint.every
@@ -160,17 +165,14 @@ class _Run:
                     for line in lines:
                         display.say(*metrics.write(line), level="warning")
                         display.step(line)
-                        self.teller.tell(line)
-                    if self.teller.asks_to_stop:
-                        stop.request()
+                        if self.teller.tell(line):
+                            stop.request()
                 last = stopping or watch.over or trainer.step == config.steps
                 if last or (due and lines[-1]["applied"]):
                     due = False  # of a skipped step's: it would hold the older weights under a later step's name
                     trainer.require_good_state()
                     mesh.recorder.enter("checkpoint")
-                    progress = progress_of(parts, trainer.step, trainer.samples, watch.best)
-                    root = self._data_root(trainer.samples)
-                    display.say(*writer.save(progress, pieces_of(parts), root), level="warning")
+                    display.say(*self._save(trainer, writer, watch.best), level="warning")
             mesh.recorder.enter("last checkpoint")
             writer.wait()
             if metrics is not None:
@@ -180,11 +182,13 @@ class _Run:
                 stop.request()
                 mesh.world.barrier()
 
-    def _data_root(self, samples: int) -> str | None:
-        """The root of the order of data behind so many samples; rank 0 alone reads the next one."""
-        if self.parts.mesh.rank:
-            return None
-        return order_root(self.origin.data, self.parts.config.seed, samples, self.data.train.samples(samples, 1))
+    def _save(self, trainer: Trainer, writer: CheckpointWriter, best: Best | None) -> list[str]:
+        """Begin to write the checkpoint of the step that was made; returns the writer's notes."""
+        root, samples = None, trainer.batch.samples
+        if self.parts.mesh.rank == 0:  # alone reads the sample behind the cursor, by which the order of data is known
+            following = self.data.train.samples(samples, 1)
+            root = order_root(self.origin.data, self.parts.config.seed, samples, following)
+        return writer.save(progress_of(self.parts, trainer.step, samples, best), pieces_of(self.parts), root)
 
     def _beside(self) -> dict[str, str]:
         """The files that rank 0 writes into each checkpoint: the tokenizer, and the settings that the run keeps."""
@@ -222,11 +226,6 @@ class _Run:
             )
         return before + lines, stopping
 
-    def _trackers(self, first_step: int) -> dict[str, Tracker]:
-        metrics, settings = self.parts.config.metrics, self.origin.config
-        run = TrackedRun(self.out, self.origin.run, metrics.project, metrics.offline, settings, first_step)
-        return open_sinks(metrics, run)
-
     def _greet(self, display: RunDisplay, unfinished: Sequence[str], attempt: int) -> None:
         config = self.parts.config
         display.say(f"{config.layout.world_size} ranks: {config.layout.summary}; writing to {self.out}")
@@ -261,5 +260,6 @@ class _Run:
         if step > steps:
             ended = f"nothing to do for steps={steps}"
         display.say(f"{ended}: {', '.join(written)}")
-        if best := str(watch):
-            display.say(f"{best}{f': {self.out / BEST}' if config.checkpoint.best else ''}")
+        if (best := watch.best) is not None:
+            where = f": {self.out / BEST}" if config.checkpoint.best else ""
+            display.say(f"best: step-{best.step}, validation {best.metric} {best.value:.4f}{where}")

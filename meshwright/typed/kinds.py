@@ -46,11 +46,6 @@ class Kind:
     def cut(self) -> Axes:
         return axes_of(*self.dims)
 
-    @property
-    def different(self) -> Axes:
-        """The axes whose ranks hold different numbers."""
-        return self.cut | self.partial | self.own | self.unknown
-
     def word(self, axis: str) -> str:
         """The table's word for an axis."""
         sets = {"partial": self.partial, "own": self.own, "unknown": self.unknown, "cut": self.cut}
@@ -94,13 +89,6 @@ def axes_of(*dims: Dim) -> Axes:
 
 def length(dim: Dim) -> int:
     return math.prod(size for size, _ in dim)
-
-
-def shortened(dim: Dim, size: int) -> Dim:
-    """The dim with another length and the same cuts; a length of 1 has none."""
-    if length(dim) == size:
-        return dim
-    return ((size, axes_of(dim) if size > 1 else NONE),)
 
 
 def cut_at(kind: Kind, position: int, axis: str) -> Kind:

@@ -31,8 +31,8 @@ from meshwright.typed.kinds import (
     broadcast,
     constant,
     joined,
+    length,
     reshaped,
-    shortened,
     uncut,
 )
 
@@ -51,9 +51,12 @@ class WrongSum(Exception):
 SUM_FIRST = "sum it over the axis first (all_reduce, or reduce_scatter where a part is enough)"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Call:
-    """An operator's call: arguments by their names in torch's schema, results, and a look-up of tensors' kinds."""
+    """An operator's call: arguments by their names in torch's schema, results, and a look-up of tensors' kinds.
+
+    `inputs`: the tensors among the arguments, and their `kinds`; `shape`: of the first result.
+    """
 
     name: str
     given: dict[str, Any]
@@ -61,23 +64,16 @@ class Call:
     kind_of: Callable[[Tensor], Kind]
     elementwise: bool = False
 
+    def __post_init__(self) -> None:
+        self.shape = self.results[0].shape
+        self.inputs = list(tensors_in(value for name, value in self.given.items() if name != "out"))
+        self.kinds = [self.kind_of(x) for x in self.inputs]
+
     def kind(self, name: str) -> Kind:
         return self.kind_of(self.given[name])
 
     def number(self, name: str, default: int = 0) -> int:
         return int(self.given.get(name, default))
-
-    @property
-    def inputs(self) -> list[Tensor]:
-        return list(tensors_in(value for name, value in self.given.items() if name != "out"))
-
-    @property
-    def kinds(self) -> list[Kind]:
-        return [self.kind_of(x) for x in self.inputs]
-
-    @property
-    def shape(self) -> Sequence[int]:
-        return self.results[0].shape
 
     def refuse_partial(self, kinds: Iterable[Kind]) -> None:
         """Raises WrongSum where an input of this non-linear operator is partial; integers and masks are exempt."""
@@ -155,12 +151,6 @@ def sums(call: Call) -> Kind:
     return add(call.kinds, call.shape)
 
 
-def divided(call: Call) -> Kind:
-    above, *below = call.kinds
-    refuse_partial(below, "division")
-    return multiply([above, *below], call.shape)
-
-
 def chosen(call: Call) -> Kind:
     condition, *kinds = call.kinds
     return multiply([condition, add(kinds, call.shape)], call.shape)
@@ -181,11 +171,15 @@ def copied(call: Call) -> Kind:
     return joined([source], dims, lost, source.partial)
 
 
-def backward(call: Call) -> Kind:
-    """The backward pass of a function of elements: linear in the incoming gradient."""
-    gradient, *others = call.kinds
-    refuse_partial(others, call.name)
-    return multiply([gradient, *others], call.shape)
+def linear_in_first(call: Call) -> Kind:
+    """Division, or the backward pass of a function of elements: linear in the incoming gradient. A softmax's, along
+    `dim`, as well."""
+    first, *others = call.kinds
+    refuse_partial(others, "division" if call.name == "div" else call.name)
+    made = multiply([first, *others], call.shape)
+    if "softmax" not in call.name:
+        return made
+    return made.loosened(axes_of(others[0].dims[call.number("dim", -1) % len(others[0].dims)]))
 
 
 def product(a: Kind, b: Kind, summed: Sequence[Dim], dims: Sequence[Dim]) -> Kind:
@@ -214,13 +208,6 @@ def matrices(call: Call) -> Kind:
     return add([*addend, made], call.shape) if addend and call.given.get("beta", 1) != 0 else made
 
 
-def dims_reduced(call: Call, rank: int) -> list[int]:
-    dim = call.given.get("dim")
-    if dim is None or dim == []:
-        return list(range(rank))
-    return [one % rank for one in (dim if isinstance(dim, list | tuple) else [dim])]
-
-
 def without(kind: Kind, reduced: Sequence[int], shape: Sequence[int], partial: Axes, lost: Axes) -> Kind:
     """The kind without the `reduced` dims, which stay with a length of 1 where the shape has them (keepdim)."""
     kept = [dim for position, dim in enumerate(kind.dims) if position not in reduced]
@@ -229,20 +216,17 @@ def without(kind: Kind, reduced: Sequence[int], shape: Sequence[int], partial: A
     return joined([kind], tuple(kept), lost, kind.partial | partial)
 
 
-def summed(call: Call) -> Kind:
-    kind = call.kinds[0]
-    reduced = dims_reduced(call, len(kind.dims))
-    over = axes_of(*(kind.dims[at] for at in reduced))
-    return without(kind, reduced, call.shape, over, kind.partial & over)
-
-
 def reduced(call: Call) -> list[Kind]:
-    """A reduction that is not linear: a maximum, a norm, a variance."""
-    kind = call.kinds[0]
-    call.refuse_partial([kind])
-    dims = dims_reduced(call, len(kind.dims))
-    over = axes_of(*(kind.dims[at] for at in dims))
-    return [without(kind, dims, x.shape, NONE, over | kind.partial) for x in call.results]
+    """A reduction: a sum or a mean; or one that is not linear, as a maximum, a norm, a variance."""
+    kind, dim, linear = call.kinds[0], call.given.get("dim"), call.name in ("sum", "mean")
+    if not linear:
+        call.refuse_partial([kind])
+    every = range(len(kind.dims))
+    dims = list(dim) if isinstance(dim, list | tuple) else [] if dim is None else [dim]
+    gone = [every[at] for at in dims] or list(every)  # without a dim all of them
+    over = axes_of(*(kind.dims[at] for at in gone))
+    partial, lost = (over, kind.partial & over) if linear else (NONE, over | kind.partial)
+    return [without(kind, gone, x.shape, partial, lost) for x in call.results]
 
 
 def along(call: Call) -> list[Kind]:
@@ -253,13 +237,6 @@ def along(call: Call) -> list[Kind]:
     loose = kind.loosened(axes_of(kind.dims[at]) | kind.partial)
     # topk shortens the row.
     return [_resized(loose, at, x.shape[at]) for x in call.results]
-
-
-def along_backward(call: Call) -> Kind:
-    gradient, output = call.kinds[:2]
-    refuse_partial([output], call.name)
-    at = call.number("dim", -1) % len(output.dims)
-    return multiply([gradient, output], call.shape).loosened(axes_of(output.dims[at]))
 
 
 def _resized(kind: Kind, at: int, size: int) -> Kind:
@@ -352,7 +329,12 @@ def gathered(call: Call) -> Kind:
     over = axes_of(kind.dims[at])
     dims, lost = broadcast([ids], call.shape)
     others = axes_of(*kind.dims[:at], *kind.dims[at + 1 :])
-    return joined([kind, ids], dims, lost | (others - ids.cut) | (over & ids.different), kind.partial | over)
+    return joined(
+        [kind, ids],
+        dims,
+        lost | (others - ids.cut) | (over & (ids.cut | ids.partial | ids.own | ids.unknown)),
+        kind.partial | over,
+    )
 
 
 def rows_added(call: Call) -> Kind:
@@ -393,11 +375,12 @@ def norm_forward(call: Call) -> list[Kind]:
     dims, lost = broadcast([kind], call.shape)
     made = joined([kind], dims, lost | kind.partial).loosened(cut)
     made = joined([made, *call.kinds[1:]], made.dims)
-    statistics = [
-        replace(made, dims=tuple(shortened(dim, size) for dim, size in zip(made.dims, x.shape, strict=False)))
-        for x in call.results[1:]
-    ]
-    return [made, *statistics]
+    kinds = [made]
+    for x in call.results[1:]:  # statistics: the dims with another length and the same cuts; a length of 1 has none
+        pairs = zip(made.dims, x.shape, strict=False)
+        short = (dim if length(dim) == n else ((n, axes_of(dim) if n > 1 else NONE),) for dim, n in pairs)
+        kinds.append(replace(made, dims=tuple(short)))
+    return kinds
 
 
 def norm_backward(call: Call) -> list[Kind]:
@@ -497,18 +480,16 @@ RULES: dict[str, Rule] = {
     **_named(lambda call: call.kinds[0], "neg clone _to_copy positive detach alias lift_fresh"),
     "copy": copied, "fill": lambda call: copied(call) if len(call.inputs) > 1 else of_numbers(call),
     "mul": lambda call: multiply(call.kinds, call.shape),
-    "div": divided, "where": chosen, "masked_fill": filled,
+    "div": linear_in_first, "where": chosen, "masked_fill": filled,
     # self + value * tensor1 * tensor2
     "addcmul": lambda call: add(
         [call.kind("self"), multiply([call.kind("tensor1"), call.kind("tensor2")], call.shape)], call.shape
     ),
     **_named(matrices, "mm mv bmm addmm addmv baddbmm"),
-    **_named(summed, "sum mean"),
     **_named(reduced, """
-        amax amin max min argmax argmin logsumexp var std var_mean linalg_vector_norm norm prod any all
+        sum mean amax amin max min argmax argmin logsumexp var std var_mean linalg_vector_norm norm prod any all
     """),
     **_named(along, "softmax _softmax _log_softmax log_softmax _safe_softmax sort topk"),
-    **_named(along_backward, "_softmax_backward_data _log_softmax_backward_data"),
     "cumsum": lambda call: call.kinds[0].loosened(axes_of(call.kinds[0].dims[call.number("dim")])),
     **_named(lambda call: reshaped(call.kinds[0], call.shape), "view _unsafe_view squeeze"),
     **_named(transposed, "t transpose permute"),
@@ -525,6 +506,9 @@ RULES: dict[str, Rule] = {
     "_scaled_dot_product_flash_attention_for_cpu_backward": attended_backward,
     "convolution": convolved, "convolution_backward": convolved_backward,
     "native_dropout": dropped, "nll_loss_forward": losses, "nll_loss_backward": losses_backward,
-    **_named(backward, "threshold_backward gelu_backward silu_backward tanh_backward sigmoid_backward"),
+    **_named(linear_in_first, """
+        threshold_backward gelu_backward silu_backward tanh_backward sigmoid_backward
+        _softmax_backward_data _log_softmax_backward_data
+    """),
 }  # fmt: skip
 """Rules by the operator's name; in-place and `out` variants share the rule."""

@@ -81,7 +81,9 @@ class TypedComm(SoloComm):
         else:
             self.watch.say(x, row.shaped(x.shape))
         if kind.constant:
-            self.watch.restore(x)
+            # Parameters whose slices were gathered are of their declared kinds again.
+            for _, parameter, declared in self.watch.memory(x).declared:
+                self.watch.say(parameter, declared)
         return DONE
 
     def _broadcast(self, x: Tensor, root: int) -> Work:

@@ -54,11 +54,6 @@ AHEAD = 12
 """How many of a neighbour's next operators are searched for the one that this rank calls."""
 
 
-def notes_of(node: Any) -> dict[str, str]:
-    notes: dict[str, str] = node.metadata  # torch's stubs take the property for a method
-    return notes
-
-
 def shape_of(x: Tensor) -> Shape:
     return int(x.storage_offset()), tuple(x.shape), tuple(x.stride())
 
@@ -217,11 +212,6 @@ class Watch(TorchDispatchMode):
         self.memory(x).declared.append((name, x, kind))
         self.say(x, kind)
 
-    def restore(self, x: Tensor) -> None:
-        """Reset the parameters in a tensor's memory to their declared kinds, once their slices were gathered."""
-        for _, parameter, kind in self.memory(x).declared:
-            self.say(parameter, kind)
-
     def change(self, x: Tensor, rule: Callable[[Kind, list[str]], Kind]) -> None:
         """Give each written region of a tensor's memory the kind `rule(kind, names of parameters)`."""
         memory, (start, stop) = self.memory(x), region_of(x)
@@ -249,8 +239,8 @@ class Watch(TorchDispatchMode):
     @property
     def place(self) -> str:
         """The module whose forward or backward pass runs."""
-        node = torch._C._current_autograd_node()
-        if node is not None and (name := notes_of(node).get(PLACE)) is not None:
+        node: Any = torch._C._current_autograd_node()  # torch's stubs take `metadata` for a method
+        if node is not None and (name := node.metadata.get(PLACE)) is not None:
             self._backward = f"the backward pass of {name}"
         # Without a current node autograd accumulates gradients: the last node's module stands for the place.
         return self._forward[-1] if self._forward else self._backward
@@ -376,12 +366,12 @@ class Watch(TorchDispatchMode):
     def leave(self, name: str, out: Any) -> None:
         """Note the module's name at the autograd nodes that its forward pass made."""
         self._forward.pop()
-        waiting = [x.grad_fn for x in tensors_in((out,)) if x.grad_fn is not None]
+        waiting: list[Any] = [x.grad_fn for x in tensors_in((out,)) if x.grad_fn is not None]
         while waiting:
             node = waiting.pop()
             # Inner modules have left before and marked their nodes.
-            if PLACE not in notes_of(node):
-                notes_of(node)[PLACE] = name
+            if PLACE not in node.metadata:
+                node.metadata[PLACE] = name
                 waiting += [before for before, _ in node.next_functions if before is not None]
 
 

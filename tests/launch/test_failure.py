@@ -62,9 +62,12 @@ def test_a_mistake_is_certain_unless_its_class_says_otherwise() -> None:
     class FlippedBit(MeshwrightError):
         restartable = True
 
-    assert Report.of(0, DivergedError("the loss is nan")).failure.certain
-    assert not Report.of(0, FlippedBit("replica 1 differs")).failure.certain
-    assert not Report.of(0, ValueError("a bug")).failure.certain
+    def certain(error: Exception) -> bool:
+        return explain_failure(Death(0, 1), [Report.of(0, error)]).certain
+
+    assert certain(DivergedError("the loss is nan"))
+    assert not certain(FlippedBit("replica 1 differs"))
+    assert not certain(ValueError("a bug"))
 
 
 def test_report_of_a_bug_has_one_line_and_a_traceback() -> None:

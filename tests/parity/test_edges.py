@@ -17,12 +17,14 @@ from meshwright import parity
 from meshwright.errors import ParityError
 from meshwright.parity import kinds
 from meshwright.parity.batches import changed_positions, ids_of, with_boundaries, with_changes
+from meshwright.parity.check import ParityCheck, ParityResult
 from meshwright.parity.compare import narrow_type
+from meshwright.parity.gradients import Mistake
 from meshwright.parity.job import ParityJob
 from meshwright.parity.parts import find_part
 from meshwright.parity.program import SteppedProgram, still_optimizers, takes_job
 from meshwright.parity.reference import check_repeatable, moves_buffers
-from meshwright.parity.remedies import REMEDIES, remedy_of
+from meshwright.parity.remedies import REMEDIES
 from meshwright.parity.worker import call_check
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
@@ -86,7 +88,9 @@ def test_rows_of_one_axis_and_pieces_of_another_are_a_part() -> None:
 def test_every_kind_has_a_remedy() -> None:
     documented = re.findall(r"^\| ([a-z ]+?) +\|", kinds.__doc__ or "", re.MULTILINE)[1:]
     assert set(documented) == set(REMEDIES)
-    assert remedy_of("cut update").endswith("docs/parity.md#cut-update)")
+    check = ParityCheck("cut", Path("cut.py"), (("data", 2),), "float64")
+    result = ParityResult(check, "float64", 0.0, finding=Mistake("cut update", "body", "its update is cut"))
+    assert result.remedy.endswith("docs/parity.md#cut-update)")
 
 
 def test_the_job_is_given_to_a_step_of_three_places() -> None:

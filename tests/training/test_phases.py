@@ -29,11 +29,11 @@ def test_waits_are_told_from_the_work_between_them() -> None:
     clock.begin("pipeline")
     assert recorder.phase == "forward and backward"
     time.sleep(NAP)
-    clock.pause()
+    clock.begin(None)
     time.sleep(4 * NAP)
     for _ in clock.waiting(slow(2)):
         time.sleep(2 * NAP)
-    clock.pause()
+    clock.begin(None)
     seconds = clock.seconds()
     assert list(seconds) == ["pipeline", "data_parallel", "optimizer"]
     elsewhere = time.monotonic() - start - (1 + 4 + 2 + 4) * NAP  # naps last longer on a busy machine
@@ -45,7 +45,7 @@ def test_spans_do_not_overlap() -> None:
     clock = PhaseClock(torch.device("cpu"), FlightRecorder())
     clock.begin("pipeline")
     assert list(clock.waiting(slow(2))) == [0, 1]
-    clock.pause()
+    clock.begin(None)
     spans = clock.spans(3)
     assert [span.name for span in spans] == ["data_parallel", "optimizer"] * 3
     assert {(span.stage, span.microbatch) for span in spans} == {(3, None)}

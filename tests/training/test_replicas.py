@@ -14,11 +14,11 @@ from meshwright.model import Batch
 from meshwright.ranks.grid import Grid, grid_of_run
 from meshwright.ranks.mesh import Mesh
 from meshwright.training.checks import (
+    copy_hashes,
     differences,
     gathered,
     require_equal_replicas,
-    state_hashes,
-    weight_hashes,
+    saved,
 )
 from meshwright.training.loop import Trainer
 from tests.data_parallel.test_equality import BATCHES, config_for
@@ -224,12 +224,14 @@ def spoiled_states(mesh: Mesh, config: Config) -> str:
     """A moment that one replica has wrong is named, though no weight tells yet."""
     trainer = trainer_of(mesh, config)
     outcome(trainer, 2)
-    before = weight_hashes(trainer.parts)
+    before = copy_hashes(trainer.parts, trainer.parts.strategy.weights)
     if mesh.rank == 1:
         flip(trainer.parts.optimizer.states(0)["exp_avg_sq"], 3, 0)
-    assert weight_hashes(trainer.parts) == before
+    assert copy_hashes(trainer.parts, trainer.parts.strategy.weights) == before
     try:
-        require_equal_replicas(trainer.parts, 2, gathered(trainer.parts, state_hashes(trainer.parts)))
+        require_equal_replicas(
+            trainer.parts, 2, gathered(trainer.parts, copy_hashes(trainer.parts, saved(trainer.parts)))
+        )
     except CorruptionError as error:
         return str(error)
     return ""

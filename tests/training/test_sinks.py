@@ -14,7 +14,7 @@ import pytest
 from meshwright.config import Config, parse_config, parse_run
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.training.metrics import MetricsWriter
-from meshwright.training.sinks import TrackedRun, open_sinks, require_sinks
+from meshwright.training.sinks import TrackedRun, Tracker, open_sinks, require_sinks
 
 SETTINGS = {"steps": 3, "optimizer": {"lr": 0.1}}
 LINES = [{"step": step, "loss": 4.0 / step, "applied": True, "sent_bytes": {"data": 1}} for step in (1, 2, 3)]
@@ -161,14 +161,13 @@ def test_a_tracker_that_cannot_begin_says_why(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_tracker_that_fails_is_given_up_and_the_run_goes_on(tmp_path: Path) -> None:
-    class Lost:
-        def write(self, step: int, scalars: object) -> None:
-            raise ConnectionError("the server is gone")
+    def write(step: int, scalars: object) -> None:
+        raise ConnectionError("the server is gone")
 
-        def close(self) -> None:
-            raise AssertionError("never reached")
+    def close() -> None:
+        raise AssertionError("never reached")
 
-    writer = MetricsWriter(tmp_path, 0, {"wandb": Lost()})
+    writer = MetricsWriter(tmp_path, 0, {"wandb": Tracker(write, close)})
     assert writer.write(LINES[0]) == ["warning: wandb cannot be written: the server is gone; it ends before step 1"]
     assert writer.write(LINES[1]) == []
     writer.close()

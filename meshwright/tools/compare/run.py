@@ -115,8 +115,8 @@ def run_on_rank(rank: Rank, config: Config, data: Path, folder: Path, steps: int
             return None
     if metrics is not None:
         metrics.close()
-    held, peak_bytes = resident_bytes(parts), peak_memory_bytes(mesh.device)
-    facts = asdict(RankFacts(mesh.rank, mesh.index(PIPE), held, peak_bytes, count_sent(parts, train, trainer.samples)))
+    held, peak_bytes, seen = resident_bytes(parts), peak_memory_bytes(mesh.device), trainer.batch.samples
+    facts = asdict(RankFacts(mesh.rank, mesh.index(PIPE), held, peak_bytes, count_sent(parts, train, seen)))
     (folder / f"rank-{mesh.rank}.json").write_text(json.dumps(facts))
     return facts
 
@@ -127,7 +127,7 @@ def resident_bytes(parts: Parts) -> dict[str, int]:
     weights = storages(slot.parameter.detach() for slot in slots)
     gradients = storages(slot.parameter.grad for slot in slots if slot.parameter.grad is not None)
     if isinstance(parts.optimizer.held, Offloaded):
-        states = parts.optimizer.held.tier.live_bytes
+        states = parts.optimizer.held.staging.num_bytes
     else:
         tensors = (tensor for index in range(len(slots)) for tensor in parts.optimizer.states(index).values())
         states = sum(size for address, size in storages(tensors).items() if address not in weights)

@@ -24,7 +24,7 @@ from meshwright.errors import DivergedError, LaunchError, MismatchError, ZeroGra
 from meshwright.launch import Interrupted, Rank, Ranks, StopRequest, joined, run
 from meshwright.launch.session import temporary_folder
 from meshwright.model import Samples
-from meshwright.parity.compare import Row, zero_tensors
+from meshwright.parity.compare import Row
 from meshwright.parity.gradients import Mistake
 from meshwright.parity.judge import Evidence, explain_modules
 from meshwright.parity.kinds import first_finding
@@ -309,7 +309,7 @@ def leave_reference(
         list(outcome.weights), outcome.losses, outcome.norms,
         dtype=str(DTYPES[config.precision.dtype]).removeprefix("torch."),
         stated=allowed.by_kind, together=list(TOGETHER) if allowed.together else [],
-        dead=list(zero_tensors(outcome.gradients)),
+        dead=[name for name, gradient in outcome.gradients.items() if not gradient.any()],
     )  # fmt: skip
     trace = Trace(nn.Module())
     if traced:

@@ -27,7 +27,7 @@ Counts = dict[tuple[str, str], tuple[int, int]]
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes of a rank. `states`: in the device's tier. `peak`: the most that was alive above what was there before the
+    """Bytes of a rank. `states`: on the device. `peak`: the most that was alive above what was there before the
     step. `sent`: in a step, without the norm. `tasks`: a stage's, in the order in which it did them."""
 
     weights: int
@@ -94,7 +94,7 @@ def _state_bytes(parts: Parts) -> int:
     """Masters and moments on the device; of offloaded ones what they are staged in."""
     held = parts.optimizer.held
     if parts.config.memory.offload.to != "none":
-        return held.tier.live_bytes
+        return held.staging.num_bytes
     assert isinstance(held, InPlace)
     masters = [master for slot, master in zip(held.slots, held.masters, strict=True) if master is not slot.parameter]
     states = (held.tensors(index) for index in range(len(held.slots)))

@@ -22,7 +22,7 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.ledger import Ledger, Traffic
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
-from meshwright.subgraph.segment import AllCommon, OneCommon, Segment
+from meshwright.subgraph.segment import Segment
 from meshwright.tools.plan.network import Volume, volumes
 from meshwright.tools.verify.job import comparable
 from meshwright.training.step import backward
@@ -45,7 +45,7 @@ def grid_of(n: int, g: int, *, innermost: bool) -> Grid:
 def split(grid: Grid, rank: int, *, common: str = "all") -> Ledger:
     """A rank's sends when a batch of its replica enters the branches: 8 rows of 4 bytes."""
     mesh = planned_mesh(grid, rank, ("data", "branch"))
-    segment: Segment = AllCommon(mesh) if common == "all" else OneCommon(mesh, 8)
+    segment = Segment(mesh, num_rows=None if common == "all" else 8)
     segment.enter(torch.empty(8, device="meta"))
     return mesh.ledger
 
