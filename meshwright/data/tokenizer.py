@@ -42,7 +42,7 @@ class Tokenizer:
         """One more than the largest id."""
         self.marks, self.begin, self.end = marks, marks.begin, marks.end
         """The ids of the tokens in front of every document (None: no token) and behind it."""
-        self.opening = () if self.begin is None else (self.begin,)
+        self.opening: tuple[int, ...] = () if self.begin is None else (self.begin,)
         """`begin` as ids to put in front: one, or none."""
         self.first = self.end if self.begin is None else self.begin
         """The id that a text's first token is predicted from: the beginning, or the end of the text before."""
