@@ -158,7 +158,7 @@ class Exchanges:
 
     def poll(self) -> list[tuple[Arrival, Tensor]]:
         """The rows that have come since the last call, with the tasks that they make ready. Waits for nothing."""
-        over = [trade for trade in self._under_way if trade.posted.is_done()]
+        over = [trade for trade in self._under_way if trade.posted.is_completed()]
         for trade in over:
             trade.posted.wait()  # on a GPU its stream may read them only behind this
             self._under_way.remove(trade)

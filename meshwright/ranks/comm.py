@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -33,9 +33,9 @@ class Work(Protocol):
 
 
 class Posted(Work, Protocol):
-    """A started verb that progresses while the rank computes; is_done() polls without waiting."""
+    """A started verb that progresses while the rank computes; is_completed() polls without waiting (torch's name)."""
 
-    def is_done(self) -> bool: ...
+    def is_completed(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Done:
     def wait(self) -> None:
         return None
 
-    def is_done(self) -> bool:
+    def is_completed(self) -> bool:
         return True
 
 
@@ -93,8 +93,16 @@ class PieceSizes:
     sent: tuple[int, ...]
 
 
+Sent = Sequence[tuple[Tensor, int]]
+"""Messages between two ranks: each a tensor and the index of the member that it goes to or comes from."""
+
+
 class Comm(ABC):
-    """The verbs of one member of a group. This class records every verb; subclasses run it over their transport."""
+    """The verbs of one member of a group. This class records every verb; subclasses run it over their transport.
+
+    A verb of one root and the same verb of all members (reduce and all_reduce, gather and all_gather) are one method of
+    a transport, whose `root` is None where all members receive.
+    """
 
     begins_when_waited_for = False
     """Whether a verb with `wait=False` begins only in wait()."""
@@ -116,7 +124,7 @@ class Comm(ABC):
 
     def all_reduce(self, x: Tensor, *, wait: bool = True) -> Work:
         """Sum x over the group, in place."""
-        return self._collective("all_reduce", size_bytes(x), lambda: self._all_reduce(x), wait)
+        return self._collective("all_reduce", size_bytes(x), lambda: self._sum(x, None), wait)
 
     def reduce_scatter(self, part: Tensor, x: Tensor, *, wait: bool = True) -> Work:
         """Sum x over the group; `part` gets this rank's 1/n of it. `part` may be that slice of x."""
@@ -126,20 +134,21 @@ class Comm(ABC):
     def all_gather(self, x: Tensor, part: Tensor, *, wait: bool = True) -> Work:
         """x gets every rank's part, in order. `part` may be this rank's slice of x."""
         assert part.numel() * self.size == x.numel(), f"{part.numel()} x {self.size} != {x.numel()}"
-        return self._collective("all_gather", size_bytes(x), lambda: self._all_gather(x, part), wait)
+        return self._collective("all_gather", size_bytes(x), lambda: self._collect(x, part, None), wait)
 
     def all_to_all(self, out: Tensor, x: Tensor, *, pieces: PieceSizes | None = None, wait: bool = True) -> Work:
         """Piece j of x goes to rank j, where it becomes piece `index` of out. `pieces`: sizes of unequal pieces; the
         ledger counts their total as equal pieces."""
-        if pieces is None:
-            assert out.numel() == x.numel(), f"{out.numel()} != {x.numel()}"
-        return self._collective("all_to_all", size_bytes(x), lambda: self._all_to_all(out, x, pieces), wait)
+        if pieces is not None:
+            return self._collective("all_to_all", size_bytes(x), lambda: self._trade(out, x, pieces), wait)
+        assert out.numel() == x.numel(), f"{out.numel()} != {x.numel()}"
+        return self._collective("all_to_all", size_bytes(x), lambda: self._all_to_all(out, x), wait)
 
     def post_all_to_all(self, out: Tensor, x: Tensor, pieces: PieceSizes) -> Posted:
         """An all-to-all that progresses while members compute, over every transport. All members begin it in the same
         order among their verbs; neither `out` nor x may be touched until it is done."""
         self._count("all_to_all", size_bytes(x), None)
-        return self._post_all_to_all(out, x, pieces)
+        return self._trade(out, x, pieces)
 
     def broadcast(self, x: Tensor, root: int, *, wait: bool = True) -> Work:
         """x of the member `root` becomes everyone's x."""
@@ -147,12 +156,12 @@ class Comm(ABC):
 
     def reduce(self, x: Tensor, root: int, *, wait: bool = True) -> Work:
         """Sum x over the group into the x of `root`; the others' x is undefined afterwards."""
-        return self._collective("reduce", size_bytes(x), lambda: self._reduce(x, root), wait, root)
+        return self._collective("reduce", size_bytes(x), lambda: self._sum(x, root), wait, root)
 
     def gather(self, x: Tensor, part: Tensor, root: int, *, wait: bool = True) -> Work:
         """x of `root` gets every rank's part, in order; elsewhere x is not touched (it may be empty)."""
         payload = self.size * size_bytes(part)
-        return self._collective("gather", payload, lambda: self._gather(x, part, root), wait, root)
+        return self._collective("gather", payload, lambda: self._collect(x, part, root), wait, root)
 
     def scatter(self, part: Tensor, x: Tensor, root: int, *, wait: bool = True) -> Work:
         """`part` gets piece `index` of the root's x; elsewhere x is not read (it may be empty)."""
@@ -167,7 +176,7 @@ class Comm(ABC):
         self._count("send", size_bytes(x), (to - self.index) % self.size)
         with self._waiting("exchange", size_bytes(x), to, source):
             # Recorded twice: a transport may wait as it begins, and waits again at the end.
-            work = self._exchange(x, to, into, source)
+            work = self._message([(x, to)], [(into, source)])
 
         def finish() -> None:
             with self._waiting("exchange", size_bytes(x), to, source):
@@ -182,12 +191,12 @@ class Comm(ABC):
         """Send x to the member `to`, who calls receive."""
         self._count("send", size_bytes(x), (to - self.index) % self.size)
         with self._waiting("send", size_bytes(x), to):
-            self._send(x, to)
+            self._message([(x, to)], []).wait()
 
     def receive(self, x: Tensor, source: int) -> None:
         """Fill x with what the member `source` sends."""
         with self._waiting("receive", size_bytes(x), source):
-            self._receive(x, source)
+            self._message([], [(x, source)]).wait()
 
     def barrier(self) -> None:
         """Return when every member has called it."""
@@ -195,7 +204,7 @@ class Comm(ABC):
 
     def assemble(self) -> None:
         """Wait, asleep, until all members are here: before a collective with a long wait on a transport that spins."""
-        self._run("assemble", 0, self._assemble, True)
+        self._run("assemble", 0, lambda: self._barrier(asleep=True), True)
 
     def _count(self, verb: str, payload_bytes: int, peer: int | None) -> None:
         if self.size > 1:  # alone there is nobody to call
@@ -221,83 +230,55 @@ class Comm(ABC):
         """The context in which this rank sends to or receives from members of the group."""
         return nullcontext()
 
-    def _assemble(self) -> Work:
-        """Most transports wait asleep whatever they wait for."""
-        return DONE
+    @abstractmethod
+    def _barrier(self, *, asleep: bool = False) -> Work:
+        """A barrier. `asleep`: it may be left out where every wait of the transport is asleep."""
 
     @abstractmethod
-    def _receive(self, x: Tensor, source: int) -> None: ...
-    @abstractmethod
-    def _barrier(self) -> Work: ...
-    @abstractmethod
-    def _all_reduce(self, x: Tensor) -> Work: ...
+    def _sum(self, x: Tensor, root: int | None, /) -> Work: ...
     @abstractmethod
     def _reduce_scatter(self, part: Tensor, x: Tensor, /) -> Work: ...
     @abstractmethod
-    def _all_gather(self, x: Tensor, part: Tensor, /) -> Work: ...
+    def _collect(self, x: Tensor, part: Tensor, root: int | None, /) -> Work: ...
     @abstractmethod
-    def _all_to_all(self, out: Tensor, x: Tensor, pieces: PieceSizes | None) -> Work: ...
-    @abstractmethod
-    def _post_all_to_all(self, out: Tensor, x: Tensor, pieces: PieceSizes) -> Posted: ...
-    @abstractmethod
-    def _broadcast(self, x: Tensor, root: int) -> Work: ...
-    @abstractmethod
-    def _reduce(self, x: Tensor, root: int) -> Work: ...
-    @abstractmethod
-    def _gather(self, x: Tensor, part: Tensor, root: int, /) -> Work: ...
+    def _broadcast(self, x: Tensor, root: int, /) -> Work: ...
     @abstractmethod
     def _scatter(self, part: Tensor, x: Tensor, root: int, /) -> Work: ...
     @abstractmethod
-    def _exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> Work: ...
+    def _all_to_all(self, out: Tensor, x: Tensor, /) -> Work: ...
+
     @abstractmethod
-    def _send(self, x: Tensor, to: int) -> None: ...
+    def _trade(self, out: Tensor, x: Tensor, pieces: PieceSizes, /) -> Posted:
+        """An all-to-all of unequal pieces, which progresses while members compute."""
+
+    @abstractmethod
+    def _message(self, sent: Sent, received: Sent) -> Work:
+        """Begin to send and to receive messages between two ranks."""
 
 
 class SoloComm(Comm):
     """A group of one rank: nothing to send, every sum is the value itself."""
 
-    def _receive(self, x: Tensor, source: int) -> None:
-        raise AssertionError(f"axis {self.axis} has one rank: nobody to receive from")
-
-    def _barrier(self) -> Work:
+    def _barrier(self, *, asleep: bool = False) -> Work:
         return DONE
 
-    def _all_reduce(self, x: Tensor) -> Work:
+    def _sum(self, x: Tensor, root: int | None, /) -> Work:
         return DONE
 
-    def _reduce_scatter(self, part: Tensor, x: Tensor, /) -> Work:
-        return _copied(part, x)
+    _broadcast = _sum
 
-    _all_gather = _reduce_scatter
-
-    def _all_to_all(self, out: Tensor, x: Tensor, pieces: PieceSizes | None) -> Work:
-        return _copied(out, x)
-
-    def _post_all_to_all(self, out: Tensor, x: Tensor, pieces: PieceSizes) -> Posted:
-        return _copied(out, x)
-
-    def _broadcast(self, x: Tensor, root: int) -> Work:
+    def _collect(self, into: Tensor, source: Tensor, _: object = None, /) -> Done:
+        # `part` may be a slice of x: then the value lies where it belongs.
+        if into.data_ptr() != source.data_ptr():
+            into.view(-1).copy_(source.view(-1))
         return DONE
 
-    _reduce = _broadcast
+    _reduce_scatter = _scatter = _all_to_all = _trade = _collect
 
-    def _gather(self, x: Tensor, part: Tensor, root: int, /) -> Work:
-        return _copied(x, part)
-
-    _scatter = _gather
-
-    def _exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> Work:
-        return _copied(into, x)
-
-    def _send(self, x: Tensor, to: int) -> None:
-        raise AssertionError(f"axis {self.axis} has one rank: nobody to send to")
-
-
-def _copied(target: Tensor, source: Tensor) -> Done:
-    # `part` may be a slice of x: then the value lies where it belongs.
-    if target.data_ptr() != source.data_ptr():
-        target.view(-1).copy_(source.view(-1))
-    return DONE
+    def _message(self, sent: Sent, received: Sent) -> Work:
+        assert sent, f"axis {self.axis} has one rank: nobody to receive from"
+        assert received, f"axis {self.axis} has one rank: nobody to send to"
+        return self._collect(received[0][0], sent[0][0])
 
 
 @dataclass(frozen=True)

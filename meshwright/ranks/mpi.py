@@ -35,6 +35,7 @@ from meshwright.ranks.comm import (
     Posted,
     RankGroup,
     RecordedComm,
+    Sent,
     SoloComm,
     Work,
     size_bytes,
@@ -63,17 +64,20 @@ def raw(x: Tensor) -> np.ndarray[Any, Any]:
 
 @dataclass(frozen=True)
 class MpiPosted:
-    """An MPI request, which progresses whenever it is polled. Keeps the sent and received memory alive."""
+    """MPI requests, which progress whenever they are polled. They keep the sent and received memory alive."""
 
-    request: Any
+    requests: list[Any]
+    payload_bytes: int
 
-    def is_done(self) -> bool:
-        done: bool = self.request.Test()
+    def is_completed(self) -> bool:
+        done: bool = type(self.requests[0]).Testall(self.requests)
         return done
 
     def wait(self) -> None:
-        while not self.is_done():
+        # A large payload is waited for asleep, where MPI would spin; a small one arrives before a nap would end.
+        while self.payload_bytes >= LARGE_BYTES and not self.is_completed():
             time.sleep(NAP_SECONDS)
+        type(self.requests[0]).Waitall(self.requests)
 
 
 class MpiComm(RecordedComm):
@@ -88,11 +92,8 @@ class MpiComm(RecordedComm):
         self.in_place = MPI.IN_PLACE
         self.comm = comm
 
-    def _receive(self, x: Tensor, source: int) -> None:
-        self.comm.Recv(raw(x), source=source)
-
-    def _barrier(self) -> Work:
-        return Later(self.comm.Barrier)
+    def _barrier(self, *, asleep: bool = False) -> Work:
+        return Later(self._gather_asleep if asleep else self.comm.Barrier)
 
     def _later(self, payload: Tensor, run: Callable[[], object]) -> Work:
         def assembled() -> None:
@@ -102,19 +103,19 @@ class MpiComm(RecordedComm):
 
         return Later(assembled)
 
-    def _assemble(self) -> Work:
-        return Later(self._gather_asleep)
-
     def _gather_asleep(self) -> None:
         """A barrier that sleeps, where MPI's would spin."""
         arrived = self.comm.Ibarrier()
         while not arrived.Test():
             time.sleep(NAP_SECONDS)
 
-    def _all_reduce(self, x: Tensor) -> Work:
+    def _sum(self, x: Tensor, root: int | None) -> Work:
         if x.dtype in HALF:
             return self._later(x, lambda: self._sum_by_pieces(x.view(-1)))
-        return self._later(x, lambda: self.comm.Allreduce(self.in_place, x.detach().numpy()))
+        if root is None:
+            return self._later(x, lambda: self.comm.Allreduce(self.in_place, x.detach().numpy()))
+        buffers = (self.in_place, x.detach().numpy()) if self.index == root else (x.detach().numpy(), None)
+        return self._later(x, lambda: self.comm.Reduce(*buffers, root=root))
 
     def _sum_by_pieces(self, x: Tensor) -> None:
         whole = x
@@ -137,54 +138,33 @@ class MpiComm(RecordedComm):
     def _reduce_scatter(self, part: Tensor, x: Tensor) -> Work:
         return self._later(x, lambda: self._sum_own_piece(part, x))
 
-    def _all_gather(self, x: Tensor, part: Tensor) -> Work:
+    def _collect(self, x: Tensor, part: Tensor, root: int | None) -> Work:
+        if root is not None:
+            whole = raw(x) if self.index == root else None
+            return self._later(part, lambda: self.comm.Gather(raw(part), whole, root=root))
         # MPI forbids overlapping buffers: a part that is this rank's piece of x is passed as IN_PLACE.
         is_slice = part.data_ptr() == x.view(self.size, -1)[self.index].data_ptr()
         sent = self.in_place if is_slice else raw(part)
         return self._later(x, lambda: self.comm.Allgather(sent, raw(x)))
 
-    def _all_to_all(self, out: Tensor, x: Tensor, pieces: PieceSizes | None) -> Work:
-        if pieces is None:
-            return self._later(x, lambda: self.comm.Alltoall(raw(x), raw(out)))
-        sent, received = ([size * x.element_size() for size in sizes] for sizes in (pieces.sent, pieces.received))
-        return Later(lambda: self.comm.Alltoallv([raw(x), sent], [raw(out), received]))  # sizes differ by rank
+    def _all_to_all(self, out: Tensor, x: Tensor) -> Work:
+        return self._later(x, lambda: self.comm.Alltoall(raw(x), raw(out)))
 
-    def _post_all_to_all(self, out: Tensor, x: Tensor, pieces: PieceSizes) -> Posted:
+    def _trade(self, out: Tensor, x: Tensor, pieces: PieceSizes) -> Posted:
         sent, received = ([size * x.element_size() for size in sizes] for sizes in (pieces.sent, pieces.received))
-        return MpiPosted(self.comm.Ialltoallv([raw(x), sent], [raw(out), received]))
+        return MpiPosted([self.comm.Ialltoallv([raw(x), sent], [raw(out), received])], size_bytes(x))
 
     def _broadcast(self, x: Tensor, root: int) -> Work:
         return self._later(x, lambda: self.comm.Bcast(raw(x), root=root))
-
-    def _reduce(self, x: Tensor, root: int) -> Work:
-        if x.dtype in HALF:
-            return self._later(x, lambda: self._sum_by_pieces(x.view(-1)))
-        if self.index == root:
-            return self._later(x, lambda: self.comm.Reduce(self.in_place, x.detach().numpy(), root=root))
-        return self._later(x, lambda: self.comm.Reduce(x.detach().numpy(), None, root=root))
-
-    def _gather(self, x: Tensor, part: Tensor, root: int) -> Work:
-        whole = raw(x) if self.index == root else None
-        return self._later(part, lambda: self.comm.Gather(raw(part), whole, root=root))
 
     def _scatter(self, part: Tensor, x: Tensor, root: int) -> Work:
         whole = raw(x) if self.index == root else None
         return self._later(part, lambda: self.comm.Scatter(whole, raw(part), root=root))
 
-    def _exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> Work:
-        """Posted at once; a large exchange is waited for asleep, where MPI would spin."""
-        requests = [self.comm.Irecv(raw(into), source=source), self.comm.Isend(raw(x), dest=to)]
-
-        def finish() -> None:
-            # A small message arrives before a nap would end.
-            while size_bytes(x) >= LARGE_BYTES and not type(requests[0]).Testall(requests):
-                time.sleep(NAP_SECONDS)
-            type(requests[0]).Waitall(requests)
-
-        return Later(finish)
-
-    def _send(self, x: Tensor, to: int) -> None:
-        self.comm.Send(raw(x), dest=to)
+    def _message(self, sent: Sent, received: Sent) -> Work:
+        receives = [self.comm.Irecv(raw(into), source=source) for into, source in received]
+        sends = [self.comm.Isend(raw(x), dest=to) for x, to in sent]
+        return MpiPosted(receives + sends, max(size_bytes(x) for x, _ in (*sent, *received)))
 
 
 class MpiWindowComm(WindowComm, MpiComm):

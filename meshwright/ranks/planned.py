@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from meshwright.ranks.comm import DONE, Comm, PieceSizes, RankGroup, SoloComm, Work, size_bytes
+from meshwright.ranks.comm import DONE, Comm, PieceSizes, RankGroup, Sent, SoloComm, Work, size_bytes
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.ledger import MESSAGE
 from meshwright.ranks.mailbox import Mailbox, Message, MessageMeta, Side, SoloMailbox, both_sides, neighbours_of
@@ -52,16 +52,11 @@ class LedgerComm(SoloComm):
     def all_to_all(self, out: Tensor, x: Tensor, *, pieces: PieceSizes | None = None, wait: bool = True) -> Work:
         """A rank that receives more rows than it sends (imbalance) takes as long as if it sent as many."""
         payload = max(size_bytes(out), size_bytes(x))
-        return self._collective("all_to_all", payload, lambda: self._all_to_all(out, x, pieces), wait)
+        return self._collective("all_to_all", payload, lambda: DONE, wait)
 
-    def _receive(self, x: Tensor, source: int) -> None:
-        return None
-
-    def _exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> Work:
-        return self._begun("send", size_bytes(x), (to - self.index) % self.size)
-
-    def _send(self, x: Tensor, to: int) -> None:
-        self._exchange(x, to, x, to).wait()
+    def _message(self, sent: Sent, received: Sent) -> Work:
+        works = [self._begun("send", size_bytes(x), (to - self.index) % self.size) for x, to in sent]
+        return works[0] if works else DONE
 
 
 class PlannedMailbox(SoloMailbox):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from meshwright.ranks.board import Board
-from meshwright.ranks.comm import DONE, Comm, Later, PieceSizes, Posted, RankGroup, RecordedComm, SoloComm, Work
+from meshwright.ranks.comm import DONE, Comm, Later, PieceSizes, Posted, RankGroup, RecordedComm, Sent, SoloComm, Work
 from meshwright.ranks.mailbox import Mailbox, PackedMailbox, Packet, Side, SoloMailbox
 from meshwright.ranks.thread_world import Act, Meeting, ThreadWorld
 from meshwright.ranks.transport import Transport
@@ -38,26 +38,6 @@ def _copy(target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
 
-def _sum_to(receivers: Sequence[int]) -> Act:
-    def act(everyones: Sequence[Tensor]) -> None:
-        # Summed in the first receiver's memory; the other receivers get a copy of its bits.
-        first, *others = receivers
-        add_up(everyones, everyones[first])
-        for member in others:
-            everyones[member].copy_(everyones[first])
-
-    return act
-
-
-def _gather_to(receivers: Sequence[int]) -> Act:
-    def act(given: Sequence[tuple[Tensor, Tensor]]) -> None:
-        for member in receivers:
-            for row, (_, part) in zip(given[member][0].view(len(given), -1), given, strict=True):
-                _copy(row, part)
-
-    return act
-
-
 @dataclass(frozen=True)
 class _Arrival:
     """Work that is done when all members have come to the call."""
@@ -67,11 +47,11 @@ class _Arrival:
     meeting: Meeting
     number: int
 
-    def is_done(self) -> bool:
+    def is_completed(self) -> bool:
         return self.meeting.ended > self.number
 
     def wait(self) -> None:
-        self.world.wait(self.rank, self.is_done)
+        self.world.wait(self.rank, self.is_completed)
 
 
 class ThreadComm(RecordedComm):
@@ -91,14 +71,18 @@ class ThreadComm(RecordedComm):
             return DONE
         return _Arrival(self.world, self.rank, self._meeting, number)
 
-    def _barrier(self) -> Work:
-        return self._meet("barrier", None, lambda given: None)
+    def _barrier(self, *, asleep: bool = False) -> Work:
+        return DONE if asleep else self._meet("barrier", None, lambda given: None)
 
-    def _all_reduce(self, x: Tensor) -> Work:
-        return self._meet("all_reduce", _flat(x), _sum_to(range(self.size)))
+    def _sum(self, x: Tensor, root: int | None) -> Work:
+        def act(everyones: Sequence[Tensor]) -> None:
+            # Summed in the first receiver's memory; the other receivers get a copy of its bits.
+            total = everyones[root or 0]
+            add_up(everyones, total)
+            for own in everyones if root is None else ():
+                _copy(own, total)
 
-    def _reduce(self, x: Tensor, root: int) -> Work:
-        return self._meet("reduce", _flat(x), _sum_to([root]))
+        return self._meet("all_reduce" if root is None else "reduce", _flat(x), act)
 
     def _reduce_scatter(self, part: Tensor, x: Tensor) -> Work:
         def act(given: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -107,23 +91,24 @@ class ThreadComm(RecordedComm):
 
         return self._meet("reduce_scatter", (_flat(part), _flat(x)), act)
 
-    def _all_gather(self, x: Tensor, part: Tensor) -> Work:
-        return self._meet("all_gather", (_flat(x), _flat(part)), _gather_to(range(self.size)))
+    def _collect(self, x: Tensor, part: Tensor, root: int | None) -> Work:
+        def act(given: Sequence[tuple[Tensor, Tensor]]) -> None:
+            for whole, _ in given if root is None else [given[root]]:
+                for row, (_, own) in zip(whole.view(len(given), -1), given, strict=True):
+                    _copy(row, own)
 
-    def _gather(self, x: Tensor, part: Tensor, root: int) -> Work:
-        return self._meet("gather", (_flat(x), _flat(part)), _gather_to([root]))
+        return self._meet("all_gather" if root is None else "gather", (_flat(x), _flat(part)), act)
 
-    def _post_all_to_all(self, out: Tensor, x: Tensor, pieces: PieceSizes) -> Posted:
-        return self._all_to_all(out, x, pieces)
+    def _all_to_all(self, out: Tensor, x: Tensor) -> Work:
+        equal = (x.numel() // self.size,) * self.size
+        return self._trade(out, x, PieceSizes(equal, equal))
 
-    def _all_to_all(self, out: Tensor, x: Tensor, pieces: PieceSizes | None) -> Posted:
-        def act(given: Sequence[tuple[Tensor, Tensor, PieceSizes | None]]) -> None:
+    def _trade(self, out: Tensor, x: Tensor, pieces: PieceSizes) -> Posted:
+        def act(given: Sequence[tuple[Tensor, Tensor, PieceSizes]]) -> None:
             # Piece j of member i's x becomes piece i of member j's out.
-            equal = [[x.numel() // len(given)] * len(given) for _, x, _ in given]
-            sent = [x.split(list(s.sent) if s else each) for (_, x, s), each in zip(given, equal, strict=True)]
+            sent = [x.split(list(sizes.sent)) for _, x, sizes in given]
             for member, (own, _, sizes) in enumerate(given):
-                received = own.split(list(sizes.received) if sizes else equal[member])
-                for piece, theirs in zip(received, sent, strict=True):
+                for piece, theirs in zip(own.split(list(sizes.received)), sent, strict=True):
                     piece.copy_(theirs[member])
 
         return self._meet("all_to_all", (_flat(out), _flat(x), pieces), act)
@@ -143,25 +128,19 @@ class ThreadComm(RecordedComm):
 
         return self._meet("scatter", (_flat(part), _flat(x)), act)
 
-    def _send(self, x: Tensor, to: int) -> None:
-        # A copy: the sender may change its tensor before the receiver's turn comes.
-        self.world.letters[self._name, self.index, to, next(self._sent[to])] = _flat(x).clone()
-        self.world.wake([self.ranks[to]])
-
-    def _receive(self, x: Tensor, source: int) -> None:
-        self._awaited(x, source).wait()
-
-    def _exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> Work:
-        self._send(x, to)
-        return self._awaited(into, source)
-
-    def _awaited(self, into: Tensor, source: int) -> Work:
-        """The number of the source's next tensor that nobody awaits yet."""
-        letters, address = self.world.letters, (self._name, source, self.index, next(self._received[source]))
+    def _message(self, sent: Sent, received: Sent) -> Work:
+        letters = self.world.letters
+        for x, to in sent:
+            # A copy: the sender may change its tensor before the receiver's turn comes.
+            letters[self._name, self.index, to, next(self._sent[to])] = _flat(x).clone()
+            self.world.wake([self.ranks[to]])
+        # Numbered here: several may be under way, and each is of the source's next tensor that nobody awaits yet.
+        awaited = [(into, (self._name, source, self.index, next(self._received[source]))) for into, source in received]
 
         def receive() -> None:
-            self.world.wait(self.rank, lambda: address in letters)
-            _flat(into).copy_(letters.pop(address))
+            self.world.wait(self.rank, lambda: all(address in letters for _, address in awaited))
+            for into, address in awaited:
+                _flat(into).copy_(letters.pop(address))
 
         return Later(receive)
 

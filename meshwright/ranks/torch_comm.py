@@ -28,7 +28,7 @@ from meshwright.errors import LaunchError
 from meshwright.ranks import comm_store
 from meshwright.ranks.agreement import all_texts
 from meshwright.ranks.board import Board, StoreBoard
-from meshwright.ranks.comm import Comm, Later, PieceSizes, Posted, RankGroup, RecordedComm, SoloComm, Work
+from meshwright.ranks.comm import DONE, Comm, Later, PieceSizes, Posted, RankGroup, RecordedComm, Sent, SoloComm, Work
 from meshwright.ranks.flight_recorder import CONNECT, Call, FlightRecorder
 from meshwright.ranks.ledger import Ledger
 from meshwright.ranks.mailbox import Mailbox, Side, SoloMailbox, neighbours_of
@@ -49,42 +49,32 @@ TORCH_MARGIN_SECONDS = 60.0
 """By how much torch's timeouts exceed the watchdog's, whose message says more."""
 
 
-@dataclass(frozen=True)
-class TorchPosted:
-    """torch's Work: gloo's progresses in gloo's threads, NCCL's in its stream."""
-
-    work: dist.Work
-
-    def is_done(self) -> bool:
-        return self.work.is_completed()
-
-    def wait(self) -> None:
-        self.work.wait()
-
-
 class TorchComm(RecordedComm):
-    """A group's verbs over a process group of the same ranks in the same order."""
+    """A group's verbs over a process group of the same ranks in the same order. Begun verbs progress in gloo's threads,
+    or in NCCL's stream."""
 
     def __init__(self, group: RankGroup, process_group: dist.ProcessGroup) -> None:
         super().__init__(group)
         self.process_group = process_group
 
-    def _receive(self, x: Tensor, source: int) -> None:
-        self._begin(dist.P2POp(dist.irecv, x, group=self.process_group, group_peer=source)).wait()
+    def _barrier(self, *, asleep: bool = False) -> Work:
+        return DONE if asleep else dist.barrier(self.process_group, async_op=True)
 
-    def _barrier(self) -> Work:
-        return dist.barrier(self.process_group, async_op=True)
-
-    def _all_reduce(self, x: Tensor) -> Work:
-        return dist.all_reduce(x, group=self.process_group, async_op=True)
+    def _sum(self, x: Tensor, root: int | None) -> Work:
+        if root is None:
+            return dist.all_reduce(x, group=self.process_group, async_op=True)
+        return dist.reduce(x, group_dst=root, group=self.process_group, async_op=True)
 
     def _reduce_scatter(self, part: Tensor, x: Tensor) -> Work:
         if x.device.type == "cpu":
             return self._sum_own_piece(part.view(-1), x.view(self.size, -1))
         return reduce_scatter_single(part.view(-1), x.view(-1), group=self.process_group, async_op=True)
 
-    def _all_gather(self, x: Tensor, part: Tensor) -> Work:
-        return all_gather_single(x.view(-1), part.view(-1), group=self.process_group, async_op=True)
+    def _collect(self, x: Tensor, part: Tensor, root: int | None) -> Work:
+        if root is None:
+            return all_gather_single(x.view(-1), part.view(-1), group=self.process_group, async_op=True)
+        parts = list(x.view(-1).chunk(self.size)) if self.index == root else None
+        return dist.gather(part.view(-1), parts, group_dst=root, group=self.process_group, async_op=True)
 
     def _sum_own_piece(self, part: Tensor, pieces: Tensor) -> Work:
         """A reduce-scatter in which each rank sends the others their pieces [n, k], and sums its own in a fixed order.
@@ -92,12 +82,9 @@ class TorchComm(RecordedComm):
         gloo's is its all-reduce on a copy: twice the bytes, and 2 to 3 times the seconds of this at 2 and 4 ranks.
         """
         received = pieces.new_empty(self.size - 1, part.numel())
-        messages = []
-        for step, piece in enumerate(received, 1):
-            to, source = (self.index + step) % self.size, (self.index - step) % self.size
-            messages.append(dist.P2POp(dist.isend, pieces[to], group=self.process_group, group_peer=to))
-            messages.append(dist.P2POp(dist.irecv, piece, group=self.process_group, group_peer=source))
-        work = self._begin(*messages)
+        others = [(self.index + step) % self.size for step in range(1, self.size)]
+        sources = [(self.index - step) % self.size for step in range(1, self.size)]
+        work = self._message([(pieces[to], to) for to in others], list(zip(received, sources, strict=True)))
 
         def finish() -> None:
             work.wait()
@@ -109,42 +96,27 @@ class TorchComm(RecordedComm):
 
         return Later(finish)
 
-    def _all_to_all(self, out: Tensor, x: Tensor, pieces: PieceSizes | None) -> Work:
-        received, sent = (list(pieces.received), list(pieces.sent)) if pieces else (None, None)
-        flat = out.view(-1), x.view(-1)
-        return dist.all_to_all_single(*flat, received, sent, group=self.process_group, async_op=True)
+    def _all_to_all(self, out: Tensor, x: Tensor) -> Work:
+        return dist.all_to_all_single(out.view(-1), x.view(-1), group=self.process_group, async_op=True)
 
-    def _post_all_to_all(self, out: Tensor, x: Tensor, pieces: PieceSizes) -> Posted:
-        sizes = list(pieces.received), list(pieces.sent)
-        flat = out.view(-1), x.view(-1)
-        return TorchPosted(dist.all_to_all_single(*flat, *sizes, group=self.process_group, async_op=True))
+    def _trade(self, out: Tensor, x: Tensor, pieces: PieceSizes) -> Posted:
+        flat, sizes = (out.view(-1), x.view(-1)), (list(pieces.received), list(pieces.sent))
+        posted: Posted = dist.all_to_all_single(*flat, *sizes, group=self.process_group, async_op=True)
+        return posted
 
     def _broadcast(self, x: Tensor, root: int) -> Work:
         return dist.broadcast(x, group_src=root, group=self.process_group, async_op=True)
-
-    def _reduce(self, x: Tensor, root: int) -> Work:
-        return dist.reduce(x, group_dst=root, group=self.process_group, async_op=True)
-
-    def _gather(self, x: Tensor, part: Tensor, root: int) -> Work:
-        parts = list(x.view(-1).chunk(self.size)) if self.index == root else None
-        return dist.gather(part.view(-1), parts, group_dst=root, group=self.process_group, async_op=True)
 
     def _scatter(self, part: Tensor, x: Tensor, root: int) -> Work:
         parts = list(x.view(-1).chunk(self.size)) if self.index == root else None
         return dist.scatter(part.view(-1), parts, group_src=root, group=self.process_group, async_op=True)
 
-    def _exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> Work:
-        return self._begin(
-            dist.P2POp(dist.isend, x, group=self.process_group, group_peer=to),
-            dist.P2POp(dist.irecv, into, group=self.process_group, group_peer=source),
-        )
-
-    def _send(self, x: Tensor, to: int) -> None:
-        self._begin(dist.P2POp(dist.isend, x, group=self.process_group, group_peer=to)).wait()
-
-    def _begin(self, *messages: dist.P2POp) -> Work:
+    def _message(self, sent: Sent, received: Sent) -> Work:
         # A batch goes over the group's communicator; a single isend under NCCL would make one for the pair.
-        works = dist.batch_isend_irecv(list(messages))
+        ends = [(dist.isend, *end) for end in sent] + [(dist.irecv, *end) for end in received]
+        works = dist.batch_isend_irecv([
+            dist.P2POp(begin, x, group=self.process_group, group_peer=member) for begin, x, member in ends
+        ])  # fmt: skip
         return Later(lambda: [work.wait() for work in works])
 
 

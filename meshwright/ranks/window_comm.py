@@ -28,7 +28,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from meshwright.ranks.comm import Later, PieceSizes, RecordedComm, Work, size_bytes
+from meshwright.ranks.comm import Later, RecordedComm, Work, size_bytes
 from meshwright.ranks.ledger import VERBS
 from meshwright.ranks.window import SLOT_BYTES, SharedWindow
 
@@ -83,16 +83,8 @@ class WindowComm(RecordedComm):
         # Verb and bytes in one number, which members compare; 48 bits hold any payload.
         self.window.meet(CALLS.index(verb) << 48 | (0 if payload is None else size_bytes(payload)))
 
-    def _barrier(self) -> Work:
-        return Later(lambda: self._meet("barrier"))
-
-    def _assemble(self) -> Work:
-        return Later(lambda: self._meet("assemble"))
-
-    def _all_reduce(self, x: Tensor) -> Work:
-        if everyones := self._everyones(x):
-            return self._begin_sum(SumInPlace(everyones, self._split(everyones[self.index])[self.index], returns=True))
-        return Later(lambda: self._sum("all_reduce", x.detach().view(-1), range(self.size)))
+    def _barrier(self, *, asleep: bool = False) -> Work:
+        return Later(lambda: self._meet("assemble" if asleep else "barrier"))
 
     def _begin_sum(self, own: SumInPlace) -> Work:
         self._begun.append(own)
@@ -133,24 +125,31 @@ class WindowComm(RecordedComm):
             if values[member].data_ptr() != piece.data_ptr():
                 piece.copy_(values[member])
 
-    def _reduce(self, x: Tensor, root: int) -> Work:
-        return Later(lambda: self._sum("reduce", x.detach().view(-1), [root]))
+    def _sum(self, x: Tensor, root: int | None) -> Work:
+        if root is None and (in_place := self._everyones(x)):
+            return self._begin_sum(SumInPlace(in_place, self._split(in_place[self.index])[self.index], returns=True))
+        verb, receives, flat = (
+            "all_reduce" if root is None else "reduce",
+            root in (None, self.index),
+            x.detach().view(-1),
+        )
 
-    def _sum(self, verb: str, x: Tensor, receivers: Sequence[int]) -> None:
-        """Sum x [n] into the receivers' x; other members' x is unchanged or partly summed."""
-        for start, stop in self._pieces(x.numel(), x.element_size()):
-            piece = x[start:stop]
-            everyones = [slot[: stop - start] for slot in self._written(piece)]
-            self._meet(verb, piece)
-            # The sum lies in this rank's slot, from which the others fetch it after the second meeting.
-            if size_bytes(piece) > SMALL_BYTES:
-                own = [self._split(values)[self.index] for values in everyones]
-                add_up(own, own[self.index])
+        def run() -> None:
+            for start, stop in self._pieces(x.numel(), x.element_size()):
+                piece = flat[start:stop]
+                everyones = [slot[: stop - start] for slot in self._written(piece)]
                 self._meet(verb, piece)
-                if self.index in receivers:
-                    self._fetch(piece, everyones)
-            elif self.index in receivers:
-                add_up(everyones, piece)
+                # The sum lies in this rank's slot, from which the others fetch it after the second meeting.
+                if size_bytes(piece) > SMALL_BYTES:
+                    own = [self._split(values)[self.index] for values in everyones]
+                    add_up(own, own[self.index])
+                    self._meet(verb, piece)
+                    if receives:
+                        self._fetch(piece, everyones)
+                elif receives:
+                    add_up(everyones, piece)
+
+        return Later(run)
 
     def _reduce_scatter(self, part: Tensor, x: Tensor) -> Work:
         own, pieces = part.detach().view(-1), x.detach().view(self.size, -1)
@@ -170,29 +169,20 @@ class WindowComm(RecordedComm):
         self._meet(verb, pieces)
         return [slot[: pieces.numel()].view_as(pieces)[self.index] for slot in slots]
 
-    def _all_gather(self, x: Tensor, part: Tensor) -> Work:
-        return self._gathered("all_gather", x, part, range(self.size))
-
-    def _gather(self, x: Tensor, part: Tensor, root: int) -> Work:
-        return self._gathered("gather", x, part, [root])
-
-    def _gathered(self, verb: str, x: Tensor, part: Tensor, receivers: Sequence[int]) -> Work:
+    def _collect(self, x: Tensor, part: Tensor, root: int | None) -> Work:
         def run() -> None:
             own = part.detach().view(-1)
             for start, stop in self._pieces(own.numel(), own.element_size()):
                 slots = self._written(own[start:stop])
-                self._meet(verb, own[start:stop])
-                if self.index in receivers:
+                self._meet("all_gather" if root is None else "gather", own[start:stop])
+                if root in (None, self.index):
                     rows = x.detach().view(self.size, -1)[:, start:stop]
                     for row, slot in zip(rows, slots, strict=True):
                         row.copy_(slot[: stop - start])
 
         return Later(run)
 
-    def _all_to_all(self, out: Tensor, x: Tensor, pieces: PieceSizes | None) -> Work:
-        if pieces is not None:
-            return super()._all_to_all(out, x, pieces)  # type: ignore[safe-super]  # the transport's
-
+    def _all_to_all(self, out: Tensor, x: Tensor) -> Work:
         def run() -> None:
             rows, sent = out.detach().view(self.size, -1), x.detach().view(self.size, -1)
             for start, stop in self._pieces(rows.shape[1], x.element_size() * self.size):

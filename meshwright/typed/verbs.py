@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright.ranks.comm import DONE, Comm, PieceSizes, RankGroup, SoloComm, Work
+from meshwright.ranks.comm import DONE, Comm, Done, RankGroup, Sent, SoloComm, Work
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mailbox import Mailbox, SoloMailbox
 from meshwright.ranks.mesh import Mesh
@@ -38,7 +38,7 @@ class TypedComm(SoloComm):
         self._given: dict[torch.Size, Kind] = {}
         """Kinds of the tensors that this rank has broadcast, by shape."""
 
-    def _sum(self, x: Tensor) -> None:
+    def _addends(self, x: Tensor) -> None:
         """Raises WrongSum where the tensor is whole or cut over an axis of the group."""
         if not self.axes:  # groups that are no mesh axis (a pipeline's ends, copies of heads): each addend is its own
             return
@@ -58,20 +58,22 @@ class TypedComm(SoloComm):
         with self.watch.placing([self.watch.kind(x)]):
             self.watch.change(x, look)
 
-    def _all_reduce(self, x: Tensor) -> Work:
-        self._meet("all_reduce", x)
-        self._sum(x)
-        self.watch.change(x, lambda kind, _: kind.settled(self.axes))
+    def _sum(self, x: Tensor, root: int | None) -> Work:
+        self._meet("all_reduce" if root is None else "reduce", x)
+        self._addends(x)
+        self.watch.change(x, lambda kind, _: (kind.settled if root is None else kind.loosened)(self.axes))
         return DONE
 
-    def _reduce_scatter(self, part: Tensor, x: Tensor) -> Work:
+    def _reduce_scatter(self, part: Tensor, x: Tensor, _: object = None, /) -> Done:
         self._meet("reduce_scatter", part, x)
-        self._sum(x)
+        self._addends(x)
         kind = self.watch.kind(x)
         self.watch.say(part, _flat(kind, part).loosened(self.axes))
         return DONE
 
-    def _all_gather(self, x: Tensor, part: Tensor) -> Work:
+    def _collect(self, x: Tensor, part: Tensor, root: object = None, /) -> Done:
+        if root is not None:
+            return self._give("gather", x, part)
         self._meet("all_gather", x, part)
         kind = self.watch.kind(part)
         row = kind.settled(self.axes)
@@ -86,7 +88,7 @@ class TypedComm(SoloComm):
                 self.watch.say(parameter, declared)
         return DONE
 
-    def _broadcast(self, x: Tensor, root: int) -> Work:
+    def _broadcast(self, x: Tensor, root: int | None, /) -> Work:
         self._meet("broadcast", x)
         if root == self.index:
             self.watch.change(x, lambda kind, _: kind.settled(self.axes))
@@ -99,34 +101,26 @@ class TypedComm(SoloComm):
             self.watch.say(x, unseen if kind.constant else kind.settled(self.axes))
         return DONE
 
-    def _reduce(self, x: Tensor, root: int) -> Work:
-        self._meet("reduce", x)
-        self._sum(x)
-        self.watch.change(x, lambda kind, _: kind.loosened(self.axes))
-        return DONE
-
-    def _gather(self, x: Tensor, part: Tensor, root: int) -> Work:
-        return self._give("gather", x, part)
-
-    def _scatter(self, part: Tensor, x: Tensor, root: int) -> Work:
+    def _scatter(self, part: Tensor, x: Tensor, _: object = None, /) -> Done:
         return self._give("scatter", part, x)
 
-    def _all_to_all(self, out: Tensor, x: Tensor, pieces: PieceSizes | None) -> Work:
+    def _all_to_all(self, out: Tensor, x: Tensor, _: object = None, /) -> Done:
         return self._give("all_to_all", out, x)
 
-    def _exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> Work:
+    _trade = _all_to_all
+
+    def _message(self, sent: Sent, received: Sent) -> Work:
+        if not received:
+            self._meet("send", sent[0][0])
+            return DONE
+        into = received[0][0]
+        x = sent[0][0] if sent else into
         self._meet("exchange", into, x)
         kind = _flat(self.watch.kind(x), into).settled(self.axes)
         self.watch.say(into, Kind(kind.dims, kind.partial, kind.own, kind.unknown | self.axes))
         return DONE
 
-    def _receive(self, x: Tensor, source: int) -> None:
-        self._exchange(x, source, x, source)
-
-    def _send(self, x: Tensor, to: int) -> None:
-        self._meet("send", x)
-
-    def _give(self, verb: str, out: Tensor, x: Tensor) -> Work:
+    def _give(self, verb: str, out: Tensor, x: Tensor) -> Done:
         """A verb after which each rank of the group holds something else."""
         self._meet(verb, out, x)
         # A rank without a part, such as a worker's side of a gather, may pass an empty tensor.

@@ -21,7 +21,7 @@ from meshwright.environment import Environment, Rendezvous
 from meshwright.errors import LaunchError, LostRankError
 from meshwright.launch import Job, StopRequest, launch
 from meshwright.machine import find_mpiexec
-from meshwright.ranks.comm import PieceSizes, Posted, RankGroup, Work
+from meshwright.ranks.comm import PieceSizes, Posted, RankGroup, Sent, Work
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import open_mesh
 from meshwright.ranks.window import SLOT_BYTES, ExchangeTexts, SharedWindow, open_window
@@ -39,16 +39,10 @@ class ThreadComm(WindowComm):
         super().__init__(group)
         self._use(window)
 
-    def _receive(self, x: Tensor, source: int) -> None:
+    def _message(self, sent: Sent, received: Sent) -> Work:
         raise NotImplementedError
 
-    def _exchange(self, x: Tensor, to: int, into: Tensor, source: int) -> Work:
-        raise NotImplementedError
-
-    def _send(self, x: Tensor, to: int) -> None:
-        raise NotImplementedError
-
-    def _post_all_to_all(self, out: Tensor, x: Tensor, pieces: PieceSizes) -> Posted:
+    def _trade(self, out: Tensor, x: Tensor, pieces: PieceSizes) -> Posted:
         raise NotImplementedError
 
 
