@@ -79,7 +79,7 @@ class CheckpointWriter:
         token = torch.tensor([secrets.randbits(40)], dtype=torch.int64)
         mesh.world.broadcast(token, 0)
         self._token = f"{PARTIAL}{int(token):x}"
-        self._board = mesh.board(folder)
+        self._board = mesh.transport.board(folder)
         self._thread: threading.Thread | None = None
         self._step = 0
         self._failure = ""
@@ -125,7 +125,7 @@ class CheckpointWriter:
     def _outcome(self) -> str:
         """Why the last checkpoint was not written, agreed on by all ranks; empty where it was."""
         if self._thread is not None:
-            with self.mesh.aside():
+            with self.mesh.transport.aside():
                 self._thread.join()
             self._thread = None
         return self._agree(self._failure)

@@ -131,13 +131,12 @@ class FlightRecorder:
         )
 
 
+@dataclass(slots=True)
 class _Wait:
     """The context of a wait: a class, since contextmanager's generator takes three times as long."""
 
-    __slots__ = ("_call", "_recorder")
-
-    def __init__(self, recorder: FlightRecorder, call: Call) -> None:
-        self._recorder, self._call = recorder, call
+    _recorder: FlightRecorder
+    _call: Call
 
     def __enter__(self) -> None:
         self._recorder._waiting[self._call] = self._recorder.clock()

@@ -20,11 +20,10 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,8 +86,12 @@ def both_sides(*tensors: TensorMeta) -> MessageMeta:
     return {side: {0: CutForms(tensors, side == "before")} for side in SIDES}
 
 
-class Mailbox(Protocol):
-    """Messages between this rank and its neighbours on one axis."""
+class Mailbox:
+    """Messages between this rank and its neighbours on one axis. This class is an axis of one rank's, which has nobody
+    to write to; PackedMailbox is the base of those over a transport."""
+
+    def __init__(self, axis: str) -> None:
+        self.axis = axis
 
     def open(self, epoch: int, meta: MessageMeta, before: int, after: int) -> None:
         """Begin an epoch (a step or an evaluation). The counts are messages to come from the rank before and the rank
@@ -97,16 +100,20 @@ class Mailbox(Protocol):
         Epoch numbers only grow over the mailbox's life, alike on neighbours. A late message of an older epoch is
         dropped; its size must equal the new epoch's on that side.
         """
+        assert before == after == 0, f"axis {self.axis} has one rank: {before} and {after} messages from nobody"
 
     def send(self, to: Side, index: int, tensors: Sequence[Tensor], subject: int = 0) -> None:
         """Send tensors of the form that `meta` gives for the side and subject. Returns at once: the tensors are copied,
         and may be changed."""
+        raise AssertionError(f"axis {self.axis} has one rank: nobody is {to}")
 
     def poll(self) -> list[Message]:
         """The messages that have come since the last call, without waiting. The caller owns their tensors."""
+        return []
 
     def wait(self) -> list[Message]:
         """At least one message, asleep until then. Raises ConnectionError when a neighbour is gone."""
+        raise AssertionError(f"axis {self.axis} has one rank: nobody to wait for")
 
     def flush(self) -> None:
         """Return when all sends have left. Called once all expected messages have been taken."""
@@ -176,14 +183,15 @@ class Packet:
     buffer: Tensor
 
 
-class PackedMailbox(ABC):
+class PackedMailbox(Mailbox, ABC):
     """The part that all transports share: packing, epochs, posted receives, and the ledger."""
 
     header_bytes = HEADER_BYTES
     """The header's size in front of the tensors; 0 where headers travel separately."""
 
     def __init__(self, group: RankGroup, device: torch.device, ahead: int = AHEAD["cpu"]) -> None:
-        self.axis, self.ledger, self.recorder = group.axis, group.ledger, group.recorder
+        super().__init__(group.axis)
+        self.ledger, self.recorder = group.ledger, group.recorder
         self.places = neighbours_of(group)
         self.neighbours = {side: group.ranks[at] for side, at in self.places.items()}
         """The neighbours' ranks in the world."""
@@ -269,9 +277,9 @@ class PackedMailbox(ABC):
         """The memory of a message to or from the side."""
         return torch.empty(self._sizes[side], dtype=torch.uint8, device=self.device)
 
-    @abstractmethod
     def _post(self, side: Side) -> None:
-        """Post a receive for the side's next message. A side's messages come in the order sent."""
+        """Post a receive for the side's next message, where the transport needs it. A side's messages come in the order
+        sent."""
 
     @abstractmethod
     def _dispatch(self, to: Side, header: Tensor, buffer: Tensor) -> None:
@@ -294,83 +302,5 @@ class PackedMailbox(ABC):
         with self.recorder.waiting(self._call("send", list(self.neighbours))):
             self._flush()
 
-    @abstractmethod
-    def _flush(self) -> None: ...
-    @abstractmethod
-    def shut(self) -> None: ...
-
-
-class PolledMailbox(PackedMailbox):
-    """A mailbox over a transport whose transfers are polled, as MPI's requests are.
-
-    A side's messages come and leave in order, so only the oldest is polled. Polling receives polls sends as well: MPI
-    makes progress only inside its calls.
-    """
-
-    def __init__(self, group: RankGroup, device: torch.device) -> None:
-        super().__init__(group, device)
-        self._receives: dict[Side, deque[tuple[Any, Packet]]] = {side: deque() for side in self.neighbours}
-        self._sends: dict[Side, deque[tuple[Any, Packet]]] = {side: deque() for side in self.neighbours}
-
-    @abstractmethod
-    def _receive(self, side: Side, buffer: Tensor) -> tuple[Any, Packet]:
-        """Post a receive: (request, the packet that is valid when the request is done)."""
-
-    @abstractmethod
-    def _send(self, to: Side, buffer: Tensor) -> tuple[Any, Packet]:
-        """Begin a send: (request, the memory that must live until the request is done)."""
-
-    @abstractmethod
-    def _is_done(self, request: Any) -> bool: ...
-
-    def _post(self, side: Side) -> None:
-        self._receives[side].append(self._receive(side, self.new_buffer(side)))
-
-    def _dispatch(self, to: Side, header: Tensor, buffer: Tensor) -> None:
-        self._drop_sent()
-        self._sends[to].append(self._send(to, buffer))
-
-    def _drop_sent(self) -> None:
-        for sends in self._sends.values():
-            while sends and self._is_done(sends[0][0]):
-                sends.popleft()
-
-    def _arrived(self) -> list[Packet]:
-        self._drop_sent()
-        packets = []
-        # Transfers finish in order, so the first pending one ends the loop: each test is a call into the library.
-        for receives in self._receives.values():
-            while receives and self._is_done(receives[0][0]):
-                packets.append(receives.popleft()[1])
-        return packets
-
     def _flush(self) -> None:
-        self._drop_sent()
-        while any(self._sends.values()):
-            time.sleep(NAP_SECONDS)
-            self._drop_sent()
-
-
-class SoloMailbox:
-    """An axis of one rank: nobody to write to."""
-
-    def __init__(self, axis: str) -> None:
-        self.axis = axis
-
-    def open(self, epoch: int, meta: MessageMeta, before: int, after: int) -> None:
-        assert before == after == 0, f"axis {self.axis} has one rank: {before} and {after} messages from nobody"
-
-    def send(self, to: Side, index: int, tensors: Sequence[Tensor], subject: int = 0) -> None:
-        raise AssertionError(f"axis {self.axis} has one rank: nobody is {to}")
-
-    def poll(self) -> list[Message]:
-        return []
-
-    def wait(self) -> list[Message]:
-        raise AssertionError(f"axis {self.axis} has one rank: nobody to wait for")
-
-    def flush(self) -> None:
-        return None
-
-    def shut(self) -> None:
-        return None
+        """Return when all sends have left; the ledger's wait is around it."""

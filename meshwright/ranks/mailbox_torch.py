@@ -64,7 +64,8 @@ class Channel:
 
 
 class Waiter:
-    """A thread that waits for works in turn; calls `done` with each work's buffer, `failed` with an exception."""
+    """A thread that waits for `works` in turn; calls `done` with each work's buffer, `failed` with an exception. None
+    among the works ends it."""
 
     def __init__(self, name: str, done: Callable[[Tensor], None], failed: Callable[[Exception], None]) -> None:
         self.done = done
@@ -72,9 +73,6 @@ class Waiter:
         self.works: Queue[tuple[Work, Tensor] | None] = Queue()
         self.thread = Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
-
-    def add(self, work: Work, buffer: Tensor) -> None:
-        self.works.put((work, buffer))
 
     def _run(self) -> None:
         while (entry := self.works.get()) is not None:
@@ -88,12 +86,6 @@ class Waiter:
             finally:
                 self.works.task_done()
             del entry, work, buffer  # else the last message would live until the next one
-
-    def end(self) -> None:
-        """End the thread; one whose message never comes is left as a daemon."""
-        self.works.put(None)
-        # With a limit: a failed neighbour's message never comes.
-        self.thread.join(JOIN_SECONDS)
 
 
 class GlooMailbox(PackedMailbox):
@@ -126,10 +118,10 @@ class GlooMailbox(PackedMailbox):
         self._post_on_host(side, self.new_buffer(side))
 
     def _post_on_host(self, side: Side, buffer: Tensor) -> None:
-        self._receivers[side].add(self.channels[side].receive(buffer), buffer)
+        self._receivers[side].works.put((self.channels[side].receive(buffer), buffer))
 
     def _dispatch(self, to: Side, header: Tensor, buffer: Tensor) -> None:
-        self._senders[to].add(self.channels[to].send(buffer), buffer)
+        self._senders[to].works.put((self.channels[to].send(buffer), buffer))
 
     def _arrived(self) -> list[Packet]:
         arrivals = []
@@ -142,24 +134,24 @@ class GlooMailbox(PackedMailbox):
 
     def _checked(self, arrival: Packet | None) -> Packet:
         if arrival is None:
-            self._raise_failure()
-        assert arrival is not None
-        return arrival
-
-    def _raise_failure(self) -> None:
-        if self._failures:
             side, error = self._failures[0]
             raise ConnectionError(f"axis {self.axis}: the link to rank {self.neighbours[side]} is broken") from error
+        return arrival
 
     def _flush(self) -> None:
         for sender in self._senders.values():
             # queue.join counts task_done calls, so a failed work ends it as well.
             sender.works.join()
-        self._raise_failure()
+        if self._failures:
+            self._checked(None)
 
     def shut(self) -> None:
-        for waiter in (*self._senders.values(), *self._receivers.values()):
-            waiter.end()
+        waiters = (*self._senders.values(), *self._receivers.values())
+        for waiter in waiters:
+            waiter.works.put(None)
+        for waiter in waiters:
+            # With a limit: a failed neighbour's message never comes, and its thread is left as a daemon.
+            waiter.thread.join(JOIN_SECONDS)
 
 
 class Event(Protocol):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
 
 from meshwright.environment import Environment, Rendezvous
-from meshwright.ranks.board import Board
 from meshwright.ranks.comm import Comm, RankGroup
 from meshwright.ranks.flight_recorder import CONNECT, Call, FlightRecorder
 from meshwright.ranks.grid import ENDS, HEAD_COPIES, Grid
@@ -21,7 +19,7 @@ from meshwright.ranks.section import Timeout
 from meshwright.ranks.thread_comm import ThreadTransport
 from meshwright.ranks.thread_world import ThreadWorld
 from meshwright.ranks.torch_comm import open_torch
-from meshwright.ranks.transport import SoloTransport, Transport
+from meshwright.ranks.transport import Transport
 from meshwright.ranks.watchdog import Watchdog
 
 DEFAULT_TIMEOUT = Timeout()
@@ -76,14 +74,6 @@ class Mesh:
                 self._mailboxes[axis] = self.transport.mailbox(group, self.device)
         return self._mailboxes[axis]
 
-    def board(self, folder: Path) -> Board:
-        """Notes between background threads of ranks. `folder`: one that all ranks see."""
-        return self.transport.board(folder)
-
-    def aside(self) -> AbstractContextManager[None]:
-        """A context around a wait for this rank's own thread; ranks of its process run meanwhile."""
-        return self.transport.aside()
-
     def _group(self, axes: tuple[str, ...]) -> RankGroup:
         ranks = self.grid.group(self.rank, *axes)
         # One bit an axis, so that groups of equal ranks over different axes have different tags.
@@ -116,7 +106,7 @@ class Mesh:
 
 def solo_mesh(device: torch.device, names: tuple[str, ...] = ("data", "pipe")) -> Mesh:
     """A mesh of one rank, whose axes all have size 1."""
-    return Mesh(Grid(tuple((name, 1) for name in names)), 0, device, SoloTransport())
+    return Mesh(Grid(tuple((name, 1) for name in names)), 0, device, Transport())
 
 
 @contextmanager
@@ -144,7 +134,7 @@ def open_mesh(
             watchdog.meet()
             opened: Transport = open_mpi(environment)
         elif grid.world_size == 1:
-            opened = SoloTransport()
+            opened = Transport()
         else:
             assert point is not None, "the ranks of a process group have no place to meet"
             opened = open_torch(environment, device, point, recorder, timeout)

@@ -17,6 +17,7 @@ under way. While it waits the rank naps between two tests, for the same reason.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -36,11 +37,10 @@ from meshwright.ranks.comm import (
     RankGroup,
     RecordedComm,
     Sent,
-    SoloComm,
     Work,
     size_bytes,
 )
-from meshwright.ranks.mailbox import Mailbox, Packet, PolledMailbox, Side, SoloMailbox, header_of
+from meshwright.ranks.mailbox import Mailbox, PackedMailbox, Packet, Side, header_of
 from meshwright.ranks.transport import Transport
 from meshwright.ranks.window import SharedWindow, open_window
 from meshwright.ranks.window_comm import HALF, WindowComm, add_up
@@ -175,24 +175,48 @@ class MpiWindowComm(WindowComm, MpiComm):
         self._use(window)
 
 
-class MpiMailbox(PolledMailbox):
-    """`comm`: an mpi4py communicator used by this mailbox alone, of the axis's ranks in order."""
+class MpiMailbox(PackedMailbox):
+    """`comm`: an mpi4py communicator used by this mailbox alone, of the axis's ranks in order.
+
+    A side's messages come and leave in order, so only the oldest is polled. Polling receives polls sends as well: MPI
+    makes progress only inside its calls.
+    """
 
     def __init__(self, group: RankGroup, comm: Any) -> None:
         super().__init__(group, torch.device("cpu"))
         self.comm = comm
+        self._receives: dict[Side, deque[tuple[Any, Packet]]] = {side: deque() for side in self.neighbours}
+        self._sends: dict[Side, deque[tuple[Any, Tensor]]] = {side: deque() for side in self.neighbours}
+        """Requests, each with the memory that must live until it is done."""
 
-    def _receive(self, side: Side, buffer: Tensor) -> tuple[Any, Packet]:
+    def _post(self, side: Side) -> None:
+        buffer = self.new_buffer(side)
         request = self.comm.Irecv(raw(buffer), source=self.places[side])
-        return request, Packet(side, header_of(buffer), buffer)
+        self._receives[side].append((request, Packet(side, header_of(buffer), buffer)))
 
-    def _send(self, to: Side, buffer: Tensor) -> tuple[Any, Packet]:
-        request = self.comm.Isend(raw(buffer), dest=self.places[to])
-        return request, Packet(to, header_of(buffer), buffer)
+    def _dispatch(self, to: Side, header: Tensor, buffer: Tensor) -> None:
+        self._drop_sent()
+        self._sends[to].append((self.comm.Isend(raw(buffer), dest=self.places[to]), buffer))
 
-    def _is_done(self, request: Any) -> bool:
-        done: bool = request.Test()
-        return done
+    def _drop_sent(self) -> None:
+        for sends in self._sends.values():
+            while sends and sends[0][0].Test():
+                sends.popleft()
+
+    def _arrived(self) -> list[Packet]:
+        self._drop_sent()
+        packets = []
+        # Transfers finish in order, so the first pending one ends the loop: each test is a call into the library.
+        for receives in self._receives.values():
+            while receives and receives[0][0].Test():
+                packets.append(receives.popleft()[1])
+        return packets
+
+    def _flush(self) -> None:
+        self._drop_sent()
+        while any(self._sends.values()):
+            time.sleep(NAP_SECONDS)
+            self._drop_sent()
 
     def shut(self) -> None:
         for receives in self._receives.values():
@@ -209,7 +233,7 @@ class MpiTransport(Transport):
 
     def comm(self, group: RankGroup) -> Comm:
         if len(group.ranks) == 1:
-            return SoloComm(group)
+            return super().comm(group)
         comm = _communicator(group.ranks, group.tag)
 
         def texts(text: str) -> list[str]:
@@ -225,7 +249,7 @@ class MpiTransport(Transport):
 
     def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox:
         if len(group.ranks) == 1:
-            return SoloMailbox(group.axis)
+            return super().mailbox(group, device)
         return MpiMailbox(group, _communicator(group.ranks, MAILBOX_TAG + group.tag))
 
 

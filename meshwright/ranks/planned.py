@@ -15,7 +15,7 @@ from torch import Tensor
 from meshwright.ranks.comm import DONE, Comm, PieceSizes, RankGroup, Sent, SoloComm, Work, size_bytes
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.ledger import MESSAGE
-from meshwright.ranks.mailbox import Mailbox, Message, MessageMeta, Side, SoloMailbox, both_sides, neighbours_of
+from meshwright.ranks.mailbox import Mailbox, Message, MessageMeta, Side, both_sides, neighbours_of
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.transport import Transport
 
@@ -59,7 +59,7 @@ class LedgerComm(SoloComm):
         return works[0] if works else DONE
 
 
-class PlannedMailbox(SoloMailbox):
+class PlannedMailbox(Mailbox):
     """Messages of meta tensors. All activations arrive at once, and a gradient for each activation sent; sends only
     write the ledger. An epoch in which both come from one side is a training step's."""
 
@@ -117,7 +117,7 @@ class LedgerTransport(Transport):
         return LedgerComm(group, self.observer)
 
     def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox:
-        return PlannedMailbox(group) if len(group.ranks) > 1 else SoloMailbox(group.axis)
+        return PlannedMailbox(group) if len(group.ranks) > 1 else Mailbox(group.axis)
 
 
 def planned_mesh(

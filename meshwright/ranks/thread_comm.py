@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from meshwright.ranks.board import Board
-from meshwright.ranks.comm import DONE, Comm, Later, PieceSizes, Posted, RankGroup, RecordedComm, Sent, SoloComm, Work
-from meshwright.ranks.mailbox import Mailbox, PackedMailbox, Packet, Side, SoloMailbox
+from meshwright.ranks.comm import DONE, Comm, Later, PieceSizes, Posted, RankGroup, RecordedComm, Sent, Work
+from meshwright.ranks.mailbox import Mailbox, PackedMailbox, Packet, Side
 from meshwright.ranks.thread_world import Act, Meeting, ThreadWorld
 from meshwright.ranks.transport import Transport
 from meshwright.ranks.window_comm import add_up
@@ -60,7 +60,7 @@ class ThreadComm(RecordedComm):
     def __init__(self, group: RankGroup, world: ThreadWorld, name: object) -> None:
         super().__init__(group)
         self.world, self.rank, self._name = world, group.ranks[group.index], name
-        self._meeting, self._calls = world.meeting(name, self.size), itertools.count()
+        self._meeting, self._calls = world.meetings.setdefault(name, Meeting(self.size)), itertools.count()
         self._sent, self._received = ([itertools.count() for _ in group.ranks] for _ in range(2))
 
     def _meet(self, verb: str, given: object, act: Act) -> Posted:
@@ -154,18 +154,16 @@ class ThreadMailbox(PackedMailbox):
     def __init__(self, group: RankGroup, world: ThreadWorld, name: object) -> None:
         super().__init__(group, world.device)
         self.world, self.rank = world, group.ranks[group.index]
-        self._inbox: deque[Packet] = world.queue((name, self.rank))
-        self._outboxes = {side: world.queue((name, rank)) for side, rank in self.neighbours.items()}
-
-    def _post(self, side: Side) -> None:
-        """A queue needs no receives; their number limits how many messages may be taken."""
+        self._inbox: deque[Packet] = world.queues[name, self.rank]
+        self._outboxes = {side: world.queues[name, rank] for side, rank in self.neighbours.items()}
 
     def _dispatch(self, to: Side, header: Tensor, buffer: Tensor) -> None:
         self._outboxes[to].append(Packet(_OPPOSITE[to], header, buffer))
         self.world.wake([self.neighbours[to]])
 
     def _arrived(self) -> list[Packet]:
-        # At most as many as receives are posted: a neighbour may be an epoch ahead, whose messages must wait.
+        # A queue needs no receives, but their number limits how many messages may be taken: a neighbour may be an epoch
+        # ahead, whose messages must wait.
         may_come, taken, left = dict(self._posted), [], []
         for packet in self._inbox:
             if may_come[packet.side]:
@@ -181,26 +179,21 @@ class ThreadMailbox(PackedMailbox):
         self.world.wait(self.rank, lambda: any(self._posted[packet.side] for packet in self._inbox))
         return self._arrived()
 
-    def _flush(self) -> None:
-        """Nothing to do: a message is with its receiver as soon as it is sent."""
 
-    def shut(self) -> None:
-        return None
-
-
+@dataclass(frozen=True)
 class ThreadTransport(Transport):
     """Comms and mailboxes of the rank `rank` of a world."""
 
-    def __init__(self, world: ThreadWorld, rank: int) -> None:
-        self.world, self.rank = world, rank
+    world: ThreadWorld
+    rank: int
 
     def comm(self, group: RankGroup) -> Comm:
         name = ("comm", group.axis, group.tag, group.ranks)
-        return SoloComm(group) if len(group.ranks) == 1 else ThreadComm(group, self.world, name)
+        return super().comm(group) if len(group.ranks) == 1 else ThreadComm(group, self.world, name)
 
     def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox:
         name = ("mailbox", group.axis, group.tag, group.ranks)
-        return SoloMailbox(group.axis) if len(group.ranks) == 1 else ThreadMailbox(group, self.world, name)
+        return super().mailbox(group, device) if len(group.ranks) == 1 else ThreadMailbox(group, self.world, name)
 
     def board(self, folder: Path) -> Board:
         return self.world.board

@@ -104,8 +104,10 @@ class ThreadWorld:
         """By waiting rank: a function that says whether it may go on."""
         self._aside: set[int] = set()
         self._left: set[int] = set()
-        self._meetings: dict[object, Meeting] = {}
-        self._queues: defaultdict[object, deque[Any]] = defaultdict(deque)
+        self.meetings: dict[object, Meeting] = {}
+        """By group, shared by its members."""
+        self.queues: defaultdict[object, deque[Any]] = defaultdict(deque)
+        """Messages not yet taken, by axis and receiver."""
         self.letters: dict[object, Tensor] = {}
         """Tensors sent and not yet received, by group, sender, receiver and number."""
 
@@ -158,14 +160,6 @@ class ThreadWorld:
             self._aside.discard(rank)
             own.put_back()
 
-    def meeting(self, name: object, size: int) -> Meeting:
-        """The group's Meeting, shared by its members."""
-        return self._meetings.setdefault(name, Meeting(size))
-
-    def queue(self, name: object) -> deque[Any]:
-        """The queue of that name: messages not yet taken."""
-        return self._queues[name]
-
     def stop(self, error: BaseException) -> None:
         """End all ranks at their next wait. Called by a thread that is no rank."""
         with self._turn:
@@ -190,12 +184,12 @@ class ThreadWorld:
             self._fail(-1, LaunchError(explain_hang(records) or "every rank waits for another one"))
 
 
+@dataclass
 class ThreadBoard:
     """Notes in this process's memory, for threads that are no ranks."""
 
-    def __init__(self) -> None:
-        self._notes: dict[str, str] = {}
-        self._came = threading.Condition()
+    _notes: dict[str, str] = field(default_factory=dict)
+    _came: threading.Condition = field(default_factory=threading.Condition)
 
     def post(self, name: str, text: str) -> None:
         with self._came:

@@ -28,10 +28,10 @@ from meshwright.errors import LaunchError
 from meshwright.ranks import comm_store
 from meshwright.ranks.agreement import all_texts
 from meshwright.ranks.board import Board, StoreBoard
-from meshwright.ranks.comm import DONE, Comm, Later, PieceSizes, Posted, RankGroup, RecordedComm, Sent, SoloComm, Work
+from meshwright.ranks.comm import DONE, Comm, Later, PieceSizes, Posted, RankGroup, RecordedComm, Sent, Work
 from meshwright.ranks.flight_recorder import CONNECT, Call, FlightRecorder
 from meshwright.ranks.ledger import Ledger
-from meshwright.ranks.mailbox import Mailbox, Side, SoloMailbox, neighbours_of
+from meshwright.ranks.mailbox import Mailbox, Side, neighbours_of
 from meshwright.ranks.mailbox_torch import Channel, DeviceMailbox, GlooMailbox, NcclLinks
 from meshwright.ranks.peers import Peers, interface_at
 from meshwright.ranks.section import Timeout
@@ -147,7 +147,7 @@ class TorchTransport(Transport):
 
     def comm(self, group: RankGroup) -> Comm:
         if len(group.ranks) == 1:
-            return SoloComm(group)
+            return super().comm(group)
         if len(group.ranks) == dist.get_world_size():
             assert dist.group.WORLD is not None, "the default process group is not initialised"
             return self._comm(group, self.born(dist.group.WORLD))
@@ -167,7 +167,7 @@ class TorchTransport(Transport):
 
     def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox:
         if len(group.ranks) == 1:
-            return SoloMailbox(group.axis)
+            return super().mailbox(group, device)
         channels = self._channels(group)
         if device.type == "cuda":
             return DeviceMailbox(group, channels, device, NcclLinks(channels, device))

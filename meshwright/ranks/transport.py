@@ -1,9 +1,8 @@
-"""Transport: makes a rank's comms and mailboxes; and SoloTransport, of a rank that is alone."""
+"""Transport: makes a rank's comms and mailboxes."""
 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -12,21 +11,21 @@ import torch
 
 from meshwright.ranks.board import Board, FolderBoard
 from meshwright.ranks.comm import NAP_SECONDS, Comm, RankGroup, SoloComm
-from meshwright.ranks.mailbox import Mailbox, SoloMailbox
+from meshwright.ranks.mailbox import Mailbox
 
 
-class Transport(ABC):
+class Transport:
     """Makes the comm over a group of ranks, the mailbox along an axis, a board for all ranks. Each is called by the
-    group's ranks alone.
+    group's ranks alone. This class is a single process's, whose groups all have one rank.
 
-    TorchTransport (gloo, NCCL), MpiTransport, ThreadTransport, SoloTransport, and LedgerTransport of a planned job.
+    TorchTransport (gloo, NCCL), MpiTransport and ThreadTransport connect ranks; LedgerTransport is a planned job's.
     """
 
-    @abstractmethod
-    def comm(self, group: RankGroup) -> Comm: ...
+    def comm(self, group: RankGroup) -> Comm:
+        return SoloComm(group)
 
-    @abstractmethod
-    def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox: ...
+    def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox:
+        return Mailbox(group.axis)
 
     def board(self, folder: Path) -> Board:
         """Notes between background threads. `folder`: one that all ranks see, for transports without a store."""
@@ -49,14 +48,3 @@ class Transport(ABC):
 
     def close(self) -> None:
         """Disconnect, without waiting for other ranks."""
-        return
-
-
-class SoloTransport(Transport):
-    """One process, no library: every group has one rank."""
-
-    def comm(self, group: RankGroup) -> Comm:
-        return SoloComm(group)
-
-    def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox:
-        return SoloMailbox(group.axis)

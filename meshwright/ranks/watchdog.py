@@ -20,7 +20,6 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -137,7 +136,7 @@ class Watchdog:
         if marks and self._folder is not None:
             with suppress(OSError):
                 # The record before the mark: a rank that sees the mark finds the record that explains it.
-                self._marker(self._folder).touch()
+                (self._folder / f"hung-{self.environment.attempt}").touch()
         # Files, not sockets: they need no port, and stay for whoever reads them afterwards.
         deadline = self.recorder.clock() + EVIDENCE_SECONDS
         while self.recorder.clock() < deadline and any(record.state == "running" for record in self._records()):
@@ -169,16 +168,13 @@ class Watchdog:
             with suppress(OSError):  # a full or lost disk: the run goes on without status files
                 record.write(self._folder)
 
-    def _marker(self, folder: Path) -> Path:
-        return folder / f"hung-{self.environment.attempt}"
-
     def _mark(self) -> int | None:
         """When a rank of this attempt last marked that it gave up. A mark that exists at the start is an older
         job's."""
         if self._folder is None:
             return None
         try:
-            return self._marker(self._folder).stat().st_mtime_ns
+            return (self._folder / f"hung-{self.environment.attempt}").stat().st_mtime_ns
         except OSError:
             return None
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from meshwright.ranks.comm import DONE, Comm, Done, RankGroup, Sent, SoloComm, Work
 from meshwright.ranks.grid import Grid
-from meshwright.ranks.mailbox import Mailbox, SoloMailbox
+from meshwright.ranks.mailbox import Mailbox
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.transport import Transport
 from meshwright.typed.kinds import Axes, Kind, constant, length, uncut
@@ -151,7 +151,7 @@ class TypedTransport(Transport):
         return TypedComm(group, self.watch, several & used, used - several)
 
     def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox:
-        return SoloMailbox(group.axis)
+        return Mailbox(group.axis)
 
 
 def typed_mesh(grid: Grid, rank: int, token_axes: tuple[str, ...], watch: Watch) -> Mesh:

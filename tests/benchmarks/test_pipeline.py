@@ -14,7 +14,7 @@ from benchmarks.pipeline import ONE_CHUNK, Measured, planned, scaled, summed_up
 from meshwright.pipeline.span import Timeline
 from meshwright.pipeline.task import Task, TaskKind
 from meshwright.ranks.grid import Grid
-from meshwright.ranks.mailbox import Message, SoloMailbox, TensorMeta, both_sides
+from meshwright.ranks.mailbox import Mailbox, Message, TensorMeta, both_sides
 from meshwright.ranks.mesh import Mesh
 from tests.workers import run_ranks
 
@@ -53,7 +53,7 @@ def check_times(run: Run, timeline: Timeline) -> None:
             assert starts[to, span.name] >= span.start_seconds + cost + run.latency(span.stage, to, task) - 1e-3
 
 
-class Scripted(SoloMailbox):
+class Scripted(Mailbox):
     """Hands out what it was given, one at each look; `wait` is for a rank that holds nothing."""
 
     def __init__(self, messages: list[Message]) -> None:

@@ -12,7 +12,7 @@ from meshwright.parameters.bucket import Bucket, Place, make_buckets
 from meshwright.parameters.shard import Box, Initial, Shard, ShardedModule, ShardSpec, initialise, shard_specs
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from meshwright.ranks.transport import SoloTransport
+from meshwright.ranks.transport import Transport
 
 GRID = Grid((("data", 3), ("col", 2)))
 HUGE = 2**30
@@ -30,7 +30,7 @@ class Model(ShardedModule):
 
 
 def mesh_of(rank: int) -> Mesh:
-    return Mesh(GRID, rank, torch.device("cpu"), SoloTransport())
+    return Mesh(GRID, rank, torch.device("cpu"), Transport())
 
 
 def buckets_of(

@@ -27,7 +27,7 @@ from meshwright.ranks.comm import SoloComm
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.ledger import Ledger
 from meshwright.ranks.mesh import Mesh, solo_mesh
-from meshwright.ranks.transport import SoloTransport
+from meshwright.ranks.transport import Transport
 
 CPU = torch.device("cpu")
 SEED = 1193019385407515193
@@ -113,7 +113,7 @@ def test_boxes_tile_the_tensor(case: tuple[Grid, ShardSpec]) -> None:
 
 def test_gradients_are_summed_over_token_axes_that_do_not_cut() -> None:
     grid = Grid((("data", 2), ("row", 2), ("col", 2)))
-    mesh = Mesh(grid, 0, CPU, SoloTransport(), token_axes=("row", "data"))
+    mesh = Mesh(grid, 0, CPU, Transport(), token_axes=("row", "data"))
     assert ShardSpec((4, 4), {"row": Shard(0), "col": Shard(1)}).sum_axes(mesh) == ("data",)
     assert ShardSpec((4,), {"col": Shard(0)}).sum_axes(mesh) == ("data", "row")
     assert ShardSpec((4,)).sum_axes(mesh) == ("data", "row")
@@ -139,7 +139,7 @@ def test_first_values_do_not_depend_on_the_layout(case: tuple[Grid, ShardSpec]) 
         patch.setattr(shard, "BLOCK_ELEMENTS", 5)  # several blocks, also in tensors this small
         whole = parameters(solo_mesh(CPU, grid.names), spec)["1.weight"]
         for rank in range(grid.world_size):
-            part = parameters(Mesh(grid, rank, CPU, SoloTransport()), spec)["1.weight"]
+            part = parameters(Mesh(grid, rank, CPU, Transport()), spec)["1.weight"]
             assert torch.equal(part, whole[spec.box(grid, rank).slices])
 
 

@@ -20,7 +20,7 @@ ROUNDS = 20
 
 
 def open_board(mesh: Mesh, folder: Path, kind: str) -> Board:
-    return FolderBoard(folder) if kind == "folder" else mesh.board(folder)
+    return FolderBoard(folder) if kind == "folder" else mesh.transport.board(folder)
 
 
 def told(mesh: Mesh, folder: Path, kind: str) -> tuple[list[list[str]], int]:

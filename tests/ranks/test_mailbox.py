@@ -21,11 +21,11 @@ from meshwright.ranks.mailbox import (
     HEADER_BYTES,
     SUBJECT_BITS,
     CutForms,
+    Mailbox,
     PackedMailbox,
     Packet,
     Packing,
     Side,
-    SoloMailbox,
     TensorMeta,
     both_sides,
     header_of,
@@ -308,7 +308,7 @@ def test_our_own_mistakes() -> None:
 
 def test_an_axis_of_one_rank() -> None:
     mailbox = solo_mesh(HOST, ("data", "pipe")).mailbox("pipe")
-    assert vars(mailbox) == vars(SoloMailbox("pipe"))
+    assert vars(mailbox) == vars(Mailbox("pipe"))
     mailbox.open(0, both_sides(FORM), 0, 0)
     assert mailbox.poll() == []
     mailbox.flush()

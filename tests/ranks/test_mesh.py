@@ -14,7 +14,7 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import open_mesh
 from meshwright.ranks.peers import Peer, Peers
 from meshwright.ranks.torch_comm import TorchComm, TorchTransport
-from meshwright.ranks.transport import SoloTransport
+from meshwright.ranks.transport import Transport
 from meshwright.ranks.transports_section import TransportName
 from tests.mailbox_cases import spawn_within
 from tests.mesh_cases import ASKED, ask_by_stage
@@ -45,7 +45,7 @@ def test_a_rank_that_raises_reports_before_anything_that_waits(
 ) -> None:
     """NCCL's end waits for peers that wait for this rank."""
     closed: list[bool] = []
-    monkeypatch.setattr(SoloTransport, "close", lambda transport: closed.append(True))
+    monkeypatch.setattr(Transport, "close", lambda transport: closed.append(True))
 
     def work(error: Exception | None) -> None:
         environment = Environment(0, 1, 0, 1, 0, "none")

@@ -150,7 +150,7 @@ def test_a_rank_set_aside_lets_the_others_run() -> None:
 
     def work(rank: Rank) -> bool:
         if rank.mesh.rank == 0:
-            with rank.mesh.aside():
+            with rank.mesh.transport.aside():
                 return happened.wait(PATIENCE_SECONDS)
         happened.set()
         return True

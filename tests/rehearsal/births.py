@@ -24,7 +24,7 @@ from torch.distributed import irecv, isend
 
 from meshwright.ranks import torch_comm
 from meshwright.ranks.comm import RankGroup, Work
-from meshwright.ranks.mailbox import Mailbox, Side, SoloMailbox
+from meshwright.ranks.mailbox import Mailbox, Side
 from meshwright.ranks.mailbox_torch import Channel, DeviceMailbox, GlooMailbox
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.torch_comm import TorchComm, TorchTransport
@@ -176,7 +176,7 @@ class Rehearsed(TorchTransport):
 
     def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox:
         if len(group.ranks) == 1:
-            return SoloMailbox(group.axis)
+            return Mailbox(group.axis)
         channels = replace(self, births=True)._channels(group)
         if not self.batched:
             return GlooMailbox(group, channels)

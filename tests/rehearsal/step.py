@@ -108,14 +108,14 @@ def _mesh(config: Config, rank: int) -> Iterator[Mesh]:
     from meshwright.ranks.grid import Grid
     from meshwright.ranks.mesh import Mesh
     from meshwright.ranks.section import Timeout
-    from meshwright.ranks.transport import SoloTransport
+    from meshwright.ranks.transport import Transport
 
     device, grid = torch.device("cuda", 0), Grid(config.layout.axes)
     if grid.world_size > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=grid.world_size)
         transport: Any = _transport(rank)
     else:
-        transport = SoloTransport()
+        transport = Transport()
     alone = patch("meshwright.pipeline.pipeline.agreed", lambda schedule, *others, planned: schedule)
     try:
         made = staticmethod(_on_real_tensors(DeviceMesh.from_group))
@@ -144,7 +144,7 @@ def _transport(rank: int) -> Any:
     import torch
 
     from meshwright.ranks.comm import RankGroup
-    from meshwright.ranks.mailbox import Mailbox, SoloMailbox
+    from meshwright.ranks.mailbox import Mailbox
     from meshwright.ranks.peers import Peers
     from meshwright.ranks.planned import PlannedMailbox
     from meshwright.ranks.torch_comm import TorchTransport
@@ -154,7 +154,7 @@ def _transport(rank: int) -> Any:
 
     class Transport(TorchTransport):
         def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox:
-            return HastyMailbox(group) if len(group.ranks) > 1 else SoloMailbox(group.axis)
+            return HastyMailbox(group) if len(group.ranks) > 1 else Mailbox(group.axis)
 
     return Transport(timedelta(seconds=60), torch.device("cuda", 0), births=True, peers=Peers([], rank))
 
