@@ -105,7 +105,9 @@ def resolve(config: Config, machine: Machine) -> Resolved:
 def resolve_process(config: Config, machine: Machine) -> Resolved:
     """Decide the fields by which ranks meet: device, threads, transport; and compile and the microbatch."""
     local = machine.ranks_here(config.layout.world_size)
-    enough = machine.gpus >= _gpus_needed(config, local) or machine.own_gpu
+    # A launcher may have shown each of this node's ranks one GPU, its own (srun --gpus-per-task=1).
+    own_gpu = machine.gpus == 1 and machine.launcher in ("slurm", "mpi")
+    enough = machine.gpus >= _gpus_needed(config, local) or own_gpu
     device = config.device if config.device != "auto" else ("cuda" if machine.gpus and enough else "cpu")
     _check_ranks(config, machine, device, enough)
     transport, notes = _transport(config, machine, device)

@@ -76,10 +76,6 @@ class Rendezvous:
     hosted: bool
     job: str = ""
 
-    def is_server(self, environment: Environment) -> bool:
-        """Whether this process must open the store that the others connect to."""
-        return environment.rank == 0 and not self.hosted
-
 
 def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
     """This process's rank and launcher. Raises LaunchError on a variable that is missing or no number."""

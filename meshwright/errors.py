@@ -16,10 +16,8 @@ class MeshwrightError(Exception):
 
     False for most: a wrong config, a damaged file or a diverging run is the same the next time."""
 
-    @property
-    def exit_code(self) -> int:
-        """The exit code of the command that raises it."""
-        return 1
+    exit_code = 1
+    """The exit code of the command that raises it."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +41,9 @@ class Problem:
 class ConfigError(MeshwrightError):
     """A run that cannot start: every mistake found, one a line."""
 
+    exit_code = 2
+    """A command with a wrong option ends with the same: nothing was begun."""
+
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
@@ -50,11 +51,6 @@ class ConfigError(MeshwrightError):
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
         """Exceptions are made again from their message, by default, which another process would take for problems."""
         return type(self), (self.problems,)
-
-    @property
-    def exit_code(self) -> int:
-        """A command with a wrong option ends with the same: nothing was begun."""
-        return 2
 
     @classmethod
     def of(cls, field: str, value: object, rule: str, valid: str = "") -> ConfigError:

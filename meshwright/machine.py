@@ -83,11 +83,6 @@ class Machine:
         """Whether another launcher has started this process as one rank of a job."""
         return self.launcher != "none"
 
-    @property
-    def own_gpu(self) -> bool:
-        """Whether the launcher has shown each of this node's ranks one GPU, its own (srun --gpus-per-task=1)."""
-        return self.gpus == 1 and self.launcher in ("slurm", "mpi")
-
     def ranks_here(self, world_size: int) -> int:
         """The number of a run's ranks on this node."""
         return self.ranks_launched if self.joined else world_size

@@ -97,9 +97,6 @@ def test_rendezvous_given() -> None:
     assert rendezvous(TORCHRUN) == Rendezvous("host0", 29500, hosted=True)
     assert rendezvous({**OPEN_MPI, "MASTER_ADDR": "h", "MASTER_PORT": "1"}) == Rendezvous("h", 1, hosted=False)
     assert rendezvous({}) == Rendezvous("127.0.0.1", 0, hosted=False)
-    first, second = Environment(0, 2, 0, 2, 0, "torchrun"), Environment(1, 2, 1, 2, 0, "torchrun")
-    assert not rendezvous(TORCHRUN).is_server(first)
-    assert [rendezvous({}).is_server(rank) for rank in (first, second)] == [True, False]
 
 
 def test_rendezvous_derived() -> None:

@@ -108,17 +108,11 @@ class Interrupted(LaunchError):
     def __init__(self, text: str, number: signal.Signals, *, saved: bool = False) -> None:
         self.signal = number
         self.saved = saved
+        # A run that may be queued again says so; else 128 + signal, as shells expect. Ctrl-C is always 130, so that a
+        # script's loop ends as well.
+        again = saved and number != signal.SIGINT
+        self.exit_code = STOPPED_EXIT_CODE if again else 128 + int(number)
         super().__init__(text)
-
-    @property
-    def exit_code(self) -> int:
-        """STOPPED_EXIT_CODE if the run may be queued again, else 128 + signal, as shells expect.
-
-        Ctrl-C is always 130, so that a script's loop ends as well.
-        """
-        if self.saved and self.signal != signal.SIGINT:
-            return STOPPED_EXIT_CODE
-        return 128 + int(self.signal)
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def join_job(
     except OSError as error:
         rule = f"MASTER_ADDR={point.address} is not a host that {socket.gethostname()} knows ({error.strerror})"
         raise LaunchError(f"{rule}: set it to the name or address of rank 0's host") from error
-    if point.is_server(environment):
+    if environment.rank == 0 and not point.hosted:
         shared, mine = me.open_store(), Peer.connected(environment.rank, None)
     else:
         shared, mine = me.connect()

@@ -71,10 +71,6 @@ class Traffic:
     sent_bytes: int = 0
     by_peer: defaultdict[int, Traffic] = field(default_factory=lambda: defaultdict(Traffic))
 
-    def add(self, sent_bytes: int, times: int = 1) -> None:
-        self.calls += times
-        self.sent_bytes += times * sent_bytes
-
     def scaled(self, times: int) -> Traffic:
         """This traffic times `times`, `by_peer` included."""
         peers = {peer: part.scaled(times) for peer, part in self.by_peer.items()}
@@ -99,9 +95,9 @@ class Ledger:
     def record(self, axis: str, verb: str, sent_bytes: int, peer: int | None = None) -> None:
         """Count a call. `peer`: see `Traffic.by_peer`."""
         entry = self.traffic[axis, verb]
-        entry.add(sent_bytes, self.times)
-        if peer is not None:
-            entry.by_peer[peer].add(sent_bytes, self.times)
+        for counted in (entry,) if peer is None else (entry, entry.by_peer[peer]):
+            counted.calls += self.times
+            counted.sent_bytes += self.times * sent_bytes
 
     @contextmanager
     def repeated(self, times: int) -> Iterator[None]:
