@@ -133,7 +133,7 @@ def reduce_after_restart(environment: Environment, stop: StopRequest, out: str) 
     from meshwright.environment import rendezvous
 
     place = rendezvous()
-    store = dist.TCPStore(place.address, place.port, environment.world_size, place.is_server(environment))
+    store = dist.TCPStore(place.address, place.port, environment.world_size, environment.rank == 0 and not place.hosted)
     prefixed = dist.PrefixStore(f"attempt-{environment.attempt}", store)
     dist.init_process_group("gloo", store=prefixed, rank=environment.rank, world_size=environment.world_size)
     total = torch.ones(1)
