@@ -257,7 +257,7 @@ class TokenSection(DataSection):
 
     @property
     def lengths(self) -> Lengths:
-        return Lengths(self.sequence, 0)
+        return Lengths(self.sequence, self.sequence if self.packs == "pairs" else 0)
 
     @property
     def asked(self) -> AskedMarks:

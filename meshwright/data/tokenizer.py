@@ -59,14 +59,10 @@ class Tokenizer:
         """The ids of each text, on all cores. Long texts: cut them with `pieces` first, to bound the memory."""
         return [encoding.ids for encoding in self._library.encode_batch_fast(list(texts), add_special_tokens=False)]
 
-    def encode_placed(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """The ids of a text, as `encode` gives them, and the characters of each."""
-        encoding = self._library.encode(text, add_special_tokens=False)
-        return encoding.ids, encoding.offsets
-
-    def encode_marked(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Like `encode_placed` for a text whose special tokens are marks, as in a rendered chat."""
-        encoding = self._marking.encode(text, add_special_tokens=False)
+    def encode_placed(self, text: str, *, marked: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
+        """The ids of a text, as `encode` gives them, and the characters of each. `marked`: special tokens' spellings in
+        the text are marks, as in a rendered chat."""
+        encoding = (self._marking if marked else self._library).encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
     @cached_property

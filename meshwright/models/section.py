@@ -70,6 +70,13 @@ class Network(Section):
     special_tokens: ClassVar[tuple[str, ...]] = ()
     """Tokens that it needs besides a text's and the one that ends a text, as published vocabularies spell them."""
 
+    table_fields: ClassVar[tuple[str, ...]] = ()
+    """The fields that hold the rows of tables, before they are padded."""
+    has_further_tables: ClassVar[bool] = True
+    """Whether there are padded tables besides those: classes of a head, or segments."""
+    latent_fields: ClassVar[tuple[str, ...]] = ()
+    """The fields that hold widths of activations between pairs beside the hidden one; one may be null."""
+
     balance_of_folders: ClassVar[str] = ""
     """Why weights that come from a folder train without a balance of their experts, of a family that has some."""
 
@@ -127,8 +134,9 @@ class Network(Section):
 
     @property
     def latents(self) -> tuple[tuple[str, int], ...]:
-        """The fields that hold widths of activations between pairs beside the hidden one, with their values."""
-        return ()
+        """`latent_fields` with their values, without those that are null."""
+        values = ((name, getattr(self, name)) for name in self.latent_fields)
+        return tuple((f"model.{name}", value) for name, value in values if value is not None)
 
     @property
     def losses_in_layers(self) -> str:
@@ -152,13 +160,15 @@ class Network(Section):
 
     @property
     def tables(self) -> tuple[tuple[str, int], ...]:
-        """The fields that hold the rows of tables, before they are padded, with their values."""
-        return ()
+        """`table_fields` with their values."""
+        return tuple((f"model.{name}", getattr(self, name)) for name in self.table_fields)
 
     @property
     def padded_rows(self) -> int:
         """The rows of every padded table are a multiple of this."""
-        return self.vocabulary_multiple
+        # Whoever cuts rows must cut every table: what divides all of them is what counts.
+        further = [self.vocabulary_multiple] if self.has_further_tables else []
+        return math.gcd(*(self.padded(rows) for _, rows in self.tables), *further)
 
     def sequences(self, config: Config) -> Iterator[Length]:
         """The sequences that its layers see, token by token; none where layers look at all tokens at once."""
@@ -201,6 +211,9 @@ class Transformer(Network):
 class TextTransformer(Transformer):
     """A Transformer over tokens."""
 
+    table_fields: ClassVar[tuple[str, ...]] = ("vocabulary",)
+    has_further_tables: ClassVar[bool] = False
+
     positions: Positive = 1024
     """Tokens that a sequence may have."""
     vocabulary: Positive = 50257
@@ -217,15 +230,6 @@ class TextTransformer(Transformer):
     @property
     def padded_vocabulary(self) -> int:
         return self.padded(self.vocabulary)
-
-    @property
-    def padded_rows(self) -> int:
-        # Whoever cuts rows must cut every table: what divides all of them is what counts.
-        return math.gcd(*(self.padded(rows) for _, rows in self.tables))
-
-    @property
-    def tables(self) -> tuple[tuple[str, int], ...]:
-        return (("model.vocabulary", self.vocabulary),)
 
     def sequences(self, config: Config) -> Iterator[Length]:
         yield Length("data.sequence", config.data.lengths.source)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.families.seq2seq.section import EncoderDecoder
-from meshwright.model import Chunk, Hidden
+from meshwright.model import Chunk
 from meshwright.models.attention import AttentionCore, split_heads
 from meshwright.models.chain import blocks_of
 from meshwright.models.decoder import KeyValueCache
@@ -68,10 +68,6 @@ class DecoderCache:
 
     target: KeyValueCache = field(default_factory=KeyValueCache)
     source: list[KeyValue] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.target.num_tokens
 
     def of_source(self, layer: int, make: Callable[[], KeyValue]) -> KeyValue:
         """A block's pair of the source, made once."""
@@ -178,11 +174,6 @@ class EncoderBlock(CoderBlock):
         # With norms behind the sums the memory has been normed; with norms in front nothing has normed the last sum.
         self.final_norm = recipe.norm() if last and recipe.norm_first else None
 
-    def advance(self, hidden: Hidden, seen: Tensor) -> Hidden:
-        """The hidden tensors behind the block, from those before it."""
-        h, target, *biases = hidden
-        return (self(h, seen, *biases[:1]), target, *biases)
-
     def forward(self, h: Tensor, seen: Tensor, bias: Tensor | None = None) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
         h = self.add(h, self.attention_norm, lambda x: self.attention(x, seen, bias, None))
@@ -200,11 +191,6 @@ class DecoderBlock(CoderBlock):
         self.cross = CrossAttention(recipe, kit)
         self.feed_forward_norm = recipe.norm()
         self.feed_forward = CoderFeedForward(recipe, kit)
-
-    def advance(self, hidden: Hidden, seen: Tensor) -> Hidden:
-        """The hidden tensors behind the block, from those before it."""
-        memory, h, *biases = hidden
-        return (memory, self(h, memory, seen, *biases[1:]), *biases)
 
     def forward(
         self, h: Tensor, memory: Tensor, seen: Tensor, bias: Tensor | None = None, cache: DecoderCache | None = None

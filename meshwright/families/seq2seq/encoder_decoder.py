@@ -11,13 +11,13 @@ Shapes: B batch, S source, T target, H hidden, A local heads.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.config import Config
-from meshwright.families.seq2seq.blocks import DecoderBlock, DecoderCache, EncoderBlock
+from meshwright.families.seq2seq.blocks import DecoderCache, EncoderBlock
 from meshwright.families.seq2seq.section import EncoderDecoder
 from meshwright.model import Batch, Chunk, Costs, Hidden
 from meshwright.models.chain import Chain
@@ -49,9 +49,9 @@ class EncoderDecoderChain(Chain):
     def embed_tokens(self, ids: Tensor, start: int) -> Tensor:
         """Tokens [B, T] at places start... -> [B, T, H]."""
 
-    @abstractmethod
     def normed(self, h: Tensor) -> Tensor:
-        """The head's input, from the last block's output [B, T, H]."""
+        """The head's input, from the last block's output [B, T, H]: that itself, where blocks end in norms."""
+        return h
 
     def source_bias(self, count: int) -> Hidden:
         """(The bias [1, A, S, S] on self-attention among `count` tokens of the source,), or ()."""
@@ -69,7 +69,10 @@ class EncoderDecoderChain(Chain):
         return (self.embed_tokens(source, 0), self.embed_tokens(target, 0), *biases)
 
     def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
-        return cast(EncoderBlock | DecoderBlock, block).advance(hidden, _seen(batch["source_mask"]))
+        seen, (first, h, *biases) = _seen(batch["source_mask"]), hidden
+        if isinstance(block, EncoderBlock):  # `first`: the source's states, beside which the target waits
+            return (block(first, seen, *biases[:1]), h, *biases)
+        return (first, block(h, first, seen, *biases[1:]), *biases)  # `first`: the memory
 
     def final_states(self, hidden: Hidden) -> Tensor:
         # A stage is asked for the gradient of all that it was given, also of what none of its blocks reads.
@@ -88,7 +91,7 @@ class EncoderDecoderChain(Chain):
 
         Of a whole model on one device.
         """
-        start = 0 if cache is None else cache.num_tokens
+        start = 0 if cache is None else cache.target.num_tokens
         (bias,) = self.target_bias(start, target.shape[1]) or (None,)
         h, seen = self.embed_tokens(target, start), _seen(source_mask)
         for index in range(self.num_encoders, 2 * self.num_encoders):

@@ -51,9 +51,6 @@ class TransformerModel(EncoderDecoderChain):
         h: Tensor = self.dropout(rows + self.slice(places, "hidden"))
         return h
 
-    def normed(self, h: Tensor) -> Tensor:
-        return h
-
     @staticmethod
     def products(config: Config) -> Costs:
         """Multiplications of a pair's forward pass."""

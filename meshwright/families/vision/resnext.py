@@ -45,17 +45,11 @@ class BlockShape:
     inner: int
     outputs: int
     side: int
+    reduced_side: int
+    """The side of the block's output."""
     stride: int
-
-    @property
-    def reduced_side(self) -> int:
-        """The side of the block's output."""
-        return math.ceil(self.side / self.stride)
-
-    @property
-    def changes(self) -> bool:
-        """Whether its input cannot be added to its output as it is."""
-        return self.stride > 1 or self.inputs != self.outputs
+    changes: bool
+    """Whether its input cannot be added to its output as it is."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +80,9 @@ def block_shapes(model: ResNeXt) -> list[BlockShape]:
         for index in range(num_blocks):
             # A stage begins by halving the side, the first one apart.
             stride = 2 if stage > 0 and index == 0 else 1
-            shapes.append(BlockShape(channels, inner, outputs, side, stride))
-            channels, side = outputs, shapes[-1].reduced_side
+            reduced, changes = math.ceil(side / stride), stride > 1 or channels != outputs
+            shapes.append(BlockShape(channels, inner, outputs, side, reduced, stride, changes))
+            channels, side = outputs, reduced
     return shapes
 
 

@@ -49,7 +49,7 @@ def decoded(mesh: Mesh, config: Config) -> tuple[Tensor, Tensor, Tensor]:
                     cache.select(order)
                     target, mask, parts = target[order], mask[order], [part[order] for part in parts]
                 parts.append(model.decode(target[:, place : place + 1], memory, mask, cache))
-            assert cache.num_tokens == target.shape[1]
+            assert cache.target.num_tokens == target.shape[1]
             runs.append(torch.cat(parts, 1))
         return whole, runs[0], runs[1][order.argsort()]
 
