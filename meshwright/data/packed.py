@@ -69,11 +69,6 @@ class Header(Section):
     regions: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     """CRC-32 of every region of the token files (files.py); none in folders that version 0.1.0 prepared."""
 
-    def text(self) -> str:
-        """The file's text. What version 0.1.0 did not know is left out where it says what was so then."""
-        left_out = {name for name, old in (("begin", self.begin is None), ("ends", self.ends)) if old}
-        return self.model_dump_json(indent=2, exclude=left_out) + "\n"
-
     def facts(self, split: Split) -> SplitFacts:
         return self.train if split == "train" else self.validation
 
@@ -93,12 +88,6 @@ class PackedCorpus:
     def tokens(self, split: Split) -> np.ndarray:
         """The split's token ids [num_tokens], mapped from the file and read-only."""
         return np.asarray(np.memmap(self.folder / TOKEN_FILES[split], dtype=self.header.numpy_dtype, mode="r"))
-
-    def is_marked(self, split: Split) -> bool:
-        """Whether the first document begins, and the last one ends, as the header says."""
-        header, tokens = self.header, self.tokens(split)
-        begins = header.begin is None or int(tokens[0]) == header.begin
-        return header.kind == "messages" or (begins and (not header.ends or int(tokens[-1]) == header.end))
 
     def name(self, split: Split) -> str:
         """The split's name in messages."""
@@ -160,8 +149,14 @@ def open_packed(folder: Path, verify: bool = False) -> PackedCorpus:
     marks = Marks(header.begin, header.end, frozenset((header.end,)))
     tokenizer = load_tokenizer(folder / TOKENIZER, marks)
     packed = PackedCorpus(folder, header, tokenizer)
-    # Cheap signs of files that were mixed from two folders, without reading either.
-    if tokenizer.vocabulary_size != header.vocabulary_size or not all(map(packed.is_marked, SPLITS)):
+    # Cheap signs of files that were mixed from two folders, without reading either: the vocabulary's size, and whether
+    # the first document begins, and the last one ends, as the header says.
+    agrees = tokenizer.vocabulary_size == header.vocabulary_size
+    for split in SPLITS if header.kind != "messages" else ():
+        tokens = packed.tokens(split)
+        agrees &= header.begin is None or int(tokens[0]) == header.begin
+        agrees &= not header.ends or int(tokens[-1]) == header.end
+    if not agrees:
         raise DataError(f"{folder / HEADER}: does not agree with {TOKENIZER} or the tokens; {DAMAGE_REMEDY}")
     return packed
 

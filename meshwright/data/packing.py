@@ -83,7 +83,10 @@ def pack(
                 trained = make_tokenizer(tokenizer, learned, progress, asked)
                 facts = {"tokenizer": kind, "validation_share": validation, "ends": asked.end != NONE}
                 header = _write(folder, corpus, trained, plan, facts, progress)
-                (folder / HEADER).write_text(header.text(), encoding="utf-8")
+                # What version 0.1.0 did not know is left out where it says what was so then.
+                old = {name for name, was_so in (("begin", header.begin is None), ("ends", header.ends)) if was_so}
+                text = header.model_dump_json(indent=2, exclude=old) + "\n"
+                (folder / HEADER).write_text(text, encoding="utf-8")
     except OSError as error:  # no right to write there, a full disk
         where = "; MESHWRIGHT_CACHE names another folder for what runs prepare" if out.parent == cache_folder() else ""
         raise DataError(f"preparing {out}: {error.strerror}: {error.filename or out}{where}") from error

@@ -21,8 +21,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from meshwright.data.files import ShowProgress
-from meshwright.data.marks import SETTINGS, SPECIAL_TOKENS, Beside, Marks, marks_of, read_beside
-from meshwright.data.marks_section import END, AskedMarks
+from meshwright.data.marks import BESIDE, SETTINGS, SPECIAL_TOKENS, Beside, Marks, marks_of
+from meshwright.data.marks_section import END, AskedMarks, read_settings
 from meshwright.errors import DataError
 
 BYTES = "bytes"
@@ -158,7 +158,8 @@ def load_tokenizer(path: Path, asked: AskedMarks | Marks = AskedMarks()) -> Toke
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as a tokenizer.json: {error}") from error
-    return parse_tokenizer(text, str(path), {} if isinstance(asked, Marks) else read_beside(path.parent), asked)
+    names = () if isinstance(asked, Marks) else BESIDE
+    return parse_tokenizer(text, str(path), {name: read_settings(path.parent / name) for name in names}, asked)
 
 
 def parse_tokenizer(

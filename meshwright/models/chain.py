@@ -92,10 +92,6 @@ class Chain(nn.Module, ABC):
         hidden = self.run_part(EMBEDDINGS, self.embed, batch) if part.first else incoming
         return self.run_layers(hidden, batch, part)
 
-    def trunk(self, batch: Batch) -> Tensor:
-        """The normed hidden states [B, T, H] of a whole model."""
-        return self.hidden_states(batch)[0]
-
     def prepared(self, batch: Batch) -> Batch:
         """A batch of whole sequences with the entries that the model makes of it, before sequences are cut."""
         return batch

@@ -7,7 +7,7 @@ routers' losses [B] beside the hidden states, where these are a part of the loss
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from collections.abc import Callable
 from functools import partial
 from typing import cast
 
@@ -96,10 +96,13 @@ class RotaryBlock(nn.Module):
 
 
 class RotaryDecoder(Decoder):
-    """Tokens to a loss. Subclasses make blocks."""
+    """Tokens to a loss."""
 
-    def __init__(self, model: RotaryTransformer, kit: Kit, chunk: Chunk | None, rotary_width: int) -> None:
-        """`rotary_width`: a head's numbers that are turned."""
+    def __init__(
+        self, model: RotaryTransformer, kit: Kit, chunk: Chunk | None, rotary_width: int,
+        make_block: Callable[[int], RotaryBlock],
+    ) -> None:  # fmt: skip
+        """`rotary_width`: a head's numbers that are turned; `make_block`: the block of a layer's number."""
         super().__init__(chunk or Chunk.whole(model.layers))
         self.rope, self.rotary_width = model.rope, rotary_width
         # The mean over layers: what passes on is their sum.
@@ -110,17 +113,13 @@ class RotaryDecoder(Decoder):
             self.tokens = kit.embedding(model.padded_vocabulary, hidden, initial)
         if self.chunk.first:
             self.dropout = nn.Dropout(model.dropout)
-        self.blocks = blocks_of(self.chunk, lambda layer: self.make_block(model, kit, layer))
+        self.blocks = blocks_of(self.chunk, make_block)
         if self.chunk.last:
             self.norm = kit.norm(hidden, model.norm_epsilon, kind="rms")
         if self.chunk.has_head:
             tied = self.tokens if model.tied else None
             shape = HeadShape(hidden, model.vocabulary, model.padded_vocabulary, initial, over=self.chunk.head_over)
             self.head = kit.head_loss(shape, tied)
-
-    @abstractmethod
-    def make_block(self, model: RotaryTransformer, kit: Kit, layer: int) -> nn.Module:
-        """The block of layer number `layer`, called as a `RotaryBlock` is."""
 
     def embed(self, batch: Batch) -> Hidden:
         tokens = batch["tokens"]

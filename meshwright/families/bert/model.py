@@ -38,6 +38,7 @@ class BERT(Chain):
     """
 
     inside = ("mask",)
+    pooled_dropout: nn.Module
     ties: ClassVar[bool] = True
     """Whether the head's table is the embeddings'."""
     last_norm_bias: ClassVar[bool] = True
@@ -81,6 +82,7 @@ class BERT(Chain):
         self.head = kit.head_loss(shape, self.tokens)
         if model.next_sentence:
             self.pooler = kit.linear("transform", hidden, hidden, initial)
+            self.pooled_dropout = nn.Identity()  # fine-tunings have a dropout there
             answers = model.padded(NUM_ANSWERS)
             self.next_sentence_head = kit.head_loss(HeadShape(hidden, NUM_ANSWERS, answers, initial, bias=True))
 
@@ -125,7 +127,8 @@ class BERT(Chain):
         """The input of a head of whole texts, made of the first token: [B, 1, H]."""
         # h[:, :1], not h[:, 0]: where a context cuts sequences each rank gives its part's first token, and only the
         # first of these has a label.
-        return torch.tanh(self.pooler(h[:, :1]))
+        pooled: Tensor = self.pooled_dropout(torch.tanh(self.pooler(h[:, :1])))
+        return pooled
 
     @staticmethod
     def products(config: Config) -> Costs:

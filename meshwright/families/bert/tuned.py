@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from functools import reduce
+from math import prod
 from operator import add
 from typing import cast
 
@@ -42,19 +43,11 @@ class TaskBERT(BERT):
         self.pooler = kit.linear("transform", model.hidden, model.hidden, _INITIAL)
         self.pooled_dropout = nn.Dropout(model.dropout)
 
-    def pooled(self, h: Tensor) -> Tensor:
-        return cast(Tensor, self.pooled_dropout(super().pooled(h)))
-
-    @staticmethod
-    def rows(config: Config) -> int:
-        """Rows of all layers that a sample has: one for each of its choices."""
-        return config.model.choices if isinstance(config.model, BertChoice) else 1
-
     @classmethod
     def products(cls, config: Config) -> Costs:
         """Without heads, which see one token or have two columns."""
         model, sequence = config.model, config.data.lengths.source
-        layer = cls.rows(config) * sequence * (12 * model.hidden**2 + 2 * sequence * model.hidden)
+        layer = cls.tokens_per_sample(config) * (12 * model.hidden**2 + 2 * sequence * model.hidden)
         return Costs(0, (layer,) * model.num_blocks, 0)
 
     @classmethod
@@ -65,7 +58,7 @@ class TaskBERT(BERT):
 
     @classmethod
     def tokens_per_sample(cls, config: Config) -> int:
-        return cls.rows(config) * config.data.lengths.source
+        return prod(cls.sample_shapes(config)["tokens"])
 
 
 class PairsBERT(TaskBERT):

@@ -70,7 +70,7 @@ class DeepSeek(RotaryTransformer):
     norm_epsilon: AboveZero = 1e-6
 
     @property
-    def losses_in_layers(self) -> str:
+    def losses_in_layers(self) -> str:  # type: ignore[override]
         return self.router_losses or ("model.later_tokens" if self.later_tokens else "")
 
     @property

@@ -120,5 +120,5 @@ class SpanData(MixedSection):
     samples_by: ClassVar[str] = "meshwright.families.seq2seq.spans:span_samples"
 
     @property
-    def lengths(self) -> Lengths:
+    def lengths(self) -> Lengths:  # type: ignore[override]
         return span_lengths(self.sequence)

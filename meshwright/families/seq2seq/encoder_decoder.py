@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from meshwright.config import Config
 from meshwright.families.seq2seq.blocks import DecoderCache, EncoderBlock
-from meshwright.families.seq2seq.section import EncoderDecoder
+from meshwright.families.seq2seq.section import T5, EncoderDecoder
 from meshwright.model import Batch, Chunk, Costs, Hidden
 from meshwright.models.chain import Chain
 
@@ -99,6 +99,21 @@ class EncoderDecoderChain(Chain):
         return self.normed(h)
 
     @staticmethod
+    def products(config: Config) -> Costs:
+        """Multiplications of weights and in attention in a pair's forward pass."""
+        model, (read, written) = config.model, config.data.lengths
+        assert isinstance(model, EncoderDecoder), model
+        width = model.heads * model.head_width if isinstance(model, T5) else model.hidden  # of a block's heads together
+        # 4 linears of a self-attention; in cross-attention 2 of the target (query, output) and 2 of the source (key,
+        # value).
+        linear, feed_forward = model.hidden * width, 2 * model.hidden * model.inner
+        encoder = read * (4 * linear + 2 * read * width + feed_forward)
+        cross = written * (2 * linear + 2 * read * width) + read * 2 * linear
+        decoder = written * (4 * linear + 2 * written * width + feed_forward) + cross
+        layers = (encoder,) * model.layers + (decoder,) * model.layers
+        return Costs(0, layers, written * model.padded_vocabulary * model.hidden)
+
+    @staticmethod
     def tokens_per_sample(config: Config) -> int:
         """Positions of source and target together."""
         return sum(config.data.lengths)
@@ -112,17 +127,3 @@ class EncoderDecoderChain(Chain):
 def _seen(source_mask: Tensor) -> Tensor:
     """[B, S] of 0 and 1 -> [B, 1, 1, S]: true where a token is seen."""
     return source_mask.bool()[:, None, None, :]
-
-
-def pair_products(config: Config, width: int) -> Costs:
-    """Multiplications of weights and in attention in a pair's forward pass; `width`: of a block's heads together."""
-    model, (read, written) = config.model, config.data.lengths
-    assert isinstance(model, EncoderDecoder), model
-    # 4 linears of a self-attention; in cross-attention 2 of the target (query, output) and 2 of the source (key,
-    # value).
-    linear, feed_forward = model.hidden * width, 2 * model.hidden * model.inner
-    encoder = read * (4 * linear + 2 * read * width + feed_forward)
-    cross = written * (2 * linear + 2 * read * width) + read * 2 * linear
-    decoder = written * (4 * linear + 2 * written * width + feed_forward) + cross
-    layers = (encoder,) * model.layers + (decoder,) * model.layers
-    return Costs(0, layers, written * model.padded_vocabulary * model.hidden)

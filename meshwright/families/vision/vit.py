@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.config import Config
-from meshwright.families.vision.section import Vit
+from meshwright.families.vision.section import ImageNetwork, Vit
 from meshwright.model import Batch, Chunk, Costs, Hidden, Scales
 from meshwright.models.attention import Block
 from meshwright.models.chain import Chain, blocks_of
@@ -29,8 +29,18 @@ from meshwright.tensor.kit import Kit
 INITIAL = Initial(0.02)
 
 
-class ViT(Chain):
-    """Images to a loss. Batch: `images` [B, C, S, S] of uint8, `labels` [B, 1]."""
+class ImageChain(Chain):
+    """The base of classifiers of images. Batch: `images` [B, C, S, S] of uint8, `labels` [B, 1]."""
+
+    @staticmethod
+    def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+        model = config.model
+        assert isinstance(model, ImageNetwork), model
+        return {"images": (model.channels, model.image, model.image), "labels": (1,)}
+
+
+class ViT(ImageChain):
+    """Images to a loss."""
 
     def __init__(self, model: Vit, kit: Kit, chunk: Chunk | None = None) -> None:
         chunk = chunk or Chunk.whole(model.layers)
@@ -76,12 +86,6 @@ class ViT(Chain):
         """Positions of an image."""
         assert isinstance(config.model, Vit), config.model
         return config.model.positions
-
-    @staticmethod
-    def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-        model = config.model
-        assert isinstance(model, Vit), model
-        return {"images": (model.channels, model.image, model.image), "labels": (1,)}
 
 
 def patch_inputs(model: Vit) -> int:

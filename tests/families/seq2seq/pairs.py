@@ -39,7 +39,7 @@ def decoded(mesh: Mesh, config: Config) -> tuple[Tensor, Tensor, Tensor]:
     batch = pair_batch(config.model.vocabulary, 8, 6, True)
     order = torch.tensor([2, 0, 1])
     with torch.no_grad():
-        whole = model.trunk(batch)
+        whole = model.hidden_states(batch)[0]
         memory = model.encode(batch["source"], batch["source_mask"])
         runs = []
         for turn in (None, 3):
