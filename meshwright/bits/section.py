@@ -61,7 +61,7 @@ class Bits(Section):
     def head_parts(self, model: Network) -> int:
         """Equal parts of attention's heads that a kernel gets at a time: those of the width, each in as many as it has
         heads for, of the runs of a sequence, which ranks that cut sequences change for heads (Ulysses)."""
-        (_, heads), members = model.branches, model.members_of_branch
+        _, heads, members, _ = model.branches
         own, queries = max(heads // self.tensor, 1), members // max(self.tensor // heads, 1)
         return self.tensor * max(size for size in divisors(self.sequence) if can_share(own, queries, size))
 

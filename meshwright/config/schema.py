@@ -322,7 +322,7 @@ class Config(Section):
     def copies(self) -> tuple[str, int] | None:
         """The axis that cuts heads and how many of its neighbours hold the same ones, where it has more ranks than
         there are to deal out."""
-        axis, (_, count) = self.layout.tensor.heads_axis, self.model.branches
+        axis, count = self.layout.tensor.heads_axis, self.model.branches.number
         size = dict(self.layout.tensor.axes).get(axis, 1)
         return (axis, size // count) if size > count and size % count == 0 else None
 

@@ -74,7 +74,7 @@ def sequences_are_cut_equally(config: Config) -> Iterator[Problem]:
 @rule("layout.context", "layout.tensor", "model")
 def heads_are_dealt_equally(config: Config) -> Iterator[Problem]:
     """Key-value heads that are fewer than ranks are copied for all to have one, and each has some of its queries."""
-    context, (field, heads), members = config.layout.context, config.model.branches, config.model.members_of_branch
+    context, (field, heads, members, _) = config.layout.context, config.model.branches
     parts = _parts_of_tensor(config).get(field, 1)
     if context.size == 1 or not can_share(heads, members, parts):
         return

@@ -140,6 +140,20 @@ class Family(ABC):
     """Keys of dropout rates, which must be equal: our model has one rate."""
     dropout: ClassVar[float] = 0.1
     """The dropout rate that a missing key means."""
+    outside: ClassVar[Names] = {}
+    """Hugging Face's layer, or layers, by the name of our layer, of those outside of blocks."""
+    inside: ClassVar[Names] = {}
+    """The same of a block, where all blocks are alike."""
+    block: ClassVar[str] = ""
+    """Hugging Face's name of a block, in which N is the number from 0."""
+    rows: ClassVar[Mapping[str, str | int]] = {}
+    """Our tables that are padded: the field that holds the rows that Hugging Face stores, or their number."""
+    copied: ClassVar[Mapping[str, str]] = {}
+    """The result of `copies` where the head's weight is the table of tokens."""
+    renamed: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Patterns in names of older folders, and what stands there in `names`."""
+    may_lack: ClassVar[tuple[str, ...]] = ()
+    """Our layers outside of blocks that a folder may lack, which are initialised at random, as in a new run."""
     stores_out_in: ClassVar[bool] = True
     """Whether Hugging Face stores the family's linears as [out, in]; ours are [in, out]."""
     tables: ClassVar[Set[str]] = frozenset()
@@ -157,14 +171,6 @@ class Family(ABC):
         return str(name)
 
     @abstractmethod
-    def names(self, model: Any) -> Names:
-        """Hugging Face's layer, or layers, by the name of our layer."""
-
-    @abstractmethod
-    def rows(self, model: Any) -> Mapping[str, int]:
-        """The number of rows that Hugging Face stores, by the name of our layer, for tables that are padded here."""
-
-    @abstractmethod
     def further_settings(self, model: Any) -> dict[str, object]:
         """Settings of config.json beyond `fields`, `fixed` and `dropouts`."""
 
@@ -176,17 +182,20 @@ class Family(ABC):
         """The section's fields beyond `fields`. Raises CheckpointError where a setting is of no model that we have."""
         return {}
 
+    def names(self, model: Any) -> Names:
+        """Hugging Face's layer, or layers, by the name of our layer."""
+        return {**self.outside, **in_blocks(self.inside, model.layers, self.block)}
+
     def full_name(self, stored: str) -> str:
         """The name in `names` of a stored tensor; older folders have other names."""
+        for theirs, ours in self.renamed:
+            stored = re.sub(theirs, ours, stored)
         return stored
-
-    def may_draw(self, name: str) -> bool:
-        """Whether a parameter that the folder lacks may be initialised at random, as in a new run."""
-        return False
 
     def copies(self, model: Any) -> dict[str, str]:
         """Duplicates that a folder may hold: the tensor's name -> the name of the tensor that it must equal."""
-        return {}
+        # A section without the field has one table for tokens and head.
+        return dict(self.copied) if getattr(model, "tied", True) else {}
 
     def read(self, settings: Settings, stored: Set[str]) -> Model:
         """The model of a config.json, given the names of the stored tensors. Raises CheckpointError."""
@@ -220,11 +229,12 @@ class Family(ABC):
 
     def pairs(self, model: Any) -> list[TensorPair]:
         """The pairs of all parameters of a model."""
-        names, rows, specs = self.names(model), self.rows(model), self.specs(model)
+        names, specs = self.names(model), self.specs(model)
+        rows = {layer: n if isinstance(n, int) else int(getattr(model, n)) for layer, n in self.rows.items()}
         return [self.pair(name, spec.shape, model, names, rows) for name, spec in specs.items()]
 
     def pair(self, name: str, shape: TensorShape, model: Any, names: Names, rows: Mapping[str, int]) -> TensorPair:
-        """The pair of one parameter. `names`, `rows`: as the methods of these names return."""
+        """The pair of one parameter. `names`: as the method of this name returns; `rows`: numbers of rows."""
         layer, _, kind = name.rpartition(".")
         assert layer in names, f"{name} has no counterpart in Hugging Face's {self.title}"
         theirs = names[layer]

@@ -3,8 +3,8 @@ families."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 
@@ -43,11 +43,8 @@ _THETA = {"mixtral": 1e6}
 class RotaryFamily(Family):
     """The base of families of causal decoders with rotary positions."""
 
-    def rows(self, model: Any) -> Mapping[str, int]:
-        return {"tokens": model.vocabulary, "head": model.vocabulary}
-
-    def copies(self, model: Any) -> dict[str, str]:
-        return {HEAD: TABLE} if model.tied else {}
+    rows: ClassVar = {"tokens": "vocabulary", "head": "vocabulary"}
+    copied: ClassVar = {HEAD: TABLE}
 
     def with_tokenizer(self, model: Any, text: str, tokenizer: Tokenizer) -> WithTokens:
         ids = {"bos_token": tokenizer.begin, "eos_token": tokenizer.end}

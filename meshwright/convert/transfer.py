@@ -250,7 +250,11 @@ def _pairs(settings: Settings, family: Family, model: Model, stored: Set[str]) -
     except RuntimeError as error:  # torch: more elements than an int64 counts
         raise settings.refused(f"its sizes cannot be those of a model: {error}") from error
     # A head that is stored in part is not drawn: `_check_names` refuses it.
-    drawn = {pair.name for pair in pairs if family.may_draw(pair.name) and not stored & pair.theirs.keys()}
+    drawn = {
+        pair.name
+        for pair in pairs
+        if pair.name.partition(".")[0] in family.may_lack and not stored & pair.theirs.keys()
+    }
     specs = family.specs(model) if drawn else {}  # which builds the model a second time
     return [replace(pair, theirs={}, drawn=specs[pair.name]) if pair.name in drawn else pair for pair in pairs]
 

@@ -199,7 +199,7 @@ def template_for(data: MessagesData, kept: Path | None = None) -> ChatTemplate:
 
 def closing_token(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
     """The id of the special token that closes an answer, if any. Raises DataError if the template does not render."""
-    (ids, _) = tokenizer.encode_marked(template.question("?", "a question")[1])
+    (ids, _) = tokenizer.encode_placed(template.question("?", "a question")[1], marked=True)
     return next((token for token in ids[:1] if tokenizer.name_of(token) in tokenizer.special_tokens), None)
 
 

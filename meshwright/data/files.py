@@ -21,8 +21,9 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 from zlib import crc32
 
 from meshwright.errors import DataError
@@ -92,14 +93,14 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+@dataclass
 class FileSum:
     """The SHA-256 of a file's bytes as they pass by, and a CRC-32 of every region of REGION_BYTES."""
 
-    def __init__(self) -> None:
-        self._sum = hashlib.sha256()
-        self._regions: list[str] = []
-        self._region = 0
-        self._filled = 0
+    _sum: Any = field(default_factory=hashlib.sha256)
+    _regions: list[str] = field(default_factory=list)
+    _region: int = 0
+    _filled: int = 0
 
     def update(self, data: bytes) -> None:
         self._sum.update(data)

@@ -20,16 +20,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import tokenizers
 
-from meshwright.data.marks_section import AUTO, END, NONE, AskedMarks, read_settings
+from meshwright.data.marks_section import AUTO, END, NONE, AskedMarks
 from meshwright.errors import DataError
 
 SETTINGS, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
 GENERATION, MODEL = "generation_config.json", "config.json"
+BESIDE = (SETTINGS, SPECIAL_TOKENS, GENERATION, MODEL)
+"""The files beside a tokenizer.json that say which tokens are special."""
 
 SPELLINGS = ("<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
 """The end of a text as published tokenizers spell it, for a tokenizer.json with nothing beside it that says so."""
@@ -49,11 +50,6 @@ class Marks(NamedTuple):
 
 UNASKED = Marks(None, 0, frozenset())
 """The marks of a tokenizer of which no text is asked, but its words."""
-
-
-def read_beside(folder: Path) -> Beside:
-    """The files of a folder that say which tokens are special. Raises DataError where one cannot be read."""
-    return {name: read_settings(folder / name) for name in (SETTINGS, SPECIAL_TOKENS, GENERATION, MODEL)}
 
 
 def spelling(token: object) -> str | None:

@@ -58,7 +58,7 @@ def dialogue_corpus(data: MessagesData) -> Corpus:
 
 def flagged(tokenizer: Tokenizer, text: str, spans: Spans) -> np.ndarray:
     """A dialogue's tokens with their flags, uint32 [n]."""
-    ids, places = tokenizer.encode_marked(text)
+    ids, places = tokenizer.encode_placed(text, marked=True)
     tokens = np.array(ids, dtype=np.uint32)
     begins, ends = np.array(places, dtype=np.int64).reshape(-1, 2).T
     for begin, end in spans:

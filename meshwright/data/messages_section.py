@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from meshwright.data.marks_section import AUTO, NONE, AskedMarks
+from meshwright.data.marks_section import AUTO, NONE
 from meshwright.data.section import PREPARED, TokenSection
 from meshwright.data.text_section import documents_are_kept_apart
 from meshwright.errors import DataError, Problem
@@ -59,6 +59,7 @@ class MessagesData(TokenSection):
         a_dialogue_ends,
     )
 
+    separate: ClassVar[bool] = True
     begins: ClassVar[bool] = True
     begin: str = AUTO
     """The bos_token of the template: auto (as the tokenizer's own files say), none, or a token's text."""
@@ -68,11 +69,3 @@ class MessagesData(TokenSection):
     """A file with the chat template; null: the tokenizer's own, beside its tokenizer.json."""
     overlong: Literal["drop", "cut"] = "drop"
     """Dialogues longer than sequence are left out (drop), or their beginnings read (cut)."""
-
-    @property
-    def separate(self) -> bool:
-        return True
-
-    @property
-    def asked(self) -> AskedMarks:
-        return AskedMarks(self.begin, self.end)

@@ -29,6 +29,7 @@ IDS, DIALOGUE, SAID = 2**30 - 1, 2**30, 2**31
 
 FORMAT: Literal[1] = 1
 HEADER, TOKENIZER = "header.json", "tokenizer.json"
+TOKEN_FILES: dict[Split, str] = {split: f"{split}.bin" for split in SPLITS}
 _SCAN_TOKENS = 2**22
 
 
@@ -68,11 +69,6 @@ class Header(Section):
     regions: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     """CRC-32 of every region of the token files (files.py); none in folders that version 0.1.0 prepared."""
 
-    def text(self) -> str:
-        """The file's text. What version 0.1.0 did not know is left out where it says what was so then."""
-        left_out = {name for name, old in (("begin", self.begin is None), ("ends", self.ends)) if old}
-        return self.model_dump_json(indent=2, exclude=left_out) + "\n"
-
     def facts(self, split: Split) -> SplitFacts:
         return self.train if split == "train" else self.validation
 
@@ -91,13 +87,7 @@ class PackedCorpus:
 
     def tokens(self, split: Split) -> np.ndarray:
         """The split's token ids [num_tokens], mapped from the file and read-only."""
-        return np.asarray(np.memmap(self.folder / token_file(split), dtype=self.header.numpy_dtype, mode="r"))
-
-    def is_marked(self, split: Split) -> bool:
-        """Whether the first document begins, and the last one ends, as the header says."""
-        header, tokens = self.header, self.tokens(split)
-        begins = header.begin is None or int(tokens[0]) == header.begin
-        return header.kind == "messages" or (begins and (not header.ends or int(tokens[-1]) == header.end))
+        return np.asarray(np.memmap(self.folder / TOKEN_FILES[split], dtype=self.header.numpy_dtype, mode="r"))
 
     def name(self, split: Split) -> str:
         """The split's name in messages."""
@@ -111,7 +101,7 @@ class PackedCorpus:
         check_once(self.folder, self.header.sha256, self.header.regions, cache, self._unknown_token)
 
     def _unknown_token(self, file: str, offset: int, data: bytes) -> str | None:
-        if file not in map(token_file, SPLITS):
+        if file not in TOKEN_FILES.values():
             return None
         ids, size = np.frombuffer(data, dtype=self.header.numpy_dtype), self.header.vocabulary_size
         ids = ids & IDS if self.header.kind == "messages" else ids
@@ -133,11 +123,6 @@ class PackedCorpus:
             raise ConfigError.of("model.vocabulary", vocabulary, rule, f"{size} or more")
 
 
-def token_file(split: Split) -> str:
-    """The name of a split's token file."""
-    return f"{split}.bin"
-
-
 def is_prepared(folder: Path) -> bool:
     """Whether this is a folder that `prepare` wrote."""
     return (folder / HEADER).is_file()
@@ -150,7 +135,7 @@ def open_packed(folder: Path, verify: bool = False) -> PackedCorpus:
     """
     header = _read_header(folder)
     for split in SPLITS:
-        path = folder / token_file(split)
+        path = folder / TOKEN_FILES[split]
         wanted = header.facts(split).tokens * header.numpy_dtype.itemsize
         if not path.is_file():
             raise DataError(f"{path}: is missing; {DAMAGE_REMEDY}")
@@ -164,8 +149,14 @@ def open_packed(folder: Path, verify: bool = False) -> PackedCorpus:
     marks = Marks(header.begin, header.end, frozenset((header.end,)))
     tokenizer = load_tokenizer(folder / TOKENIZER, marks)
     packed = PackedCorpus(folder, header, tokenizer)
-    # Cheap signs of files that were mixed from two folders, without reading either.
-    if tokenizer.vocabulary_size != header.vocabulary_size or not all(map(packed.is_marked, SPLITS)):
+    # Cheap signs of files that were mixed from two folders, without reading either: the vocabulary's size, and whether
+    # the first document begins, and the last one ends, as the header says.
+    agrees = tokenizer.vocabulary_size == header.vocabulary_size
+    for split in SPLITS if header.kind != "messages" else ():
+        tokens = packed.tokens(split)
+        agrees &= header.begin is None or int(tokens[0]) == header.begin
+        agrees &= not header.ends or int(tokens[-1]) == header.end
+    if not agrees:
         raise DataError(f"{folder / HEADER}: does not agree with {TOKENIZER} or the tokens; {DAMAGE_REMEDY}")
     return packed
 
@@ -198,6 +189,6 @@ def _read_header(folder: Path) -> Header:
         where = ".".join(map(str, first["loc"]))
         what = f"is no header of a prepared folder ({where}: {first['msg']})"
         raise DataError(f"{path}: {what}; {DAMAGE_REMEDY}") from error
-    if header.sha256.keys() != {TOKENIZER, *map(token_file, SPLITS)}:
+    if header.sha256.keys() != {TOKENIZER, *TOKEN_FILES.values()}:
         raise DataError(f"{path}: does not list the folder's files; {DAMAGE_REMEDY}")
     return header

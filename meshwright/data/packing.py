@@ -24,13 +24,13 @@ from meshwright.data.messages import flagged
 from meshwright.data.packed import (
     FORMAT,
     HEADER,
+    TOKEN_FILES,
     TOKENIZER,
     Header,
     PackedCorpus,
     SplitFacts,
     is_prepared,
     open_packed,
-    token_file,
 )
 from meshwright.data.section import TokenSection
 from meshwright.data.split import SPLITS, SplitPlan, plan_split, split_records
@@ -83,7 +83,10 @@ def pack(
                 trained = make_tokenizer(tokenizer, learned, progress, asked)
                 facts = {"tokenizer": kind, "validation_share": validation, "ends": asked.end != NONE}
                 header = _write(folder, corpus, trained, plan, facts, progress)
-                (folder / HEADER).write_text(header.text(), encoding="utf-8")
+                # What version 0.1.0 did not know is left out where it says what was so then.
+                old = {name for name, was_so in (("begin", header.begin is None), ("ends", header.ends)) if was_so}
+                text = header.model_dump_json(indent=2, exclude=old) + "\n"
+                (folder / HEADER).write_text(text, encoding="utf-8")
     except OSError as error:  # no right to write there, a full disk
         where = "; MESHWRIGHT_CACHE names another folder for what runs prepare" if out.parent == cache_folder() else ""
         raise DataError(f"preparing {out}: {error.strerror}: {error.filename or out}{where}") from error
@@ -201,7 +204,7 @@ def _write(
     # Two bytes a token where they do: the file is read at random places, and half as large. Flags need the upper bits.
     dtype = np.dtype("<u2" if tokenizer.vocabulary_size <= 2**16 and not flags else "<u4")
     with ExitStack() as stack:
-        files = {split: stack.enter_context((folder / token_file(split)).open("wb")) for split in SPLITS}
+        files = {split: stack.enter_context((folder / TOKEN_FILES[split]).open("wb")) for split in SPLITS}
         writers = {split: SplitWriter(file, tokenizer, dtype, ends=facts["ends"]) for split, file in files.items()}
         done = 0
         for split, texts in split_records(corpus, plan):
@@ -214,7 +217,7 @@ def _write(
             progress("tokenizing", min(1.0, done / plan.num_characters))
         for writer in writers.values():
             writer.flush()
-    sums = {token_file(split): writer.sum for split, writer in writers.items()}
+    sums = {TOKEN_FILES[split]: writer.sum for split, writer in writers.items()}
     return Header(
         dtype="uint16" if dtype.itemsize == 2 else "uint32",
         vocabulary_size=tokenizer.vocabulary_size,

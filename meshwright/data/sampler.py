@@ -58,16 +58,14 @@ class Permutation:
     def _network(self, values: np.ndarray) -> np.ndarray:
         left, right = values >> self._half_bits, values & self._mask
         for key in self._keys:
+            # The finaliser of splitmix64, a hash: every bit of its input moves every bit of its output.
+            hashed = right ^ key
+            hashed = (hashed ^ (hashed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            hashed = (hashed ^ (hashed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            hashed ^= hashed >> np.uint64(31)
             # Each round is undone by the same round: a bijection whatever the hash of the other half is.
-            left, right = right, left ^ (_scramble(right ^ key) & self._mask)
+            left, right = right, left ^ (hashed & self._mask)
         return (left << self._half_bits) | right
-
-
-def _scramble(values: np.ndarray) -> np.ndarray:
-    """A hash of 64-bit integers (the finaliser of splitmix64): every bit of the input moves every bit of the output."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
 
 
 @dataclass(frozen=True)

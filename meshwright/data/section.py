@@ -92,8 +92,15 @@ class DataSection(Section):
     """The file of a prepared folder that has the checksums of the others."""
     sentinels: ClassVar[int] = 0
     """Tokens that stand for spans, which the model must know besides its own special ones."""
+    lengths: ClassVar[Lengths] = Lengths(0, 0)
+    """Tokens of a sample of the longest batch."""
+    mixed: ClassVar[bool] = False
+    """Whether samples come from a mixture of sources, and not from `source`."""
+    separate: ClassVar[bool] = False
+    """Whether attention keeps to the documents of a sample."""
     begins: ClassVar[bool] = False
-    """Whether a document may have a token in front of it (marks.py); else the model's own form of a sample has one."""
+    """Whether a document may have a token in front of it (marks.py), as the kind's fields `begin` and `end` say; else
+    the model's own form of a sample has one."""
     rules: ClassVar[tuple[Rule, ...]] = ()
     """Rules of its fields, and of these with the model and the layout; checked where the kind is chosen."""
 
@@ -115,24 +122,9 @@ class DataSection(Section):
         return bool(cls.claimed_by and load_entry(cls.claimed_by)(data))
 
     @property
-    def lengths(self) -> Lengths:
-        """Tokens of a sample of the longest batch."""
-        return Lengths(0, 0)
-
-    @property
     def sources(self) -> tuple[str, ...]:
         """The sources that are read."""
         return (self.source,)
-
-    @property
-    def mixed(self) -> bool:
-        """Whether samples come from a mixture of sources, and not from `source`."""
-        return False
-
-    @property
-    def separate(self) -> bool:
-        """Whether attention keeps to the documents of a sample."""
-        return False
 
     def prepare(self, config: Config, progress: ShowProgress) -> Path:
         """Build the data set, or find it built; the folder. Raises DataError where it does not suit the run."""
@@ -256,13 +248,13 @@ class TokenSection(DataSection):
     """Tokens of a sample, at most model.positions."""
 
     @property
-    def lengths(self) -> Lengths:
-        return Lengths(self.sequence, 0)
+    def lengths(self) -> Lengths:  # type: ignore[override]
+        return Lengths(self.sequence, self.sequence if self.packs == "pairs" else 0)
 
     @property
     def asked(self) -> AskedMarks:
-        """The tokens around a document, as the run says them."""
-        return NO_BEGIN
+        """The tokens around a document, as the fields `begin` and `end` of the kinds that have them say."""
+        return AskedMarks(*(getattr(self, name) for name in AskedMarks._fields)) if self.begins else NO_BEGIN
 
     def corpus(self) -> Corpus:
         """The records to pack. Raises DataError where there are none."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from meshwright.data.marks_section import AUTO, NONE, AskedMarks
+from meshwright.data.marks_section import AUTO, NONE
 from meshwright.data.section import TokenSection
 from meshwright.errors import ConfigError, Problem
 from meshwright.registry import entries
@@ -75,7 +75,7 @@ class MixedSection(TokenSection):
         return tuple(self.weights) or (self.source,)
 
     @property
-    def mixed(self) -> bool:
+    def mixed(self) -> bool:  # type: ignore[override]
         return bool(self.mixture)
 
     def pack(self, config: Config, out: Path, progress: ShowProgress) -> Path:
@@ -132,9 +132,5 @@ class TextData(MixedSection):
     """joined: a token sees all before it in its window; separate: those of its own document alone."""
 
     @property
-    def separate(self) -> bool:
+    def separate(self) -> bool:  # type: ignore[override]
         return self.documents == "separate"
-
-    @property
-    def asked(self) -> AskedMarks:
-        return AskedMarks(self.begin, self.end)

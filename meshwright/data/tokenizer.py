@@ -21,8 +21,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from meshwright.data.files import ShowProgress
-from meshwright.data.marks import SETTINGS, SPECIAL_TOKENS, Beside, Marks, marks_of, read_beside
-from meshwright.data.marks_section import END, AskedMarks
+from meshwright.data.marks import BESIDE, SETTINGS, SPECIAL_TOKENS, Beside, Marks, marks_of
+from meshwright.data.marks_section import END, AskedMarks, read_settings
 from meshwright.errors import DataError
 
 BYTES = "bytes"
@@ -59,14 +59,10 @@ class Tokenizer:
         """The ids of each text, on all cores. Long texts: cut them with `pieces` first, to bound the memory."""
         return [encoding.ids for encoding in self._library.encode_batch_fast(list(texts), add_special_tokens=False)]
 
-    def encode_placed(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """The ids of a text, as `encode` gives them, and the characters of each."""
-        encoding = self._library.encode(text, add_special_tokens=False)
-        return encoding.ids, encoding.offsets
-
-    def encode_marked(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Like `encode_placed` for a text whose special tokens are marks, as in a rendered chat."""
-        encoding = self._marking.encode(text, add_special_tokens=False)
+    def encode_placed(self, text: str, *, marked: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
+        """The ids of a text, as `encode` gives them, and the characters of each. `marked`: special tokens' spellings in
+        the text are marks, as in a rendered chat."""
+        encoding = (self._marking if marked else self._library).encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
     @cached_property
@@ -162,7 +158,8 @@ def load_tokenizer(path: Path, asked: AskedMarks | Marks = AskedMarks()) -> Toke
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as a tokenizer.json: {error}") from error
-    return parse_tokenizer(text, str(path), {} if isinstance(asked, Marks) else read_beside(path.parent), asked)
+    names = () if isinstance(asked, Marks) else BESIDE
+    return parse_tokenizer(text, str(path), {name: read_settings(path.parent / name) for name in names}, asked)
 
 
 def parse_tokenizer(

@@ -1,13 +1,24 @@
-"""The attention core: what stands between the two linears of an attention, over this rank's heads."""
+"""The attention core: what stands between the two linears of an attention, over this rank's heads; and the block of
+self-attention and a GELU feed-forward that GPT-2, BERT and ViT have."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.context.context import WHOLE_SEQUENCES, Context
 from meshwright.models.chain import Run, at_once
+from meshwright.parameters.shard import Initial
+from meshwright.tensor.gelu import gelu
+from meshwright.tensor.islands import UsesIslands
 from meshwright.tensor.kit import Kit
+
+if TYPE_CHECKING:
+    from meshwright.models.decoder import KeyValueCache
+    from meshwright.models.section import Transformer
 
 
 def split_heads(x: Tensor, heads: int) -> tuple[Tensor, ...]:
@@ -55,3 +66,68 @@ class AttentionCore(nn.Module):
         # Ranks have different heads of one batch: with a common random stream all heads would drop the same weights.
         with self.own_randomness(dropout):
             return self.context.attend(query, key, value, mask, dropout, causal, self.scale)
+
+
+class SelfAttention(nn.Module):
+    """Self-attention over this rank's heads. `causal`: a token sees none behind it; `last`: the first values of the
+    linear that ends in the residual stream."""
+
+    def __init__(self, model: Transformer, kit: Kit, layer: int, last: Initial, *, causal: bool) -> None:
+        super().__init__()
+        self.layer, self.causal = layer, causal
+        self.heads = kit.local_heads(model.heads)
+        self.core = AttentionCore(kit, model.dropout)
+        self.query_key_value = kit.branches.expand(model.hidden, 3 * model.hidden, Initial(0.02), groups=3)
+        self.output = kit.branches.contract(model.hidden, model.hidden, last)
+
+    def forward(self, h: Tensor, mask: Tensor | None, cache: KeyValueCache | None) -> Tensor:
+        query, key, value = split_heads(self.query_key_value(h), self.heads)  # [B, A, T, E]
+        if cache is not None:
+            key, value = cache.extend(self.layer, key, value)
+        # A single query sees the whole cache; a mask of documents is causal itself.
+        causal = self.causal and query.shape[2] > 1 and mask is None
+        # The kernels' causal mask has no offset for several queries after a cache.
+        assert not causal or key.shape == query.shape, "only one token at a time can follow a cache"
+        return self.output(self.core(query, key, value, mask, causal).transpose(1, 2).flatten(2))
+
+
+class GeluFeedForward(nn.Module, UsesIslands):
+    """Two linears with a GELU between: exact, or in GPT-2's `tanh` form."""
+
+    def __init__(self, model: Transformer, kit: Kit, last: Initial, *, tanh: bool) -> None:
+        super().__init__()
+        self.tanh = tanh
+        self.expand = kit.expand(model.hidden, model.inner, Initial(0.02))
+        self.contract = kit.contract(model.inner, model.hidden, last)
+
+    def forward(self, h: Tensor) -> Tensor:
+        inside = self.expand(h)
+        return self.contract(gelu(inside, self.islands) if self.tanh else F.gelu(inside))
+
+
+class Block(nn.Module):
+    """h + attention(norm(h)), then h + feed_forward(norm(h)); or without `norm_first` norm(h + attention(h)), then
+    norm(h + feed_forward(h))."""
+
+    def __init__(
+        self, model: Transformer, kit: Kit, layer: int, last: Initial, *, causal: bool = False, tanh: bool = False,
+        norm_first: bool = True, last_bias: bool = True,
+    ) -> None:  # fmt: skip
+        """`last`: the first values of the linears that end in the residual stream; `last_bias`: whether the
+        feed-forward's norm, the block's last where norms are behind the sums, has a bias."""
+        super().__init__()
+        self.norm_first = norm_first
+        self.attention_norm = kit.norm(model.hidden, model.norm_epsilon)
+        self.attention = SelfAttention(model, kit, layer, last, causal=causal)
+        self.feed_forward_norm = kit.norm(model.hidden, model.norm_epsilon, bias=last_bias)
+        self.feed_forward = GeluFeedForward(model, kit, last, tanh=tanh)
+        self.dropout = nn.Dropout(model.dropout)
+
+    def forward(self, h: Tensor, mask: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
+        """[B, T, H]. `mask`: as AttentionCore has it."""
+        if self.norm_first:
+            h = h + self.dropout(self.attention(self.attention_norm(h), mask, cache))
+            return h + self.dropout(self.feed_forward(self.feed_forward_norm(h)))
+        h = self.attention_norm(h + self.dropout(self.attention(h, mask, cache)))
+        normed: Tensor = self.feed_forward_norm(h + self.dropout(self.feed_forward(h)))
+        return normed

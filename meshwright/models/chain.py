@@ -38,7 +38,8 @@ def at_once(function: Callable[..., Any], *arguments: Any) -> Any:
 
 class Chain(nn.Module, ABC):
     """Subclasses give blocks and embed; layer, final_states, loss and num_correct where theirs are not those of blocks
-    that read one tensor, then `norm`, then a `head` of one label. Block i of the model is `blocks.i` in every chunk."""
+    that read one tensor, then `norm` of the first, then a `head` of one label. Block i of the model is `blocks.i` in
+    every chunk."""
 
     blocks: nn.ModuleDict
     norm: nn.Module
@@ -91,10 +92,6 @@ class Chain(nn.Module, ABC):
         hidden = self.run_part(EMBEDDINGS, self.embed, batch) if part.first else incoming
         return self.run_layers(hidden, batch, part)
 
-    def trunk(self, batch: Batch) -> Tensor:
-        """The normed hidden states [B, T, H] of a whole model."""
-        return self.hidden_states(batch)[0]
-
     def prepared(self, batch: Batch) -> Batch:
         """A batch of whole sequences with the entries that the model makes of it, before sequences are cut."""
         return batch
@@ -123,7 +120,7 @@ class Chain(nn.Module, ABC):
 
     def final_states(self, hidden: Hidden) -> Tensor:
         """The normed hidden states [B, T, H]."""
-        h: Tensor = self.norm(*hidden)
+        h: Tensor = self.norm(hidden[0])
         return h
 
     def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
@@ -173,6 +170,8 @@ class ChainPart:
         self.chain = chain
         self.chunk = chunk
         self.labels, self.inside = chain.labels, chain.inside
+        self.loss, self.num_correct = chain.loss, chain.num_correct
+        self.hidden_states = partial(chain.hidden_states, chunk=chunk)
 
     def __call__(self, batch: Batch, scales: Scales, incoming: Hidden = ()) -> Hidden:
         hidden: Hidden = self.chain(batch, scales, incoming, self.chunk)
@@ -180,15 +179,6 @@ class ChainPart:
 
     def in_pieces(self, batch: Batch, scales: Scales, incoming: Hidden = ()) -> Pieces:
         return self.chain.in_pieces(batch, scales, incoming, self.chunk)
-
-    def hidden_states(self, batch: Batch, incoming: Hidden = ()) -> Hidden:
-        return self.chain.hidden_states(batch, incoming, self.chunk)
-
-    def loss(self, h: Tensor, batch: Batch, scales: Scales) -> Tensor:
-        return self.chain.loss(h, batch, scales)
-
-    def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
-        return self.chain.num_correct(h, batch)
 
 
 def chain_of(config: Config) -> type[Chain]:

@@ -15,30 +15,19 @@ from meshwright.tensor.swiglu import swiglu
 
 
 class FeedForward(nn.Module):
-    """contract(silu(gate) · up), both of one linear."""
+    """contract(silu(gate) · up), both of one linear; perhaps times sigmoid(x w), as Qwen2-MoE's shared expert."""
 
-    def __init__(self, hidden: int, inner: int, kit: Kit, last: Initial, *, bias: bool = False) -> None:
-        """`last`: the first values of the linear that ends in the residual stream."""
+    def __init__(
+        self, hidden: int, inner: int, kit: Kit, last: Initial, *, bias: bool = False, gated: bool = False
+    ) -> None:
+        """`last`: the first values of the linear that ends in the residual stream. `gated`: by the sigmoid."""
         super().__init__()
         self.expand = kit.expand(hidden, 2 * inner, Initial(0.02), groups=2, bias=bias)
         self.contract = kit.contract(inner, hidden, last, bias=bias)
+        self.gate = kit.linear("transform", hidden, 1, Initial(0.02), bias=False) if gated else None
 
     def forward(self, h: Tensor) -> Tensor:
         y: Tensor = self.contract(swiglu(self.expand(h)))
-        return y
-
-
-class SharedExpert(FeedForward):
-    """A feed-forward of every token beside its experts, perhaps times sigmoid(x w) (Qwen2-MoE)."""
-
-    def __init__(self, model: RotaryTransformer, kit: Kit, last: Initial) -> None:
-        experts = model.experts
-        assert experts is not None, "a model without experts"
-        super().__init__(model.hidden, experts.shared, kit, last)
-        self.gate = kit.linear("transform", model.hidden, 1, Initial(0.02), bias=False) if experts.shared_gate else None
-
-    def forward(self, h: Tensor) -> Tensor:
-        y = super().forward(h)
         return y if self.gate is None else y * self.gate(h).sigmoid()
 
 

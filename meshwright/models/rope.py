@@ -62,11 +62,8 @@ def inverse_frequencies(rope: PlainRope, width: int) -> tuple[Tensor, float]:
 def _by_turns(rope: YarnRope, powers: Tensor) -> Tensor:
     """YaRN's: a ramp over dims between those that turn `fast` and `slow` times in the original positions."""
     pairs = len(powers)
-
-    def dim_of(turns: float) -> float:
-        return pairs * math.log(rope.original / (turns * 2 * math.pi)) / math.log(rope.theta)
-
-    first, last = dim_of(rope.fast), dim_of(rope.slow)
+    waves = (rope.original / (turns * 2 * math.pi) for turns in (rope.fast, rope.slow))
+    first, last = (pairs * math.log(wave) / math.log(rope.theta) for wave in waves)
     if rope.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * pairs - 1)

@@ -7,7 +7,7 @@ routers' losses [B] beside the hidden states, where these are a part of the loss
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from collections.abc import Callable
 from functools import partial
 from typing import cast
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from meshwright.model import EMBEDDINGS, SAMPLES, Batch, Chunk, Crossing, Hidden, Pieces, Scales, to_device
 from meshwright.models.chain import blocks_of
 from meshwright.models.decoder import Decoder, KeyValueCache
-from meshwright.models.feed_forward import FeedForward, SharedExpert, experts_of, last_initial
+from meshwright.models.feed_forward import FeedForward, experts_of, last_initial
 from meshwright.models.rope import Rotation, rotation_of
 from meshwright.models.rotary_section import RotaryTransformer
 from meshwright.parameters.shard import Initial
@@ -42,8 +42,10 @@ class RotaryBlock(nn.Module):
         self.feed_forward = (
             experts_of(model, kit) if has_experts else FeedForward(model.hidden, model.inner, kit, last, bias=bias)
         )
-        shared = has_experts and model.experts is not None and model.experts.shared > 0
-        self.shared_expert = SharedExpert(model, kit, last) if shared else None
+        self.shared_expert = None
+        if has_experts and model.experts is not None and model.experts.shared:
+            shared, gated = model.experts.shared, model.experts.shared_gate
+            self.shared_expert = FeedForward(model.hidden, shared, kit, last, gated=gated)
         self.dropout = nn.Dropout(model.dropout)
 
     def forward(
@@ -94,10 +96,13 @@ class RotaryBlock(nn.Module):
 
 
 class RotaryDecoder(Decoder):
-    """Tokens to a loss. Subclasses make blocks."""
+    """Tokens to a loss."""
 
-    def __init__(self, model: RotaryTransformer, kit: Kit, chunk: Chunk | None, rotary_width: int) -> None:
-        """`rotary_width`: a head's numbers that are turned."""
+    def __init__(
+        self, model: RotaryTransformer, kit: Kit, chunk: Chunk | None, rotary_width: int,
+        make_block: Callable[[int], RotaryBlock],
+    ) -> None:  # fmt: skip
+        """`rotary_width`: a head's numbers that are turned; `make_block`: the block of a layer's number."""
         super().__init__(chunk or Chunk.whole(model.layers))
         self.rope, self.rotary_width = model.rope, rotary_width
         # The mean over layers: what passes on is their sum.
@@ -108,7 +113,7 @@ class RotaryDecoder(Decoder):
             self.tokens = kit.embedding(model.padded_vocabulary, hidden, initial)
         if self.chunk.first:
             self.dropout = nn.Dropout(model.dropout)
-        self.blocks = blocks_of(self.chunk, lambda layer: self.make_block(model, kit, layer))
+        self.blocks = blocks_of(self.chunk, make_block)
         if self.chunk.last:
             self.norm = kit.norm(hidden, model.norm_epsilon, kind="rms")
         if self.chunk.has_head:
@@ -116,14 +121,8 @@ class RotaryDecoder(Decoder):
             shape = HeadShape(hidden, model.vocabulary, model.padded_vocabulary, initial, over=self.chunk.head_over)
             self.head = kit.head_loss(shape, tied)
 
-    @abstractmethod
-    def make_block(self, model: RotaryTransformer, kit: Kit, layer: int) -> nn.Module:
-        """The block of layer number `layer`, called as a `RotaryBlock` is."""
-
     def embed(self, batch: Batch) -> Hidden:
-        return self._embedded(batch["tokens"])
-
-    def _embedded(self, tokens: Tensor) -> Hidden:
+        tokens = batch["tokens"]
         h = self.dropout(self.tokens(tokens))
         if not self.loss_share:
             return (h,)
@@ -181,9 +180,6 @@ class RotaryDecoder(Decoder):
         passing: Hidden = block(hidden, rotation, None, batch.get("documents"), batch["places"])
         return passing
 
-    def final_states(self, hidden: Hidden) -> Tensor:
-        return super().final_states(hidden[:1])
-
     def with_layers_losses(self, loss: Tensor, hidden: Hidden, scales: Scales) -> Tensor:
         # A router's loss is a mean over sequences, so its scale counts samples and not tokens.
         return loss + hidden[1].sum() * (self.loss_share * scales[SAMPLES]) if self.loss_share else loss
@@ -191,7 +187,7 @@ class RotaryDecoder(Decoder):
     def hidden(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         start = cache.num_tokens if cache is not None else 0
         rotation = self._rotation(self.context.positions(start, tokens.shape[1], tokens.device))
-        hidden = self._embedded(tokens)
+        hidden = self.embed({"tokens": tokens})
         for block in self.blocks.values():
             hidden = cast(Hidden, block(hidden, rotation, cache))
         return self.final_states(hidden)

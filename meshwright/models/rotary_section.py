@@ -32,15 +32,12 @@ Factor = Annotated[float, Field(ge=1)]
 class PlainRope(Section):
     """Rotary positions as they were first: the same angles at any length."""
 
+    score_factor: ClassVar[float] = 1.0
+    """The factor of latent attention's scores."""
     kind: Literal["plain"] = "plain"
     """How the frequencies are lengthened."""
     theta: AboveZero = 10000.0
     """The base of the frequencies' powers."""
-
-    @property
-    def score_factor(self) -> float:
-        """The factor of latent attention's scores."""
-        return 1.0
 
 
 class LinearRope(PlainRope):
@@ -91,7 +88,7 @@ class YarnRope(PlainRope):
         return 0.1 * weight * math.log(self.factor) + 1.0
 
     @property
-    def score_factor(self) -> float:
+    def score_factor(self) -> float:  # type: ignore[override]
         return 1.0 if self.mscale_all_dim is None else self.temperature(self.mscale_all_dim) ** 2
 
     @property
@@ -130,6 +127,7 @@ class RotaryTransformer(TextTransformer):
     cuts_context: ClassVar[bool] = True
     separates: ClassVar[bool] = True
 
+    width_fields: ClassVar[tuple[str, ...]] = ("hidden", "feed_forward")
     feed_forward: Positive = 2048
     """N: the inner width of a feed-forward, or of each expert."""
     experts: ExpertsSection | None = None
@@ -146,10 +144,6 @@ class RotaryTransformer(TextTransformer):
     layers: Layers = 12
 
     @property
-    def inner(self) -> int:
-        return self.feed_forward
-
-    @property
     def expert_width(self) -> int:
         """The inner width of each expert."""
         width = self.experts.width if self.experts is not None else None
@@ -164,7 +158,7 @@ class RotaryTransformer(TextTransformer):
         return self.experts is not None and layer >= self.experts.dense_layers
 
     @property
-    def routing(self) -> Routing:
+    def routing(self) -> Routing:  # type: ignore[override]
         experts = self.experts
         if experts is None:
             return Routing()
@@ -182,12 +176,12 @@ class RotaryTransformer(TextTransformer):
         return "model.experts.balance" if experts.balance else "model.experts.router_z"
 
     @property
-    def losses_in_layers(self) -> str:
+    def losses_in_layers(self) -> str:  # type: ignore[override]
         return self.router_losses
 
     @property
     def widths(self) -> tuple[tuple[str, int], ...]:
-        experts, widths = self.experts, [*super().widths, ("model.feed_forward", self.feed_forward)]
+        experts, widths = self.experts, [*super().widths]
         if experts is not None and experts.width is not None:
             widths.append(("model.experts.width", experts.width))
         if experts is not None and experts.shared:

@@ -26,6 +26,18 @@ class Length(NamedTuple):
     reads: tuple[str, ...] = ()
 
 
+class Branches(NamedTuple):
+    """A block's branches: what tensor parallelism deals out."""
+
+    field: str
+    """The field that counts them."""
+    number: int
+    members: int = 1
+    """Equal parts of a branch that ranks with the same one can share out: the queries of a key-value head."""
+    shared: str = ""
+    """The field that gives all branches of a block one parameter; empty where each parameter is a branch's own."""
+
+
 @dataclass(frozen=True)
 class Routing:
     """Facts of a model's mixture of experts; the defaults are those of a model without one."""
@@ -70,6 +82,24 @@ class Network(Section):
     special_tokens: ClassVar[tuple[str, ...]] = ()
     """Tokens that it needs besides a text's and the one that ends a text, as published vocabularies spell them."""
 
+    width_fields: ClassVar[tuple[str, ...]] = ("hidden",)
+    """The fields that hold the widths of layers: the hidden width, then inner ones."""
+    table_fields: ClassVar[tuple[str, ...]] = ()
+    """The fields that hold the rows of tables, before they are padded."""
+    has_further_tables: ClassVar[bool] = True
+    """Whether there are padded tables besides those: classes of a head, or segments."""
+    latent_fields: ClassVar[tuple[str, ...]] = ()
+    """The fields that hold widths of activations between pairs beside the hidden one; one may be null."""
+
+    losses_in_layers: ClassVar[str] = ""
+    """The field that gives layers losses of their own, which the head does not see; empty where none has."""
+    num_tokens: ClassVar[int] = 0
+    """Tokens that it knows; none where it reads no text."""
+    longest: ClassVar[int] = 0
+    """Tokens that a sample may have."""
+    routing: ClassVar[Routing] = Routing()
+    """Facts of a mixture of experts, for the planner, the optimizer and the metrics; without one, the defaults."""
+
     balance_of_folders: ClassVar[str] = ""
     """Why weights that come from a folder train without a balance of their experts, of a family that has some."""
 
@@ -96,18 +126,8 @@ class Network(Section):
 
     @property
     @abstractmethod
-    def branches(self) -> tuple[str, int]:
-        """The field that counts a block's branches, and their number: what tensor parallelism deals out."""
-
-    @property
-    def members_of_branch(self) -> int:
-        """Equal parts of a branch that ranks with the same one can share out: the queries of a key-value head."""
-        return 1
-
-    @property
-    def shared_in_branches(self) -> str:
-        """The field that gives all branches of a block one parameter; empty where each parameter is a branch's own."""
-        return ""
+    def branches(self) -> Branches:
+        """A block's branches."""
 
     def has_experts(self, layer: int) -> bool:
         """Whether the feed-forward of layer number `layer` is of experts."""
@@ -121,44 +141,21 @@ class Network(Section):
             raise TypeError(f"{cls.__name__} says {', '.join(said)} by itself: its `routing` says it, a Routing")
 
     @property
-    def routing(self) -> Routing:
-        """Facts of a mixture of experts, for the planner, the optimizer and the metrics; without one, the defaults."""
-        return Routing()
-
-    @property
-    def latents(self) -> tuple[tuple[str, int], ...]:
-        """The fields that hold widths of activations between pairs beside the hidden one, with their values."""
-        return ()
-
-    @property
-    def losses_in_layers(self) -> str:
-        """The field that gives layers losses of their own, which the head does not see; empty where none has."""
-        return ""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that it knows; none where it reads no text."""
-        return 0
-
-    @property
-    def longest(self) -> int:
-        """Tokens that a sample may have."""
-        return 0
-
-    @property
     def widths(self) -> tuple[tuple[str, int], ...]:
-        """The fields that hold the widths of layers, with their values: the hidden width, then inner ones."""
-        return (("model.hidden", self.hidden),)
+        """`width_fields` with their values."""
+        return tuple((f"model.{name}", getattr(self, name)) for name in self.width_fields)
 
     @property
     def tables(self) -> tuple[tuple[str, int], ...]:
-        """The fields that hold the rows of tables, before they are padded, with their values."""
-        return ()
+        """`table_fields` with their values."""
+        return tuple((f"model.{name}", getattr(self, name)) for name in self.table_fields)
 
     @property
     def padded_rows(self) -> int:
         """The rows of every padded table are a multiple of this."""
-        return self.vocabulary_multiple
+        # Whoever cuts rows must cut every table: what divides all of them is what counts.
+        further = [self.vocabulary_multiple] if self.has_further_tables else []
+        return math.gcd(*(self.padded(rows) for _, rows in self.tables), *further)
 
     def sequences(self, config: Config) -> Iterator[Length]:
         """The sequences that its layers see, token by token; none where layers look at all tokens at once."""
@@ -167,7 +164,7 @@ class Network(Section):
 
 @rule("model.hidden", "model.heads")
 def heads_divide_hidden(config: Config) -> Iterator[Problem]:
-    (_, heads), hidden = config.model.branches, config.model.hidden
+    heads, hidden = config.model.branches.number, config.model.hidden
     if hidden % heads:
         yield Problem("model.heads", heads, f"does not divide model.hidden={hidden}", listed(divisors(hidden)))
 
@@ -188,18 +185,21 @@ class Transformer(Network):
         return self.layers
 
     @property
-    def branches(self) -> tuple[str, int]:
-        return "model.heads", self.heads
+    def branches(self) -> Branches:
+        return Branches("model.heads", self.heads)
 
     @property
     def inner(self) -> int:
         """N: the width of the feed-forward layer."""
-        # The original Transformer's ratio, which GPT-2 and BERT kept.
-        return 4 * self.hidden
+        # Without a field for it the original Transformer's ratio, which GPT-2 and BERT kept.
+        return int(getattr(self, "feed_forward", 4 * self.hidden))
 
 
 class TextTransformer(Transformer):
     """A Transformer over tokens."""
+
+    table_fields: ClassVar[tuple[str, ...]] = ("vocabulary",)
+    has_further_tables: ClassVar[bool] = False
 
     positions: Positive = 1024
     """Tokens that a sequence may have."""
@@ -207,25 +207,16 @@ class TextTransformer(Transformer):
     """V: tokens that the network knows; those of data.tokenizer, or more."""
 
     @property
-    def num_tokens(self) -> int:
+    def num_tokens(self) -> int:  # type: ignore[override]
         return self.vocabulary
 
     @property
-    def longest(self) -> int:
+    def longest(self) -> int:  # type: ignore[override]
         return self.positions
 
     @property
     def padded_vocabulary(self) -> int:
         return self.padded(self.vocabulary)
-
-    @property
-    def padded_rows(self) -> int:
-        # Whoever cuts rows must cut every table: what divides all of them is what counts.
-        return math.gcd(*(self.padded(rows) for _, rows in self.tables))
-
-    @property
-    def tables(self) -> tuple[tuple[str, int], ...]:
-        return (("model.vocabulary", self.vocabulary),)
 
     def sequences(self, config: Config) -> Iterator[Length]:
         yield Length("data.sequence", config.data.lengths.source)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @rule("layout.tensor", "model")
 def branches_share_nothing(config: Config) -> Iterator[Problem]:
     """A shared parameter in buckets that differ by rank would be summed between different exchanges, and hang."""
-    tensor, shared = config.layout.tensor, config.model.shared_in_branches
+    tensor, shared = config.layout.tensor, config.model.branches.shared
     if isinstance(tensor, Subgraph) and tensor.common == "one" and tensor.size > 1 and shared:
         rule_text = f"gives the first rank all that branches share, and {shared} is shared inside of them"
         yield Problem("layout.tensor.common", "one", rule_text, "all")
@@ -65,7 +65,7 @@ class Subgraph(TensorSection):
 
     def cuts(self, config: Config) -> Iterator[Cut]:
         """Hidden widths and tables lie outside of branches and are whole."""
-        branches, (_, *inner) = config.model.branches, config.model.widths
+        branches, (_, *inner) = config.model.branches[:2], config.model.widths
         for field, number in (branches, *(inner if self.branch == "block" else ())):
             # Branches are dealt whole: a head, or a path, is computed by one rank.
             yield Cut(field, number, "layout.tensor.size", self.size)

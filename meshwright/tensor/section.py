@@ -193,7 +193,8 @@ class TensorSection(Section):
 def whole_layers(config: Config, by: str, parts: int) -> Iterator[Cut]:
     """The cuts of a kit that divides all of a layer, and the tables: branches, widths, padded rows."""
     model = config.model
-    yield HeadsCut(*model.branches, by, parts, members=model.members_of_branch)
+    heads = model.branches
+    yield HeadsCut(heads.field, heads.number, by, parts, members=heads.members)
     for field, number in model.widths:
         yield Cut(field, number, by, parts)
     padded = ("model.vocabulary_multiple", model.padded_rows, by, parts)
@@ -313,8 +314,9 @@ class Tesseract(TensorSection):
 
     def cuts(self, config: Config) -> Iterator[Cut]:
         yield from whole_layers(config, "layout.tensor.q", self.q)
-        for field, number in config.model.latents:
-            yield Cut(field, number, "layout.tensor.q", self.q)
+        for field in config.model.latent_fields:
+            if (number := getattr(config.model, field)) is not None:
+                yield Cut(f"model.{field}", number, "layout.tensor.q", self.q)
 
     @classmethod
     def candidates(cls, devices: int) -> Iterator[Self]:

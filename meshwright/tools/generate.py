@@ -166,7 +166,7 @@ def generate_text(loaded: LoadedText, prompt: str, most: int, sampling: Sampling
 def answer_text(loaded: LoadedText, template: ChatTemplate, asked: str, most: int, sampling: Sampling) -> Iterator[str]:
     """The answer to a question, as the template renders it. It ends before the special token that closes a turn."""
     before, _ = template.question(asked, "--prompt")
-    ids, _ = loaded.tokenizer.encode_marked(before)
+    ids, _ = loaded.tokenizer.encode_placed(before, marked=True)
     closes = closing_token(template, loaded.tokenizer)
     ends = () if closes is None else (closes,)
     return whole_characters(loaded.tokenizer, ids, generate_tokens(loaded, ids, most, sampling, ends))

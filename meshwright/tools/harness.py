@@ -124,7 +124,7 @@ class CheckpointLM(LM):
             # Tasks say temperature, do_sample or both. Greedy decoding, or a temperature with the seed 1: nothing else
             # would give the same result twice.
             sampled = options.get("do_sample", False) or options.get("temperature", 0) > 0
-            marked = tokenizer.encode_marked(context)[0] if self._chats else None
+            marked = tokenizer.encode_placed(context, marked=True)[0] if self._chats else None
             opening = Opening(
                 [*tokenizer.opening, *tokenizer.encode(context)] if marked is None else marked,
                 int(options.get("max_gen_toks") or options.get("max_tokens") or HARNESS_TOKENS),

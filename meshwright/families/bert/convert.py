@@ -7,7 +7,7 @@ and heads have padding rows. The first published folders call a LayerNorm's weig
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from typing import ClassVar
 
 from tokenizers import processors
@@ -22,20 +22,8 @@ from meshwright.models.section import Transformer
 
 _MODEL_TYPES = {"original": "bert", "megatron": "megatron-bert"}
 _CLASSES = {"original": "Bert", "megatron": "MegatronBert"}
-_TABLE, _HEAD = "bert.embeddings.word_embeddings.weight", "cls.predictions.decoder"
 _ANSWERS = "cls.seq_relationship.weight"
 
-OUTSIDE = {
-    "tokens": "bert.embeddings.word_embeddings",
-    "positions": "bert.embeddings.position_embeddings",
-    "segments": "bert.embeddings.token_type_embeddings",
-    "transform": "cls.predictions.transform.dense",
-    "transform_norm": "cls.predictions.transform.LayerNorm",
-    # Only the bias: the weight is the table of tokens.
-    "head": "cls.predictions",
-    "pooler": "bert.pooler.dense",
-    "next_sentence_head": "cls.seq_relationship",
-}
 _NORM = {"original": "bert.embeddings.LayerNorm", "megatron": "bert.encoder.ln"}
 _IN_BLOCK = {
     "attention.query_key_value": ("attention.self.query", "attention.self.key", "attention.self.value"),
@@ -74,34 +62,47 @@ class BertFamily(Family):
     }
     dropouts = ("hidden_dropout_prob", "attention_probs_dropout_prob")
     passed_over = re.compile(r"bert\.embeddings\.position_ids")
-
-    def trunk_names(self, model: BertTrunk) -> dict[str, str | Sequence[str]]:
-        """Names of the blocks' layers, and of the one norm outside the blocks."""
-        inside = _IN_BLOCK | _NORMS_IN_BLOCK[model.norm_order]
-        blocks = in_blocks(inside, model.layers, "bert.encoder.layer.N")
-        return {"norm": _NORM[model.norm_order], **blocks}
+    outside: ClassVar = {
+        "tokens": "bert.embeddings.word_embeddings",
+        "positions": "bert.embeddings.position_embeddings",
+        "segments": "bert.embeddings.token_type_embeddings",
+        "pooler": "bert.pooler.dense",
+    }
+    heads: ClassVar[Mapping[str, str]] = {
+        "transform": "cls.predictions.transform.dense",
+        "transform_norm": "cls.predictions.transform.LayerNorm",
+        # Only the bias: the weight is the table of tokens.
+        "head": "cls.predictions",
+        "next_sentence_head": "cls.seq_relationship",
+    }
+    """The layers of the heads: our names and Hugging Face's."""
+    rows: ClassVar[Mapping[str, str | int]] = {
+        "tokens": "vocabulary",
+        # The head's bias has an element a token, padded like the table.
+        "head": "vocabulary",
+        "positions": "positions",
+        "segments": NUM_SEGMENTS,
+        "next_sentence_head": NUM_ANSWERS,
+    }
+    # transformers stores the tied table, and the head's bias, a second time under the decoder's name.
+    copied: ClassVar[Mapping[str, str]] = {
+        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    }
+    # The first published folders kept TensorFlow's names.
+    renamed = ((r"LayerNorm\.beta$", "LayerNorm.bias"), (r"LayerNorm\.gamma$", "LayerNorm.weight"))
 
     def names(self, model: BertTrunk) -> Names:
-        return {**OUTSIDE, **self.trunk_names(model)}
-
-    def rows(self, model: BertTrunk) -> Mapping[str, int]:
-        # The head's bias has an element a token, padded like the table.
-        words = dict.fromkeys(("tokens", "head"), model.vocabulary)
-        return words | {"positions": model.positions, "segments": NUM_SEGMENTS, "next_sentence_head": NUM_ANSWERS}
-
-    def full_name(self, stored: str) -> str:
-        # The first published folders kept TensorFlow's names.
-        return re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", stored))
-
-    def copies(self, model: BertTrunk) -> dict[str, str]:
-        # transformers stores the tied table, and the head's bias, a second time under the decoder's name.
-        return {f"{_HEAD}.weight": _TABLE, f"{_HEAD}.bias": "cls.predictions.bias"}
+        inside = _IN_BLOCK | _NORMS_IN_BLOCK[model.norm_order]
+        blocks = in_blocks(inside, model.layers, "bert.encoder.layer.N")
+        return {**self.outside, **self.heads, "norm": _NORM[model.norm_order], **blocks}
 
     def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
         kind = settings.values.get("model_type", "bert")
         order = next(order for order, theirs in _MODEL_TYPES.items() if theirs == kind)
         # config.json does not say whether there is a next-sentence head; the stored weights do.
-        return {"norm_order": order, "next_sentence": _ANSWERS in stored}
+        answers = {"next_sentence": _ANSWERS in stored} if self.section is Bert else {}
+        return {"norm_order": order, **answers}
 
     def further_settings(self, model: BertTrunk) -> dict[str, object]:
         pretraining = "ForPreTraining" if isinstance(model, Bert) and model.next_sentence else "ForMaskedLM"

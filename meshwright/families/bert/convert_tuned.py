@@ -21,35 +21,22 @@ import torch
 
 from meshwright.convert.family import Names, TensorPair, TensorShape
 from meshwright.convert.folder import Settings
-from meshwright.families.bert.convert import OUTSIDE, BertFamily
+from meshwright.families.bert.convert import BertFamily
 from meshwright.families.bert.section import BertChoice, BertPairs, BertSpans, BertTrunk
 
 
 class BertTaskFamily(BertFamily):
     """The base: BERT's trunk with another head."""
 
-    head: ClassVar[tuple[str, str]]
-    """The head's layer: our name and Hugging Face's."""
     # Pretraining heads, and a pooler that the task may not have: dropped, as transformers does.
     passed_over = re.compile(r"cls\..*|bert\.embeddings\.position_ids|bert\.pooler\..*")
 
-    def names(self, model: BertTrunk) -> Names:
-        ours, theirs = self.head
-        outside = {name: OUTSIDE[name] for name in ("tokens", "positions", "segments", "pooler")}
-        return {**self.trunk_names(model), **outside, ours: theirs}
-
-    def copies(self, model: BertTrunk) -> dict[str, str]:
-        return {}
-
-    def may_draw(self, name: str) -> bool:
-        # BertForMaskedLM has no pooler. A trunk that may be missing would let a wrong folder pass as a new model.
-        return name.partition(".")[0] in ("pooler", self.head[0])
-
-    def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
-        return {"norm_order": super().further(settings, stored)["norm_order"]}
+    copied: ClassVar = {}
+    # Beside the head the pooler alone may_lack, which BertForMaskedLM does not have: a trunk that may be missing would
+    # let a wrong folder pass as a new model.
 
     def pair(self, name: str, shape: TensorShape, model: Any, names: Names, rows: Mapping[str, int]) -> TensorPair:
-        ours, theirs = self.head
+        ((ours, theirs),) = self.heads.items()
         # The classifier of pairs (`head`) keeps its bias; our scores have none.
         if name != f"{ours}.weight" or ours == "head":
             return super().pair(name, shape, model, names, rows)
@@ -64,11 +51,10 @@ class BertPairsFamily(BertTaskFamily):
     """BertForSequenceClassification."""
 
     section = BertPairs
-    architecture, head = "ForSequenceClassification", ("head", "classifier")
-
-    def rows(self, model: BertTrunk) -> Mapping[str, int]:
-        assert isinstance(model, BertPairs), model
-        return {**super().rows(model), "head": model.classes}
+    architecture = "ForSequenceClassification"
+    heads: ClassVar = {"head": "classifier"}
+    rows: ClassVar = {**BertFamily.rows, "head": "classes"}
+    may_lack = ("pooler", "head")
 
     def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
         named = settings.values.get("id2label")
@@ -87,7 +73,9 @@ class BertSpansFamily(BertTaskFamily):
     """BertForQuestionAnswering."""
 
     section = BertSpans
-    architecture, head = "ForQuestionAnswering", ("spans", "qa_outputs")
+    architecture = "ForQuestionAnswering"
+    heads: ClassVar = {"spans": "qa_outputs"}
+    may_lack = ("pooler", "spans")
 
     def pair(self, name: str, shape: TensorShape, model: Any, names: Names, rows: Mapping[str, int]) -> TensorPair:
         # The norm before the scores; in the original order it is the last block's.
@@ -104,4 +92,6 @@ class BertChoiceFamily(BertTaskFamily):
     """BertForMultipleChoice."""
 
     section = BertChoice
-    architecture, head = "ForMultipleChoice", ("score", "classifier")
+    architecture = "ForMultipleChoice"
+    heads: ClassVar = {"score": "classifier"}
+    may_lack = ("pooler", "score")

@@ -35,8 +35,10 @@ def _answers(loaded: LoadedText, asked: Iterable[TaskExample], progress: ShowPro
     while part := list(islice(source, max(1, BATCH_TOKENS // (length * prod(choices))))):
         tokens, ends = row_arrays([example.rows for example in part], specials, length)
         batch = to_device(task_batch(tokens, ends) if several else task_batch(tokens[:, 0], ends[:, 0]), loaded.device)
-        h = loaded.model.trunk(batch)
-        scores = loaded.model.scores(h, batch) if several else loaded.head.logits(loaded.model.pooled(h))[:, 0]
+        h = loaded.model.hidden_states(batch)[0]
+        scores = (
+            loaded.model.answers(h, batch)["answer"] if several else loaded.head.logits(loaded.model.pooled(h))[:, 0]
+        )
         progress("answers", None)
         yield from zip(scores.argmax(-1).tolist(), (example.answers[0] for example in part), strict=True)
 

@@ -41,7 +41,7 @@ def masked_accuracy(
     sums = torch.zeros(3, len(labels), dtype=torch.float64)  # asked, right, losses
     for first in range(0, len(samples), rows):
         batch = to_device(samples.held_out(first, min(rows, len(samples) - first)), loaded.device)
-        h = loaded.model.trunk(batch)
+        h = loaded.model.hidden_states(batch)[0]
         for column, name in enumerate(labels):
             # One label's scale is 1 and the others' 0: the losses come apart without a second kind of loss.
             sums[2, column] += loaded.model.loss(h, batch, {other: float(other == name) for other in labels}).cpu()

@@ -46,10 +46,6 @@ def normalised(answer: str) -> str:
     return " ".join(_ARTICLES.sub(" ", plain).split())
 
 
-def exact_match(given: str, wanted: str) -> float:
-    return float(normalised(given) == normalised(wanted))
-
-
 def f1(given: str, wanted: str) -> float:
     """The harmonic mean of precision and recall of the answer's words."""
     ours, theirs = normalised(given).split(), normalised(wanted).split()
@@ -114,7 +110,7 @@ def squad_scores(loaded: LoadedText, source: str, progress: ShowProgress = silen
         given = answer_of(question, scored, may_be_none=has_none)
         # The official script ignores answers that consist of articles and punctuation.
         wanted = [text for text, _ in question.answers if normalised(text)] or [""]
-        matches.append(max(exact_match(given, text) for text in wanted))
+        matches.append(float(normalised(given) in map(normalised, wanted)))
         overlaps.append(max(f1(given, text) for text in wanted))
         progress("squad", done / len(questions))
     facts: Facts = {"data": source, "questions": len(questions), "context": loaded.context}
@@ -141,7 +137,7 @@ def _scored(
         for first in range(0, len(windows), rows):
             part = windows[first : first + rows]
             tokens, ends = row_arrays([(window.row,) for window in part], specials, length)
-            h = loaded.model.trunk(to_device(task_batch(tokens[:, 0], ends[:, 0]), loaded.device))
+            h = loaded.model.hidden_states(to_device(task_batch(tokens[:, 0], ends[:, 0]), loaded.device))[0]
             scores = loaded.model.spans(h).double().cpu().numpy()
             scored += [Scored(window, *scores[at].T) for at, window in enumerate(part)]
         yield question, scored

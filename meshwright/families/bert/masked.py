@@ -53,8 +53,10 @@ class MaskedSamples(ShuffledSamples):
         self._starts, self._lengths = runs(tokens, specials.end, least, longest)
         if len(self._starts) < least:
             raise DataError(f"{name}: has {len(tokens)} tokens, too few for BERT's samples; give more text")
-        # A random replacement is never a special token, which no text has.
-        self._text = np.setdiff1d(np.arange(specials.vocabulary_size), sorted(specials.all))
+        # A random replacement is never a special token, which no text has; nor the end token, which in other
+        # vocabularies than BERT's is none of the four.
+        no_text = [specials.padding, specials.first, specials.separator, specials.mask, specials.end]
+        self._text = np.setdiff1d(np.arange(specials.vocabulary_size), no_text)
         super().__init__(len(self._starts), seed)
 
     def read(self, rows: np.ndarray, draws: Sequence[str]) -> Batch:

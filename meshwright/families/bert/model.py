@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from meshwright.config import Config
 from meshwright.families.bert.section import ASKED_SHARE, Bert, BertTrunk
 from meshwright.model import Batch, Chunk, Costs, Hidden, Scales
-from meshwright.models.attention import AttentionCore, split_heads
+from meshwright.models.attention import Block
 from meshwright.models.chain import Chain, blocks_of
 from meshwright.parameters.shard import Initial
 from meshwright.tensor.head import HeadShape
@@ -30,54 +30,6 @@ NUM_ANSWERS = 2
 """Does the second text follow the first? 0 yes, 1 no."""
 
 
-class BertAttention(nn.Module):
-    """Self-attention over this rank's heads; every token sees every real token."""
-
-    def __init__(self, model: BertTrunk, kit: Kit) -> None:
-        super().__init__()
-        self.heads = kit.local_heads(model.heads)
-        self.core = AttentionCore(kit, model.dropout)
-        self.query_key_value = kit.branches.expand(model.hidden, 3 * model.hidden, Initial(0.02), groups=3)
-        self.output = kit.branches.contract(model.hidden, model.hidden, _before_sum(model))
-
-    def forward(self, h: Tensor, seen: Tensor) -> Tensor:
-        query, key, value = split_heads(self.query_key_value(h), self.heads)  # [B, A, T, E]
-        return self.output(self.core(query, key, value, seen, False).transpose(1, 2).flatten(2))
-
-
-class BertFeedForward(nn.Module):
-    """Two linears with an exact GELU between."""
-
-    def __init__(self, model: BertTrunk, kit: Kit) -> None:
-        super().__init__()
-        self.expand = kit.expand(model.hidden, model.inner, Initial(0.02))
-        self.contract = kit.contract(model.inner, model.hidden, _before_sum(model))
-
-    def forward(self, h: Tensor) -> Tensor:
-        return self.contract(F.gelu(self.expand(h)))
-
-
-class BertBlock(nn.Module):
-    """Attention and feed-forward, each with its norm behind the sum (original) or at its input (megatron)."""
-
-    def __init__(self, model: BertTrunk, kit: Kit, *, last_bias: bool = True) -> None:
-        """`last_bias`: whether the feed-forward's norm, the block's last in the original order, has a bias."""
-        super().__init__()
-        self.norm_first = model.norm_order == "megatron"
-        self.attention_norm = kit.norm(model.hidden, model.norm_epsilon)
-        self.attention = BertAttention(model, kit)
-        self.feed_forward_norm = kit.norm(model.hidden, model.norm_epsilon, bias=last_bias)
-        self.feed_forward = BertFeedForward(model, kit)
-        self.dropout = nn.Dropout(model.dropout)
-
-    def forward(self, h: Tensor, seen: Tensor) -> Tensor:
-        if self.norm_first:
-            h = h + self.dropout(self.attention(self.attention_norm(h), seen))
-            return h + self.dropout(self.feed_forward(self.feed_forward_norm(h)))  # [B, T, H]
-        h = self.attention_norm(h + self.dropout(self.attention(h, seen)))
-        return self.feed_forward_norm(h + self.dropout(self.feed_forward(h)))  # [B, T, H]
-
-
 class BERT(Chain):
     """Tokens to the masked-language-model loss and, with `next_sentence`, that of next-sentence prediction.
 
@@ -86,6 +38,7 @@ class BERT(Chain):
     """
 
     inside = ("mask",)
+    pooled_dropout: nn.Module
     ties: ClassVar[bool] = True
     """Whether the head's table is the embeddings'."""
     last_norm_bias: ClassVar[bool] = True
@@ -107,7 +60,12 @@ class BERT(Chain):
         if chunk.last if self.norm_first else chunk.first:  # on the last hidden states, or on the embeddings
             self.norm = kit.norm(hidden, model.norm_epsilon, bias=self.last_norm_bias or not self.norm_first)
         bare = None if self.last_norm_bias or self.norm_first else model.layers - 1  # the block that ends in that norm
-        self.blocks = blocks_of(chunk, lambda layer: BertBlock(model, kit, last_bias=layer != bare))
+        # Megatron-LM's first weights of linears whose output is summed up are smaller, for its many unnormed sums.
+        last = Initial(0.02 / math.sqrt(2 * model.layers) if self.norm_first else 0.02)
+        self.blocks = blocks_of(
+            chunk,
+            lambda layer: Block(model, kit, layer, last, norm_first=self.norm_first, last_bias=layer != bare),
+        )
         if isinstance(model, Bert):  # every chunk knows its labels; those of a fine-tuning are its class's
             self.labels = ("labels", "next_sentence") if model.next_sentence else ("labels",)
         if chunk.last:
@@ -124,18 +82,20 @@ class BERT(Chain):
         self.head = kit.head_loss(shape, self.tokens)
         if model.next_sentence:
             self.pooler = kit.linear("transform", hidden, hidden, initial)
+            self.pooled_dropout = nn.Identity()  # fine-tunings have a dropout there
             answers = model.padded(NUM_ANSWERS)
             self.next_sentence_head = kit.head_loss(HeadShape(hidden, NUM_ANSWERS, answers, initial, bias=True))
 
     def embed(self, batch: Batch) -> Hidden:
-        tokens = batch["tokens"]
+        # [B, T]; of samples of several texts [B, K, T], whose texts are rows.
+        tokens, segments = batch["tokens"].flatten(0, -2), batch["segments"].flatten(0, -2)
         positions = self.context.positions(0, tokens.shape[1], tokens.device)
-        h = self.tokens(tokens) + self.positions(positions) + self.segments(batch["segments"])
+        h = self.tokens(tokens) + self.positions(positions) + self.segments(segments)
         return (self.dropout(h if self.norm_first else self.norm(h)),)  # [B, T, H]
 
     def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
         # Padding is hidden from every token; what padding itself sees is read by nobody.
-        seen = batch["mask"].bool()[:, None, None, :]  # [B, 1, 1, T]
+        seen = batch["mask"].flatten(0, -2).bool()[:, None, None, :]  # [B, 1, 1, T]
         return (block(*hidden, seen),)
 
     def final_states(self, hidden: Hidden) -> Tensor:
@@ -167,7 +127,8 @@ class BERT(Chain):
         """The input of a head of whole texts, made of the first token: [B, 1, H]."""
         # h[:, :1], not h[:, 0]: where a context cuts sequences each rank gives its part's first token, and only the
         # first of these has a label.
-        return torch.tanh(self.pooler(h[:, :1]))
+        pooled: Tensor = self.pooled_dropout(torch.tanh(self.pooler(h[:, :1])))
+        return pooled
 
     @staticmethod
     def products(config: Config) -> Costs:
@@ -183,8 +144,3 @@ class BERT(Chain):
     def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
         sequence = (config.data.lengths.source,)
         return {"tokens": sequence, "segments": sequence, "mask": sequence, "labels": sequence, "next_sentence": (1,)}
-
-
-def _before_sum(model: BertTrunk) -> Initial:
-    """First weights of linears whose output is summed up: Megatron-LM's are smaller, for its many unnormed sums."""
-    return Initial(0.02 / math.sqrt(2 * model.layers) if model.norm_order == "megatron" else 0.02)

@@ -31,20 +31,13 @@ class BertTrunk(TextTransformer):
     """The base of BERTs: all but the head, which is a masked language model's or a task's."""
 
     special_tokens: ClassVar[tuple[str, ...]] = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
+    table_fields: ClassVar[tuple[str, ...]] = ("vocabulary", "positions")
+    has_further_tables: ClassVar[bool] = True  # its two segments, and the classes of its heads
     positions: Positive = 512
     vocabulary: Positive = 30522
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-12
     norm_order: Literal["original", "megatron"] = "original"
     """original: a norm after each residual sum; megatron: at the input of each sub-layer, and one at the end."""
-
-    @property
-    def padded_rows(self) -> int:
-        """A BERT's two segments, and the classes of its heads, are padded tables as well."""
-        return self.vocabulary_multiple
-
-    @property
-    def tables(self) -> tuple[tuple[str, int], ...]:
-        return *super().tables, ("model.positions", self.positions)
 
 
 class Bert(BertTrunk):

@@ -23,12 +23,6 @@ class Specials:
     """The end-of-text token between documents; BERT's vocabularies use [SEP] for it."""
     vocabulary_size: int
 
-    @property
-    def all(self) -> frozenset[int]:
-        """Tokens that are no text: never masked, never a random replacement."""
-        # The end token, too, which in other vocabularies than BERT's is none of the four.
-        return frozenset((self.padding, self.first, self.separator, self.mask, self.end))
-
 
 def specials_of(tokenizer: Tokenizer) -> Specials:
     """The special tokens of a tokenizer, those that it lacks appended."""

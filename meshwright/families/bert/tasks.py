@@ -162,8 +162,10 @@ def texts_of(config: Config, data: TaskSection) -> Iterator[str]:
                 yield from (asked.passage, *asked.asked)
 
 
-def task_folder(config: Config, data: TaskSection, cache: Path, progress: ShowProgress) -> Path:
-    """The prepared folder for a config, written once into `cache`. Raises DataError, ConfigError."""
+def prepare_task(data: TaskSection, config: Config, progress: ShowProgress) -> Path:
+    """The prepared folder of a run, which its samples fit; written once into the cache. Raises DataError,
+    ConfigError."""
+    cache = cache_folder()
     prepared = Path(data.source).expanduser()
     if (prepared / _HEADER).is_file():
         _check_prepared(config, data, prepared)
@@ -178,14 +180,8 @@ def task_folder(config: Config, data: TaskSection, cache: Path, progress: ShowPr
         if not (out / _HEADER).is_file():
             _pack(config, data, out, progress)
     check_once(out, json.loads((out / _HEADER).read_text())["sha256"], {}, cache)
+    data.open(config, out)
     return out
-
-
-def prepare_task(data: TaskSection, config: Config, progress: ShowProgress) -> Path:
-    """The prepared folder of a run, which its samples fit. Raises DataError, ConfigError."""
-    folder = task_folder(config, data, cache_folder(), progress)
-    data.open(config, folder)
-    return folder
 
 
 def open_task(data: TaskSection, config: Config, folder: Path) -> Opened:

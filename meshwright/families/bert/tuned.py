@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from functools import reduce
+from math import prod
 from operator import add
 from typing import cast
 
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from meshwright.config import Config
 from meshwright.families.bert.model import BERT
 from meshwright.families.bert.section import BertChoice, BertPairs, BertTrunk
-from meshwright.model import IGNORED, Batch, Costs, Hidden, Scales
+from meshwright.model import IGNORED, Batch, Costs, Scales
 from meshwright.parameters.shard import Initial
 from meshwright.tensor.head import HeadShape
 from meshwright.tensor.kit import Head, Kit
@@ -42,20 +43,22 @@ class TaskBERT(BERT):
         self.pooler = kit.linear("transform", model.hidden, model.hidden, _INITIAL)
         self.pooled_dropout = nn.Dropout(model.dropout)
 
-    def pooled(self, h: Tensor) -> Tensor:
-        return cast(Tensor, self.pooled_dropout(super().pooled(h)))
-
-    @staticmethod
-    def products(config: Config) -> Costs:
+    @classmethod
+    def products(cls, config: Config) -> Costs:
         """Without heads, which see one token or have two columns."""
         model, sequence = config.model, config.data.lengths.source
-        layer = sequence * (12 * model.hidden**2 + 2 * sequence * model.hidden)
+        layer = cls.tokens_per_sample(config) * (12 * model.hidden**2 + 2 * sequence * model.hidden)
         return Costs(0, (layer,) * model.num_blocks, 0)
 
-    @staticmethod
-    def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-        length: tuple[int, ...] = (config.data.lengths.source,)
-        return dict.fromkeys(("tokens", "segments", "mask"), length) | {"answer": (1,)}
+    @classmethod
+    def sample_shapes(cls, config: Config) -> dict[str, tuple[int, ...]]:
+        choices = (config.model.choices,) if isinstance(config.model, BertChoice) else ()
+        texts = dict.fromkeys(("tokens", "segments", "mask"), (*choices, config.data.lengths.source))
+        return texts | dict.fromkeys(cls.labels, (1,))
+
+    @classmethod
+    def tokens_per_sample(cls, config: Config) -> int:
+        return prod(cls.sample_shapes(config)["tokens"])
 
 
 class PairsBERT(TaskBERT):
@@ -117,11 +120,6 @@ class SpansBERT(ScoredBERT):
         scores = self.spans(h)
         return {name: scores[..., at] for at, name in enumerate(self.labels)}
 
-    @staticmethod
-    def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-        shapes = TaskBERT.sample_shapes(config)
-        return {name: shapes[name] for name in ("tokens", "segments", "mask")} | {"start": (1,), "end": (1,)}
-
 
 class ChoiceBERT(ScoredBERT):
     """The best of several answers."""
@@ -130,36 +128,7 @@ class ChoiceBERT(ScoredBERT):
         super().make_heads(model, kit)
         self.score = kit.linear("scores", model.hidden, 1, _INITIAL)
 
-    def embed(self, batch: Batch) -> Hidden:
-        return super().embed({name: batch[name].flatten(0, 1) for name in ("tokens", "segments")})
-
-    def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
-        return super().layer(block, hidden, {"mask": batch["mask"].flatten(0, 1)})
-
-    def scores(self, h: Tensor, batch: Batch) -> Tensor:
-        """[B, K]."""
+    def answers(self, h: Tensor, batch: Batch) -> dict[str, Tensor]:
         # [B K, 1, 1]: the pooled first token's one score of each row.
         scores: Tensor = self.score(self.pooled(h))[:, 0, 0]
-        return scores.view(batch["tokens"].shape[:2])
-
-    def answers(self, h: Tensor, batch: Batch) -> dict[str, Tensor]:
-        return {"answer": self.scores(h, batch)}
-
-    @staticmethod
-    def products(config: Config) -> Costs:
-        one = TaskBERT.products(config)
-        return Costs(0, tuple(layer * _choices(config) for layer in one.layers), 0)
-
-    @staticmethod
-    def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-        shape = (_choices(config), config.data.lengths.source)
-        return dict.fromkeys(("tokens", "segments", "mask"), shape) | {"answer": (1,)}
-
-    @staticmethod
-    def tokens_per_sample(config: Config) -> int:
-        return _choices(config) * config.data.lengths.source
-
-
-def _choices(config: Config) -> int:
-    assert isinstance(config.model, BertChoice), config.model
-    return config.model.choices
+        return {"answer": scores.view(batch["tokens"].shape[:2])}

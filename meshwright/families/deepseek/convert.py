@@ -21,7 +21,7 @@ Layers from `model.layers.L` on predict later tokens. transformers does not save
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import ClassVar
 
 import torch
@@ -149,7 +149,9 @@ class DeepSeekFamily(RotaryFamily):
             if inner == "latent":
                 return TensorPair(name, shape, whole, lambda x: x.t(), lambda x: [x.t()], part=(0, 0, rank))
             part = (0, rank, rows_of_both)
-            return TensorPair(name, shape, whole, lambda x: _halves(x).t(), lambda x: [_pairs(x.t())], part=part)
+            return TensorPair(
+                name, shape, whole, lambda x: _reordered(x, True).t(), lambda x: [_reordered(x.t(), False)], part=part
+            )
         if inner in ("of_token", "of_hidden"):  # slices of one linear [H, 2 H]
             width = model.hidden
             part = (1, 0, width) if inner == "of_token" else (1, width, 2 * width)
@@ -160,8 +162,8 @@ class DeepSeekFamily(RotaryFamily):
             split = (model.head_width, model.rotary_width)
             return TensorPair(
                 name, shape, {f"{names[layer]}.{kind}": (shape[1], shape[0])},
-                lambda x: _in_heads(x, model.heads, split, _halves).t(),
-                lambda x: [_in_heads(x.t(), model.heads, split, _pairs)],
+                lambda x: _in_heads(x, model.heads, split, True).t(),
+                lambda x: [_in_heads(x.t(), model.heads, split, False)],
             )  # fmt: skip
         return super().pair(name, shape, model, names, rows)
 
@@ -226,17 +228,12 @@ class DeepSeekFamily(RotaryFamily):
         return settings | {"n_shared_experts": experts.shared // model.expert_width}
 
 
-def _halves(rows: Tensor) -> Tensor:
-    """Reorder rows [P, H] from neighbouring pairs to halves: 0, 2, 4, ..., then 1, 3, 5, ..."""
-    return rows.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
+def _reordered(rows: Tensor, to_halves: bool) -> Tensor:
+    """Reorder rows [P, H] from neighbouring pairs to halves: 0, 2, 4, ..., then 1, 3, 5, ...; or back."""
+    return rows.unflatten(0, (-1, 2) if to_halves else (2, -1)).transpose(0, 1).flatten(0, 1)
 
 
-def _pairs(rows: Tensor) -> Tensor:
-    """Reorder rows [P, H] from halves to neighbouring pairs, the inverse of `_halves`."""
-    return rows.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
-
-
-def _in_heads(rows: Tensor, heads: int, split: tuple[int, int], order: Callable[[Tensor], Tensor]) -> Tensor:
+def _in_heads(rows: Tensor, heads: int, split: tuple[int, int], to_halves: bool) -> Tensor:
     """Rows [A (E + P), r] with each head's rotary part reordered; `split`: (E, P)."""
     plain, rotary = rows.unflatten(0, (heads, -1)).split(split, 1)
-    return torch.cat([plain, torch.stack([order(one) for one in rotary])], 1).flatten(0, 1)
+    return torch.cat([plain, torch.stack([_reordered(one, to_halves) for one in rotary])], 1).flatten(0, 1)

@@ -43,7 +43,6 @@ from meshwright.models.decoder import KeyValueCache
 from meshwright.models.feed_forward import last_initial
 from meshwright.models.rope import Rotation, rotate
 from meshwright.models.rotary import RotaryBlock, RotaryDecoder, feed_forward_products
-from meshwright.models.rotary_section import RotaryTransformer
 from meshwright.parameters.shard import Initial
 from meshwright.tensor.kit import Kit
 
@@ -126,19 +125,19 @@ class DeepSeekModel(RotaryDecoder):
     """Tokens to a loss."""
 
     def __init__(self, model: DeepSeek, kit: Kit, chunk: Chunk | None = None) -> None:
-        super().__init__(model, kit, chunk, model.rotary_width)
+
+        def make_block(layer: int) -> RotaryBlock:
+            return RotaryBlock(model, kit, LatentAttention(model, kit, layer), has_experts=model.has_experts(layer))
+
+        super().__init__(model, kit, chunk, model.rotary_width, make_block)
         self.num_later = model.later_tokens
         self.later_share = model.later_weight / max(1, model.later_tokens)
         """The factor of each later token's loss."""
         if self.chunk.last and model.later_tokens:
             if not self.chunk.first and not model.tied:
                 self.tokens = kit.embedding(model.padded_vocabulary, model.hidden, Initial(0.02))
-            blocks = (self.make_block(model, kit, model.layers + depth) for depth in range(model.later_tokens))
+            blocks = (make_block(model.layers + depth) for depth in range(model.later_tokens))
             self.later = nn.ModuleList(LaterToken(model, block, kit) for block in blocks)
-
-    def make_block(self, model: RotaryTransformer, kit: Kit, layer: int) -> nn.Module:
-        assert isinstance(model, DeepSeek), model
-        return RotaryBlock(model, kit, LatentAttention(model, kit, layer), has_experts=model.has_experts(layer))
 
     def prepared(self, batch: Batch) -> Batch:
         """The batch with tokens and labels shifted by each depth."""

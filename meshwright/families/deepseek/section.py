@@ -52,6 +52,7 @@ class DeepSeek(RotaryTransformer):
     family: Literal["deepseek"]
     chain: ClassVar[str] = "meshwright.families.deepseek.model:DeepSeekModel"
     balance_of_folders: ClassVar[str] = "config.json asks for none, and the biases that choose experts stay as they are"
+    latent_fields: ClassVar[tuple[str, ...]] = ("query_rank", "key_value_rank", "rotary_width")
     query_rank: Positive | None = None
     """The width of the vector that all heads' queries are made of; null: they are made of the hidden states."""
     key_value_rank: Positive = 512
@@ -69,7 +70,7 @@ class DeepSeek(RotaryTransformer):
     norm_epsilon: AboveZero = 1e-6
 
     @property
-    def losses_in_layers(self) -> str:
+    def losses_in_layers(self) -> str:  # type: ignore[override]
         return self.router_losses or ("model.later_tokens" if self.later_tokens else "")
 
     @property
@@ -80,9 +81,3 @@ class DeepSeek(RotaryTransformer):
     def query_width(self) -> int:
         """The numbers of a head's query, and key."""
         return self.head_width + self.rotary_width
-
-    @property
-    def latents(self) -> tuple[tuple[str, int], ...]:
-        queries = [] if self.query_rank is None else [("model.query_rank", self.query_rank)]
-        others = ("model.key_value_rank", self.key_value_rank), ("model.rotary_width", self.rotary_width)
-        return *queries, *others

@@ -12,26 +12,13 @@ Names but lm_head have the prefix `transformer.` in a folder of GPT2LMHeadModel;
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from typing import ClassVar
 
-from meshwright.convert.family import Family, Names, WithTokens, in_blocks
+from meshwright.convert.family import Family, WithTokens
 from meshwright.convert.folder import Settings
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.families.gpt.section import Gpt2
-
-_PREFIX = "transformer."
-_TABLE, _HEAD = f"{_PREFIX}wte.weight", "lm_head.weight"
-
-_OUTSIDE = {"tokens": "transformer.wte", "positions": "transformer.wpe", "norm": "transformer.ln_f", "head": "lm_head"}
-_IN_BLOCK = {
-    "attention_norm": "ln_1",
-    "attention.query_key_value": "attn.c_attn",
-    "attention.output": "attn.c_proj",
-    "feed_forward_norm": "ln_2",
-    "feed_forward.expand": "mlp.c_fc",
-    "feed_forward.contract": "mlp.c_proj",
-}
 
 # The same function under its two names: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))).
 _ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")
@@ -59,21 +46,28 @@ class Gpt2Family(Family):
         "add_cross_attention": False,
     }
     dropouts = ("embd_pdrop", "attn_pdrop", "resid_pdrop")
+    outside: ClassVar = {
+        "tokens": "transformer.wte",
+        "positions": "transformer.wpe",
+        "norm": "transformer.ln_f",
+        "head": "lm_head",
+    }
+    inside: ClassVar = {
+        "attention_norm": "ln_1",
+        "attention.query_key_value": "attn.c_attn",
+        "attention.output": "attn.c_proj",
+        "feed_forward_norm": "ln_2",
+        "feed_forward.expand": "mlp.c_fc",
+        "feed_forward.contract": "mlp.c_proj",
+    }
+    block = "transformer.h.N"
+    rows: ClassVar = {"tokens": "vocabulary", "head": "vocabulary", "positions": "positions"}
+    copied: ClassVar = {"lm_head.weight": "transformer.wte.weight"}
+    # The first published folders lack the prefix.
+    renamed = ((r"^(?!transformer\.|lm_head\.weight\Z)", "transformer."),)
     stores_out_in = False
     # The causal mask, a buffer that old versions stored.
     passed_over = re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)")
-
-    def names(self, model: Gpt2) -> Names:
-        return _OUTSIDE | in_blocks(_IN_BLOCK, model.layers, "transformer.h.N")
-
-    def rows(self, model: Gpt2) -> Mapping[str, int]:
-        return {"tokens": model.vocabulary, "head": model.vocabulary, "positions": model.positions}
-
-    def full_name(self, stored: str) -> str:
-        return stored if stored == _HEAD or stored.startswith(_PREFIX) else _PREFIX + stored
-
-    def copies(self, model: Gpt2) -> dict[str, str]:
-        return {_HEAD: _TABLE} if model.tied else {}
 
     def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
         settings.only("activation_function", *_ACTIVATIONS)

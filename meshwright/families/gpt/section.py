@@ -15,9 +15,6 @@ class Gpt2(TextTransformer):
     cuts_context: ClassVar[bool] = True
     separates: ClassVar[bool] = True
     spreads_head: ClassVar[bool] = True
+    table_fields: ClassVar[tuple[str, ...]] = ("vocabulary", "positions")
     tied: bool = True
     """The head's weight is the table of tokens."""
-
-    @property
-    def tables(self) -> tuple[tuple[str, int], ...]:
-        return *super().tables, ("model.positions", self.positions)

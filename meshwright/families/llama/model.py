@@ -20,7 +20,6 @@ from meshwright.models.decoder import KeyValueCache
 from meshwright.models.feed_forward import last_initial
 from meshwright.models.rope import Rotation, rotate
 from meshwright.models.rotary import RotaryBlock, RotaryDecoder, feed_forward_products
-from meshwright.models.rotary_section import RotaryTransformer
 from meshwright.parameters.shard import Initial
 from meshwright.tensor.copies import HeadGroups
 from meshwright.tensor.kit import Kit
@@ -32,7 +31,7 @@ class LlamaAttention(nn.Module):
     def __init__(self, model: Llama, kit: Kit, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        groups = HeadGroups(model.num_key_value_heads, model.members_of_branch, model.width_of_head)
+        groups = HeadGroups(model.num_key_value_heads, model.branches.members, model.width_of_head)
         # With more ranks than key-value heads, several ranks copy one head and split its queries (tensor/copies.py).
         count = max(kit.local_heads(groups.count), kit.parts)
         self.queries = kit.local_heads(model.heads) // count
@@ -68,12 +67,13 @@ class LlamaModel(RotaryDecoder):
     """Tokens to a loss."""
 
     def __init__(self, model: Llama, kit: Kit, chunk: Chunk | None = None) -> None:
-        super().__init__(model, kit, chunk, model.width_of_head)
-
-    def make_block(self, model: RotaryTransformer, kit: Kit, layer: int) -> nn.Module:
-        assert isinstance(model, Llama), model
-        attention, biased = LlamaAttention(model, kit, layer), "feed-forward" in model.biases
-        return RotaryBlock(model, kit, attention, has_experts=model.has_experts(layer), bias=biased)
+        biased = "feed-forward" in model.biases
+        super().__init__(
+            model, kit, chunk, model.width_of_head,
+            lambda layer: RotaryBlock(
+                model, kit, LlamaAttention(model, kit, layer), has_experts=model.has_experts(layer), bias=biased
+            ),
+        )  # fmt: skip
 
     @staticmethod
     def products(config: Config) -> Costs:

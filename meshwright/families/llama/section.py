@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from meshwright.errors import Problem
 from meshwright.models.experts_section import EXPERT_RULES
 from meshwright.models.rotary_section import RotaryTransformer, rope_has_a_ramp
+from meshwright.models.section import Branches
 from meshwright.section import Positive, Rule, divisors, listed, rule, shown
 
 if TYPE_CHECKING:
@@ -76,16 +77,9 @@ class Llama(RotaryTransformer):
         return self.hidden // self.heads if self.head_width is None else self.head_width
 
     @property
-    def branches(self) -> tuple[str, int]:
+    def branches(self) -> Branches:
         """A key-value head with its queries."""
         # Error texts name the field that the user wrote.
         field = "model.heads" if self.key_value_heads is None else "model.key_value_heads"
-        return field, self.num_key_value_heads
-
-    @property
-    def members_of_branch(self) -> int:
-        return self.heads // self.num_key_value_heads
-
-    @property
-    def shared_in_branches(self) -> str:
-        return "model.head_norms" if self.head_norms else ""
+        shared = "model.head_norms" if self.head_norms else ""
+        return Branches(field, self.num_key_value_heads, self.heads // self.num_key_value_heads, shared)

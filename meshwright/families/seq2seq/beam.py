@@ -87,10 +87,6 @@ class _Search:
     best: Tensor
     """The best score of what has ended [S]."""
 
-    def only(self, which: Tensor) -> _Search:
-        """These sources [S], as true and false."""
-        return _Search(*(value[which] for value in vars(self).values()))
-
 
 def beam_search(step: _Step, start: int, end: int, limits: Tensor, beam: Beam) -> list[Answer]:
     """An answer to each source, of at most limits [number of sources] >= 1 tokens with the end token.
@@ -119,7 +115,7 @@ def beam_search(step: _Step, start: int, end: int, limits: Tensor, beam: Beam) -
         # A living sum only falls, and the penalty is largest at the limit: what cannot win there can win nowhere.
         within_reach = search.sums.amax(1) / beam.penalty(search.limits)
         going = (length < search.limits) & (within_reach > search.best)
-        search, origins = search.only(going), origins[going].flatten()
+        search, origins = _Search(*(value[going] for value in vars(search).values())), origins[going].flatten()
     return answers
 
 

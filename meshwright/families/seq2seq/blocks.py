@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.families.seq2seq.section import EncoderDecoder
-from meshwright.model import Chunk, Hidden
+from meshwright.model import Chunk
 from meshwright.models.attention import AttentionCore, split_heads
 from meshwright.models.chain import blocks_of
 from meshwright.models.decoder import KeyValueCache
@@ -69,16 +69,6 @@ class DecoderCache:
     target: KeyValueCache = field(default_factory=KeyValueCache)
     source: list[KeyValue] = field(default_factory=list)
 
-    @property
-    def num_tokens(self) -> int:
-        return self.target.num_tokens
-
-    def of_source(self, layer: int, make: Callable[[], KeyValue]) -> KeyValue:
-        """A block's pair of the source, made once."""
-        if layer == len(self.source):
-            self.source.append(make())
-        return self.source[layer]
-
     def select(self, rows: Tensor) -> None:
         """Go on with these rows [n] of the batch, in this order; a row may come again."""
         # Beam search keeps several continuations of one hypothesis, and drops others.
@@ -115,25 +105,28 @@ class SelfAttention(nn.Module):
 class CrossAttention(nn.Module):
     """Queries of the target, keys and values of the memory; over this rank's heads."""
 
-    def __init__(self, recipe: Recipe, kit: Kit) -> None:
+    def __init__(self, recipe: Recipe, kit: Kit, index: int) -> None:
         super().__init__()
         hidden, width, initials = recipe.model.hidden, recipe.width, recipe.initials
+        self.index = index
         self.heads = kit.local_heads(recipe.model.heads)
         self.core = AttentionCore(kit, recipe.inner_dropout, recipe.scale)
         self.query = kit.branches.expand(hidden, width, initials.query, bias=recipe.bias)
         self.key_value = kit.branches.expand(hidden, 2 * width, initials.key_value, groups=2, bias=recipe.bias)
         self.output = kit.branches.contract(width, hidden, initials.cross_output, bias=recipe.bias)
 
-    def forward(self, h: Tensor, seen: Tensor, pair: Callable[[], KeyValue]) -> Tensor:
-        """`pair`: gives keys and values."""
+    def forward(self, h: Tensor, memory: Tensor, seen: Tensor, kept: list[KeyValue] | None) -> Tensor:
+        """`kept`: keys and values of the source, a pair a block, to which this block adds its own."""
         # split_heads wants a dim of groups, and there is one.
         (query,) = split_heads(self.query(h).unsqueeze(2), self.heads)  # [B, A, T, E]
-        key, value = pair()  # [B, A, S, E]
+        # They do not change from token to token, so they are made once.
+        if kept is not None and self.index < len(kept):
+            key, value = kept[self.index]
+        else:
+            key, value = split_heads(self.key_value(memory), self.heads)  # [B, A, S, E]
+            if kept is not None:
+                kept.append((key, value))
         return self.output(self.core(query, key, value, seen, False).transpose(1, 2).flatten(2))
-
-    def pair(self, memory: Tensor) -> KeyValue:
-        key, value = split_heads(self.key_value(memory), self.heads)
-        return key, value
 
 
 class CoderFeedForward(nn.Module):
@@ -178,11 +171,6 @@ class EncoderBlock(CoderBlock):
         # With norms behind the sums the memory has been normed; with norms in front nothing has normed the last sum.
         self.final_norm = recipe.norm() if last and recipe.norm_first else None
 
-    def advance(self, hidden: Hidden, seen: Tensor) -> Hidden:
-        """The hidden tensors behind the block, from those before it."""
-        h, target, *biases = hidden
-        return (self(h, seen, *biases[:1]), target, *biases)
-
     def forward(self, h: Tensor, seen: Tensor, bias: Tensor | None = None) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
         h = self.add(h, self.attention_norm, lambda x: self.attention(x, seen, bias, None))
@@ -197,26 +185,18 @@ class DecoderBlock(CoderBlock):
         super().__init__(recipe, kit)
         self.index = index
         self.cross_norm = recipe.norm()
-        self.cross = CrossAttention(recipe, kit)
+        self.cross = CrossAttention(recipe, kit, index)
         self.feed_forward_norm = recipe.norm()
         self.feed_forward = CoderFeedForward(recipe, kit)
-
-    def advance(self, hidden: Hidden, seen: Tensor) -> Hidden:
-        """The hidden tensors behind the block, from those before it."""
-        memory, h, *biases = hidden
-        return (memory, self(h, memory, seen, *biases[1:]), *biases)
 
     def forward(
         self, h: Tensor, memory: Tensor, seen: Tensor, bias: Tensor | None = None, cache: DecoderCache | None = None
     ) -> Tensor:
         """[B, T, H] -> [B, T, H], with memory [B, S, H]."""
-        pair = partial(self.cross.pair, memory)
-        keep = None
-        if cache is not None:
-            # The source's keys and values do not change from token to token, so they are made once.
-            pair, keep = partial(cache.of_source, self.index, pair), partial(cache.target.extend, self.index)
+        keep = None if cache is None else partial(cache.target.extend, self.index)
+        kept = None if cache is None else cache.source
         h = self.add(h, self.attention_norm, lambda x: self.attention(x, None, bias, keep))
-        h = self.add(h, self.cross_norm, lambda x: self.cross(x, seen, pair))
+        h = self.add(h, self.cross_norm, lambda x: self.cross(x, memory, seen, kept))
         return self.add(h, self.feed_forward_norm, self.feed_forward)
 
 

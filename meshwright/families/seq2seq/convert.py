@@ -15,7 +15,7 @@ Their decoder's block N is our block L + N; a sub-layer's norm stands beside it,
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from typing import ClassVar
 
 from tokenizers import processors
@@ -26,7 +26,6 @@ from meshwright.data.tokenizer import Tokenizer
 from meshwright.families.seq2seq.section import T5
 from meshwright.families.seq2seq.specials import SENTINEL, SEQUENCE_PADDING, specials_with_room
 
-_TABLE = "shared.weight"
 _COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
 _DISTANCES = "block.0.layer.0.SelfAttention.relative_attention_bias"
 
@@ -79,6 +78,8 @@ class T5Family(Family):
     }
     required = ("vocabulary", "hidden", "head_width", "feed_forward", "layers", "heads")
     fixed: ClassVar = {"tie_word_embeddings": True, "scale_decoder_outputs": True, "is_encoder_decoder": True}
+    rows: ClassVar = {"tokens": "vocabulary"}
+    copied: ClassVar = dict.fromkeys(_COPIES, "shared.weight")
     tables = frozenset({"encoder_distances", "decoder_distances"})
     # Stored by old versions, and read by none: the decoder's attention to the source has no distances.
     passed_over = re.compile(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight")
@@ -87,12 +88,6 @@ class T5Family(Family):
         encoder = in_blocks(_ATTENTION | _feed_forward(1), model.layers, "encoder.block.N")
         decoder = in_blocks(_ATTENTION | _CROSS | _feed_forward(2), model.layers, "decoder.block.N", model.layers)
         return _OUTSIDE | {f"blocks.{model.layers - 1}.final_norm": "encoder.final_layer_norm"} | encoder | decoder
-
-    def rows(self, model: T5) -> Mapping[str, int]:
-        return {"tokens": model.vocabulary}
-
-    def copies(self, model: T5) -> dict[str, str]:
-        return dict.fromkeys(_COPIES, _TABLE)
 
     def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
         activation = settings.values.get("feed_forward_proj", _FIRST_VERSION)

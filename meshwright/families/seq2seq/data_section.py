@@ -13,7 +13,6 @@ from meshwright.data.section import (
     PREPARED,
     SENTINELS,
     STDLIB,
-    DataSection,
     Lengths,
     TokenSection,
 )
@@ -34,14 +33,10 @@ def suffix(source: str) -> str:
     return Path(source.removesuffix(GZIP)).suffix.lower()
 
 
-def _pairs(config: Config) -> PairData:
-    assert isinstance(config.data, PairData), config.data
-    return config.data
-
-
 @rule("model.family", "data.kind", "data.source", "data.target", "data.languages")
 def pairs_have_a_form(config: Config) -> Iterator[Problem]:
-    data = _pairs(config)
+    data = config.data
+    assert isinstance(data, PairData), data
     if data.source == DIGITS:
         return
     form = STDLIB if data.source == STDLIB else suffix(data.source)
@@ -63,7 +58,8 @@ def pairs_have_a_form(config: Config) -> Iterator[Problem]:
 
 @rule("data.buckets", "data.sequence")
 def buckets_differ_in_length(config: Config) -> Iterator[Problem]:
-    data = _pairs(config)
+    data = config.data
+    assert isinstance(data, PairData), data
     most = math.ceil(data.sequence / BUCKET_MULTIPLE)
     if data.buckets > most:
         rule_text = f"is more than the multiples of {BUCKET_MULTIPLE} up to data.sequence={data.sequence}"
@@ -72,7 +68,8 @@ def buckets_differ_in_length(config: Config) -> Iterator[Problem]:
 
 @rule("data.buckets", "layout.pipeline.size")
 def stages_send_one_shape(config: Config) -> Iterator[Problem]:
-    data, size = _pairs(config), config.layout.pipeline.size
+    data, size = config.data, config.layout.pipeline.size
+    assert isinstance(data, PairData), data
     # Receives are posted ahead of the messages, so their shape must be known before the batch is.
     if data.buckets > 1 and size > 1:
         rule_text = f"makes batches of many lengths, and layout.pipeline.size={size} stages send messages of one"
@@ -81,7 +78,8 @@ def stages_send_one_shape(config: Config) -> Iterator[Problem]:
 
 @rule("data.buckets", "layout.tensor", "data.sequence")
 def buckets_are_cut_evenly(config: Config) -> Iterator[Problem]:
-    data = _pairs(config)
+    data = config.data
+    assert isinstance(data, PairData), data
     for cut in config.layout.tensor.cuts(config) if data.buckets > 1 else ():
         # Every bucket's length is a multiple of BUCKET_MULTIPLE, and of nothing more.
         if cut.field == "data.sequence" and BUCKET_MULTIPLE % cut.parts:
@@ -112,15 +110,6 @@ class PairData(TokenSection):
     buckets: Positive = 1
     """Lengths up to sequence that batches are padded to: pairs of like length share a batch."""
 
-    @classmethod
-    def of(cls, data: DataSection) -> PairData | None:
-        """The section of a run that learns pairs."""
-        return data if isinstance(data, cls) else None
-
-    @property
-    def lengths(self) -> Lengths:
-        return Lengths(self.sequence, self.sequence)
-
 
 class SpanData(MixedSection):
     """Spans cut out of a text, to be written by an encoder-decoder."""
@@ -131,5 +120,5 @@ class SpanData(MixedSection):
     samples_by: ClassVar[str] = "meshwright.families.seq2seq.spans:span_samples"
 
     @property
-    def lengths(self) -> Lengths:
+    def lengths(self) -> Lengths:  # type: ignore[override]
         return span_lengths(self.sequence)

@@ -11,14 +11,14 @@ Shapes: B batch, S source, T target, H hidden, A local heads.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.config import Config
-from meshwright.families.seq2seq.blocks import DecoderBlock, DecoderCache, EncoderBlock
-from meshwright.families.seq2seq.section import EncoderDecoder
+from meshwright.families.seq2seq.blocks import DecoderCache, EncoderBlock
+from meshwright.families.seq2seq.section import T5, EncoderDecoder
 from meshwright.model import Batch, Chunk, Costs, Hidden
 from meshwright.models.chain import Chain
 
@@ -49,9 +49,9 @@ class EncoderDecoderChain(Chain):
     def embed_tokens(self, ids: Tensor, start: int) -> Tensor:
         """Tokens [B, T] at places start... -> [B, T, H]."""
 
-    @abstractmethod
     def normed(self, h: Tensor) -> Tensor:
-        """The head's input, from the last block's output [B, T, H]."""
+        """The head's input, from the last block's output [B, T, H]: that itself, where blocks end in norms."""
+        return h
 
     def source_bias(self, count: int) -> Hidden:
         """(The bias [1, A, S, S] on self-attention among `count` tokens of the source,), or ()."""
@@ -69,7 +69,10 @@ class EncoderDecoderChain(Chain):
         return (self.embed_tokens(source, 0), self.embed_tokens(target, 0), *biases)
 
     def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
-        return cast(EncoderBlock | DecoderBlock, block).advance(hidden, _seen(batch["source_mask"]))
+        seen, (first, h, *biases) = _seen(batch["source_mask"]), hidden
+        if isinstance(block, EncoderBlock):  # `first`: the source's states, beside which the target waits
+            return (block(first, seen, *biases[:1]), h, *biases)
+        return (first, block(h, first, seen, *biases[1:]), *biases)  # `first`: the memory
 
     def final_states(self, hidden: Hidden) -> Tensor:
         # A stage is asked for the gradient of all that it was given, also of what none of its blocks reads.
@@ -88,12 +91,27 @@ class EncoderDecoderChain(Chain):
 
         Of a whole model on one device.
         """
-        start = 0 if cache is None else cache.num_tokens
+        start = 0 if cache is None else cache.target.num_tokens
         (bias,) = self.target_bias(start, target.shape[1]) or (None,)
         h, seen = self.embed_tokens(target, start), _seen(source_mask)
         for index in range(self.num_encoders, 2 * self.num_encoders):
             h = self.blocks[str(index)](h, memory, seen, bias, cache)
         return self.normed(h)
+
+    @staticmethod
+    def products(config: Config) -> Costs:
+        """Multiplications of weights and in attention in a pair's forward pass."""
+        model, (read, written) = config.model, config.data.lengths
+        assert isinstance(model, EncoderDecoder), model
+        width = model.heads * model.head_width if isinstance(model, T5) else model.hidden  # of a block's heads together
+        # 4 linears of a self-attention; in cross-attention 2 of the target (query, output) and 2 of the source (key,
+        # value).
+        linear, feed_forward = model.hidden * width, 2 * model.hidden * model.inner
+        encoder = read * (4 * linear + 2 * read * width + feed_forward)
+        cross = written * (2 * linear + 2 * read * width) + read * 2 * linear
+        decoder = written * (4 * linear + 2 * written * width + feed_forward) + cross
+        layers = (encoder,) * model.layers + (decoder,) * model.layers
+        return Costs(0, layers, written * model.padded_vocabulary * model.hidden)
 
     @staticmethod
     def tokens_per_sample(config: Config) -> int:
@@ -109,17 +127,3 @@ class EncoderDecoderChain(Chain):
 def _seen(source_mask: Tensor) -> Tensor:
     """[B, S] of 0 and 1 -> [B, 1, 1, S]: true where a token is seen."""
     return source_mask.bool()[:, None, None, :]
-
-
-def pair_products(config: Config, width: int) -> Costs:
-    """Multiplications of weights and in attention in a pair's forward pass; `width`: of a block's heads together."""
-    model, (read, written) = config.model, config.data.lengths
-    assert isinstance(model, EncoderDecoder), model
-    # 4 linears of a self-attention; in cross-attention 2 of the target (query, output) and 2 of the source (key,
-    # value).
-    linear, feed_forward = model.hidden * width, 2 * model.hidden * model.inner
-    encoder = read * (4 * linear + 2 * read * width + feed_forward)
-    cross = written * (2 * linear + 2 * read * width) + read * 2 * linear
-    decoder = written * (4 * linear + 2 * written * width + feed_forward) + cross
-    layers = (encoder,) * model.layers + (decoder,) * model.layers
-    return Costs(0, layers, written * model.padded_vocabulary * model.hidden)

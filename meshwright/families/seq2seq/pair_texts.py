@@ -29,7 +29,7 @@ def asked_pairs(loaded: LoadedSequence, data: str | None, target: str | None) ->
 
     Raises ConfigError where `target` has no partner.
     """
-    learned = PairData.of(loaded.config.data)
+    learned = loaded.config.data if isinstance(loaded.config.data, PairData) else None
     if data is not None:
         given = (learned or PairData(kind="pairs")).model_copy(update={"source": data, "target": target})
         # A model that learned spans may be asked for pairs, where the file can be nothing else.

@@ -73,19 +73,16 @@ def _reader(data: PairData) -> Callable[[], Iterable[Pair]]:
     raise DataError(f"{source}: is a text without its partner: name that as data.target, or give a tsv or jsonl file")
 
 
-def holds_pairs(source: str) -> bool:
-    """Whether a source can be nothing but pairs of texts, as far as its form tells."""
+def claims_pairs(data: Mapping[str, Any]) -> bool:
+    """Whether what a user wrote of a run's data can be nothing but pairs, as far as a source's form tells."""
+    if data.get("target") is not None or data.get("languages") is not None:
+        return True
+    source = str(data.get("source", STDLIB))
     path, form = Path(source).expanduser(), suffix(source)
     if form == ".jsonl":
         return bool({*_KEYS, TRANSLATION} & first_keys(path))
     header = path / PREPARED
     return form == ".tsv" or (header.is_file() and '"kind": "pairs"' in header.read_text(encoding="utf-8"))
-
-
-def claims_pairs(data: Mapping[str, Any]) -> bool:
-    """Whether what a user wrote of a run's data can be nothing but pairs."""
-    named = data.get("target") is not None or data.get("languages") is not None
-    return named or holds_pairs(str(data.get("source", STDLIB)))
 
 
 def _partners(source: Path, target: Path) -> Iterator[Pair]:

@@ -39,7 +39,7 @@ def target_perplexity(
     for on_host in batches:
         batch = to_device(on_host, loaded.device)
         labels = batch["labels"]
-        loss, num = summed_loss(loaded, loaded.model.trunk(batch), labels, labels != IGNORED)
+        loss, num = summed_loss(loaded, loaded.model.hidden_states(batch)[0], labels, labels != IGNORED)
         total, num_tokens, done = total + loss, num_tokens + num, done + len(labels)
         progress("perplexity", done / samples)
     return {
@@ -61,24 +61,22 @@ def _pair_batches(loaded: LoadedSequence, data: str | None, target: str | None, 
     given = pairs_for(loaded, data, target, progress)
     encode, end = loaded.tokenizer.encode, [loaded.specials.end]
     sides = [[np.array(encode(text) + end) for text in pair] for pair in given.pairs]
+    longer = [max(map(len, pair)) for pair in sides]
     # Pairs of like length share a pass: little padding.
-    short = sorted((pair for pair in sides if _longer(pair) <= loaded.context), key=_longer)
+    short = [at for at in np.argsort(longer, kind="stable").tolist() if longer[at] <= loaded.context]
     if not short:
         raise DataError(f"{given.name}: has no pair of at most {loaded.context} tokens a side; see --context")
     # By the longest: the last pass must fit as the first does.
-    rows = max(1, BATCH_TOKENS // _longer(short[-1]))
+    rows = max(1, BATCH_TOKENS // longer[short[-1]])
 
     def batches() -> Iterator[Batch]:
         for first in range(0, len(short), rows):
             part = short[first : first + rows]
-            sources, targets = zip(*part, strict=True)
-            yield sequence_batch(sources, targets, loaded.specials, Lengths(_longer(part[-1]), _longer(part[-1])))
+            sources, targets = zip(*(sides[at] for at in part), strict=True)
+            longest = longer[part[-1]]
+            yield sequence_batch(sources, targets, loaded.specials, Lengths(longest, longest))
 
     return given.name, len(short), len(sides) - len(short), batches()
-
-
-def _longer(pair: list[np.ndarray]) -> int:
-    return max(map(len, pair))
 
 
 def _span_batches(loaded: LoadedSequence, data: str | None, target: str | None, progress: ShowProgress) -> _Read:

@@ -25,6 +25,7 @@ class EncoderDecoder(TextTransformer):
     special_tokens: ClassVar[tuple[str, ...]] = ("<pad>", "<s>")
     """Padding, and what begins a target: the last of them."""
 
+    width_fields: ClassVar[tuple[str, ...]] = ("hidden", "feed_forward")
     positions: Positive = 512
     feed_forward: Positive = 2048
     """N: the inner width of a feed-forward."""
@@ -34,14 +35,6 @@ class EncoderDecoder(TextTransformer):
     @property
     def num_blocks(self) -> int:
         return 2 * self.layers
-
-    @property
-    def inner(self) -> int:
-        return self.feed_forward
-
-    @property
-    def widths(self) -> tuple[tuple[str, int], ...]:
-        return *super().widths, ("model.feed_forward", self.feed_forward)
 
     def sequences(self, config: Config) -> Iterator[Length]:
         yield from super().sequences(config)

@@ -6,32 +6,21 @@ is the largest for which source and target fit `data.sequence`; the target is th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from meshwright.data.section import BUCKET_MULTIPLE, SENTINELS, Lengths
 from meshwright.errors import ConfigError
 
 CUT_SHARE, MEAN_SPAN = 0.15, 3
 
 
-@dataclass(frozen=True)
 class Window:
     """A text of `text` tokens, of which `cut` go in `spans` spans."""
 
-    text: int
-
-    @property
-    def cut(self) -> int:
-        return max(1, round(CUT_SHARE * self.text))
-
-    @property
-    def spans(self) -> int:
-        return max(1, round(self.cut / MEAN_SPAN))
-
-    @property
-    def lengths(self) -> Lengths:
+    def __init__(self, text: int) -> None:
+        self.text = text
+        self.cut = max(1, round(CUT_SHARE * text))
+        self.spans = max(1, round(self.cut / MEAN_SPAN))
+        self.lengths = Lengths(text - self.cut + self.spans + 1, self.cut + self.spans + 1)
         """Tokens of source and target, with sentinels and end."""
-        return Lengths(self.text - self.cut + self.spans + 1, self.cut + self.spans + 1)
 
 
 def window_of(sequence: int, sentinels: int) -> Window:

@@ -17,11 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.config import Config
 from meshwright.families.seq2seq.blocks import Initials, Recipe, encoder_decoder_blocks
-from meshwright.families.seq2seq.encoder_decoder import EncoderDecoderChain, pair_products
+from meshwright.families.seq2seq.encoder_decoder import EncoderDecoderChain
 from meshwright.families.seq2seq.section import T5
-from meshwright.model import Chunk, Costs, Hidden
+from meshwright.model import Chunk, Hidden
 from meshwright.parameters.shard import Initial
 from meshwright.tensor.head import HeadShape
 from meshwright.tensor.kit import Kit
@@ -74,13 +73,6 @@ class T5Model(EncoderDecoderChain):
         # The table begins with values about 1: unscaled logits would begin about sqrt(H) large.
         normed: Tensor = self.dropout(self.norm(h)) * self.model.hidden**-0.5
         return normed
-
-    @staticmethod
-    def products(config: Config) -> Costs:
-        """Multiplications of a pair's forward pass."""
-        model = config.model
-        assert isinstance(model, T5), model
-        return pair_products(config, model.heads * model.head_width)
 
 
 def distance_buckets(distances: Tensor, num_buckets: int, most: int) -> Tensor:

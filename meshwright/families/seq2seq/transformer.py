@@ -12,11 +12,10 @@ import math
 import torch
 from torch import Tensor, nn
 
-from meshwright.config import Config
 from meshwright.families.seq2seq.blocks import Initials, Recipe, encoder_decoder_blocks
-from meshwright.families.seq2seq.encoder_decoder import EncoderDecoderChain, pair_products
+from meshwright.families.seq2seq.encoder_decoder import EncoderDecoderChain
 from meshwright.families.seq2seq.section import Attentional
-from meshwright.model import Chunk, Costs
+from meshwright.model import Chunk
 from meshwright.parameters.shard import Initial
 from meshwright.tensor.head import HeadShape
 from meshwright.tensor.kit import Kit
@@ -50,14 +49,6 @@ class TransformerModel(EncoderDecoderChain):
         # Positions are computed whole on each rank, which takes the columns that its kit holds.
         h: Tensor = self.dropout(rows + self.slice(places, "hidden"))
         return h
-
-    def normed(self, h: Tensor) -> Tensor:
-        return h
-
-    @staticmethod
-    def products(config: Config) -> Costs:
-        """Multiplications of a pair's forward pass."""
-        return pair_products(config, config.model.hidden)
 
 
 def sinusoids(start: int, count: int, hidden: int, device: torch.device) -> Tensor:

@@ -21,23 +21,13 @@ from typing import ClassVar
 
 import torch
 
-from meshwright.convert.family import Family, Names, TensorPair, TensorShape, as_text, in_blocks
+from meshwright.convert.family import Family, Names, TensorPair, TensorShape, as_text
 from meshwright.convert.folder import Settings
 from meshwright.families.vision.section import Vit
 
 _EMBEDDINGS = "vit.embeddings"
 _PROJECTION = f"{_EMBEDDINGS}.patch_embeddings.projection"
 _PROCESSOR = "preprocessor_config.json"
-
-_OUTSIDE = {"norm": "vit.layernorm", "head": "classifier"}
-_IN_BLOCK = {
-    "attention_norm": "layernorm_before",
-    "attention.query_key_value": tuple(f"attention.attention.{part}" for part in ("query", "key", "value")),
-    "attention.output": "attention.output.dense",
-    "feed_forward_norm": "layernorm_after",
-    "feed_forward.expand": "intermediate.dense",
-    "feed_forward.contract": "output.dense",
-}
 
 
 class VitFamily(Family):
@@ -58,12 +48,17 @@ class VitFamily(Family):
     fixed: ClassVar = {"hidden_act": "gelu", "qkv_bias": True}
     dropouts, dropout = ("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0
     reads_text = False
-
-    def names(self, model: Vit) -> Names:
-        return _OUTSIDE | in_blocks(_IN_BLOCK, model.layers, "vit.encoder.layer.N")
-
-    def rows(self, model: Vit) -> Mapping[str, int]:
-        return {"head": model.classes}
+    outside: ClassVar = {"norm": "vit.layernorm", "head": "classifier"}
+    inside: ClassVar = {
+        "attention_norm": "layernorm_before",
+        "attention.query_key_value": tuple(f"attention.attention.{part}" for part in ("query", "key", "value")),
+        "attention.output": "attention.output.dense",
+        "feed_forward_norm": "layernorm_after",
+        "feed_forward.expand": "intermediate.dense",
+        "feed_forward.contract": "output.dense",
+    }
+    block = "vit.encoder.layer.N"
+    rows: ClassVar = {"head": "classes"}
 
     def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
         labels = settings.values.get("id2label", {"0": "LABEL_0", "1": "LABEL_1"})  # a missing one means two

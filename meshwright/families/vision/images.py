@@ -201,17 +201,11 @@ class PackedImages:
     folder: Path
     header: ImagesHeader
 
-    def images(self, split: Split) -> np.ndarray:
-        """[n, C, S, S] uint8, mapped from the file and read-only."""
-        return self._map(split, "images", "uint8", self.header.channels, self.header.image, self.header.image)
-
-    def labels(self, split: Split) -> np.ndarray:
-        """[n] int64, mapped from the file and read-only."""
-        return self._map(split, "labels", "int64")
-
-    def _map(self, split: Split, content: str, dtype: str, *dims: int) -> np.ndarray:
-        path = self.folder / f"{split}-{content}.npy"
-        shape = (self.header.train if split == "train" else self.header.validation, *dims)
+    def array(self, split: Split, content: Literal["images", "labels"]) -> np.ndarray:
+        """`images`: [n, C, S, S] uint8; `labels`: [n] int64; mapped from the file and read-only."""
+        path, header = self.folder / f"{split}-{content}.npy", self.header
+        dtype, dims = ("uint8", (header.channels, header.image, header.image)) if content == "images" else ("int64", ())
+        shape = (header.train if split == "train" else header.validation, *dims)
         try:
             array: np.ndarray = np.lib.format.open_memmap(path, mode="r")  # refuses pickled objects
         except (OSError, ValueError) as error:
@@ -284,8 +278,8 @@ def open_images(folder: Path, verify: bool = False) -> PackedImages:
         raise DataError(f"{path}: does not list the folder's files; {_REMEDY}")
     packed = PackedImages(folder, header)
     for split in SPLITS:
-        packed.images(split)
-        packed.labels(split)
+        packed.array(split, "images")
+        packed.array(split, "labels")
     for name in sorted(header.sha256) if verify else []:
         if file_sha256(folder / name) != header.sha256[name]:
             raise DataError(f"{folder / name}: is damaged (its checksum is not the header's); {_REMEDY}")
@@ -296,7 +290,7 @@ class ImageSamples(ShuffledSamples):
     """One split of packed images: `images` [B, C, S, S] uint8 and `labels` [B, 1] int64."""
 
     def __init__(self, packed: PackedImages, split: Split, seed: int) -> None:
-        self._images, self._labels = packed.images(split), packed.labels(split)
+        self._images, self._labels = packed.array(split, "images"), packed.array(split, "labels")
         super().__init__(len(self._labels), seed)
 
     def read(self, rows: np.ndarray, draws: Sequence[str]) -> Batch:

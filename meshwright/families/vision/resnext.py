@@ -27,8 +27,9 @@ from torch import Tensor, nn
 
 from meshwright.config import Config
 from meshwright.families.vision.section import ResNeXt
+from meshwright.families.vision.vit import ImageChain
 from meshwright.model import Batch, Chunk, Costs, Hidden
-from meshwright.models.chain import Chain, blocks_of
+from meshwright.models.chain import blocks_of
 from meshwright.parameters.shard import Initial
 from meshwright.tensor.head import HeadShape
 from meshwright.tensor.kit import Kit
@@ -45,17 +46,11 @@ class BlockShape:
     inner: int
     outputs: int
     side: int
+    reduced_side: int
+    """The side of the block's output."""
     stride: int
-
-    @property
-    def reduced_side(self) -> int:
-        """The side of the block's output."""
-        return math.ceil(self.side / self.stride)
-
-    @property
-    def changes(self) -> bool:
-        """Whether its input cannot be added to its output as it is."""
-        return self.stride > 1 or self.inputs != self.outputs
+    changes: bool
+    """Whether its input cannot be added to its output as it is."""
 
 
 @dataclass(frozen=True)
@@ -65,29 +60,31 @@ class StemShape:
     kernel: int
     stride: int
     pools: bool
+    inputs: int
+    """Pixels under the kernel, of all channels."""
+    side: int
+    """The side of the image behind the convolution."""
 
 
-STEMS = {"imagenet": StemShape(7, 2, True), "small": StemShape(3, 1, False)}
-
-
-def conv_side(model: ResNeXt) -> int:
-    """The side of the image behind the stem's convolution."""
-    return math.ceil(model.image / STEMS[model.stem].stride)
+def stem_of(model: ResNeXt) -> StemShape:
+    """The stem's shape."""
+    kernel, stride, pools = (7, 2, True) if model.stem == "imagenet" else (3, 1, False)
+    return StemShape(kernel, stride, pools, model.channels * kernel**2, math.ceil(model.image / stride))
 
 
 def block_shapes(model: ResNeXt) -> list[BlockShape]:
     """The shapes of all blocks, in order."""
     shapes = []
-    channels, side = model.hidden, conv_side(model)
-    if STEMS[model.stem].pools:
-        side = math.ceil(side / 2)
+    channels, stem = model.hidden, stem_of(model)
+    side = math.ceil(stem.side / 2) if stem.pools else stem.side
     for stage, num_blocks in enumerate(model.stage_blocks):
         inner, outputs = model.paths * model.path_width * 2**stage, 4 * model.hidden * 2**stage
         for index in range(num_blocks):
             # A stage begins by halving the side, the first one apart.
             stride = 2 if stage > 0 and index == 0 else 1
-            shapes.append(BlockShape(channels, inner, outputs, side, stride))
-            channels, side = outputs, shapes[-1].reduced_side
+            reduced, changes = math.ceil(side / stride), stride > 1 or channels != outputs
+            shapes.append(BlockShape(channels, inner, outputs, side, reduced, stride, changes))
+            channels, side = outputs, reduced
     return shapes
 
 
@@ -112,8 +109,8 @@ class Stem(nn.Module):
 
     def __init__(self, model: ResNeXt, kit: Kit) -> None:
         super().__init__()
-        self.shape = STEMS[model.stem]
-        inputs = stem_inputs(model)
+        self.shape = stem_of(model)
+        inputs = self.shape.inputs
         self.patches = kit.linear("patches", inputs, model.hidden, he(inputs))
         self.norm = kit.norm(model.hidden, model.norm_epsilon, kind="group", groups=model.paths)
 
@@ -166,8 +163,8 @@ class ResNeXtBlock(nn.Module):
         return F.relu(self.contract_norm(self.contract(inside)) + self.shortcut(h))  # [B, s·s, N]
 
 
-class ResNeXtModel(Chain):
-    """Images to a loss. Batch: `images` [B, C, S, S] of uint8, `labels` [B, 1]. Dropout in front of the classifier."""
+class ResNeXtModel(ImageChain):
+    """Images to a loss. Dropout in front of the classifier."""
 
     def __init__(self, model: ResNeXt, kit: Kit, chunk: Chunk | None = None) -> None:
         chunk = chunk or Chunk.whole(model.num_blocks)
@@ -196,8 +193,8 @@ class ResNeXtModel(Chain):
         """Multiplications of weights in an image's forward pass."""
         model = config.model
         assert isinstance(model, ResNeXt), model
-        shapes = block_shapes(model)
-        begin = conv_side(model) ** 2 * stem_inputs(model) * model.hidden
+        shapes, stem = block_shapes(model), stem_of(model)
+        begin = stem.side**2 * stem.inputs * model.hidden
         layers = []
         for shape in shapes:
             kernels = shape.inner * shape.inner // model.paths * KERNEL**2  # each path sees its own channels
@@ -211,14 +208,3 @@ class ResNeXtModel(Chain):
         """Positions of an image that the first block reads."""
         assert isinstance(config.model, ResNeXt), config.model
         return block_shapes(config.model)[0].side ** 2
-
-    @staticmethod
-    def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-        model = config.model
-        assert isinstance(model, ResNeXt), model
-        return {"images": (model.channels, model.image, model.image), "labels": (1,)}
-
-
-def stem_inputs(model: ResNeXt) -> int:
-    """Pixels under the stem's kernel."""
-    return model.channels * STEMS[model.stem].kernel ** 2

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from meshwright.errors import Problem
-from meshwright.models.section import Length, Network, Transformer, heads_divide_hidden
+from meshwright.models.section import Branches, Length, Network, Transformer, heads_divide_hidden
 from meshwright.section import Layers, Positive, Rule, Share, divisors, listed, rule
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class ImageNetwork(Network):
 
 @rule("model.hidden", "model.paths")
 def paths_divide_hidden(config: Config) -> Iterator[Problem]:
-    (_, paths), hidden = config.model.branches, config.model.hidden
+    paths, hidden = config.model.branches.number, config.model.hidden
     # Every norm has as many groups as a block has paths, so one divisibility serves all kits.
     if hidden % paths:
         rule_text = f"does not divide model.hidden={hidden}: norms have a group for each path"
@@ -73,8 +73,8 @@ class ResNeXt(ImageNetwork):
         return sum(self.stage_blocks)
 
     @property
-    def branches(self) -> tuple[str, int]:
-        return "model.paths", self.paths
+    def branches(self) -> Branches:
+        return Branches("model.paths", self.paths)
 
 
 @rule("model.image", "model.patch")

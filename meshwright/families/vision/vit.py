@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.config import Config
-from meshwright.families.vision.section import Vit
+from meshwright.families.vision.section import ImageNetwork, Vit
 from meshwright.model import Batch, Chunk, Costs, Hidden, Scales
-from meshwright.models.attention import AttentionCore, split_heads
+from meshwright.models.attention import Block
 from meshwright.models.chain import Chain, blocks_of
 from meshwright.parameters.shard import Initial
 from meshwright.tensor.head import HeadShape
@@ -29,51 +29,18 @@ from meshwright.tensor.kit import Kit
 INITIAL = Initial(0.02)
 
 
-class VitAttention(nn.Module):
-    """Self-attention over this rank's heads: every token sees every other."""
+class ImageChain(Chain):
+    """The base of classifiers of images. Batch: `images` [B, C, S, S] of uint8, `labels` [B, 1]."""
 
-    def __init__(self, model: Vit, kit: Kit) -> None:
-        super().__init__()
-        self.heads = kit.local_heads(model.heads)
-        self.core = AttentionCore(kit, model.dropout)
-        self.query_key_value = kit.branches.expand(model.hidden, 3 * model.hidden, INITIAL, groups=3)
-        self.output = kit.branches.contract(model.hidden, model.hidden, INITIAL)
-
-    def forward(self, h: Tensor) -> Tensor:
-        query, key, value = split_heads(self.query_key_value(h), self.heads)  # [B, A, T, E]
-        return self.output(self.core(query, key, value, None, False).transpose(1, 2).flatten(2))
+    @staticmethod
+    def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+        model = config.model
+        assert isinstance(model, ImageNetwork), model
+        return {"images": (model.channels, model.image, model.image), "labels": (1,)}
 
 
-class VitFeedForward(nn.Module):
-    """Two linears with a GELU between."""
-
-    def __init__(self, model: Vit, kit: Kit) -> None:
-        super().__init__()
-        self.expand = kit.expand(model.hidden, model.inner, INITIAL)
-        self.contract = kit.contract(model.inner, model.hidden, INITIAL)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return self.contract(F.gelu(self.expand(h)))
-
-
-class VitBlock(nn.Module):
-    """h + attention(norm(h)), then h + feed_forward(norm(h))."""
-
-    def __init__(self, model: Vit, kit: Kit) -> None:
-        super().__init__()
-        self.attention_norm = kit.norm(model.hidden, model.norm_epsilon)
-        self.attention = VitAttention(model, kit)
-        self.feed_forward_norm = kit.norm(model.hidden, model.norm_epsilon)
-        self.feed_forward = VitFeedForward(model, kit)
-        self.dropout = nn.Dropout(model.dropout)
-
-    def forward(self, h: Tensor) -> Tensor:
-        h = h + self.dropout(self.attention(self.attention_norm(h)))
-        return h + self.dropout(self.feed_forward(self.feed_forward_norm(h)))  # [B, T, H]
-
-
-class ViT(Chain):
-    """Images to a loss. Batch: `images` [B, C, S, S] of uint8, `labels` [B, 1]."""
+class ViT(ImageChain):
+    """Images to a loss."""
 
     def __init__(self, model: Vit, kit: Kit, chunk: Chunk | None = None) -> None:
         chunk = chunk or Chunk.whole(model.layers)
@@ -84,7 +51,7 @@ class ViT(Chain):
             self.patches = kit.linear("patches", patch_inputs(model), model.hidden, INITIAL)
             self.positions = kit.embedding(model.padded(model.positions), model.hidden, INITIAL)
             self.dropout = nn.Dropout(model.dropout)
-        self.blocks = blocks_of(chunk, lambda _: VitBlock(model, kit))
+        self.blocks = blocks_of(chunk, lambda layer: Block(model, kit, layer, INITIAL))
         if chunk.last:
             self.norm = kit.norm(model.hidden, model.norm_epsilon)
             rows = model.padded(model.classes)
@@ -119,12 +86,6 @@ class ViT(Chain):
         """Positions of an image."""
         assert isinstance(config.model, Vit), config.model
         return config.model.positions
-
-    @staticmethod
-    def sample_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-        model = config.model
-        assert isinstance(model, Vit), model
-        return {"images": (model.channels, model.image, model.image), "labels": (1,)}
 
 
 def patch_inputs(model: Vit) -> int:

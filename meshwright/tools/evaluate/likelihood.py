@@ -38,7 +38,7 @@ def likelihoods(
     opening = [] if marked else loaded.tokenizer.opening
 
     def encode(text: str) -> list[int]:
-        return loaded.tokenizer.encode_marked(text)[0] if marked else loaded.tokenizer.encode(text)
+        return loaded.tokenizer.encode_placed(text, marked=True)[0] if marked else loaded.tokenizer.encode(text)
 
     asked = []
     for context, continuation in pairs:

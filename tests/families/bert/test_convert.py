@@ -66,7 +66,7 @@ def our_logits(folder: Path) -> list[torch.Tensor]:
     assert isinstance(model, Bert)
     made: Any = BERT(model, SerialKit(mesh)).double().eval()
     load_weights(made, shard_specs(made), mesh, checkpoint)
-    h = made.trunk(INPUTS)
+    h = made.hidden_states(INPUTS)[0]
     logits = [made.head.logits(made.transformed(h))]
     return [*logits, made.next_sentence_head.logits(made.pooled(h))[:, 0]] if model.next_sentence else logits
 

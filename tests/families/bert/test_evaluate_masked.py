@@ -67,7 +67,7 @@ def plainly(loaded: LoadedText, tokens: np.ndarray, *, next_sentence: bool) -> d
     facts = dict.fromkeys(("asked", "right", "loss", "next_asked", "next_right", "next_loss"), 0.0)
     for number in range(len(samples)):
         batch = samples.held_out(number, 1)
-        h = model.trunk(batch)
+        h = model.hidden_states(batch)[0]
         asked = batch["labels"] != IGNORED
         logits, labels = model.head.logits(model.transformed(h))[asked], batch["labels"][asked]
         facts["asked"] += len(labels)
@@ -113,7 +113,7 @@ def test_without_data_the_samples_of_the_runs_validation(tmp_path: Path, text: s
     batch = held_out.held_out(0, len(held_out))
     assert (found["samples"], found["asked"]) == (len(held_out), counts_of(batch, ("labels",))[0])
     with torch.no_grad():
-        assert found["right"] == loaded.model.num_correct(loaded.model.trunk(batch), batch)[0]
+        assert found["right"] == loaded.model.num_correct(loaded.model.hidden_states(batch)[0], batch)[0]
 
 
 def test_the_command(tmp_path: Path, text: str) -> None:

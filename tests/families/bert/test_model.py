@@ -119,7 +119,7 @@ def compare_gradients(mesh: Mesh, order: Order) -> tuple[dict[str, float], dict[
     model, batch = random_model(BERT, mesh, config), batch_of()
     theirs = hugging_face(model, config)
     wanted = theirs_on(theirs, batch)
-    h = model.trunk(batch)
+    h = model.hidden_states(batch)[0]
     with torch.no_grad():
         answers = model.next_sentence_head.logits(model.pooled(h)).squeeze(1)
         logits = {
@@ -219,7 +219,7 @@ def right_counts(mesh: Mesh) -> tuple[list[int], list[int], list[int]]:
     model = random_model(BERT, mesh, config_of())
     batch = batch_of()
     with torch.no_grad():
-        h = model.trunk(batch)
+        h = model.hidden_states(batch)[0]
         likeliest = model.head.logits(model.transformed(h)).argmax(-1)
         answers = model.next_sentence_head.logits(model.pooled(h)).argmax(-1)
         batch["labels"][0] = torch.where(batch["labels"][0] == IGNORED, IGNORED, likeliest[0])  # a row of right ones

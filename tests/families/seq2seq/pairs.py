@@ -39,7 +39,7 @@ def decoded(mesh: Mesh, config: Config) -> tuple[Tensor, Tensor, Tensor]:
     batch = pair_batch(config.model.vocabulary, 8, 6, True)
     order = torch.tensor([2, 0, 1])
     with torch.no_grad():
-        whole = model.trunk(batch)
+        whole = model.hidden_states(batch)[0]
         memory = model.encode(batch["source"], batch["source_mask"])
         runs = []
         for turn in (None, 3):
@@ -49,7 +49,7 @@ def decoded(mesh: Mesh, config: Config) -> tuple[Tensor, Tensor, Tensor]:
                     cache.select(order)
                     target, mask, parts = target[order], mask[order], [part[order] for part in parts]
                 parts.append(model.decode(target[:, place : place + 1], memory, mask, cache))
-            assert cache.num_tokens == target.shape[1]
+            assert cache.target.num_tokens == target.shape[1]
             runs.append(torch.cat(parts, 1))
         return whole, runs[0], runs[1][order.argsort()]
 

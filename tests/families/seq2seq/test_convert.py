@@ -50,7 +50,7 @@ def our_logits(folder: Path) -> torch.Tensor:
     assert isinstance(model, T5)
     made: Any = T5Model(model, SerialKit(mesh)).double().eval()
     load_weights(made, shard_specs(made), mesh, checkpoint)
-    logits: torch.Tensor = made.head.logits(made.trunk(BATCH))
+    logits: torch.Tensor = made.head.logits(made.hidden_states(BATCH)[0])
     return logits
 
 

@@ -122,7 +122,7 @@ def compare(mesh: Mesh, padded: bool) -> tuple[float, float, dict[str, float]]:
         labels=batch["labels"],
     )  # fmt: skip
     with torch.no_grad():
-        logits = distance(model.head.logits(model.trunk(batch)), wanted.logits)  # type: ignore[operator]
+        logits = distance(model.head.logits(model.hidden_states(batch)[0]), wanted.logits)  # type: ignore[operator]
     (loss,) = model(batch, scales_of(model.labels, counts_of(batch, model.labels), 1.0))
     loss.backward()
     wanted.loss.backward()

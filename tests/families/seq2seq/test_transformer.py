@@ -116,7 +116,7 @@ def compare(mesh: Mesh, padded: bool, smoothing: float) -> tuple[float, float, d
     wanted_loss = F.cross_entropy(wanted.flatten(0, 1), batch["labels"].flatten(), label_smoothing=smoothing)
     wanted_loss.backward()
     with torch.no_grad():
-        logits = distance(model.head.logits(model.trunk(batch)), wanted)  # type: ignore[operator]
+        logits = distance(model.head.logits(model.hidden_states(batch)[0]), wanted)  # type: ignore[operator]
     (loss,) = model(batch, scales_of(model.labels, counts_of(batch, model.labels), 1.0))
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}

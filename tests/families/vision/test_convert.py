@@ -46,7 +46,7 @@ def our_checkpoint(folder: Path) -> Path:
 @torch.no_grad()
 def our_logits(folder: Path) -> torch.Tensor:
     model: Any = load_model(folder, "cpu", "images").model
-    logits: torch.Tensor = model.head.logits(model.trunk({"images": IMAGES})[:, 0])
+    logits: torch.Tensor = model.head.logits(model.hidden_states({"images": IMAGES})[0][:, 0])
     return logits
 
 

@@ -53,7 +53,7 @@ def test_the_held_out_digits(family: str, tmp_path: Path, monkeypatch: pytest.Mo
     batch = held_out.held_out(0, len(held_out))
     model: Any = load_model(step, "cpu", "images").model
     with torch.no_grad():
-        logits = model.head.logits(model.trunk(batch)[:, 0])
+        logits = model.head.logits(model.hidden_states(batch)[0][:, 0])
     right = int((logits.argmax(1) == batch["labels"][:, 0]).sum())
     assert (facts["images"], facts["classes"], facts["correct"]) == (359, 10, right)
     assert facts["accuracy"] == right / 359

@@ -63,25 +63,25 @@ def test_digits_are_scikit_learns(packed: PackedImages) -> None:
     found = {
         (image.tobytes(), int(label))
         for split in ("train", "validation")
-        for image, label in zip(packed.images(split), packed.labels(split), strict=True)  # type: ignore[arg-type]
+        for image, label in zip(packed.array(split, "images"), packed.array(split, "labels"), strict=True)  # type: ignore[arg-type]
     }
     pixels = np.round(held.images * (255 / 16)).astype(np.uint8)
     assert found == {(image.tobytes(), int(label)) for image, label in zip(pixels, held.target, strict=True)}
-    assert packed.images("train").max() == 255
+    assert packed.array("train", "images").max() == 255
 
 
 def test_every_class_holds_out_its_share(packed: PackedImages) -> None:
-    train, validation = np.bincount(packed.labels("train")), np.bincount(packed.labels("validation"))
+    train, validation = np.bincount(packed.array("train", "labels")), np.bincount(packed.array("validation", "labels"))
     assert validation.tolist() == [round(0.2 * count) for count in train + validation]
-    assert len(set(packed.labels("validation")[:64].tolist())) == 10, "the first batches are of all classes"
+    assert len(set(packed.array("validation", "labels")[:64].tolist())) == 10, "the first batches are of all classes"
 
 
 def test_digits_in_another_size_and_in_colour(tmp_path: Path, packed: PackedImages) -> None:
     large = digits(tmp_path, image=16, channels=3)
-    pixels = large.images("train")
+    pixels = large.array("train", "images")
     assert pixels.shape == (1438, 3, 16, 16)
     assert (pixels[:, 0] == pixels[:, 1]).all()
-    means = packed.images("train").mean((1, 2, 3))
+    means = packed.array("train", "images").mean((1, 2, 3))
     np.testing.assert_allclose(pixels.mean((1, 2, 3)), means, atol=2.0)
 
 
@@ -128,8 +128,8 @@ def test_class_folders(tmp_path: Path) -> None:
     assert made.header.classes == ("blue", "green", "red")
     assert (made.header.source, made.header.train, made.header.validation) == ("colours", 12, 3)
     for split in ("train", "validation"):
-        wanted = np.array(list(COLOURS.values()))[made.labels(split)]  # type: ignore[arg-type]
-        found = made.images(split).mean((2, 3))  # type: ignore[arg-type]
+        wanted = np.array(list(COLOURS.values()))[made.array(split, "labels")]  # type: ignore[arg-type]
+        found = made.array(split, "images").mean((2, 3))  # type: ignore[arg-type]
         np.testing.assert_allclose(found, wanted, atol=4)  # JPEG is near
 
 
@@ -152,7 +152,7 @@ def test_folders_that_are_split_already(tmp_path: Path) -> None:
     model = vit(channels=3)
     made = images_for(image_data(source=str(source)), model, tmp_path / "cache")
     assert (made.header.train, made.header.validation) == (12, 1)
-    assert made.labels("validation").tolist() == [1]
+    assert made.array("validation", "labels").tolist() == [1]
     with pytest.raises(ConfigError, match=r"data\.validation=0\.3 has no effect: .* has a validation folder"):
         images_for(image_data(source=str(source), validation=0.3), model, tmp_path / "cache")
     paint(source / "validation" / "violet" / "only.png", (90, 0, 90))
@@ -218,7 +218,7 @@ def test_an_epoch_is_every_image_once(packed: PackedImages) -> None:
     epochs = [data.samples(epoch * size, size) for epoch in range(2)]
     for epoch in epochs:
         assert sorted(x.numpy().tobytes() for x in epoch["images"]) == sorted(
-            x.tobytes() for x in packed.images("train")
+            x.tobytes() for x in packed.array("train", "images")
         )
     assert not torch.equal(epochs[0]["labels"], epochs[1]["labels"])
     assert not torch.equal(epochs[0]["labels"], ImageSamples(packed, "train", seed=4).samples(0, size)["labels"])
@@ -233,8 +233,8 @@ def test_batches(packed: PackedImages) -> None:
     torch.testing.assert_close(batch["images"][8:13], rows["images"], rtol=0, atol=0)
     torch.testing.assert_close(batch["labels"][8:13], rows["labels"], rtol=0, atol=0)
     held = data.held_out(7, 3)
-    np.testing.assert_array_equal(held["images"].numpy(), packed.images("validation")[7:10])
-    np.testing.assert_array_equal(held["labels"][:, 0].numpy(), packed.labels("validation")[7:10])
+    np.testing.assert_array_equal(held["images"].numpy(), packed.array("validation", "images")[7:10])
+    np.testing.assert_array_equal(held["labels"][:, 0].numpy(), packed.array("validation", "labels")[7:10])
 
 
 def config_of(**batch: Any) -> Config:

@@ -182,7 +182,7 @@ def first_facts(mesh: Mesh) -> tuple[float, int, int, int]:
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         loss = float(model(rows, {"labels": 1 / B})[0])
     with torch.no_grad():
-        h = model.trunk(rows)
+        h = model.hidden_states(rows)[0]
         rows["labels"] = model.head.logits(h).argmax(-1)  # type: ignore[operator, union-attr]
         (all_right,) = model.num_correct(h, rows)
         rows["labels"][0] = -100

@@ -108,7 +108,7 @@ def compare_gradients(mesh: Mesh) -> tuple[float, dict[str, float], float]:
     theirs = hugging_face(model, config)
     rows = batch()
     wanted = theirs(pixel_values=rows["images"].double() / 127.5 - 1).logits.detach()
-    logits = model.head.logits(model.trunk(rows)[:, 0]).detach()
+    logits = model.head.logits(model.hidden_states(rows)[0][:, 0]).detach()
     loss, other = loss_of(model, rows), their_loss(theirs, rows)
     loss.backward()
     other.backward()
@@ -238,7 +238,7 @@ def first_facts(mesh: Mesh) -> tuple[float, int, int]:
     rows = batch(channels=1)
     with torch.no_grad():
         loss = float(loss_of(model, rows))
-        h = model.trunk(rows)
+        h = model.hidden_states(rows)[0]
         rows["labels"] = model.head.logits(h[:, :1]).argmax(-1)
         all_right = model.num_correct(h, rows)
         rows["labels"][0] = -100
