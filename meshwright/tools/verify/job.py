@@ -45,10 +45,10 @@ REFERENCE_WORKER = "meshwright.tools.verify.job:reference_worker"
 BITS_WORKER = "meshwright.tools.verify.job:bits_rank"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Verdict:
     """All comparisons. `zero_gradients`: parameters about which they prove nothing. `finding`: the first mistake, if
-    any."""
+    any, which `hint` says in words."""
 
     config: Config
     steps: int
@@ -56,19 +56,11 @@ class Verdict:
     zero_gradients: tuple[str, ...] = ()
     finding: Mistake | None = None
 
-    @property
-    def hint(self) -> str:
-        """The finding in words."""
+    def __post_init__(self) -> None:
         found = self.finding
-        return "" if found is None else f"{found.kind} at {found.module or 'the model'}: {found.text}"
-
-    @property
-    def failed(self) -> tuple[Row, ...]:
-        return tuple(row for row in self.rows if not row.holds)
-
-    @property
-    def holds(self) -> bool:
-        return not self.failed and not self.zero_gradients
+        self.hint = "" if found is None else f"{found.kind} at {found.module or 'the model'}: {found.text}"
+        self.failed = tuple(row for row in self.rows if not row.holds)
+        self.holds = not self.failed and not self.zero_gradients
 
     def worst(self, kind: str) -> Row:
         """The row of a kind that is furthest off. Not-a-number is further than any number."""
