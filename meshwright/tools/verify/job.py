@@ -29,7 +29,7 @@ from meshwright.parity.gradients import Mistake
 from meshwright.parity.judge import Evidence, explain_modules
 from meshwright.parity.kinds import first_finding
 from meshwright.parity.parts import box_part
-from meshwright.parity.record import PASSES, REFERENCE, STATE, PartFacts, ReferenceFacts, rank_file, write_record
+from meshwright.parity.record import PARALLEL, PASSES, REFERENCE, STATE, PartFacts, ReferenceFacts, write_record
 from meshwright.parity.reference import StepRecording, keep
 from meshwright.parity.rows import compare_all
 from meshwright.parity.trace import Trace
@@ -251,7 +251,7 @@ def leave_layout(
     _keep_places(parts, recording, known, "weight", steps)
     grid, rank = parts.mesh.grid, parts.mesh.rank
     facts = PartFacts(losses, known, {axis: grid.index(rank, axis) for axis in grid.names}, norms)
-    write_record(folder, rank_file(rank), recording.tensors, facts, {PASSES[1]: trace})
+    write_record(folder, f"{PARALLEL}-{rank}", recording.tensors, facts, {PASSES[1]: trace})
 
 
 def _keep_places(parts: Parts, recording: StepRecording, known: dict[str, Any], kind: str, step: int) -> None:
