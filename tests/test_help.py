@@ -16,9 +16,8 @@ from typer.testing import CliRunner
 from meshwright.cli import app
 from meshwright.cli.app import OPERATE, PREDICT, PROVE, RUN
 from meshwright.cli.completion import complete_shipped
-from meshwright.config.load import run_names
 from meshwright.config.words import KEYS
-from meshwright.configs import SCHEMA
+from meshwright.configs import SCHEMA, shipped
 from meshwright.errors import ConfigError
 from tests.test_cli import environment_for, meshwright
 
@@ -153,7 +152,7 @@ def test_words_are_completed(words: list[str], wanted: list[str]) -> None:
 
 
 def test_runs_are_completed() -> None:
-    assert complete_shipped("runs")("") == run_names()
+    assert complete_shipped("runs")("") == list(shipped("runs"))
 
 
 def test_config_is_printed_for_a_person_a_script_and_an_editor(tmp_path: Path) -> None:

@@ -189,11 +189,6 @@ Draw = Callable[[int], list[int]]
 """draw(grains): a number for the next masks of each of so many grains (bits/grains.py)."""
 
 
-def undrawn(grains: int) -> list[int]:
-    """Numbers for a model that is planned and not trained."""
-    return [0] * grains
-
-
 @contextmanager
 def own_stream(label: str, device: torch.device) -> Iterator[None]:
     """Random numbers from a stream that a label begins; the common one goes on as if nothing had been drawn."""

@@ -35,12 +35,6 @@ class Effect:
     instead: str = ""
 
 
-def _sums_gradients(config: Config) -> bool:
-    """Whether any rank shares a gradient with another: replicas, ranks with other tokens, stages with a tied table."""
-    sizes = dict(config.layout.axes)
-    return config.layout.pipeline.size > 1 or math.prod(sizes[axis] for axis in config.layout.token_axes) > 1
-
-
 def _by_layers(config: Config) -> bool:
     """Whether gradients are summed by the layer, whatever size a bucket is to have."""
     sync = config.layout.data.strategy
@@ -81,7 +75,11 @@ EFFECTS = (
     Effect(
         ("layout.data.sync",),
         _SIZES,
-        _sums_gradients,
+        # A rank shares a gradient with another: replicas, ranks with other tokens, stages with a tied table.
+        lambda config: (
+            config.layout.pipeline.size > 1
+            or math.prod(size for axis, size in config.layout.axes if axis in config.layout.token_axes) > 1
+        ),
         lambda config: "where no two ranks have parts of one gradient",
         "layout.data.size=2 or more",
     ),
@@ -279,11 +277,6 @@ EFFECTS = (
         "bits.kind=layout-free and bits.sequence=2",
     ),
 )
-
-
-def idle_fields(config: Config) -> list[str]:
-    """The fields that have no effect in this run."""
-    return [field for effect in EFFECTS if not effect.holds(config) for field in effect.fields]
 
 
 def without_effect(

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from meshwright.config.effects import idle_fields, without_effect
+from meshwright.config.effects import EFFECTS, without_effect
 from meshwright.config.kinds import foreign_fields, release_kind
 from meshwright.config.messages import UNKNOWN, nearest, nearest_choice, problems_of
 from meshwright.config.rules import broken_rules
@@ -43,11 +43,6 @@ def model_names() -> list[str]:
     return list(shipped("models"))
 
 
-def run_names() -> list[str]:
-    """The runs that can be named in place of a file."""
-    return list(shipped("runs"))
-
-
 @dataclass(frozen=True)
 class RunTree:
     """A run file's keys, and the words on top of them. With `layout: auto` the planner finds the layout: `auto` is set,
@@ -71,7 +66,7 @@ def run_tree(tree: dict[str, Any], overrides: Iterable[str] = ()) -> RunTree:
     auto = [word for word in words if word == OPEN]
     if not auto and tree.get("layout") != "auto":
         return RunTree(tree, words=words)
-    asked = [word for word in words if _key(word).partition(".")[0] == "plan"]
+    asked = [word for word in words if word.partition("=")[0].partition(".")[0] == "plan"]
     plan = {"plan": deepcopy(tree.get("plan", {}))}
     if problems := [problem for problem in (_override(plan, word, ()) for word in asked) if problem]:
         raise ConfigError(problems)
@@ -108,7 +103,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
             raise ConfigError.of("run", path, "is larger than 1 MiB", _shipped_runs())
         tree = plain_values(content.decode("utf-8"))
     except FileNotFoundError as error:
-        rule = "is no such file" + nearest(str(path), run_names())
+        rule = "is no such file" + nearest(str(path), list(shipped("runs")))
         if "=" in str(path):
             rule = "is a field, and no run stands before it"
         raise ConfigError.of("run", path, rule, _shipped_runs()) from error
@@ -127,7 +122,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def _shipped_runs() -> str:
     """Words that may stand where a run file is asked for."""
-    return "a YAML file, or one of our runs by its name: " + ", ".join(run_names())
+    return "a YAML file, or one of our runs by its name: " + ", ".join(shipped("runs"))
 
 
 def parse_run(
@@ -170,7 +165,7 @@ def _parse(
         value: Any = None
         with suppress(yaml.YAMLError):  # a mistake that _override has told
             value = plain_values(word.partition("=")[2])
-        words.append(in_words(_key(word), value)[0])
+        words.append(in_words(word.partition("=")[0], value)[0])
     spell_out(tree)
     if "plan" in tree:  # it belongs to `layout: auto`, which is not here any more
         rule = "has no effect where the layout is written"
@@ -203,7 +198,7 @@ def _parse(
 def _as_typed(problem: Problem, tree: dict[str, Any], words: Iterable[str]) -> Problem:
     """The problem of a section that no file has, by the word that made it: `optimiser.lr=1`, not `{lr: 1}`."""
     section = problem.field
-    typed = next((word for word in words if _key(word).startswith(f"{section}.")), None)
+    typed = next((word for word in words if word.partition("=")[0].startswith(f"{section}.")), None)
     if typed is None or section.partition(".")[0] in tree or not (UNKNOWN in problem.rule or section == "plan"):
         return problem
     key, _, text = typed.partition("=")
@@ -213,7 +208,7 @@ def _as_typed(problem: Problem, tree: dict[str, Any], words: Iterable[str]) -> P
 def dump_tree(config: Config) -> dict[str, Any]:
     """The resolved config as a run file says it: every field that has an effect."""
     tree = config.model_dump(mode="json", by_alias=True)
-    for field in idle_fields(config):
+    for field in (field for effect in EFFECTS if not effect.holds(config) for field in effect.fields):
         _remove(tree, field)
     if not tree["precision"]["loss_scale"]:
         del tree["precision"]["loss_scale"]  # none of its fields has an effect
@@ -229,10 +224,6 @@ def run_text(config: Config, comment: str = "") -> str:
 def dump_config(config: Config) -> str:
     """The resolved config as YAML that load_config reads back."""
     return yaml.safe_dump(dump_tree(config), sort_keys=False)
-
-
-def _key(word: str) -> str:
-    return word.partition("=")[0]
 
 
 def _override(tree: dict[str, Any], word: str, earlier: Collection[str]) -> Problem | None:

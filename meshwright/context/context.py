@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.bits.blocks import Blocks, Draw, apart, own_stream, tree_sum, undrawn
+from meshwright.bits.blocks import Blocks, Draw, apart, own_stream, tree_sum
 from meshwright.context.documents import attend_at_once, attend_by_document, flash_takes, keeps_documents
 from meshwright.model import IGNORED, Batch
 from meshwright.ranks.collectives import all_to_all
@@ -78,7 +78,8 @@ class HeadParts(Heads):
     neither kernels nor masks depend on which rank holds which heads (bits/blocks.py)."""
 
     blocks: Blocks
-    draw: Draw = field(default=undrawn, kw_only=True)
+    draw: Draw = field(default=lambda grains: [0] * grains, kw_only=True)
+    """By default the numbers of a model that is planned and not trained."""
 
     def shared(self, key: Tensor, value: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
         parts = self.blocks.head_parts * ranks

@@ -38,13 +38,13 @@ from meshwright.parity.program import Model, SteppedProgram, named_models, takes
 from meshwright.parity.record import (
     CHUNK,
     LOCAL,
+    PARALLEL,
     PASSES,
     PROBES,
     REFERENCE,
     UPDATED,
     PartFacts,
     ReferenceFacts,
-    rank_file,
     write_record,
 )
 from meshwright.parity.reference import (
@@ -288,7 +288,7 @@ class ParityJob:
             alike={k: [p.as_json() for p in parts_alike(k, taken[k], wanted[k])] for k, p in found.items() if p},
             counts=[count_labels(program.share(recipe.global_batch(n)), recipe.labels) for n in STEPS], probed=probed,
         )  # fmt: skip
-        write_record(self._folder, rank_file(self.rank), recording.tensors, facts, recording.traces)
+        write_record(self._folder, f"{PARALLEL}-{self.rank}", recording.tensors, facts, recording.traces)
 
     def _take_steps(self, program: SteppedProgram) -> tuple[StepRecording, bool, bool]:
         """All steps of the program: the compared ones, the probe's, and one with dropout; whether there is dropout, and

@@ -24,7 +24,7 @@ from meshwright.parity.batches import COMPARED_STEPS
 from meshwright.parity.compare import factor_of, relative_error
 from meshwright.parity.explain import Explanation, explain_tensors, fit
 from meshwright.parity.parts import Part, missing_places
-from meshwright.parity.record import PASSES, REFERENCE, PartFacts, ReferenceFacts, SideRecord, rank_file
+from meshwright.parity.record import PARALLEL, PASSES, REFERENCE, PartFacts, ReferenceFacts, SideRecord
 from meshwright.parity.reference import MARGIN
 
 
@@ -61,7 +61,7 @@ class Evidence:
     """
 
     def __init__(self, folder: Path, num_ranks: int, reference: Path | None = None) -> None:
-        self.ranks = [SideRecord(folder, rank_file(rank), PartFacts) for rank in range(num_ranks)]
+        self.ranks = [SideRecord(folder, f"{PARALLEL}-{rank}", PartFacts) for rank in range(num_ranks)]
         self.reference = SideRecord(reference or folder, REFERENCE, ReferenceFacts)
         facts = self.reference.facts
         self.names, self.unequal_step = facts.names, len(facts.losses) if facts.unequal else 0

@@ -22,6 +22,7 @@ from meshwright.parity.tensors import TensorFile, write_tensors
 from meshwright.parity.trace import Trace
 
 REFERENCE, PARALLEL = "reference", "rank"
+"""The names of the two sides' records; that of a rank ends with its number."""
 LOCAL = "alone"
 """The kind of the reference's gradients of one rank's share of the data alone."""
 CHUNK = "alone:"
@@ -105,11 +106,6 @@ COARSE = ("bfloat16", "float16")
 """Dtypes with coarse rounding, for which copies are also compared with each other: their bits must be equal."""
 
 SideFacts = TypeVar("SideFacts", ReferenceFacts, PartFacts)
-
-
-def rank_file(rank: int) -> str:
-    """The name of a rank's record."""
-    return f"{PARALLEL}-{rank}"
 
 
 def write_record(

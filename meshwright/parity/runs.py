@@ -27,7 +27,7 @@ from meshwright.parity.judge import Evidence, explain_modules, one_thread
 from meshwright.parity.kinds import first_finding
 from meshwright.parity.locate import locate
 from meshwright.parity.parts import PADDING, Part, box_part, find_part, is_constant
-from meshwright.parity.record import REFERENCE, PartFacts, ReferenceFacts, rank_file, write_record
+from meshwright.parity.record import PARALLEL, REFERENCE, PartFacts, ReferenceFacts, write_record
 from meshwright.parity.recorded import (
     Key,
     RecordedRank,
@@ -319,7 +319,7 @@ class StepComparison:
             counts=[None], stepped=[step.facts.stepped], rates=[step.facts.rates],
         )  # fmt: skip
         kept = {key: x for key, x in step.tensors.items() if not key[0].startswith("sample:")}
-        write_record(folder, rank_file(place), kept, facts)
+        write_record(folder, f"{PARALLEL}-{place}", kept, facts)
 
     def _parts(
         self, rank: int, locals_: Mapping[str, Tensor], wholes: Mapping[str, Tensor]

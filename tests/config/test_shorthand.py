@@ -9,8 +9,9 @@ import pytest
 
 from meshwright.api import load
 from meshwright.config import Config, parse_config, parse_run
-from meshwright.config.load import load_undecided, read_run, run_names
+from meshwright.config.load import load_undecided, read_run
 from meshwright.config.shorthand import SHORTHANDS
+from meshwright.configs import shipped
 from meshwright.errors import ConfigError
 from meshwright.section import field_of
 
@@ -127,13 +128,13 @@ def test_a_run_is_found_by_its_name_and_a_file_of_that_name_wins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert {"quickstart", "gpt2", "llama"} <= set(run_names())
+    assert {"quickstart", "gpt2", "llama"} <= set(shipped("runs"))
     assert load("quickstart").steps == 400
     assert load(Path("quickstart")).steps == 400
     (tmp_path / "quickstart").write_text("steps: 3\n")
     assert load("quickstart").steps == 3
     with pytest.raises(ConfigError) as caught:
         load("quikstart")
-    names = ", ".join(run_names())
+    names = ", ".join(shipped("runs"))
     rule = "run=quikstart is no such file (did you mean quickstart?)"
     assert str(caught.value) == f"{rule}; valid: a YAML file, or one of our runs by its name: {names}"

@@ -85,17 +85,15 @@ class OperatorGraph:
         for operator in self.operators[1:]:
             # One pass suffices: operators stand behind what they read (Cooper, Harvey, Kennedy, 2001, without the
             # loop).
-            dominators.append(_meeting(operator.inputs, dominators))
+            dominators.append(meeting(operator.inputs, dominators))
         return tuple(dominators)
 
-    def dominator_of(self, numbers: Iterable[int]) -> int:
-        """The nearest operator on all paths from the batch to all of these; it may be one of them."""
-        return _meeting(numbers, self.dominators)
 
+def meeting(numbers: Iterable[int], dominators: Sequence[int]) -> int:
+    """The nearest operator on all paths from the batch to all of these; it may be one of them.
 
-def _meeting(numbers: Iterable[int], dominators: Sequence[int]) -> int:
-    """The lowest common ancestor in the tree of dominators, in which an ancestor's number is less than its
-    descendants'."""
+    The lowest common ancestor in the tree of dominators, in which an ancestor's number is less than its descendants'.
+    """
     waiting = set(numbers)
     while len(waiting) > 1:
         # The highest number cannot dominate the others, so its own dominator takes its place.

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.tools.branches.graph import BATCH, OperatorGraph, OperatorKind
+from meshwright.tools.branches.graph import BATCH, OperatorGraph, OperatorKind, meeting
 
 RegionForm = Literal["split/join", "heads", "groups", "columns"]
 """split/join: operators side by side. heads, groups, columns: parts of operators, of attention, of a grouped
@@ -115,7 +115,7 @@ def _splits(graph: OperatorGraph, split: int, given: set[int]) -> Iterator[tuple
     for piece in pieces:
         ends = given & piece
         # Branches that meet only in the join have no split of their own.
-        if len(ends) > 1 and (inner := graph.dominator_of(ends)) != split:
+        if len(ends) > 1 and (inner := meeting(ends, graph.dominators)) != split:
             yield from _splits(graph, inner, ends)
 
 
@@ -184,7 +184,7 @@ def find_operator_parts(graph: OperatorGraph) -> tuple[Region, ...]:
     for number, operator in enumerate(graph.operators):
         if operator.kind in CORES and number not in within and operator.width > 1:
             form = CORES[operator.kind]
-            flops = _alike(operator.flops, operator.width)
+            flops = (operator.flops / operator.width,) * operator.width
             regions.append(Region(form, operator.path, "slice", "concat", flops, (ONE[form],)))
     return tuple(regions)
 
@@ -225,8 +225,8 @@ def _regions_of(graph: OperatorGraph, pair: _LinearPair) -> Iterator[Region]:
     between = graph.flops_of(pair.between)
     if cores:
         core = next(number for number in sorted(pair.between) if operators[number].kind in CORES)
-        yield Region(form, operators[core].path, "slice", "concat", _alike(between, count), (ONE[form],), linears)
-    whole = _alike(between + graph.flops_of({*pair.firsts, pair.second}), count)
+        yield Region(form, operators[core].path, "slice", "concat", (between / count,) * count, (ONE[form],), linears)
+    whole = ((between + graph.flops_of({*pair.firsts, pair.second})) / count,) * count
     # The innermost module that contains all of them; if that is the model, the first and the last module.
     paths = [path.split(".") for path in linears]
     common = 0
@@ -234,7 +234,3 @@ def _regions_of(graph: OperatorGraph, pair: _LinearPair) -> Iterator[Region]:
         common += 1
     where = ".".join(paths[0][:common]) or f"{linears[0]} ... {linears[-1]}"
     yield Region(form, where, "split", "sum", whole, (ONE[form],), linears, cuts_linears=True)
-
-
-def _alike(flops: int, count: int) -> tuple[float, ...]:
-    return (flops / count,) * count

@@ -59,7 +59,7 @@ class _Builder:
         weights = {*signature.inputs_to_parameters, *signature.inputs_to_buffers}
         self.of_batch = {node for node in self.nodes if node.op == "placeholder" and node.name in given}
         self.of_weights = {node for node in self.nodes if node.op == "placeholder" and node.name in weights}
-        self.numbers = {node: BATCH for node in self.of_batch if _is_floating(node)}
+        self.numbers = {node: BATCH for node in self.of_batch if any(x.is_floating_point() for x in _tensors(node))}
         self.products: dict[str, int] = {}
         """Flops by operator and arguments, since layers repeat."""
 
@@ -78,7 +78,7 @@ class _Builder:
             meets = any(read in self.of_batch for read in reads) and any(read in self.of_weights for read in reads)
             if not inputs and meets and (operator_name(node) == "embedding" or self._product_flops(node) > 0):
                 inputs = (BATCH,)
-            if inputs and _is_floating(node):
+            if inputs and any(x.is_floating_point() for x in _tensors(node)):
                 self.numbers[node] = len(operators)
                 kind, width = self._kind(node)
                 stack = list(node.meta["nn_module_stack"].values())
@@ -166,10 +166,6 @@ def _tensors(node: fx.Node) -> Iterator[Tensor]:
     for x in value if isinstance(value, list | tuple) else (value,):
         if torch.is_tensor(x):
             yield x
-
-
-def _is_floating(node: fx.Node) -> bool:
-    return any(x.is_floating_point() for x in _tensors(node))
 
 
 def _shape(node: Any) -> tuple[int, ...]:

@@ -47,7 +47,7 @@ def _largest(measured: Sequence[int], predicted: Sequence[int]) -> StageBytes:
     return StageBytes(stage, measured[stage], predicted[stage] if predicted else None)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Measurement:
     """A layout. `runs`: one for each round that it finished. `failure`: why it has no more of them, else empty.
 
@@ -61,14 +61,12 @@ class Measurement:
     failure: str = ""
     threads: int = 1
 
-    @property
-    def name(self) -> str:
-        return self.contender.name
-
-    @property
-    def timed(self) -> list[float]:
+    def __post_init__(self) -> None:
+        self.name = self.contender.name
+        self.timed = [seconds for run in self.runs for seconds in run.seconds[WARMUP_STEPS:]]
         """Seconds of every timed step."""
-        return [seconds for run in self.runs for seconds in run.seconds[WARMUP_STEPS:]]
+        self.peak_bytes = max((facts.peak_bytes for run in self.runs for facts in run.ranks), default=0)
+        """The peak of the rank that had most."""
 
     @property
     def seconds(self) -> float:
@@ -86,11 +84,6 @@ class Measurement:
         lines = [phases for run in self.runs for phases in run.phases[WARMUP_STEPS:]]
         # Medians by phase, so that one slow phase of one step does not count; their sum is no step's time.
         return {phase: statistics.median(line[phase] for line in lines) for phase in PHASES}
-
-    @property
-    def peak_bytes(self) -> int:
-        """The peak of the rank that had most."""
-        return max(facts.peak_bytes for run in self.runs for facts in run.ranks)
 
     @property
     def stages(self) -> list[RankFacts]:
@@ -135,7 +128,7 @@ class Measurement:
         return [Ledger(defaultdict(Traffic, traffic)).sent_bytes() for traffic in sent]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Comparison:
     """`title`: the run's name. `steps` a round. `cluster`: whose facts predictions are made of, else empty, and
     `unpredicted` says why there are none. `device`: what it ran on, in words. `interrupted`: by what, else empty.
@@ -150,21 +143,19 @@ class Comparison:
     unpredicted: str = ""
     interrupted: str = ""
 
-    @property
-    def effort(self) -> str:
-        """The rounds and steps that were timed, in words."""
+    def __post_init__(self) -> None:
         rounds = "1 round" if self.rounds == 1 else f"{self.rounds} rounds"
-        return f"{rounds} of {self.steps} steps, of which the first {WARMUP_STEPS} are not timed"
-
-    @property
-    def measured(self) -> list[Measurement]:
+        self.effort = f"{rounds} of {self.steps} steps, of which the first {WARMUP_STEPS} are not timed"
+        """The rounds and steps that were timed, in words."""
+        self.measured = [row for row in self.rows if row.runs]
         """The layouts that have run, in the order in which they were given."""
-        return [row for row in self.rows if row.runs]
-
-    @property
-    def predicted(self) -> list[Measurement]:
+        self.predicted = [row for row in self.measured if row.predicted is not None]
         """The layouts that have run and were predicted too."""
-        return [row for row in self.measured if row.predicted is not None]
+        errors = [abs(row.error) for row in self.measured if row.error is not None]
+        self.mean_error = statistics.mean(errors) if errors else None
+        """The mean of the predicted steps' absolute errors."""
+        self.drops_out = any(row.contender.config.model.dropout > 0 for row in self.measured)
+        """Whether the losses need not agree: no two layouts share the masks of dropout."""
 
     @property
     def fastest(self) -> Measurement:
@@ -177,17 +168,6 @@ class Comparison:
         if len(self.predicted) < len(self.measured) or len(self.measured) < 2:
             return None
         return min(self.predicted, key=lambda row: row.predicted.seconds if row.predicted else math.inf)
-
-    @property
-    def mean_error(self) -> float | None:
-        """The mean of the predicted steps' absolute errors."""
-        errors = [abs(row.error) for row in self.measured if row.error is not None]
-        return statistics.mean(errors) if errors else None
-
-    @property
-    def drops_out(self) -> bool:
-        """Whether the losses need not agree: no two layouts share the masks of dropout."""
-        return any(row.contender.config.model.dropout > 0 for row in self.measured)
 
     def difference(self, row: Measurement) -> float:
         """The greatest relative difference of its losses to the first layout's first run, of all steps and rounds."""

@@ -12,16 +12,16 @@ own command.
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
-import sys
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_origin
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 
 from meshwright.config import Config
 from meshwright.config.load import parse_run, read_run, run_file
@@ -37,7 +37,7 @@ SUBMIT_SECONDS = 120
 HELP = "help"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Submission:
     """A run that was checked, on `nodes` nodes with as many ranks each. `words`: its key=value words."""
 
@@ -48,13 +48,9 @@ class Submission:
     nodes: int
     name: str
 
-    @property
-    def ranks_per_node(self) -> int:
-        return self.config.layout.world_size // self.nodes
-
-    @property
-    def uses_gpus(self) -> bool:
-        return self.config.device == "cuda"
+    def __post_init__(self) -> None:
+        self.ranks_per_node = self.config.layout.world_size // self.nodes
+        self.uses_gpus = self.config.device == "cuda"
 
     def train_words(self, python: str, run: Path | str, *, resume: bool) -> list[str]:
         """The command of a rank."""
@@ -100,6 +96,17 @@ class Engine(Section):
     def command_again(self, file: Path) -> list[str]:
         """The command that submits a changed file of the same name; empty where `command` does."""
         return []
+
+
+def in_form(pattern: str | re.Pattern[str], rule: str) -> AfterValidator:
+    """A check of a setting's text, which says `rule` of one that does not have the pattern."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(rule)
+        return text
+
+    return AfterValidator(check)
 
 
 def engine_class(name: str) -> type[Engine]:
@@ -212,8 +219,3 @@ def submit(command: Sequence[str]) -> str:
     if done.returncode:
         raise LaunchError(f"`{' '.join(command)}` ended with code {done.returncode}: {done.stderr.strip()}")
     return done.stdout.strip()
-
-
-def own_python() -> str:
-    """This interpreter's path, valid on nodes with shared folders as well."""
-    return sys.executable

@@ -7,26 +7,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from meshwright.section import Positive, Size
-from meshwright.tools.submit.job import Engine, Submission
+from meshwright.tools.submit.job import Engine, Submission, in_form
 from meshwright.tools.submit.node_shell import RUN_FOLDER
 
 _TAINT = re.compile(r"(?P<key>[\w./-]+)(=(?P<value>[\w.-]*))?(:(?P<effect>NoSchedule|PreferNoSchedule|NoExecute))?")
 _RESOURCE = re.compile(r"(?P<name>[a-z0-9.-]+/[\w.-]+)(:(?P<count>[1-9]\d*))?")
 
 
-def _check_taint(text: str) -> str:
-    if not _TAINT.fullmatch(text):
-        raise ValueError("is no taint as kubectl writes it: KEY, KEY:EFFECT or KEY=VALUE:EFFECT")
-    return text
-
-
-def _check_resource(text: str) -> str:
-    if not _RESOURCE.fullmatch(text):
-        raise ValueError("is no device plugin's resource, such as rdma/ib or vpc.amazonaws.com/efa:4")
-    return text
+Taint = Annotated[str, in_form(_TAINT, "is no taint as kubectl writes it: KEY, KEY:EFFECT or KEY=VALUE:EFFECT")]
+Resource = Annotated[
+    str, in_form(_RESOURCE, "is no device plugin's resource, such as rdma/ib or vpc.amazonaws.com/efa:4")
+]
 
 
 class PodSettings(Engine):
@@ -54,11 +48,11 @@ class PodSettings(Engine):
     """A Secret whose keys become variables, such as one with HF_TOKEN. Repeat it for more."""
     env: dict[str, str] = Field(default_factory=dict)
     """A variable of the ranks: env.NCCL_DEBUG=INFO."""
-    rdma: Annotated[str, AfterValidator(_check_resource)] | None = None
+    rdma: Resource | None = None
     """A network device of a pod, with IPC_LOCK: rdma/ib, or vpc.amazonaws.com/efa:4."""
     host_network: bool = False
     """Whether pods use the node's own network, as some RDMA set-ups want."""
-    tolerations: tuple[Annotated[str, AfterValidator(_check_taint)], ...] = ()
+    tolerations: tuple[Taint, ...] = ()
     """A taint that is tolerated: KEY, KEY:EFFECT or KEY=VALUE:EFFECT. Repeat it for more."""
     selector: dict[str, str] = Field(default_factory=dict)
     """A label that nodes must have: selector.gpu.example.com/model=h100."""

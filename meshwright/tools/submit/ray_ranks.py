@@ -61,9 +61,8 @@ class Placement:
 class RankProcess:
     """An actor's content: one rank, as a process that ends with the actor."""
 
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+    _process: subprocess.Popen[bytes] | None = None
+    _folder: tempfile.TemporaryDirectory[str] | None = None
 
     def address(self) -> tuple[str, int]:
         """This node's address in the cluster, and a port that is free there now."""

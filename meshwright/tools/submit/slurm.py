@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from meshwright.errors import ConfigError
 from meshwright.launch.signals import STOPPED_EXIT_CODE
 from meshwright.section import Positive, shown
-from meshwright.tools.submit.job import Engine, Submission, own_python
+from meshwright.tools.submit.job import Engine, Submission, in_form
 
 _SCRIPT = """#!/bin/bash
 {directives}
@@ -48,19 +49,16 @@ _SETTLED = {
 _GPU_OPTIONS = ("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "gres", "tres-per-node", "tres-per-task")
 
 
-def _check_limit(text: str) -> str:
-    if not re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}", text):
-        raise ValueError("is no limit of Slurm's, such as 90 (minutes), 04:00:00 or 1-12:00:00")
-    return text
-
-
 class Slurm(Engine):
     """A script for sbatch."""
 
     shares_folders: ClassVar[bool] = True
     suffix: ClassVar[str] = ".sbatch"
 
-    time: Annotated[str, AfterValidator(_check_limit)] = "01:00:00"
+    time: Annotated[
+        str,
+        in_form(r"(\d+-)?\d+(:\d\d){0,2}", "is no limit of Slurm's, such as 90 (minutes), 04:00:00 or 1-12:00:00"),
+    ] = "01:00:00"
     """The job's limit."""
     grace: Positive = 120
     """Seconds before the limit at which the run is asked to save."""
@@ -139,7 +137,8 @@ class Slurm(Engine):
 
     def _ranks(self, submission: Submission) -> tuple[list[str], list[str]]:
         """srun's further options, and the command of a rank, in its container if there is one."""
-        inside = "python" if self.container or self.setup else own_python()
+        # This interpreter's path is valid on nodes with shared folders as well.
+        inside = "python" if self.container or self.setup else sys.executable
         words = submission.train_words(self.python or inside, submission.run.absolute(), resume=False)
         options = [] if self.mpi is None else [f"--mpi={self.mpi}"]
         if self.container is None:

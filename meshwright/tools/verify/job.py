@@ -29,7 +29,7 @@ from meshwright.parity.gradients import Mistake
 from meshwright.parity.judge import Evidence, explain_modules
 from meshwright.parity.kinds import first_finding
 from meshwright.parity.parts import box_part
-from meshwright.parity.record import PASSES, REFERENCE, STATE, PartFacts, ReferenceFacts, rank_file, write_record
+from meshwright.parity.record import PARALLEL, PASSES, REFERENCE, STATE, PartFacts, ReferenceFacts, write_record
 from meshwright.parity.reference import StepRecording, keep
 from meshwright.parity.rows import compare_all
 from meshwright.parity.trace import Trace
@@ -45,10 +45,10 @@ REFERENCE_WORKER = "meshwright.tools.verify.job:reference_worker"
 BITS_WORKER = "meshwright.tools.verify.job:bits_rank"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Verdict:
     """All comparisons. `zero_gradients`: parameters about which they prove nothing. `finding`: the first mistake, if
-    any."""
+    any, which `hint` says in words."""
 
     config: Config
     steps: int
@@ -56,19 +56,11 @@ class Verdict:
     zero_gradients: tuple[str, ...] = ()
     finding: Mistake | None = None
 
-    @property
-    def hint(self) -> str:
-        """The finding in words."""
+    def __post_init__(self) -> None:
         found = self.finding
-        return "" if found is None else f"{found.kind} at {found.module or 'the model'}: {found.text}"
-
-    @property
-    def failed(self) -> tuple[Row, ...]:
-        return tuple(row for row in self.rows if not row.holds)
-
-    @property
-    def holds(self) -> bool:
-        return not self.failed and not self.zero_gradients
+        self.hint = "" if found is None else f"{found.kind} at {found.module or 'the model'}: {found.text}"
+        self.failed = tuple(row for row in self.rows if not row.holds)
+        self.holds = not self.failed and not self.zero_gradients
 
     def worst(self, kind: str) -> Row:
         """The row of a kind that is furthest off. Not-a-number is further than any number."""
@@ -259,7 +251,7 @@ def leave_layout(
     _keep_places(parts, recording, known, "weight", steps)
     grid, rank = parts.mesh.grid, parts.mesh.rank
     facts = PartFacts(losses, known, {axis: grid.index(rank, axis) for axis in grid.names}, norms)
-    write_record(folder, rank_file(rank), recording.tensors, facts, {PASSES[1]: trace})
+    write_record(folder, f"{PARALLEL}-{rank}", recording.tensors, facts, {PASSES[1]: trace})
 
 
 def _keep_places(parts: Parts, recording: StepRecording, known: dict[str, Any], kind: str, step: int) -> None:

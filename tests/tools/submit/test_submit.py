@@ -9,6 +9,7 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def test_a_batch_script_asks_for_the_layout(run: Path) -> None:
         "partition=gpu", "time=01:00:00", "signal=USR1@300", "requeue", "open-mode=append", "output=%x-%j.log",
     ]  # fmt: skip
     assert (
-        f"srun --kill-on-bad-exit=0 --wait=60 --mpi=pmix {job.own_python()} -m meshwright train '{run}' device=cuda"
+        f"srun --kill-on-bad-exit=0 --wait=60 --mpi=pmix {sys.executable} -m meshwright train '{run}' device=cuda"
         in text
     )
     assert "gpus" not in text_of("slurm", run)
@@ -93,7 +94,7 @@ def test_setup_lines_come_before_the_ranks(run: Path, tmp_path: Path) -> None:
     asked = (tmp_path / "asked").read_text().split()
     assert asked[:2] == ["yes", "1"]
     assert "python" in asked  # the environment's, not this one's
-    assert job.own_python() not in asked
+    assert sys.executable not in asked
 
 
 @pytest.mark.parametrize(
