@@ -261,11 +261,6 @@ def make_buckets(
         yield _make_bucket(kind, group, specs, mesh, comm.zeros(length, dtype, mesh.device), fill)
 
 
-def gradient_views(buckets: Iterable[Bucket]) -> dict[nn.Parameter, Tensor]:
-    """By parameter, its view of its bucket's gradients."""
-    return {parameter: view for bucket in buckets for parameter, view in bucket.members()}
-
-
 def gradient_dtype(stored: torch.dtype, widens: bool) -> torch.dtype:
     """The dtype of gradients of parameters of dtype `stored`; `widens`: at least float32.
 

@@ -154,7 +154,8 @@ class Gradients:
 
     def _write(self, parameter: nn.Parameter, shape: torch.Size, write: WriteGradient, final: bool) -> None:
         """The gradient becomes .grad or is added to it. A deferred one is announced here, as no hook does."""
-        if (apart := self._memory_apart(parameter)) is not None:
+        apart = self._apart.get(parameter, {}).get(self.user)
+        if apart is not None:  # the memory in which the chunk at work adds up, other than the parameter's own
             # Zeros lie there between steps (fill), so that adding needs no first time.
             write(apart.view(shape), 1)
             return
@@ -170,10 +171,5 @@ class Gradients:
 
     def _accumulated(self, parameter: nn.Parameter) -> None:
         deferred = parameter in self._last_work  # hooks fire for deferred gradients, too
-        if self.on_gradient and not deferred and self._memory_apart(parameter) is None:
+        if self.on_gradient and not deferred and self.user not in self._apart.get(parameter, {}):
             self.on_gradient(parameter)
-
-    def _memory_apart(self, parameter: nn.Parameter) -> Tensor | None:
-        """The memory in which the chunk at work adds up the gradient; None: the parameter's own."""
-        apart = self._apart.get(parameter)
-        return None if apart is None else apart.get(self.user)

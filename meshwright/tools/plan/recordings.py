@@ -22,7 +22,7 @@ from meshwright.errors import ConfigError
 from meshwright.model import SAMPLES, Chunk, Costs, links
 from meshwright.models.chain import at_once, chain_of, make_chain, parameters_of, split_name
 from meshwright.on_device import AsOnDevice
-from meshwright.parameters.bucket import Bucket, gradient_views, make_buckets
+from meshwright.parameters.bucket import Bucket, make_buckets
 from meshwright.parameters.gradients import Gradients
 from meshwright.parameters.shard import shard_specs, use_gradients
 from meshwright.parts import (
@@ -231,7 +231,7 @@ def _record(
         if gradients.defers:  # W is put off, so this gradient came with B, as a norm's does
             with_b.add(names[parameter])
 
-    gradients = Gradients(gradient_views(buckets), announced)
+    gradients = Gradients(dict(member for bucket in buckets for member in bucket.members()), announced)
     use_gradients(model, gradients)
     sync = layout.data.strategy
     strategy = load_entry(sync.synchroniser)([], mesh, load_entry(sync.policy)())

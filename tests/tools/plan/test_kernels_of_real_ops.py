@@ -18,7 +18,7 @@ from meshwright.families.gpt.section import Gpt2
 from meshwright.model import Chunk, Hidden
 from meshwright.models.chain import chain_of
 from meshwright.on_device import AsOnDevice
-from meshwright.parameters.bucket import gradient_views, make_buckets
+from meshwright.parameters.bucket import make_buckets
 from meshwright.parameters.gradients import Gradients
 from meshwright.parameters.shard import shard_specs, use_gradients
 from meshwright.parts import autocasts_of, build_kit, build_model, empty_batch
@@ -125,7 +125,7 @@ def run_for_real(config: Config) -> list[Ran]:
         kit, recorder = build_kit(config, mesh), Recorder()
         model = build_model(config, kit, mesh, chunk)
         buckets = list(make_buckets(model.named_parameters(), shard_specs(model), mesh, 2**30))
-        memory = Gradients(gradient_views(buckets))
+        memory = Gradients(dict(member for bucket in buckets for member in bucket.members()))
         use_gradients(model, memory)
         stage = Stage(model, memory, autocasts=autocasts_of(config, mesh))
         scales = dict.fromkeys(model.labels, 1.0)
