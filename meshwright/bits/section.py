@@ -88,14 +88,18 @@ def grains_fill_microbatches(config: Config) -> Iterator[Problem]:
         yield Problem(SAMPLES, grain, rule_text, listed(divisors(rows // shares)))
 
 
-@_under_layout_free("precision.loss_scale.initial", "precision")
-def sums_have_digits_to_move(config: Config) -> Iterator[Problem]:
-    scale, dtype = config.precision.loss_scale.initial, config.precision.dtype
-    mantissa = scale / 2.0 ** (int(scale).bit_length() - 1) if scale >= 1 else 0.0
-    if dtype == "float64":
+@_under_layout_free(KIND, "precision")
+def sums_have_digits(config: Config) -> Iterator[Problem]:
+    if config.precision.dtype == "float64":
         rule_text = "adds multiples of 2^-52, which would take digits of precision.dtype=float64"
         yield Problem(KIND, config.bits.kind, rule_text, "usual, or precision.dtype=float32, bf16, fp16")
-    elif dtype == "fp16" and mantissa != 1:
+
+
+@_under_layout_free("precision.loss_scale.initial", "precision")
+def scales_are_powers_of_two(config: Config) -> Iterator[Problem]:
+    scale = config.precision.loss_scale.initial
+    mantissa = scale / 2.0 ** (int(scale).bit_length() - 1) if scale >= 1 else 0.0
+    if config.precision.dtype == "fp16" and mantissa != 1:
         rule_text = "is no power of two, and bits.kind=layout-free moves the quantum of its sums with it"
         yield Problem("precision.loss_scale.initial", scale, rule_text, "1, 2, 4, ..., 65536, ...")
 

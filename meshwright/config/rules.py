@@ -21,7 +21,8 @@ from meshwright.bits.section import (
     rings_have_runs_of_queries,
     runs_are_equal,
     samples_share_no_addends,
-    sums_have_digits_to_move,
+    scales_are_powers_of_two,
+    sums_have_digits,
     what_is_summed_in_an_order,
 )
 from meshwright.config.layout import part_of_axis
@@ -89,18 +90,25 @@ def dtype_fits_level(config: Config) -> Iterator[Problem]:
         yield Problem("precision.dtype", dtype, f"does not go with precision.level={level}", ", ".join(valid))
 
 
-@rule("layout.transport", "device", "restarts.times")
-def transport_carries_the_run(config: Config) -> Iterator[Problem]:
-    name, device, times = config.layout.transport, config.device, config.restarts.times
-    if name == "auto":
-        return
-    transport = TRANSPORTS[name]
-    if importlib.util.find_spec(transport.module) is None:
+@rule("layout.transport")
+def transport_is_installed(config: Config) -> Iterator[Problem]:
+    name = config.layout.transport
+    if name != "auto" and importlib.util.find_spec(TRANSPORTS[name].module) is None:
         hint = f"torch, auto; or {name} after pip install 'meshwright[{name}]'"
-        yield Problem("layout.transport", name, f"needs {transport.module}, which is not installed", hint)
-    if device != "auto" and device not in transport.devices:
+        yield Problem("layout.transport", name, f"needs {TRANSPORTS[name].module}, which is not installed", hint)
+
+
+@rule("layout.transport", "device")
+def transport_reaches_device(config: Config) -> Iterator[Problem]:
+    name, device = config.layout.transport, config.device
+    if "auto" not in (name, device) and device not in TRANSPORTS[name].devices:
         yield Problem("layout.transport", name, f"moves host memory only, and device={device}", "torch, auto")
-    if times and transport.in_process:
+
+
+@rule("layout.transport", "restarts.times")
+def transport_outlives_a_rank(config: Config) -> Iterator[Problem]:
+    name, times = config.layout.transport, config.restarts.times
+    if times and name != "auto" and TRANSPORTS[name].in_process:
         rule_text = f"starts lost processes again, and layout.transport={name} has none"
         yield Problem("restarts.times", times, rule_text, "0")
 
@@ -153,6 +161,14 @@ def chunks_go_with_schedule(config: Config) -> Iterator[Problem]:
         yield Problem("layout.pipeline.placement", pipeline.placement, rule_text, valid)
 
 
+@rule("layout.pipeline")
+def limit_has_room_for_chunks(config: Config) -> Iterator[Problem]:
+    limit, chunks = config.layout.pipeline.limit, config.layout.pipeline.chunks
+    if limit != "auto" and limit < chunks:
+        rule_text = f"leaves no place for a microbatch in each of layout.pipeline.chunks={chunks}"
+        yield Problem("layout.pipeline.limit", limit, rule_text, f"auto, {chunks} or more")
+
+
 @rule("layout.pipeline", "model.layers", "model.stage_blocks")
 def partition_is_of_the_layers(config: Config) -> Iterator[Problem]:
     pipeline, layers = config.layout.pipeline, config.model.num_blocks
@@ -177,41 +193,49 @@ def partition_is_of_the_layers(config: Config) -> Iterator[Problem]:
 
 
 @rule("layout.pipeline")
-def limit_goes_with_schedule(config: Config) -> Iterator[Problem]:
-    pipeline = config.layout.pipeline
-    limit, chunks = pipeline.limit, pipeline.chunks
-    if limit == "auto":
-        return
+def limit_has_an_effect(config: Config) -> Iterator[Problem]:
     # A rule as well as an effect: the planner's space asks rules alone, and must not drop a user's limit with gpipe.
-    if pipeline.rule.fixed:
+    pipeline = config.layout.pipeline
+    if pipeline.limit != "auto" and pipeline.rule.fixed:
         rule_text = f"has no effect on layout.pipeline.schedule={pipeline.schedule}"
         free = ", ".join(name for name, rule in entries("schedules").items() if not rule.fixed)
-        yield Problem("layout.pipeline.limit", limit, rule_text, f"auto, or schedule {free}")
-    if limit < chunks:
-        rule_text = f"leaves no place for a microbatch in each of layout.pipeline.chunks={chunks}"
-        yield Problem("layout.pipeline.limit", limit, rule_text, f"auto, {chunks} or more")
+        yield Problem("layout.pipeline.limit", pipeline.limit, rule_text, f"auto, or schedule {free}")
 
 
-@rule("memory.recompute", "model.layers", "model.stage_blocks", "model.family", "layout.tensor")
-def recomputation_fits_the_layers(config: Config) -> Iterator[Problem]:
-    recompute, layers, tensor = config.memory.recompute, config.model.num_blocks, config.layout.tensor
+@rule("memory.recompute", "model.layers", "model.stage_blocks")
+def recomputed_groups_fit(config: Config) -> Iterator[Problem]:
+    recompute, layers = config.memory.recompute, config.model.num_blocks
     if isinstance(recompute, int) and recompute > layers:
         rule_text = f"is more than the model's {layers} layers"
         yield Problem("memory.recompute.every", recompute, rule_text, f"1 to {layers}")
-    elif recompute == "ops" and tensor.by_size:
-        rule_text = f"keeps products, and layout.tensor.kind={tensor.kind} adds its up in place, panel by panel"
-        yield Problem("memory.recompute", "ops", rule_text, "none, auto, selective, {every: n}")
-    elif recompute == "selective" and not config.model.has_attention:
+
+
+@rule("memory.recompute", "model.family")
+def selective_recomputation_finds_attention(config: Config) -> Iterator[Problem]:
+    if config.memory.recompute == "selective" and not config.model.has_attention:
         rule_text = f"recomputes attention, and a {config.model.family} has none"
         yield Problem("memory.recompute", "selective", rule_text, "none, auto, {every: n}")
 
 
-@rule("memory.offload.to", "memory.offload.bucket", "precision.level")
-def offload_takes_masters_in_two_halves(config: Config) -> Iterator[Problem]:
-    to, bucket, level = config.memory.offload.to, config.memory.offload.bucket, config.precision.level
+@rule("memory.recompute", "layout.tensor")
+def kept_operations_are_whole(config: Config) -> Iterator[Problem]:
+    tensor = config.layout.tensor
+    if config.memory.recompute == "ops" and tensor.by_size:
+        rule_text = f"keeps products, and layout.tensor.kind={tensor.kind} adds its up in place, panel by panel"
+        yield Problem("memory.recompute", "ops", rule_text, "none, auto, selective, {every: n}")
+
+
+@rule("memory.offload.to", "precision.level")
+def offload_leaves_half_precision(config: Config) -> Iterator[Problem]:
+    to, level = config.memory.offload.to, config.precision.level
     if to != "none" and level != "O2":
         rule_text = f"takes float32 masters off the device, and precision.level={level} has none"
         yield Problem("memory.offload.to", to, rule_text, "none, or precision.level=O2 with dtype bf16 or fp16")
+
+
+@rule("memory.offload.to", "memory.offload.bucket")
+def offload_buckets_have_two_halves(config: Config) -> Iterator[Problem]:
+    to, bucket = config.memory.offload.to, config.memory.offload.bucket
     if to != "none" and bucket % OFFLOAD_MULTIPLE:
         below = bucket // OFFLOAD_MULTIPLE * OFFLOAD_MULTIPLE
         near = listed([*([below] if below else []), below + OFFLOAD_MULTIPLE])
@@ -283,21 +307,28 @@ def head_is_cut_over_stages(config: Config) -> Iterator[Problem]:
             yield Problem(field, value, why, f"{valid}, or layout.pipeline.head=last")
 
 
-@rule("layout.data.exchange", "layout.data.expert", "layout.pipeline", "memory.recompute", "bits")
-def messages_fit_in_pieces(config: Config) -> Iterator[Problem]:
-    pipeline, recompute = config.layout.pipeline, config.memory.recompute
-    if not config.layout.data.in_pieces:
-        return
-    if pipeline.size > 1 and not pipeline.rule.in_pieces:
+@rule("layout.data.exchange", "layout.data.expert", "layout.pipeline")
+def messages_go_with_schedule(config: Config) -> Iterator[Problem]:
+    pipeline = config.layout.pipeline
+    if config.layout.data.in_pieces and pipeline.size > 1 and not pipeline.rule.in_pieces:
         rule_text = (
             f"does not go with layout.pipeline.schedule={pipeline.schedule}, whose order knows no pieces of layers"
         )
         free = ", ".join(name for name, rule in entries("schedules").items() if rule.in_pieces)
         yield Problem("layout.data.exchange", "messages", rule_text, f"blocking, or schedule {free}")
-    if isinstance(recompute, int) and recompute > 1:
+
+
+@rule("layout.data.exchange", "layout.data.expert", "memory.recompute")
+def messages_are_kept(config: Config) -> Iterator[Problem]:
+    recompute = config.memory.recompute
+    if config.layout.data.in_pieces and isinstance(recompute, int) and recompute > 1:
         rule_text = "is of whole layers, and layout.data.exchange=messages keeps the rows that come inside of each"
         yield Problem("memory.recompute.every", recompute, rule_text, "1, or layout.data.exchange=blocking")
-    if config.bits.layout_free:
+
+
+@rule("layout.data.exchange", "layout.data.expert", "bits")
+def messages_are_of_whole_microbatches(config: Config) -> Iterator[Problem]:
+    if config.layout.data.in_pieces and config.bits.layout_free:
         rule_text = "sends a microbatch's rows at a time, and bits.layout_free computes some of its samples at a time"
         yield Problem("layout.data.exchange", "messages", rule_text, "blocking")
 
@@ -322,8 +353,8 @@ def _where_chosen(group: str, field: str, chosen: str = "") -> Iterator[Rule]:
 
 
 PARTITION_RULES = (
-    stages_have_layers, chunks_have_layers, partition_is_of_the_layers, chunks_go_with_schedule,
-    limit_goes_with_schedule,
+    stages_have_layers, chunks_have_layers, partition_is_of_the_layers, limit_has_an_effect, chunks_go_with_schedule,
+    limit_has_room_for_chunks,
 )  # fmt: skip
 """A resumed run's decisions must keep them, too."""
 
@@ -334,7 +365,9 @@ RULES = (
     replicas_divide_batch,
     microbatches_divide_replica,
     dtype_fits_level,
-    transport_carries_the_run,
+    transport_is_installed,
+    transport_reaches_device,
+    transport_outlives_a_rank,
     replicas_are_left,
     warmup_fits,
     tensor_cuts_are_equal,
@@ -344,15 +377,21 @@ RULES = (
     *_where_chosen("optimizers", "optimizer", "optimizer.update"),
     *_where_chosen("syncs", "layout.data", "layout.data.strategy"),
     *PARTITION_RULES,
-    recomputation_fits_the_layers,
-    offload_takes_masters_in_two_halves,
+    recomputed_groups_fit,
+    kept_operations_are_whole,
+    selective_recomputation_finds_attention,
+    offload_leaves_half_precision,
+    offload_buckets_have_two_halves,
     order_names_every_axis_once,
     nodes_are_full,
     replicas_share_experts,
     head_is_cut_over_stages,
-    messages_fit_in_pieces,
+    messages_go_with_schedule,
+    messages_are_kept,
+    messages_are_of_whole_microbatches,
     grains_fill_microbatches,
-    sums_have_digits_to_move,
+    sums_have_digits,
+    scales_are_powers_of_two,
     layers_fall_into_blocks,
     samples_share_no_addends,
     parts_are_equal,
