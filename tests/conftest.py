@@ -18,7 +18,7 @@ from filelock import FileLock
 from hypothesis import settings
 
 from meshwright.machine import find_mpiexec
-from tests.pages import collapse_memory
+from tests.pages import collapse_memory, use_one_arena
 from tests.server import start_server
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         gc.collect()
         gc.freeze()
         collapse_memory()
+        use_one_arena()
 
 
 def pytest_runtest_setup() -> None:

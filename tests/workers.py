@@ -12,22 +12,28 @@ import io
 import multiprocessing
 import os
 import pickle
+import resource
 import socket
+import sys
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from multiprocessing import forkserver
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch._dynamo  # torch.optim imports it in every rank: a second each, unless the parent has it
 
 from meshwright.config import Config
 from meshwright.environment import Environment, Rendezvous
+from meshwright.errors import LaunchError
 from meshwright.launch.threads import run_threads
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import open_mesh, open_mesh_in
@@ -52,12 +58,14 @@ def run_ranks(
     timeout: float = PATIENCE_SECONDS,
     threads: int = 1,
     transport: TransportName = "threads",
+    forked: bool = False,
 ) -> list[Any]:
     """function(mesh, *arguments) on every rank of the grid; the results in rank order. A failure fails the caller.
 
-    Ranks are threads of one forked process, on the CPU or all on one GPU (DEVICE), or processes over gloo
-    (`transport="torch"`, and where an argument needs them). A process that says nothing for `timeout` seconds after the
-    one before it fails the caller too, and none is left behind.
+    Ranks are threads of this process (`forked`: of a process that the function has to itself, for what it patches,
+    limits, measures or sets; and all on one GPU, where DEVICE says so), or processes over gloo (`transport="torch"`,
+    and where an argument needs them). A process that says nothing for `timeout` seconds after the one before it fails
+    the caller too, and none is left behind.
 
     A run's grid has a pipe axis: one that does not name it has one stage. `threads`: CPU threads of each rank; with
     more than one, ranks are processes, and function and arguments are pickled.
@@ -65,6 +73,15 @@ def run_ranks(
     grid = with_stages(grid)
     context = _context(threads)
     if transport == "threads" and threads == 1 and not any(map(needs_processes, arguments)):
+        if not forked and os.environ.get(DEVICE, "cpu") == "cpu":
+            before = _patchable()
+            try:
+                return _on_threads(function, grid, token_axes, arguments)
+            except LaunchError as error:
+                raise AssertionError(str(error)) from error
+            finally:
+                if changed := _changed(before):
+                    pytest.fail(f"{function.__qualname__} leaves {', '.join(changed)} changed: run it with forked=True")
         (results,) = _answers(context, _work_threads, [(function, grid, token_axes, arguments)], timeout)
         return list(results)
     port = free_port()
@@ -110,21 +127,62 @@ def needs_processes(argument: Any) -> bool:
 def _work_threads(
     pipe: Any, function: Callable[..., Any], grid: Grid, token_axes: tuple[str, ...], arguments: tuple[Any, ...]
 ) -> None:
-    """All ranks as threads of this process, which a test has to itself: what they patch, limit or set goes with it.
-    Each has arguments of its own."""
+    try:
+        bytes_of_results = io.BytesIO()
+        OnHost(bytes_of_results).dump((False, _on_threads(function, grid, token_axes, arguments)))
+        pipe.send_bytes(bytes_of_results.getvalue())
+    except BaseException:
+        pipe.send_bytes(pickle.dumps((True, traceback.format_exc())))
+
+
+def _on_threads(
+    function: Callable[..., Any], grid: Grid, token_axes: tuple[str, ...], arguments: tuple[Any, ...]
+) -> list[Any]:
+    """All ranks as threads of this process, each with arguments of its own."""
 
     def work(environment: Environment, world: ThreadWorld) -> Any:
         own = copy.deepcopy(arguments)
         with open_mesh_in(world, grid, environment, token_axes) as mesh:
             return function(mesh, *own)
 
-    try:
-        results = run_threads(work, grid.world_size, threads=1, device=os.environ.get(DEVICE, "cpu"))
-        bytes_of_results = io.BytesIO()
-        OnHost(bytes_of_results).dump((False, results))
-        pipe.send_bytes(bytes_of_results.getvalue())
-    except BaseException:
-        pipe.send_bytes(pickle.dumps((True, traceback.format_exc())))
+    return run_threads(work, grid.world_size, threads=1, device=os.environ.get(DEVICE, "cpu"))
+
+
+Patchable = list[tuple[str, Callable[[], Mapping[str, Any]], dict[str, Any]]]
+"""Modules, classes and a process's settings: each one's name, its attributes when they are asked for, and before."""
+
+
+def _patchable() -> Patchable:
+    """What a test may patch, set or limit, as it is now: of the package, of torch what the package calls, of the
+    process."""
+    modules = [module for name, module in sys.modules.copy().items() if name.partition(".")[0] == "meshwright"]
+    found = {value for module in modules for value in vars(module).values() if isinstance(value, type)}
+    classes = {value for value in found if value.__module__.partition(".")[0] == "meshwright"}
+    owners: list[Any] = [*modules, *classes, torch, torch.Tensor, torch.nn.functional, torch.distributed]
+    owners += [torch.ops.aten, torch.ops.c10d, torch.library, time]
+    attributes = [(owner.__name__, partial(vars, owner)) for owner in owners]
+    return [(name, ask, {**ask()}) for name, ask in (*attributes, ("os.environ", lambda: os.environ), ("", _settings))]
+
+
+def _settings() -> dict[str, Any]:
+    limits = {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")}
+    return limits | {
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "libraries": len(torch.library._impls),
+        "directory": Path.cwd(),
+    }
+
+
+def _changed(before: Patchable) -> list[str]:
+    """The names of what is another now. What was None, or Python's and pydantic's own, is filled in lazily."""
+    return [
+        f"{owner}.{name}".lstrip(".")
+        for owner, ask, attributes in before
+        for now in [ask()]
+        for name, value in attributes.items()
+        if value is not None and not name.startswith("__") and now.get(name) is not value
+        if not (isinstance(value, str | int | tuple | Path) and now.get(name) == value)
+    ]
 
 
 class OnHost(pickle.Pickler):

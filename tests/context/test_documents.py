@@ -152,7 +152,7 @@ def attended(mesh: Mesh, way: str, changed: Sequence[tuple[int, int, int]] = ())
 
 
 def together(way: str, *changed: tuple[int, int, int]) -> list[Tensor]:
-    results = run_ranks(attended, Grid((("context", WAYS[way]),)), way, changed)
+    results = run_ranks(attended, Grid((("context", WAYS[way]),)), way, changed, forked=True)
     whole = [torch.empty(*x.shape[:2], T, E, dtype=x.dtype) for x in results[0][:-1]]
     for *parts, places in results:
         for tensor, part in zip(whole, parts, strict=True):

@@ -186,14 +186,15 @@ def mistakes(config: Config, plant: Plant | None = None) -> list[str]:
     """
     threads = 2 if config.precision.dtype == "float32" else 1
     config = resolved(config)
-    results = run_ranks(
-        train,
-        grid_of_run(config),
-        config,
-        plant,
-        token_axes=config.layout.token_axes,
-        threads=threads,
-    )
+    with without_jumps(config):  # here as well: ranks that are threads would restore each other's
+        results = run_ranks(
+            train,
+            grid_of_run(config),
+            config,
+            plant,
+            token_axes=config.layout.token_axes,
+            threads=threads,
+        )
     ranks, oracles = [trained for trained, _ in results], results[0][1]
     allowed = tolerance_of(config)
     gradients = [trained.gradients[0] for trained in ranks]

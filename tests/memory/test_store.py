@@ -88,7 +88,7 @@ def too_large(mesh: Mesh, path: Path) -> str:
 
 def test_a_full_disk(tmp_path: Path) -> None:
     path = tmp_path / "offload-0.bin"
-    ((text),) = run_ranks(too_large, Grid((("data", 1),)), path)
+    ((text),) = run_ranks(too_large, Grid((("data", 1),)), path, forked=True)
     assert text.startswith(f"memory.offload.to=disk cannot have {4 * MANY:,} bytes in {path} (File too large)")
     assert list(tmp_path.iterdir()) == []
 

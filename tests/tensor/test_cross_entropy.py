@@ -255,7 +255,7 @@ def test_split_over_ranks(split: tuple[int, int, int], chunk_elements: int) -> N
     """Ranks hold different numbers of real classes: all of them send equally many chunks of equal lengths."""
     vocabulary, padded, size = split
     grid = Grid((("data", 1), ("col", size)))
-    results = run_ranks(split_loss, grid, vocabulary, padded, chunk_elements)
+    results = run_ranks(split_loss, grid, vocabulary, padded, chunk_elements, forked=True)
     ((loss, dh, dweight, dbias, right),) = run_ranks(unsplit_loss, ONE, vocabulary, padded)
     for mine in results:
         torch.testing.assert_close(mine[0], loss, rtol=1e-12, atol=0)
