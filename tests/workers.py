@@ -1,8 +1,7 @@
-"""Runs a function on several forked ranks over gloo, so that hundreds of distributed tests take minutes.
+"""Runs a function on the ranks of a grid: threads of this process, or processes forked from it, over gloo.
 
-The parent has torch imported and its threads not started; a child forked from it is ready in milliseconds.
-So the parent itself never runs a backward pass: serial runs are grids of one rank. Ranks with several threads each
-are forked from a server that never computes: OpenMP's threads do not survive a fork, and a test may have started them.
+This process has torch imported; a child forked from it is ready in milliseconds. It computes on one thread, since
+OpenMP's do not survive a fork: ranks with several threads each are forked from a server that never computes.
 """
 
 from __future__ import annotations
