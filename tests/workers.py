@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache
 from itertools import count
 from multiprocessing import forkserver
 from pathlib import Path
@@ -147,41 +147,41 @@ def _on_threads(
     return run_threads(work, grid.world_size, threads=1, device=os.environ.get(DEVICE, "cpu"))
 
 
-Patchable = list[tuple[str, Callable[[], Mapping[str, Any]], dict[str, Any]]]
-"""Modules, classes and a process's settings: each one's name, its attributes when they are asked for, and before."""
-
-
-def _patchable() -> Patchable:
-    """What a test may patch, set or limit, as it is now: of the package, of torch what the package calls, of the
-    process."""
+@cache
+def _owners(num_modules: int) -> dict[str, Mapping[str, Any]]:
+    """The modules and classes of the package, and of torch what it calls, each with its attributes as they are when
+    they are looked at. `num_modules`: those that are imported, of which a greater number may hold more."""
     modules = [module for name, module in sys.modules.copy().items() if name.partition(".")[0] == "meshwright"]
     found = {value for module in modules for value in vars(module).values() if isinstance(value, type)}
     classes = {value for value in found if value.__module__.partition(".")[0] == "meshwright"}
-    owners: list[Any] = [*modules, *classes, torch, torch.Tensor, torch.nn.functional, torch.distributed]
-    owners += [torch.ops.aten, torch.ops.c10d, torch.library, time]
-    attributes = [(owner.__name__, partial(vars, owner)) for owner in owners]
-    return [(name, ask, {**ask()}) for name, ask in (*attributes, ("os.environ", lambda: os.environ), ("", _settings))]
+    torchs = (torch, torch.Tensor, torch.nn.functional, torch.distributed, torch.ops.aten, torch.ops.c10d)
+    named = {each.__name__: vars(each) for each in (*modules, *torchs, time)}
+    return {**named, **{f"{each.__module__}.{each.__qualname__}": vars(each) for each in classes}}
 
 
-def _settings() -> dict[str, Any]:
+def _patchable() -> dict[str, dict[str, Any]]:
+    """What a test may patch, set or limit, as it is now: by owner and name."""
     limits = {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")}
-    return limits | {
+    process = {
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "libraries": len(torch.library._impls),
         "directory": Path.cwd(),
     }
+    attributes = {owner: {**names} for owner, names in _owners(len(sys.modules)).items()}
+    return attributes | {"os.environ": {**os.environ}, "resource": limits, "this process": process}
 
 
-def _changed(before: Patchable) -> list[str]:
+def _changed(before: dict[str, dict[str, Any]]) -> list[str]:
     """The names of what is another now. What was None, or Python's and pydantic's own, is filled in lazily."""
-    return [
-        f"{owner}.{name}".lstrip(".")
-        for owner, ask, attributes in before
-        for now in [ask()]
+    now = _patchable()
+    changed = [
+        f"{owner}.{name}"
+        for owner, attributes in before.items()
         for name, value in attributes.items()
-        if value is not None and not name.startswith("__") and now.get(name) is not value
-        if not (isinstance(value, str | int | tuple | Path) and now.get(name) == value)
+        if now.get(owner, attributes).get(name) is not value and value is not None and not name.startswith("__")
+        if not (isinstance(value, str | int | tuple | Path) and now.get(owner, attributes).get(name) == value)
     ]
+    return changed + [f"os.environ.{name}" for name in sorted(now["os.environ"].keys() - before["os.environ"].keys())]
 
 
 class OnHost(pickle.Pickler):

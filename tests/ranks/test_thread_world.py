@@ -15,7 +15,11 @@ from meshwright.api import train
 from meshwright.config import load_config
 from meshwright.errors import ConfigError, LaunchError, LostRankError
 from meshwright.launch import Interrupted, Rank, run
+from meshwright.ranks import window_comm
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
 from tests.patience import PATIENCE_SECONDS
+from tests.workers import run_ranks
 
 
 def test_a_function_of_no_module_runs_on_every_rank_and_returns_what_it_likes() -> None:
@@ -203,3 +207,16 @@ def test_a_request_to_stop_ends_in_who_asked() -> None:
 
     with pytest.raises(Interrupted, match="stopped by SIGTERM"):
         run(asks, 2, transport="threads")
+
+
+def sums_small_alone(mesh: Mesh) -> None:
+    window_comm.SMALL_BYTES = 1
+
+
+def test_what_a_function_leaves_changed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a test that comes later runs with it."""
+    monkeypatch.setattr(window_comm, "SMALL_BYTES", window_comm.SMALL_BYTES)  # which puts it back
+    grid = Grid((("data", 1),))
+    with pytest.raises(pytest.fail.Exception, match=r"sums_small_alone leaves meshwright\S+\.SMALL_BYTES changed"):
+        run_ranks(sums_small_alone, grid)
+    run_ranks(sums_small_alone, grid, forked=True)
