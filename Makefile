@@ -13,7 +13,7 @@
 
 PYTHON ?= python3
 PIP_ARGS ?=
-PYTEST_ARGS ?= -n 4 --dist loadfile
+PYTEST_ARGS ?= -n 4 --dist loadfile --no-loadscope-reorder
 
 VENV := .venv
 BIN := $(VENV)/bin
