@@ -160,7 +160,7 @@ def _owners(num_modules: int) -> dict[str, Mapping[str, Any]]:
 
 
 def _patchable() -> dict[str, dict[str, Any]]:
-    """What a test may patch, set or limit, as it is now: by owner and name."""
+    """Everything that a test may patch, set or limit, with the value that it has now: by owner and name."""
     limits = {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")}
     process = {
         "deterministic": torch.are_deterministic_algorithms_enabled(),

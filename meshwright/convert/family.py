@@ -143,13 +143,13 @@ class Family(ABC):
     outside: ClassVar[Names] = {}
     """Hugging Face's layer, or layers, by the name of our layer, of those outside of blocks."""
     inside: ClassVar[Names] = {}
-    """The same of a block, where all blocks are alike."""
+    """Hugging Face's layers within a block, by the name of ours, where all blocks are alike."""
     block: ClassVar[str] = ""
     """Hugging Face's name of a block, in which N is the number from 0."""
     rows: ClassVar[Mapping[str, str | int]] = {}
     """Our tables that are padded: the field that holds the rows that Hugging Face stores, or their number."""
     copied: ClassVar[Mapping[str, str]] = {}
-    """The result of `copies` where the head's weight is the table of tokens."""
+    """Tensors that a folder may hold twice, each with the one that it must equal: what `copies` returns."""
     renamed: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Patterns in names of older folders, and what stands there in `names`."""
     may_lack: ClassVar[tuple[str, ...]] = ()
@@ -194,8 +194,7 @@ class Family(ABC):
 
     def copies(self, model: Any) -> dict[str, str]:
         """Duplicates that a folder may hold: the tensor's name -> the name of the tensor that it must equal."""
-        # A section without the field has one table for tokens and head.
-        return dict(self.copied) if getattr(model, "tied", True) else {}
+        return dict(self.copied)
 
     def read(self, settings: Settings, stored: Set[str]) -> Model:
         """The model of a config.json, given the names of the stored tensors. Raises CheckpointError."""

@@ -46,6 +46,9 @@ class RotaryFamily(Family):
     rows: ClassVar = {"tokens": "vocabulary", "head": "vocabulary"}
     copied: ClassVar = {HEAD: TABLE}
 
+    def copies(self, model: Any) -> dict[str, str]:
+        return super().copies(model) if model.tied else {}
+
     def with_tokenizer(self, model: Any, text: str, tokenizer: Tokenizer) -> WithTokens:
         ids = {"bos_token": tokenizer.begin, "eos_token": tokenizer.end}
         tokens = {key: tokenizer.name_of(token) for key, token in ids.items() if token is not None}

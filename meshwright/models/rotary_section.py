@@ -144,6 +144,10 @@ class RotaryTransformer(TextTransformer):
     layers: Layers = 12
 
     @property
+    def inner(self) -> int:
+        return self.feed_forward
+
+    @property
     def expert_width(self) -> int:
         """The inner width of each expert."""
         width = self.experts.width if self.experts is not None else None

@@ -191,8 +191,8 @@ class Transformer(Network):
     @property
     def inner(self) -> int:
         """N: the width of the feed-forward layer."""
-        # Without a field for it the original Transformer's ratio, which GPT-2 and BERT kept.
-        return int(getattr(self, "feed_forward", 4 * self.hidden))
+        # The original Transformer's ratio, which GPT-2 and BERT kept.
+        return 4 * self.hidden
 
 
 class TextTransformer(Transformer):

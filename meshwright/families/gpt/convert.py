@@ -69,6 +69,9 @@ class Gpt2Family(Family):
     # The causal mask, a buffer that old versions stored.
     passed_over = re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)")
 
+    def copies(self, model: Gpt2) -> dict[str, str]:
+        return super().copies(model) if model.tied else {}
+
     def further(self, settings: Settings, stored: Set[str]) -> dict[str, object]:
         settings.only("activation_function", *_ACTIVATIONS)
         return {}

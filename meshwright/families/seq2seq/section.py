@@ -33,6 +33,10 @@ class EncoderDecoder(TextTransformer):
     """The share of the target that all classes have in equal parts (Szegedy et al., arXiv 1512.00567, section 7)."""
 
     @property
+    def inner(self) -> int:
+        return self.feed_forward
+
+    @property
     def num_blocks(self) -> int:
         return 2 * self.layers
 
