@@ -94,15 +94,6 @@ class StepFacts:
     rates: list[float] = field(default_factory=list)
 
 
-class SampledTrace(Trace):
-    """A trace that keeps samples, and the norms of the whole tensors."""
-
-    recorder: Recorder
-
-    def store(self, kind: str, name: str, call: int, x: Tensor) -> None:
-        self.tensors[kind, name, call] = self.recorder.keep(f"{kind}|{call}|{name}", x)
-
-
 def whole_model(module: nn.Module) -> nn.Module:
     """The largest module that holds another: scripts call parts of a model as well."""
     # Searched once a model: torch's modules do not know their parents.
@@ -118,7 +109,7 @@ class Recorder:
         self.plan, self.models = plan, list(models)
         self._inside = {id(inner) for model in models for inner in model.modules()}
         self.number, self._stepped, self._first, self.recorded = 1, False, True, 0
-        self._trace: SampledTrace | None = None
+        self._trace: Trace | None = None
         self.step, self.tensors = StepFacts(), dict[str, Tensor]()
         self._times: Counter[int] = Counter()
         environment = read_environment()
@@ -219,8 +210,11 @@ class Recorder:
         self.step.passes += 1
         if self._trace is None:
             one = len(self.models) == 1
-            self._trace = SampledTrace(self.models[0] if one else [("", model) for model in self.models])
-            self._trace.recorder = self
+            # Samples, and the norms of the whole tensors; a file's key has the call before the name.
+            self._trace = Trace(
+                self.models[0] if one else [("", model) for model in self.models],
+                keep=lambda key, x: self.keep(f"{key[0]}|{key[2]}|{key[1]}", x),
+            )
             self._trace.__enter__()
             for model in self.models:
                 self._trace.handles.append(model.register_forward_hook(self.after_model, with_kwargs=True))

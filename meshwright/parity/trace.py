@@ -73,6 +73,7 @@ class Trace:
     output as it is. `model`: one, or several stages of a rank with the names that they have in the whole; the output
     of a stage that has none is nobody's.
     `handles`: hooks that go with the trace.
+    `keep`: what stands for the tensor of a key in `tensors`; by default a copy, as its module may write into it later.
     `earlier`: a copy with earlier weights; what its modules give for the same is kept as the kind earlier-output.
     """
 
@@ -83,6 +84,7 @@ class Trace:
     order: list[tuple[str, int]] = field(default_factory=list)
     consumers: dict[str, str] = field(default_factory=dict)
     handles: list[RemovableHandle] = field(default_factory=list)
+    keep: Callable[[tuple[str, str, int], Tensor], Tensor] = lambda key, x: x.clone()
     _calls: dict[str, int] = field(default_factory=dict)
     _outputs: dict[int, tuple[str, Tensor]] = field(default_factory=dict)
 
@@ -108,10 +110,6 @@ class Trace:
             handle.remove()
         self._outputs.clear()
 
-    def store(self, kind: str, name: str, call: int, x: Tensor) -> None:
-        """Keep a tensor, which its module may write into later."""
-        self.tensors[kind, name, call] = x.clone()
-
     def _before(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: Any, keywords: Any) -> None:
             if in_backward():
@@ -120,10 +118,10 @@ class Trace:
                 producer = self._outputs.get(id(x))
                 if producer is not None and not name.startswith(f"{producer[0]}."):
                     self.consumers.setdefault(producer[0], name)
-            # Cloned, as modules may write into what they were given.
             taken = traced_tensor((arguments, keywords))
             if taken is not None:
-                self.store("input", name, self._calls.get(name, 0), local_of(taken))
+                key = "input", name, self._calls.get(name, 0)
+                self.tensors[key] = self.keep(key, local_of(taken))
 
         return hook
 
@@ -140,13 +138,15 @@ class Trace:
             if given is None or isinstance(given, nn.Parameter):  # weights are compared as such
                 return
             self.order.append((name, call))
-            self.store("output", name, call, local_of(given))
+            key = "output", name, call
+            self.tensors[key] = self.keep(key, local_of(given))
             self._keep_earlier(name, call, module, arguments, keywords)
             if given.requires_grad and not given.is_leaf:
 
                 def keep_gradient(gradient: Tensor | None) -> None:
                     if gradient is not None:  # autograd may have none for an output that only looks as if it were used
-                        self.store("output-gradient", name, call, local_of(gradient))
+                        key = "output-gradient", name, call
+                        self.tensors[key] = self.keep(key, local_of(gradient))
 
                 given.register_hook(keep_gradient)
 

@@ -23,11 +23,12 @@ from dataclasses import dataclass
 from functools import partial
 from queue import Queue, SimpleQueue
 from threading import Thread
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.cuda import Event
 
 from meshwright.ranks.comm import NAP_SECONDS, RankGroup, Work
 from meshwright.ranks.mailbox import PackedMailbox, Packet, Side, header_of
@@ -43,23 +44,22 @@ class Channel:
     outgoing: dist.ProcessGroup
     incoming: dist.ProcessGroup
 
-    def send(self, buffer: Tensor) -> Work:
+    def send(self, buffer: Tensor, *, batched: bool = False) -> Work:
+        """`batched`: as a batch of one, which uses the group's communicator; a plain isend would make another one."""
+        if batched:
+            batch = [dist.P2POp(dist.isend, buffer, group=self.outgoing, group_peer=self.peer)]
+            return dist.batch_isend_irecv(batch)[0]
         work = dist.isend(buffer, group=self.outgoing, group_dst=self.peer)
         assert work is not None, "this rank is not in the group of its own channel"
         return work
 
-    def receive(self, buffer: Tensor) -> Work:
+    def receive(self, buffer: Tensor, *, batched: bool = False) -> Work:
+        """`batched`: as a batch of one, as the neighbour sends it."""
+        if batched:
+            batch = [dist.P2POp(dist.irecv, buffer, group=self.incoming, group_peer=self.peer)]
+            return dist.batch_isend_irecv(batch)[0]
         work = dist.irecv(buffer, group=self.incoming, group_src=self.peer)
         assert work is not None, "this rank is not in the group of its own channel"
-        return work
-
-    def batched_send(self, buffer: Tensor) -> Work:
-        """Send as a batch of one, which uses the group's communicator; a plain isend would make another one."""
-        (work,) = dist.batch_isend_irecv([dist.P2POp(dist.isend, buffer, group=self.outgoing, group_peer=self.peer)])
-        return work
-
-    def batched_receive(self, buffer: Tensor) -> Work:
-        (work,) = dist.batch_isend_irecv([dist.P2POp(dist.irecv, buffer, group=self.incoming, group_peer=self.peer)])
         return work
 
 
@@ -115,9 +115,8 @@ class GlooMailbox(PackedMailbox):
         return Waiter(f"{self.axis} {what} {side}", done, failed)
 
     def _post(self, side: Side) -> None:
-        self._post_on_host(side, self.new_buffer(side))
-
-    def _post_on_host(self, side: Side, buffer: Tensor) -> None:
+        # Between devices the header alone comes from host to host.
+        buffer = self.new_buffer(side) if self.header_bytes else torch.empty(2, dtype=torch.int64)
         self._receivers[side].works.put((self.channels[side].receive(buffer), buffer))
 
     def _dispatch(self, to: Side, header: Tensor, buffer: Tensor) -> None:
@@ -154,27 +153,9 @@ class GlooMailbox(PackedMailbox):
             waiter.thread.join(JOIN_SECONDS)
 
 
-class Event(Protocol):
-    """A point in a device's stream of work."""
-
-    def query(self) -> bool:
-        """Whether the device has passed it."""
-
-
-class DeviceLinks(Protocol):
-    """Transfers between this rank's device and its neighbours'. Each returns at once, with its end as an Event."""
-
-    def mark(self) -> Event:
-        """An Event after all work enqueued so far."""
-
-    def send(self, to: Side, buffer: Tensor) -> Event: ...
-
-    def receive(self, side: Side, new_buffer: Callable[[], Tensor]) -> tuple[Event, Tensor]:
-        """Receive into a new buffer whose memory may be written at once."""
-
-
 class NcclLinks:
-    """NCCL's sends and receives: per link and direction one stream and one communicator.
+    """NCCL's sends and receives: per link and direction one stream and one communicator. Each returns at once, with its
+    end as an event.
 
     They are batches of one: an isend by itself would need another communicator, which is born at its first use.
     """
@@ -186,11 +167,12 @@ class NcclLinks:
         self._out_streams = {side: torch.cuda.Stream(device) for side in channels}
 
     def mark(self) -> Event:
+        """The event after all work enqueued so far."""
         return torch.cuda.current_stream(self.device).record_event()
 
     def send(self, to: Side, buffer: Tensor) -> Event:
         with torch.cuda.stream(self._out_streams[to]):
-            self.channels[to].batched_send(buffer).wait()  # the stream waits, not the host
+            self.channels[to].send(buffer, batched=True).wait()  # the stream waits, not the host
             return self.mark()
 
     def receive(self, side: Side, new_buffer: Callable[[], Tensor]) -> tuple[Event, Tensor]:
@@ -199,7 +181,7 @@ class NcclLinks:
             buffer = new_buffer()  # from this stream's memory: the other stream's might be in use by its kernels
             # Without this, memory freed while the compute stream still reads would go to the next message.
             buffer.record_stream(compute)
-            self.channels[side].batched_receive(buffer).wait()
+            self.channels[side].receive(buffer, batched=True).wait()
             return self.mark(), buffer
 
 
@@ -209,16 +191,13 @@ class DeviceMailbox(GlooMailbox):
     header_bytes = 0
 
     def __init__(
-        self, group: RankGroup, channels: Mapping[Side, Channel], device: torch.device, links: DeviceLinks
+        self, group: RankGroup, channels: Mapping[Side, Channel], device: torch.device, links: NcclLinks
     ) -> None:
         super().__init__(group, channels, device)
         self.links = links
         self._packed: dict[Side, deque[tuple[Event, Tensor, Tensor]]] = {side: deque() for side in channels}
         self._leaving: dict[Side, deque[tuple[Event, Tensor]]] = {side: deque() for side in channels}
         self._coming: dict[Side, deque[tuple[Event, Packet]]] = {side: deque() for side in channels}
-
-    def _post(self, side: Side) -> None:
-        self._post_on_host(side, torch.empty(2, dtype=torch.int64))
 
     def _dispatch(self, to: Side, header: Tensor, buffer: Tensor) -> None:
         # Not sent yet: the header promises that the tensors exist, so it leaves when the device has passed here.

@@ -88,13 +88,13 @@ class Links:
         self.sent += 1
         assert sum(mark.is_past() for mark in self.marks) >= self.sent, "what is sent has not been computed"
         buffer.view(torch.float64)[0] = time.monotonic()
-        return self.outgoing[to].give(lambda: self.channels[to].batched_send(buffer).wait())
+        return self.outgoing[to].give(lambda: self.channels[to].send(buffer, batched=True).wait())
 
     def receive(self, side: Side, new_buffer: Callable[[], Tensor]) -> tuple[Event, Tensor]:
         buffer, begun = new_buffer(), time.monotonic()
 
         def run() -> None:
-            self.channels[side].batched_receive(buffer).wait()
+            self.channels[side].receive(buffer, batched=True).wait()
             self.early += begun < float(buffer.view(torch.float64)[0])
 
         return self.incoming[side].give(run), buffer

@@ -218,11 +218,11 @@ class HostLinks:
         return Ended()
 
     def send(self, to: Side, buffer: Tensor) -> Ended:
-        return _ended(self.channels[to].batched_send(buffer))
+        return _ended(self.channels[to].send(buffer, batched=True))
 
     def receive(self, side: Side, new_buffer: Callable[[], Tensor]) -> tuple[Ended, Tensor]:
         buffer = new_buffer()
-        return _ended(self.channels[side].batched_receive(buffer)), buffer
+        return _ended(self.channels[side].receive(buffer, batched=True)), buffer
 
 
 def _ended(work: Work) -> Ended:

@@ -77,11 +77,11 @@ class StreamChannel(Channel):
 
     streams: Streams
 
-    def batched_send(self, buffer: Tensor) -> Work:
-        return StreamWork(super().batched_send(buffer), self.streams)
+    def send(self, buffer: Tensor, *, batched: bool = False) -> Work:
+        return StreamWork(super().send(buffer, batched=batched), self.streams)
 
-    def batched_receive(self, buffer: Tensor) -> Work:
-        return StreamWork(super().batched_receive(buffer), self.streams)
+    def receive(self, buffer: Tensor, *, batched: bool = False) -> Work:
+        return StreamWork(super().receive(buffer, batched=batched), self.streams)
 
 
 @dataclass(frozen=True)

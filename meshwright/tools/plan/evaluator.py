@@ -86,14 +86,12 @@ class SearchState:
         both = filter(None, (self.nearly_fits, later.nearly_fits))
         self.nearly_fits = min(both, key=lambda one: one[0], default=None)
 
-    def count(self, config: Config) -> None:
+    def count(self, config: Config, *, slow: bool = False) -> None:
+        """Count one layout; `slow`: one, or a whole group of layouts, that is above the cutoff."""
         self.legal += 1
         self.kinds.add(config.layout.tensor.kind)
-
-    def count_slow(self, config: Config) -> None:
-        """Count one layout, or a whole group of layouts, as above the cutoff."""
-        self.count(config)
-        self.slow.add(strategy_of(config))
+        if slow:
+            self.slow.add(strategy_of(config))
 
     def include_runner_up(self, runner_up: RunnerUp) -> None:
         """Keep the layout that lacks least; the earlier one of two that lack as much."""
@@ -143,7 +141,7 @@ class Evaluator:
             tight = verdict(memory, self.job.cluster) == "tight"
             found.queue.append(Queued(seconds, memory.total, tight, config))
         else:
-            found.count_slow(config)
+            found.count(config, slow=True)
 
     def evaluate_savings(self, config: Config, full: Collection[Config], found: SearchState, cutoff: float) -> None:
         """Estimate into `found` the layouts that save more memory than `config`; where one of them does not fit, those
@@ -209,7 +207,7 @@ class Evaluator:
         found.least[config.layout.layer] = min(seconds, found.least.get(config.layout.layer, seconds))
         if seconds < cutoff:
             return True
-        found.count_slow(config)
+        found.count(config, slow=True)
         return False
 
     def _room(

@@ -325,7 +325,7 @@ class _Search:
             for family in own:
                 # Two cuts together make no layer cheaper than one of them alone.
                 if any(self.found.least.get(cut, 0.0) >= cutoff for cut in cuts_within(family.layout)):
-                    self.found.count_slow(family)
+                    self.found.count(family, slow=True)
                 else:
                     self._evaluate(family, cutoff, found)
                 self.looked_at += 1
