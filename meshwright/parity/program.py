@@ -31,6 +31,11 @@ def named_models(model: Model) -> list[tuple[str, nn.Module]]:
     return list(model.items()) if isinstance(model, Mapping) else [("", one) for one in model]
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile has a part of the model. Hooks would compile each of its modules anew, alone."""
+    return any(isinstance(m, OptimizedModule) or m._compiled_call_impl is not None for m in model.modules())
+
+
 @dataclass
 class SteppedProgram:
     """A parallel program as `job.parallel` was told of it. `known`: paths of the reference's modules; `share`: this
@@ -55,9 +60,8 @@ class SteppedProgram:
 
     @property
     def compiled(self) -> bool:
-        """Whether torch.compile has a part of it. Hooks would compile each module anew, alone."""
-        modules = (module for _, model in named_models(self.model) for module in model.modules())
-        return any(isinstance(m, OptimizedModule) or m._compiled_call_impl is not None for m in modules)
+        """Whether torch.compile has a part of the model, or of one of its stages."""
+        return any(is_compiled(model) for _, model in named_models(self.model))
 
     def weights(self) -> dict[str, Tensor]:
         """This rank's weights, by the reference's names where it has these."""

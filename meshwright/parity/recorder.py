@@ -27,12 +27,12 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo import OptimizedModule
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from meshwright.environment import read_environment
 from meshwright.errors import ParityError
+from meshwright.parity.program import is_compiled
 from meshwright.parity.reference import rates_of, without_dropout
 from meshwright.parity.sampling import Strides, sampled, strides_of
 from meshwright.parity.tensors import write_tensors
@@ -232,9 +232,7 @@ class Recorder:
         self._first, run = False, self.run
         for model in self.models:
             run.dropout |= self._stack.enter_context(without_dropout(model))
-            run.compiled |= any(
-                isinstance(m, OptimizedModule) or m._compiled_call_impl is not None for m in model.modules()
-            )
+            run.compiled |= is_compiled(model)
         parameters = self._parameters()
         run.dtype = str(next(iter(parameters.values())).dtype).removeprefix("torch.")
         run.names, run.models = list(parameters), len(self.models)

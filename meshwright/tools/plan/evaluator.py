@@ -15,7 +15,17 @@ from meshwright.section import divisors, field_of, with_field
 from meshwright.tensor.section import Whole
 from meshwright.tools.plan.buckets import streams
 from meshwright.tools.plan.memory import Memory, verdict
-from meshwright.tools.plan.space import OFFLOAD, SAVINGS, Refused, SearchJob, is_fixed, layouts_of, orders_of, savings
+from meshwright.tools.plan.space import (
+    OFFLOAD,
+    SAVINGS,
+    Refused,
+    SearchJob,
+    is_fixed,
+    layouts_of,
+    orders_of,
+    ranks_of_layer,
+    savings,
+)
 
 if TYPE_CHECKING:
     from meshwright.tools.plan.estimate import Estimates
@@ -280,8 +290,8 @@ def round_of(layout: Layout) -> tuple[bool, int, int]:
     """Sort key of a search's rounds: one stage before several, then the number of cuts (tensor, context), then the
     ranks that share a layer. The cuts of `cuts_within` come in earlier rounds."""
     # One stage and few ranks are few layouts and mostly fast: later rounds meet a low cutoff.
-    ranks = math.prod(size for _, size in (*layout.context.axes, *layout.tensor.axes))
-    return layout.pipeline.size > 1, bool(layout.tensor.axes) + bool(layout.context.axes), ranks
+    cuts = bool(layout.tensor.axes) + bool(layout.context.axes)
+    return layout.pipeline.size > 1, cuts, ranks_of_layer(layout)
 
 
 def cuts_within(layout: Layout) -> Iterator[Hashable]:

@@ -292,7 +292,8 @@ def _contexts(config: Config, job: SearchJob) -> Iterator[ContextParallel]:
         yield ContextParallel(kind=kind, size=size)
 
 
-def _tensor_size(layout: Layout) -> int:
+def ranks_of_layer(layout: Layout) -> int:
+    """The number of ranks that share a layer."""
     return math.prod(size for _, size in (*layout.context.axes, *layout.tensor.axes))
 
 
@@ -379,7 +380,7 @@ def _experts(config: Config, job: SearchJob) -> list[int]:
 def _replicas_of_node(config: Config, job: SearchJob) -> int:
     """How many replicas a node has, or a domain of links as fast that is larger."""
     layout = config.layout
-    return _ranks_in_reach(config, job) // (_tensor_size(layout) * layout.pipeline.size)
+    return _ranks_in_reach(config, job) // (ranks_of_layer(layout) * layout.pipeline.size)
 
 
 def _ranks_in_reach(config: Config, job: SearchJob) -> int:
@@ -407,10 +408,10 @@ CHOICES = (
             for candidate in section.candidates(job.devices // config.layout.context.size)
         ),
     ),
-    Choice("layout.pipeline.size", lambda config, job: divisors(job.devices // _tensor_size(config.layout))),
+    Choice("layout.pipeline.size", lambda config, job: divisors(job.devices // ranks_of_layer(config.layout))),
     Choice(
         "layout.data.size",
-        lambda config, job: [job.devices // (_tensor_size(config.layout) * config.layout.pipeline.size)],
+        lambda config, job: [job.devices // (ranks_of_layer(config.layout) * config.layout.pipeline.size)],
     ),
     Choice(OFFLOAD, lambda config, job: ("none", "host")),
     Choice("layout.data.sync", _syncs),
