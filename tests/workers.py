@@ -73,7 +73,7 @@ def run_ranks(
     context = _context(threads)
     if transport == "threads" and threads == 1 and not any(map(needs_processes, arguments)):
         if not forked and os.environ.get(DEVICE, "cpu") == "cpu":
-            before = _patchable()
+            before = {owner: attributes.copy() for owner, attributes in _patchable().items()}
             try:
                 return _on_threads(function, grid, token_axes, arguments)
             except LaunchError as error:
@@ -159,16 +159,17 @@ def _owners(num_modules: int) -> dict[str, Mapping[str, Any]]:
     return {**named, **{f"{each.__module__}.{each.__qualname__}": vars(each) for each in classes}}
 
 
-def _patchable() -> dict[str, dict[str, Any]]:
-    """Everything that a test may patch, set or limit, with the value that it has now: by owner and name."""
+def _patchable() -> dict[str, Any]:
+    """Everything that a test may patch, set or limit, by owner and name: the attributes as they are when they are
+    looked at, the others as they are now."""
     limits = {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")}
     process = {
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "libraries": len(torch.library._impls),
         "directory": Path.cwd(),
     }
-    attributes = {owner: {**names} for owner, names in _owners(len(sys.modules)).items()}
-    return attributes | {"os.environ": {**os.environ}, "resource": limits, "this process": process}
+    set_or_limited = {"os.environ": {**os.environ}, "resource": limits, "this process": process}
+    return {**_owners(len(sys.modules)), **set_or_limited}
 
 
 def _changed(before: dict[str, dict[str, Any]]) -> list[str]:
@@ -177,11 +178,21 @@ def _changed(before: dict[str, dict[str, Any]]) -> list[str]:
     changed = [
         f"{owner}.{name}"
         for owner, attributes in before.items()
+        if not _same(attributes, now.get(owner, attributes))
         for name, value in attributes.items()
         if now.get(owner, attributes).get(name) is not value and value is not None and not name.startswith("__")
         if not (isinstance(value, str | int | tuple | Path) and now.get(owner, attributes).get(name) == value)
     ]
     return changed + [f"os.environ.{name}" for name in sorted(now["os.environ"].keys() - before["os.environ"].keys())]
+
+
+def _same(before: dict[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether both hold the same; false where they may not. dict's own comparison asks first whether values are the
+    same object, and takes a third of the time of a loop over all of them."""
+    try:
+        return before == now
+    except Exception:  # of values that have changed and know no truth of a comparison: tensors
+        return False
 
 
 class OnHost(pickle.Pickler):

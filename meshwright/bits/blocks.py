@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from meshwright.parameters.shard import seed_of
+from meshwright.parameters.shard import seed_generators, seed_of
 from meshwright.ranks.collectives import Moving, here, start_all_reduce, start_reduce_scatter
 from meshwright.ranks.comm import Comm
 
@@ -193,5 +193,5 @@ Draw = Callable[[int], list[int]]
 def own_stream(label: str, device: torch.device) -> Iterator[None]:
     """Random numbers from a stream that a label begins; the common one goes on as if nothing had been drawn."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed_of(label))
+        seed_generators(seed_of(label), device)
         yield

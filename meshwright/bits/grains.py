@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshwright.bits.fixed import rounded_loss
 from meshwright.model import Batch, Hidden
-from meshwright.parameters.shard import seed_of
+from meshwright.parameters.shard import seed_generators, seed_of
 
 RunPart = Callable[..., Any]
 
@@ -86,12 +86,12 @@ class SampleGrains:
         rounded = [rounded_loss(loss, self.scale) for (loss,) in losses]
         return (torch.stack(rounded).sum(),)
 
-    def seeded(self, run_part: RunPart) -> RunPart:
-        """run_part, which seeds torch's generator at the begin of each part."""
+    def seeded(self, run_part: RunPart, device: torch.device) -> RunPart:
+        """run_part, which seeds torch's generators at the begin of each part; `device`: where parts compute."""
 
         def run(part: int, function: Callable[..., Any], *arguments: Any) -> Any:
             self._part, self._drawn = part, 0
-            torch.manual_seed(self._seed(self.share))
+            seed_generators(self._seed(self.share), device)
             return run_part(part, function, *arguments)
 
         return run

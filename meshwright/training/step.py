@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshwright.model import Batch, counts_of, rows_of, scales_of, to_device
 from meshwright.optim.optimizer import StepResult
-from meshwright.parameters.shard import seed_of
+from meshwright.parameters.shard import seed_generators, seed_of
 from meshwright.parts import Parts
 from meshwright.ranks.grid import DATA_AXES, PIPE
 from meshwright.tensor.router import counted_loads
@@ -155,7 +155,7 @@ def replica_backward(parts: Parts, rows: Batch, counts: list[int], samples: int)
 
     def seed(index: int, chunk: int) -> None:
         own = f"/{chunk}" if chunk else ""
-        torch.manual_seed(seed_of(f"{config.seed}/dropout/{samples}/{index}/{place}{own}"))
+        seed_generators(seed_of(f"{config.seed}/dropout/{samples}/{index}/{place}{own}"), mesh.device)
 
     microbatches = parts.microbatches(rows)
     if config.model.routing.counts_first:
