@@ -28,7 +28,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshwright.model import Batch, Crossing, Hidden, Pieces, Scales
 from meshwright.parameters.gradients import WeightWork
-from meshwright.pipeline.placement import PiecePlacement
+from meshwright.pipeline.placement import ChunkPlacement
 from meshwright.pipeline.task import Arrival, Task
 from meshwright.ranks.comm import Comm, PieceSizes, Posted, size_bytes
 from meshwright.ranks.flight_recorder import Call
@@ -171,6 +171,6 @@ class PiecewiseChunks:
     `states`: the hidden states that all stages read, where each has a part of the head."""
 
     stages: Sequence[PieceStage]
-    placement: PiecePlacement
+    placement: ChunkPlacement
     exchanges: Exchanges
     states: TensorMeta | None = None

@@ -133,7 +133,7 @@ class Pipeline:
 
         def act(task: Task) -> Hidden | Crossing:
             nonlocal total
-            index, (chunk, place) = task.microbatch, pieces.placement.place(self.row.index, task.chunk)
+            index, (chunk, place) = task.microbatch, pieces.placement.places[self.row.index][task.chunk]
             stage = pieces.stages[chunk]
             if task.kind is TaskKind.FORWARD:
                 seed(index, task.chunk)
@@ -269,8 +269,9 @@ class Pipeline:
         # A message's subject is the position before the cut that it crossed: activations cross it inward.
         inward = self.forms[message.side][message.subject].inward
         kind, to = (TaskKind.FORWARD, message.subject + 1) if inward else (TaskKind.BACKWARD, message.subject)
-        placement, chunk = self.placement if pieces is None else pieces.placement, to // self.row.size
-        arrival = Arrival(kind, message.index, placement.entry(self.row.index, kind, chunk))
+        placement = self.placement if pieces is None else pieces.placement
+        numbers = placement.numbers[self.row.index][to // self.row.size]
+        arrival = Arrival(kind, message.index, numbers[0] if inward else numbers[-1])
         received[arrival] = message.tensors
         return arrival
 
@@ -290,7 +291,8 @@ class Pipeline:
         if to == self.row.index:
             received[arrival] = outgoing
             return [arrival]
-        position = self.placement.position(self.row.index, placement.place(self.row.index, task.chunk)[0])
+        chunk, _ = placement.places[self.row.index][task.chunk]
+        position = self.placement.positions[self.row.index][chunk]
         subject = position if task.kind is TaskKind.FORWARD else position - 1
         self.mailbox.send(self.sides[to], task.microbatch, outgoing, subject)
         return []
@@ -309,9 +311,9 @@ def message_forms(stage: int, placement: ChunkPlacement, passing: Sequence[tuple
     """The messages between a stage and its neighbours. `passing[k]`: the tensors that position k gives to k + 1."""
     meta: dict[Side, dict[int, CutForms]] = {"before": {}, "after": {}}
     sides = sides_of(stage, placement)
-    for position in placement.positions(stage):
+    for position in placement.positions[stage]:
         for subject, other in ((position - 1, position - 1), (position, position + 1)):
-            if 0 <= other < placement.num_positions and (there := placement.stage_of(other)) != stage:
+            if 0 <= other < placement.num_positions and (there := placement.stage_of[other]) != stage:
                 meta[sides[there]][subject] = CutForms(passing[subject], inward=other < position)
     return meta
 

@@ -117,7 +117,7 @@ class View:
     """Whether a chunk falls into pieces."""
 
     def __post_init__(self) -> None:
-        pieces = self.placement.pieces_of(self.stage)
+        pieces = self.placement.numbers[self.stage]
         # Past the frozen dataclass: what follows from the other fields is computed once, not at every look of a
         # schedule.
         self.__dict__.update(
@@ -179,7 +179,7 @@ class View:
         if not self.has_pieces:
             own = self.chunks[chunk]
             return own.forwards - own.num_done(self.kinds[-1])
-        counts = [self.chunks[piece] for piece in self.placement.pieces_of(self.stage)[chunk]]
+        counts = [self.chunks[piece] for piece in self.placement.numbers[self.stage][chunk]]
         return counts[0].forwards - min(each.num_done(self.kinds[-1]) for each in counts)
 
     @property

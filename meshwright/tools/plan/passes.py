@@ -131,7 +131,7 @@ class PipelinePhase:
     ) -> None:
         self.rule, self.placement, self.stages = rule, placement, placement.num_stages
         self.count, self.pace = count, pace
-        tasks = sum(len(own) for stage in range(self.stages) for own in placement.pieces_of(stage))
+        tasks = sum(len(own) for stage in range(self.stages) for own in placement.numbers[stage])
         self.tasks_of_one = tasks * len(rule.kinds)
         self.is_long = count * self.tasks_of_one > WHOLE_TASKS
         self.pieces = None if pieces is None else cache(pieces)
@@ -192,8 +192,8 @@ class PipelinePhase:
             return cost.seconds
 
         def latency(start: int, end: int, task: Task) -> float:
-            chunk, at = self.placement.place(start, task.chunk)
-            position = self.placement.position(start, chunk)
+            chunk, at = self.placement.places[start][task.chunk]
+            position = self.placement.positions[start][chunk]
             if self.pieces is not None and self.placement.crosses(start, task):
                 before = at if task.kind is TaskKind.FORWARD else at - 1
                 return _ticks(self.pieces(position, task.kind, 0).trades[before])
@@ -204,7 +204,7 @@ class PipelinePhase:
         ends: list[dict[int, float]] = [{} for _ in range(self.stages)]
         for span in timeline.spans:  # in the order in which they begin
             last[span.stage] = span
-            ends[span.stage][self.placement.place(span.stage, span.chunk)[0]] = span.end_seconds
+            ends[span.stage][self.placement.places[span.stage][span.chunk][0]] = span.end_seconds
             busy[span.stage] += span.seconds
         peaks = []
         for costs in begun:
@@ -234,8 +234,8 @@ class PipelinePhase:
 
     def cost(self, stage: int, task: Task, which: int) -> Cost:
         """The cost of a stage's task, or of one piece of it; `which`: the microbatch's place."""
-        chunk, at = self.placement.place(stage, task.chunk)
-        position = self.placement.position(stage, chunk)
+        chunk, at = self.placement.places[stage][task.chunk]
+        position = self.placement.positions[stage][chunk]
         if self.pieces is None:
             return self.costs(position, task.kind, which)
         own = self.pieces(position, task.kind, which).costs[at]
@@ -248,7 +248,7 @@ class PipelinePhase:
             [
                 sum(
                     self.cost(stage, Task(kind, 0, at), 1).seconds
-                    for own in self.placement.pieces_of(stage)
+                    for own in self.placement.numbers[stage]
                     for at in own
                 )
                 for kind in self.rule.kinds
