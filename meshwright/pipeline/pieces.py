@@ -17,9 +17,8 @@ that order, whatever rows came first: the same bits in every run.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -125,6 +124,7 @@ class _Trade:
     sent: Tensor
 
 
+@dataclass
 class Exchanges:
     """The trades of rows that a rank has begun, which travel while it does other tasks.
 
@@ -132,9 +132,8 @@ class Exchanges:
     one; how long each is under way is no matter.
     """
 
-    def __init__(self, comm: Comm) -> None:
-        self.comm = comm
-        self._under_way: deque[_Trade] = deque()
+    comm: Comm
+    _under_way: list[_Trade] = field(default_factory=list, init=False)
 
     def begin(self, task: Task, crossing: Crossing) -> None:
         """Send the rows that end a piece. `task`: what those that come let this stage do."""

@@ -88,9 +88,9 @@ class ChunkPlacement:
         if task.kind is TaskKind.WEIGHT:
             return None
         step = 1 if task.kind is TaskKind.FORWARD else -1
-        if self.crosses(stage, task):
-            return stage, task._replace(chunk=task.chunk + step)
-        chunk, _ = self.places[stage][task.chunk]
+        chunk, place = self.places[stage][task.chunk]
+        if place != (len(self.numbers[stage][chunk]) - 1 if step == 1 else 0):
+            return stage, Arrival(task.kind, task.microbatch, task.chunk + step)
         to = self.positions[stage][chunk] + step if chunk < self.num_chunks else -1
         if not 0 <= to < self.num_positions:
             return None

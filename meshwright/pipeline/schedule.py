@@ -24,7 +24,7 @@ from itertools import islice
 
 from meshwright.pipeline.placement import ChunkPlacement, Shape
 from meshwright.pipeline.spread_head import with_spread_head
-from meshwright.pipeline.task import Counters, Task, TaskKind, View
+from meshwright.pipeline.task import DONE, Counters, Task, TaskKind, View
 
 Schedule = Callable[[View], Task | None]
 """The task to do next, which must be ready; None: wait for a message."""
@@ -99,7 +99,7 @@ def message_driven(view: View) -> Task | None:
     if view.order:
         done = view.total.forwards + view.total.backwards
         rest = islice(view.order, done, None)  # all of the order's F and B that are done stand before
-        task = next(task for task in rest if view.chunks[task.chunk].num_done(task.kind) <= task.microbatch)
+        task = next(task for task in rest if view.chunks[task.chunk][DONE[task.kind]] <= task.microbatch)
         if view.ready(task.kind, task.chunk):
             return task
         waiting = (chunk for chunk in deepest_first if view.ready(TaskKind.WEIGHT, chunk))
@@ -173,7 +173,7 @@ def forward_only(view: View) -> Task | None:
 
 def in_order(view: View) -> Task | None:
     """The order that the rule gives the stage: a task whose message is late is waited for."""
-    task = view.order[sum(map(view.num_done, view.kinds))]
+    task = view.order[sum(view.total[DONE[kind]] for kind in view.kinds)]
     return task if view.ready(task.kind, task.chunk) else None
 
 

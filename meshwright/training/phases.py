@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from meshwright.pipeline.span import Moment, Span, Watch, phase_span, seconds_between
+from meshwright.pipeline.span import Moment, Span, Watch, seconds_between
 from meshwright.ranks.flight_recorder import FlightRecorder
 
 PIPELINE, DATA_PARALLEL, OPTIMIZER = PHASES = ("pipeline", "data_parallel", "optimizer")
@@ -73,4 +73,4 @@ class PhaseClock:
 
     def spans(self, stage: int) -> list[Span]:
         """Every time that the step was in a phase, but for the pipeline's, which its tasks show."""
-        return [phase_span(stage, phase, start(), end()) for phase, start, end in self._ended if phase != PIPELINE]
+        return [Span(stage, phase, phase, start(), end()) for phase, start, end in self._ended if phase != PIPELINE]

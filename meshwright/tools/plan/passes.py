@@ -30,10 +30,10 @@ from math import lcm
 
 from meshwright.config import Config
 from meshwright.parts import placement_of, rule_of
-from meshwright.pipeline.clock import Pace, simulate, undisturbed
+from meshwright.pipeline.clock import Pace, simulate
 from meshwright.pipeline.placement import ChunkPlacement
 from meshwright.pipeline.schedule import ScheduleRule
-from meshwright.pipeline.span import Span, Timeline, phase_span
+from meshwright.pipeline.span import Span, Timeline
 from meshwright.pipeline.task import Task, TaskKind
 from meshwright.tools.plan.memory import Peak
 from meshwright.tools.plan.recorder import Cost, PieceCosts, place
@@ -98,7 +98,7 @@ class Passes:
 
 
 def phase_of(
-    config: Config, placement: ChunkPlacement, costs: TaskCosts, latency: Latency, pace: Pace = undisturbed,
+    config: Config, placement: ChunkPlacement, costs: TaskCosts, latency: Latency, pace: Pace | None = None,
     pieces: Pieces | None = None,
 ) -> PipelinePhase:  # fmt: skip
     """The pipeline phase of a step. `costs`: with all stages at work; `pace`: how much faster tasks are while fewer
@@ -126,7 +126,7 @@ class PipelinePhase:
         count: int,
         costs: TaskCosts,
         latency: Latency,
-        pace: Pace,
+        pace: Pace | None,
         pieces: Pieces | None = None,
     ) -> None:
         self.rule, self.placement, self.stages = rule, placement, placement.num_stages
@@ -156,7 +156,7 @@ class PipelinePhase:
                 return shorter.shown()
             # Under GPipe no state recurs, since microbatches pile up between the stages.
             known = None if self.fills else self.repeated(some, shorter)
-            if known is None and before is not None and self.pace is undisturbed:
+            if known is None and before is not None and self.pace is None:
                 grown = (shorter.seconds - before[1].seconds) / (some - before[0])
                 if abs(grown - self.slowest) <= _ALIKE * self.slowest:
                     known = self.line(some, shorter, *before)
@@ -222,7 +222,7 @@ class PipelinePhase:
 
     def repeated(self, some: int, shorter: Passes) -> Passes | None:
         """The whole step, if a period shows before the shorter step's first stage takes in its last microbatch."""
-        period = _period(shorter.timeline, exact=self.pace is undisturbed)
+        period = _period(shorter.timeline, exact=self.pace is None)
         if period is None:
             return None
         microbatches, seconds, busy = period
@@ -266,7 +266,7 @@ class PipelinePhase:
 
         peaks = longer.peaks
         seconds = as_before = beyond(longer.seconds, shorter.seconds)
-        if self.pace is undisturbed:
+        if self.pace is None:
             # Two steps that are too short may show a pace below the slowest stage's.
             seconds = max(seconds, (self.count - some) * self.slowest)
         delays = [seconds] * self.stages
@@ -391,7 +391,7 @@ def finish(
     late = [_wait_for_published(own, begin, publishes) for own, begin in zip(sums, begins, strict=True)]
     seconds = max(over, *(done + waits for done, waits in zip(stepped, late, strict=True)))
     spans = [
-        phase_span(stage, name, start, end)
+        Span(stage, name, name, start, end)
         for stage, span in enumerate(passes.last)
         for name, start, end in (
             (DATA_PARALLEL, span.end_seconds, ends[stage]),

@@ -10,6 +10,7 @@ the last layer of a group need not be computed again to its end.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,7 +35,7 @@ from meshwright.parts import (
     recompute_in,
     rule_of,
 )
-from meshwright.pipeline.stage import Stage, run_model
+from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.grid import PIPE, REPLICA_AXES, Grid
 from meshwright.ranks.mailbox import TensorMeta
@@ -236,7 +237,7 @@ def _record(
     sync = layout.data.strategy
     strategy = load_entry(sync.synchroniser)([], mesh, load_entry(sync.policy)())
     strategy.expect(False)  # no bucket leaves: sums of gradients are programs of their own (buckets.py)
-    run, leads = strategy.forward if chunk.last else run_model, layout.tensor.leading_ranks
+    run, leads = strategy.forward if chunk.last else operator.call, layout.tensor.leading_ranks
     stage = Stage(model, gradients, run=run, autocasts=autocasts_of(config, mesh), multiplies=multiplies_in(config))
     programs: dict[TaskKind, list[Program]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}
     leaving: dict[TaskKind, list[frozenset[int]]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}

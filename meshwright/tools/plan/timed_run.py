@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.config import Config
 from meshwright.memory.offload import SINGLE
-from meshwright.pipeline.clock import Pace, undisturbed
+from meshwright.pipeline.clock import Pace
 from meshwright.pipeline.schedule import FORWARD_ONLY
 from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.mailbox import AHEAD
@@ -46,7 +46,7 @@ class TimedRun(Composition):
         self.forward_timer = planner.timer(config, self.devices_per_host)
         self.agreement = self.network.collective(self.peers, "broadcast", 8) if self.agrees else 0.0
         """Seconds until a stage's ranks agree on a task."""
-        self.pace: Pace = undisturbed
+        self.pace: Pace | None = None
         if self.cluster.cores is not None:
             # Stages that wait leave their cores to the others; where every rank has a device, nobody can.
             ranks, timer = self.grid.world_size // len(stages), self.timer
