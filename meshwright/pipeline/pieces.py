@@ -29,8 +29,7 @@ from meshwright.model import Batch, Crossing, Hidden, Pieces, Scales
 from meshwright.parameters.gradients import WeightWork
 from meshwright.pipeline.placement import ChunkPlacement
 from meshwright.pipeline.task import Arrival, Task
-from meshwright.ranks.comm import Comm, PieceSizes, Posted, size_bytes
-from meshwright.ranks.flight_recorder import Call
+from meshwright.ranks.comm import Comm, PieceSizes, Posted
 from meshwright.ranks.mailbox import TensorMeta
 
 if TYPE_CHECKING:
@@ -133,7 +132,7 @@ class Exchanges:
     """
 
     comm: Comm
-    _under_way: list[_Trade] = field(default_factory=list, init=False)
+    under_way: list[_Trade] = field(default_factory=list, init=False)
 
     def begin(self, task: Task, crossing: Crossing) -> None:
         """Send the rows that end a piece. `task`: what those that come let this stage do."""
@@ -143,24 +142,18 @@ class Exchanges:
         # Comms count elements, and know nothing of rows.
         sizes = (tuple(count * width for count in counts) for counts in (crossing.taken, crossing.given))
         posted = self.comm.post_all_to_all(came, rows, PieceSizes(*sizes))
-        self._under_way.append(_Trade(task, posted, came, rows))
+        self.under_way.append(_Trade(task, posted, came, rows))
 
     @property
     def is_empty(self) -> bool:
-        return not self._under_way
-
-    @property
-    def call(self) -> Call:
-        """The wait of a rank as long as none is over."""
-        size = sum(size_bytes(trade.came) for trade in self._under_way)
-        return Call(self.comm.axis, "all_to_all", size, self.comm.ranks)
+        return not self.under_way
 
     def poll(self) -> list[tuple[Arrival, Tensor]]:
         """The rows that have come since the last call, with the tasks that they make ready. Waits for nothing."""
-        over = [trade for trade in self._under_way if trade.posted.is_completed()]
+        over = [trade for trade in self.under_way if trade.posted.is_completed()]
         for trade in over:
             trade.posted.wait()  # on a GPU its stream may read them only behind this
-            self._under_way.remove(trade)
+            self.under_way.remove(trade)
         return [(trade.arrival, trade.came) for trade in over]
 
 

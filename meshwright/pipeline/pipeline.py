@@ -25,7 +25,8 @@ from meshwright.pipeline.schedule import FORWARD_ONLY, Schedule, ScheduleRule
 from meshwright.pipeline.span import Moment, Span, Watch, task_span
 from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.task import Arrival, Task, TaskKind, View
-from meshwright.ranks.comm import NAP_SECONDS, Comm
+from meshwright.ranks.comm import NAP_SECONDS, Comm, size_bytes
+from meshwright.ranks.flight_recorder import Call
 from meshwright.ranks.grid import PIPE
 from meshwright.ranks.mailbox import CutForms, Mailbox, Message, MessageMeta, Side, TensorMeta
 from meshwright.ranks.mesh import Mesh
@@ -260,7 +261,9 @@ class Pipeline:
             arrived.extend(self._polled(received, pieces))
             return bool(arrived)
 
-        with self.mesh.recorder.waiting(pieces.exchanges.call):
+        comm, trades = pieces.exchanges.comm, pieces.exchanges.under_way
+        size = sum(size_bytes(trade.came) for trade in trades)
+        with self.mesh.recorder.waiting(Call(comm.axis, "all_to_all", size, comm.ranks)):
             self.mesh.transport.wait_until(ready)
         return arrived
 

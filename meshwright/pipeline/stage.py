@@ -52,18 +52,18 @@ class Stage:
         model: Model,
         gradients: Gradients,
         *,
-        run: RunForward = operator.call,
+        run: RunForward | None = None,
         autocasts: tuple[str, torch.dtype] | None = None,
         multiplies: Computing = nullcontext,
         number: int = 0,
         grains: SampleGrains | None = None,
     ) -> None:
-        """`number`: the chunk's among its rank's. `autocasts`: (device type, dtype) of autocast in forward passes (O1)
-        or None. `multiplies`: makes the context of all passes, by which a CPU multiplies half precision.
-        `grains`: None: a microbatch is computed at once."""
+        """`run`: None: the model's own forward pass. `number`: the chunk's among its rank's. `autocasts`: (device type,
+        dtype) of autocast in forward passes (O1) or None. `multiplies`: makes the context of all passes, by which a CPU
+        multiplies half precision. `grains`: None: a microbatch is computed at once."""
         self.model, self.is_last = model, model.chunk.last
         self.gradients = gradients
-        self.run_forward = run
+        self.run_forward: RunForward = run or operator.call
         self.autocasts, self.multiplies = autocasts, multiplies
         self.autocast: Computing = nullcontext if autocasts is None else partial(torch.autocast, *autocasts)
         """Makes the context of forward passes."""

@@ -25,8 +25,7 @@ from meshwright.pipeline.span import Moment, Span
 from meshwright.ranks.grid import DATA_AXES, PIPE
 from meshwright.training.checks import (
     REMEDY,
-    copy_hashes,
-    gathered,
+    gathered_hashes,
     require_equal_replicas,
     require_finite_weights,
     saved,
@@ -165,7 +164,7 @@ class Trainer:
             raise DivergedError(f"step {self.step}: every step overflowed and was skipped; {REMEDY}")
         require_finite_weights(parts, self.step)
         if config.check.every:
-            require_equal_replicas(parts, self.step, gathered(parts, copy_hashes(parts, saved(parts))))
+            require_equal_replicas(parts, self.step, gathered_hashes(parts, saved(parts)))
 
     @property
     def spans(self) -> list[Span]:

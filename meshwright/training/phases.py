@@ -35,12 +35,15 @@ class PhaseClock:
         self._watch.start()
         self._ended: list[tuple[str, Moment, Moment]] = []
         self._running: tuple[str, Moment] | None = None
+        self.ended = self._watch.now()
+        """The end of the step's last phase."""
 
     def begin(self, phase: str | None) -> None:
         """End the phase that the step is in, and begin this one; None: it is in none then."""
         now = self._watch.now()
         if self._running is not None:
             self._ended.append((*self._running, now))
+            self.ended = now
         self._running = None if phase is None else (phase, now)
         self._recorder.enter(BETWEEN if phase is None else PHASE_WORDS.get(phase, phase))
 
@@ -54,11 +57,6 @@ class PhaseClock:
             if index is None:
                 return
             yield index
-
-    @property
-    def ended(self) -> Moment:
-        """The end of the step's last phase."""
-        return self._ended[-1][2]
 
     def seconds_since(self, before: Moment | None) -> float:
         """Seconds from `before`, the end of the step before, to the end of this one. None: from its own beginning."""

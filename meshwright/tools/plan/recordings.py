@@ -10,7 +10,6 @@ the last layer of a group need not be computed again to its end.
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -237,7 +236,7 @@ def _record(
     sync = layout.data.strategy
     strategy = load_entry(sync.synchroniser)([], mesh, load_entry(sync.policy)())
     strategy.expect(False)  # no bucket leaves: sums of gradients are programs of their own (buckets.py)
-    run, leads = strategy.forward if chunk.last else operator.call, layout.tensor.leading_ranks
+    run, leads = strategy.forward if chunk.last else None, layout.tensor.leading_ranks
     stage = Stage(model, gradients, run=run, autocasts=autocasts_of(config, mesh), multiplies=multiplies_in(config))
     programs: dict[TaskKind, list[Program]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}
     leaving: dict[TaskKind, list[frozenset[int]]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}
