@@ -25,6 +25,7 @@ in 2 steps, however many ranks cut the sequence, and one that fills the row send
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -186,30 +187,33 @@ class RingAttention(CutContext):
         return Moving(self.comm.exchange(block, after, came, before, wait=False), lambda: came)
 
 
+@dataclass
 class _Home:
     """The way of blocks' gradients to their owners. Behind a block: each rank adds its part, and the sum ends at the
-    owner. Straight: each rank sends its addend there, and the owner sums in step order."""
+    owner. Straight: each rank sends its addend there, and the owner sums in step order. `own`: the rank's own block,
+    and `dtype` that of gradients."""
 
-    def __init__(self, ring: RingAttention, like: Tensor, dtype: torch.dtype, *, straight: bool) -> None:
-        """`like`: a block, and `dtype` that of its gradients."""
-        self._ring, self._like, self._dtype, self._straight = ring, like, dtype, straight
-        self._total: Tensor | None = None
-        self._coming: Moving | None = None
+    ring: RingAttention
+    own: Tensor
+    dtype: torch.dtype
+    straight: bool
+    _total: Tensor | None = None
+    _coming: Moving | None = None
 
     def block(self) -> Tensor:
         """Where a step's block has its gradients added: zeros, or behind a block what the ranks before added up."""
-        if self._straight or self._coming is None:
-            return torch.zeros_like(self._like, dtype=self._dtype)
+        if self.straight or self._coming is None:
+            return torch.zeros_like(self.own, dtype=self.dtype)
         return self._coming.wait()
 
     def leave(self, step: int, dblock: Tensor) -> None:
         """Send the gradients of a step's block on."""
-        if not self._straight:
-            self._coming = self._ring.start(dblock)
+        if not self.straight:
+            self._coming = self.ring.start(dblock)
         elif self._total is None:
             self._total = dblock  # of the rank's own block, which is the first
         else:
-            coming = self._ring.start(dblock, -step)
+            coming = self.ring.start(dblock, -step)
             self.sum()  # one comes at a time, so that memory does not grow with the ranks
             self._coming = coming
 

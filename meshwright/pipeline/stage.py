@@ -134,12 +134,6 @@ class Stage:
                     work(final)
 
     @torch.no_grad()
-    def preview(self, incoming: Hidden, batch: Batch, scales: Scales) -> Hidden:
-        """F of a whole microbatch, without gradients."""
-        with self.multiplies(), self.autocast():
-            return self.run_forward(self.model, batch, scales, incoming)
-
-    @torch.no_grad()
     def evaluate(self, incoming: Hidden, batch: Batch) -> Hidden:
         """Forward without gradients: the activation for the next stage, or (normed hidden states,)."""
         with self.multiplies(), self.autocast():

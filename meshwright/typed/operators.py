@@ -150,11 +150,6 @@ def sums(call: Call) -> Kind:
     return add(call.kinds, call.shape)
 
 
-def chosen(call: Call) -> Kind:
-    condition, *kinds = call.kinds
-    return multiply([condition, add(kinds, call.shape)], call.shape)
-
-
 def filled(call: Call) -> Kind:
     kind, mask = call.kinds[:2]
     value = call.given["value"]
@@ -164,7 +159,9 @@ def filled(call: Call) -> Kind:
 
 
 def copied(call: Call) -> Kind:
-    """The last input, written over the first."""
+    """The last input, written over the first, or a number (fill)."""
+    if len(call.inputs) == 1:
+        return Kind(uncut(call.shape), constant=True)
     source = call.kind_of(call.inputs[-1])
     dims, lost = broadcast([source], call.shape)
     return joined([source], dims, lost, source.partial)
@@ -473,9 +470,10 @@ _ROWS: dict[str, Rule] = {
     """: of_numbers,
     "add sub rsub": sums,
     "neg clone _to_copy positive detach alias lift_fresh": lambda call: call.kinds[0],
-    "copy": copied, "fill": lambda call: copied(call) if len(call.inputs) > 1 else of_numbers(call),
+    "copy fill": copied,
     "mul": lambda call: multiply(call.kinds, call.shape),
-    "div": linear_in_first, "where": chosen, "masked_fill": filled,
+    "div": linear_in_first, "masked_fill": filled,
+    "where": lambda call: multiply([call.kinds[0], add(call.kinds[1:], call.shape)], call.shape),
     # self + value * tensor1 * tensor2
     "addcmul": lambda call: add(
         [call.kind("self"), multiply([call.kind("tensor1"), call.kind("tensor2")], call.shape)], call.shape
