@@ -174,7 +174,8 @@ class Context:
         if self.size == 1:
             return torch.arange(start, start + count, device=device)
         assert start == 0, "tokens follow a cache where sequences are whole"
-        runs = self.runs(count * self.size, index)
+        of_rank = () if index is None else (index,)  # another package's runs may know its own rank alone
+        runs = self.runs(count * self.size, *of_rank)
         return torch.cat([torch.arange(run.start, run.stop, device=device) for run in runs])
 
     def cut(self, batch: Batch, inside: Collection[str]) -> Batch:

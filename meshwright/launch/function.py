@@ -163,7 +163,7 @@ def prepare(function: str, ranks: Ranks) -> None:
         from meshwright.launch.forked import start_server
 
         with suppress(OSError):  # run() meets the same error, and reports it
-            start_server(Job(_ENTRY, preload=[function.rpartition(":")[0], *ranks.modules]).modules)
+            start_server(Job(_ENTRY, preload=[function.rpartition(":")[0], *ranks.modules]))
 
 
 def _run_here(function: Callable[..., Any], ranks: Ranks, arguments: Mapping[str, Any]) -> list[Any]:

@@ -55,12 +55,6 @@ class Job:
             raise LaunchError(f"entry {self.entry} does not exist: {error}") from error
         return entry
 
-    @property
-    def modules(self) -> list[str]:
-        """Modules that the job imports; a script (.py) is none."""
-        names = [self.entry.rpartition(":")[0], *self.preload]
-        return [name for name in names if not name.endswith(".py")]
-
     def write(self, folder: Path) -> None:
         """Write the job into a launch folder, for its workers."""
         (folder / _FILE).write_text(json.dumps(asdict(self)))
