@@ -133,7 +133,9 @@ class Trainer:
         assert told is not None
         assert told.reports is not None
         self._unread = record if late else None
-        self.batch = replace(following, counts=told.reports.next_counts(mesh.grid.group(mesh.rank, *DATA_AXES)))
+        counts = told.reports["next_counts"]  # of each label's valid elements: those of all replicas make a batch's
+        replicas = (counts[rank] for rank in mesh.grid.group(mesh.rank, *DATA_AXES))
+        self.batch = replace(following, counts=[sum(column) for column in zip(*replicas, strict=True)])
         self.step += 1
         if (every := self.parts.config.memory.empty_cache_every) and self.step % every == 0:
             release_free_memory(mesh.device)
