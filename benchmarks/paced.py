@@ -144,11 +144,11 @@ class PacedStage(Stage):
 
     @property
     def is_first(self) -> bool:
-        return self.run.placement.position(self.index, self.chunk) == 0
+        return self.run.placement.positions[self.index][self.chunk] == 0
 
     @property
     def is_last(self) -> bool:
-        return self.run.placement.position(self.index, self.chunk) == self.run.placement.num_positions - 1
+        return self.run.placement.positions[self.index][self.chunk] == self.run.placement.num_positions - 1
 
     def forward(self, index: int, incoming: Hidden, batch: Batch, scales: Scales) -> Hidden:
         task = Task(TaskKind.FORWARD, index, self.chunk)

@@ -50,7 +50,7 @@ from meshwright.model import Batch, Crossing, Hidden, Scales
 from meshwright.pipeline.clock import simulate
 from meshwright.pipeline.pieces import Exchanges, PiecewiseChunks
 from meshwright.pipeline.pipeline import Pipeline, message_forms
-from meshwright.pipeline.placement import ChunkPlacement, PiecePlacement
+from meshwright.pipeline.placement import ChunkPlacement
 from meshwright.pipeline.schedule import MESSAGE_DRIVEN, ONE_F_ONE_B, SPLIT, ZB_V, ScheduleRule, in_order
 from meshwright.pipeline.span import Timeline
 from meshwright.pipeline.task import Arrival, Task, TaskKind
@@ -180,7 +180,7 @@ class Run:
             return whole
         layers = LAYERS // whole.num_chunks
         pieces = (2 * layers + 1,) * whole.num_positions
-        return PiecePlacement(whole.num_stages, whole.num_chunks, whole.shape, pieces)
+        return ChunkPlacement(whole.num_stages, whole.num_chunks, whole.shape, pieces)
 
     def costs(self, stage: int, task: Task) -> float:
         share = 1 / self.chunks.num_chunks
@@ -197,8 +197,8 @@ class Run:
         """The part of its chunk that a piece computes."""
         if not self.in_pieces:
             return 1.0
-        chunk, place = self.placement.place(stage, task.chunk)
-        last = len(self.placement.pieces_of(stage)[chunk]) - 1
+        chunk, place = self.placement.places[stage][task.chunk]
+        last = len(self.placement.numbers[stage][chunk]) - 1
         layer = 1 / (last // 2)
         if place % 2:
             return EXPERTS * layer
@@ -282,7 +282,7 @@ class PacedChunk:
 
     @property
     def is_last(self) -> bool:
-        return self.run.chunks.position(self.index, self.chunk) == self.run.chunks.num_positions - 1
+        return self.run.chunks.positions[self.index][self.chunk] == self.run.chunks.num_positions - 1
 
     def _done(self, task: Task) -> Hidden | Crossing:
         """Sleep, then what the task gives: a message, or rows, which say when they are due."""
@@ -299,7 +299,7 @@ class PacedChunk:
         return (torch.full(self.form.shape, due, dtype=self.form.dtype),)
 
     def _piece(self, place: int) -> int:
-        return self.run.placement.pieces_of(self.index)[self.chunk][place]
+        return self.run.placement.numbers[self.index][self.chunk][place]
 
 
 class PacedWhole(PacedChunk):
@@ -373,7 +373,6 @@ def paced(
             forms = message_forms(index, whole, [(form,)] * (whole.num_positions - 1))
             pieces = None
             if run.in_pieces:
-                assert isinstance(run.placement, PiecePlacement), run
                 held = HeldExchanges(mesh, run.exchange / (2 * LAYERS) * seconds)
                 pieces = PiecewiseChunks(stages, run.placement, held)
             driver = Pipeline(

@@ -50,7 +50,8 @@ def main() -> None:
         reports = StepReports(TABLE, report, rows, DONE)
         assert reports["loss"][0] == report["loss"]
         assert not reports.reduced("stop")
-        reports.next_counts(peers)
+        counts = reports["next_counts"]
+        assert [sum(column) for column in zip(*(counts[rank] for rank in peers), strict=True)] == [8 * len(peers)]
         return reports
 
     def rank_0() -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from meshwright.context.kernels import InTiles, kernel_of
+from meshwright.context.kernels import Kernel, kernel_of
 from meshwright.tensor.gelu import gelu_by_slices
 
 Attention = Literal["fused", "fused-softmax", "steps", "torch"]
@@ -87,7 +87,7 @@ class AsOnDevice(TorchFunctionMode):
         if function is F.scaled_dot_product_attention and self.attention != "torch":
             return self._attend(*args, **(kwargs or {}))
         if function is kernel_of and self.attention != "fused":
-            return InTiles()  # what gives a ring its sums, too
+            return Kernel()  # what gives a ring its sums, too
         if function is F.dropout and self.device_type == "cuda":
             return self._drop(*args, **(kwargs or {}))
         if function is F.rms_norm and self.device_type == "cuda" and not self.norms_in_steps:

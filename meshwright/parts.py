@@ -39,10 +39,9 @@ from meshwright.parameters.shard import ShardSpec, draw_values, initialise, shar
 from meshwright.pipeline.partition import ranges_of
 from meshwright.pipeline.pieces import Exchanges, PieceStage, PiecewiseChunks
 from meshwright.pipeline.pipeline import Pipeline, message_forms
-from meshwright.pipeline.placement import ChunkPlacement, PiecePlacement
+from meshwright.pipeline.placement import ChunkPlacement
 from meshwright.pipeline.schedule import MESSAGE_DRIVEN, ONE_F_ONE_B, ScheduleRule
-from meshwright.pipeline.spread_head import SpreadHeadPlacement
-from meshwright.pipeline.stage import Computing, Grains, Stage
+from meshwright.pipeline.stage import Computing, Stage
 from meshwright.ranks.grid import EXPERT, PIPE
 from meshwright.ranks.mailbox import MessageMeta, TensorMeta
 from meshwright.ranks.mesh import Mesh
@@ -89,7 +88,7 @@ class Stages:
 
     def of(self, stage: int) -> tuple[Chunk, ...]:
         """A stage's chunks."""
-        return tuple(self.chunks[position] for position in self.placement.positions(stage))
+        return tuple(self.chunks[position] for position in self.placement.positions[stage])
 
     def ends(self, position: int) -> tuple[tuple[TensorMeta, ...], tuple[TensorMeta, ...]]:
         """(Tensors that a position receives, tensors that it sends)."""
@@ -271,7 +270,7 @@ def plan_stages(config: Config, mesh: Mesh) -> Stages:
     hidden: Hidden = ()
     rows = config.bits.samples * config.layout.tensor.shares[0] if config.bits.layout_free else config.micro
     for position, chunk in enumerate(stages.chunks if settings.head == "spread" else stages.chunks[:-1]):
-        kit, model = models[stages.placement.stage_of(position)]
+        kit, model = models[stages.placement.stage_of[position]]
         with torch.no_grad():
             # A forward pass on meta tensors gives the shapes and dtypes of messages.
             hidden = model.hidden_states(empty_batch(config, kit, model, torch.device("meta"), rows), hidden, chunk)
@@ -293,12 +292,12 @@ def placement_of(config: Config) -> ChunkPlacement:
     return ChunkPlacement(pipeline.size, pipeline.chunks if pipeline.size > 1 else 1, pipeline.placement)
 
 
-def piece_placement_of(config: Config, partition: Sequence[int]) -> PiecePlacement:
+def piece_placement_of(config: Config, partition: Sequence[int]) -> ChunkPlacement:
     """Which stage has which pieces where rows travel as messages: a layer with experts is cut twice."""
     whole = placement_of(config)
     layers = ranges_of(partition)
     pieces = tuple(1 + 2 * sum(config.model.has_experts(layer) for layer in own) for own in layers)
-    return PiecePlacement(whole.num_stages, whole.num_chunks, whole.shape, pieces)
+    return ChunkPlacement(whole.num_stages, whole.num_chunks, whole.shape, pieces)
 
 
 def chunks_of(partition: Sequence[int], head_over: tuple[str, ...] = ()) -> tuple[Chunk, ...]:
@@ -418,7 +417,7 @@ def multiplies_in(config: Config) -> Computing:
 
 
 def build_pipeline(
-    config: Config, mesh: Mesh, model: Chain, stages: Stages, strategy: Strategy, grains: Grains | None = None
+    config: Config, mesh: Mesh, model: Chain, stages: Stages, strategy: Strategy, grains: SampleGrains | None = None
 ) -> Pipeline:
     """The stage's chunks with their schedule, mailboxes and context."""
     index, placement = mesh.index(PIPE), stages.placement
@@ -440,7 +439,7 @@ def build_pipeline(
     piecewise = None
     if data.in_pieces and mesh.device.type != "meta":
         in_pieces = piece_placement_of(config, [len(chunk.layers) for chunk in stages.chunks])
-        whole = zip(own, in_pieces.pieces_of(index), strict=True)
+        whole = zip(own, in_pieces.numbers[index], strict=True)
         pieces = [PieceStage(stage, numbers[0]) for stage, numbers in whole]
         piecewise = PiecewiseChunks(pieces, in_pieces, Exchanges(mesh.comm(EXPERT)))
     elif stages.states is not None and mesh.device.type != "meta":
@@ -454,7 +453,7 @@ def build_pipeline(
 
 def _with_spread_head(whole: Stage, model: Chain, stages: Stages, states: TensorMeta, mesh: Mesh) -> PiecewiseChunks:
     """A stage with its part of a head that is cut over stages. `whole`: the stage that evaluations run."""
-    placement, index = SpreadHeadPlacement(stages.placement.num_stages), mesh.index(PIPE)
+    placement, index = ChunkPlacement(stages.placement.num_stages, spreads_head=True), mesh.index(PIPE)
     last, make = index == placement.last_stage, partial(SpreadHead, model, placement.num_stages)
     like = torch.empty(states.shape, dtype=states.dtype, device="meta")
     parts = [make(like, layers=True, head=last), *([] if last else [make(like, layers=False, head=True)])]
@@ -463,7 +462,7 @@ def _with_spread_head(whole: Stage, model: Chain, stages: Stages, states: Tensor
             Stage(part, whole.gradients, autocasts=whole.autocasts, multiplies=whole.multiplies, number=number),
             numbers[0],
         )
-        for number, (part, numbers) in enumerate(zip(parts, placement.pieces_of(index), strict=True))
+        for number, (part, numbers) in enumerate(zip(parts, placement.numbers[index], strict=True))
     ]
     return PiecewiseChunks(pieces, placement, Exchanges(mesh.comm(PIPE)), states)
 
@@ -472,7 +471,7 @@ def _share_tables(
     gradients: Gradients, model: Chain, config: Config, mesh: Mesh, placement: ChunkPlacement
 ) -> None:  # fmt: skip
     """Give the two chunks of a stage that use one tied table separate memory for its gradients, summed at the end."""
-    last = placement.pieces_of(mesh.index(PIPE))[-1][-1]
+    last = placement.numbers[mesh.index(PIPE)][-1][-1]
     if last == 0 or not (model.chunk.first and model.chunk.last):
         return
     there = planned_mesh(mesh.grid, mesh.rank, mesh.token_axes)

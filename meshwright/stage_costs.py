@@ -120,7 +120,7 @@ def microbatch_bytes(config: Config, device: str, attention: Attention) -> list[
     known: dict[Hashable, int] = {}
     sizes = [0] * len(meshes)
     for position, chunk in enumerate(stages.chunks):
-        mesh = meshes[stages.placement.stage_of(position)]
+        mesh = meshes[stages.placement.stage_of[position]]
         kit = build_kit(config, mesh)
         model = build_model(config, kit, mesh, chunk)
         recompute_in(config, model, (chunk,))
@@ -135,7 +135,7 @@ def microbatch_bytes(config: Config, device: str, attention: Attention) -> list[
                 held_bytes(stage, 0, batch, stages.ends(position))  # which gathers what the later ones find
                 after_forward, after_backward = held_bytes(stage, 1, batch, stages.ends(position))
             known[key] = after_backward if chunk.last else max(after_forward, after_backward)
-        holder = stages.placement.stage_of(position)
+        holder = stages.placement.stage_of[position]
         sizes[holder] = max(sizes[holder], known[key])
     return sizes
 

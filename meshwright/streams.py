@@ -31,12 +31,13 @@ class PatientStream(io.TextIOBase):
         return self._stream.fileno()
 
 
-def flush(stream: TextIO) -> None:
-    """Flush the stream; one that cannot be written to any more falls silent."""
-    try:
-        stream.flush()
-    except OSError:
-        mute(stream)
+def flush(*streams: TextIO) -> None:
+    """Flush the streams; one that cannot be written to any more falls silent."""
+    for stream in streams:
+        try:
+            stream.flush()
+        except OSError:
+            mute(stream)
 
 
 def mute(stream: TextIO) -> None:
@@ -48,10 +49,8 @@ def mute(stream: TextIO) -> None:
 
 
 def open_closed_streams() -> None:
-    """Give this process the standard streams that it was started without (`>&-`), silent ones.
-
-    Else the next file that anything opens gets a stream's number, and receives what is printed.
-    """
+    """Give this process silent streams for those that it was started without (`>&-`): else the next file that anything
+    opens gets a stream's number, and receives what is printed."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)

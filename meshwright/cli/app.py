@@ -135,8 +135,7 @@ def main() -> None:
         print(f"meshwright: {text}", file=PatientStream(sys.stderr))
         sys.exit(error.exit_code)
     finally:
-        flush(sys.stdout)
-        flush(sys.stderr)
+        flush(sys.stdout, sys.stderr)
 
 
 def progress_lines(stream: TextIO, now: Callable[[], float]) -> Callable[[str, float | None], None]:

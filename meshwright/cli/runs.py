@@ -134,7 +134,7 @@ def _print_status(run: Path | None, out: Path, as_json: bool) -> NoReturn:
         raise ConfigError.of("--status", out, f"trains nothing, and needs no run file ({run})", "--status OUT alone")
     run_status = status.status_of(out)
     print_result(status, run_status, as_json)
-    sys.exit(run_status.exit_code)
+    sys.exit(0 if run_status.state in ("alive", "ended") else 1)
 
 
 @app.command(rich_help_panel=PREDICT)

@@ -156,22 +156,43 @@ class _Repeat(torch.autograd.Function):
 
 
 class Context:
-    """A rank that holds all tokens; subclasses hold runs of them."""
+    """The tokens of every sequence that a rank holds: all, or the i-th part on the i-th of `size` ranks."""
 
     heads: Heads = Heads()
     """How whole sequences attend."""
+    size, index = 1, 0
 
-    def runs(self, length: int) -> tuple[range, ...]:
-        """This rank's tokens of a sequence, in its order."""
-        return (range(length),)
+    def runs(self, length: int, index: int | None = None) -> tuple[range, ...]:
+        """This rank's tokens of a sequence, or those of the rank `index`, in their order."""
+        part = length // self.size
+        at = self.index if index is None else index
+        return (range(at * part, (at + 1) * part),)
 
-    def positions(self, start: int, count: int, device: torch.device) -> Tensor:
-        """Places [count] in their sequence of this rank's tokens, which go on from `start` where they are whole."""
-        return torch.arange(start, start + count, device=device)
+    def positions(self, start: int, count: int, device: torch.device, index: int | None = None) -> Tensor:
+        """Places [count] in their sequence of this rank's tokens, or those of the rank `index`; they go on from `start`
+        where they are whole."""
+        if self.size == 1:
+            return torch.arange(start, start + count, device=device)
+        assert start == 0, "tokens follow a cache where sequences are whole"
+        of_rank = () if index is None else (index,)  # another package's runs may know its own rank alone
+        runs = self.runs(count * self.size, *of_rank)
+        return torch.cat([torch.arange(run.start, run.stop, device=device) for run in runs])
 
     def cut(self, batch: Batch, inside: Collection[str]) -> Batch:
         """This rank's tokens of a batch. `inside`: what attention reads (the mask of padding), which stays whole."""
-        return batch
+        if self.size == 1:
+            return batch
+        own: Batch = {}
+        for name, x in batch.items():
+            if name in inside:
+                own[name] = x
+            elif x.shape[1] == 1:
+                # A label [B, 1], which the first token answers, stays with the rank that holds this token, and nobody
+                # else counts it.
+                own[name] = x if self.index == 0 else torch.full_like(x, IGNORED)
+            else:
+                own[name] = torch.cat([x[:, run.start : run.stop] for run in self.runs(x.shape[1])], 1)
+        return own
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
@@ -188,29 +209,11 @@ class Context:
 
 
 class CutContext(Context):
-    """Rank i holds the i-th part of every sequence's tokens."""
+    """A context of several ranks, each of which holds a part of every sequence's tokens."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self.mesh, self.size, self.index = mesh, mesh.size(AXIS), mesh.index(AXIS)
-
-    def runs(self, length: int) -> tuple[range, ...]:
-        part = length // self.size
-        return (range(self.index * part, (self.index + 1) * part),)
-
-    def positions(self, start: int, count: int, device: torch.device) -> Tensor:
-        assert start == 0, "tokens follow a cache where sequences are whole"
-        places = [torch.arange(run.start, run.stop, device=device) for run in self.runs(count * self.size)]
-        return torch.cat(places)
-
-    def cut(self, batch: Batch, inside: Collection[str]) -> Batch:
-        return {name: x if name in inside else self._part(x) for name, x in batch.items()}
-
-    def _part(self, x: Tensor) -> Tensor:
-        """This rank's tokens of x [B, T]. A label [B, 1], which the first token answers, stays with the rank that
-        holds this token, and nobody else counts it."""
-        if x.shape[1] == 1:
-            return x if self.index == 0 else torch.full_like(x, IGNORED)
-        return torch.cat([x[:, run.start : run.stop] for run in self.runs(x.shape[1])], 1)
+        self.mesh, self.comm = mesh, mesh.comm(AXIS)
+        self.size, self.index = mesh.size(AXIS), mesh.index(AXIS)
 
 
 class Ulysses(CutContext):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby, pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,10 +39,8 @@ def flash_takes(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bo
     return torch.backends.cuda.can_use_flash_attention(asked)
 
 
-class Attend(Protocol):
-    """softmax(scale · Q Kᵀ + mask) V."""
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, /) -> Tensor: ...
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Tensor]
+"""attend(query, key, value, mask, causal): softmax(scale · Q Kᵀ + mask) V."""
 
 
 class Piece(NamedTuple):
@@ -84,17 +82,14 @@ def attend_by_document(attend: Attend, starts: Tensor, query: Tensor, key: Tenso
         parts = zip(*(x.split([sum(block) for block in blocks], 2) for x in operands), strict=True)
         outs = []
         for block, (q, k, v) in zip(blocks, parts, strict=True):
-            alone = len(block) == 1
-            outs.append(attend(q, k, v, None if alone else block_mask(block, q), alone))
+            mask = None
+            if len(block) > 1:  # the addend [t, t] of the scores of documents beside each other
+                numbers = torch.repeat_interleave(torch.tensor(block))
+                seen = (numbers[:, None] == numbers).tril()
+                mask = torch.zeros(seen.shape, dtype=q.dtype).masked_fill_(~seen, -torch.inf).to(q.device)
+            outs.append(attend(q, k, v, mask, mask is None))
         rows.append(torch.cat(outs, 2))
     return torch.cat(rows)
-
-
-def block_mask(lengths: Sequence[int], like: Tensor) -> Tensor:
-    """The addend [t, t] of the scores of documents beside each other."""
-    numbers = torch.repeat_interleave(torch.tensor(lengths))
-    seen = (numbers[:, None] == numbers).tril()
-    return torch.zeros(seen.shape, dtype=like.dtype).masked_fill_(~seen, -torch.inf).to(like.device)
 
 
 def attend_at_once(
@@ -147,10 +142,3 @@ def _pieces_of_row(
                 count = int(np.count_nonzero(own == own[0]))
                 run = at * chunk, at * chunk + count
                 yield run, (key_at * chunk + begin, (key_at + 1) * chunk), False
-
-
-def reaches(starts: Tensor, chunk: int) -> list[int]:
-    """For each chunk of a row the first chunk whose keys some row's queries in it see."""
-    # The documents that a chunk begins with reach furthest back.
-    firsts = starts[:, ::chunk].amin(0) // chunk
-    return [int(first) for first in firsts]

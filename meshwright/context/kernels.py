@@ -5,7 +5,7 @@
 | `CpuKernel` | CPUs                                             | [B, A, t]  | -                               |
 | `Flash`     | GPUs that have it, half precision, without masks | [B, A, t]  | -                               |
 | `Efficient` | GPUs, float32 or masks                           | [B, A, t'] | keys and values for all queries |
-| `InTiles`   | all: float64 on GPUs                             | [B, A, t]  | TILE_ELEMENTS scores, twice     |
+| `Kernel`    | all: float64 on GPUs                             | [B, A, t]  | TILE_ELEMENTS scores, twice     |
 
 (t': t up to the next multiple of 32.) A backward kernel takes the output and the l of whole sequences: weights that it
 computes again are those of the whole softmax, so the gradients of blocks add up (Liu et al., arXiv 2310.01889).
@@ -15,7 +15,6 @@ tensors and by functions that stand for them.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import torch
@@ -39,21 +38,40 @@ class Attended(NamedTuple):
     seeds: tuple[Tensor, ...] = ()
 
 
-class Kernel(ABC):
+class Kernel:
     """softmax(scale · Q Kᵀ + bias) V of Q [B, A, t, E], K and V [B, A/G, s, E], each head for G queries, and a bias
-    [B, 1, 1 or t, s] or None; t = s where it is causal."""
+    [B, 1, 1 or t, s] or None; t = s where it is causal. By products over tiles of scores, where nothing is fused."""
 
-    @abstractmethod
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float
-    ) -> Attended: ...
+    ) -> Attended:
+        key, value = (_for_each_query(x, query) for x in (key, value))
+        outs, all_sums = [], []
+        for rows in _tiles(query, key):
+            scores = _scores(query, key, bias, rows, causal, scale)
+            sums = scores.logsumexp(-1)
+            outs.append((scores - sums.unsqueeze(-1)).exp().to(value.dtype) @ value)
+            all_sums.append(sums)
+        return Attended(torch.cat(outs, 2), torch.cat(all_sums, 2))
 
-    @abstractmethod
     def gradients(
         self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: Attended, bias: Tensor | None,
         causal: bool, scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """The addend of dQ, and dK, dV of the block. `whole`: of all blocks merged, not of this one alone."""
+        out, sums, _ = whole
+        heads, key, value = key.shape[1], _for_each_query(key, query), _for_each_query(value, query)
+        inner = (gradient * out).to(sums.dtype).sum(-1, keepdim=True)
+        dqs, dk, dv = [], torch.zeros_like(key, dtype=sums.dtype), torch.zeros_like(value, dtype=sums.dtype)
+        for rows in _tiles(query, key):
+            weights = (_scores(query, key, bias, rows, causal, scale) - sums[:, :, rows].unsqueeze(-1)).exp()
+            dv += weights.to(gradient.dtype).transpose(-1, -2) @ gradient[:, :, rows]
+            dweights = (gradient[:, :, rows] @ value.transpose(-1, -2)).to(sums.dtype)
+            dscores = (weights * (dweights - inner[:, :, rows]) * scale).to(query.dtype)
+            dqs.append(dscores @ key)
+            dk += dscores.transpose(-1, -2) @ query[:, :, rows]
+        dk, dv = (_of_heads(x, heads) for x in (dk, dv))
+        return torch.cat(dqs, 2), dk, dv
 
 
 class CpuKernel(Kernel):
@@ -133,40 +151,6 @@ class Efficient(Kernel):
         return dq, dk, dv
 
 
-class InTiles(Kernel):
-    """Products over tiles of scores."""
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float
-    ) -> Attended:
-        key, value = (_for_each_query(x, query) for x in (key, value))
-        outs, all_sums = [], []
-        for rows in _tiles(query, key):
-            scores = _scores(query, key, bias, rows, causal, scale)
-            sums = scores.logsumexp(-1)
-            outs.append((scores - sums.unsqueeze(-1)).exp().to(value.dtype) @ value)
-            all_sums.append(sums)
-        return Attended(torch.cat(outs, 2), torch.cat(all_sums, 2))
-
-    def gradients(
-        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: Attended, bias: Tensor | None,
-        causal: bool, scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        out, sums, _ = whole
-        heads, key, value = key.shape[1], _for_each_query(key, query), _for_each_query(value, query)
-        inner = (gradient * out).to(sums.dtype).sum(-1, keepdim=True)
-        dqs, dk, dv = [], torch.zeros_like(key, dtype=sums.dtype), torch.zeros_like(value, dtype=sums.dtype)
-        for rows in _tiles(query, key):
-            weights = (_scores(query, key, bias, rows, causal, scale) - sums[:, :, rows].unsqueeze(-1)).exp()
-            dv += weights.to(gradient.dtype).transpose(-1, -2) @ gradient[:, :, rows]
-            dweights = (gradient[:, :, rows] @ value.transpose(-1, -2)).to(sums.dtype)
-            dscores = (weights * (dweights - inner[:, :, rows]) * scale).to(query.dtype)
-            dqs.append(dscores @ key)
-            dk += dscores.transpose(-1, -2) @ query[:, :, rows]
-        dk, dv = (_of_heads(x, heads) for x in (dk, dv))
-        return torch.cat(dqs, 2), dk, dv
-
-
 def kernel_of(query: Tensor, key: Tensor, value: Tensor, masked: bool, device_type: str) -> Kernel:
     """The kernel on that device type for tensors like these, which may be on the meta device."""
     if has_torch_function((query,)):  # a plan's device may have no fused attention (on_device.py)
@@ -175,7 +159,7 @@ def kernel_of(query: Tensor, key: Tensor, value: Tensor, masked: bool, device_ty
     if device_type == "cpu":
         return CpuKernel()
     if query.dtype == torch.float64:
-        return InTiles()
+        return Kernel()
     asked = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, False, key.shape[1] != query.shape[1])
     # As wide as the kernels ask for in memory; narrower heads would be filled up each step.
     aligned = query.shape[-1] % 8 == 0
@@ -184,7 +168,7 @@ def kernel_of(query: Tensor, key: Tensor, value: Tensor, masked: bool, device_ty
         return Flash()
     expanded = torch.backends.cuda.SDPAParams(query, query, query, None, 0.0, False, False)
     takes_efficient = torch.backends.cuda.can_use_efficient_attention(expanded) if query.is_cuda else True
-    return Efficient() if aligned and takes_efficient else InTiles()
+    return Efficient() if aligned and takes_efficient else Kernel()
 
 
 def _aligned(bias: Tensor | None, query: Tensor) -> Tensor | None:

@@ -118,8 +118,10 @@ class _ForEachRun(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         wide = torch.promote_types(ctx.dtype, torch.float32)
         total = tree_sum(gradients[place].to(wide, copy=True) for place in ctx.order)
-        own = total if ctx.ring is None else ctx.ring.own_sum(total)
-        return own.to(ctx.dtype), None, None, None
+        if ctx.ring is not None:  # this rank's [B, K, T/c, E] of the sum of every rank's
+            dealt = total.index_select(TOKENS, ctx.ring.dealt(total))
+            total = start_tree_reduce_scatter(dealt, ctx.ring.comm, TOKENS).wait()
+        return total.to(ctx.dtype), None, None, None
 
 
 class GatheredRing(RingAttention):
@@ -143,12 +145,9 @@ class GatheredRing(RingAttention):
         every = own.new_empty(self.size, *own.shape)
         self.comm.all_gather(every, own)
         whole = torch.cat(list(every), TOKENS)
-        return torch.empty_like(whole).index_copy_(TOKENS, self._dealt(whole), whole)
+        return torch.empty_like(whole).index_copy_(TOKENS, self.dealt(whole), whole)
 
-    def own_sum(self, x: Tensor) -> Tensor:
-        """This rank's [B, K, T/c, E] of the sum of every rank's [B, K, T, E]."""
-        return start_tree_reduce_scatter(x.index_select(TOKENS, self._dealt(x)), self.comm, TOKENS).wait()
-
-    def _dealt(self, x: Tensor) -> Tensor:
+    def dealt(self, x: Tensor) -> Tensor:
         """The places in their sequence of all ranks' tokens, rank by rank."""
-        return torch.cat([self.places(x.shape[TOKENS], rank, x.device) for rank in range(self.size)])
+        count = x.shape[TOKENS] // self.size
+        return torch.cat([self.positions(0, count, x.device, rank) for rank in range(self.size)])

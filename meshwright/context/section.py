@@ -55,7 +55,8 @@ def layers_work_token_by_token(config: Config) -> Iterator[Problem]:
 @rule("layout.context", "layout.tensor", "model", "data")
 def sequences_are_cut_equally(config: Config) -> Iterator[Problem]:
     """Into as many parts as the tensor section cuts what a rank holds, each."""
-    context, parts = config.layout.context, _parts_of_tensor(config)
+    context = config.layout.context
+    parts = {cut.field: cut.parts for cut in config.layout.tensor.cuts(config)}
     if context.size == 1 or not config.model.cuts_context:
         return
     for length in config.model.sequences(config):
@@ -75,7 +76,7 @@ def sequences_are_cut_equally(config: Config) -> Iterator[Problem]:
 def heads_are_dealt_equally(config: Config) -> Iterator[Problem]:
     """Key-value heads that are fewer than ranks are copied for all to have one, and each has some of its queries."""
     context, (field, heads, members, _) = config.layout.context, config.model.branches
-    parts = _parts_of_tensor(config).get(field, 1)
+    parts = {cut.field: cut.parts for cut in config.layout.tensor.cuts(config)}.get(field, 1)
     if context.size == 1 or not can_share(heads, members, parts):
         return
     own, queries = max(heads // parts, 1), members // max(parts // heads, 1)
@@ -84,11 +85,6 @@ def heads_are_dealt_equally(config: Config) -> Iterator[Problem]:
         rule_text = f"does not divide {field}={heads}{share}, which kind={context.kind} deals out inside of attention"
         valid = [size for size in divisors(own * queries) if can_share(own, queries, size)]
         yield Problem(SIZE, context.size, rule_text, listed(valid))
-
-
-def _parts_of_tensor(config: Config) -> dict[str, int]:
-    """Into how many parts the tensor section cuts each field's number."""
-    return {cut.field: cut.parts for cut in config.layout.tensor.cuts(config)}
 
 
 @rule("layout.context", "model.dropout")

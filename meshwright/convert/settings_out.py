@@ -32,13 +32,6 @@ class TokenizerOut:
     tokenizer: Tokenizer
     closing: Sequence[int] = ()
 
-    @property
-    def ends(self) -> list[int]:
-        """Ids at which generation stops, the end token first."""
-        end = self.tokenizer.end
-        rest = sorted(self.tokenizer.marks.stops.union(self.closing) - {end})
-        return [end, *rest]
-
 
 def settings_texts(
     family: Family,
@@ -87,15 +80,17 @@ def _with_ends(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """config.json's settings and the files' texts with every `eos_token_id` that transformers' generate needs in order
     to stop where `generate` here does."""
-    generation = json.loads(texts[GENERATION]) if GENERATION in texts else None
+    generation, end = json.loads(texts[GENERATION]) if GENERATION in texts else None, tokenizer.tokenizer.end
+    # Generation stops at these ids, the end token first.
+    ends = [end, *sorted(tokenizer.tokenizer.marks.stops.union(tokenizer.closing) - {end})]
     # Without an eos_token_id in generation_config.json, transformers' generate reads config.json's.
     if generation is None or not ids_of(generation.get(_EOS)):
-        return settings | _ended(settings, tokenizer, tokenizer.ends), texts
+        return settings | _ended(settings, tokenizer, ends), texts
     texts = texts | {GENERATION: texts[GENERATION]}
-    if ended := _ended(generation, tokenizer, tokenizer.ends):
+    if ended := _ended(generation, tokenizer, ends):
         texts[GENERATION] = as_text(generation | ended)
     # config.json then needs the end token alone: generate does not read it.
-    return settings | _ended(settings, tokenizer, [tokenizer.tokenizer.end]), texts
+    return settings | _ended(settings, tokenizer, [end]), texts
 
 
 def _ended(settings: Mapping[str, Any], tokenizer: TokenizerOut, wanted: Sequence[int]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -32,12 +31,14 @@ from meshwright.launch.worker import Job, run_launched
 _LOOPBACK = "127.0.0.1"
 
 
-def start_server(modules: Sequence[str]) -> Path:
-    """Start the fork server if none runs; it imports `modules` while this process goes on.
+def start_server(job: Job) -> Path:
+    """Start the fork server if none runs; it imports the job's modules while this process goes on.
 
     Returns the folder for workers' stderr before they are connected to the launcher's. Raises OSError.
     """
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["meshwright.launch.preload", *modules])
+    modules = ["meshwright.launch.preload", job.entry.rpartition(":")[0], *job.preload]
+    modules = [name for name in modules if not name.endswith(".py")]  # a script is none
+    multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
     errors = make_fork_server_folder()
     with early_errors_in(errors):
         ensure_running()
@@ -48,7 +49,7 @@ def run_forked(session: Session, num_ranks: int, threads: int, last_words: LastW
     """Run an attempt at the session's job; why it failed, None where it succeeded."""
     context = multiprocessing.get_context("forkserver")
     try:
-        errors = start_server(Job.read(session.folder).modules)
+        errors = start_server(Job.read(session.folder))
         import torch.distributed as dist  # while the fork server, on another core, imports it too
 
         store = dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))

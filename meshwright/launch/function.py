@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from meshwright.config import Config
 from meshwright.environment import Environment, Rendezvous, rendezvous
 from meshwright.errors import ConfigError, LaunchError
-from meshwright.launch.launcher import Start, launch_start
+from meshwright.launch.launcher import Start, launch
 from meshwright.launch.scripts import SCRIPT, load_script
 from meshwright.launch.signals import StopRequest
 from meshwright.launch.threads import launch_threads
@@ -140,7 +140,7 @@ def run(
         preload = [name.rpartition(":")[0], *ranks.modules]
         return Start(Job(_ENTRY, call, status, preload), ranks.world_size, ranks.threads)
 
-    def start_with_fewer(most: int) -> Start | None:
+    def with_fewer(most: int) -> Start | None:
         smaller = None if fewer is None else fewer(most)
         return None if smaller is None else start_of(*smaller)
 
@@ -148,7 +148,9 @@ def run(
     if joined():
         return [run_worker(start.job, ranks.threads)]
     find(name)  # a wrong name fails here once, not on every rank
-    return launch_start(start, ranks.transport, restarts=ranks.restarts, fewer=start_with_fewer)
+    return launch(
+        start.job, start.num_ranks, ranks.transport, threads=start.threads, restarts=ranks.restarts, fewer=with_fewer
+    )
 
 
 def prepare(function: str, ranks: Ranks) -> None:
@@ -161,7 +163,7 @@ def prepare(function: str, ranks: Ranks) -> None:
         from meshwright.launch.forked import start_server
 
         with suppress(OSError):  # run() meets the same error, and reports it
-            start_server(Job(_ENTRY, preload=[function.rpartition(":")[0], *ranks.modules]).modules)
+            start_server(Job(_ENTRY, preload=[function.rpartition(":")[0], *ranks.modules]))
 
 
 def _run_here(function: Callable[..., Any], ranks: Ranks, arguments: Mapping[str, Any]) -> list[Any]:

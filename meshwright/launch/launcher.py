@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,26 +27,28 @@ class Start:
     threads: int
 
 
-def launch(job: Job, num_ranks: int, transport: TransportName, *, restarts: int = 0, threads: int) -> list[Any]:
-    """Run `job` on `num_ranks` local ranks, each attempt on as many; see `launch_start`."""
-    return launch_start(Start(job, num_ranks, threads), transport, restarts=restarts, fewer=lambda most: None)
-
-
-def launch_start(
-    start: Start, transport: TransportName, *, restarts: int, fewer: Callable[[int], Start | None]
+def launch(
+    job: Job,
+    num_ranks: int,
+    transport: TransportName,
+    *,
+    threads: int,
+    restarts: int = 0,
+    fewer: Callable[[int], Start | None] = lambda most: None,
 ) -> list[Any]:
     """Start a job's ranks and wait for them; return the ranks' results, in rank order.
 
     A job that loses a rank is started again up to `restarts` times: as `fewer(ranks left)` returns, or unchanged if
-    that is None. So is a job that ends with an unforeseen exception, unless the same came before. Other errors are the
-    run's own and end it at once. Call from the main thread: it handles signals. Raises LaunchError with the first cause
-    and its rank, and Interrupted when somebody asked the job to stop, after the workers have left by themselves or were
-    killed.
+    that is None, as by default. So is a job that ends with an unforeseen exception, unless the same came before. Other
+    errors are the run's own and end it at once. Call from the main thread: it handles signals. Raises LaunchError with
+    the first cause and its rank, and Interrupted when somebody asked the job to stop, after the workers have left by
+    themselves or were killed.
     """
-    start.job.resolve()  # a wrong name fails here, once, and not in every worker
-    allow_open_files(start.num_ranks)
-    with open_session() as session, OutputServer(session.folder / SOCKET) as output:
-        status = Path(start.job.status or session.folder)
+    start = Start(job, num_ranks, threads)
+    job.resolve()  # a wrong name fails here, once, and not in every worker
+    allow_open_files(num_ranks)
+    with open_session() as session, closing(OutputServer(session.folder / SOCKET)) as output:
+        status = Path(job.status or session.folder)
         clear_records(status)
         if TRANSPORTS[transport].by_mpiexec:  # imported here: neither launcher needs the other's libraries
             from meshwright.launch.mpiexec import run_mpi as run_attempt

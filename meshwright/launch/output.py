@@ -20,8 +20,6 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from meshwright.errors import LaunchError
 
@@ -61,7 +59,7 @@ class _Tee:
 
 
 class OutputServer:
-    """The launcher's side: a context in which each client is given this process's stdout and a pipe to its stderr."""
+    """The launcher's side: until it is closed each client is given this process's stdout and a pipe to its stderr."""
 
     def __init__(self, path: Path) -> None:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -73,6 +71,7 @@ class OutputServer:
         self._listener.listen(1024)
         self._tees: dict[int, _Tee] = {}
         self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
 
     def _serve(self) -> None:
         while True:
@@ -97,13 +96,8 @@ class OutputServer:
         self._tees[rank].thread.join(_DRAIN_SECONDS)
         return last_lines(self._tees[rank].kept)
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Take no more clients, and wait for what the ranks have still to say."""
         self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._listener.close()

@@ -19,6 +19,7 @@ import os
 import signal
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
@@ -52,21 +53,22 @@ class StopRequest:
         self._requested = True
 
 
+@dataclass
 class FileStop(StopRequest):
     """Requested by a file in the launch folder. The first query leaves a file that says that this attempt listens."""
 
-    def __init__(self, folder: Path, attempt: int) -> None:
-        self._marker = folder / STOP_FILE
-        self._listening = attempt_folder(folder, attempt) / LISTENING_FILE
-        self._listens = False
+    folder: Path
+    attempt: int
+    _listens: bool = field(default=False, init=False)
 
     @property
     def requested(self) -> bool:
         if not self._listens:
-            self._listening.parent.mkdir(exist_ok=True)
-            self._listening.touch()
+            listening = attempt_folder(self.folder, self.attempt) / LISTENING_FILE
+            listening.parent.mkdir(exist_ok=True)
+            listening.touch()
             self._listens = True
-        if not self._requested and self._marker.exists():
+        if not self._requested and (self.folder / STOP_FILE).exists():
             self.request()
         return self._requested
 
@@ -125,6 +127,7 @@ class KillWorkers(BaseException):
     """Raised by the launcher's signal handler: end the workers now. No Exception, so that no library swallows it."""
 
 
+@dataclass
 class StopSignals:
     """A context in which the signals of _ASKING create the file that workers' StopRequest sees. Main thread only.
 
@@ -132,11 +135,10 @@ class StopSignals:
     a second signal; and after GRACE_SECONDS. A signal that was ignored before (nohup) stays ignored.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._before: dict[signal.Signals, signal.Handlers] = {}
-        self._received_at = 0.0
-        self.received: signal.Signals | None = None
+    folder: Path
+    received: signal.Signals | None = field(default=None, init=False)
+    _received_at: float = field(default=0.0, init=False)
+    _before: dict[signal.Signals, signal.Handlers] = field(default_factory=dict, init=False)
 
     def __enter__(self) -> Self:
         for number in _ASKING:
@@ -161,8 +163,8 @@ class StopSignals:
             raise KillWorkers
         self.received = signal.Signals(number)
         self._received_at = time.monotonic()
-        (self._folder / STOP_FILE).touch()
-        if not listens(self._folder):
+        (self.folder / STOP_FILE).touch()
+        if not listens(self.folder):
             raise KillWorkers
         with suppress(OSError):  # nobody reads our stderr any more
             os.write(2, _NOTICE)  # print is not re-entrant

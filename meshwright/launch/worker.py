@@ -55,12 +55,6 @@ class Job:
             raise LaunchError(f"entry {self.entry} does not exist: {error}") from error
         return entry
 
-    @property
-    def modules(self) -> list[str]:
-        """Modules that the job imports; a script (.py) is none."""
-        names = [self.entry.rpartition(":")[0], *self.preload]
-        return [name for name in names if not name.endswith(".py")]
-
     def write(self, folder: Path) -> None:
         """Write the job into a launch folder, for its workers."""
         (folder / _FILE).write_text(json.dumps(asdict(self)))
@@ -105,7 +99,7 @@ def run_worker(job: Job, threads: int) -> Any:
             raise  # no failure: the rank was asked to leave
         report = replace(Report.of(environment.rank, error), host=socket.gethostname())
         print(report, file=PatientStream(sys.stderr))
-        _flush()
+        flush(sys.stdout, sys.stderr)
         time.sleep(LINGER_SECONDS)
         os._exit(1)  # without exit handlers, which may wait for peers
 
@@ -122,12 +116,12 @@ def run_launched(folder: Path) -> None:
         target = attempt_folder(folder, environment.attempt) / f"result-{environment.rank}.json"
         target.parent.mkdir(exist_ok=True)
         target.write_text(json.dumps(result))
-        _flush()
+        flush(sys.stdout, sys.stderr)
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             return
         Report.of(environment.rank, error).write(folder, environment.attempt)
-        _flush()
+        flush(sys.stdout, sys.stderr)
         # A lone rank need not linger: no other rank's death should be seen first.
         if environment.world_size > 1:
             time.sleep(LINGER_SECONDS)
@@ -142,8 +136,3 @@ def ignore_stop_signals() -> None:
     """
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-
-
-def _flush() -> None:
-    flush(sys.stdout)
-    flush(sys.stderr)

@@ -29,22 +29,17 @@ Pace = Callable[[int], float]
 """pace(busy): speed of tasks while `busy` stages compute; at 1.0 a task takes its costs' seconds."""
 
 
-def undisturbed(busy: int) -> float:
-    """Each stage has devices of its own."""
-    return 1.0
-
-
 def simulate(
     num_stages: int,
     num_microbatches: int,
     rule: ScheduleRule,
     costs: TaskSeconds,
     latency: MessageSeconds,
-    pace: Pace = undisturbed,
+    pace: Pace | None = None,
     placement: ChunkPlacement | None = None,
 ) -> Timeline:
     """The spans of one step. Sends do not block, a link carries any number of messages at once, and messages may
-    overtake each other. `placement`: None: one chunk a stage.
+    overtake each other. `pace`: None: each stage has devices of its own. `placement`: None: one chunk a stage.
 
     A stage that decides at a moment knows all messages of that moment. Raises AssertionError where the schedule
     deadlocks.
@@ -52,7 +47,7 @@ def simulate(
     placement = placement or ChunkPlacement(num_stages)
     # A schedule of fixed orders needs no events: 3 us a task instead of 14, with the same spans. A changing pace does,
     # since it moves the end of tasks that have begun.
-    if rule.fixed and pace is undisturbed:
+    if rule.fixed and pace is None:
         return _in_order(placement, _orders(placement, num_microbatches, rule), costs, latency)
     return _Simulation(placement, num_microbatches, rule, costs, latency, pace).run()
 
@@ -141,7 +136,7 @@ class _Simulation:
         rule: ScheduleRule,
         costs: TaskSeconds,
         latency: MessageSeconds,
-        pace: Pace,
+        pace: Pace | None,
     ) -> None:
         stages = range(placement.num_stages)
         views = [rule.view(stage, placement.num_stages, num_microbatches, placement) for stage in stages]
@@ -229,7 +224,7 @@ class _Simulation:
 
     def keep_pace(self, time: float) -> None:
         """Apply the pace of the number of stages that are busy now."""
-        if self.pace is undisturbed:
+        if self.pace is None:
             return
         before, self.rate = self.rate, self.pace(sum(stage.busy for stage in self.stages))
         if self.rate == before:

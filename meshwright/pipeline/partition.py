@@ -101,7 +101,7 @@ def long_step_seconds(
     work[0] += costs.embedding
     work[-1] += costs.head
     # F, B and W of a layer take as much each.
-    busiest = 3 * max(sum(work[position] for position in placement.positions(stage)) for stage in range(stages))
+    busiest = 3 * max(sum(work[position] for position in placement.positions[stage]) for stage in range(stages))
     # At the pace of the last p simulated microbatches: the busiest stage's work in its place was up to 30 % off for
     # 1F1B.
     seconds = step_seconds(costs, partition, placement, rule, rounds)
@@ -129,7 +129,7 @@ def step_seconds(
     last = placement.num_positions - 1
 
     def cost(stage: int, task: Task) -> float:
-        position = placement.position(stage, task.chunk)
+        position = placement.positions[stage][task.chunk]
         own = layers[position]
         if task.kind is TaskKind.FORWARD:
             return own + (3 * costs.head if position == last else 0.0)

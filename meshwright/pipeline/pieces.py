@@ -17,9 +17,8 @@ that order, whatever rows came first: the same bits in every run.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,10 +27,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshwright.model import Batch, Crossing, Hidden, Pieces, Scales
 from meshwright.parameters.gradients import WeightWork
-from meshwright.pipeline.placement import PiecePlacement
+from meshwright.pipeline.placement import ChunkPlacement
 from meshwright.pipeline.task import Arrival, Task
-from meshwright.ranks.comm import Comm, PieceSizes, Posted, size_bytes
-from meshwright.ranks.flight_recorder import Call
+from meshwright.ranks.comm import Comm, PieceSizes, Posted
 from meshwright.ranks.mailbox import TensorMeta
 
 if TYPE_CHECKING:
@@ -125,6 +123,7 @@ class _Trade:
     sent: Tensor
 
 
+@dataclass
 class Exchanges:
     """The trades of rows that a rank has begun, which travel while it does other tasks.
 
@@ -132,9 +131,8 @@ class Exchanges:
     one; how long each is under way is no matter.
     """
 
-    def __init__(self, comm: Comm) -> None:
-        self.comm = comm
-        self._under_way: deque[_Trade] = deque()
+    comm: Comm
+    under_way: list[_Trade] = field(default_factory=list, init=False)
 
     def begin(self, task: Task, crossing: Crossing) -> None:
         """Send the rows that end a piece. `task`: what those that come let this stage do."""
@@ -144,24 +142,18 @@ class Exchanges:
         # Comms count elements, and know nothing of rows.
         sizes = (tuple(count * width for count in counts) for counts in (crossing.taken, crossing.given))
         posted = self.comm.post_all_to_all(came, rows, PieceSizes(*sizes))
-        self._under_way.append(_Trade(task, posted, came, rows))
+        self.under_way.append(_Trade(task, posted, came, rows))
 
     @property
     def is_empty(self) -> bool:
-        return not self._under_way
-
-    @property
-    def call(self) -> Call:
-        """The wait of a rank as long as none is over."""
-        size = sum(size_bytes(trade.came) for trade in self._under_way)
-        return Call(self.comm.axis, "all_to_all", size, self.comm.ranks)
+        return not self.under_way
 
     def poll(self) -> list[tuple[Arrival, Tensor]]:
         """The rows that have come since the last call, with the tasks that they make ready. Waits for nothing."""
-        over = [trade for trade in self._under_way if trade.posted.is_completed()]
+        over = [trade for trade in self.under_way if trade.posted.is_completed()]
         for trade in over:
             trade.posted.wait()  # on a GPU its stream may read them only behind this
-            self._under_way.remove(trade)
+            self.under_way.remove(trade)
         return [(trade.arrival, trade.came) for trade in over]
 
 
@@ -171,6 +163,6 @@ class PiecewiseChunks:
     `states`: the hidden states that all stages read, where each has a part of the head."""
 
     stages: Sequence[PieceStage]
-    placement: PiecePlacement
+    placement: ChunkPlacement
     exchanges: Exchanges
     states: TensorMeta | None = None

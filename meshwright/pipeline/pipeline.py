@@ -25,7 +25,8 @@ from meshwright.pipeline.schedule import FORWARD_ONLY, Schedule, ScheduleRule
 from meshwright.pipeline.span import Moment, Span, Watch, task_span
 from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.task import Arrival, Task, TaskKind, View
-from meshwright.ranks.comm import NAP_SECONDS, Comm
+from meshwright.ranks.comm import NAP_SECONDS, Comm, size_bytes
+from meshwright.ranks.flight_recorder import Call
 from meshwright.ranks.grid import PIPE
 from meshwright.ranks.mailbox import CutForms, Mailbox, Message, MessageMeta, Side, TensorMeta
 from meshwright.ranks.mesh import Mesh
@@ -133,7 +134,7 @@ class Pipeline:
 
         def act(task: Task) -> Hidden | Crossing:
             nonlocal total
-            index, (chunk, place) = task.microbatch, pieces.placement.place(self.row.index, task.chunk)
+            index, (chunk, place) = task.microbatch, pieces.placement.places[self.row.index][task.chunk]
             stage = pieces.stages[chunk]
             if task.kind is TaskKind.FORWARD:
                 seed(index, task.chunk)
@@ -186,7 +187,8 @@ class Pipeline:
         def act(task: Task) -> Hidden:
             index, stage = task.microbatch, self.stages[task.chunk]
             seed(index, task.chunk)
-            return stage.preview(received.pop(task, ()), batches[index], scales)
+            with torch.no_grad(), stage.multiplies(), stage.autocast():
+                return stage.run_forward(stage.model, batches[index], scales, received.pop(task, ()))
 
         self._drive(FORWARD_ONLY, len(batches), act, received)
 
@@ -260,7 +262,9 @@ class Pipeline:
             arrived.extend(self._polled(received, pieces))
             return bool(arrived)
 
-        with self.mesh.recorder.waiting(pieces.exchanges.call):
+        comm, trades = pieces.exchanges.comm, pieces.exchanges.under_way
+        size = sum(size_bytes(trade.came) for trade in trades)
+        with self.mesh.recorder.waiting(Call(comm.axis, "all_to_all", size, comm.ranks)):
             self.mesh.transport.wait_until(ready)
         return arrived
 
@@ -269,8 +273,9 @@ class Pipeline:
         # A message's subject is the position before the cut that it crossed: activations cross it inward.
         inward = self.forms[message.side][message.subject].inward
         kind, to = (TaskKind.FORWARD, message.subject + 1) if inward else (TaskKind.BACKWARD, message.subject)
-        placement, chunk = self.placement if pieces is None else pieces.placement, to // self.row.size
-        arrival = Arrival(kind, message.index, placement.entry(self.row.index, kind, chunk))
+        placement = self.placement if pieces is None else pieces.placement
+        numbers = placement.numbers[self.row.index][to // self.row.size]
+        arrival = Arrival(kind, message.index, numbers[0] if inward else numbers[-1])
         received[arrival] = message.tensors
         return arrival
 
@@ -290,7 +295,8 @@ class Pipeline:
         if to == self.row.index:
             received[arrival] = outgoing
             return [arrival]
-        position = self.placement.position(self.row.index, placement.place(self.row.index, task.chunk)[0])
+        chunk, _ = placement.places[self.row.index][task.chunk]
+        position = self.placement.positions[self.row.index][chunk]
         subject = position if task.kind is TaskKind.FORWARD else position - 1
         self.mailbox.send(self.sides[to], task.microbatch, outgoing, subject)
         return []
@@ -309,9 +315,9 @@ def message_forms(stage: int, placement: ChunkPlacement, passing: Sequence[tuple
     """The messages between a stage and its neighbours. `passing[k]`: the tensors that position k gives to k + 1."""
     meta: dict[Side, dict[int, CutForms]] = {"before": {}, "after": {}}
     sides = sides_of(stage, placement)
-    for position in placement.positions(stage):
+    for position in placement.positions[stage]:
         for subject, other in ((position - 1, position - 1), (position, position + 1)):
-            if 0 <= other < placement.num_positions and (there := placement.stage_of(other)) != stage:
+            if 0 <= other < placement.num_positions and (there := placement.stage_of[other]) != stage:
                 meta[sides[there]][subject] = CutForms(passing[subject], inward=other < position)
     return meta
 

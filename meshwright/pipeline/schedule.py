@@ -23,7 +23,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from meshwright.pipeline.placement import ChunkPlacement, Shape
-from meshwright.pipeline.task import Counters, Task, TaskKind, View
+from meshwright.pipeline.spread_head import with_spread_head
+from meshwright.pipeline.task import DONE, Counters, Task, TaskKind, View
 
 Schedule = Callable[[View], Task | None]
 """The task to do next, which must be ready; None: wait for a message."""
@@ -98,7 +99,7 @@ def message_driven(view: View) -> Task | None:
     if view.order:
         done = view.total.forwards + view.total.backwards
         rest = islice(view.order, done, None)  # all of the order's F and B that are done stand before
-        task = next(task for task in rest if view.chunks[task.chunk].num_done(task.kind) <= task.microbatch)
+        task = next(task for task in rest if view.chunks[task.chunk][DONE[task.kind]] <= task.microbatch)
         if view.ready(task.kind, task.chunk):
             return task
         waiting = (chunk for chunk in deepest_first if view.ready(TaskKind.WEIGHT, chunk))
@@ -118,7 +119,7 @@ def _message_driven_in_pieces(view: View) -> Task | None:
     At most one chunk goes forward and one backward at a time. Two microbatches that go forward by turns end as soon as
     one after the other would, and the stages after them wait for the first twice as long: by the clock up to 15 %.
     """
-    pieces = view.placement.pieces_of(view.stage)
+    pieces = view.placement.numbers[view.stage]
     deepest_first = range(len(view.chunks) - 1, -1, -1)
     first, last = [own[0] for own in pieces], [own[-1] for own in pieces]
     for kind, begins in ((TaskKind.BACKWARD, last), (TaskKind.FORWARD, first)):
@@ -147,27 +148,14 @@ def _message_driven_in_pieces(view: View) -> Task | None:
     return next((view.next(TaskKind.WEIGHT, piece) for piece in waiting), None)
 
 
-def with_spread_head(view: View) -> Task | None:
-    """The message-driven order of a stage with a part of the head (spread_head.py): it precedes layers, as all stages
-    wait for each other there. One microbatch is in the head at a time, so that all trade in one order."""
-    head = len(view.chunks) - 1
-    gate = head - 1  # what ends with the hidden states' trade: the last stage's layers, elsewhere nothing
-    is_free = view.chunks[gate].forwards == view.chunks[head].backwards
-    ahead = [(kind, head) for kind in view.kinds] + [(kind, gate) for kind in view.kinds if gate > 0]
-    for kind, piece in (*ahead, *((kind, 0) for kind in (TaskKind.BACKWARD, TaskKind.FORWARD, TaskKind.WEIGHT))):
-        if view.ready(kind, piece) and (is_free or piece != gate or kind is not TaskKind.FORWARD):
-            return view.next(kind, piece)
-    return None
-
-
 def _leaves_room(view: View, chunk: int) -> bool:
     """Whether a forward pass of the chunk leaves the deeper chunks their places below the limit.
 
     With one place each no stage fills up with microbatches of which none can return. Where memory is scarce each chunk
     has its share, as long as a microbatch of it is under way: as many positions as are left to the chain's end.
     """
-    left = [view.placement.num_positions - position for position in view.placement.positions(view.stage)]
-    chunk, _ = view.placement.place(view.stage, chunk)
+    left = [view.placement.num_positions - position for position in view.placement.positions[view.stage]]
+    chunk, _ = view.placement.places[view.stage][chunk]
     # Never more than 2p units in reserve: shares of the whole limit were slower (56.8 for 53.0 at a limit of 23).
     spare = max(0, min(view.limit, view.placement.num_positions) - len(left))
     reserved = sum(1 + spare * way // sum(left) for way in left[chunk + 1 :])
@@ -185,7 +173,7 @@ def forward_only(view: View) -> Task | None:
 
 def in_order(view: View) -> Task | None:
     """The order that the rule gives the stage: a task whose message is late is waited for."""
-    task = view.order[sum(map(view.num_done, view.kinds))]
+    task = view.order[sum(view.total[DONE[kind]] for kind in view.kinds)]
     return task if view.ready(task.kind, task.chunk) else None
 
 
@@ -232,7 +220,7 @@ class ScheduleRule:
         placement = placement or ChunkPlacement(num_stages)
         limit = self.limit_at(stage, placement, num_microbatches)
         order = () if self.order is None else self.order(stage, placement, num_microbatches, limit)
-        counts = (Counters(),) * sum(map(len, placement.pieces_of(stage)))
+        counts = (Counters(),) * sum(map(len, placement.numbers[stage]))
         return View(stage, placement, num_microbatches, limit, self.kinds, counts, order=order)
 
     def limited(self, limit: int) -> ScheduleRule:

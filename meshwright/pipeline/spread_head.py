@@ -11,37 +11,25 @@ it makes none longer than the others, and each holds and steps its part of the t
 
 The pieces are tasks, as those around an expert's rows are (pieces.py): a stage does others while hidden states or their
 gradients are under way. In the head itself the stages meet, chunk by chunk of tokens, for each other's statistics
-(tensor/cross_entropy.py); one that comes late keeps the others waiting, so the head goes before layers (schedule.py). A
-microbatch goes there when the one before has left it: all stages then trade and meet in one order, over one comm.
+(tensor/cross_entropy.py); one that comes late keeps the others waiting, so the head goes before layers. A microbatch
+goes there when the one before has left it: all stages then trade and meet in one order, over one comm.
 
 Sends, a microbatch: p - 1 times the hidden states, and as much back, which the last stage adds up in the stages' order.
 """
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import ClassVar
-
-from meshwright.pipeline.placement import PiecePlacement
-from meshwright.pipeline.task import Arrival, Task, TaskKind
+from meshwright.pipeline.task import Task, TaskKind, View
 
 
-class SpreadHeadPlacement(PiecePlacement):
-    """One chunk of layers a stage; gate and head are the last stage's own pieces, and a chain by themselves beside the
-    layers of every other."""
-
-    spreads_head: ClassVar[bool] = True
-
-    @cached_property
-    def _pieces(self) -> tuple[tuple[range, ...], ...]:
-        return *[(range(1), range(1, 3))] * (self.num_stages - 1), (range(2),)
-
-    def receiver(self, stage: int, task: Task) -> tuple[int, Arrival] | None:
-        ends = self.place(stage, task.chunk)[0] > 0 and not self.crosses(stage, task)
-        return None if ends else super().receiver(stage, task)
-
-    def sender(self, stage: int, kind: TaskKind, chunk: int) -> int | None:
-        own, place = self.place(stage, chunk)
-        if own == 0:
-            return super().sender(stage, kind, chunk)
-        return stage if place == (1 if kind is TaskKind.FORWARD else 0) else None
+def with_spread_head(view: View) -> Task | None:
+    """The message-driven order of a stage with a part of the head: it precedes layers, as all stages wait for each
+    other there. One microbatch is in the head at a time, so that all trade in one order."""
+    head = len(view.chunks) - 1
+    gate = head - 1  # what ends with the hidden states' trade: the last stage's layers, elsewhere nothing
+    is_free = view.chunks[gate].forwards == view.chunks[head].backwards
+    ahead = [(kind, head) for kind in view.kinds] + [(kind, gate) for kind in view.kinds if gate > 0]
+    for kind, piece in (*ahead, *((kind, 0) for kind in (TaskKind.BACKWARD, TaskKind.FORWARD, TaskKind.WEIGHT))):
+        if view.ready(kind, piece) and (is_free or piece != gate or kind is not TaskKind.FORWARD):
+            return view.next(kind, piece)
+    return None

@@ -11,28 +11,26 @@ A rank has one `Stage` for each of its chunks. A model on one device is one stag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from meshwright.bits.grains import SampleGrains
 from meshwright.model import Batch, Hidden, Model, Scales
 from meshwright.parameters.gradients import Gradients, WeightWork
 
 RunForward = Callable[[Model, Batch, Scales, Hidden], Hidden]
-"""run(model, batch, scales, incoming): the activation for the next stage, or (loss,)."""
+"""run(model, batch, scales, incoming): the activation for the next stage, or (loss,). The model's own forward pass; a
+data-parallel strategy may replace it."""
 
 
 Computing = Callable[[], AbstractContextManager[object]]
 """Makes the context manager in which a stage's passes run."""
-
-
-def run_model(model: Model, batch: Batch, scales: Scales, incoming: Hidden) -> Hidden:
-    """The model's forward pass; a data-parallel strategy may replace it (RunForward)."""
-    return model(batch, scales, incoming)
 
 
 @dataclass(frozen=True)
@@ -46,19 +44,6 @@ class Graph:
     outgoing: tuple[GradientEdge, ...]
 
 
-class Grains(Protocol):
-    """The grains of microbatches, where a run has any (bits/grains.py)."""
-
-    def of(self, batch: Batch, incoming: Hidden) -> Iterator[tuple[Batch, Hidden]]:
-        """Each grain's rows of a microbatch, in order."""
-
-    def begin(self, microbatch: int, number: int) -> None:
-        """Begin the forward pass of grain `number` of a microbatch."""
-
-    def total_loss(self, losses: Sequence[Hidden]) -> Hidden:
-        """(The sum of the grains' losses,), each a scalar."""
-
-
 class Stage:
     """A chunk of the model on a rank, with the graphs of its microbatches in flight."""
 
@@ -67,27 +52,25 @@ class Stage:
         model: Model,
         gradients: Gradients,
         *,
-        run: RunForward = run_model,
+        run: RunForward | None = None,
         autocasts: tuple[str, torch.dtype] | None = None,
         multiplies: Computing = nullcontext,
         number: int = 0,
-        grains: Grains | None = None,
+        grains: SampleGrains | None = None,
     ) -> None:
-        """`number`: the chunk's among its rank's. `autocasts`: (device type, dtype) of autocast in forward passes (O1)
-        or None. `multiplies`: makes the context of all passes, by which a CPU multiplies half precision.
-        `grains`: None: a microbatch is computed at once."""
+        """`run`: None: the model's own forward pass. `number`: the chunk's among its rank's. `autocasts`: (device type,
+        dtype) of autocast in forward passes (O1) or None. `multiplies`: makes the context of all passes, by which a CPU
+        multiplies half precision. `grains`: None: a microbatch is computed at once."""
         self.model, self.is_last = model, model.chunk.last
         self.gradients = gradients
-        self.run_forward = run
+        self.run_forward: RunForward = run or operator.call
         self.autocasts, self.multiplies = autocasts, multiplies
+        self.autocast: Computing = nullcontext if autocasts is None else partial(torch.autocast, *autocasts)
+        """Makes the context of forward passes."""
         self.number = number
         self.grains = grains
         self._graphs: dict[int, list[Graph]] = {}
         self._works: dict[int, list[list[WeightWork]]] = {}
-
-    def autocast(self) -> AbstractContextManager[object]:
-        """The context of forward passes."""
-        return nullcontext() if self.autocasts is None else torch.autocast(*self.autocasts)
 
     def forward(self, index: int, incoming: Hidden, batch: Batch, scales: Scales) -> Hidden:
         """F: returns the activation for the next stage, or (loss,)."""
@@ -149,12 +132,6 @@ class Stage:
             with self.multiplies():
                 for work in works:
                     work(final)
-
-    @torch.no_grad()
-    def preview(self, incoming: Hidden, batch: Batch, scales: Scales) -> Hidden:
-        """F of a whole microbatch, without gradients."""
-        with self.multiplies(), self.autocast():
-            return self.run_forward(self.model, batch, scales, incoming)
 
     @torch.no_grad()
     def evaluate(self, incoming: Hidden, batch: Batch) -> Hidden:

@@ -71,11 +71,12 @@ class Counters(NamedTuple):
     activations: int = 0
     gradients: int = 0
 
-    def num_done(self, kind: TaskKind) -> int:
-        """The number of tasks of this kind that are done."""
-        if kind is TaskKind.FORWARD:
-            return self.forwards
-        return self.backwards if kind is TaskKind.BACKWARD else self.weights
+
+DONE = {TaskKind.FORWARD: 0, TaskKind.BACKWARD: 1, TaskKind.WEIGHT: 2}
+"""The place among Counters of tasks that are done."""
+
+COME = {TaskKind.FORWARD: 3, TaskKind.BACKWARD: 4}
+"""The place among Counters of messages that have come."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class View:
     """Whether a chunk falls into pieces."""
 
     def __post_init__(self) -> None:
-        pieces = self.placement.pieces_of(self.stage)
+        pieces = self.placement.numbers[self.stage]
         # Past the frozen dataclass: what follows from the other fields is computed once, not at every look of a
         # schedule.
         self.__dict__.update(
@@ -158,37 +159,28 @@ class View:
         assert TaskKind.BACKWARD not in self.kinds or self.limit >= chunks, f"{self.limit} places: {self}"
 
     @property
-    def splits(self) -> bool:
-        """Whether weight gradients are tasks of their own."""
-        return TaskKind.WEIGHT in self.kinds
-
-    def num_done(self, kind: TaskKind) -> int:
-        """The number of tasks of this kind that are done, in all chunks."""
-        return self.total.num_done(kind)
-
-    @property
     def in_flight(self) -> int:
         """Microbatches whose activations a chunk holds: begun, and their last task not done."""
         # With W as a task, activations live until W: so the limit bounds what waits for it, too.
         if not self.has_pieces:
-            return self.total.forwards - self.total.num_done(self.kinds[-1])
+            return self.total.forwards - self.total[DONE[self.kinds[-1]]]
         return sum(map(self.held, range(self.placement.num_chunks)))
 
     def held(self, chunk: int) -> int:
         """Microbatches that a chunk holds: its first piece has begun them, and not all of its pieces have ended."""
         if not self.has_pieces:
             own = self.chunks[chunk]
-            return own.forwards - own.num_done(self.kinds[-1])
-        counts = [self.chunks[piece] for piece in self.placement.pieces_of(self.stage)[chunk]]
-        return counts[0].forwards - min(each.num_done(self.kinds[-1]) for each in counts)
+            return own.forwards - own[DONE[self.kinds[-1]]]
+        counts = [self.chunks[piece] for piece in self.placement.numbers[self.stage][chunk]]
+        return counts[0].forwards - min(each[DONE[self.kinds[-1]]] for each in counts)
 
     @property
     def done(self) -> bool:
-        return self.total.num_done(self.kinds[-1]) == self.num_microbatches * len(self.chunks)
+        return self.total[DONE[self.kinds[-1]]] == self.num_microbatches * len(self.chunks)
 
     def next(self, kind: TaskKind, chunk: int = 0) -> Task:
         """The only task of this kind whose turn it is in a chunk."""
-        return Task(kind, self.chunks[chunk].num_done(kind), chunk)
+        return Task(kind, self.chunks[chunk][DONE[kind]], chunk)
 
     def ready(self, kind: TaskKind, chunk: int = 0) -> bool:
         """Whether a chunk's next task of this kind has all that it needs, and a forward pass room below the limit."""
@@ -227,7 +219,7 @@ class View:
         if task in arrivals:
             place = arrivals.index(task)
             arrivals = arrivals[:place] + arrivals[place + 1 :]
-        return self._with(chunk, _DONE[kind], arrivals)
+        return self._with(chunk, DONE[kind], arrivals)
 
     def _with(self, chunk: int, counter: int, arrivals: tuple[Arrival, ...]) -> View:
         """The view after one of a chunk's counters has gone on. It is dataclasses.replace, several times as fast: a
@@ -236,9 +228,13 @@ class View:
         state = view.__dict__
         state.update(self.__dict__)
         state["arrivals"] = arrivals
+        counts, total = [*self.chunks[chunk]], [*self.total]
+        counts[counter] += 1
+        total[counter] += 1
         # Kept beside the chunks' counters: adding up at each look was much of a simulated task's time.
-        state["total"] = _counted(self.total, counter)
-        one = _counted(self.chunks[chunk], counter) if len(self.chunks) > 1 else state["total"]
+        state["total"] = one = Counters(*total)
+        if len(self.chunks) > 1:
+            one = Counters(*counts)
         state["chunks"] = (*self.chunks[:chunk], one, *self.chunks[chunk + 1 :])
         return view
 
@@ -257,18 +253,4 @@ class View:
             assert kind is TaskKind.BACKWARD, f"{kind} is no message"
             assert not self._ends[chunk], f"a gradient at the last stage: {self}"
             assert counts.gradients < counts.forwards, f"a gradient of a microbatch that was not sent on: {self}"
-        return self._with(chunk, _COME[kind], arrivals)
-
-
-_DONE = {TaskKind.FORWARD: 0, TaskKind.BACKWARD: 1, TaskKind.WEIGHT: 2}
-"""The place among Counters of tasks that are done."""
-
-_COME = {TaskKind.FORWARD: 3, TaskKind.BACKWARD: 4}
-"""The place among Counters of messages that have come."""
-
-
-def _counted(counts: Counters, counter: int) -> Counters:
-    """The counters after one of them has gone on."""
-    values = [*counts]
-    values[counter] += 1
-    return Counters(*values)
+        return self._with(chunk, COME[kind], arrivals)

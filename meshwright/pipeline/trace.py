@@ -8,6 +8,7 @@ first span.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,18 @@ TASK_ROW = "tasks"
 
 def write_trace(timeline: Timeline, path: Path) -> None:
     """Write the spans of one step. Raises MeshwrightError with the path where it cannot be written."""
+    # A stage's rows, top down: tasks, then phases in the order in which they first begin.
+    spans = sorted(timeline.spans, key=lambda span: span.start_seconds)
+    phases = dict.fromkeys(span.category for span in spans if span.microbatch is None)
+    rows = {name: row for row, name in enumerate([TASK_ROW, *phases])}
     events: list[dict[str, Any]] = []
     for stage in range(timeline.num_stages):
         events.append({"ph": "M", "name": "process_name", "pid": stage, "args": {"name": f"stage {stage}"}})
         # So that viewers keep the stages in their order.
         events.append({"ph": "M", "name": "process_sort_index", "pid": stage, "args": {"sort_index": stage}})
-        for row, name in enumerate(_rows(timeline)):
+        for name, row in rows.items():
             events.append({"ph": "M", "name": "thread_name", "pid": stage, "tid": row, "args": {"name": name}})
-    events += _events(timeline)
+    events += _events(timeline, rows)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
@@ -59,15 +64,7 @@ def read_trace(path: Path) -> Timeline:
     return Timeline(num_stages, spans)
 
 
-def _rows(timeline: Timeline) -> list[str]:
-    """The rows of a stage, top down: tasks, then phases in the order in which they first begin."""
-    spans = sorted(timeline.spans, key=lambda span: span.start_seconds)
-    phases = dict.fromkeys(span.category for span in spans if not span.is_task)
-    return [TASK_ROW, *phases]
-
-
-def _events(timeline: Timeline) -> list[dict[str, Any]]:
-    rows = {name: row for row, name in enumerate(_rows(timeline))}
+def _events(timeline: Timeline, rows: Mapping[str, int]) -> list[dict[str, Any]]:
     # From zero on: a float64 of microseconds since the epoch would end at a quarter of one.
     begin = min((span.start_seconds for span in timeline.spans), default=0.0)
     return [
@@ -76,7 +73,7 @@ def _events(timeline: Timeline) -> list[dict[str, Any]]:
             "name": span.name,
             "cat": span.category,
             "pid": span.stage,
-            "tid": rows[TASK_ROW if span.is_task else span.category],
+            "tid": rows[span.category if span.microbatch is None else TASK_ROW],
             "ts": (span.start_seconds - begin) * 1e6,
             "dur": span.seconds * 1e6,
             "args": {"microbatch": span.microbatch, "chunk": span.chunk},

@@ -82,10 +82,12 @@ def copy_hashes(parts: Parts, memory: Iterable[FlatWeights]) -> Tensor:
     return torch.stack([*hashes.values(), zero])[:-1]
 
 
-def gathered(parts: Parts, hashes: Tensor) -> list[list[int]]:
-    """Every rank's hashes, in rank order."""
-    world = parts.mesh.world
-    rows: list[list[int]] = all_rows(hashes.cpu(), world).tolist() if len(hashes) else [[] for _ in range(world.size)]
+def gathered_hashes(parts: Parts, memory: Iterable[FlatWeights]) -> list[list[int]]:
+    """Hash the memory as `copy_hashes` does; every rank's hashes, in rank order."""
+    hashes, world = copy_hashes(parts, memory), parts.mesh.world
+    if not len(hashes):
+        return [[] for _ in range(world.size)]
+    rows: list[list[int]] = all_rows(hashes.cpu(), world).tolist()
     return rows
 
 

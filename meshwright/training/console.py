@@ -21,7 +21,7 @@ SECONDS_BETWEEN_STRAGGLERS = 300.0
 
 
 class RunDisplay:
-    """Steps and losses, shown while it is entered; only rank 0's speaks. `live`: a terminal gets a bar.
+    """Steps and losses, shown while its `bar` is entered; only rank 0's speaks. `live`: a terminal gets one.
 
     `level`: what is less important is not said (config/schema.py's Logging).
     """
@@ -35,7 +35,7 @@ class RunDisplay:
         self._last_line = 0.0
         self._last_straggler = -SECONDS_BETWEEN_STRAGGLERS
         self._draws = live and self.console.is_terminal and level == "info"
-        self._bar = Progress(
+        self.bar = Progress(
             TextColumn("training"),
             BarColumn(),
             MofNCompleteColumn(),
@@ -43,14 +43,7 @@ class RunDisplay:
             console=self.console,
             disable=not speaks or not self._draws,
         )
-        self._task = self._bar.add_task("training", total=steps, completed=first_step, facts="")
-
-    def __enter__(self) -> RunDisplay:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        self._task = self.bar.add_task("training", total=steps, completed=first_step, facts="")
 
     def step(self, line: Mapping[str, Any]) -> None:
         """Show a step that was made, by its metrics."""
@@ -64,7 +57,7 @@ class RunDisplay:
             facts += f"  overflow: step skipped, loss scale {line['loss_scale']:g}"
         if (left := self._seconds_left(line["step"])) is not None:
             facts += f"  {duration(left)} left"
-        self._bar.update(self._task, completed=line["step"], facts=facts)
+        self.bar.update(self._task, completed=line["step"], facts=facts)
         due = time.monotonic() - self._last_line > SECONDS_BETWEEN_LINES or line["step"] == self.steps
         if not self._draws and (due or LEVELS.index("debug") >= self._least or "validation_loss" in line):
             self._last_line = time.monotonic()

@@ -25,8 +25,7 @@ from meshwright.pipeline.span import Moment, Span
 from meshwright.ranks.grid import DATA_AXES, PIPE
 from meshwright.training.checks import (
     REMEDY,
-    copy_hashes,
-    gathered,
+    gathered_hashes,
     require_equal_replicas,
     require_finite_weights,
     saved,
@@ -134,7 +133,9 @@ class Trainer:
         assert told is not None
         assert told.reports is not None
         self._unread = record if late else None
-        self.batch = replace(following, counts=told.reports.next_counts(mesh.grid.group(mesh.rank, *DATA_AXES)))
+        counts = told.reports["next_counts"]  # of each label's valid elements: those of all replicas make a batch's
+        replicas = (counts[rank] for rank in mesh.grid.group(mesh.rank, *DATA_AXES))
+        self.batch = replace(following, counts=[sum(column) for column in zip(*replicas, strict=True)])
         self.step += 1
         if (every := self.parts.config.memory.empty_cache_every) and self.step % every == 0:
             release_free_memory(mesh.device)
@@ -165,7 +166,7 @@ class Trainer:
             raise DivergedError(f"step {self.step}: every step overflowed and was skipped; {REMEDY}")
         require_finite_weights(parts, self.step)
         if config.check.every:
-            require_equal_replicas(parts, self.step, gathered(parts, copy_hashes(parts, saved(parts))))
+            require_equal_replicas(parts, self.step, gathered_hashes(parts, saved(parts)))
 
     @property
     def spans(self) -> list[Span]:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from meshwright.pipeline.span import Moment, Span, Watch, phase_span, seconds_between
+from meshwright.pipeline.span import Moment, Span, Watch, seconds_between
 from meshwright.ranks.flight_recorder import FlightRecorder
 
 PIPELINE, DATA_PARALLEL, OPTIMIZER = PHASES = ("pipeline", "data_parallel", "optimizer")
@@ -35,12 +35,15 @@ class PhaseClock:
         self._watch.start()
         self._ended: list[tuple[str, Moment, Moment]] = []
         self._running: tuple[str, Moment] | None = None
+        self.ended = self._watch.now()
+        """The end of the step's last phase."""
 
     def begin(self, phase: str | None) -> None:
         """End the phase that the step is in, and begin this one; None: it is in none then."""
         now = self._watch.now()
         if self._running is not None:
             self._ended.append((*self._running, now))
+            self.ended = now
         self._running = None if phase is None else (phase, now)
         self._recorder.enter(BETWEEN if phase is None else PHASE_WORDS.get(phase, phase))
 
@@ -55,11 +58,6 @@ class PhaseClock:
                 return
             yield index
 
-    @property
-    def ended(self) -> Moment:
-        """The end of the step's last phase."""
-        return self._ended[-1][2]
-
     def seconds_since(self, before: Moment | None) -> float:
         """Seconds from `before`, the end of the step before, to the end of this one. None: from its own beginning."""
         return seconds_between(self._ended[0][1] if before is None else before, self.ended)
@@ -73,4 +71,4 @@ class PhaseClock:
 
     def spans(self, stage: int) -> list[Span]:
         """Every time that the step was in a phase, but for the pipeline's, which its tasks show."""
-        return [phase_span(stage, phase, start(), end()) for phase, start, end in self._ended if phase != PIPELINE]
+        return [Span(stage, phase, phase, start(), end()) for phase, start, end in self._ended if phase != PIPELINE]

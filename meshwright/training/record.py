@@ -25,10 +25,9 @@ from meshwright.ranks.agreement import all_rows
 from meshwright.training.checks import (
     REMEDY,
     bad_losses,
-    copy_hashes,
     diagnosed,
     first_bad,
-    gathered,
+    gathered_hashes,
     require_equal_replicas,
 )
 from meshwright.training.metric import Metric
@@ -121,7 +120,7 @@ class StepRecord:
         # weights, if it was their turn; a late step's weights have been written since. Streamed ones have, too.
         compared = self.reports is not None and len(self.measured["hashes"]) and not self.late
         if parts.config.check.every and not compared and not parts.optimizer.streams:
-            require_equal_replicas(parts, self.number + 1, gathered(parts, copy_hashes(parts, parts.strategy.weights)))
+            require_equal_replicas(parts, self.number + 1, gathered_hashes(parts, parts.strategy.weights))
         if failure:
             losses = all_rows(self.loss.cpu(), parts.mesh.world).tolist()
             raise diagnosed(parts, losses, failure) from failure

@@ -56,10 +56,6 @@ class RunStatus:
         ends = {"ended": "ended by itself, after", "hung": "gave up waiting in", "dead": "was killed in"}
         return f"{self.out}: no run is alive here; the last one {ends[self.state]} step {last}"
 
-    @property
-    def exit_code(self) -> int:
-        return 0 if self.state in ("alive", "ended") else 1
-
 
 def status_of(out: Path) -> RunStatus:
     """Look at a run's records for as long as it takes to see whether it lives: some seconds at most."""

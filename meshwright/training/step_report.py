@@ -132,11 +132,6 @@ class StepReports:
         """One value of all ranks', as the table says."""
         return self.table[name].reduced(self[name])
 
-    def next_counts(self, ranks: Sequence[int]) -> list[int]:
-        """The number of valid elements of each label in the next rows of these ranks."""
-        counts = self["next_counts"]
-        return [sum(column) for column in zip(*(counts[rank] for rank in ranks), strict=True)]
-
 
 def row_of(table: Mapping[str, Metric], values: Mapping[str, Any]) -> Tensor:
     """A rank's numbers as a row of int64, in which a float lies as its bits."""

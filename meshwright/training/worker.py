@@ -137,7 +137,8 @@ class _Run:
             except DamagedError as error:
                 raise with_offer(error, checkpoints, step) from error
         level, speaks = config.logging.level, mesh.rank == 0
-        with RunDisplay(started.step, config.steps, speaks=speaks, live=live, level=level) as display:
+        display = RunDisplay(started.step, config.steps, speaks=speaks, live=live, level=level)
+        with display.bar:
             self._greet(display, writer.unfinished, attempt)
             if step == 0 and config.weights is not None:
                 display.say(f"starting from the weights of {config.weights}")

@@ -30,7 +30,7 @@ from meshwright.parameters.shard import ShardSpec
 from meshwright.parts import Parts, build, rank_part
 from meshwright.ranks.grid import DATA_AXES, Grid, grid_of_run
 from meshwright.registry import brought
-from meshwright.typed.kinds import Kind, constant, cut_at, uncut
+from meshwright.typed.kinds import Kind, cut_at, uncut
 from meshwright.typed.operators import WrongSum
 from meshwright.typed.verbs import typed_mesh
 from meshwright.typed.watch import Neighbour, Watch
@@ -80,7 +80,7 @@ def step(config: Config, grid: Grid, rank: int, watch: Watch) -> None:
         watch.declare(name, parameter, invariant_kind(parts.specs[name], parameter, grid))
     for one in strategy.sums:
         for place, (_, view) in zip(one.bucket.places, one.bucket.members(), strict=True):
-            watch.declare(place.name, view, constant(view.shape))
+            watch.declare(place.name, view, Kind(uncut(view.shape), constant=True))
     shapes = chain_of(config).sample_shapes(config)
     whole = {name: torch.zeros(config.micro, *shape, dtype=torch.long, device="meta") for name, shape in shapes.items()}
     for x in whole.values():

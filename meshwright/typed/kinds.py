@@ -78,10 +78,6 @@ def uncut(shape: Sequence[int]) -> tuple[Dim, ...]:
     return tuple(((size, NONE),) for size in shape)
 
 
-def constant(shape: Sequence[int]) -> Kind:
-    return Kind(uncut(shape), constant=True)
-
-
 def axes_of(*dims: Dim) -> Axes:
     """The axes that cut any of the dims."""
     return NONE.union(*(axes for dim in dims for _, axes in dim))

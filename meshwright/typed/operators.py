@@ -29,7 +29,6 @@ from meshwright.typed.kinds import (
     aligned,
     axes_of,
     broadcast,
-    constant,
     joined,
     length,
     reshaped,
@@ -95,7 +94,7 @@ def kinds_of_results(call: Call) -> list[Kind]:
 
 
 def of_numbers(call: Call) -> list[Kind]:
-    return [constant(x.shape) for x in call.results]
+    return [Kind(uncut(x.shape), constant=True) for x in call.results]
 
 
 def _loose(kinds: Sequence[Kind], shape: Sequence[int]) -> Kind:
@@ -151,11 +150,6 @@ def sums(call: Call) -> Kind:
     return add(call.kinds, call.shape)
 
 
-def chosen(call: Call) -> Kind:
-    condition, *kinds = call.kinds
-    return multiply([condition, add(kinds, call.shape)], call.shape)
-
-
 def filled(call: Call) -> Kind:
     kind, mask = call.kinds[:2]
     value = call.given["value"]
@@ -165,7 +159,9 @@ def filled(call: Call) -> Kind:
 
 
 def copied(call: Call) -> Kind:
-    """The last input, written over the first."""
+    """The last input, written over the first, or a number (fill)."""
+    if len(call.inputs) == 1:
+        return Kind(uncut(call.shape), constant=True)
     source = call.kind_of(call.inputs[-1])
     dims, lost = broadcast([source], call.shape)
     return joined([source], dims, lost, source.partial)
@@ -450,7 +446,7 @@ def convolved_backward(call: Call) -> list[Kind]:
 
 def dropped(call: Call) -> list[Kind]:
     """Ranks that hold the same values draw the same masks, since the step seeds them."""
-    return [call.kinds[0], constant(call.results[-1].shape)][: len(call.results)]
+    return [call.kinds[0], Kind(uncut(call.results[-1].shape), constant=True)][: len(call.results)]
 
 
 def losses(call: Call) -> list[Kind]:
@@ -466,49 +462,47 @@ def losses_backward(call: Call) -> Kind:
     return joined([gradient, kind, labels], kind.dims, axes_of(kind.dims[-1]), gradient.partial)
 
 
-def _named(rule: Rule, names: str) -> dict[str, Rule]:
-    return dict.fromkeys(names.split(), rule)
-
-
-RULES: dict[str, Rule] = {
-    **_named(of_numbers, """
+_ROWS: dict[str, Rule] = {
+    """
         zeros ones full empty empty_like zeros_like ones_like full_like new_empty new_zeros new_full new_ones zero
         new_empty_strided empty_strided empty_permuted arange scalar_tensor normal uniform bernoulli rand randn
         rand_like randn_like linspace eye
-    """),
-    **_named(sums, "add sub rsub"),
-    **_named(lambda call: call.kinds[0], "neg clone _to_copy positive detach alias lift_fresh"),
-    "copy": copied, "fill": lambda call: copied(call) if len(call.inputs) > 1 else of_numbers(call),
+    """: of_numbers,
+    "add sub rsub": sums,
+    "neg clone _to_copy positive detach alias lift_fresh": lambda call: call.kinds[0],
+    "copy fill": copied,
     "mul": lambda call: multiply(call.kinds, call.shape),
-    "div": linear_in_first, "where": chosen, "masked_fill": filled,
+    "div": linear_in_first, "masked_fill": filled,
+    "where": lambda call: multiply([call.kinds[0], add(call.kinds[1:], call.shape)], call.shape),
     # self + value * tensor1 * tensor2
     "addcmul": lambda call: add(
         [call.kind("self"), multiply([call.kind("tensor1"), call.kind("tensor2")], call.shape)], call.shape
     ),
-    **_named(matrices, "mm mv bmm addmm addmv baddbmm"),
-    **_named(reduced, """
+    "mm mv bmm addmm addmv baddbmm": matrices,
+    """
         sum mean amax amin max min argmax argmin logsumexp var std var_mean linalg_vector_norm norm prod any all
-    """),
-    **_named(along, "softmax _softmax _log_softmax log_softmax _safe_softmax sort topk"),
+    """: reduced,
+    "softmax _softmax _log_softmax log_softmax _safe_softmax sort topk": along,
     "cumsum": lambda call: call.kinds[0].loosened(axes_of(call.kinds[0].dims[call.number("dim")])),
-    **_named(lambda call: reshaped(call.kinds[0], call.shape), "view _unsafe_view squeeze"),
-    **_named(transposed, "t transpose permute"),
+    "view _unsafe_view squeeze": lambda call: reshaped(call.kinds[0], call.shape),
+    "t transpose permute": transposed,
     "expand": expanded,
-    **_named(inserted, "unsqueeze select_backward"),
-    **_named(selected, "select unbind"),
-    **_named(resized, "slice split split_with_sizes constant_pad_nd slice_backward"),
-    **_named(concatenated, "cat stack"),
+    "unsqueeze select_backward": inserted,
+    "select unbind": selected,
+    "slice split split_with_sizes constant_pad_nd slice_backward": resized,
+    "cat stack": concatenated,
     "embedding": looked_up, "embedding_dense_backward": table_gradient, "gather": gathered,
     "scatter": scattered, "index_add": rows_added, "index_put": put,
-    **_named(norm_forward, "native_layer_norm native_group_norm"),
-    **_named(norm_backward, "native_layer_norm_backward native_group_norm_backward"),
+    "native_layer_norm native_group_norm": norm_forward,
+    "native_layer_norm_backward native_group_norm_backward": norm_backward,
     "_scaled_dot_product_flash_attention_for_cpu": attended,
     "_scaled_dot_product_flash_attention_for_cpu_backward": attended_backward,
     "convolution": convolved, "convolution_backward": convolved_backward,
     "native_dropout": dropped, "nll_loss_forward": losses, "nll_loss_backward": losses_backward,
-    **_named(linear_in_first, """
+    """
         threshold_backward gelu_backward silu_backward tanh_backward sigmoid_backward
         _softmax_backward_data _log_softmax_backward_data
-    """),
+    """: linear_in_first,
 }  # fmt: skip
+RULES = {name: rule for names, rule in _ROWS.items() for name in names.split()}
 """Rules by the operator's name; in-place and `out` variants share the rule."""

@@ -23,7 +23,7 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.mailbox import Mailbox
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.transport import Transport
-from meshwright.typed.kinds import Axes, Kind, constant, length, uncut
+from meshwright.typed.kinds import Axes, Kind, length, uncut
 from meshwright.typed.operators import WrongSum
 from meshwright.typed.watch import Watch
 
@@ -124,7 +124,7 @@ class TypedComm(SoloComm):
         """A verb after which each rank of the group holds something else."""
         self._meet(verb, out, x)
         # A rank without a part, such as a worker's side of a gather, may pass an empty tensor.
-        kind = self.watch.kind(x) if x.numel() else constant(out.shape)
+        kind = self.watch.kind(x) if x.numel() else Kind(uncut(out.shape), constant=True)
         self.watch.say(out, _flat(kind, out).loosened(self.axes))
         return DONE
 

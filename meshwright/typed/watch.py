@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.memory.recompute import tensors_in
-from meshwright.typed.kinds import NONE, Axes, Kind, axes_of, constant, cut_at, joined, reshaped, uncut
+from meshwright.typed.kinds import NONE, Axes, Kind, axes_of, cut_at, joined, reshaped, uncut
 from meshwright.typed.operators import Call, WrongSum, kinds_of_results
 
 Shape = tuple[int, tuple[int, ...], tuple[int, ...]]
@@ -114,7 +114,7 @@ def together(kinds: Sequence[Kind], shape: Sequence[int]) -> Kind:
     """The kind of a tensor read across several writes: partial where all are, `own` where some are."""
     solid = [kind for kind in kinds if not kind.constant]
     if not solid:
-        return constant(shape)
+        return Kind(uncut(shape), constant=True)
     if len(kinds) == 1 and math.prod(size for dim in kinds[0].dims for size, _ in dim) == math.prod(shape):
         return reshaped(kinds[0], shape)
     partial = NONE.union(*(kind.partial for kind in solid))

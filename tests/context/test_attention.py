@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.context.context import CutContext, Ulysses
-from meshwright.context.kernels import CpuKernel, InTiles
+from meshwright.context.kernels import CpuKernel, Kernel
 from meshwright.context.ring import RingAttention
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
@@ -32,7 +32,7 @@ def cut(mesh: Mesh, kind: str, causal: bool, masked: bool, fuses: bool) -> tuple
     (q, k, v), gradient, mask = operands()
     context = KINDS[kind](mesh)
     if isinstance(context, RingAttention):
-        context.kernel_for = lambda *_: CpuKernel() if fuses else InTiles()  # type: ignore[method-assign]
+        context.kernel_for = lambda *_: CpuKernel() if fuses else Kernel()  # type: ignore[method-assign]
     places = torch.tensor([place for run in context.runs(T) for place in run])
     assert torch.equal(places, context.positions(0, len(places), torch.device("cpu")))
     mine = [x[:, :, places].clone().requires_grad_() for x in (q, k, v)]
@@ -82,7 +82,7 @@ def test_causal_ranks_do_the_same_work() -> None:
 
 def test_tiles_of_scores_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     (q, k, v), gradient, _ = operands()
-    kernel = InTiles()
+    kernel = Kernel()
     at_once = kernel.attend(q, k, v, None, True, 0.3)
     expected = kernel.gradients(gradient, q, k, v, at_once, None, True, 0.3)
     monkeypatch.setattr("meshwright.context.kernels.TILE_ELEMENTS", B * A * T * 7)

@@ -19,11 +19,10 @@ from meshwright.context.documents import (
     BLOCK,
     attend_at_once,
     attend_by_document,
-    block_mask,
     blocks_of,
     lengths_of,
 )
-from meshwright.context.kernels import CpuKernel, Efficient, Flash, InTiles, Kernel, kernel_of
+from meshwright.context.kernels import CpuKernel, Efficient, Flash, Kernel, kernel_of
 from meshwright.context.ring import RingAttention
 from meshwright.context.runs import GatheredRing, RunsOfQueries
 from meshwright.data.sampler import document_entries
@@ -70,7 +69,7 @@ def one_by_one(mesh: Mesh) -> list[Tensor]:
 
 
 KERNELS: dict[str, Kernel] = {
-    "cpu": CpuKernel(), "tiles": InTiles(), "flash": Flash(), "efficient": Efficient(),
+    "cpu": CpuKernel(), "tiles": Kernel(), "flash": Flash(), "efficient": Efficient(),
 }  # fmt: skip
 WAYS = {
     "whole": 1, "ulysses": 2, "ring cpu": 2, "ring cpu of 3": 3, "ring tiles": 4, "ring flash": 2, "ring efficient": 3,
@@ -100,7 +99,7 @@ def stand_in() -> None:
     """Functions on CPUs in place of a GPU's kernels, which take and give what those do."""
 
     def flash(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, debug: bool, *, scale: float) -> Any:
-        out, sums, _ = InTiles().attend(q, k, v, None, causal, scale)
+        out, sums, _ = Kernel().attend(q, k, v, None, causal, scale)
         return out, sums, None, None, q.shape[2], k.shape[2], torch.tensor([1, 2]), torch.tensor(3), out.new_empty(0)
 
     def flash_back(
@@ -109,14 +108,14 @@ def stand_in() -> None:
     ) -> Any:  # fmt: skip
         assert (most_q, most_k, seed.tolist(), int(offset)) == (q.shape[2], k.shape[2], [1, 2], 3)
         assert sums.is_contiguous(), "the kernel reads l by its own strides"
-        return InTiles().gradients(gradient, q, k, v, kernels.Attended(out, sums), None, causal, scale)
+        return Kernel().gradients(gradient, q, k, v, kernels.Attended(out, sums), None, causal, scale)
 
     def efficient(
         q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, wants: bool, dropout: float, causal: bool, *, scale: float
     ) -> Any:
         assert wants
         assert q.shape[1] == k.shape[1]
-        out, sums, _ = InTiles().attend(q, k, v, bias, causal, scale)
+        out, sums, _ = Kernel().attend(q, k, v, bias, causal, scale)
         return out, F.pad(sums, (0, -q.shape[2] % 32), value=-7.0), torch.tensor(1), torch.tensor(2)
 
     def efficient_back(
@@ -126,7 +125,7 @@ def stand_in() -> None:
         assert sums.shape[2] % 32 == 0
         assert sums[:, :, q.shape[2] :].isposinf().all()
         whole = kernels.Attended(out, sums[:, :, : q.shape[2]])
-        return *InTiles().gradients(gradient, q, k, v, whole, bias, causal, scale), None
+        return *Kernel().gradients(gradient, q, k, v, whole, bias, causal, scale), None
 
     # A rank's process has torch to itself, and ends with the test.
     torch.ops.aten._scaled_dot_product_flash_attention = flash
@@ -220,8 +219,16 @@ def test_short_documents_go_into_blocks() -> None:
     blocks = blocks_of(lengths)
     assert [length for block in blocks for length in block] == lengths
     assert blocks == [[40] * 3, [40] * 2, [3 * BLOCK], [1, 2]]
-    seen = block_mask([2, 1], torch.empty(0)) == 0
-    assert seen.tolist() == [[True, False, False], [True, True, False], [False, False, True]]
+    x, masks = torch.zeros(1, 1, 3, 1), list[Tensor]()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, causal: bool) -> Tensor:
+        masks.append(mask)
+        return v
+
+    attend_by_document(attend, starts_of([[2, 1]]), x, x, x)
+    assert [(mask == 0).tolist() for mask in masks] == [
+        [[True, False, False], [True, True, False], [False, False, True]]
+    ]
     assert lengths_of(starts_of(LENGTHS)) == [list(row) for row in LENGTHS]
 
 
@@ -256,8 +263,8 @@ def test_a_ring_sends_blocks_of_those_steps(lengths: Sequence[int], sends: int) 
         (torch.bfloat16, False, "cuda", "fused", Flash),
         (torch.bfloat16, True, "cuda", "fused", Efficient),
         (torch.float32, False, "cuda", "fused", Efficient),
-        (torch.float64, False, "cuda", "fused", InTiles),
-        (torch.bfloat16, False, "cuda", "torch", InTiles),
+        (torch.float64, False, "cuda", "fused", Kernel),
+        (torch.bfloat16, False, "cuda", "torch", Kernel),
         (torch.bfloat16, True, "cpu", "fused", CpuKernel),
     ],
 )
@@ -278,4 +285,4 @@ def test_a_ring_on_a_device_takes_its_fused_kernel(
         gradients = torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
     assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
     scores = length * length * heads * 4
-    assert (live.peak < scores / 2) == (kernel is not InTiles)
+    assert (live.peak < scores / 2) == (kernel is not Kernel)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from meshwright.pipeline.clock import MessageSeconds, TaskSeconds, _in_order, _Simulation, simulate, undisturbed
+from meshwright.pipeline.clock import MessageSeconds, TaskSeconds, _in_order, _Simulation, simulate
 from meshwright.pipeline.placement import ChunkPlacement
 from meshwright.pipeline.schedule import (
     AXONN,
@@ -169,7 +169,7 @@ def test_fixed_orders_need_no_events(rule: ScheduleRule, placement: ChunkPlaceme
         return seconds[hash((start, end, message.microbatch)) % len(seconds)] / 4
 
     count = rng.randrange(1, 15)
-    events = _Simulation(placement, count, rule, costs, latency, undisturbed).run()
+    events = _Simulation(placement, count, rule, costs, latency, None).run()
     assert simulate(placement.num_stages, count, rule, costs, latency, placement=placement) == events
 
 

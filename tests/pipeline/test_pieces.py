@@ -19,7 +19,7 @@ from meshwright.errors import ConfigError
 from meshwright.model import counts_of, scales_of
 from meshwright.pipeline.clock import simulate
 from meshwright.pipeline.pieces import Exchanges
-from meshwright.pipeline.placement import ChunkPlacement, PiecePlacement
+from meshwright.pipeline.placement import ChunkPlacement
 from meshwright.pipeline.schedule import MESSAGE_DRIVEN, ONE_F_ONE_B
 from meshwright.pipeline.task import Arrival, Task, TaskKind
 from meshwright.ranks.grid import Grid
@@ -185,7 +185,7 @@ def total(name: str) -> float:
     B; experts are half of a layer."""
     latency = 0.1
     if name == "messages":
-        placement: ChunkPlacement = PiecePlacement(STAGES, pieces=(5,) * STAGES)
+        placement = ChunkPlacement(STAGES, pieces=(5,) * STAGES)
 
         def costs(stage: int, task: Task) -> float:
             return (0.2, 0.25, 0.25, 0.25, 0.05)[task.chunk]

@@ -13,8 +13,9 @@ from meshwright.checkpoint import Checkpoint
 from meshwright.config import Config, parse_run
 from meshwright.errors import ConfigError
 from meshwright.pipeline.engine import stage_process
-from meshwright.pipeline.schedule import MESSAGE_DRIVEN, with_spread_head
-from meshwright.pipeline.spread_head import SpreadHeadPlacement
+from meshwright.pipeline.placement import ChunkPlacement
+from meshwright.pipeline.schedule import MESSAGE_DRIVEN
+from meshwright.pipeline.spread_head import with_spread_head
 from meshwright.pipeline.task import Arrival, Task, TaskKind
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
@@ -88,7 +89,7 @@ def test_another_layout_goes_on(tmp_path: Path) -> None:
 
 def test_the_head_goes_before_layers() -> None:
     """A stage that comes late keeps all waiting; a microbatch goes into the head when the one before has left it."""
-    placement = SpreadHeadPlacement(3)
+    placement = ChunkPlacement(3, spreads_head=True)
     process = stage_process(MESSAGE_DRIVEN.limited(3).view(1, 3, 4, placement), with_spread_head)
     forward, backward, weight = (partial_task(kind) for kind in TaskKind)
     assert next(process) == forward(0, 1)  # the gate: hidden states may come

@@ -12,7 +12,7 @@ import pytest
 from meshwright.errors import DataError, MeshwrightError
 from meshwright.pipeline.clock import simulate
 from meshwright.pipeline.schedule import MESSAGE_DRIVEN
-from meshwright.pipeline.span import Span, Timeline, phase_span, task_span
+from meshwright.pipeline.span import Span, Timeline, task_span
 from meshwright.pipeline.task import Task, TaskKind
 from meshwright.pipeline.trace import read_trace, write_trace
 
@@ -25,8 +25,8 @@ def step() -> Timeline:
         span
         for stage in range(3)
         for span in (
-            phase_span(stage, "data-parallel", end, end + 2.0),
-            phase_span(stage, "optimizer", end + 1.0, end + 3.0),
+            Span(stage, "data-parallel", "data-parallel", end, end + 2.0),
+            Span(stage, "optimizer", "optimizer", end + 1.0, end + 3.0),
         )
     ]
     return Timeline(3, (*timeline.spans, *phases))
@@ -89,7 +89,7 @@ def test_idle_shares_are_of_the_pipeline_phase() -> None:
     tasks = [(0, TaskKind.FORWARD, 0.0, 1.0), (1, TaskKind.FORWARD, 1.0, 2.0), (1, TaskKind.BACKWARD, 2.0, 3.0)]
     spans = [task_span(stage, Task(kind, 0), start, end) for stage, kind, start, end in tasks]
     last = task_span(0, Task(TaskKind.BACKWARD, 0), 2.0, 4.0)
-    timeline = Timeline(2, (*spans, last, phase_span(0, "optimizer", 4.0, 9.0)))
+    timeline = Timeline(2, (*spans, last, Span(0, "optimizer", "optimizer", 4.0, 9.0)))
     assert timeline.total_seconds == 4.0
     assert timeline.idle_shares == (0.25, 0.5)
     assert timeline.idle_share == 0.375

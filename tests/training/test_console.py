@@ -24,7 +24,8 @@ def shown(
     clock = iter(range(1000))
     now = [0]
     monkeypatch.setattr("meshwright.training.console.time.monotonic", lambda: now[0])
-    with RunDisplay(start, 800, speaks=True, live=False) as display:
+    display = RunDisplay(start, 800, speaks=True, live=False)
+    with display.bar:
         for one in lines:
             now[0] = next(clock)
             display.step(one)

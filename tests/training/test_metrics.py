@@ -386,17 +386,17 @@ def test_a_metric_says_how_the_ranks_numbers_become_one() -> None:
     assert arrived(report(), report()).reduced("sent_bytes") == [3, 0, 0]
 
 
-def exchanged(mesh: Mesh) -> tuple[list[float], bool, list[int], list[Any]]:
+def exchanged(mesh: Mesh) -> tuple[list[float], bool, list[Any], list[Any]]:
     rank = mesh.rank
     mine = report() | {"loss": rank / 2, "next_counts": [rank, 8], "stop": rank == 1, "sent_bytes": (5, rank)}
     reports = StepReports.begin(mesh, TABLE, mine)
-    return reports["loss"], reports.reduced("stop"), reports.next_counts([1, 2]), reports["sent_bytes"]
+    return reports["loss"], reports.reduced("stop"), reports["next_counts"], reports["sent_bytes"]
 
 
 def test_what_all_must_know_is_read_by_column() -> None:
     answers = run_ranks(exchanged, Grid((("data", 3), ("pipe", 1))))
     for answer in answers:
-        assert answer == ([0.0, 0.5, 1.0], True, [3, 16], [[5, 0], [5, 1], [5, 2]])
+        assert answer == ([0.0, 0.5, 1.0], True, [[0, 8], [1, 8], [2, 8]], [[5, 0], [5, 1], [5, 2]])
 
 
 def test_a_driver_that_does_not_answer_costs_no_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 from meshwright.errors import DataError
 from meshwright.pipeline.clock import simulate
 from meshwright.pipeline.schedule import GPIPE, MESSAGE_DRIVEN, ScheduleRule
-from meshwright.pipeline.span import Timeline, phase_span
+from meshwright.pipeline.span import Span, Timeline
 from meshwright.training.pictures import draw_loss, draw_timelines, smoothed
 
 
@@ -81,7 +81,7 @@ def test_a_panel_a_timeline_and_a_row_a_stage(tmp_path: Path) -> None:
 
 def test_phases_are_drawn(tmp_path: Path) -> None:
     tasks = timeline(GPIPE)
-    with_phase = Timeline(3, (*tasks.spans, phase_span(0, "optimizer", 12.0, 13.0)))
+    with_phase = Timeline(3, (*tasks.spans, Span(0, "optimizer", "optimizer", 12.0, 13.0)))
     draw_timelines({"step": tasks}, tmp_path / "tasks.png")
     draw_timelines({"step": with_phase}, tmp_path / "phase.png")
     assert (tmp_path / "tasks.png").read_bytes() != (tmp_path / "phase.png").read_bytes()

@@ -16,7 +16,7 @@ from meshwright.ranks.mesh import Mesh
 from meshwright.training.checks import (
     copy_hashes,
     differences,
-    gathered,
+    gathered_hashes,
     require_equal_replicas,
     saved,
 )
@@ -229,9 +229,7 @@ def spoiled_states(mesh: Mesh, config: Config) -> str:
         flip(trainer.parts.optimizer.states(0)["exp_avg_sq"], 3, 0)
     assert copy_hashes(trainer.parts, trainer.parts.strategy.weights) == before
     try:
-        require_equal_replicas(
-            trainer.parts, 2, gathered(trainer.parts, copy_hashes(trainer.parts, saved(trainer.parts)))
-        )
+        require_equal_replicas(trainer.parts, 2, gathered_hashes(trainer.parts, saved(trainer.parts)))
     except CorruptionError as error:
         return str(error)
     return ""

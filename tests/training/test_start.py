@@ -42,7 +42,7 @@ def launch(*job, **how):
     print("torch" in sys.modules, "meshwright.parts" in sys.modules)
     return []
 
-function.launch_start = launch
+function.launch = launch
 mw.train(mw.load("run.yaml"), "out")
 """
 

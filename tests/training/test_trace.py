@@ -45,7 +45,7 @@ def test_every_task_of_every_stage_once(corpus: Path, tmp_path: Path) -> None:
     for index in range(6):  # both stages' clock is one; a message may come before the task that sends it is over
         assert starts[0, f"F{index}"] < starts[1, f"F{index}"]
         assert starts[1, f"B{index}"] < starts[0, f"B{index}"]
-    phases = {(span.stage, span.name) for span in timeline.spans if not span.is_task}
+    phases = {(span.stage, span.name) for span in timeline.spans if span.microbatch is None}
     assert phases == {(stage, name) for stage in range(2) for name in ("data_parallel", "optimizer")}
     line = lines_of(tmp_path)[2]
     assert len(line["idle_shares"]) == 2

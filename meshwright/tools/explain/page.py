@@ -160,7 +160,7 @@ def weight_blocks(explained: Explained, holders: Sequence[Sequence[int]]) -> Ite
     shown: dict[str, tuple[Parameter, str, list[int]]] = {}
     for stage, plan in enumerate(run.stages):
         firsts = {alike[layer] for layer in range(config.model.num_blocks)}
-        firsts |= {explained.layers[position].start for position in run.placement.positions(stage)}
+        firsts |= {explained.layers[position].start for position in run.placement.positions[stage]}
         # Of equal stages the first one's buckets are planned; parameters stand in the same order in all.
         for parameter, like in zip(plan.parameters, run.stages[run.like[stage]].parameters, strict=True):
             layer, _ = split_name(parameter.name)

@@ -60,7 +60,7 @@ class Explained:
     def held(self, stage: int) -> str:
         """`embeddings, layers 0-3`: the parts of the model that the stage holds."""
         placement = self.run.placement
-        runs = [self.layers[position] for position in placement.positions(stage)]
+        runs = [self.layers[position] for position in placement.positions[stage]]
         words = ["embeddings"] if stage == 0 else []
         words += [f"layers {layers[0]}-{layers[-1]}" for layers in runs if layers]
         return ", ".join([*words, "head"] if stage == placement.last_stage else words)
@@ -143,14 +143,14 @@ def forecast(explained: Explained) -> Forecast:
     work = [sum(costs.layers[layer] for layer in layers) / costs.total for layers in explained.layers]
     work[0] += costs.embedding / costs.total
     work[-1] += costs.head / costs.total
-    shares = tuple(sum(work[position] for position in placement.positions(stage)) for stage in stages)
+    shares = tuple(sum(work[position] for position in placement.positions[stage]) for stage in stages)
 
     def timeline(rule: ScheduleRule) -> Timeline:
         # B and W are as long as F each; where nothing is split, B does the work of both.
         backward = 1 if rule.splits else 2
 
         def seconds(stage: int, task: Task) -> float:
-            own = work[placement.position(stage, task.chunk)]
+            own = work[placement.positions[stage][task.chunk]]
             # The clock's second is then a forward pass of the whole model under every schedule.
             return own * (backward if task.kind is TaskKind.BACKWARD else 1)
 

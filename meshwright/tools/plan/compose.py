@@ -158,7 +158,7 @@ def compose_stages(config: Config, recordings: Recordings, partition: Sequence[i
     plans: list[ChunkPlan] = []
     forms: Forms = ()
     for position, whole in enumerate(chunks_of(partition)):
-        stage, incoming = placement.stage_of(position), forms
+        stage, incoming = placement.stage_of[position], forms
         units: list[Unit] = []
         every = 1
         if config.memory.recompute not in ("none", "selective"):
@@ -175,14 +175,14 @@ def compose_stages(config: Config, recordings: Recordings, partition: Sequence[i
                 before = parameters[stage].get(parameter.name)
                 parameters[stage][parameter.name] = used(parameter, before, chunk, number)
         plan = ChunkPlan(tuple(units), incoming, () if whole.last else forms)
-        if plans and placement.stage_of(position - 1) == stage:
+        if plans and placement.stage_of[position - 1] == stage:
             # In a v the middle positions lie on one stage: no message, the activation stays where it is.
             plan = replace(plan, handed_bytes=plans[-1].units[-1].recording.output_bytes)
             plans[-1] = replace(plans[-1], hands_on=True)
         plans.append(plan)
     return [
         StagePlan(
-            tuple(plans[position] for position in placement.positions(stage)),
+            tuple(plans[position] for position in placement.positions[stage]),
             # Buckets are filled in the model's order, whatever the order of a stage's chunks.
             tuple(sorted(own.values(), key=lambda parameter: outline.order[parameter.name])),
         )
@@ -268,7 +268,7 @@ class Composition:
 
     def chunk(self, position: int) -> ChunkPlan:
         """The chunk at a position of the chain."""
-        return self.stages[self.placement.stage_of(position)].chunks[position // self.placement.num_stages]
+        return self.stages[self.placement.stage_of[position]].chunks[position // self.placement.num_stages]
 
     def traffic(self, stage: int) -> Sent:
         """The ledger of the stage's first rank: its kit's collectives, messages, agreements, gradients' sums."""
@@ -318,7 +318,7 @@ class Composition:
         yield Sending("between stages", "activations and their gradients", Program(traffic=ledger.traffic))
         if self.agrees:
             ledger = Ledger()
-            with ledger.repeated(count * len(kinds) * sum(map(len, tasks.pieces_of(stage)))):
+            with ledger.repeated(count * len(kinds) * sum(map(len, tasks.numbers[stage]))):
                 # The stage's first rank tells its peers which task is next, in 8 bytes.
                 ledger.record(self.peers, "broadcast", 8 * (self.grid.size(*self.peers.split("+")) - 1), 0)
             yield Sending("between stages", "which task is next", Program(traffic=ledger.traffic))

@@ -222,7 +222,7 @@ class Estimates:
         key = config.layout.nesting, placement, tuple(sizes)
         if key not in self._messages:
             ranks = grid_of_run(config).group(0, PIPE)
-            holders = [ranks[placement.stage_of(position)] for position in range(placement.num_positions)]
+            holders = [ranks[placement.stage_of[position]] for position in range(placement.num_positions)]
             self._messages[key] = [
                 self.planner.message_seconds(config, start, end, size) if start != end else 0.0
                 for (start, end), size in zip(pairwise(holders), sizes, strict=True)
@@ -270,7 +270,7 @@ class Estimates:
         elements = {place: sum(each.num_elements for each in own) for place, own in parts.items()}
         placement = placement_of(config)
         held = [
-            [layer for at in placement.positions(stage) for layer in runs[at]] for stage in range(placement.num_stages)
+            [layer for at in placement.positions[stage] for layer in runs[at]] for stage in range(placement.num_stages)
         ]
         sizes = [sum(elements[alike[layer]] for layer in layers) for layers in held]
         sizes[0] += elements[-1]
@@ -336,7 +336,7 @@ def pipeline_seconds(
     there_and_back = ahead[-1] + forward[-1] + backward[-1] + behind[-1]
     longest = 0.0
     for s, limit in enumerate(limits):
-        own = placement.positions(s)
+        own = placement.positions[s]
         turned = count * sum(forward[at] + backward[at] for at in own)
         busy = ahead[s] + turned + count * sum(weights[at] for at in own)
         back = ahead[s] + turned + behind[s] + weights[0]

@@ -30,10 +30,10 @@ from math import lcm
 
 from meshwright.config import Config
 from meshwright.parts import placement_of, rule_of
-from meshwright.pipeline.clock import Pace, simulate, undisturbed
+from meshwright.pipeline.clock import Pace, simulate
 from meshwright.pipeline.placement import ChunkPlacement
 from meshwright.pipeline.schedule import ScheduleRule
-from meshwright.pipeline.span import Span, Timeline, phase_span
+from meshwright.pipeline.span import Span, Timeline
 from meshwright.pipeline.task import Task, TaskKind
 from meshwright.tools.plan.memory import Peak
 from meshwright.tools.plan.recorder import Cost, PieceCosts, place
@@ -98,7 +98,7 @@ class Passes:
 
 
 def phase_of(
-    config: Config, placement: ChunkPlacement, costs: TaskCosts, latency: Latency, pace: Pace = undisturbed,
+    config: Config, placement: ChunkPlacement, costs: TaskCosts, latency: Latency, pace: Pace | None = None,
     pieces: Pieces | None = None,
 ) -> PipelinePhase:  # fmt: skip
     """The pipeline phase of a step. `costs`: with all stages at work; `pace`: how much faster tasks are while fewer
@@ -126,12 +126,12 @@ class PipelinePhase:
         count: int,
         costs: TaskCosts,
         latency: Latency,
-        pace: Pace,
+        pace: Pace | None,
         pieces: Pieces | None = None,
     ) -> None:
         self.rule, self.placement, self.stages = rule, placement, placement.num_stages
         self.count, self.pace = count, pace
-        tasks = sum(len(own) for stage in range(self.stages) for own in placement.pieces_of(stage))
+        tasks = sum(len(own) for stage in range(self.stages) for own in placement.numbers[stage])
         self.tasks_of_one = tasks * len(rule.kinds)
         self.is_long = count * self.tasks_of_one > WHOLE_TASKS
         self.pieces = None if pieces is None else cache(pieces)
@@ -156,7 +156,7 @@ class PipelinePhase:
                 return shorter.shown()
             # Under GPipe no state recurs, since microbatches pile up between the stages.
             known = None if self.fills else self.repeated(some, shorter)
-            if known is None and before is not None and self.pace is undisturbed:
+            if known is None and before is not None and self.pace is None:
                 grown = (shorter.seconds - before[1].seconds) / (some - before[0])
                 if abs(grown - self.slowest) <= _ALIKE * self.slowest:
                     known = self.line(some, shorter, *before)
@@ -192,8 +192,8 @@ class PipelinePhase:
             return cost.seconds
 
         def latency(start: int, end: int, task: Task) -> float:
-            chunk, at = self.placement.place(start, task.chunk)
-            position = self.placement.position(start, chunk)
+            chunk, at = self.placement.places[start][task.chunk]
+            position = self.placement.positions[start][chunk]
             if self.pieces is not None and self.placement.crosses(start, task):
                 before = at if task.kind is TaskKind.FORWARD else at - 1
                 return _ticks(self.pieces(position, task.kind, 0).trades[before])
@@ -204,7 +204,7 @@ class PipelinePhase:
         ends: list[dict[int, float]] = [{} for _ in range(self.stages)]
         for span in timeline.spans:  # in the order in which they begin
             last[span.stage] = span
-            ends[span.stage][self.placement.place(span.stage, span.chunk)[0]] = span.end_seconds
+            ends[span.stage][self.placement.places[span.stage][span.chunk][0]] = span.end_seconds
             busy[span.stage] += span.seconds
         peaks = []
         for costs in begun:
@@ -222,7 +222,7 @@ class PipelinePhase:
 
     def repeated(self, some: int, shorter: Passes) -> Passes | None:
         """The whole step, if a period shows before the shorter step's first stage takes in its last microbatch."""
-        period = _period(shorter.timeline, exact=self.pace is undisturbed)
+        period = _period(shorter.timeline, exact=self.pace is None)
         if period is None:
             return None
         microbatches, seconds, busy = period
@@ -234,8 +234,8 @@ class PipelinePhase:
 
     def cost(self, stage: int, task: Task, which: int) -> Cost:
         """The cost of a stage's task, or of one piece of it; `which`: the microbatch's place."""
-        chunk, at = self.placement.place(stage, task.chunk)
-        position = self.placement.position(stage, chunk)
+        chunk, at = self.placement.places[stage][task.chunk]
+        position = self.placement.positions[stage][chunk]
         if self.pieces is None:
             return self.costs(position, task.kind, which)
         own = self.pieces(position, task.kind, which).costs[at]
@@ -248,7 +248,7 @@ class PipelinePhase:
             [
                 sum(
                     self.cost(stage, Task(kind, 0, at), 1).seconds
-                    for own in self.placement.pieces_of(stage)
+                    for own in self.placement.numbers[stage]
                     for at in own
                 )
                 for kind in self.rule.kinds
@@ -266,7 +266,7 @@ class PipelinePhase:
 
         peaks = longer.peaks
         seconds = as_before = beyond(longer.seconds, shorter.seconds)
-        if self.pace is undisturbed:
+        if self.pace is None:
             # Two steps that are too short may show a pace below the slowest stage's.
             seconds = max(seconds, (self.count - some) * self.slowest)
         delays = [seconds] * self.stages
@@ -391,7 +391,7 @@ def finish(
     late = [_wait_for_published(own, begin, publishes) for own, begin in zip(sums, begins, strict=True)]
     seconds = max(over, *(done + waits for done, waits in zip(stepped, late, strict=True)))
     spans = [
-        phase_span(stage, name, start, end)
+        Span(stage, name, name, start, end)
         for stage, span in enumerate(passes.last)
         for name, start, end in (
             (DATA_PARALLEL, span.end_seconds, ends[stage]),

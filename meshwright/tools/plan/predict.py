@@ -124,7 +124,7 @@ class Planner:
     def _step(self, run: TimedRun) -> PlannedStep:
         passes = run.passes()
         sums = {
-            stage: run.sums(stage, run.tasks.place(stage, passes.last[stage].chunk)[0], passes.chunk_ends[stage])
+            stage: run.sums(stage, run.tasks.places[stage][passes.last[stage].chunk][0], passes.chunk_ends[stage])
             for stage in run.buckets
         }
         every = [sums[like] for like in run.like]

@@ -34,7 +34,7 @@ from meshwright.parts import (
     recompute_in,
     rule_of,
 )
-from meshwright.pipeline.stage import Stage, run_model
+from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.grid import PIPE, REPLICA_AXES, Grid
 from meshwright.ranks.mailbox import TensorMeta
@@ -236,7 +236,7 @@ def _record(
     sync = layout.data.strategy
     strategy = load_entry(sync.synchroniser)([], mesh, load_entry(sync.policy)())
     strategy.expect(False)  # no bucket leaves: sums of gradients are programs of their own (buckets.py)
-    run, leads = strategy.forward if chunk.last else run_model, layout.tensor.leading_ranks
+    run, leads = strategy.forward if chunk.last else None, layout.tensor.leading_ranks
     stage = Stage(model, gradients, run=run, autocasts=autocasts_of(config, mesh), multiplies=multiplies_in(config))
     programs: dict[TaskKind, list[Program]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}
     leaving: dict[TaskKind, list[frozenset[int]]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}

@@ -260,8 +260,8 @@ class HeldActivations:
         parts, placement = self.parts.untimed(config), placement_of(config)
         kept, total, deferring = 0.0, 0.0, self._deferring(config, partition, placement)
         # Candidates for the fullest: the first (most microbatches), the longest (most layers), deferring ones (most W).
-        for stage in {0, placement.stage_of(partition.index(max(partition))), *deferring}:
-            own = placement.positions(stage)
+        for stage in {0, placement.stage_of[partition.index(max(partition))], *deferring}:
+            own = placement.positions[stage]
             works = [[(parts[place], times) for place, times in shapes[position]] for position in own]
             in_flight = _in_flight(config, stage, placement)
             keeps = in_flight * sum(self._kept_bytes(config, work) for work in works) / placement.num_chunks
@@ -306,7 +306,7 @@ class HeldActivations:
             ends = [0.0] * len(layers)
             ends[0] += costs.embedding
             ends[-1] += costs.head
-            own = [placement.positions(stage) for stage in range(placement.num_stages)]
+            own = [placement.positions[stage] for stage in range(placement.num_stages)]
             # A recomputed layer's F, second F, B and W take equal seconds; embeddings and head have one F.
             weights = [sum(layers[at] + ends[at] for at in positions) / 3 for positions in own]
             passes = [sum(layers[at] + ends[at] * 2 / 3 for at in positions) for positions in own]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.config import Config
 from meshwright.memory.offload import SINGLE
-from meshwright.pipeline.clock import Pace, undisturbed
+from meshwright.pipeline.clock import Pace
 from meshwright.pipeline.schedule import FORWARD_ONLY
 from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.mailbox import AHEAD
@@ -46,7 +46,7 @@ class TimedRun(Composition):
         self.forward_timer = planner.timer(config, self.devices_per_host)
         self.agreement = self.network.collective(self.peers, "broadcast", 8) if self.agrees else 0.0
         """Seconds until a stage's ranks agree on a task."""
-        self.pace: Pace = undisturbed
+        self.pace: Pace | None = None
         if self.cluster.cores is not None:
             # Stages that wait leave their cores to the others; where every rank has a device, nobody can.
             ranks, timer = self.grid.world_size // len(stages), self.timer
@@ -109,7 +109,7 @@ class TimedRun(Composition):
 
     def pieces(self, position: int, kind: TaskKind, which: int) -> PieceCosts:
         """A task at a position of the chain in pieces, where rows travel to experts as messages."""
-        stage = self.placement.stage_of(position)
+        stage = self.placement.stage_of[position]
         key = self.like[stage], position // self.placement.num_stages, kind, which
         if key not in self.in_pieces:
             whole = self.cost(position, kind, which)
@@ -121,7 +121,7 @@ class TimedRun(Composition):
 
     def cost(self, position: int, kind: TaskKind, which: int) -> Cost:
         """The cost of a task at a position of the chain, with what its ranks tell each other before it."""
-        stage = self.placement.stage_of(position)
+        stage = self.placement.stage_of[position]
         key = self.like[stage], position // self.placement.num_stages, kind, which
         if key not in self.costs:
             timer = self.forward_timer if kind is TaskKind.FORWARD else self.timer
@@ -138,7 +138,7 @@ class TimedRun(Composition):
         """Seconds that a task at a position of the chain takes longer as slices travel beside it: weights that are
         gathered, the first of them before it begins, and gradients that are summed in every microbatch; the step's last
         has its own account (`sums`)."""
-        stage, chunk = self.placement.stage_of(position), position // self.placement.num_stages
+        stage, chunk = self.placement.stage_of[position], position // self.placement.num_stages
         buckets = self.buckets[self.like[stage]]
         gathered = [self.seconds(buckets[index].gather) for index in self.gathers(stage, which).get((kind, chunk), ())]
         summed = 0.0
@@ -154,7 +154,7 @@ class TimedRun(Composition):
 
     def latency(self, start: int, end: int) -> float:
         """Seconds of a message from a position of the chain to the one beside it, on another stage."""
-        sender, receiver = (self.ranks[self.placement.stage_of(position)] for position in (start, end))
+        sender, receiver = (self.ranks[self.placement.stage_of[position]] for position in (start, end))
         return self.message(sender, receiver, bytes_of(self.chunk(min(start, end)).outgoing))
 
     def norm(self) -> float:

@@ -41,7 +41,7 @@ def pipeline(rule: ScheduleRule, placement: ChunkPlacement, count: int, seed: in
             kept = -whole
         return Cost(base * speed[position][kind] + 0.5 * (which != 1), kept, 13 + which)
 
-    return PipelinePhase(rule, placement, count, costs, lambda start, end: hops[min(start, end)], passes.undisturbed)
+    return PipelinePhase(rule, placement, count, costs, lambda start, end: hops[min(start, end)], None)
 
 
 def both(steps: PipelinePhase) -> tuple[Passes, Passes]:
