@@ -23,7 +23,7 @@ from meshwright.bits.grains import SampleGrains
 from meshwright.config import Config
 from meshwright.context.context import WHOLE_SEQUENCES, Context, HeadParts
 from meshwright.context.runs import RunsOfQueries
-from meshwright.data_parallel.strategy import Strategy
+from meshwright.data_parallel.strategy import Synchroniser
 from meshwright.machine import available_memory_bytes
 from meshwright.memory.offload import on_disk, on_host
 from meshwright.memory.recompute import best_group, groups_of, recomputed, recomputed_but_kept
@@ -112,7 +112,7 @@ class Parts:
     model: Chain
     """This stage's chunks of the model."""
     stages: Stages
-    strategy: Strategy
+    strategy: Synchroniser
     pipeline: Pipeline
     optimizer: Optimizer
     grains: SampleGrains | None = None
@@ -407,7 +407,7 @@ def multiplies_in(config: Config) -> Computing:
 
 
 def build_pipeline(
-    config: Config, mesh: Mesh, model: Chain, stages: Stages, strategy: Strategy, grains: Grains | None = None
+    config: Config, mesh: Mesh, model: Chain, stages: Stages, strategy: Synchroniser, grains: Grains | None = None
 ) -> Pipeline:
     """The stage's chunks with their schedule, mailboxes and context."""
     index, placement = mesh.index(PIPE), stages.placement
@@ -487,12 +487,14 @@ def _build_strategy(
     specs: dict[str, ShardSpec],
     chunks: Sequence[Chunk],
     fixed: FixedPoint | None,
-) -> Strategy:
+) -> Synchroniser:
     sync = config.layout.data.strategy
     if sync.whole:
         half = DTYPES[config.precision.dtype] if config.precision.level == "O2" else None
         units = list(model.blocks.children())
-        return cast(Strategy, load_entry(sync.whole)(model, units, specs, mesh, half, widens=config.widens_gradients))
+        return cast(
+            Synchroniser, load_entry(sync.whole)(model, units, specs, mesh, half, widens=config.widens_gradients)
+        )
     policy = load_entry(sync.policy)()
     using = {} if policy.replicated else parts_using(config, mesh, model.chunk)
     parts = using if sync.gathers else None
@@ -520,7 +522,7 @@ def _build_strategy(
     strategy = load_entry(sync.synchroniser)(buckets, mesh, policy, fixed)
     if not policy.replicated:
         strategy.follow(model, using, chunks)
-    return cast(Strategy, strategy)
+    return cast(Synchroniser, strategy)
 
 
 def parts_using(config: Config, mesh: Mesh, chunk: Chunk) -> dict[str, tuple[int, ...]]:

@@ -91,7 +91,7 @@ class BuiltStages:
         for parts in self._parts(config):
             slots = [(slot.parameter.numel(), slot.parameter.dtype) for slot in parts.strategy.slots]
             states = all_state_bytes(config, slots, config.device)
-            sizes.append(parts.strategy.weight_bytes + parts.strategy.gradient_bytes + states)
+            sizes.append(sum(parts.strategy.most_bytes) + states)
         return sizes
 
     def block_bytes(self, config: Config) -> Sequence[Sequence[int]]:

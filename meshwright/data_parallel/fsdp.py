@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from meshwright.model import Batch, Hidden, LoadRows, Model, Scales
+from meshwright.data_parallel.strategy import Policy, Synchroniser
+from meshwright.model import Batch, Hidden, Model, Scales
 from meshwright.parameters.bucket import FlatWeights, Place, Slices, Slot, gradient_dtype
-from meshwright.parameters.gradients import Gradients
 from meshwright.parameters.shard import Box, ShardSpec
 from meshwright.ranks.agreement import make_equal
 from meshwright.ranks.comm import SoloComm, size_bytes
@@ -29,10 +29,8 @@ from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.torch_comm import TorchComm
 
 
-class FullySharded:
+class FullySharded(Synchroniser):
     """`units`: the modules whose weights are gathered and freed together. `half`: the dtype computed in, or None."""
-
-    every_microbatch = False
 
     def __init__(
         self,
@@ -45,8 +43,7 @@ class FullySharded:
         widens: bool,
     ) -> None:
         """`widens`: half-precision gradients are added up and summed in float32 (bucket.gradient_dtype)."""
-        self.mesh = mesh
-        self.gradients = Gradients()  # torch has its own memory
+        super().__init__((), mesh, Policy())  # torch has buckets of its own
         comm = mesh.comm("data")
         # Compared while every rank still holds whole weights.
         self._differing = [name for name, parameter in model.named_parameters() if make_equal(parameter, comm)]
@@ -79,22 +76,16 @@ class FullySharded:
         self.slots = [self._slot(name, parameter, specs[name]) for name, parameter in model.named_parameters()]
 
     @property
-    def weight_bytes(self) -> int:
-        return self.gradient_bytes
-
-    @property
-    def gradient_bytes(self) -> int:
+    def most_bytes(self) -> tuple[int, int]:
         """Bytes of this rank's own rows; torch has a unit's whole gradients beside them."""
-        return sum(size_bytes(slot.parameter) for slot in self.slots)
+        own = sum(size_bytes(slot.parameter) for slot in self.slots)
+        return own, own
 
     @property
     def weights(self) -> list[FlatWeights]:
         """This rank's rows, which no other rank holds between steps."""
         grid = self.mesh.grid
         return [FlatWeights(slot.parameter.detach(), slot.places, slot.copy_axes(grid)) for slot in self.slots]
-
-    def share(self, load: LoadRows, replica_batch: int) -> Batch:
-        return load(self.mesh.index("data") * replica_batch, replica_batch)
 
     def forward(self, model: Model, batch: Batch, scales: Scales, incoming: Hidden) -> Hidden:
         self.mesh.ledger.record("data", "all_gather", self._gathered_bytes)
@@ -106,13 +97,10 @@ class FullySharded:
             self.mesh.ledger.record("data", "reduce_scatter", self._summed_bytes)
 
     def arrivals(self) -> Iterator[int]:
-        self.finish()
-        return iter(range(len(self.slots)))
-
-    def finish(self) -> None:
         for slot, parameter in zip(self.slots, self._sharded, strict=True):
             assert isinstance(parameter.grad, DTensor), "fully_shard left no gradient"
             slot.parameter.grad = parameter.grad.to_local().reshape(-1)
+        return iter(range(len(self.slots)))
 
     def publish(self, *, wait: bool = True) -> None:
         for slot, parameter in zip(self.slots, self._sharded, strict=True):

@@ -35,7 +35,7 @@ from meshwright.data_parallel.policies import Zero1
 from meshwright.data_parallel.sharded import Sharded, SlicedSum, allocate, free
 from meshwright.data_parallel.strategy import BucketBytes, HeldBytes, Policy, RunsParts
 from meshwright.model import EMBEDDINGS, HEAD, Batch, Chunk, Hidden, Model, Scales
-from meshwright.parameters.bucket import Bucket, FlatWeights, PartsUsing, Slot
+from meshwright.parameters.bucket import Bucket, FlatWeights, PartsUsing
 from meshwright.ranks.agreement import make_equal
 from meshwright.ranks.comm import DONE, Comm, Work
 from meshwright.ranks.mesh import Mesh
@@ -143,14 +143,12 @@ class GatheredSum(SlicedSum):
         self.pinned = False
         """Whether the weights stay whole."""
         super().__init__(bucket, mesh, policy)
-        free(bucket.values)
-
-    def make_slot(self) -> Slot:
-        self.differing = super().make_equal() if self.mesh.device.type != "meta" else []
-        slot = super().make_slot()
+        self.differing = super().make_equal() if mesh.device.type != "meta" else []
         # The slice in separate memory, since the bucket's is freed.
+        slot = self.slot
         slot.parameter.data = slot.parameter.data.clone()
-        return slot
+        self.weights = FlatWeights(slot.parameter.detach(), slot.places, slot.copy_axes(mesh.grid))
+        free(bucket.values)
 
     def gather(self) -> None:
         """Start to gather the other ranks' slices of the weights."""
@@ -164,18 +162,11 @@ class GatheredSum(SlicedSum):
         if not self.pinned:
             free(self.bucket.values)
 
-    @property
-    def weights(self) -> FlatWeights:
-        return FlatWeights(self.slot.parameter.detach(), self.slot.places, self.slot.copy_axes(self.mesh.grid))
-
     def make_equal(self) -> list[str]:
         differing, self.differing = self.differing, []
-        if make_equal(self.slot.parameter.data, self.mesh.comm(*self.slot.copy_axes(self.mesh.grid))):
-            differing += [place.name for place in self.slot.places]
+        if make_equal(self.weights.values, self.mesh.comm(*self.weights.copy_axes)):
+            differing += [place.name for place in self.weights.places]
         return differing
-
-    def fills_with(self, other: SlicedSum) -> bool:
-        return self.bucket.parts == other.bucket.parts
 
 
 class Gathering(Sharded):

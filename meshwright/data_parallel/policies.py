@@ -18,12 +18,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from meshwright.data_parallel.strategy import Replicated
+from meshwright.data_parallel.strategy import Policy
 from meshwright.parameters.bucket import Bucket
 from meshwright.ranks.comm import DONE, Comm, Work
+from meshwright.ranks.grid import REPLICATE
 
 
-class AllReduce(Replicated):
+class AllReduce(Policy):
     """One all-reduce a bucket, by the transport's own algorithm."""
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Work:
@@ -43,7 +44,7 @@ def ring_all_reduce(x: Tensor, comm: Comm) -> None:
         comm.exchange(blocks[(index - step + 1) % size], after, blocks[(index - step) % size], before)
 
 
-class Ring(Replicated):
+class Ring(Policy):
     """Ring all-reduce of each bucket."""
 
     blocks = True
@@ -53,11 +54,12 @@ class Ring(Replicated):
         return DONE
 
 
-class Zero1:
+class Zero1(Policy):
     """Rank r owns the r-th slice of every bucket."""
 
     replicated = False
-    blocks = False
+    apart: tuple[str, ...] = (REPLICATE,)
+    """Shard groups, each of which steps the whole bucket."""
 
     def owned(self, bucket: Bucket, comm: Comm) -> tuple[int, int]:
         length = bucket.values.numel() // comm.size

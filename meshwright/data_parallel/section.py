@@ -198,8 +198,8 @@ ALLREDUCE = Sync("meshwright.data_parallel.policies:AllReduce", candidate=True)
 RING = Sync("meshwright.data_parallel.policies:Ring")
 """Our own ring: reduce-scatter and all-gather over point-to-point messages; every rank steps."""
 ZERO1 = Sync(
-    "meshwright.data_parallel.policies:Zero1", "meshwright.data_parallel.sharded:Grouped", cuts_parameters=True,
-    grouped=True, rules=(shards_are_equal,), candidate=True,
+    "meshwright.data_parallel.policies:Zero1", cuts_parameters=True, grouped=True, rules=(shards_are_equal,),
+    candidate=True,
 )  # fmt: skip
 """Optimizer states are slices: reduce-scatter, each rank steps its 1/n, all-gather (ZeRO-1)."""
 ZERO2 = Sync(

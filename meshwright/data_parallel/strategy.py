@@ -1,4 +1,4 @@
-"""The interface of data-parallel strategies, and the synchroniser that executes gradient sums.
+"""The base of data-parallel strategies: the synchroniser, which executes gradient sums by a policy.
 
 A step: share the batch, forward and backward of each microbatch (pipeline/), finish (the slots' gradients are the
 global batch's), the optimizer steps the slots, publish (every rank's parameters are the new ones). New values may
@@ -13,48 +13,42 @@ from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
 from meshwright.bits.fixed import FixedPoint
 from meshwright.bits.gradients import ExactGradients
 from meshwright.model import Batch, Chunk, Hidden, LoadRows, Model, Scales
-from meshwright.parameters.bucket import Bucket, FlatWeights, PartsUsing, Slot
+from meshwright.parameters.bucket import Bucket, FlatWeights, PartsUsing
 from meshwright.parameters.gradients import Gradients, OnFirst, OnGradient
 from meshwright.ranks.agreement import make_equal, same_everywhere
 from meshwright.ranks.comm import DONE, Comm, Later, Work
-from meshwright.ranks.grid import DATA_AXES
+from meshwright.ranks.grid import DATA_AXES, PIPE
 from meshwright.ranks.mesh import Mesh
 
 
-class Policy(Protocol):
+class Policy:
     """How one bucket travels: summed to its owners, then published by them.
 
-    `replicated`: every rank owns all of a bucket. `blocks`: `reduce` returns only when the other ranks have come, too.
+    As it stands every rank owns, and steps, all of a bucket, so that nothing is published.
     """
 
-    replicated: bool
-    blocks: bool
+    replicated = True
+    """Whether every rank owns all of a bucket."""
+    blocks = False
+    """Whether `reduce` returns only when the other ranks have come, too."""
+    apart: tuple[str, ...] = ()
+    """Axes along which ranks own the same part: it is summed over the other axes, and once a step over these."""
 
     def owned(self, bucket: Bucket, comm: Comm) -> tuple[int, int]:
         """start, stop of the part that this rank's optimizer steps."""
+        return 0, bucket.values.numel()
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Work:
         """Sum the gradients over the comm into (at least) the owned part."""
+        raise NotImplementedError
 
     def publish(self, bucket: Bucket, comm: Comm) -> Work:
         """Bring the owners' new values to every rank."""
-
-
-class Replicated:
-    """Base of policies whose ranks all step the whole bucket, so that nothing is published."""
-
-    replicated = True
-    blocks = False
-
-    def owned(self, bucket: Bucket, comm: Comm) -> tuple[int, int]:
-        return 0, bucket.values.numel()
-
-    def publish(self, bucket: Bucket, comm: Comm) -> Work:
         return DONE
 
 
@@ -62,53 +56,6 @@ class RunsParts(Protocol):
     """A chain, which has each of its parts run by `run_part(part, function, *arguments)`."""
 
     run_part: Callable[..., Any]
-
-
-class Strategy(Protocol):
-    """A data-parallel strategy, as the train loop sees it. `gradients`: where the model's layers add theirs up.
-    `every_microbatch`: it sums in each microbatch, not in the step's last alone."""
-
-    gradients: Gradients
-    every_microbatch: bool
-    slots: list[Slot]
-
-    @property
-    def weight_bytes(self) -> int:
-        """The most bytes of weights that a rank holds at a time."""
-
-    @property
-    def gradient_bytes(self) -> int:
-        """The most bytes of gradients that a rank holds at a time."""
-
-    @property
-    def weights(self) -> list[FlatWeights]:
-        """This rank's weights; returns when published values have arrived."""
-
-    def share(self, load: LoadRows, replica_batch: int) -> Batch:
-        """This replica's rows of the step's global batch, on the host, as `load` gives them."""
-
-    def forward(self, model: Model, batch: Batch, scales: Scales, incoming: Hidden) -> Hidden:
-        """A stage's forward pass: what the stage after reads, or (loss,)."""
-
-    def expect(self, final: bool) -> None:
-        """Say whether the coming backward pass is the last of its chunk in the step: only in that one gradients may be
-        summed."""
-
-    def arrivals(self) -> Iterator[int]:
-        """Slot indices, each as soon as the slot holds the whole gradient. Starts the sums that have not begun."""
-
-    def finish(self) -> None:
-        """Wait until the slots hold the whole gradient."""
-
-    def publish(self, *, wait: bool = True) -> None:
-        """Give every rank the stepped parameters, and clear the gradients. `wait=False`: they may still be on their
-        way, and are waited for where the strategy gives weights away or runs the model; slots may be read meanwhile."""
-
-    def whole_weights(self) -> AbstractContextManager[None]:
-        """While entered, the model's halves may be called by themselves, without gradients."""
-
-    def make_replicas_equal(self) -> list[str]:
-        """Compare by hash the parameters that several ranks hold; broadcast the first's where they differ: which."""
 
 
 class BucketBytes(NamedTuple):
@@ -144,6 +91,7 @@ class State(Enum):
     FILLING = "some of its gradients are to come"
     FULL = "it leaves when those before it have left"
     SUMMING = "its sum is under way"
+    CROSSING = "ranks that own the same part of it sum theirs"
     SUMMED = "its slot holds the whole gradient"
 
 
@@ -159,23 +107,24 @@ class BucketSum:
 
     def __init__(self, bucket: Bucket, mesh: Mesh, policy: Policy) -> None:
         self.bucket, self.mesh, self.policy = bucket, mesh, policy
-        self.comm = self.make_comm()
+        axes = tuple(axis for axis in bucket.sum_axes if axis not in policy.apart)
+        self.comm = mesh.comm(*axes)
         """The ranks over which the policy sums and publishes the bucket."""
-        self.slot = self.make_slot()
+        self.copies = mesh.comm(*(axis for axis in bucket.sum_axes if axis in policy.apart))
+        """The ranks that own the same part."""
+        start, stop = policy.owned(bucket, self.comm)
+        self.slot = bucket.slot(start, stop, part_axes=() if policy.replicated else axes)
+        """The part of the bucket that this rank's optimizer steps."""
+        self.total = bucket.gradients[start:stop]
+        """The memory in which the slot's gradient is summed: integers where bits are layout-free."""
+        self.weights = FlatWeights(bucket.values, bucket.places, bucket.copy_axes(mesh.grid))
+        """This rank's part of the bucket's weights between steps."""
         self.views = dict(bucket.members())  # taken while the memory exists: a slice's is freed
         self.work: Work = DONE
         """The sum in progress."""
         self.arriving: Work | None = None
         """Values stepped by other ranks, on their way here."""
         self.refill()
-
-    def make_comm(self) -> Comm:
-        return self.mesh.comm(*self.bucket.sum_axes)
-
-    def make_slot(self) -> Slot:
-        """The part of the bucket that this rank's optimizer steps."""
-        start, stop = self.policy.owned(self.bucket, self.comm)
-        return self.bucket.slot(start, stop, part_axes=() if self.policy.replicated else self.bucket.sum_axes)
 
     @property
     def sizes(self) -> BucketBytes:
@@ -208,19 +157,16 @@ class BucketSum:
         self.work = Later(lambda: reduce().wait()) if self.policy.blocks else reduce()
 
     def cross(self) -> None:
-        """Begin what follows the sum of all microbatches: of slices the sum over the ranks that hold the same."""
+        """Begin what follows the sum of all microbatches, once: the sum over the ranks that own the same part."""
+        if self.state is State.SUMMING and self.copies.size > 1:
+            self.end()
+            self.work, self.state = self.copies.all_reduce(self.total, wait=False), State.CROSSING
 
     def end(self) -> None:
         """Summed: wait for the sum."""
         work, self.work = self.work, DONE
         work.wait()
         self.state = State.SUMMED
-
-    @property
-    def total(self) -> Tensor:
-        """The memory in which the slot's gradient is summed: integers where bits are layout-free."""
-        start, stop = self.policy.owned(self.bucket, self.comm)
-        return self.bucket.gradients[start:stop]
 
     def publish(self) -> None:
         """The slot was stepped: its new values go to those who do not step it, and the bucket fills anew."""
@@ -233,14 +179,9 @@ class BucketSum:
             work, self.arriving = self.arriving, None
             work.wait()
 
-    @property
-    def weights(self) -> FlatWeights:
-        """This rank's part of the bucket's weights between steps."""
-        return FlatWeights(self.bucket.values, self.bucket.places, self.bucket.copy_axes(self.mesh.grid))
-
     def make_equal(self) -> list[str]:
         """The parameters that the ranks which hold them had with other values; now they have the first's."""
-        bucket, comm = self.bucket, self.mesh.comm(*self.bucket.copy_axes(self.mesh.grid))
+        bucket, comm = self.bucket, self.mesh.comm(*self.weights.copy_axes)
         if same_everywhere(bucket.values, comm):  # one small message if all are equal
             return []
         parts = ((place.name, bucket.values[place.start : place.stop]) for place in bucket.places)
@@ -248,7 +189,9 @@ class BucketSum:
 
 
 class Synchroniser:
-    """Sums buckets over their axes by a policy, each as soon as the backward pass has filled it.
+    """A data-parallel strategy, as the train loop sees it. `gradients`: where the model's layers add theirs up.
+
+    Sums buckets over their axes by a policy, each as soon as the backward pass has filled it.
 
     Between steps no parameter has a gradient: autograd then hands over what it has computed instead of adding it to
     zeros, and a bucket is written once a step.
@@ -261,6 +204,7 @@ class Synchroniser:
     """
 
     every_microbatch = False
+    """Whether it sums in each microbatch, not in the step's last alone."""
     sum_of: type[BucketSum] = BucketSum
 
     def __init__(self, buckets: Iterable[Bucket], mesh: Mesh, policy: Policy, fixed: FixedPoint | None = None) -> None:
@@ -288,27 +232,29 @@ class Synchroniser:
         return HeldBytes(sum(each.weights for each in buckets), sum(each.gradients for each in buckets))
 
     @property
-    def weight_bytes(self) -> int:
+    def most_bytes(self) -> tuple[int, int]:
+        """The most bytes of weights, and of gradients, that a rank holds at a time."""
         held = self.held([one.sizes for one in self.sums])
-        return held.weights + held.passing_weights
-
-    @property
-    def gradient_bytes(self) -> int:
-        held = self.held([one.sizes for one in self.sums])
-        return held.gradients + held.passing_gradients + self.gradients.apart_bytes
+        gradients = held.gradients + held.passing_gradients + self.gradients.apart_bytes
+        return held.weights + held.passing_weights, gradients
 
     @property
     def weights(self) -> list[FlatWeights]:
+        """This rank's weights; returns when published values have arrived."""
         self._wait()
         return [one.weights for one in self.sums]
 
     def share(self, load: LoadRows, replica_batch: int) -> Batch:
+        """This replica's rows of the step's global batch, on the host, as `load` gives them."""
         return load(self.mesh.index(*DATA_AXES) * replica_batch, replica_batch)
 
     def forward(self, model: Model, batch: Batch, scales: Scales, incoming: Hidden) -> Hidden:
+        """A stage's forward pass: what the stage after reads, or (loss,)."""
         return model(batch, scales, incoming)
 
     def expect(self, final: bool) -> None:
+        """Say whether the coming backward pass is the last of its chunk in the step: only in that one gradients may be
+        summed."""
         self._final = final
 
     def follow(self, model: RunsParts, using: PartsUsing, chunks: Sequence[Chunk]) -> None:
@@ -332,14 +278,20 @@ class Synchroniser:
             self._launch()
 
     def _launch(self) -> None:
-        """Start the sums of the next buckets in order, as far as they are full."""
+        """Start the sums of the next buckets in order, as far as they are full, and what follows those that are over
+        (BucketSum.cross)."""
         for one in self.sums:
             if one.state is State.FILLING:
-                return
+                break
             if one.state is State.FULL:
                 one.leave()
+        under_way = [one for one in self.sums if one.state is State.SUMMING and not one.comm.begins_when_waited_for]
+        # Beside stages replicas do their tasks in orders of their own, and must not wait for each other in one.
+        for one in under_way[:-1] if self.mesh.size(PIPE) == 1 else ():
+            one.cross()
 
     def arrivals(self) -> Iterator[int]:
+        """Slot indices, each as soon as the slot holds the whole gradient. Starts the sums that have not begun."""
         self._wait()  # a slot must not be stepped while it travels
         for one in self.sums:
             # Those that the last microbatch did not reach, in the bucket's order: a set has another in every process.
@@ -360,10 +312,13 @@ class Synchroniser:
             yield index
 
     def finish(self) -> None:
+        """Wait until the slots hold the whole gradient."""
         for _ in self.arrivals():
             pass
 
     def publish(self, *, wait: bool = True) -> None:
+        """Give every rank the stepped parameters, and clear the gradients. `wait=False`: they may still be on their
+        way, and are waited for where the strategy gives weights away or runs the model; slots may be read meanwhile."""
         self._wait()
         for one in reversed(self.sums):
             one.publish()
@@ -374,10 +329,12 @@ class Synchroniser:
         self._wait([index for index, one in enumerate(self.sums) if wait or one.comm.begins_when_waited_for])
 
     def whole_weights(self) -> AbstractContextManager[None]:
+        """While entered, the model's halves may be called by themselves, without gradients."""
         self._wait()
         return nullcontext()
 
     def make_replicas_equal(self) -> list[str]:
+        """Compare by hash the parameters that several ranks hold; broadcast the first's where they differ: which."""
         self._wait()
         return [name for one in self.sums for name in one.make_equal()]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.parameters.shard import Box, ShardSpec
-from meshwright.ranks.grid import ENDS, HEAD_COPIES, PIPE, REPLICATE, Grid
+from meshwright.ranks.grid import ENDS, HEAD_COPIES, PIPE, Grid
 from meshwright.ranks.mesh import Mesh
 
 PartsUsing = Mapping[str, tuple[int, ...]]
@@ -135,17 +135,6 @@ class Bucket:
 def floats_in(gradients: Tensor) -> Tensor:
     """The memory [n] of a slot's gradient. A sum in int64 becomes float32 in the first half of its own bytes."""
     return gradients.view(torch.float32)[: gradients.numel()] if gradients.dtype == torch.int64 else gradients
-
-
-def slice_axes(sum_axes: Iterable[str]) -> tuple[str, ...]:
-    """The sum axes over which zero2 and zero3 slice a bucket. Ranks along others hold the same slice: the pipeline's
-    ends, which finish a tied table at different times, and shard groups, which are copies."""
-    return tuple(axis for axis in sum_axes if axis not in (ENDS, REPLICATE))
-
-
-def group_axes(sum_axes: Iterable[str]) -> tuple[str, ...]:
-    """The sum axes without that of the shard groups, each of which steps the whole bucket (zero1)."""
-    return tuple(axis for axis in sum_axes if axis != REPLICATE)
 
 
 def other_axes(grid: Grid, axes: Collection[str], shared: Iterable[str]) -> tuple[str, ...]:

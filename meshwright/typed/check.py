@@ -74,7 +74,6 @@ def step(config: Config, grid: Grid, rank: int, watch: Watch) -> None:
     mesh = typed_mesh(grid, rank, config.layout.token_axes, watch)
     parts = build(config, mesh)
     strategy = parts.strategy
-    assert isinstance(strategy, Synchroniser), "reduced() replaces a strategy without buckets"
     named = dict(parts.model.named_parameters())
     for name, parameter in named.items():
         watch.declare(name, parameter, invariant_kind(parts.specs[name], parameter, grid))
