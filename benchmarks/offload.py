@@ -154,7 +154,7 @@ def _in_place_bytes(parts: Parts) -> int:
     """Masters, their gradients and moments of an optimizer in place."""
     total = 0
     for index, slot in enumerate(parts.strategy.slots):
-        states = parts.optimizer.states(index)
+        states = parts.optimizer.held.tensors(index)
         total += sum(tensor.nbytes for kind, tensor in states.items() if kind != "weight")
         if states["weight"].dtype != slot.parameter.dtype:
             total += 2 * states["weight"].nbytes

@@ -25,7 +25,7 @@ from meshwright.context.context import WHOLE_SEQUENCES, Context, HeadParts
 from meshwright.context.runs import RunsOfQueries
 from meshwright.data_parallel.strategy import Synchroniser
 from meshwright.machine import available_memory_bytes
-from meshwright.memory.offload import on_disk, on_host
+from meshwright.memory.offload import Offloaded
 from meshwright.memory.recompute import best_group, groups_of, recomputed, recomputed_but_kept
 from meshwright.model import EMBEDDINGS, HEAD, Batch, Chunk, Hidden, Model, rows_of
 from meshwright.models.attention import AttentionCore
@@ -66,9 +66,9 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bflo
 STATES: dict[str, Callable[[Mesh, Path], StatesFactory]] = {
     "none": lambda mesh, folder: InPlace,
     "host": lambda mesh, folder: partial(
-        on_host, device=mesh.device, available=available_memory_bytes() // mesh.ranks_here
+        Offloaded, device=mesh.device, place=available_memory_bytes() // mesh.ranks_here
     ),
-    "disk": lambda mesh, folder: partial(on_disk, device=mesh.device, path=folder / f"offload-{mesh.rank}.bin"),
+    "disk": lambda mesh, folder: partial(Offloaded, device=mesh.device, place=folder / f"offload-{mesh.rank}.bin"),
 }
 
 

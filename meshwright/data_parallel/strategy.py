@@ -18,10 +18,10 @@ from torch import nn
 from meshwright.bits.fixed import FixedPoint
 from meshwright.bits.gradients import ExactGradients
 from meshwright.model import Batch, Chunk, Hidden, LoadRows, Model, Scales
-from meshwright.parameters.bucket import Bucket, FlatWeights, PartsUsing
+from meshwright.parameters.bucket import Bucket, FlatWeights, PartsUsing, other_axes
 from meshwright.parameters.gradients import Gradients, OnFirst, OnGradient
 from meshwright.ranks.agreement import make_equal, same_everywhere
-from meshwright.ranks.comm import DONE, Comm, Later, Work
+from meshwright.ranks.comm import DONE, Comm, Later, Work, size_bytes
 from meshwright.ranks.grid import DATA_AXES, PIPE
 from meshwright.ranks.mesh import Mesh
 
@@ -117,7 +117,7 @@ class BucketSum:
         """The part of the bucket that this rank's optimizer steps."""
         self.total = bucket.gradients[start:stop]
         """The memory in which the slot's gradient is summed: integers where bits are layout-free."""
-        self.weights = FlatWeights(bucket.values, bucket.places, bucket.copy_axes(mesh.grid))
+        self.weights = FlatWeights(bucket.values, bucket.places, other_axes(mesh.grid, bucket.cut_axes, bucket.shared))
         """This rank's part of the bucket's weights between steps."""
         self.views = dict(bucket.members())  # taken while the memory exists: a slice's is freed
         self.work: Work = DONE
@@ -235,7 +235,8 @@ class Synchroniser:
     def most_bytes(self) -> tuple[int, int]:
         """The most bytes of weights, and of gradients, that a rank holds at a time."""
         held = self.held([one.sizes for one in self.sums])
-        gradients = held.gradients + held.passing_gradients + self.gradients.apart_bytes
+        apart = sum(size_bytes(x) for users in self.gradients.apart.values() for x in users.values())
+        gradients = held.gradients + held.passing_gradients + apart
         return held.weights + held.passing_weights, gradients
 
     @property

@@ -94,6 +94,8 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0
         self._storages: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._number = 0
+        self.changes: list[tuple[int, int]] = []
+        """Storages by number in the order in which they were allocated (bytes > 0) or freed (< 0)."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -128,9 +130,6 @@ class LiveBytes(TorchDispatchMode):
         """A subclass's hook after each operation. `known`: from `result_of`; `new`: results that are no views of
         inputs."""
 
-    def changed(self, number: int, size: int) -> None:
-        """A subclass's hook for memory: storage `number` was allocated (size > 0) or freed (size < 0, in bytes)."""
-
     def _follow(self, x: Tensor) -> None:
         storage = x.untyped_storage()
         address, size = storage._cdata, storage.nbytes()
@@ -142,12 +141,12 @@ class LiveBytes(TorchDispatchMode):
         # Addresses are reused after a free; numbers are not.
         self._number += 1
         number = self._number
-        self.changed(number, size)
+        self.changes.append((number, size))
 
         def gone(_: object) -> None:
             del self._storages[address]
             self.live -= size
-            self.changed(number, -size)
+            self.changes.append((number, -size))
 
         # A weak reference: a strong one would keep the storage alive.
         self._storages[address] = number, weakref.ref(storage, gone)

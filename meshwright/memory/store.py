@@ -15,7 +15,7 @@ import mmap
 import os
 import weakref
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +30,6 @@ class Store:
     """`values` [n] float32, zeros at first."""
 
     values: Tensor
-    in_memory: ClassVar[bool]
-    """Whether what is written here stays in this process's memory."""
 
     def give_back(self, start: int = 0, stop: int | None = None) -> None:
         """The process will not need the elements start..stop, or all, for a while: nothing to do in host memory."""
@@ -39,8 +37,6 @@ class Store:
 
 class HostStore(Store):
     """Host memory, pinned for a GPU. Raises ConfigError where it is more than what is `available` to this rank."""
-
-    in_memory = True
 
     def __init__(self, num_elements: int, device: torch.device, available: int) -> None:
         needed = num_elements * ELEMENT_BYTES
@@ -57,8 +53,6 @@ class HostStore(Store):
 
 class DiskStore(Store):
     """A mapped file. Raises ConfigError where it cannot be written, or the disk has no room for all of it."""
-
-    in_memory = False
 
     def __init__(self, num_elements: int, path: Path) -> None:
         # A file of no bytes cannot be mapped, and a rank may own nothing.

@@ -127,10 +127,6 @@ class Bucket:
         """Names of groups whose ranks hold the same parameters, as in Slot.shared."""
         return tuple(axis for axis in self.sum_axes if axis in (HEAD_COPIES, ENDS))
 
-    def copy_axes(self, grid: Grid) -> tuple[str, ...]:
-        """Axes whose ranks hold the same parameters."""
-        return other_axes(grid, self.cut_axes, self.shared)
-
 
 def floats_in(gradients: Tensor) -> Tensor:
     """The memory [n] of a slot's gradient. A sum in int64 becomes float32 in the first half of its own bytes."""
@@ -167,10 +163,6 @@ class BucketKey:
     parts: tuple[int, ...] = ()
     chunks: tuple[int, ...] = ()
     nudged: bool = False
-
-    def ranks(self, mesh: Mesh) -> int:
-        """Number of ranks that sum the bucket."""
-        return len(mesh.grid.group(mesh.rank, *self.sum_axes))
 
 
 def arranged(
@@ -244,7 +236,11 @@ def make_buckets(
         group, dtype = [(name, members[name]) for name in names], gradient_dtype(kind.dtype, widens)
         # Sums of integers do not depend on order and layout (bits/fixed.py).
         dtype = torch.int64 if exact else dtype
-        length = padded(sum(parameter.numel() for _, parameter in group), kind.ranks(mesh), exact=exact)
+        length = padded(
+            sum(parameter.numel() for _, parameter in group),
+            len(mesh.grid.group(mesh.rank, *kind.sum_axes)),
+            exact=exact,
+        )
         # Allocated in the window that ranks of a node share: a copy into it would cost what the window saves.
         comm = mesh.comm(*(kind.sum_axes if shares else ()))
         yield _make_bucket(kind, group, specs, mesh, comm.zeros(length, dtype, mesh.device), fill)

@@ -64,7 +64,7 @@ def saved(parts: Parts) -> Iterator[FlatWeights]:
     """All that a checkpoint holds: weights, masters and moments."""
     yield from parts.strategy.weights
     for index, slot in enumerate(parts.strategy.slots):
-        for tensor in parts.optimizer.states(index).values():
+        for tensor in parts.optimizer.held.tensors(index).values():
             yield FlatWeights(tensor, slot.places, slot.copy_axes(parts.mesh.grid))
 
 

@@ -48,7 +48,7 @@ def held_by(parts: Parts) -> list[Held]:
         )
         for index, slot in enumerate(parts.strategy.slots)
         if parts.mesh.index(*slot.copy_axes(parts.mesh.grid)) == 0
-        for kind, tensor in parts.optimizer.states(index).items()
+        for kind, tensor in parts.optimizer.held.tensors(index).items()
         for place in slot.places
     ]
 

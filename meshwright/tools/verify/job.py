@@ -183,7 +183,7 @@ def bits_rank(rank: Rank, config: Config, data: Path, steps: int) -> dict[str, d
     held = (
         (kind, tensor.to(parts.mesh.device), slot.places, slot.copy_axes(grid))
         for index, slot in enumerate(optimizer.slots)
-        for kind, tensor in optimizer.states(index).items()
+        for kind, tensor in optimizer.held.tensors(index).items()
     )
     return {"steps": numbers, "tensors": {name: str(int(part)) for name, part in held_hashes(held, parts.mesh).items()}}
 
@@ -264,7 +264,7 @@ def _keep_places(parts: Parts, recording: StepRecording, known: dict[str, Any], 
             assert slot.parameter.grad is not None, "a slot without a gradient"
             flat = {kind: slot.parameter.grad.double() / parts.optimizer.scaler.scale}
         else:
-            states = dict(parts.optimizer.states(index))
+            states = dict(parts.optimizer.held.tensors(index))
             weight = states.pop("weight")
             flat = {f"{STATE}{name}": x for name, x in states.items()} if kind == STATE else {kind: weight}
         for place in slot.places:
