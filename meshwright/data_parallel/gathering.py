@@ -44,17 +44,13 @@ from meshwright.ranks.mesh import Mesh
 class Zero3(Zero1):
     """Rank r owns the r-th slice of every bucket, of weights and gradients; nothing is published."""
 
-    def gather(self, bucket: Bucket, own: Tensor, comm: Comm) -> Work:
-        """Bring every rank's slice of the weights into the bucket."""
-        return comm.all_gather(bucket.values, own, wait=False)
-
     def publish(self, bucket: Bucket, comm: Comm) -> Work:
         return DONE
 
 
 @dataclass(frozen=True)
 class Move:
-    """Buckets to free, to wait for, and to start gathering when a part begins."""
+    """Buckets to free, to wait for, and to start gathering when a part begins, each in one order on all ranks."""
 
     released: tuple[int, ...]
     gathered: tuple[int, ...]
@@ -138,8 +134,6 @@ class GatheredSum(SlicedSum):
     shard groups hold equal slices."""
 
     def __init__(self, bucket: Bucket, mesh: Mesh, policy: Policy) -> None:
-        assert isinstance(policy, Zero3), f"{policy} does not gather"
-        self.gathers = policy
         self.pinned = False
         """Whether the weights stay whole."""
         super().__init__(bucket, mesh, policy)
@@ -154,7 +148,7 @@ class GatheredSum(SlicedSum):
         """Start to gather the other ranks' slices of the weights."""
         if not self.pinned:
             allocate(self.bucket.values)
-            self.arriving = self.gathers.gather(self.bucket, self.slot.parameter.detach(), self.comm)
+            self.arriving = self.comm.all_gather(self.bucket.values, self.weights.values, wait=False)
 
     def release(self) -> None:
         """Free the weights' memory."""
@@ -216,7 +210,8 @@ class Gathering(Sharded):
         self._walk.begin()
         head = set(self._of[max(self._of)])
         # Sampling and evaluation call the head by itself, outside of any part that would gather for it.
-        self._gather(head - self._walk.held)
+        for index in sorted(head - self._walk.held):
+            self.sums[index].gather()
         self._wait(head)
         for index in head:
             self.sums[index].pinned = True
@@ -258,13 +253,10 @@ class Gathering(Sharded):
     def _move(self, part: int, move: Move) -> None:
         """Wait for the weights of the part that begins, and start those of the one ahead."""
         self._release(move.released)
-        self._gather(move.gathered)
+        for index in move.gathered:
+            self.sums[index].gather()
         self._wait(set(self._of[part]) & self._walk.held)
-        self._gather(move.started)
-
-    def _gather(self, indices: Collection[int]) -> None:
-        """Start the missing gathers, in one order on all ranks."""
-        for index in sorted(indices):
+        for index in move.started:
             self.sums[index].gather()
 
     def _release(self, indices: Collection[int]) -> None:

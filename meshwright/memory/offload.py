@@ -41,10 +41,11 @@ SINGLE = 4
 """Bytes of a float32, in which masters are kept, and the moments of anything no wider."""
 
 
-def state_bytes(config: Config, slots: Sequence[tuple[int, torch.dtype]]) -> int:
+def state_bytes(config: Config, slots: Sequence[tuple[int, torch.dtype]], *, on_cpu: bool = False) -> int:
     """Masters and moments on the device: all of them, or with offload the two half-buckets of the staging.
 
-    `slots`: elements and type of what a rank's optimizer steps.
+    `slots`: elements and type of what a rank's optimizer steps. `on_cpu`: the device's memory is the host's, where an
+    offloaded optimizer's store lies as well.
     """
     moments = len(config.optimizer.update.states)
     if config.memory.offload.to == "none":
@@ -53,14 +54,9 @@ def state_bytes(config: Config, slots: Sequence[tuple[int, torch.dtype]]) -> int
             for count, dtype in slots
         )
     longest = max((count for count, _ in slots), default=0)
-    return 2 * SINGLE * min(config.memory.offload.bucket // 2, longest) * (moments + 2)  # master, moments, gradient
-
-
-def host_store_bytes(config: Config, slots: Sequence[tuple[int, torch.dtype]]) -> int:
-    """Masters and moments in host memory."""
-    if config.memory.offload.to != "host":
-        return 0
-    return sum(count for count, _ in slots) * SINGLE * (1 + len(config.optimizer.update.states))
+    stored = sum(count for count, _ in slots) if on_cpu and config.memory.offload.to == "host" else 0
+    staged = 2 * min(config.memory.offload.bucket // 2, longest)
+    return SINGLE * (stored * (moments + 1) + staged * (moments + 2))  # master, moments; and the gradient
 
 
 @dataclass(frozen=True)
