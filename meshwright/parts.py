@@ -42,7 +42,7 @@ from meshwright.pipeline.pipeline import Pipeline, message_forms
 from meshwright.pipeline.placement import ChunkPlacement, PiecePlacement
 from meshwright.pipeline.schedule import MESSAGE_DRIVEN, ONE_F_ONE_B, ScheduleRule
 from meshwright.pipeline.spread_head import SpreadHeadPlacement
-from meshwright.pipeline.stage import Computing, Grains, Stage
+from meshwright.pipeline.stage import Computing, Stage
 from meshwright.ranks.grid import EXPERT, PIPE
 from meshwright.ranks.mailbox import MessageMeta, TensorMeta
 from meshwright.ranks.mesh import Mesh
@@ -407,7 +407,7 @@ def multiplies_in(config: Config) -> Computing:
 
 
 def build_pipeline(
-    config: Config, mesh: Mesh, model: Chain, stages: Stages, strategy: Synchroniser, grains: Grains | None = None
+    config: Config, mesh: Mesh, model: Chain, stages: Stages, strategy: Synchroniser, grains: SampleGrains | None = None
 ) -> Pipeline:
     """The stage's chunks with their schedule, mailboxes and context."""
     index, placement = mesh.index(PIPE), stages.placement

@@ -31,8 +31,7 @@ import torch
 from torch import Tensor
 
 from meshwright.bits.fixed import FixedPoint
-from meshwright.data_parallel.policies import Zero1
-from meshwright.data_parallel.sharded import Sharded, SlicedSum, allocate, free
+from meshwright.data_parallel.sharded import Sharded, SlicedSum, Zero2, allocate, free
 from meshwright.data_parallel.strategy import BucketBytes, HeldBytes, Policy, RunsParts
 from meshwright.model import EMBEDDINGS, HEAD, Batch, Chunk, Hidden, Model, Scales
 from meshwright.parameters.bucket import Bucket, FlatWeights, PartsUsing
@@ -41,7 +40,7 @@ from meshwright.ranks.comm import DONE, Comm, Work
 from meshwright.ranks.mesh import Mesh
 
 
-class Zero3(Zero1):
+class Zero3(Zero2):
     """Rank r owns the r-th slice of every bucket, of weights and gradients; nothing is published."""
 
     def publish(self, bucket: Bucket, comm: Comm) -> Work:

@@ -11,14 +11,14 @@ A rank has one `Stage` for each of its chunks. A model on one device is one stag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from meshwright.bits.grains import SampleGrains
 from meshwright.model import Batch, Hidden, Model, Scales
 from meshwright.parameters.gradients import Gradients, WeightWork
 
@@ -46,19 +46,6 @@ class Graph:
     outgoing: tuple[GradientEdge, ...]
 
 
-class Grains(Protocol):
-    """The grains of microbatches, where a run has any (bits/grains.py)."""
-
-    def of(self, batch: Batch, incoming: Hidden) -> Iterator[tuple[Batch, Hidden]]:
-        """Each grain's rows of a microbatch, in order."""
-
-    def begin(self, microbatch: int, number: int) -> None:
-        """Begin the forward pass of grain `number` of a microbatch."""
-
-    def total_loss(self, losses: Sequence[Hidden]) -> Hidden:
-        """(The sum of the grains' losses,), each a scalar."""
-
-
 class Stage:
     """A chunk of the model on a rank, with the graphs of its microbatches in flight."""
 
@@ -71,7 +58,7 @@ class Stage:
         autocasts: tuple[str, torch.dtype] | None = None,
         multiplies: Computing = nullcontext,
         number: int = 0,
-        grains: Grains | None = None,
+        grains: SampleGrains | None = None,
     ) -> None:
         """`number`: the chunk's among its rank's. `autocasts`: (device type, dtype) of autocast in forward passes (O1)
         or None. `multiplies`: makes the context of all passes, by which a CPU multiplies half precision.
@@ -96,8 +83,7 @@ class Stage:
             self._graphs[index] = [graph]
             return outgoing
         self._graphs[index], outgoings = [], []
-        for number, (grain, rows) in enumerate(self.grains.of(batch, incoming)):
-            self.grains.begin(index, number)
+        for grain, rows in self.grains.of(batch, incoming, index):
             graph, outgoing = self._forward(rows, grain, scales)
             self._graphs[index].append(graph)
             outgoings.append(outgoing)
