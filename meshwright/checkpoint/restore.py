@@ -39,7 +39,7 @@ class Piece:
 def pieces_of(parts: Parts) -> Iterator[Piece]:
     """This rank's slices of weights and optimizer states; of ranks with equal slices the first writes them."""
     for index, slot in enumerate(parts.strategy.slots):
-        if parts.mesh.index(*slot.copy_axes(parts.mesh.grid)) > 0:
+        if parts.mesh.index(*slot.copy_axes) > 0:
             continue
         slices, number = slot.slices, parts.mesh.index(*slot.slices.axes)
         start = number * slices.length

@@ -25,6 +25,7 @@ from meshwright.parameters.bucket import FlatWeights, Place, Slices, Slot, gradi
 from meshwright.parameters.shard import Box, ShardSpec
 from meshwright.ranks.agreement import make_equal
 from meshwright.ranks.comm import SoloComm, size_bytes
+from meshwright.ranks.grid import PIPE
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.torch_comm import TorchComm
 
@@ -84,8 +85,7 @@ class FullySharded(Synchroniser):
     @property
     def weights(self) -> list[FlatWeights]:
         """This rank's rows, which no other rank holds between steps."""
-        grid = self.mesh.grid
-        return [FlatWeights(slot.parameter.detach(), slot.places, slot.copy_axes(grid)) for slot in self.slots]
+        return [FlatWeights(slot.parameter.detach(), slot.places, slot.copy_axes) for slot in self.slots]
 
     def forward(self, model: Model, batch: Batch, scales: Scales, incoming: Hidden) -> Hidden:
         self.mesh.ledger.record("data", "all_gather", self._gathered_bytes)
@@ -125,9 +125,9 @@ class FullySharded(Synchroniser):
             for parameter in parameters
         )
 
-    def _slot(self, name: str, parameter: nn.Parameter, spec: ShardSpec) -> Slot:
-        assert isinstance(parameter, DTensor), f"{name} was not sharded"
-        local = parameter.to_local()
+    def _slot(self, name: str, sharded: nn.Parameter, spec: ShardSpec) -> Slot:
+        assert isinstance(sharded, DTensor), f"{name} was not sharded"
+        local = sharded.to_local()
         rows = -(-spec.shape[0] // self.mesh.size("data"))
         # torch.chunk leaves the last ranks without rows where n does not divide them.
         start = min(rows * self.mesh.index("data"), spec.shape[0])
@@ -135,4 +135,6 @@ class FullySharded(Synchroniser):
         places = (Place(name, spec.shape, box, 0, local.numel()),) if local.numel() else ()
         whole = Place(name, spec.shape, Box(tuple(0 for _ in spec.shape), spec.shape), 0, math.prod(spec.shape))
         slices = Slices((whole,), ("data",), rows * math.prod(spec.shape[1:]))
-        return Slot(nn.Parameter(local.detach().view(-1)), places, spec.matrix, ("data",), (), slices, spec.nudged)
+        copies = tuple(axis for axis in self.mesh.grid.names if axis not in (PIPE, "data"))
+        parameter = nn.Parameter(local.detach().view(-1))
+        return Slot(parameter, places, spec.matrix, ("data",), (), slices, spec.nudged, copies)

@@ -140,7 +140,7 @@ class GatheredSum(SlicedSum):
         # The slice in separate memory, since the bucket's is freed.
         slot = self.slot
         slot.parameter.data = slot.parameter.data.clone()
-        self.weights = FlatWeights(slot.parameter.detach(), slot.places, slot.copy_axes(mesh.grid))
+        self.weights = FlatWeights(slot.parameter.detach(), slot.places, slot.copy_axes)
         free(bucket.values)
 
     def gather(self) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from meshwright.bits.fixed import FixedPoint
 from meshwright.bits.gradients import ExactGradients
 from meshwright.model import Batch, Chunk, Hidden, LoadRows, Model, Scales
-from meshwright.parameters.bucket import Bucket, FlatWeights, PartsUsing, other_axes
+from meshwright.parameters.bucket import Bucket, FlatWeights, PartsUsing
 from meshwright.parameters.gradients import Gradients, OnFirst, OnGradient
 from meshwright.ranks.agreement import make_equal, same_everywhere
 from meshwright.ranks.comm import DONE, Comm, Later, Work, size_bytes
@@ -117,7 +117,7 @@ class BucketSum:
         """The part of the bucket that this rank's optimizer steps."""
         self.total = bucket.gradients[start:stop]
         """The memory in which the slot's gradient is summed: integers where bits are layout-free."""
-        self.weights = FlatWeights(bucket.values, bucket.places, other_axes(mesh.grid, bucket.cut_axes, bucket.shared))
+        self.weights = FlatWeights(bucket.values, bucket.places, bucket.copy_axes)
         """This rank's part of the bucket's weights between steps."""
         self.views = dict(bucket.members())  # taken while the memory exists: a slice's is freed
         self.work: Work = DONE

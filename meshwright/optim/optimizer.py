@@ -249,7 +249,7 @@ class Optimizer:
         self.held.update_masters()
         differing = []
         for index, slot in enumerate(self.slots):
-            comm = self.mesh.comm(*slot.copy_axes(self.mesh.grid))
+            comm = self.mesh.comm(*slot.copy_axes)
             for kind, tensor in self.held.tensors(index).items():
                 here = tensor.to(self.mesh.device)  # a copy only where states are offloaded
                 if make_equal(here, comm):

@@ -8,14 +8,14 @@ a parameter server). A `Place` is the position of a part of a parameter in a slo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.parameters.shard import Box, ShardSpec
-from meshwright.ranks.grid import ENDS, HEAD_COPIES, PIPE, Grid
+from meshwright.ranks.grid import ENDS, HEAD_COPIES, PIPE
 from meshwright.ranks.mesh import Mesh
 
 PartsUsing = Mapping[str, tuple[int, ...]]
@@ -79,10 +79,8 @@ class Slot:
     slices: Slices = Slices()
     nudged: bool = False
     """Whether a step adds a multiple of the gradient's sign (ShardSpec.nudged)."""
-
-    def copy_axes(self, grid: Grid) -> tuple[str, ...]:
-        """Axes whose ranks hold the same part."""
-        return other_axes(grid, self.part_axes, self.shared)
+    copy_axes: tuple[str, ...] = ()
+    """Axes, and groups inside of one (`shared`), whose ranks hold the same part."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +102,10 @@ class Bucket:
     parts: tuple[int, ...] = ()
     chunks: tuple[int, ...] = ()
     nudged: bool = False
+    shared: tuple[str, ...] = ()
+    """Names of groups whose ranks hold the same parameters, as in Slot.shared."""
+    copy_axes: tuple[str, ...] = ()
+    """Axes, and those groups, whose ranks hold the same parameters."""
 
     def members(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Each parameter with its view of `gradients`."""
@@ -120,23 +122,14 @@ class Bucket:
         parameter.grad = gradient
         places = tuple(part for place in self.places for part in place.clip(start, stop))
         slices = Slices(self.places, part_axes, stop - start)
-        return Slot(parameter, places, self.matrix, (*self.cut_axes, *part_axes), self.shared, slices, self.nudged)
-
-    @property
-    def shared(self) -> tuple[str, ...]:
-        """Names of groups whose ranks hold the same parameters, as in Slot.shared."""
-        return tuple(axis for axis in self.sum_axes if axis in (HEAD_COPIES, ENDS))
+        copies = tuple(axis for axis in self.copy_axes if axis not in part_axes)
+        axes = (*self.cut_axes, *part_axes)
+        return Slot(parameter, places, self.matrix, axes, self.shared, slices, self.nudged, copies)
 
 
 def floats_in(gradients: Tensor) -> Tensor:
     """The memory [n] of a slot's gradient. A sum in int64 becomes float32 in the first half of its own bytes."""
     return gradients.view(torch.float32)[: gradients.numel()] if gradients.dtype == torch.int64 else gradients
-
-
-def other_axes(grid: Grid, axes: Collection[str], shared: Iterable[str]) -> tuple[str, ...]:
-    """The grid's axes without `axes` and the stages, which hold different parameters; and `shared`."""
-    # ENDS and HEAD_COPIES are no axes of the grid, but groups inside of one whose ranks hold the same.
-    return tuple(axis for axis in (*grid.names, *shared) if axis != PIPE and axis not in axes)
 
 
 Fill = Callable[[str, Tensor], nn.Parameter]
@@ -283,6 +276,10 @@ def _make_bucket(
         places.append(Place(name, spec.shape, box, start, stop, is_hidden))
         start = stop
     axes = kind.sum_axes, kind.cut_axes
+    # No axes of the grid, but groups inside of one whose ranks hold the same. Stages hold different parameters.
+    shared = tuple(axis for axis in kind.sum_axes if axis in (HEAD_COPIES, ENDS))
+    copies = tuple(axis for axis in (*mesh.grid.names, *shared) if axis != PIPE and axis not in kind.cut_axes)
     return Bucket(
-        values, gradients, tuple(members), tuple(places), kind.matrix, *axes, kind.parts, kind.chunks, kind.nudged
-    )
+        values, gradients, tuple(members), tuple(places), kind.matrix, *axes, kind.parts, kind.chunks, kind.nudged,
+        shared, copies,
+    )  # fmt: skip

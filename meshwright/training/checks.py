@@ -65,7 +65,7 @@ def saved(parts: Parts) -> Iterator[FlatWeights]:
     yield from parts.strategy.weights
     for index, slot in enumerate(parts.strategy.slots):
         for tensor in parts.optimizer.held.tensors(index).values():
-            yield FlatWeights(tensor, slot.places, slot.copy_axes(parts.mesh.grid))
+            yield FlatWeights(tensor, slot.places, slot.copy_axes)
 
 
 def copy_hashes(parts: Parts, memory: Iterable[FlatWeights]) -> Tensor:

@@ -179,9 +179,9 @@ def bits_rank(rank: Rank, config: Config, data: Path, steps: int) -> dict[str, d
         for line in trainer.turn(rank.stop)[0]:
             numbers[f"loss of step {step}"] = repr(line.get("loss"))
             numbers[f"norm of step {step}"] = repr(line.get("grad_norm"))
-    optimizer, grid = parts.optimizer, parts.mesh.grid
+    optimizer = parts.optimizer
     held = (
-        (kind, tensor.to(parts.mesh.device), slot.places, slot.copy_axes(grid))
+        (kind, tensor.to(parts.mesh.device), slot.places, slot.copy_axes)
         for index, slot in enumerate(optimizer.slots)
         for kind, tensor in optimizer.held.tensors(index).items()
     )
@@ -258,7 +258,7 @@ def _keep_places(parts: Parts, recording: StepRecording, known: dict[str, Any], 
     """Keep this rank's places of all parameters: gradients, weights in the precision that is stepped, or the
     optimizer's states. Of ranks with equal ones the first keeps them."""
     for index, slot in enumerate(parts.strategy.slots):
-        if parts.mesh.index(*slot.copy_axes(parts.mesh.grid)):
+        if parts.mesh.index(*slot.copy_axes):
             continue
         if kind == "gradient":
             assert slot.parameter.grad is not None, "a slot without a gradient"
