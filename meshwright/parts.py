@@ -496,7 +496,7 @@ def _build_strategy(
             Synchroniser, load_entry(sync.whole)(model, units, specs, mesh, half, widens=config.widens_gradients)
         )
     policy = load_entry(sync.policy)()
-    using = {} if policy.replicated else parts_using(config, mesh, model.chunk)
+    using = {} if policy.owners == "all" else parts_using(config, mesh, model.chunk)
     parts = using if sync.gathers else None
     own = {
         name: tuple(number for number, chunk in enumerate(chunks) if not set(users).isdisjoint(chunk.parts))
@@ -520,7 +520,7 @@ def _build_strategy(
         fill=None if mesh.device.type == "meta" else fill,
     )  # fmt: skip
     strategy = load_entry(sync.synchroniser)(buckets, mesh, policy, fixed)
-    if not policy.replicated:
+    if policy.owners != "all":
         strategy.follow(model, using, chunks)
     return cast(Synchroniser, strategy)
 

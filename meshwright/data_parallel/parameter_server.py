@@ -42,16 +42,10 @@ class Rooted(Policy):
 class Server(Policy):
     """The server owns every bucket; the workers own nothing."""
 
-    replicated = False
-
-    def owned(self, bucket: Bucket, comm: Comm) -> tuple[int, int]:
-        return (0, bucket.values.numel()) if comm.index == _ROOT else (0, 0)
+    owners = "first"
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Work:
         return comm.reduce(bucket.gradients, _ROOT, wait=False)
-
-    def publish(self, bucket: Bucket, comm: Comm) -> Work:
-        return comm.broadcast(bucket.values, _ROOT, wait=False)
 
 
 class ServerGradient(Synchroniser):

@@ -57,18 +57,10 @@ class Ring(Policy):
 class Zero1(Policy):
     """Rank r owns the r-th slice of every bucket."""
 
-    replicated = False
+    owners = "each"
     apart: tuple[str, ...] = (REPLICATE,)
     """Shard groups, each of which steps the whole bucket."""
-
-    def owned(self, bucket: Bucket, comm: Comm) -> tuple[int, int]:
-        length = bucket.values.numel() // comm.size
-        return comm.index * length, (comm.index + 1) * length
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Work:
         start, stop = self.owned(bucket, comm)
         return comm.reduce_scatter(bucket.gradients[start:stop], bucket.gradients, wait=False)
-
-    def publish(self, bucket: Bucket, comm: Comm) -> Work:
-        start, stop = self.owned(bucket, comm)
-        return comm.all_gather(bucket.values, bucket.values[start:stop], wait=False)

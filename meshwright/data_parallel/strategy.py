@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import nn
 
@@ -29,11 +29,14 @@ from meshwright.ranks.mesh import Mesh
 class Policy:
     """How one bucket travels: summed to its owners, then published by them.
 
-    As it stands every rank owns, and steps, all of a bucket, so that nothing is published.
+    | owners | a rank's optimizer steps       | then the new values are             |
+    |--------|--------------------------------|-------------------------------------|
+    | all    | the whole bucket               | on every rank: nothing is published |
+    | each   | the slice of the rank's index  | gathered                            |
+    | first  | all of it on the first, else 0 | broadcast by the first rank         |
     """
 
-    replicated = True
-    """Whether every rank owns all of a bucket."""
+    owners: Literal["all", "each", "first"] = "all"
     blocks = False
     """Whether `reduce` returns only when the other ranks have come, too."""
     apart: tuple[str, ...] = ()
@@ -41,7 +44,11 @@ class Policy:
 
     def owned(self, bucket: Bucket, comm: Comm) -> tuple[int, int]:
         """start, stop of the part that this rank's optimizer steps."""
-        return 0, bucket.values.numel()
+        length = bucket.values.numel()
+        if self.owners == "each":
+            part = length // comm.size
+            return comm.index * part, (comm.index + 1) * part
+        return 0, length if self.owners == "all" or comm.index == 0 else 0
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Work:
         """Sum the gradients over the comm into (at least) the owned part."""
@@ -49,7 +56,14 @@ class Policy:
 
     def publish(self, bucket: Bucket, comm: Comm) -> Work:
         """Bring the owners' new values to every rank."""
-        return DONE
+        match self.owners:
+            case "all":
+                return DONE
+            case "each":
+                start, stop = self.owned(bucket, comm)
+                return comm.all_gather(bucket.values, bucket.values[start:stop], wait=False)
+            case "first":
+                return comm.broadcast(bucket.values, 0, wait=False)
 
 
 class RunsParts(Protocol):
@@ -113,7 +127,7 @@ class BucketSum:
         self.copies = mesh.comm(*(axis for axis in bucket.sum_axes if axis in policy.apart))
         """The ranks that own the same part."""
         start, stop = policy.owned(bucket, self.comm)
-        self.slot = bucket.slot(start, stop, part_axes=() if policy.replicated else axes)
+        self.slot = bucket.slot(start, stop, part_axes=() if policy.owners == "all" else axes)
         """The part of the bucket that this rank's optimizer steps."""
         self.total = bucket.gradients[start:stop]
         """The memory in which the slot's gradient is summed: integers where bits are layout-free."""

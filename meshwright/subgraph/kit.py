@@ -106,10 +106,14 @@ class SubgraphKit(KitBase):
         super().__init__(mesh, self.segment, blocks)
         branches = BranchPair(self.segment, blocks)
         core, common = (CommonPair(self.segment, blocks.uncut, core) for core in (True, False))
-        self.branches = core if settings.branch == "attention-core" else branches
+        self._branches: LinearPair = core if settings.branch == "attention-core" else branches
         # Attention takes `branches`, every other pair of linears the kit's own words: only `block` cuts these.
         self._slices: LinearPair = branches if settings.branch == "block" else common
         self.inner = blocks if settings.branch == "block" else blocks.uncut
+
+    @property
+    def branches(self) -> LinearPair:
+        return self._branches
 
     def outside(self, layer: ShardedModule) -> nn.Module:
         # Declared also where it does not live, with no rows: names, buckets and checkpoints are the same on all ranks.

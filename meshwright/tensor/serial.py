@@ -136,7 +136,6 @@ class KitBase:
         """`blocks`: what a rank multiplies at a time, and in which order sums over parts are made."""
         self.mesh, self.blocks, self.parts, self.inner = mesh, blocks, blocks.parts, blocks
         self.boundary, self.split_axes = boundary, boundary.split_axes
-        self.branches: LinearPair = self
 
     def outside(self, layer: ShardedModule) -> nn.Module:
         """A layer between pairs, or its stand-in on a rank that has no part of it."""
@@ -176,6 +175,10 @@ class KitBase:
             before=self.boundary.part if role == "patches" else as_it_is,
             after=self.boundary.whole if role == "scores" else as_it_is,
         )  # fmt: skip
+
+    @property
+    def branches(self) -> LinearPair:
+        return self
 
     def expand(
         self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True,

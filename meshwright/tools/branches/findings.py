@@ -67,8 +67,10 @@ class TracedKit(SerialKit):
         super().__init__(mesh)
         self.where: Where = where
         self.pairs = {} if pairs is None else pairs
-        if where == "slices":
-            self.branches = TracedKit(mesh, "branches", self.pairs)
+
+    @property
+    def branches(self) -> TracedKit:
+        return TracedKit(self.mesh, "branches", self.pairs)
 
     def expand(self, *sizes: Any, **options: Any) -> nn.Module:
         layer = super().expand(*sizes, **options)
