@@ -26,7 +26,7 @@ from meshwright.context.runs import RunsOfQueries
 from meshwright.data_parallel.strategy import Synchroniser
 from meshwright.machine import available_memory_bytes
 from meshwright.memory.offload import Offloaded
-from meshwright.memory.recompute import best_group, groups_of, recomputed, recomputed_but_kept
+from meshwright.memory.recompute import best_group, groups_of, recomputed
 from meshwright.model import EMBEDDINGS, HEAD, Batch, Chunk, Hidden, Model, rows_of
 from meshwright.models.attention import AttentionCore
 from meshwright.models.chain import Chain, ChainPart, chain_of, make_chain
@@ -356,7 +356,7 @@ def recompute_in(config: Config, model: Chain, chunks: Sequence[Chunk]) -> None:
             if isinstance(module, AttentionCore):
                 module.run = recomputed
     elif setting != "none":
-        model.run_group = recomputed_but_kept if setting == "ops" else recomputed
+        model.run_group = partial(recomputed, keeps=True) if setting == "ops" else recomputed
         model.keeps_rows = config.layout.data.in_pieces
         model.groups = tuple(
             group for chunk in chunks for group in groups_of(chunk.layers, recomputed_group(config, len(chunk.layers)))

@@ -23,12 +23,6 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 
-def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
-    """function(*arguments); keeps only the arguments for the backward pass."""
-    # torch advises against the reentrant form, which also needs an argument that requires a gradient.
-    return checkpoint(function, *arguments, use_reentrant=False)
-
-
 class _Keeping(TorchDispatchMode):
     """Keeps the results of attention kernels and of every second product in the first pass, for the second pass to
     return instead of computing them (selective checkpointing by operation, as in torchtitan).
@@ -57,8 +51,12 @@ class _Keeping(TorchDispatchMode):
         return result
 
 
-def recomputed_but_kept(function: Callable[..., Any], *arguments: Any) -> Any:
-    """function(*arguments); keeps the arguments and the results of some operations (`_Keeping`)."""
+def recomputed(function: Callable[..., Any], *arguments: Any, keeps: bool = False) -> Any:
+    """function(*arguments); keeps only the arguments for the backward pass. `keeps`: the results of some operations,
+    too (`_Keeping`)."""
+    # torch advises against the reentrant form, which also needs an argument that requires a gradient.
+    if not keeps:
+        return checkpoint(function, *arguments, use_reentrant=False)
     kept: deque[Any] = deque()
     return checkpoint(
         function,

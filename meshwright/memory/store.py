@@ -56,7 +56,20 @@ class DiskStore(Store):
 
     def __init__(self, num_elements: int, path: Path) -> None:
         # A file of no bytes cannot be mapped, and a rank may own nothing.
-        self._map = _mapped(path, max(1, num_elements) * ELEMENT_BYTES)
+        size_bytes = max(1, num_elements) * ELEMENT_BYTES
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+            try:
+                _reserve(descriptor, size_bytes)
+                self._map = mmap.mmap(descriptor, size_bytes)
+            finally:
+                # The mapping keeps the file alive; without a name nothing is left behind, however the run is killed.
+                path.unlink()
+                os.close(descriptor)
+        except OSError as error:
+            rule = f"cannot have {size_bytes:,} bytes in {path} ({error.strerror})"
+            instead = "an --out folder with that much room, host"
+            raise ConfigError.of("memory.offload.to", "disk", rule, instead) from error
         self.values = torch.frombuffer(self._map, dtype=torch.float32, count=max(1, num_elements))[:num_elements]
 
     def give_back(self, start: int = 0, stop: int | None = None) -> None:
@@ -66,21 +79,6 @@ class DiskStore(Store):
         length = (self.values.numel() if stop is None else stop) * ELEMENT_BYTES - first
         if length > 0:
             self._map.madvise(mmap.MADV_DONTNEED, first, length)
-
-
-def _mapped(path: Path, size_bytes: int) -> mmap.mmap:
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        try:
-            _reserve(descriptor, size_bytes)
-            return mmap.mmap(descriptor, size_bytes)
-        finally:
-            # The mapping keeps the file alive; without a name nothing is left behind, however the run is killed.
-            path.unlink()
-            os.close(descriptor)
-    except OSError as error:
-        rule = f"cannot have {size_bytes:,} bytes in {path} ({error.strerror})"
-        raise ConfigError.of("memory.offload.to", "disk", rule, "an --out folder with that much room, host") from error
 
 
 def _reserve(descriptor: int, size_bytes: int, system: Any = os) -> None:
