@@ -75,17 +75,14 @@ class FullySharded(Synchroniser):
         self._summed_bytes = self._sent_bytes([*whole, *rest], summed)
         self._sharded = [parameter for _, parameter in model.named_parameters()]
         self.slots = [self._slot(name, parameter, specs[name]) for name, parameter in model.named_parameters()]
+        # This rank's rows, which no other rank holds between steps.
+        self._weights = [FlatWeights(slot.parameter.detach(), slot.places, slot.copy_axes) for slot in self.slots]
 
     @property
     def most_bytes(self) -> tuple[int, int]:
         """Bytes of this rank's own rows; torch has a unit's whole gradients beside them."""
         own = sum(size_bytes(slot.parameter) for slot in self.slots)
         return own, own
-
-    @property
-    def weights(self) -> list[FlatWeights]:
-        """This rank's rows, which no other rank holds between steps."""
-        return [FlatWeights(slot.parameter.detach(), slot.places, slot.copy_axes) for slot in self.slots]
 
     def forward(self, model: Model, batch: Batch, scales: Scales, incoming: Hidden) -> Hidden:
         self.mesh.ledger.record("data", "all_gather", self._gathered_bytes)

@@ -110,7 +110,7 @@ class State(Enum):
 
 
 class BucketSum:
-    """A bucket on its way through a step, and the one owner of its state: filling, full, summing, summed.
+    """A bucket on its way through a step, and the one owner of its state: filling, full, summing, crossing, summed.
 
     What happens at each turn is here, and overridden where a strategy does otherwise; when buckets turn, and in which
     order, is the Synchroniser's.
@@ -230,6 +230,7 @@ class Synchroniser:
         self.sums = [self.sum_of(bucket, mesh, policy) for bucket in buckets]
         self.buckets = [one.bucket for one in self.sums]
         self.slots = [one.slot for one in self.sums]
+        self._weights = [one.weights for one in self.sums]
         self._sum_of = {parameter: one for one in self.sums for parameter in one.views}
         self._final = False
         self._of: dict[int, list[int]] = {}
@@ -257,7 +258,7 @@ class Synchroniser:
     def weights(self) -> list[FlatWeights]:
         """This rank's weights; returns when published values have arrived."""
         self._wait()
-        return [one.weights for one in self.sums]
+        return self._weights
 
     def share(self, load: LoadRows, replica_batch: int) -> Batch:
         """This replica's rows of the step's global batch, on the host, as `load` gives them."""
@@ -300,10 +301,11 @@ class Synchroniser:
                 break
             if one.state is State.FULL:
                 one.leave()
-        under_way = [one for one in self.sums if one.state is State.SUMMING and not one.comm.begins_when_waited_for]
         # Beside stages replicas do their tasks in orders of their own, and must not wait for each other in one.
-        for one in under_way[:-1] if self.mesh.size(PIPE) == 1 else ():
-            one.cross()
+        if self.policy.apart and self.mesh.size(PIPE) == 1:
+            under_way = [one for one in self.sums if one.state is State.SUMMING and not one.comm.begins_when_waited_for]
+            for one in under_way[:-1]:
+                one.cross()
 
     def arrivals(self) -> Iterator[int]:
         """Slot indices, each as soon as the slot holds the whole gradient. Starts the sums that have not begun."""
