@@ -72,7 +72,9 @@ class Walk:
         self, buckets: Mapping[int, Collection[int]], kept: Mapping[int, set[int]], chunks: Sequence[Chunk]
     ) -> None:
         self._order = {part: chunk.parts for chunk in chunks for part in chunk.parts}
-        self._buckets, self._kept = buckets, kept
+        self._buckets = buckets
+        self._read_back = {**buckets, **kept}
+        """By part, the buckets that its backward pass reads."""
         self._returns = len(chunks) == 1 and chunks[0].first and chunks[0].last
         self._back_at: int | None = None
         """The part whose backward pass has begun last; None in a forward pass."""
@@ -82,10 +84,6 @@ class Walk:
     def begin(self) -> None:
         """A forward pass begins."""
         self._back_at, self._begins = None, True
-
-    def read_back(self, part: int) -> Collection[int]:
-        """The buckets that a part's backward pass reads."""
-        return self._kept[part] if part in self._kept else self._buckets[part]
 
     def forward(self, part: int) -> Move:
         """A part goes forward, in a forward pass or recomputed in a backward pass."""
@@ -108,12 +106,12 @@ class Walk:
         same = part == before == HEAD  # the head's two functions; a layer twice in a row belongs to another microbatch
         # A part that is not further back than the last one belongs to another task, which may be of any chunk.
         fresh = (before not in order or part >= before) and not self._returns and not same
-        return self._back_from(part, self.read_back(part), fresh=fresh)
+        return self._back_from(part, self._read_back[part], fresh=fresh)
 
     def _back_from(self, part: int, here: Collection[int], *, fresh: bool) -> Move:
         order = self._order[part]
         if index := order.index(part):
-            return self._moved(here, ahead=self.read_back(order[index - 1]), fresh=fresh)
+            return self._moved(here, ahead=self._read_back[order[index - 1]], fresh=fresh)
         return self._moved(here, stays=self._buckets[order[1]] if len(order) > 1 else (), fresh=fresh)
 
     def _moved(
