@@ -143,7 +143,7 @@ class Sharded(Synchroniser):
 
     def arrivals(self) -> Iterator[int]:
         for one in self.sums:
-            if not one.times_left or any(self.gradients.has(parameter) for parameter in one.bucket.parameters):
+            if not one.times_left or any(self.gradients.has(parameter) for parameter in one.bucket.views):
                 self._leave(one)
         return self._ended()
 
@@ -153,7 +153,7 @@ class Sharded(Synchroniser):
             # Buckets of one part of the model, where it is gathered by part, become full at about the same time.
             if other is not one and not (one.bucket.parts and one.bucket.parts == other.bucket.parts):
                 other.collect()
-        for parameter in one.bucket.parameters:
+        for parameter in one.bucket.views:
             self.gradients.fill(parameter)
             self.gradients.clear(parameter)
         # Beside stages weight gradients come in an order of their own, and slices go on behind the backward pass.

@@ -133,7 +133,6 @@ class BucketSum:
         """The memory in which the slot's gradient is summed: integers where bits are layout-free."""
         self.weights = FlatWeights(bucket.values, bucket.places, bucket.copy_axes)
         """This rank's part of the bucket's weights between steps."""
-        self.views = dict(bucket.members())  # taken while the memory exists: a slice's is freed
         self.work: Work = DONE
         """The sum in progress."""
         self.arriving: Work | None = None
@@ -150,7 +149,7 @@ class BucketSum:
 
     def refill(self) -> None:
         """Filling: all gradients are to come, but of what has no elements here, whose owner is another rank."""
-        self.missing = {member for member in self.bucket.parameters if member.numel()}
+        self.missing = {member for member in self.bucket.views if member.numel()}
         self.state = State.FILLING if self.missing else State.FULL
 
     def begin(self) -> None:
@@ -231,11 +230,11 @@ class Synchroniser:
         self.buckets = [one.bucket for one in self.sums]
         self.slots = [one.slot for one in self.sums]
         self._weights = [one.weights for one in self.sums]
-        self._sum_of = {parameter: one for one in self.sums for parameter in one.views}
+        self._sum_of = {parameter: one for one in self.sums for parameter in one.bucket.views}
         self._final = False
         self._of: dict[int, list[int]] = {}
         """The buckets that each part of the model reads."""
-        views = {parameter: view for one in self.sums for parameter, view in one.views.items()}
+        views = {parameter: view for one in self.sums for parameter, view in one.bucket.views.items()}
         told: tuple[OnGradient, OnFirst] = self.filled, lambda parameter: self._sum_of[parameter].begin()
         self.gradients = Gradients(views, *told) if fixed is None else ExactGradients(views, fixed, *told)
         for parameter in self._sum_of:
@@ -312,7 +311,7 @@ class Synchroniser:
         self._wait()  # a slot must not be stepped while it travels
         for one in self.sums:
             # Those that the last microbatch did not reach, in the bucket's order: a set has another in every process.
-            for parameter in [member for member in one.bucket.parameters if member in one.missing]:
+            for parameter in [member for member in one.bucket.views if member in one.missing]:
                 self.gradients.fill(parameter)
                 one.take(parameter)
         self._launch()
@@ -339,7 +338,7 @@ class Synchroniser:
         self._wait()
         for one in reversed(self.sums):
             one.publish()
-            for parameter in one.bucket.parameters:
+            for parameter in one.bucket.views:
                 self.gradients.clear(parameter)
         # What begins when it is waited for gains nothing, and inside of a forward pass the first and the last stage
         # would wait for each other: for a tied table's values, and for the hidden states before them.

@@ -85,7 +85,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """`values` [n], of which the parameters are views, and their `gradients` [n], perhaps wider (gradient_dtype).
+    """`values` [n], of which the parameters are views, and their `gradients` [n], perhaps wider (gradient_dtype), with
+    each parameter's of `views`.
 
     n is padded to a multiple of the ranks that sum the bucket. `parts`: numbers of the model's parts that use the
     bucket, where it is gathered by part; `chunks`: numbers of the stage's chunks that use it, where slices are summed
@@ -94,7 +95,7 @@ class Bucket:
 
     values: Tensor
     gradients: Tensor
-    parameters: tuple[nn.Parameter, ...]
+    views: Mapping[nn.Parameter, Tensor]
     places: tuple[Place, ...]
     matrix: bool
     sum_axes: tuple[str, ...]
@@ -106,11 +107,6 @@ class Bucket:
     """Names of groups whose ranks hold the same parameters, as in Slot.shared."""
     copy_axes: tuple[str, ...] = ()
     """Axes, and those groups, whose ranks hold the same parameters."""
-
-    def members(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Each parameter with its view of `gradients`."""
-        for parameter, place in zip(self.parameters, self.places, strict=True):
-            yield parameter, self.gradients[place.start : place.stop].view(parameter.shape)
 
     def slot(self, start: int, stop: int, *, part_axes: tuple[str, ...]) -> Slot:
         """The slot of elements start..stop. `part_axes`: the sum axes whose ranks step the other parts, of equal length
@@ -256,7 +252,7 @@ def _make_bucket(
     fill: Fill | None,
 ) -> Bucket:
     values = torch.zeros_like(gradients, dtype=kind.dtype)
-    places, members, start = [], [], 0
+    places, views, start = [], {}, 0
     for name, declared in group:
         stop = start + declared.numel()
         view = values[start:stop].view(declared.shape)
@@ -268,7 +264,7 @@ def _make_bucket(
             view.copy_(parameter.detach())
             # The same parameter object, to which layers and hooks refer.
             parameter.data = view
-        members.append(parameter)
+        views[parameter] = gradients[start:stop].view(declared.shape)
         parameter.grad_dtype = floats_in(gradients[:0]).dtype
         spec, box = specs[name], specs[name].box(mesh.grid, mesh.rank)
         # Muon steps whole matrices of hidden layers only; AdamW steps tables and heads (optim/muon.py).
@@ -280,6 +276,6 @@ def _make_bucket(
     shared = tuple(axis for axis in kind.sum_axes if axis in (HEAD_COPIES, ENDS))
     copies = tuple(axis for axis in (*mesh.grid.names, *shared) if axis != PIPE and axis not in kind.cut_axes)
     return Bucket(
-        values, gradients, tuple(members), tuple(places), kind.matrix, *axes, kind.parts, kind.chunks, kind.nudged,
+        values, gradients, views, tuple(places), kind.matrix, *axes, kind.parts, kind.chunks, kind.nudged,
         shared, copies,
     )  # fmt: skip

@@ -78,7 +78,7 @@ def step(config: Config, grid: Grid, rank: int, watch: Watch) -> None:
     for name, parameter in named.items():
         watch.declare(name, parameter, invariant_kind(parts.specs[name], parameter, grid))
     for one in strategy.sums:
-        for place, (_, view) in zip(one.bucket.places, one.bucket.members(), strict=True):
+        for place, view in zip(one.bucket.places, one.bucket.views.values(), strict=True):
             watch.declare(place.name, view, constant(view.shape))
     shapes = chain_of(config).sample_shapes(config)
     whole = {name: torch.zeros(config.micro, *shape, dtype=torch.long, device="meta") for name, shape in shapes.items()}

@@ -211,7 +211,7 @@ def _programs(
     over the others of the bucket's axes, and the one that gathers slices of weights."""
     values = torch.empty(num_elements, dtype=kind.dtype, device=mesh.device)
     gradients = torch.empty(num_elements, dtype=summed_in, device=mesh.device)  # empty_like is steps in Python there
-    bucket = Bucket(values, gradients, (), (), kind.matrix, kind.sum_axes, kind.cut_axes)
+    bucket = Bucket(values, gradients, {}, (), kind.matrix, kind.sum_axes, kind.cut_axes)
     comm = mesh.comm(*axes)
     # On meta tensors the policy sends nothing; its comm writes the program.
     start, stop = policy.owned(bucket, comm)
