@@ -30,9 +30,19 @@ class Store:
     """`values` [n] float32, zeros at first."""
 
     values: Tensor
+    _map: mmap.mmap | None = None
+    """The mapped file in which they are; None: host memory."""
 
     def give_back(self, start: int = 0, stop: int | None = None) -> None:
-        """The process will not need the elements start..stop, or all, for a while: nothing to do in host memory."""
+        """The process will not need the elements start..stop, or all, for a while: their pages leave it, and the system
+        writes them to the file when it likes. Nothing to do in host memory."""
+        if self._map is None:
+            return
+        # madvise wants to begin on a page.
+        first = start * ELEMENT_BYTES // mmap.PAGESIZE * mmap.PAGESIZE
+        length = (self.values.numel() if stop is None else stop) * ELEMENT_BYTES - first
+        if length > 0:
+            self._map.madvise(mmap.MADV_DONTNEED, first, length)
 
 
 class HostStore(Store):
@@ -71,14 +81,6 @@ class DiskStore(Store):
             instead = "an --out folder with that much room, host"
             raise ConfigError.of("memory.offload.to", "disk", rule, instead) from error
         self.values = torch.frombuffer(self._map, dtype=torch.float32, count=max(1, num_elements))[:num_elements]
-
-    def give_back(self, start: int = 0, stop: int | None = None) -> None:
-        """The pages leave this process; the system writes them to the file when it likes."""
-        # madvise wants to begin on a page.
-        first = start * ELEMENT_BYTES // mmap.PAGESIZE * mmap.PAGESIZE
-        length = (self.values.numel() if stop is None else stop) * ELEMENT_BYTES - first
-        if length > 0:
-            self._map.madvise(mmap.MADV_DONTNEED, first, length)
 
 
 def _reserve(descriptor: int, size_bytes: int, system: Any = os) -> None:
