@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from meshwright.errors import Problem
 from meshwright.ranks.transports_section import TRANSPORTS
 from meshwright.registry import entries
-from meshwright.section import Rule, divisors, listed, rule
+from meshwright.section import Rule, divisors, field_of, listed, rule
 
 if TYPE_CHECKING:
     from meshwright.config import Config
@@ -66,9 +66,11 @@ class Sync:
     """Whether the sync only adds what the ranks' buckets hold, so that sums of integers are equal under any layout."""
 
 
-def _refused(field: str, when: Callable[[Config], object], why: str, instead: str = "{others}") -> Rule:
+def _refused(
+    field: str, when: Callable[[Config], object], why: str, instead: str = "{others}", blamed: str = FIELD
+) -> Rule:
     """A rule on what some strategies do not go with. `why`, `instead`: formats of `config`; `others`: the strategies
-    that the rule allows, the planner's candidates first."""
+    that the rule allows, the planner's candidates first. `blamed`: the field that is said to be mistaken."""
 
     @rule(FIELD, field)
     def refused(config: Config) -> Iterator[Problem]:
@@ -76,7 +78,7 @@ def _refused(field: str, when: Callable[[Config], object], why: str, instead: st
             left = [name for name, sync in reversed(entries("syncs").items()) if refused not in sync.rules]
             others = ", ".join(sorted(left, key=lambda name: not entries("syncs")[name].candidate))
             valid = instead.format(config=config, others=others)
-            yield Problem(FIELD, config.layout.data.sync, why.format(config=config), valid)
+            yield Problem(blamed, field_of(config, blamed), why.format(config=config), valid)
 
     return refused
 
@@ -114,6 +116,20 @@ needs_losses_of_the_head = _refused(
     "and {config.model.losses_in_layers} gives layers losses of their own",
     "{others}, or {config.model.losses_in_layers}=0",
 )
+needs_replicas = _refused(
+    "layout.data.size",
+    lambda config: config.layout.data.size == 1,
+    "leaves layout.data.sync={config.layout.data.sync} nothing to shard",
+    "2 or more, or sync=allreduce",
+    blamed="layout.data.size",
+)
+needs_masters_on_the_device = _refused(
+    "memory.offload.to",
+    lambda config: config.memory.offload.to != "none",
+    "does not go with layout.data.sync={config.layout.data.sync}, whose float32 shards are what torch gathers from",
+    "none, or layout.data.sync=zero1, allreduce, ...",
+    blamed="memory.offload.to",
+)
 # Of transports those that do not suit a strategy; `auto` takes one that suits (Sync.over_mpi).
 needs_process_groups = _refused(
     "layout.transport",
@@ -146,23 +162,6 @@ def shards_are_equal(config: Config) -> Iterator[Problem]:
     # Groups of `shard` ranks each hold the model once: a remainder would hold a part of it.
     if shard is not None and size % shard:
         yield Problem(SHARD, shard, f"does not divide layout.data.size={size}", f"null, {listed(divisors(size))}")
-
-
-@rule(FIELD, "layout.data.size")
-def needs_replicas(config: Config) -> Iterator[Problem]:
-    size = config.layout.data.size
-    if size == 1:
-        rule_text = f"leaves layout.data.sync={config.layout.data.sync} nothing to shard"
-        yield Problem("layout.data.size", size, rule_text, "2 or more, or sync=allreduce")
-
-
-@rule(FIELD, "memory.offload.to")
-def needs_masters_on_the_device(config: Config) -> Iterator[Problem]:
-    to = config.memory.offload.to
-    if to != "none":
-        sync = config.layout.data.sync
-        rule_text = f"does not go with layout.data.sync={sync}, whose float32 shards are what torch gathers from"
-        yield Problem("memory.offload.to", to, rule_text, "none, or layout.data.sync=zero1, allreduce, ...")
 
 
 SERVER_LOSS = Sync(
