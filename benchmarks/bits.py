@@ -138,9 +138,9 @@ def memory() -> None:
             config = resolve_layout(reference_config(options_of(name, mode)), Machine.here()).config
             parts = build(config, planned_mesh(grid_of_run(config), 0, config.layout.token_axes))
             parts.optimizer.prepare_states(0)
-            states = [parts.optimizer.states(index) for index in range(len(parts.optimizer.slots))]
+            states = [parts.optimizer.held.tensors(index) for index in range(len(parts.optimizer.slots))]
             held = sum(size_bytes(x) for of_slot in states for kind, x in of_slot.items() if kind != "weight")
-            sizes = parts.strategy.weight_bytes, parts.strategy.gradient_bytes, held
+            sizes = *parts.strategy.most_bytes, held
             table.add_row(name, mode, *(f"{size / 1e6:.1f}" for size in sizes))
     Console(width=140).print(table)
 

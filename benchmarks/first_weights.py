@@ -36,9 +36,9 @@ def footprint(rank: Rank, sync: str) -> list[int]:
     parts = build(config_of(sync, mesh.world.size), mesh)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     strategy, slots = parts.strategy, parts.strategy.slots
-    weights = sum(slot.parameter.nbytes for slot in slots) if sync == "zero3" else strategy.weight_bytes
+    weights = sum(slot.parameter.nbytes for slot in slots) if sync == "zero3" else strategy.most_bytes[0]
     sliced = sync in ("zero2", "zero3")
-    gradients = sum(slot.parameter.nbytes for slot in slots) if sliced else strategy.gradient_bytes
+    gradients = sum(slot.parameter.nbytes for slot in slots) if sliced else strategy.most_bytes[1]
     whole = 4 * num_parameters(list(parts.specs.values()))
     return [peak - before, resident_bytes() - before, weights + gradients, whole]
 

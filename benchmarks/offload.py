@@ -30,7 +30,6 @@ from benchmarks.contender import Contender, Place, Step
 from benchmarks.interleave import as_json, interleave, plan_arguments, plan_of, show, write_json
 from meshwright.config import Config, parse_config
 from meshwright.data_parallel.policies import AllReduce
-from meshwright.data_parallel.strategy import Synchroniser
 from meshwright.environment import read_environment, rendezvous
 from meshwright.memory.offload import Offloaded
 from meshwright.parameters.bucket import Bucket
@@ -62,7 +61,6 @@ def config_of(to: str, chunk: int, ranks: int = 1) -> Config:
 
 def phase(parts: Parts, count: int, *, overlap: bool) -> None:
     """Finish the step that a backward pass has begun."""
-    assert isinstance(parts.strategy, Synchroniser)
     for bucket in parts.strategy.buckets:
         bucket.gradients.fill_(1e-3)
     arrivals = parts.strategy.arrivals()
@@ -100,8 +98,9 @@ def train(place: Place, chunk: int, overlap: bool, transport: str, link: float =
     with open_mesh(Grid(layout.axes), read_environment(), transport, device, rendezvous(), layout.token_axes) as mesh:
         parts = build(config, mesh)
         if link:
-            assert isinstance(parts.strategy, Synchroniser)
-            parts.strategy.policy = Paced(link * 1e9)
+            paced = Paced(link * 1e9)
+            for one in parts.strategy.sums:
+                one.policy = paced
         count = 0
 
         def step() -> float:
@@ -138,7 +137,6 @@ def footprint(to: str, folder: str) -> Footprint:
     for count in range(MEMORY_STEPS):
         phase(parts, count, overlap=True)
     after = resident()
-    assert isinstance(parts.strategy, Synchroniser)
     held = parts.optimizer.held
     buckets = parts.strategy.buckets
     phi = sum(bucket.values.numel() for bucket in buckets)
@@ -154,7 +152,7 @@ def _in_place_bytes(parts: Parts) -> int:
     """Masters, their gradients and moments of an optimizer in place."""
     total = 0
     for index, slot in enumerate(parts.strategy.slots):
-        states = parts.optimizer.states(index)
+        states = parts.optimizer.held.tensors(index)
         total += sum(tensor.nbytes for kind, tensor in states.items() if kind != "weight")
         if states["weight"].dtype != slot.parameter.dtype:
             total += 2 * states["weight"].nbytes

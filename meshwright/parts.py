@@ -23,10 +23,10 @@ from meshwright.bits.grains import SampleGrains
 from meshwright.config import Config
 from meshwright.context.context import WHOLE_SEQUENCES, Context, HeadParts
 from meshwright.context.runs import RunsOfQueries
-from meshwright.data_parallel.strategy import Strategy
+from meshwright.data_parallel.strategy import Synchroniser
 from meshwright.machine import available_memory_bytes
-from meshwright.memory.offload import on_disk, on_host
-from meshwright.memory.recompute import best_group, groups_of, recomputed, recomputed_but_kept
+from meshwright.memory.offload import Offloaded
+from meshwright.memory.recompute import best_group, groups_of, recomputed
 from meshwright.model import EMBEDDINGS, HEAD, Batch, Chunk, Hidden, Model, rows_of
 from meshwright.models.attention import AttentionCore
 from meshwright.models.chain import Chain, ChainPart, chain_of, make_chain
@@ -65,9 +65,9 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bflo
 STATES: dict[str, Callable[[Mesh, Path], StatesFactory]] = {
     "none": lambda mesh, folder: InPlace,
     "host": lambda mesh, folder: partial(
-        on_host, device=mesh.device, available=available_memory_bytes() // mesh.ranks_here
+        Offloaded, device=mesh.device, place=available_memory_bytes() // mesh.ranks_here
     ),
-    "disk": lambda mesh, folder: partial(on_disk, device=mesh.device, path=folder / f"offload-{mesh.rank}.bin"),
+    "disk": lambda mesh, folder: partial(Offloaded, device=mesh.device, place=folder / f"offload-{mesh.rank}.bin"),
 }
 
 
@@ -111,7 +111,7 @@ class Parts:
     model: Chain
     """This stage's chunks of the model."""
     stages: Stages
-    strategy: Strategy
+    strategy: Synchroniser
     pipeline: Pipeline
     optimizer: Optimizer
     grains: SampleGrains | None = None
@@ -366,7 +366,7 @@ def recompute_in(config: Config, model: Chain, chunks: Sequence[Chunk]) -> None:
             if isinstance(module, AttentionCore):
                 module.run = recomputed
     elif setting != "none":
-        model.run_group = recomputed_but_kept if setting == "ops" else recomputed
+        model.run_group = partial(recomputed, keeps=True) if setting == "ops" else recomputed
         model.keeps_rows = config.layout.data.in_pieces
         model.groups = tuple(
             group for chunk in chunks for group in groups_of(chunk.layers, recomputed_group(config, len(chunk.layers)))
@@ -417,7 +417,7 @@ def multiplies_in(config: Config) -> Computing:
 
 
 def build_pipeline(
-    config: Config, mesh: Mesh, model: Chain, stages: Stages, strategy: Strategy, grains: SampleGrains | None = None
+    config: Config, mesh: Mesh, model: Chain, stages: Stages, strategy: Synchroniser, grains: SampleGrains | None = None
 ) -> Pipeline:
     """The stage's chunks with their schedule, mailboxes and context."""
     index, placement = mesh.index(PIPE), stages.placement
@@ -497,14 +497,16 @@ def _build_strategy(
     specs: dict[str, ShardSpec],
     chunks: Sequence[Chunk],
     fixed: FixedPoint | None,
-) -> Strategy:
+) -> Synchroniser:
     sync = config.layout.data.strategy
     if sync.whole:
         half = DTYPES[config.precision.dtype] if config.precision.level == "O2" else None
         units = list(model.blocks.children())
-        return cast(Strategy, load_entry(sync.whole)(model, units, specs, mesh, half, widens=config.widens_gradients))
+        return cast(
+            Synchroniser, load_entry(sync.whole)(model, units, specs, mesh, half, widens=config.widens_gradients)
+        )
     policy = load_entry(sync.policy)()
-    using = {} if policy.replicated else parts_using(config, mesh, model.chunk)
+    using = {} if policy.owners == "all" else parts_using(config, mesh, model.chunk)
     parts = using if sync.gathers else None
     own = {
         name: tuple(number for number, chunk in enumerate(chunks) if not set(users).isdisjoint(chunk.parts))
@@ -528,9 +530,9 @@ def _build_strategy(
         fill=None if mesh.device.type == "meta" else fill,
     )  # fmt: skip
     strategy = load_entry(sync.synchroniser)(buckets, mesh, policy, fixed)
-    if not policy.replicated:
+    if policy.owners != "all":
         strategy.follow(model, using, chunks)
-    return cast(Strategy, strategy)
+    return cast(Synchroniser, strategy)
 
 
 def parts_using(config: Config, mesh: Mesh, chunk: Chunk) -> dict[str, tuple[int, ...]]:

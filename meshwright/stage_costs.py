@@ -22,7 +22,7 @@ from torch import nn
 from meshwright.config import Config
 from meshwright.launch import Rank, Ranks, joined, run
 from meshwright.machine import usable_cores
-from meshwright.memory.offload import host_store_bytes, state_bytes
+from meshwright.memory.offload import state_bytes
 from meshwright.memory.recompute import LiveBytes
 from meshwright.model import SAMPLES, Batch, Chunk, Costs, Hidden, links
 from meshwright.models.chain import Chain, chain_of, make_chain, parameters_of, split_name
@@ -90,8 +90,8 @@ class BuiltStages:
         sizes = []
         for parts in self._parts(config):
             slots = [(slot.parameter.numel(), slot.parameter.dtype) for slot in parts.strategy.slots]
-            states = all_state_bytes(config, slots, config.device)
-            sizes.append(parts.strategy.weight_bytes + parts.strategy.gradient_bytes + states)
+            states = state_bytes(config, slots, on_cpu=config.device == "cpu")
+            sizes.append(sum(parts.strategy.most_bytes) + states)
         return sizes
 
     def block_bytes(self, config: Config) -> Sequence[Sequence[int]]:
@@ -100,11 +100,6 @@ class BuiltStages:
 
     def microbatch_bytes(self, config: Config) -> Sequence[int]:
         return microbatch_bytes(config, "cuda" if config.device == "cuda" else "cpu", "fused")
-
-
-def all_state_bytes(config: Config, slots: Sequence[tuple[int, torch.dtype]], device: str) -> int:
-    """The optimizer's states in the device's memory: on a CPU an offloaded optimizer's store lies there as well."""
-    return state_bytes(config, slots) + (host_store_bytes(config, slots) if device == "cpu" else 0)
 
 
 def microbatch_bytes(config: Config, device: str, attention: Attention) -> list[int]:

@@ -93,10 +93,6 @@ class Blocks:
         own, first, count = self.own_hidden, self.first_hidden, self.hidden
         return replace(self.outer, parts=own, first_part=first, all_parts=count)
 
-    def split(self, x: Tensor, dim: int) -> list[Tensor]:
-        """The parts of x along the inner width."""
-        return parts_of(x, self.parts, dim) if self.exact else [x]
-
     def own(self, weight: Tensor) -> Tensor:
         """A part of a weight as kernels get it."""
         return apart(weight) if self.exact else weight

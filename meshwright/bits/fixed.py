@@ -39,15 +39,17 @@ class FixedPoint:
 
     def __init__(self, addends: int, device: torch.device) -> None:
         """`addends`: the most that one sum has; each may have that part of the range."""
-        self.scale = 1.0
         self.limit = 2.0**62 / addends
         """The largest addend, in quanta."""
         self.spoiled = torch.zeros((), dtype=torch.bool, device=device)
         """Whether an addend was too large for its share, or no number."""
+        self.begin(1.0)
 
     def begin(self, scale: float) -> None:
         """A step begins, of losses times `scale`, a power of two."""
         self.scale = scale
+        self.quantum = scale * 2.0**-GRADIENT_DIGITS
+        """The power of two of which sums are multiples."""
         self.spoiled.zero_()
 
     def add(self, total: Tensor, addend: Tensor, *, fresh: bool) -> None:
@@ -68,11 +70,6 @@ class FixedPoint:
         for start in range(0, total.numel(), PIECE):  # what is written lies before what is read next
             values[start : start + PIECE] = total[start : start + PIECE].to(torch.float32).mul_(self.quantum)
         return values
-
-    @property
-    def quantum(self) -> float:
-        """The power of two of which sums are multiples."""
-        return self.scale * 2.0**-GRADIENT_DIGITS
 
 
 def rounded_loss(loss: Tensor, scale: float) -> Tensor:

@@ -45,11 +45,14 @@ class SampleGrains:
         self._drawn = 0
         """Random numbers drawn in the current part of the chain."""
 
-    def of(self, batch: Batch, incoming: Hidden) -> Iterator[tuple[Batch, Hidden]]:
+    def of(self, batch: Batch, incoming: Hidden, microbatch: int | None = None) -> Iterator[tuple[Batch, Hidden]]:
         """Each grain's rows of a microbatch in order, copied. A tensor for all samples (an attention bias [1, A, T, T])
-        comes once from each grain."""
+        comes once from each grain. `microbatch`: its number in the step, where each grain's forward pass begins then.
+        """
         for number in range(self.count):
             of_shares = {name: self.at_once if name in self.inside else 1 for name in batch}
+            if microbatch is not None:
+                self._grain = self.first + microbatch * self.micro + number * self.samples
             grain = {name: self._rows(x, number, of_shares[name]) for name, x in batch.items()}
             yield grain, tuple(self._rows(x, number, 1).detach().clone() for x in incoming)
 
@@ -62,10 +65,6 @@ class SampleGrains:
     def begin_step(self, first: int, scale: float) -> None:
         """Begin a step. `first`: number of this replica's first sample in the run; `scale`: of the loss."""
         self.first, self.scale = first, scale
-
-    def begin(self, microbatch: int, number: int) -> None:
-        """Begin the forward pass of grain `number` of a microbatch."""
-        self._grain = self.first + microbatch * self.micro + number * self.samples
 
     def draw(self, shares: int) -> list[int]:
         """A seed for a block's next masks, equal wherever the grain is computed: of this rank's share, or one of each

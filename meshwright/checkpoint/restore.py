@@ -39,11 +39,11 @@ class Piece:
 def pieces_of(parts: Parts) -> Iterator[Piece]:
     """This rank's slices of weights and optimizer states; of ranks with equal slices the first writes them."""
     for index, slot in enumerate(parts.strategy.slots):
-        if parts.mesh.index(*slot.copy_axes(parts.mesh.grid)) > 0:
+        if parts.mesh.index(*slot.copy_axes) > 0:
             continue
         slices, number = slot.slices, parts.mesh.index(*slot.slices.axes)
         start = number * slices.length
-        for (kind, tensor), place in product(parts.optimizer.states(index).items(), slices.places):
+        for (kind, tensor), place in product(parts.optimizer.held.tensors(index).items(), slices.places):
             begin, end = max(place.start, start), min(place.stop, start + tensor.numel())
             if place.start < place.stop and (begin < end or number == 0):
                 held = tensor[begin - start : end - start] if begin < end else tensor[:0]
@@ -74,7 +74,7 @@ def restore(parts: Parts, checkpoint: Checkpoint) -> Progress:
     optimizer = parts.optimizer
     optimizer.prepare_states(progress.steps_taken)
     for index, slot in enumerate(parts.strategy.slots):
-        for kind, tensor in optimizer.states(index).items():
+        for kind, tensor in optimizer.held.tensors(index).items():
             if kind not in kinds:
                 continue  # every step so far overflowed: torch has no states yet; they are zero
             for place in slot.places:
@@ -83,7 +83,7 @@ def restore(parts: Parts, checkpoint: Checkpoint) -> Progress:
     if optimizer.scaler.dynamic and checkpoint.config.precision.dtype == "fp16":
         optimizer.scaler.scale, optimizer.scaler.good_steps = progress.loss_scale, progress.good_steps
     # Half-precision weights are cast again from the masters read, then sent to the ranks that step other slices.
-    optimizer.refresh()
+    optimizer.held.refresh()
     parts.strategy.publish()
     return progress
 

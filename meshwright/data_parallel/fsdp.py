@@ -19,20 +19,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from meshwright.model import Batch, Hidden, LoadRows, Model, Scales
+from meshwright.data_parallel.strategy import Policy, Synchroniser
+from meshwright.model import Batch, Hidden, Model, Scales
 from meshwright.parameters.bucket import FlatWeights, Place, Slices, Slot, gradient_dtype
-from meshwright.parameters.gradients import Gradients
 from meshwright.parameters.shard import Box, ShardSpec
 from meshwright.ranks.agreement import make_equal
 from meshwright.ranks.comm import SoloComm, size_bytes
+from meshwright.ranks.grid import PIPE
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.torch_comm import TorchComm
 
 
-class FullySharded:
+class FullySharded(Synchroniser):
     """`units`: the modules whose weights are gathered and freed together. `half`: the dtype computed in, or None."""
-
-    every_microbatch = False
 
     def __init__(
         self,
@@ -45,8 +44,7 @@ class FullySharded:
         widens: bool,
     ) -> None:
         """`widens`: half-precision gradients are added up and summed in float32 (bucket.gradient_dtype)."""
-        self.mesh = mesh
-        self.gradients = Gradients()  # torch has its own memory
+        super().__init__((), mesh, Policy())  # torch has buckets of its own
         comm = mesh.comm("data")
         # Compared while every rank still holds whole weights.
         self._differing = [name for name, parameter in model.named_parameters() if make_equal(parameter, comm)]
@@ -77,24 +75,14 @@ class FullySharded:
         self._summed_bytes = self._sent_bytes([*whole, *rest], summed)
         self._sharded = [parameter for _, parameter in model.named_parameters()]
         self.slots = [self._slot(name, parameter, specs[name]) for name, parameter in model.named_parameters()]
+        # This rank's rows, which no other rank holds between steps.
+        self._weights = [FlatWeights(slot.parameter.detach(), slot.places, slot.copy_axes) for slot in self.slots]
 
     @property
-    def weight_bytes(self) -> int:
-        return self.gradient_bytes
-
-    @property
-    def gradient_bytes(self) -> int:
+    def most_bytes(self) -> tuple[int, int]:
         """Bytes of this rank's own rows; torch has a unit's whole gradients beside them."""
-        return sum(size_bytes(slot.parameter) for slot in self.slots)
-
-    @property
-    def weights(self) -> list[FlatWeights]:
-        """This rank's rows, which no other rank holds between steps."""
-        grid = self.mesh.grid
-        return [FlatWeights(slot.parameter.detach(), slot.places, slot.copy_axes(grid)) for slot in self.slots]
-
-    def share(self, load: LoadRows, replica_batch: int) -> Batch:
-        return load(self.mesh.index("data") * replica_batch, replica_batch)
+        own = sum(size_bytes(slot.parameter) for slot in self.slots)
+        return own, own
 
     def forward(self, model: Model, batch: Batch, scales: Scales, incoming: Hidden) -> Hidden:
         self.mesh.ledger.record("data", "all_gather", self._gathered_bytes)
@@ -106,13 +94,10 @@ class FullySharded:
             self.mesh.ledger.record("data", "reduce_scatter", self._summed_bytes)
 
     def arrivals(self) -> Iterator[int]:
-        self.finish()
-        return iter(range(len(self.slots)))
-
-    def finish(self) -> None:
         for slot, parameter in zip(self.slots, self._sharded, strict=True):
             assert isinstance(parameter.grad, DTensor), "fully_shard left no gradient"
             slot.parameter.grad = parameter.grad.to_local().reshape(-1)
+        return iter(range(len(self.slots)))
 
     def publish(self, *, wait: bool = True) -> None:
         for slot, parameter in zip(self.slots, self._sharded, strict=True):
@@ -137,9 +122,9 @@ class FullySharded:
             for parameter in parameters
         )
 
-    def _slot(self, name: str, parameter: nn.Parameter, spec: ShardSpec) -> Slot:
-        assert isinstance(parameter, DTensor), f"{name} was not sharded"
-        local = parameter.to_local()
+    def _slot(self, name: str, sharded: nn.Parameter, spec: ShardSpec) -> Slot:
+        assert isinstance(sharded, DTensor), f"{name} was not sharded"
+        local = sharded.to_local()
         rows = -(-spec.shape[0] // self.mesh.size("data"))
         # torch.chunk leaves the last ranks without rows where n does not divide them.
         start = min(rows * self.mesh.index("data"), spec.shape[0])
@@ -147,4 +132,6 @@ class FullySharded:
         places = (Place(name, spec.shape, box, 0, local.numel()),) if local.numel() else ()
         whole = Place(name, spec.shape, Box(tuple(0 for _ in spec.shape), spec.shape), 0, math.prod(spec.shape))
         slices = Slices((whole,), ("data",), rows * math.prod(spec.shape[1:]))
-        return Slot(nn.Parameter(local.detach().view(-1)), places, spec.matrix, ("data",), (), slices, spec.nudged)
+        copies = tuple(axis for axis in self.mesh.grid.names if axis not in (PIPE, "data"))
+        parameter = nn.Parameter(local.detach().view(-1))
+        return Slot(parameter, places, spec.matrix, ("data",), (), slices, spec.nudged, copies)

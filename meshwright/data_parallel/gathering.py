@@ -31,22 +31,17 @@ import torch
 from torch import Tensor
 
 from meshwright.bits.fixed import FixedPoint
-from meshwright.data_parallel.policies import Zero1
-from meshwright.data_parallel.sharded import Sharded, SlicedSum, allocate, free
+from meshwright.data_parallel.sharded import Sharded, SlicedSum, Zero2, allocate, free
 from meshwright.data_parallel.strategy import BucketBytes, HeldBytes, Policy, RunsParts
 from meshwright.model import EMBEDDINGS, HEAD, Batch, Chunk, Hidden, Model, Scales
-from meshwright.parameters.bucket import Bucket, FlatWeights, PartsUsing, Slot
+from meshwright.parameters.bucket import Bucket, FlatWeights, PartsUsing
 from meshwright.ranks.agreement import make_equal
 from meshwright.ranks.comm import DONE, Comm, Work
 from meshwright.ranks.mesh import Mesh
 
 
-class Zero3(Zero1):
+class Zero3(Zero2):
     """Rank r owns the r-th slice of every bucket, of weights and gradients; nothing is published."""
-
-    def gather(self, bucket: Bucket, own: Tensor, comm: Comm) -> Work:
-        """Bring every rank's slice of the weights into the bucket."""
-        return comm.all_gather(bucket.values, own, wait=False)
 
     def publish(self, bucket: Bucket, comm: Comm) -> Work:
         return DONE
@@ -54,7 +49,7 @@ class Zero3(Zero1):
 
 @dataclass(frozen=True)
 class Move:
-    """Buckets to free, to wait for, and to start gathering when a part begins."""
+    """Buckets to free, to wait for, and to start gathering when a part begins, each in one order on all ranks."""
 
     released: tuple[int, ...]
     gathered: tuple[int, ...]
@@ -77,7 +72,9 @@ class Walk:
         self, buckets: Mapping[int, Collection[int]], kept: Mapping[int, set[int]], chunks: Sequence[Chunk]
     ) -> None:
         self._order = {part: chunk.parts for chunk in chunks for part in chunk.parts}
-        self._buckets, self._kept = buckets, kept
+        self._buckets = buckets
+        self._read_back = {**buckets, **kept}
+        """By part, the buckets that its backward pass reads."""
         self._returns = len(chunks) == 1 and chunks[0].first and chunks[0].last
         self._back_at: int | None = None
         """The part whose backward pass has begun last; None in a forward pass."""
@@ -87,10 +84,6 @@ class Walk:
     def begin(self) -> None:
         """A forward pass begins."""
         self._back_at, self._begins = None, True
-
-    def read_back(self, part: int) -> Collection[int]:
-        """The buckets that a part's backward pass reads."""
-        return self._kept[part] if part in self._kept else self._buckets[part]
 
     def forward(self, part: int) -> Move:
         """A part goes forward, in a forward pass or recomputed in a backward pass."""
@@ -113,12 +106,12 @@ class Walk:
         same = part == before == HEAD  # the head's two functions; a layer twice in a row belongs to another microbatch
         # A part that is not further back than the last one belongs to another task, which may be of any chunk.
         fresh = (before not in order or part >= before) and not self._returns and not same
-        return self._back_from(part, self.read_back(part), fresh=fresh)
+        return self._back_from(part, self._read_back[part], fresh=fresh)
 
     def _back_from(self, part: int, here: Collection[int], *, fresh: bool) -> Move:
         order = self._order[part]
         if index := order.index(part):
-            return self._moved(here, ahead=self.read_back(order[index - 1]), fresh=fresh)
+            return self._moved(here, ahead=self._read_back[order[index - 1]], fresh=fresh)
         return self._moved(here, stays=self._buckets[order[1]] if len(order) > 1 else (), fresh=fresh)
 
     def _moved(
@@ -138,25 +131,21 @@ class GatheredSum(SlicedSum):
     shard groups hold equal slices."""
 
     def __init__(self, bucket: Bucket, mesh: Mesh, policy: Policy) -> None:
-        assert isinstance(policy, Zero3), f"{policy} does not gather"
-        self.gathers = policy
         self.pinned = False
         """Whether the weights stay whole."""
         super().__init__(bucket, mesh, policy)
-        free(bucket.values)
-
-    def make_slot(self) -> Slot:
-        self.differing = super().make_equal() if self.mesh.device.type != "meta" else []
-        slot = super().make_slot()
+        self.differing = super().make_equal() if mesh.device.type != "meta" else []
         # The slice in separate memory, since the bucket's is freed.
+        slot = self.slot
         slot.parameter.data = slot.parameter.data.clone()
-        return slot
+        self.weights = FlatWeights(slot.parameter.detach(), slot.places, slot.copy_axes)
+        free(bucket.values)
 
     def gather(self) -> None:
         """Start to gather the other ranks' slices of the weights."""
         if not self.pinned:
             allocate(self.bucket.values)
-            self.arriving = self.gathers.gather(self.bucket, self.slot.parameter.detach(), self.comm)
+            self.arriving = self.comm.all_gather(self.bucket.values, self.weights.values, wait=False)
 
     def release(self) -> None:
         """Free the weights' memory."""
@@ -164,18 +153,11 @@ class GatheredSum(SlicedSum):
         if not self.pinned:
             free(self.bucket.values)
 
-    @property
-    def weights(self) -> FlatWeights:
-        return FlatWeights(self.slot.parameter.detach(), self.slot.places, self.slot.copy_axes(self.mesh.grid))
-
     def make_equal(self) -> list[str]:
         differing, self.differing = self.differing, []
-        if make_equal(self.slot.parameter.data, self.mesh.comm(*self.slot.copy_axes(self.mesh.grid))):
-            differing += [place.name for place in self.slot.places]
+        if make_equal(self.weights.values, self.mesh.comm(*self.weights.copy_axes)):
+            differing += [place.name for place in self.weights.places]
         return differing
-
-    def fills_with(self, other: SlicedSum) -> bool:
-        return self.bucket.parts == other.bucket.parts
 
 
 class Gathering(Sharded):
@@ -225,7 +207,8 @@ class Gathering(Sharded):
         self._walk.begin()
         head = set(self._of[max(self._of)])
         # Sampling and evaluation call the head by itself, outside of any part that would gather for it.
-        self._gather(head - self._walk.held)
+        for index in sorted(head - self._walk.held):
+            self.sums[index].gather()
         self._wait(head)
         for index in head:
             self.sums[index].pinned = True
@@ -267,13 +250,10 @@ class Gathering(Sharded):
     def _move(self, part: int, move: Move) -> None:
         """Wait for the weights of the part that begins, and start those of the one ahead."""
         self._release(move.released)
-        self._gather(move.gathered)
+        for index in move.gathered:
+            self.sums[index].gather()
         self._wait(set(self._of[part]) & self._walk.held)
-        self._gather(move.started)
-
-    def _gather(self, indices: Collection[int]) -> None:
-        """Start the missing gathers, in one order on all ranks."""
-        for index in sorted(indices):
+        for index in move.started:
             self.sums[index].gather()
 
     def _release(self, indices: Collection[int]) -> None:

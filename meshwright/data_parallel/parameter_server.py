@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from meshwright.data_parallel.strategy import Replicated, Synchroniser
+from meshwright.data_parallel.strategy import Policy, Synchroniser
 from meshwright.model import Batch, Hidden, LoadRows, Model, Scales
 from meshwright.parameters.bucket import Bucket
 from meshwright.ranks.collectives import gather
@@ -25,7 +25,7 @@ from meshwright.ranks.comm import Comm, Work
 _ROOT = 0
 
 
-class Rooted(Replicated):
+class Rooted(Policy):
     """The root gathers every rank's gradients, sums them in rank order and broadcasts the sum."""
 
     blocks = True  # the root sums between two verbs
@@ -39,20 +39,13 @@ class Rooted(Replicated):
         return comm.broadcast(bucket.gradients, _ROOT, wait=False)
 
 
-class Server:
+class Server(Policy):
     """The server owns every bucket; the workers own nothing."""
 
-    replicated = False
-    blocks = False
-
-    def owned(self, bucket: Bucket, comm: Comm) -> tuple[int, int]:
-        return (0, bucket.values.numel()) if comm.index == _ROOT else (0, 0)
+    owners = "first"
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Work:
         return comm.reduce(bucket.gradients, _ROOT, wait=False)
-
-    def publish(self, bucket: Bucket, comm: Comm) -> Work:
-        return comm.broadcast(bucket.values, _ROOT, wait=False)
 
 
 class ServerGradient(Synchroniser):

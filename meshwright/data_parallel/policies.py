@@ -16,57 +16,45 @@ with the optimizer's work in between done once instead of n times; the full shar
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from meshwright.data_parallel.strategy import Replicated
+from meshwright.data_parallel.strategy import Policy
 from meshwright.parameters.bucket import Bucket
 from meshwright.ranks.comm import DONE, Comm, Work
+from meshwright.ranks.grid import REPLICATE
 
 
-class AllReduce(Replicated):
+class AllReduce(Policy):
     """One all-reduce a bucket, by the transport's own algorithm."""
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Work:
         return comm.all_reduce(bucket.gradients, wait=False)
 
 
-def ring_all_reduce(x: Tensor, comm: Comm) -> None:
-    """Sum x over the comm, in place. x [n·k]: its length is a multiple of the number of ranks."""
-    size, index = comm.size, comm.index
-    blocks = x.view(size, -1)
-    after, before = (index + 1) % size, (index - 1) % size
-    incoming = torch.empty_like(blocks[0])
-    for step in range(size - 1):  # reduce-scatter: my partial sum moves on, the one behind it arrives
-        comm.exchange(blocks[(index - step) % size], after, incoming, before)
-        blocks[(index - step - 1) % size] += incoming
-    for step in range(size - 1):  # all-gather: whole blocks move on
-        comm.exchange(blocks[(index - step + 1) % size], after, blocks[(index - step) % size], before)
-
-
-class Ring(Replicated):
-    """Ring all-reduce of each bucket."""
+class Ring(Policy):
+    """Ring all-reduce of each bucket, whose length is a multiple of the number of ranks."""
 
     blocks = True
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Work:
-        ring_all_reduce(bucket.gradients, comm)
+        size, index = comm.size, comm.index
+        blocks = bucket.gradients.view(size, -1)
+        after, before = (index + 1) % size, (index - 1) % size
+        incoming = torch.empty_like(blocks[0])
+        for step in range(size - 1):  # reduce-scatter: my partial sum moves on, the one behind it arrives
+            comm.exchange(blocks[(index - step) % size], after, incoming, before)
+            blocks[(index - step - 1) % size] += incoming
+        for step in range(size - 1):  # all-gather: whole blocks move on
+            comm.exchange(blocks[(index - step + 1) % size], after, blocks[(index - step) % size], before)
         return DONE
 
 
-class Zero1:
+class Zero1(Policy):
     """Rank r owns the r-th slice of every bucket."""
 
-    replicated = False
-    blocks = False
-
-    def owned(self, bucket: Bucket, comm: Comm) -> tuple[int, int]:
-        length = bucket.values.numel() // comm.size
-        return comm.index * length, (comm.index + 1) * length
+    owners = "each"
+    apart: tuple[str, ...] = (REPLICATE,)
+    """Shard groups, each of which steps the whole bucket."""
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Work:
         start, stop = self.owned(bucket, comm)
         return comm.reduce_scatter(bucket.gradients[start:stop], bucket.gradients, wait=False)
-
-    def publish(self, bucket: Bucket, comm: Comm) -> Work:
-        start, stop = self.owned(bucket, comm)
-        return comm.all_gather(bucket.values, bucket.values[start:stop], wait=False)

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshwright.errors import Problem
-from meshwright.ranks.transports_section import TRANSPORTS, TransportFacts
+from meshwright.ranks.transports_section import TRANSPORTS
 from meshwright.registry import entries
-from meshwright.section import Rule, divisors, listed, rule
+from meshwright.section import Rule, divisors, field_of, listed, rule
 
 if TYPE_CHECKING:
     from meshwright.config import Config
@@ -66,64 +66,83 @@ class Sync:
     """Whether the sync only adds what the ranks' buckets hold, so that sums of integers are equal under any layout."""
 
 
-def _others(broken: Rule) -> str:
-    """The strategies that such a rule allows, the planner's candidates first."""
-    left = [name for name, sync in reversed(entries("syncs").items()) if broken not in sync.rules]
-    return ", ".join(sorted(left, key=lambda name: not entries("syncs")[name].candidate))
+def _refused(
+    field: str, when: Callable[[Config], object], why: str, instead: str = "{others}", blamed: str = FIELD
+) -> Rule:
+    """A rule on what some strategies do not go with. `why`, `instead`: formats of `config`; `others`: the strategies
+    that the rule allows, the planner's candidates first. `blamed`: the field that is said to be mistaken."""
+
+    @rule(FIELD, field)
+    def refused(config: Config) -> Iterator[Problem]:
+        if when(config):
+            left = [name for name, sync in reversed(entries("syncs").items()) if refused not in sync.rules]
+            others = ", ".join(sorted(left, key=lambda name: not entries("syncs")[name].candidate))
+            valid = instead.format(config=config, others=others)
+            yield Problem(blamed, field_of(config, blamed), why.format(config=config), valid)
+
+    return refused
 
 
-@rule(FIELD, "layout.pipeline.size")
-def needs_whole_models(config: Config) -> Iterator[Problem]:
-    sync, size = config.layout.data.sync, config.layout.pipeline.size
-    if size > 1:
-        rule_text = f"runs a whole model on every rank, and layout.pipeline.size={size} cuts it into stages"
-        yield Problem(FIELD, sync, rule_text, _others(needs_whole_models))
-
-
-@rule(FIELD, "layout.tensor")
-def needs_whole_layers(config: Config) -> Iterator[Problem]:
-    sync, tensor = config.layout.data.sync, config.layout.tensor
-    if tensor.axes:
-        rule_text = f"shards whole layers, and layout.tensor.kind={tensor.kind} has cut them already"
-        yield Problem(FIELD, sync, rule_text, _others(needs_whole_layers))
-
-
-@rule(FIELD, "layout.context.size")
-def needs_whole_sequences(config: Config) -> Iterator[Problem]:
-    sync, size = config.layout.data.sync, config.layout.context.size
-    if size > 1:
-        rule_text = f"sums gradients over replicas alone, and layout.context.size={size} cuts their sequences"
-        yield Problem(FIELD, sync, rule_text, _others(needs_whole_sequences))
-
-
-def _needs_transport(suits: Callable[[TransportFacts], bool], text: str) -> Rule:
-    """A rule on transports that do not suit a strategy; `text` says why."""
-
-    @rule(FIELD, "layout.transport")
-    def needs_transport(config: Config) -> Iterator[Problem]:
-        name = config.layout.transport
-        # `auto` takes a transport that suits (Sync.over_mpi).
-        if name != "auto" and not suits(TRANSPORTS[name]):
-            valid = "layout.transport=torch or auto, or sync=zero1"
-            yield Problem(FIELD, config.layout.data.sync, text.format(f"layout.transport={name}"), valid)
-
-    return needs_transport
-
-
-needs_process_groups = _needs_transport(
-    lambda facts: facts.process_groups, "runs inside torch.distributed, which {} does not start"
+needs_whole_models = _refused(
+    "layout.pipeline.size",
+    lambda config: config.layout.pipeline.size > 1,
+    "runs a whole model on every rank, and layout.pipeline.size={config.layout.pipeline.size} cuts it into stages",
 )
-needs_verbs_under_way = _needs_transport(
-    lambda facts: facts.moves_alone, "sends while it computes, and {} moves nothing before it is waited for"
+needs_whole_layers = _refused(
+    "layout.tensor",
+    lambda config: config.layout.tensor.axes,
+    "shards whole layers, and layout.tensor.kind={config.layout.tensor.kind} has cut them already",
 )
-
-
-@rule(FIELD, EXPERT_FIELD)
-def needs_one_axis_of_replicas(config: Config) -> Iterator[Problem]:
-    sync, expert = config.layout.data.sync, config.layout.data.expert
-    if expert > 1:
-        rule_text = f"knows replicas alone, and {EXPERT_FIELD}={expert} gives ranks different experts"
-        yield Problem(FIELD, sync, rule_text, _others(needs_one_axis_of_replicas))
+needs_whole_sequences = _refused(
+    "layout.context.size",
+    lambda config: config.layout.context.size > 1,
+    "sums gradients over replicas alone, and layout.context.size={config.layout.context.size} cuts their sequences",
+)
+needs_one_axis_of_replicas = _refused(
+    EXPERT_FIELD,
+    lambda config: config.layout.data.expert > 1,
+    "knows replicas alone, and layout.data.expert={config.layout.data.expert} gives ranks different experts",
+)
+needs_one_forward_pass = _refused(
+    "memory.recompute",
+    lambda config: config.memory.recompute != "none",
+    "gathers weights in hooks of its own, which memory.recompute would call twice",
+    "zero1, allreduce, or memory.recompute=none",
+)
+needs_losses_of_the_head = _refused(
+    "model",
+    lambda config: config.model.losses_in_layers,
+    "computes losses where all outputs come together, "
+    "and {config.model.losses_in_layers} gives layers losses of their own",
+    "{others}, or {config.model.losses_in_layers}=0",
+)
+needs_replicas = _refused(
+    "layout.data.size",
+    lambda config: config.layout.data.size == 1,
+    "leaves layout.data.sync={config.layout.data.sync} nothing to shard",
+    "2 or more, or sync=allreduce",
+    blamed="layout.data.size",
+)
+needs_masters_on_the_device = _refused(
+    "memory.offload.to",
+    lambda config: config.memory.offload.to != "none",
+    "does not go with layout.data.sync={config.layout.data.sync}, whose float32 shards are what torch gathers from",
+    "none, or layout.data.sync=zero1, allreduce, ...",
+    blamed="memory.offload.to",
+)
+# Of transports those that do not suit a strategy; `auto` takes one that suits (Sync.over_mpi).
+needs_process_groups = _refused(
+    "layout.transport",
+    lambda config: config.layout.transport != "auto" and not TRANSPORTS[config.layout.transport].process_groups,
+    "runs inside torch.distributed, which layout.transport={config.layout.transport} does not start",
+    "layout.transport=torch or auto, or sync=zero1",
+)
+needs_verbs_under_way = _refused(
+    "layout.transport",
+    lambda config: config.layout.transport != "auto" and not TRANSPORTS[config.layout.transport].moves_alone,
+    "sends while it computes, and layout.transport={config.layout.transport} moves nothing before it is waited for",
+    "layout.transport=torch or auto, or sync=zero1",
+)
 
 
 @rule(FIELD, "layout.data.exchange", EXPERT_FIELD)
@@ -143,38 +162,6 @@ def shards_are_equal(config: Config) -> Iterator[Problem]:
     # Groups of `shard` ranks each hold the model once: a remainder would hold a part of it.
     if shard is not None and size % shard:
         yield Problem(SHARD, shard, f"does not divide layout.data.size={size}", f"null, {listed(divisors(size))}")
-
-
-@rule(FIELD, "layout.data.size")
-def needs_replicas(config: Config) -> Iterator[Problem]:
-    size = config.layout.data.size
-    if size == 1:
-        rule_text = f"leaves layout.data.sync={config.layout.data.sync} nothing to shard"
-        yield Problem("layout.data.size", size, rule_text, "2 or more, or sync=allreduce")
-
-
-@rule(FIELD, "memory.recompute")
-def needs_one_forward_pass(config: Config) -> Iterator[Problem]:
-    if config.memory.recompute != "none":
-        rule_text = "gathers weights in hooks of its own, which memory.recompute would call twice"
-        yield Problem(FIELD, config.layout.data.sync, rule_text, "zero1, allreduce, or memory.recompute=none")
-
-
-@rule(FIELD, "memory.offload.to")
-def needs_masters_on_the_device(config: Config) -> Iterator[Problem]:
-    to = config.memory.offload.to
-    if to != "none":
-        sync = config.layout.data.sync
-        rule_text = f"does not go with layout.data.sync={sync}, whose float32 shards are what torch gathers from"
-        yield Problem("memory.offload.to", to, rule_text, "none, or layout.data.sync=zero1, allreduce, ...")
-
-
-@rule(FIELD, "model")
-def needs_losses_of_the_head(config: Config) -> Iterator[Problem]:
-    field = config.model.losses_in_layers
-    if field:
-        rule_text = f"computes losses where all outputs come together, and {field} gives layers losses of their own"
-        yield Problem(FIELD, config.layout.data.sync, rule_text, f"{_others(needs_losses_of_the_head)}, or {field}=0")
 
 
 SERVER_LOSS = Sync(
@@ -198,8 +185,8 @@ ALLREDUCE = Sync("meshwright.data_parallel.policies:AllReduce", candidate=True)
 RING = Sync("meshwright.data_parallel.policies:Ring")
 """Our own ring: reduce-scatter and all-gather over point-to-point messages; every rank steps."""
 ZERO1 = Sync(
-    "meshwright.data_parallel.policies:Zero1", "meshwright.data_parallel.sharded:Grouped", cuts_parameters=True,
-    grouped=True, rules=(shards_are_equal,), candidate=True,
+    "meshwright.data_parallel.policies:Zero1", cuts_parameters=True, grouped=True, rules=(shards_are_equal,),
+    candidate=True,
 )  # fmt: skip
 """Optimizer states are slices: reduce-scatter, each rank steps its 1/n, all-gather (ZeRO-1)."""
 ZERO2 = Sync(

@@ -27,18 +27,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from meshwright.data_parallel.policies import Zero1
 from meshwright.data_parallel.strategy import BucketBytes, BucketSum, HeldBytes, Policy, State, Synchroniser
-from meshwright.parameters.bucket import Bucket, Slot, floats_in, group_axes, slice_axes
-from meshwright.ranks.comm import DONE, Comm, Work
-from meshwright.ranks.grid import PIPE
+from meshwright.parameters.bucket import Bucket, floats_in
+from meshwright.ranks.grid import ENDS, PIPE, REPLICATE
 from meshwright.ranks.mesh import Mesh
 
 
 class Zero2(Zero1):
     """Rank r holds the r-th slice of every bucket's gradients and optimizer states."""
+
+    apart = (ENDS, REPLICATE)
+    """Copies of a slice: shard groups, and the pipeline's ends, which finish a tied table at different times."""
 
 
 class SlicedSum(BucketSum):
@@ -47,10 +50,12 @@ class SlicedSum(BucketSum):
 
     def __init__(self, bucket: Bucket, mesh: Mesh, policy: Policy) -> None:
         super().__init__(bucket, mesh, policy)
-        self.copies = mesh.comm(*(axis for axis in bucket.sum_axes if axis not in slice_axes(bucket.sum_axes)))
-        """The ranks with a copy of the slice."""
-        self.across: Work | None = None
-        """The slice's sum over `copies`, once a step."""
+        # With a meeting of all ranks at each bucket, the fastest would wait for the slowest each time.
+        self.comm = self.comm.under_way()
+        self.arrived = self.total
+        """The rank's part of the whole gradients, where the sum of a microbatch arrives."""
+        self.total = torch.zeros_like(self.arrived)
+        self.slot.parameter.grad = floats_in(self.total)
         self.waits = len(bucket.chunks) > 1
         """Whether the bucket accumulates whole gradients until the step's end."""
         self.times_left = 0
@@ -58,22 +63,6 @@ class SlicedSum(BucketSum):
         self.last = False
         """Whether the step's last sum of the bucket has begun, after which `copies` may sum the slice."""
         free(bucket.gradients)
-
-    def make_comm(self) -> Comm:
-        """A comm with asynchronous verbs: with a meeting of all ranks at each bucket, the fastest would wait for the
-        slowest each time."""
-        return self.mesh.comm(*slice_axes(self.bucket.sum_axes)).under_way()
-
-    def make_slot(self) -> Slot:
-        start, stop = self.policy.owned(self.bucket, self.comm)
-        slot = self.bucket.slot(start, stop, part_axes=slice_axes(self.bucket.sum_axes))
-        self.slice = self.bucket.gradients.new_zeros(stop - start)
-        slot.parameter.grad = floats_in(self.slice)
-        return slot
-
-    @property
-    def total(self) -> Tensor:
-        return self.slice
 
     def begin(self) -> None:
         self.collect()
@@ -92,35 +81,24 @@ class SlicedSum(BucketSum):
         """Wait for the sum under way, if any, add it to the slice, and free the whole gradients."""
         if self.state is not State.SUMMING:
             return
-        super().end()
-        start, stop = self.policy.owned(self.bucket, self.comm)
+        self.end()
         if self.times_left > 1:
-            self.slice.add_(self.bucket.gradients[start:stop])
+            self.total.add_(self.arrived)
         else:
-            self.slice.copy_(self.bucket.gradients[start:stop])
+            self.total.copy_(self.arrived)
         free(self.bucket.gradients)
         self.refill()
         if self.last:
             self.cross()
 
     def cross(self) -> None:
-        """Begin the sum of the complete slice over `copies`."""
         self.collect()
-        if self.across is None:
-            self.across = self.copies.all_reduce(self.slice, wait=False)
-
-    def end(self) -> None:
-        assert self.across is not None, "a slice that its other holders have not summed"
-        self.across.wait()
-        self.state = State.SUMMED
+        if self.state not in (State.CROSSING, State.SUMMED):
+            self.work, self.state = self.copies.all_reduce(self.total, wait=False), State.CROSSING
 
     def publish(self) -> None:
         super().publish()
-        self.times_left, self.last, self.across = 0, False, None
-
-    def fills_with(self, other: SlicedSum) -> bool:
-        """Whether the other bucket becomes full at about the same time."""
-        return self is other
+        self.times_left, self.last = 0, False
 
 
 class Sharded(Synchroniser):
@@ -165,63 +143,22 @@ class Sharded(Synchroniser):
 
     def arrivals(self) -> Iterator[int]:
         for one in self.sums:
-            if not one.times_left or any(self.gradients.has(parameter) for parameter in one.bucket.parameters):
+            if not one.times_left or any(self.gradients.has(parameter) for parameter in one.bucket.views):
                 self._leave(one)
         return self._ended()
 
     def _leave(self, one: SlicedSum) -> None:
         """Begin a bucket's sum after the sums of buckets that fill at other times have ended."""
         for other in self.sums:
-            if not one.fills_with(other):
+            # Buckets of one part of the model, where it is gathered by part, become full at about the same time.
+            if other is not one and not (one.bucket.parts and one.bucket.parts == other.bucket.parts):
                 other.collect()
-        for parameter in one.bucket.parameters:
+        for parameter in one.bucket.views:
             self.gradients.fill(parameter)
             self.gradients.clear(parameter)
         # Beside stages weight gradients come in an order of their own, and slices go on behind the backward pass.
         one.last = self._final and self.mesh.size(PIPE) == 1
         one.leave()
-
-
-class GroupedSum(BucketSum):
-    """A bucket under zero1 with shard groups: each group reduces it to slices, and ranks with equal slices sum these
-    over the groups."""
-
-    def __init__(self, bucket: Bucket, mesh: Mesh, policy: Policy) -> None:
-        super().__init__(bucket, mesh, policy)
-        self.copies = mesh.comm(*(axis for axis in bucket.sum_axes if axis not in group_axes(bucket.sum_axes)))
-        """The ranks that step a copy of the slice."""
-        self.across: Work | None = None
-
-    def make_comm(self) -> Comm:
-        return self.mesh.comm(*group_axes(self.bucket.sum_axes))
-
-    def make_slot(self) -> Slot:
-        return self.bucket.slot(*self.policy.owned(self.bucket, self.comm), part_axes=group_axes(self.bucket.sum_axes))
-
-    def cross(self) -> None:
-        if self.across is None:
-            work, self.work = self.work, DONE
-            work.wait()
-            self.across = self.copies.all_reduce(self.total, wait=False)
-
-    def end(self) -> None:
-        assert self.across is not None, "a slice that other groups have not summed"
-        work, self.across = self.across, None
-        work.wait()
-        self.state = State.SUMMED
-
-
-class Grouped(Synchroniser):
-    """Optimizer states as slices, once in each shard group (zero1)."""
-
-    sum_of = GroupedSum
-
-    def _launch(self) -> None:
-        super()._launch()
-        under_way = [one for one in self.sums if one.state is State.SUMMING and not one.comm.begins_when_waited_for]
-        # Beside stages replicas do their tasks in orders of their own, and must not wait for each other in one.
-        for one in under_way[:-1] if self.mesh.size(PIPE) == 1 else ():
-            one.cross()
 
 
 def free(x: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The interface of data-parallel strategies, and the synchroniser that executes gradient sums.
+"""The base of data-parallel strategies: the synchroniser, which executes gradient sums by a policy.
 
 A step: share the batch, forward and backward of each microbatch (pipeline/), finish (the slots' gradients are the
 global batch's), the optimizer steps the slots, publish (every rank's parameters are the new ones). New values may
@@ -11,104 +11,65 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
 from meshwright.bits.fixed import FixedPoint
 from meshwright.bits.gradients import ExactGradients
 from meshwright.model import Batch, Chunk, Hidden, LoadRows, Model, Scales
-from meshwright.parameters.bucket import Bucket, FlatWeights, PartsUsing, Slot
+from meshwright.parameters.bucket import Bucket, FlatWeights, PartsUsing
 from meshwright.parameters.gradients import Gradients, OnFirst, OnGradient
 from meshwright.ranks.agreement import make_equal, same_everywhere
-from meshwright.ranks.comm import DONE, Comm, Later, Work
-from meshwright.ranks.grid import DATA_AXES
+from meshwright.ranks.comm import DONE, Comm, Later, Work, size_bytes
+from meshwright.ranks.grid import DATA_AXES, PIPE
 from meshwright.ranks.mesh import Mesh
 
 
-class Policy(Protocol):
+class Policy:
     """How one bucket travels: summed to its owners, then published by them.
 
-    `replicated`: every rank owns all of a bucket. `blocks`: `reduce` returns only when the other ranks have come, too.
+    | owners | a rank's optimizer steps       | then the new values are             |
+    |--------|--------------------------------|-------------------------------------|
+    | all    | the whole bucket               | on every rank: nothing is published |
+    | each   | the slice of the rank's index  | gathered                            |
+    | first  | all of it on the first, else 0 | broadcast by the first rank         |
     """
 
-    replicated: bool
-    blocks: bool
+    owners: Literal["all", "each", "first"] = "all"
+    blocks = False
+    """Whether `reduce` returns only when the other ranks have come, too."""
+    apart: tuple[str, ...] = ()
+    """Axes along which ranks own the same part: it is summed over the other axes, and once a step over these."""
 
     def owned(self, bucket: Bucket, comm: Comm) -> tuple[int, int]:
         """start, stop of the part that this rank's optimizer steps."""
+        length = bucket.values.numel()
+        if self.owners == "each":
+            part = length // comm.size
+            return comm.index * part, (comm.index + 1) * part
+        return 0, length if self.owners == "all" or comm.index == 0 else 0
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Work:
         """Sum the gradients over the comm into (at least) the owned part."""
+        raise NotImplementedError
 
     def publish(self, bucket: Bucket, comm: Comm) -> Work:
         """Bring the owners' new values to every rank."""
-
-
-class Replicated:
-    """Base of policies whose ranks all step the whole bucket, so that nothing is published."""
-
-    replicated = True
-    blocks = False
-
-    def owned(self, bucket: Bucket, comm: Comm) -> tuple[int, int]:
-        return 0, bucket.values.numel()
-
-    def publish(self, bucket: Bucket, comm: Comm) -> Work:
-        return DONE
+        match self.owners:
+            case "all":
+                return DONE
+            case "each":
+                start, stop = self.owned(bucket, comm)
+                return comm.all_gather(bucket.values, bucket.values[start:stop], wait=False)
+            case "first":
+                return comm.broadcast(bucket.values, 0, wait=False)
 
 
 class RunsParts(Protocol):
     """A chain, which has each of its parts run by `run_part(part, function, *arguments)`."""
 
     run_part: Callable[..., Any]
-
-
-class Strategy(Protocol):
-    """A data-parallel strategy, as the train loop sees it. `gradients`: where the model's layers add theirs up.
-    `every_microbatch`: it sums in each microbatch, not in the step's last alone."""
-
-    gradients: Gradients
-    every_microbatch: bool
-    slots: list[Slot]
-
-    @property
-    def weight_bytes(self) -> int:
-        """The most bytes of weights that a rank holds at a time."""
-
-    @property
-    def gradient_bytes(self) -> int:
-        """The most bytes of gradients that a rank holds at a time."""
-
-    @property
-    def weights(self) -> list[FlatWeights]:
-        """This rank's weights; returns when published values have arrived."""
-
-    def share(self, load: LoadRows, replica_batch: int) -> Batch:
-        """This replica's rows of the step's global batch, on the host, as `load` gives them."""
-
-    def forward(self, model: Model, batch: Batch, scales: Scales, incoming: Hidden) -> Hidden:
-        """A stage's forward pass: what the stage after reads, or (loss,)."""
-
-    def expect(self, final: bool) -> None:
-        """Say whether the coming backward pass is the last of its chunk in the step: only in that one gradients may be
-        summed."""
-
-    def arrivals(self) -> Iterator[int]:
-        """Slot indices, each as soon as the slot holds the whole gradient. Starts the sums that have not begun."""
-
-    def finish(self) -> None:
-        """Wait until the slots hold the whole gradient."""
-
-    def publish(self, *, wait: bool = True) -> None:
-        """Give every rank the stepped parameters, and clear the gradients. `wait=False`: they may still be on their
-        way, and are waited for where the strategy gives weights away or runs the model; slots may be read meanwhile."""
-
-    def whole_weights(self) -> AbstractContextManager[None]:
-        """While entered, the model's halves may be called by themselves, without gradients."""
-
-    def make_replicas_equal(self) -> list[str]:
-        """Compare by hash the parameters that several ranks hold; broadcast the first's where they differ: which."""
 
 
 class BucketBytes(NamedTuple):
@@ -144,11 +105,12 @@ class State(Enum):
     FILLING = "some of its gradients are to come"
     FULL = "it leaves when those before it have left"
     SUMMING = "its sum is under way"
+    CROSSING = "ranks that own the same part of it sum theirs"
     SUMMED = "its slot holds the whole gradient"
 
 
 class BucketSum:
-    """A bucket on its way through a step, and the one owner of its state: filling, full, summing, summed.
+    """A bucket on its way through a step, and the one owner of its state: filling, full, summing, crossing, summed.
 
     What happens at each turn is here, and overridden where a strategy does otherwise; when buckets turn, and in which
     order, is the Synchroniser's.
@@ -159,23 +121,23 @@ class BucketSum:
 
     def __init__(self, bucket: Bucket, mesh: Mesh, policy: Policy) -> None:
         self.bucket, self.mesh, self.policy = bucket, mesh, policy
-        self.comm = self.make_comm()
+        axes = tuple(axis for axis in bucket.sum_axes if axis not in policy.apart)
+        self.comm = mesh.comm(*axes)
         """The ranks over which the policy sums and publishes the bucket."""
-        self.slot = self.make_slot()
-        self.views = dict(bucket.members())  # taken while the memory exists: a slice's is freed
+        self.copies = mesh.comm(*(axis for axis in bucket.sum_axes if axis in policy.apart))
+        """The ranks that own the same part."""
+        start, stop = policy.owned(bucket, self.comm)
+        self.slot = bucket.slot(start, stop, part_axes=() if policy.owners == "all" else axes)
+        """The part of the bucket that this rank's optimizer steps."""
+        self.total = bucket.gradients[start:stop]
+        """The memory in which the slot's gradient is summed: integers where bits are layout-free."""
+        self.weights = FlatWeights(bucket.values, bucket.places, bucket.copy_axes)
+        """This rank's part of the bucket's weights between steps."""
         self.work: Work = DONE
         """The sum in progress."""
         self.arriving: Work | None = None
         """Values stepped by other ranks, on their way here."""
         self.refill()
-
-    def make_comm(self) -> Comm:
-        return self.mesh.comm(*self.bucket.sum_axes)
-
-    def make_slot(self) -> Slot:
-        """The part of the bucket that this rank's optimizer steps."""
-        start, stop = self.policy.owned(self.bucket, self.comm)
-        return self.bucket.slot(start, stop, part_axes=() if self.policy.replicated else self.bucket.sum_axes)
 
     @property
     def sizes(self) -> BucketBytes:
@@ -187,7 +149,7 @@ class BucketSum:
 
     def refill(self) -> None:
         """Filling: all gradients are to come, but of what has no elements here, whose owner is another rank."""
-        self.missing = {member for member in self.bucket.parameters if member.numel()}
+        self.missing = {member for member in self.bucket.views if member.numel()}
         self.state = State.FILLING if self.missing else State.FULL
 
     def begin(self) -> None:
@@ -208,19 +170,16 @@ class BucketSum:
         self.work = Later(lambda: reduce().wait()) if self.policy.blocks else reduce()
 
     def cross(self) -> None:
-        """Begin what follows the sum of all microbatches: of slices the sum over the ranks that hold the same."""
+        """Begin what follows the sum of all microbatches, once: the sum over the ranks that own the same part."""
+        if self.state is State.SUMMING and self.copies.size > 1:
+            self.end()
+            self.work, self.state = self.copies.all_reduce(self.total, wait=False), State.CROSSING
 
     def end(self) -> None:
         """Summed: wait for the sum."""
         work, self.work = self.work, DONE
         work.wait()
         self.state = State.SUMMED
-
-    @property
-    def total(self) -> Tensor:
-        """The memory in which the slot's gradient is summed: integers where bits are layout-free."""
-        start, stop = self.policy.owned(self.bucket, self.comm)
-        return self.bucket.gradients[start:stop]
 
     def publish(self) -> None:
         """The slot was stepped: its new values go to those who do not step it, and the bucket fills anew."""
@@ -233,14 +192,9 @@ class BucketSum:
             work, self.arriving = self.arriving, None
             work.wait()
 
-    @property
-    def weights(self) -> FlatWeights:
-        """This rank's part of the bucket's weights between steps."""
-        return FlatWeights(self.bucket.values, self.bucket.places, self.bucket.copy_axes(self.mesh.grid))
-
     def make_equal(self) -> list[str]:
         """The parameters that the ranks which hold them had with other values; now they have the first's."""
-        bucket, comm = self.bucket, self.mesh.comm(*self.bucket.copy_axes(self.mesh.grid))
+        bucket, comm = self.bucket, self.mesh.comm(*self.weights.copy_axes)
         if same_everywhere(bucket.values, comm):  # one small message if all are equal
             return []
         parts = ((place.name, bucket.values[place.start : place.stop]) for place in bucket.places)
@@ -248,7 +202,9 @@ class BucketSum:
 
 
 class Synchroniser:
-    """Sums buckets over their axes by a policy, each as soon as the backward pass has filled it.
+    """A data-parallel strategy, as the train loop sees it. `gradients`: where the model's layers add theirs up.
+
+    Sums buckets over their axes by a policy, each as soon as the backward pass has filled it.
 
     Between steps no parameter has a gradient: autograd then hands over what it has computed instead of adding it to
     zeros, and a bucket is written once a step.
@@ -261,6 +217,7 @@ class Synchroniser:
     """
 
     every_microbatch = False
+    """Whether it sums in each microbatch, not in the step's last alone."""
     sum_of: type[BucketSum] = BucketSum
 
     def __init__(self, buckets: Iterable[Bucket], mesh: Mesh, policy: Policy, fixed: FixedPoint | None = None) -> None:
@@ -272,11 +229,12 @@ class Synchroniser:
         self.sums = [self.sum_of(bucket, mesh, policy) for bucket in buckets]
         self.buckets = [one.bucket for one in self.sums]
         self.slots = [one.slot for one in self.sums]
-        self._sum_of = {parameter: one for one in self.sums for parameter in one.views}
+        self._weights = [one.weights for one in self.sums]
+        self._sum_of = {parameter: one for one in self.sums for parameter in one.bucket.views}
         self._final = False
         self._of: dict[int, list[int]] = {}
         """The buckets that each part of the model reads."""
-        views = {parameter: view for one in self.sums for parameter, view in one.views.items()}
+        views = {parameter: view for one in self.sums for parameter, view in one.bucket.views.items()}
         told: tuple[OnGradient, OnFirst] = self.filled, lambda parameter: self._sum_of[parameter].begin()
         self.gradients = Gradients(views, *told) if fixed is None else ExactGradients(views, fixed, *told)
         for parameter in self._sum_of:
@@ -288,27 +246,30 @@ class Synchroniser:
         return HeldBytes(sum(each.weights for each in buckets), sum(each.gradients for each in buckets))
 
     @property
-    def weight_bytes(self) -> int:
+    def most_bytes(self) -> tuple[int, int]:
+        """The most bytes of weights, and of gradients, that a rank holds at a time."""
         held = self.held([one.sizes for one in self.sums])
-        return held.weights + held.passing_weights
-
-    @property
-    def gradient_bytes(self) -> int:
-        held = self.held([one.sizes for one in self.sums])
-        return held.gradients + held.passing_gradients + self.gradients.apart_bytes
+        apart = sum(size_bytes(x) for users in self.gradients.apart.values() for x in users.values())
+        gradients = held.gradients + held.passing_gradients + apart
+        return held.weights + held.passing_weights, gradients
 
     @property
     def weights(self) -> list[FlatWeights]:
+        """This rank's weights; returns when published values have arrived."""
         self._wait()
-        return [one.weights for one in self.sums]
+        return self._weights
 
     def share(self, load: LoadRows, replica_batch: int) -> Batch:
+        """This replica's rows of the step's global batch, on the host, as `load` gives them."""
         return load(self.mesh.index(*DATA_AXES) * replica_batch, replica_batch)
 
     def forward(self, model: Model, batch: Batch, scales: Scales, incoming: Hidden) -> Hidden:
+        """A stage's forward pass: what the stage after reads, or (loss,)."""
         return model(batch, scales, incoming)
 
     def expect(self, final: bool) -> None:
+        """Say whether the coming backward pass is the last of its chunk in the step: only in that one gradients may be
+        summed."""
         self._final = final
 
     def follow(self, model: RunsParts, using: PartsUsing, chunks: Sequence[Chunk]) -> None:
@@ -332,18 +293,25 @@ class Synchroniser:
             self._launch()
 
     def _launch(self) -> None:
-        """Start the sums of the next buckets in order, as far as they are full."""
+        """Start the sums of the next buckets in order, as far as they are full, and what follows those that are over
+        (BucketSum.cross)."""
         for one in self.sums:
             if one.state is State.FILLING:
-                return
+                break
             if one.state is State.FULL:
                 one.leave()
+        # Beside stages replicas do their tasks in orders of their own, and must not wait for each other in one.
+        if self.policy.apart and self.mesh.size(PIPE) == 1:
+            under_way = [one for one in self.sums if one.state is State.SUMMING and not one.comm.begins_when_waited_for]
+            for one in under_way[:-1]:
+                one.cross()
 
     def arrivals(self) -> Iterator[int]:
+        """Slot indices, each as soon as the slot holds the whole gradient. Starts the sums that have not begun."""
         self._wait()  # a slot must not be stepped while it travels
         for one in self.sums:
             # Those that the last microbatch did not reach, in the bucket's order: a set has another in every process.
-            for parameter in [member for member in one.bucket.parameters if member in one.missing]:
+            for parameter in [member for member in one.bucket.views if member in one.missing]:
                 self.gradients.fill(parameter)
                 one.take(parameter)
         self._launch()
@@ -360,24 +328,29 @@ class Synchroniser:
             yield index
 
     def finish(self) -> None:
+        """Wait until the slots hold the whole gradient."""
         for _ in self.arrivals():
             pass
 
     def publish(self, *, wait: bool = True) -> None:
+        """Give every rank the stepped parameters, and clear the gradients. `wait=False`: they may still be on their
+        way, and are waited for where the strategy gives weights away or runs the model; slots may be read meanwhile."""
         self._wait()
         for one in reversed(self.sums):
             one.publish()
-            for parameter in one.bucket.parameters:
+            for parameter in one.bucket.views:
                 self.gradients.clear(parameter)
         # What begins when it is waited for gains nothing, and inside of a forward pass the first and the last stage
         # would wait for each other: for a tied table's values, and for the hidden states before them.
         self._wait([index for index, one in enumerate(self.sums) if wait or one.comm.begins_when_waited_for])
 
     def whole_weights(self) -> AbstractContextManager[None]:
+        """While entered, the model's halves may be called by themselves, without gradients."""
         self._wait()
         return nullcontext()
 
     def make_replicas_equal(self) -> list[str]:
+        """Compare by hash the parameters that several ranks hold; broadcast the first's where they differ: which."""
         self._wait()
         return [name for one in self.sums for name in one.make_equal()]
 

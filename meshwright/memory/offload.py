@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from meshwright.memory.staging import GRADIENT, Lane, Staging, StreamLane, ThreadLane
-from meshwright.memory.store import PAGE_ELEMENTS, DiskStore, HostStore, Store
+from meshwright.memory.staging import GRADIENT, Lane, Staging
+from meshwright.memory.store import PAGE_ELEMENTS, DiskStore, HostStore
 from meshwright.parameters.bucket import Slot, StepWeights
 from meshwright.ranks.comm import Work
 
@@ -41,10 +41,11 @@ SINGLE = 4
 """Bytes of a float32, in which masters are kept, and the moments of anything no wider."""
 
 
-def state_bytes(config: Config, slots: Sequence[tuple[int, torch.dtype]]) -> int:
+def state_bytes(config: Config, slots: Sequence[tuple[int, torch.dtype]], *, on_cpu: bool = False) -> int:
     """Masters and moments on the device: all of them, or with offload the two half-buckets of the staging.
 
-    `slots`: elements and type of what a rank's optimizer steps.
+    `slots`: elements and type of what a rank's optimizer steps. `on_cpu`: the device's memory is the host's, where an
+    offloaded optimizer's store lies as well.
     """
     moments = len(config.optimizer.update.states)
     if config.memory.offload.to == "none":
@@ -53,14 +54,9 @@ def state_bytes(config: Config, slots: Sequence[tuple[int, torch.dtype]]) -> int
             for count, dtype in slots
         )
     longest = max((count for count, _ in slots), default=0)
-    return 2 * SINGLE * min(config.memory.offload.bucket // 2, longest) * (moments + 2)  # master, moments, gradient
-
-
-def host_store_bytes(config: Config, slots: Sequence[tuple[int, torch.dtype]]) -> int:
-    """Masters and moments in host memory."""
-    if config.memory.offload.to != "host":
-        return 0
-    return sum(count for count, _ in slots) * SINGLE * (1 + len(config.optimizer.update.states))
+    stored = sum(count for count, _ in slots) if on_cpu and config.memory.offload.to == "host" else 0
+    staged = 2 * min(config.memory.offload.bucket // 2, longest)
+    return SINGLE * (stored * (moments + 1) + staged * (moments + 2))  # master, moments; and the gradient
 
 
 @dataclass(frozen=True)
@@ -77,13 +73,17 @@ class Offloaded:
 
     streams = True
 
-    def __init__(self, config: Config, slots: Sequence[Slot], store: Store, lane: Lane, device: torch.device) -> None:
+    def __init__(self, config: Config, slots: Sequence[Slot], device: torch.device, place: Path | int) -> None:
+        """`place`: the file of states on disk, or the bytes of host memory that there are for them. Raises ConfigError
+        where the file cannot be written, or there is no room for all of it."""
         self._kinds = config.optimizer.update.states
         self.slots = slots
-        self.store = store
-        self.lane = lane
         self.device = device
-        self._layout, _ = _layout(config, slots)
+        self._layout, num_elements = _layout(config, slots)
+        self.store = (
+            DiskStore(num_elements, place) if isinstance(place, Path) else HostStore(num_elements, device, place)
+        )
+        self.lane = Lane(device, threaded=isinstance(place, Path) or device.type != "cuda")
         # Two halves make the bucket: one is stepped while the other is written back and fetched.
         half_bucket = config.memory.offload.bucket // 2
         # No piece is longer than a slot: a small model does not stage a whole bucket.
@@ -191,19 +191,6 @@ class Offloaded:
         """The memory [n] in the store of one kind of a slot's state."""
         start = self._layout[index][kind]
         return self.store.values[start : start + self.slots[index].parameter.numel()]
-
-
-def on_host(config: Config, slots: Sequence[Slot], device: torch.device, available: int) -> Offloaded:
-    """States in host memory. Raises ConfigError where that is more than the `available` bytes."""
-    _, num_elements = _layout(config, slots)
-    lane = StreamLane(device) if device.type == "cuda" else ThreadLane(device)
-    return Offloaded(config, slots, HostStore(num_elements, device, available), lane, device)
-
-
-def on_disk(config: Config, slots: Sequence[Slot], device: torch.device, path: Path) -> Offloaded:
-    """States in the file `path`. Raises ConfigError where it cannot be written, or there is no room for all of it."""
-    _, num_elements = _layout(config, slots)
-    return Offloaded(config, slots, DiskStore(num_elements, path), ThreadLane(device), device)
 
 
 def _layout(config: Config, slots: Sequence[Slot]) -> tuple[list[dict[str, int]], int]:

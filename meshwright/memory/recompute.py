@@ -23,12 +23,6 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 
-def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
-    """function(*arguments); keeps only the arguments for the backward pass."""
-    # torch advises against the reentrant form, which also needs an argument that requires a gradient.
-    return checkpoint(function, *arguments, use_reentrant=False)
-
-
 class _Keeping(TorchDispatchMode):
     """Keeps the results of attention kernels and of every second product in the first pass, for the second pass to
     return instead of computing them (selective checkpointing by operation, as in torchtitan).
@@ -57,8 +51,12 @@ class _Keeping(TorchDispatchMode):
         return result
 
 
-def recomputed_but_kept(function: Callable[..., Any], *arguments: Any) -> Any:
-    """function(*arguments); keeps the arguments and the results of some operations (`_Keeping`)."""
+def recomputed(function: Callable[..., Any], *arguments: Any, keeps: bool = False) -> Any:
+    """function(*arguments); keeps only the arguments for the backward pass. `keeps`: the results of some operations,
+    too (`_Keeping`)."""
+    # torch advises against the reentrant form, which also needs an argument that requires a gradient.
+    if not keeps:
+        return checkpoint(function, *arguments, use_reentrant=False)
     kept: deque[Any] = deque()
     return checkpoint(
         function,
@@ -94,6 +92,8 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0
         self._storages: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._number = 0
+        self.changes: list[tuple[int, int]] = []
+        """Storages by number in the order in which they were allocated (bytes > 0) or freed (< 0)."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -128,9 +128,6 @@ class LiveBytes(TorchDispatchMode):
         """A subclass's hook after each operation. `known`: from `result_of`; `new`: results that are no views of
         inputs."""
 
-    def changed(self, number: int, size: int) -> None:
-        """A subclass's hook for memory: storage `number` was allocated (size > 0) or freed (size < 0, in bytes)."""
-
     def _follow(self, x: Tensor) -> None:
         storage = x.untyped_storage()
         address, size = storage._cdata, storage.nbytes()
@@ -142,12 +139,12 @@ class LiveBytes(TorchDispatchMode):
         # Addresses are reused after a free; numbers are not.
         self._number += 1
         number = self._number
-        self.changed(number, size)
+        self.changes.append((number, size))
 
         def gone(_: object) -> None:
             del self._storages[address]
             self.live -= size
-            self.changed(number, -size)
+            self.changes.append((number, -size))
 
         # A weak reference: a strong one would keep the storage alive.
         self._storages[address] = number, weakref.ref(storage, gone)

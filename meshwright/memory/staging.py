@@ -2,11 +2,11 @@
 
 Lanes: copies that run beside the computation, one after the other, in the order in which they were handed in.
 
-| device | copies from | lane                                                                    |
-|--------|-------------|-------------------------------------------------------------------------|
-| CPU    | any         | `ThreadLane`: a thread                                                  |
-| GPU    | host        | `StreamLane`: a stream of its own; order by events, the host never waits |
-| GPU    | disk        | `ThreadLane`, with a stream: a page that is not there blocks the thread |
+| device | copies from | lane                                                           |
+|--------|-------------|----------------------------------------------------------------|
+| CPU    | any         | a thread                                                       |
+| GPU    | host        | a stream of its own; order by events, the host never waits     |
+| GPU    | disk        | a thread, with a stream: a page that is not there blocks it    |
 
 A copy may read what was computed before it was handed in; who reads what it wrote waits for it.
 """
@@ -22,17 +22,18 @@ from torch import Tensor
 from meshwright.ranks.comm import Later, Work
 
 
-class ThreadLane:
-    """A lane of one thread; on a GPU its copies go to a stream of their own, which the thread waits for."""
+class Lane:
+    """A lane of one thread, of one stream on a GPU, or of both: then the thread waits for the stream."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, threaded: bool) -> None:
         self.device = device
         # One thread: copies keep the order in which they were handed in, on which a half's reuse rests.
-        self._threads = ThreadPoolExecutor(1, "offload-copies")
+        self._threads = ThreadPoolExecutor(1, "offload-copies") if threaded else None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def submit(self, copy: Callable[[], None]) -> Work:
         if (stream := self._stream) is None:
+            assert self._threads is not None, "a lane of neither a thread nor a stream"
             return Later(self._threads.submit(copy).result)  # which raises what the copy raised
         # Recorded by the caller: in the thread the current stream is another one, and the copy could read too early.
         computed = torch.cuda.current_stream(self.device).record_event()
@@ -41,28 +42,16 @@ class ThreadLane:
             with torch.cuda.stream(stream):
                 stream.wait_event(computed)
                 copy()
-                stream.synchronize()  # the thread's work is done when the copy is, not when it is enqueued
+                if self._threads is not None:
+                    stream.synchronize()  # the thread's work is done when the copy is, not when it is enqueued
 
-        return Later(self._threads.submit(on_stream).result)
-
-
-class StreamLane:
-    """A lane of one stream, between pinned host memory and the device. The host never waits."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._stream = torch.cuda.Stream(device)
-
-    def submit(self, copy: Callable[[], None]) -> Work:
-        # What was computed before may be what is copied; the host goes on without waiting.
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            copy()
-        event = self._stream.record_event()
+        if self._threads is not None:
+            return Later(self._threads.submit(on_stream).result)
+        on_stream()
+        event = stream.record_event()
         return Later(lambda: torch.cuda.current_stream().wait_event(event))  # which then runs behind the copy
 
 
-Lane = ThreadLane | StreamLane
 GRADIENT = "gradient"
 
 

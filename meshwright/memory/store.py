@@ -15,7 +15,7 @@ import mmap
 import os
 import weakref
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,17 +30,23 @@ class Store:
     """`values` [n] float32, zeros at first."""
 
     values: Tensor
-    in_memory: ClassVar[bool]
-    """Whether what is written here stays in this process's memory."""
+    _map: mmap.mmap | None = None
+    """The mapped file in which they are; None: host memory."""
 
     def give_back(self, start: int = 0, stop: int | None = None) -> None:
-        """The process will not need the elements start..stop, or all, for a while: nothing to do in host memory."""
+        """The process will not need the elements start..stop, or all, for a while: their pages leave it, and the system
+        writes them to the file when it likes. Nothing to do in host memory."""
+        if self._map is None:
+            return
+        # madvise wants to begin on a page.
+        first = start * ELEMENT_BYTES // mmap.PAGESIZE * mmap.PAGESIZE
+        length = (self.values.numel() if stop is None else stop) * ELEMENT_BYTES - first
+        if length > 0:
+            self._map.madvise(mmap.MADV_DONTNEED, first, length)
 
 
 class HostStore(Store):
     """Host memory, pinned for a GPU. Raises ConfigError where it is more than what is `available` to this rank."""
-
-    in_memory = True
 
     def __init__(self, num_elements: int, device: torch.device, available: int) -> None:
         needed = num_elements * ELEMENT_BYTES
@@ -58,35 +64,23 @@ class HostStore(Store):
 class DiskStore(Store):
     """A mapped file. Raises ConfigError where it cannot be written, or the disk has no room for all of it."""
 
-    in_memory = False
-
     def __init__(self, num_elements: int, path: Path) -> None:
         # A file of no bytes cannot be mapped, and a rank may own nothing.
-        self._map = _mapped(path, max(1, num_elements) * ELEMENT_BYTES)
-        self.values = torch.frombuffer(self._map, dtype=torch.float32, count=max(1, num_elements))[:num_elements]
-
-    def give_back(self, start: int = 0, stop: int | None = None) -> None:
-        """The pages leave this process; the system writes them to the file when it likes."""
-        # madvise wants to begin on a page.
-        first = start * ELEMENT_BYTES // mmap.PAGESIZE * mmap.PAGESIZE
-        length = (self.values.numel() if stop is None else stop) * ELEMENT_BYTES - first
-        if length > 0:
-            self._map.madvise(mmap.MADV_DONTNEED, first, length)
-
-
-def _mapped(path: Path, size_bytes: int) -> mmap.mmap:
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        size_bytes = max(1, num_elements) * ELEMENT_BYTES
         try:
-            _reserve(descriptor, size_bytes)
-            return mmap.mmap(descriptor, size_bytes)
-        finally:
-            # The mapping keeps the file alive; without a name nothing is left behind, however the run is killed.
-            path.unlink()
-            os.close(descriptor)
-    except OSError as error:
-        rule = f"cannot have {size_bytes:,} bytes in {path} ({error.strerror})"
-        raise ConfigError.of("memory.offload.to", "disk", rule, "an --out folder with that much room, host") from error
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+            try:
+                _reserve(descriptor, size_bytes)
+                self._map = mmap.mmap(descriptor, size_bytes)
+            finally:
+                # The mapping keeps the file alive; without a name nothing is left behind, however the run is killed.
+                path.unlink()
+                os.close(descriptor)
+        except OSError as error:
+            rule = f"cannot have {size_bytes:,} bytes in {path} ({error.strerror})"
+            instead = "an --out folder with that much room, host"
+            raise ConfigError.of("memory.offload.to", "disk", rule, instead) from error
+        self.values = torch.frombuffer(self._map, dtype=torch.float32, count=max(1, num_elements))[:num_elements]
 
 
 def _reserve(descriptor: int, size_bytes: int, system: Any = os) -> None:

@@ -144,12 +144,9 @@ class Optimizer:
         """Applied steps, the exponent of Adam's bias correction. A pending step counts as applied."""
         scale, fp16 = config.precision.loss_scale, config.precision.dtype == "fp16"
         self.scaler = LossScaler(scale.initial if fp16 else 1.0, scale.interval, fp16, scale.max_skips)
-
-    @property
-    def streams(self) -> bool:
-        """Whether each slot is stepped when its gradient arrives, before the norm is known."""
         # Clipping and loss scaling need the norm, hence the last gradient, before the first write.
-        return self.held.streams and self.config.optimizer.clip is None and not self.scaler.dynamic
+        self.streams = self.held.streams and config.optimizer.clip is None and not fp16
+        """Whether each slot is stepped when its gradient arrives, before the norm is known."""
 
     def step(self, step: int, arrivals: Iterable[int] | None = None) -> StepResult:
         """Apply the slots' gradients, which are those of the loss times `scaler.scale`.
@@ -243,14 +240,6 @@ class Optimizer:
             (squares[index],) = squares_of([self.slots[index]], self.fixed)
             yield index
 
-    def refresh(self) -> None:
-        """Copy the masters into the half-precision weights."""
-        self.held.refresh()
-
-    def states(self, index: int) -> dict[str, Tensor]:
-        """Views of slot `index`'s master weights and moments by name, each [n] as the slot."""
-        return self.held.tensors(index)
-
     def make_replicas_equal(self) -> list[str]:
         """Compare the replicas' states by hash and broadcast the first replica's where they differ.
 
@@ -260,14 +249,14 @@ class Optimizer:
         self.held.update_masters()
         differing = []
         for index, slot in enumerate(self.slots):
-            comm = self.mesh.comm(*slot.copy_axes(self.mesh.grid))
-            for kind, tensor in self.states(index).items():
+            comm = self.mesh.comm(*slot.copy_axes)
+            for kind, tensor in self.held.tensors(index).items():
                 here = tensor.to(self.mesh.device)  # a copy only where states are offloaded
                 if make_equal(here, comm):
                     # The hash is of the whole slot, so all of its parameters are named.
                     differing += [f"{kind} of {place.name}" for place in slot.places]
                     tensor.copy_(here)
-        self.refresh()
+        self.held.refresh()
         return differing
 
     def prepare_states(self, steps_taken: int) -> None:

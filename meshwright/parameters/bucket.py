@@ -8,14 +8,14 @@ a parameter server). A `Place` is the position of a part of a parameter in a slo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.parameters.shard import Box, ShardSpec
-from meshwright.ranks.grid import ENDS, HEAD_COPIES, PIPE, REPLICATE, Grid
+from meshwright.ranks.grid import ENDS, HEAD_COPIES, PIPE
 from meshwright.ranks.mesh import Mesh
 
 PartsUsing = Mapping[str, tuple[int, ...]]
@@ -79,15 +79,14 @@ class Slot:
     slices: Slices = Slices()
     nudged: bool = False
     """Whether a step adds a multiple of the gradient's sign (ShardSpec.nudged)."""
-
-    def copy_axes(self, grid: Grid) -> tuple[str, ...]:
-        """Axes whose ranks hold the same part."""
-        return other_axes(grid, self.part_axes, self.shared)
+    copy_axes: tuple[str, ...] = ()
+    """Axes, and groups inside of one (`shared`), whose ranks hold the same part."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """`values` [n], of which the parameters are views, and their `gradients` [n], perhaps wider (gradient_dtype).
+    """`values` [n], of which the parameters are views, and their `gradients` [n], perhaps wider (gradient_dtype), with
+    each parameter's of `views`.
 
     n is padded to a multiple of the ranks that sum the bucket. `parts`: numbers of the model's parts that use the
     bucket, where it is gathered by part; `chunks`: numbers of the stage's chunks that use it, where slices are summed
@@ -96,7 +95,7 @@ class Bucket:
 
     values: Tensor
     gradients: Tensor
-    parameters: tuple[nn.Parameter, ...]
+    views: Mapping[nn.Parameter, Tensor]
     places: tuple[Place, ...]
     matrix: bool
     sum_axes: tuple[str, ...]
@@ -104,11 +103,10 @@ class Bucket:
     parts: tuple[int, ...] = ()
     chunks: tuple[int, ...] = ()
     nudged: bool = False
-
-    def members(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Each parameter with its view of `gradients`."""
-        for parameter, place in zip(self.parameters, self.places, strict=True):
-            yield parameter, self.gradients[place.start : place.stop].view(parameter.shape)
+    shared: tuple[str, ...] = ()
+    """Names of groups whose ranks hold the same parameters, as in Slot.shared."""
+    copy_axes: tuple[str, ...] = ()
+    """Axes, and those groups, whose ranks hold the same parameters."""
 
     def slot(self, start: int, stop: int, *, part_axes: tuple[str, ...]) -> Slot:
         """The slot of elements start..stop. `part_axes`: the sum axes whose ranks step the other parts, of equal length
@@ -120,38 +118,14 @@ class Bucket:
         parameter.grad = gradient
         places = tuple(part for place in self.places for part in place.clip(start, stop))
         slices = Slices(self.places, part_axes, stop - start)
-        return Slot(parameter, places, self.matrix, (*self.cut_axes, *part_axes), self.shared, slices, self.nudged)
-
-    @property
-    def shared(self) -> tuple[str, ...]:
-        """Names of groups whose ranks hold the same parameters, as in Slot.shared."""
-        return tuple(axis for axis in self.sum_axes if axis in (HEAD_COPIES, ENDS))
-
-    def copy_axes(self, grid: Grid) -> tuple[str, ...]:
-        """Axes whose ranks hold the same parameters."""
-        return other_axes(grid, self.cut_axes, self.shared)
+        copies = tuple(axis for axis in self.copy_axes if axis not in part_axes)
+        axes = (*self.cut_axes, *part_axes)
+        return Slot(parameter, places, self.matrix, axes, self.shared, slices, self.nudged, copies)
 
 
 def floats_in(gradients: Tensor) -> Tensor:
     """The memory [n] of a slot's gradient. A sum in int64 becomes float32 in the first half of its own bytes."""
     return gradients.view(torch.float32)[: gradients.numel()] if gradients.dtype == torch.int64 else gradients
-
-
-def slice_axes(sum_axes: Iterable[str]) -> tuple[str, ...]:
-    """The sum axes over which zero2 and zero3 slice a bucket. Ranks along others hold the same slice: the pipeline's
-    ends, which finish a tied table at different times, and shard groups, which are copies."""
-    return tuple(axis for axis in sum_axes if axis not in (ENDS, REPLICATE))
-
-
-def group_axes(sum_axes: Iterable[str]) -> tuple[str, ...]:
-    """The sum axes without that of the shard groups, each of which steps the whole bucket (zero1)."""
-    return tuple(axis for axis in sum_axes if axis != REPLICATE)
-
-
-def other_axes(grid: Grid, axes: Collection[str], shared: Iterable[str]) -> tuple[str, ...]:
-    """The grid's axes without `axes` and the stages, which hold different parameters; and `shared`."""
-    # ENDS and HEAD_COPIES are no axes of the grid, but groups inside of one whose ranks hold the same.
-    return tuple(axis for axis in (*grid.names, *shared) if axis != PIPE and axis not in axes)
 
 
 Fill = Callable[[str, Tensor], nn.Parameter]
@@ -178,10 +152,6 @@ class BucketKey:
     parts: tuple[int, ...] = ()
     chunks: tuple[int, ...] = ()
     nudged: bool = False
-
-    def ranks(self, mesh: Mesh) -> int:
-        """Number of ranks that sum the bucket."""
-        return len(mesh.grid.group(mesh.rank, *self.sum_axes))
 
 
 def arranged(
@@ -255,7 +225,11 @@ def make_buckets(
         group, dtype = [(name, members[name]) for name in names], gradient_dtype(kind.dtype, widens)
         # Sums of integers do not depend on order and layout (bits/fixed.py).
         dtype = torch.int64 if exact else dtype
-        length = padded(sum(parameter.numel() for _, parameter in group), kind.ranks(mesh), exact=exact)
+        length = padded(
+            sum(parameter.numel() for _, parameter in group),
+            len(mesh.grid.group(mesh.rank, *kind.sum_axes)),
+            exact=exact,
+        )
         # Allocated in the window that ranks of a node share: a copy into it would cost what the window saves.
         comm = mesh.comm(*(kind.sum_axes if shares else ()))
         yield _make_bucket(kind, group, specs, mesh, comm.zeros(length, dtype, mesh.device), fill)
@@ -278,7 +252,7 @@ def _make_bucket(
     fill: Fill | None,
 ) -> Bucket:
     values = torch.zeros_like(gradients, dtype=kind.dtype)
-    places, members, start = [], [], 0
+    places, views, start = [], {}, 0
     for name, declared in group:
         stop = start + declared.numel()
         view = values[start:stop].view(declared.shape)
@@ -290,7 +264,7 @@ def _make_bucket(
             view.copy_(parameter.detach())
             # The same parameter object, to which layers and hooks refer.
             parameter.data = view
-        members.append(parameter)
+        views[parameter] = gradients[start:stop].view(declared.shape)
         parameter.grad_dtype = floats_in(gradients[:0]).dtype
         spec, box = specs[name], specs[name].box(mesh.grid, mesh.rank)
         # Muon steps whole matrices of hidden layers only; AdamW steps tables and heads (optim/muon.py).
@@ -298,6 +272,10 @@ def _make_bucket(
         places.append(Place(name, spec.shape, box, start, stop, is_hidden))
         start = stop
     axes = kind.sum_axes, kind.cut_axes
+    # No axes of the grid, but groups inside of one whose ranks hold the same. Stages hold different parameters.
+    shared = tuple(axis for axis in kind.sum_axes if axis in (HEAD_COPIES, ENDS))
+    copies = tuple(axis for axis in (*mesh.grid.names, *shared) if axis != PIPE and axis not in kind.cut_axes)
     return Bucket(
-        values, gradients, tuple(members), tuple(places), kind.matrix, *axes, kind.parts, kind.chunks, kind.nudged
-    )
+        values, gradients, views, tuple(places), kind.matrix, *axes, kind.parts, kind.chunks, kind.nudged,
+        shared, copies,
+    )  # fmt: skip

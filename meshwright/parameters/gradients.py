@@ -62,7 +62,7 @@ class Gradients:
         """The rank's chunk whose backward pass or work runs."""
         self.last_grain = True
         """Whether the backward pass or work that runs is the last of its microbatch."""
-        self._apart: dict[nn.Parameter, dict[int, Tensor]] = {}
+        self.apart: dict[nn.Parameter, dict[int, Tensor]] = {}
         """Parameters that several chunks use, with the memory of each but the first, whose gradient comes last."""
         # Weak: Python's collector does not see hooks, and a model that is dropped would stay with its bucket's memory.
         told: WeakMethod[OnGradient] = WeakMethod(self._accumulated)
@@ -100,12 +100,7 @@ class Gradients:
 
     def share(self, parameter: nn.Parameter, users: Sequence[int]) -> None:
         """Let these chunks of the rank, in ascending order, add up a parameter's gradients apart from each other."""
-        self._apart[parameter] = {user: torch.zeros_like(self._views[parameter]) for user in users[1:]}
-
-    @property
-    def apart_bytes(self) -> int:
-        """Bytes of the memory in which all users of a parameter but the first add up."""
-        return sum(x.numel() * x.element_size() for users in self._apart.values() for x in users.values())
+        self.apart[parameter] = {user: torch.zeros_like(self._views[parameter]) for user in users[1:]}
 
     def fill(self, parameter: nn.Parameter) -> None:
         """Put the parameter's gradient into its memory, unless it was computed there; zeros where there is none."""
@@ -119,7 +114,7 @@ class Gradients:
             elif memory_of(gradient) != memory_of(view):
                 view.copy_(gradient)
         # In the order of the chunks, whatever order their backward passes took: the same last bits in every run.
-        for apart in self._apart.get(parameter, {}).values():
+        for apart in self.apart.get(parameter, {}).values():
             view.add_(apart)
             apart.zero_()
 
@@ -154,7 +149,7 @@ class Gradients:
 
     def _write(self, parameter: nn.Parameter, shape: torch.Size, write: WriteGradient, final: bool) -> None:
         """The gradient becomes .grad or is added to it. A deferred one is announced here, as no hook does."""
-        apart = self._apart.get(parameter, {}).get(self.user)
+        apart = self.apart.get(parameter, {}).get(self.user)
         if apart is not None:  # the memory in which the chunk at work adds up, other than the parameter's own
             # Zeros lie there between steps (fill), so that adding needs no first time.
             write(apart.view(shape), 1)
@@ -171,5 +166,5 @@ class Gradients:
 
     def _accumulated(self, parameter: nn.Parameter) -> None:
         deferred = parameter in self._last_work  # hooks fire for deferred gradients, too
-        if self.on_gradient and not deferred and self.user not in self._apart.get(parameter, {}):
+        if self.on_gradient and not deferred and self.user not in self.apart.get(parameter, {}):
             self.on_gradient(parameter)

@@ -55,32 +55,24 @@ class Box:
         return Box(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.lengths)
 
     def flat_parts(self, start: int, stop: int) -> Iterator[Box]:
-        """The elements start..stop of this box in row-major order, as at most 2·dims - 1 boxes, in order."""
-        for offsets, lengths in _runs(self.lengths, start, stop):
-            yield Box(tuple(map(sum, zip(self.offsets, offsets, strict=True))), lengths)
-
-
-def _runs(lengths: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offsets, lengths) of the boxes: a part of the first row, whole rows, a part of the last row."""
-    inner = math.prod(lengths[1:])
-
-    def row(index: int, begin: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        for offsets, part in _runs(lengths[1:], begin, end):
-            yield (index, *offsets), (1, *part)
-
-    if start >= stop:
-        return
-    first, last = -(-start // inner), stop // inner
-    # first: the first row that begins in start..stop; last: the row in which stop lies.
-    if first > last:  # begins and ends inside one row
-        yield from row(last, start - last * inner, stop - last * inner)
-        return
-    if start < first * inner:
-        yield from row(first - 1, start - (first - 1) * inner, inner)
-    if first < last:
-        yield (first, *(0 for _ in lengths[1:])), (last - first, *lengths[1:])
-    if last * inner < stop:
-        yield from row(last, 0, stop - last * inner)
+        """The elements start..stop of this box in row-major order, as at most 2·dims - 1 boxes, in order: a part of a
+        row, whole rows, a part of a row."""
+        if start >= stop:
+            return
+        row = Box(self.offsets[1:], self.lengths[1:])
+        size = row.num_elements
+        # first: the first row that begins in start..stop; last: the row in which stop lies, which is the one before
+        # where start..stop begins and ends inside one row.
+        first, last = -(-start // size), stop // size
+        begin = (first - 1) * size
+        rows = [
+            (first - 1, 1, row.flat_parts(start - begin, min(stop - begin, size))),
+            (first, last - first, (row,) if first < last else ()),
+            (last, 1, row.flat_parts(0, stop - last * size) if first <= last else ()),
+        ]
+        for index, count, parts in rows:
+            for part in parts:
+                yield Box((self.offsets[0] + index, *part.offsets), (count, *part.lengths))
 
 
 @dataclass(frozen=True)

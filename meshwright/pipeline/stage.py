@@ -79,8 +79,7 @@ class Stage:
             self._graphs[index] = [graph]
             return outgoing
         self._graphs[index], outgoings = [], []
-        for number, (grain, rows) in enumerate(self.grains.of(batch, incoming)):
-            self.grains.begin(index, number)
+        for grain, rows in self.grains.of(batch, incoming, index):
             graph, outgoing = self._forward(rows, grain, scales)
             self._graphs[index].append(graph)
             outgoings.append(outgoing)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.bits.blocks import WHOLE, Blocks
 from meshwright.parameters.shard import Initial, ShardedModule, ShardSpec
@@ -22,20 +22,32 @@ from meshwright.tensor.pair import CutContract, CutExpand
 from meshwright.tensor.serial import LinearByParts, SerialLinear
 
 
-def _of_no_rows(x: Tensor, *width: int) -> Tensor:
-    """The output of this width that a linear makes of x [0, T, N]."""
-    # Of no rows, but a function of x: the backward pass must come by here on this rank, since a collective waits for it
-    # on the next split.
-    nothing = x.sum(-1)[..., *[None] * len(width)].expand(*x.shape[:-1], *width)
-    return nothing.to(autocast_dtype(x) or x.dtype)  # as the product, which a split behind it sends
+class _Common(ShardedModule):
+    """A layer on the rows that ranks of a segment hold. `joins`: its input is the ranks' slices side by side,
+    [B, T, N/g] -> [b, T, N]; `slices`: its output is cut along its width, a slice to each rank, [b, T, N] ->
+    [B, T, ..., N/g]."""
+
+    weight: nn.Parameter
+    segment: Segment
+    joins: bool = False
+    slices: bool = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.joins:
+            x = self.segment.concat(x, -1)
+        y: Tensor = super().forward(x) if self.segment.holds else self.of_no_rows(x, *self.weight.shape[1:])
+        return self.segment.slice(y, -1) if self.slices else y
+
+    def of_no_rows(self, x: Tensor, *width: int) -> Tensor:
+        """The output that a layer whose weight has rows of this width makes of x [0, T, N]."""
+        # Of no rows, but a function of x: the backward pass must come by here on this rank, since a collective waits
+        # for it on the next split.
+        nothing = x.sum(-1)[..., *[None] * len(width)].expand(*x.shape[:-1], *width)
+        return nothing.to(autocast_dtype(x) or x.dtype)  # as the product, which a split behind it sends
 
 
-class CommonLinear(SerialLinear):
-    """x W + b where x is held.
-
-    `joins`: of the ranks' slices side by side, [B, T, N/g] -> [b, T, H]. `slices`: the output is cut along its width, a
-    slice to each rank, [b, T, H] -> [B, T, ..., N/g].
-    """
+class CommonLinear(_Common, SerialLinear):
+    """x W + b where x is held."""
 
     def __init__(
         self, segment: Segment, inputs: int, outputs: tuple[int, ...], initial: Initial, *, bias: bool,
@@ -45,14 +57,8 @@ class CommonLinear(SerialLinear):
         self.segment, self.joins, self.slices = segment, joins, slices
         self.set_owner(segment.owner)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.joins:
-            x = self.segment.concat(x, -1)
-        y = super().forward(x) if self.segment.holds else _of_no_rows(x, *self.weight.shape[1:])
-        return self.segment.slice(y, -1) if self.slices else y
 
-
-class CommonExpand(CutExpand):
+class CommonExpand(_Common, CutExpand):
     """The first linear of a common pair, by the parts of all branches. `slices`: to each rank its branches' part."""
 
     def __init__(
@@ -65,17 +71,13 @@ class CommonExpand(CutExpand):
         self.segment, self.slices = segment, slices
         self.set_owner(segment.owner)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.segment.holds:
-            y = super().forward(x)
-        else:  # parts that share a key-value head have a copy each
-            *groups, held = self.weight.shape[1:]
-            width = sum(those.num_of(held) for those in self.columns) if not groups else held
-            y = _of_no_rows(x, *groups, width)
-        return self.segment.slice(y, -1) if self.slices else y
+    def of_no_rows(self, x: Tensor, *width: int) -> Tensor:
+        if len(width) == 1:  # parts that share a key-value head have a copy each
+            width = (sum(those.num_of(width[0]) for those in self.columns),)
+        return super().of_no_rows(x, *width)
 
 
-class CommonByParts(LinearByParts):
+class CommonByParts(_Common, LinearByParts):
     """A common linear by parts of the hidden width."""
 
     def __init__(
@@ -85,13 +87,11 @@ class CommonByParts(LinearByParts):
         self.segment = segment
         self.set_owner(segment.owner)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.segment.holds:
-            return super().forward(x)
-        return _of_no_rows(x if x.requires_grad else x.float().requires_grad_(), self.weight.shape[1])
+    def of_no_rows(self, x: Tensor, *width: int) -> Tensor:
+        return super().of_no_rows(x if x.requires_grad else x.float().requires_grad_(), *width)
 
 
-class CommonContract(CutContract):
+class CommonContract(_Common, CutContract):
     """The second linear of a common pair, by the parts of all branches. `joins`: each rank brings its branches'."""
 
     def __init__(
@@ -101,10 +101,6 @@ class CommonContract(CutContract):
         super().__init__(segment.mesh, inputs, outputs, initial, UNCUT, bias=spec, blocks=blocks)
         self.segment, self.joins = segment, joins
         self.set_owner(segment.owner)
-
-    def forward(self, x: Tensor) -> Tensor:
-        whole = self.segment.concat(x, -1) if self.joins else x
-        return super().forward(whole) if self.segment.holds else _of_no_rows(whole, self.weight.shape[1])
 
 
 class Absent(ShardedModule):

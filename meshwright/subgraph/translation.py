@@ -18,13 +18,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from meshwright.parameters.shard import Box
+from meshwright.ranks.collectives import cross, here
 from meshwright.ranks.comm import Comm
 from meshwright.ranks.mesh import Mesh
 
@@ -110,25 +108,17 @@ def _shape(x: Tensor, box: Box, dims: Sequence[int]) -> list[int]:
     return shape
 
 
-class _Translate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm, source: RowLayout, target: RowLayout, dims: tuple[int, ...]) -> Tensor:
-        # Summands and copies change places on the way back: the adjoint of a sum is a copy.
-        ctx.back = comm, target, source, dims
-        return moved(x, comm, source, target, dims)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return moved(gradient, *ctx.back), None, None, None, None
-
-
 def translate(
     x: Tensor, mesh: Mesh, axis: str, source: RowLayout, target: RowLayout, dims: tuple[int, ...] = (0,)
 ) -> Tensor:
     """This rank's box of the target, of its box x of the source. Backward: the reverse translation."""
-    result: Tensor = _Translate.apply(x, mesh.comm(axis), source, target, dims)
-    return result
+    comm = mesh.comm(axis)
+    # Summands and copies change places on the way back: the adjoint of a sum is a copy.
+    return cross(
+        x,
+        lambda x: here(moved(x, comm, source, target, dims)),
+        lambda gradient: here(moved(gradient, comm, target, source, dims)),
+    )
 
 
 class Translated:

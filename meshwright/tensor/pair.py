@@ -103,9 +103,9 @@ class _Contract(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.layer, ctx.boundary, ctx.biased = layer, boundary, bias is not None
         blocks, sums = layer.blocks, []
-        owns = [parts_of(own, blocks.hidden, -1) for own in blocks.split(weight, 0)]
+        owns = [parts_of(own, blocks.hidden, -1) for own in parts_of(weight, blocks.parts, 0)]
         for rows in blocks.rows(x):
-            inner = blocks.split(rows, -1)
+            inner = parts_of(rows, blocks.parts, -1)
             columns = [
                 blocks.total(part @ own for part, own in zip(inner, those, strict=True))
                 for those in zip(*owns, strict=True)
@@ -131,7 +131,7 @@ class _Contract(torch.autograd.Function):
         for rows, incoming in zip(blocks.rows(x), whole, strict=True):
 
             def write(out: Tensor, beta: int, rows: Tensor = rows, incoming: list[Tensor] = incoming) -> None:
-                for part, own in zip(blocks.split(rows, -1), out.chunk(blocks.parts), strict=True):
+                for part, own in zip(parts_of(rows, blocks.parts, -1), out.chunk(blocks.parts), strict=True):
                     for number, dy in enumerate(incoming):
 
                         def add(block: Tensor, more: int, part: Tensor = part, dy: Tensor = dy) -> None:
@@ -140,7 +140,7 @@ class _Contract(torch.autograd.Function):
                         columns[number].write(add)(own, beta if number == 0 else 1)
 
             dweight = added(dweight, layer.add_gradient("weight", weight, write))
-        owns = [[own.t() for own in parts_of(part, blocks.hidden, -1)] for part in blocks.split(weight, 0)]
+        owns = [[own.t() for own in parts_of(part, blocks.hidden, -1)] for part in parts_of(weight, blocks.parts, 0)]
         runs = [side_by_side([_product(rows, own) for own in owns]) for rows in whole]
         return blocks.joined(runs, x.shape[0]).view(x.shape), dweight, dbias, None, None
 

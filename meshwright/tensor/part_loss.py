@@ -132,8 +132,8 @@ def _run(
         rows, labels = rows[index], labels[index]
     counted, wide = (labels != IGNORED).unsqueeze(1), wide_dtype(rows)
     factors, losses = counted.to(wide) * scale, rows.new_empty(rows.shape[0], 1, dtype=wide)
-    tables = [parts_of(own, blocks.hidden, -1) for own in blocks.split(table, 0)]
-    biases = [None] * len(tables) if bias is None else blocks.split(bias, 0)
+    tables = [parts_of(own, blocks.hidden, -1) for own in parts_of(table, blocks.parts, 0)]
+    biases = [None] * len(tables) if bias is None else parts_of(bias, blocks.parts, 0)
     dh = torch.empty(rows.shape if differentiates else (0,), dtype=torch.float32, device=rows.device)
     dtable = torch.zeros_like(table if differentiates else table[:0], dtype=wide)
     dbias = None if bias is None else torch.zeros_like(bias, dtype=wide)

@@ -64,8 +64,8 @@ def saved(parts: Parts) -> Iterator[FlatWeights]:
     """All that a checkpoint holds: weights, masters and moments."""
     yield from parts.strategy.weights
     for index, slot in enumerate(parts.strategy.slots):
-        for tensor in parts.optimizer.states(index).values():
-            yield FlatWeights(tensor, slot.places, slot.copy_axes(parts.mesh.grid))
+        for tensor in parts.optimizer.held.tensors(index).values():
+            yield FlatWeights(tensor, slot.places, slot.copy_axes)
 
 
 def copy_hashes(parts: Parts, memory: Iterable[FlatWeights]) -> Tensor:

@@ -74,12 +74,11 @@ def step(config: Config, grid: Grid, rank: int, watch: Watch) -> None:
     mesh = typed_mesh(grid, rank, config.layout.token_axes, watch)
     parts = build(config, mesh)
     strategy = parts.strategy
-    assert isinstance(strategy, Synchroniser), "reduced() replaces a strategy without buckets"
     named = dict(parts.model.named_parameters())
     for name, parameter in named.items():
         watch.declare(name, parameter, invariant_kind(parts.specs[name], parameter, grid))
     for one in strategy.sums:
-        for place, (_, view) in zip(one.bucket.places, one.bucket.members(), strict=True):
+        for place, view in zip(one.bucket.places, one.bucket.views.values(), strict=True):
             watch.declare(place.name, view, Kind(uncut(view.shape), constant=True))
     shapes = chain_of(config).sample_shapes(config)
     whole = {name: torch.zeros(config.micro, *shape, dtype=torch.long, device="meta") for name, shape in shapes.items()}

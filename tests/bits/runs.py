@@ -61,7 +61,7 @@ def _steps(mesh: Mesh, config: Config, plant: Plant | None) -> tuple[tuple[str, 
             tensor[place.start : place.stop].view(place.box.lengths),
         )
         for index, slot in enumerate(parts.optimizer.slots)
-        for kind, tensor in parts.optimizer.states(index).items()
+        for kind, tensor in parts.optimizer.held.tensors(index).items()
         for place in slot.places
     ]
     return tuple(numbers), [(*where, values.clone()) for *where, values in pieces]

@@ -47,8 +47,8 @@ def held_by(parts: Parts) -> list[Held]:
             tensor[place.start : place.stop].view(place.box.lengths).clone(),
         )
         for index, slot in enumerate(parts.strategy.slots)
-        if parts.mesh.index(*slot.copy_axes(parts.mesh.grid)) == 0
-        for kind, tensor in parts.optimizer.states(index).items()
+        if parts.mesh.index(*slot.copy_axes) == 0
+        for kind, tensor in parts.optimizer.held.tensors(index).items()
         for place in slot.places
     ]
 

@@ -34,7 +34,7 @@ def plant_in_bucket(
     optimizer.make_replicas_equal()
     again = [*parts.strategy.make_replicas_equal(), *optimizer.make_replicas_equal()]
     weights = {name: parameter.detach().clone() for name, parameter in parts.model.named_parameters()}
-    masters = [optimizer.states(index)["weight"].clone() for index in range(len(optimizer.slots))]
+    masters = [optimizer.held.tensors(index)["weight"].clone() for index in range(len(optimizer.slots))]
     return found, again, weights, masters
 
 

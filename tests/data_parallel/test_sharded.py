@@ -3,7 +3,7 @@ next part's weights travel while a part is computed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from meshwright.config import Config, parse_config
+from meshwright.data_parallel.gathering import GatheredSum, Gathering
 from meshwright.model import EMBEDDINGS, HEAD, rows_of, to_device
 from meshwright.parameters.bucket import Bucket, make_buckets
 from meshwright.parameters.shard import Box
 from meshwright.parts import build_model
-from meshwright.ranks.comm import Comm, Later, Work
+from meshwright.ranks.comm import Later
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh, solo_mesh
 from meshwright.tensor.serial import SerialKit
@@ -68,7 +69,7 @@ def step(mesh: Mesh, sync: str, count: int = 3) -> dict[str, Any]:
     strategy.publish()
     record("publish")
     slices = sum(slot.parameter.grad.nbytes for slot in strategy.slots)
-    held = {"gradient_bytes": strategy.gradient_bytes, "weight_bytes": strategy.weight_bytes}
+    held = dict(zip(("weight_bytes", "gradient_bytes"), strategy.most_bytes, strict=True))
     return seen | held | {"most": most, "slices": slices}
 
 
@@ -146,23 +147,25 @@ def test_zero3_gathers_a_part_at_a_time_and_holds_two(size: int) -> None:
         assert seen["slices"] == sum(buckets) // size
 
 
+def trace_gathers(strategy: Gathering, events: list[str], look: Callable[[], None] = lambda: None) -> None:
+    """Write down when each bucket's weights set out and when they are there. `look`: called when they have set out."""
+    for one in strategy.sums:
+
+        def traced(one: GatheredSum = one, gather: Callable[[], None] = one.gather) -> None:
+            gather()
+            work, parts = one.arriving, one.bucket.parts
+            events.append(f"gather {parts}")
+            look()
+            one.arriving = Later(lambda: (work.wait(), events.append(f"have {parts}"))[0])
+
+        one.gather = traced
+
+
 def trace(mesh: Mesh) -> list[str]:
     """The order in which a step's parts are computed, and their weights set out and are waited for."""
     parts = build(config_for("zero3", mesh.size("data"), batch={"global": 4, "micro": 2}), mesh)
     strategy, events = parts.strategy, []
-    gather = strategy.policy.gather
-
-    def traced(bucket: Bucket, own: Tensor, comm: Comm) -> Work:
-        work = gather(bucket, own, comm)
-        events.append(f"gather {bucket.parts}")
-
-        def wait() -> None:
-            work.wait()
-            events.append(f"have {bucket.parts}")
-
-        return Later(wait)
-
-    strategy.policy.gather = traced
+    trace_gathers(strategy, events)
     for name, block in parts.model.blocks.items():
         block.register_forward_hook(lambda *_, name=name: events.append(f"computed {name}"))
     batch = rows_of(global_batch(parts.config, 0), slice(0, 2))
@@ -186,26 +189,19 @@ def trace_of_chunks(mesh: Mesh, config: Config) -> tuple[list[str], int, int]:
     whole at a time, and those of two neighbouring parts."""
     parts = build(config, mesh)
     strategy, events, most = parts.strategy, [], 0
-    gather = strategy.policy.gather
 
     def look() -> None:
         nonlocal most
         most = max(most, sum(bucket.values.untyped_storage().nbytes() for bucket in strategy.buckets))
 
-    def traced(bucket: Bucket, own: Tensor, comm: Comm) -> Work:
-        work = gather(bucket, own, comm)
-        events.append(f"gather {bucket.parts}")
-        look()
-        return Later(lambda: (work.wait(), events.append(f"have {bucket.parts}"))[0])
-
-    strategy.policy.gather = traced
+    trace_gathers(strategy, events, look)
     for name, block in parts.model.blocks.items():
         block.register_forward_hook(lambda *_, name=name: events.append(f"computed {name}"))
     everyone = to_device(rows_of(global_batch(config, 0), slice(0, config.replica_batch)), mesh.device)
     parts.pipeline.train(parts.microbatches(everyone), {"labels": 1.0, "samples": 1.0}, lambda index, chunk: None)
     strategy.finish()
     slices = sum(slot.parameter.nbytes for slot in strategy.slots)
-    return events, most, strategy.weight_bytes - slices
+    return events, most, strategy.most_bytes[0] - slices
 
 
 def test_stages_of_two_chunks_gather_ahead_and_hold_two_parts() -> None:

@@ -139,7 +139,7 @@ def _train(mesh: Mesh, config: Config, folder: Path) -> Trained:
         trained.norms.append(float(line["grad_norm"]))
     trained.weights.extend(_masters(parts))
     for index, slot in enumerate(parts.strategy.slots):
-        master = parts.optimizer.states(index)["weight"]
+        master = parts.optimizer.held.tensors(index)["weight"]
         if not torch.equal(slot.parameter.detach(), master.to(slot.parameter)):
             trained.stale.extend(place.name for place in slot.places)
     return trained
@@ -165,7 +165,7 @@ def _watched(parts: Parts, gradients: list[Pieces]) -> AbstractContextManager[An
 
 
 def _masters(parts: Parts) -> Pieces:
-    states = [parts.optimizer.states(index) for index in range(len(parts.strategy.slots))]
+    states = [parts.optimizer.held.tensors(index) for index in range(len(parts.strategy.slots))]
     return [
         piece for slot, own in zip(parts.strategy.slots, states, strict=True) for piece in _parts(slot, own["weight"])
     ]

@@ -15,7 +15,7 @@ from meshwright import parts as parts_file
 from meshwright.checkpoint import Checkpoint, pieces_of, restore
 from meshwright.checkpoint.restore import progress_of
 from meshwright.errors import DivergedError
-from meshwright.memory.offload import on_disk, on_host
+from meshwright.memory.offload import Offloaded
 from meshwright.optim.optimizer import Optimizer
 from meshwright.parameters.bucket import Slot
 from meshwright.ranks.grid import Grid
@@ -191,15 +191,12 @@ def step_one(mesh: Mesh, length: int, folder: Path) -> list[tuple[int, int, int]
     """A slot of `length`: the sizes of what the states say they hold, and of a float32 slot."""
     config = config_of(Case(to="host"), 1)
     sizes = []
-    for make in (
-        lambda s: on_host(config, s, mesh.device, 10**9),
-        lambda s: on_disk(config, s, mesh.device, folder / "f"),
-    ):
+    for place in (10**9, folder / "f"):
         ones = [torch.ones(length, dtype=dtype, device=mesh.device) for dtype in (torch.bfloat16, torch.float32)]
         parameters = [nn.Parameter(x) for x in ones]
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
-        states = make([Slot(parameter, (), True, ()) for parameter in parameters])
+        states = Offloaded(config, [Slot(parameter, (), True, ()) for parameter in parameters], mesh.device, place)
         states.step(range(2), Optimizer(config, [], mesh)._update(0.5))
         half, full = (states.tensors(index) for index in range(2))
         assert full["weight"].data_ptr() == parameters[1].data_ptr()  # float32 is its own master
@@ -217,6 +214,9 @@ def test_slots_of_every_length(length: int, tmp_path: Path) -> None:
 def test_the_ranks_of_a_node_share_the_memory_of_their_stores() -> None:
     """Not those of the whole job, and none has all of it."""
     mesh = replace(solo_mesh(torch.device("cpu")), ranks_here=4)
-    with patch.object(parts_file, "available_memory_bytes", lambda: 4000), patch.object(parts_file, "on_host") as made:
+    with (
+        patch.object(parts_file, "available_memory_bytes", lambda: 4000),
+        patch.object(parts_file, "Offloaded") as made,
+    ):
         parts_file.STATES["host"](mesh, Path())(config_for("allreduce", 1), [])
-    assert made.call_args.kwargs["available"] == 1000
+    assert made.call_args.kwargs["place"] == 1000

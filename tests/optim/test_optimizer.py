@@ -54,7 +54,7 @@ def step_ours(mesh: Mesh, sync: str, settings: dict[str, Any], clip: float | Non
         parts.strategy.publish()
     if settings["name"] == "adamw" and parts.strategy.slots[0].parameter.numel():
         assert parts.optimizer.steps_taken == STEPS
-        assert set(parts.optimizer.states(0)) == {"weight", "exp_avg", "exp_avg_sq"}
+        assert set(parts.optimizer.held.tensors(0)) == {"weight", "exp_avg", "exp_avg_sq"}
     return {name: parameter.detach().clone() for name, parameter in parts.model.named_parameters()}
 
 

@@ -81,7 +81,7 @@ def test_padded_to_the_ranks_that_sum_it(rank: int) -> None:
 def test_parameters_are_views_and_gradients_have_their_place(rank: int) -> None:
     model, buckets, before = buckets_of(rank, HUGE)
     for bucket in buckets:
-        for place, (parameter, gradient) in zip(bucket.places, bucket.members(), strict=True):
+        for place, (parameter, gradient) in zip(bucket.places, bucket.views.items(), strict=True):
             assert parameter is model.get_parameter(place.name)
             assert torch.equal(parameter, before[place.name])
             assert place.box == shard_specs(model)[place.name].box(GRID, rank)
@@ -131,5 +131,5 @@ def test_clipped_places_hold_the_same_elements(data: st.DataObject) -> None:
 
 def test_a_parameter_keeps_its_identity() -> None:
     model, buckets, _ = buckets_of(0, HUGE)
-    assert {id(parameter) for bucket in buckets for parameter in bucket.parameters} == set(map(id, model.parameters()))
+    assert {id(parameter) for bucket in buckets for parameter in bucket.views} == set(map(id, model.parameters()))
     assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())

@@ -79,7 +79,7 @@ def trained(mesh: Mesh, config: Config, late: bool) -> tuple[list[dict[str, str]
         lines += trainer.flush() if step == 1 else []
     lines += trainer.flush()
     optimizer, slots = trainer.parts.optimizer, trainer.parts.strategy.slots
-    states = [optimizer.states(index).values() for index in range(len(slots))]
+    states = [optimizer.held.tensors(index).values() for index in range(len(slots))]
     values = [flat.values for flat in trainer.parts.strategy.weights] + [x for each in states for x in each]
     return [{key: str(line[key]) for key in KEYS} for line in lines], [x.clone() for x in values]
 

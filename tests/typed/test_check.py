@@ -163,8 +163,8 @@ def test_a_plug_in_is_refused_before_its_ranks_start(tmp_path: Path) -> None:
     )
     (tmp_path / "own_section.py").write_text(section)
     (tmp_path / "own_policy.py").write_text(
-        "from meshwright.data_parallel.strategy import Replicated\nfrom meshwright.ranks.comm import DONE\n\n\n"
-        "class Own(Replicated):\n    blocks = False\n\n    def reduce(self, bucket, comm):\n        return DONE\n"
+        "from meshwright.data_parallel.strategy import Policy\nfrom meshwright.ranks.comm import DONE\n\n\n"
+        "class Own(Policy):\n    blocks = False\n\n    def reduce(self, bucket, comm):\n        return DONE\n"
     )
     (tmp_path / "run.yaml").write_text(
         "model: {layers: 1, hidden: 16, heads: 4, positions: 8, vocabulary: 257, dropout: 0.0}\n"

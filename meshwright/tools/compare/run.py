@@ -129,7 +129,7 @@ def resident_bytes(parts: Parts) -> dict[str, int]:
     if isinstance(parts.optimizer.held, Offloaded):
         states = parts.optimizer.held.staging.num_bytes
     else:
-        tensors = (tensor for index in range(len(slots)) for tensor in parts.optimizer.states(index).values())
+        tensors = (tensor for index in range(len(slots)) for tensor in parts.optimizer.held.tensors(index).values())
         states = sum(size for address, size in storages(tensors).items() if address not in weights)
     return {"weights": sum(weights.values()), "gradients": sum(gradients.values()), "states": states}
 

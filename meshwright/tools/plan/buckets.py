@@ -17,7 +17,7 @@ from meshwright.data_parallel.strategy import BucketBytes, HeldBytes, Policy, Sy
 from meshwright.memory.offload import SINGLE, state_bytes
 from meshwright.models.chain import chain_of
 from meshwright.optim.states import stepped_together
-from meshwright.parameters.bucket import Bucket, BucketKey, arranged, gradient_dtype, group_axes, padded, slice_axes
+from meshwright.parameters.bucket import Bucket, BucketKey, arranged, gradient_dtype, padded
 from meshwright.parts import DTYPES, bucket_bytes
 from meshwright.ranks.comm import Comm
 from meshwright.ranks.grid import grid_of_run
@@ -131,8 +131,7 @@ class Buckets:
             # Its place among the ranks: a root does more than the others.
             alike = layout.data.sync, kind.dtype, summed_in, kind.sum_axes, sizes, comm.index, num_elements
             if alike not in self._programs:
-                grouped = group_axes(kind.sum_axes) if sync.grouped else kind.sum_axes
-                axes = slice_axes(kind.sum_axes) if sync.slices else grouped
+                axes = tuple(axis for axis in kind.sum_axes if axis not in policy.apart)
                 self._programs[alike] = _programs(policy, kind, axes, summed_in, num_elements, mesh, recorder)
             stepped, *programs = self._programs[alike]
             # A bucket whose gradients are late keeps them whole, and is summed once at the step's end.
@@ -212,7 +211,7 @@ def _programs(
     over the others of the bucket's axes, and the one that gathers slices of weights."""
     values = torch.empty(num_elements, dtype=kind.dtype, device=mesh.device)
     gradients = torch.empty(num_elements, dtype=summed_in, device=mesh.device)  # empty_like is steps in Python there
-    bucket = Bucket(values, gradients, (), (), kind.matrix, kind.sum_axes, kind.cut_axes)
+    bucket = Bucket(values, gradients, {}, (), kind.matrix, kind.sum_axes, kind.cut_axes)
     comm = mesh.comm(*axes)
     # On meta tensors the policy sends nothing; its comm writes the program.
     start, stop = policy.owned(bucket, comm)

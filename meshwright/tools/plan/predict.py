@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from meshwright.config import Config
 from meshwright.decisions import resolve_layout
 from meshwright.machine import SLOW_SHARE, Machine
+from meshwright.memory.offload import state_bytes
 from meshwright.model import Costs
 from meshwright.models.chain import split_name
 from meshwright.parts import placement_of, rule_of
@@ -21,7 +22,7 @@ from meshwright.ranks.grid import REPLICA_AXES, Grid, grid_of_run
 from meshwright.ranks.ledger import Traffic
 from meshwright.ranks.transports_section import TransportName
 from meshwright.section import with_field
-from meshwright.stage_costs import all_state_bytes, microbatch_bytes, shared_work
+from meshwright.stage_costs import microbatch_bytes, shared_work
 from meshwright.tools.plan.buckets import Buckets, held_of, slots_of, streams
 from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.compose import Composition, StagePlan, compose_stages
@@ -235,7 +236,9 @@ class Planner:
         run, kind = Composition(config, self.stages(config), self.buckets), self.cluster.device.kind
         each = [run.buckets[like] for like in run.like]
         return [
-            sum(held_of(config, buckets)) + stage.apart_bytes(config) + all_state_bytes(config, slots_of(buckets), kind)
+            sum(held_of(config, buckets))
+            + stage.apart_bytes(config)
+            + state_bytes(config, slots_of(buckets), on_cpu=kind == "cpu")
             for stage, buckets in zip(run.stages, each, strict=True)
         ]
 

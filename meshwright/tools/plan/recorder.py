@@ -275,7 +275,6 @@ class Recorder(LiveBytes):
         self._casts: dict[int, weakref.ref[Any]] = {}  # storages that have an FP8 copy
         self._dropped: int | None = None  # storage written by the last kernel, if it is a dropout
         self._events: list[_Event] = []
-        self._memory: list[tuple[int, int]] = []
         self._starts = 0
         self._ledger = Ledger()
 
@@ -373,13 +372,10 @@ class Recorder(LiveBytes):
         self._end_row()
         self._events.append(event)
 
-    def changed(self, number: int, size: int) -> None:
-        self._memory.append((number, size))
-
     def taken_memory(self) -> MemoryEvents:
         """Allocations and frees since the last program or the last call."""
-        events = tuple(self._memory)
-        self._memory.clear()
+        events = tuple(self.changes)
+        self.changes.clear()
         return events
 
     @contextmanager
@@ -390,7 +386,7 @@ class Recorder(LiveBytes):
         self._events, self.peak, self._ledger, self._dropped = [], before, ledger, None
         self._row = _Row()
         ledger.traffic.clear()
-        self._memory.clear()
+        self.changes.clear()
 
         def make() -> Program:
             self._end_row()

@@ -231,7 +231,7 @@ def _record(
         if gradients.defers:  # W is put off, so this gradient came with B, as a norm's does
             with_b.add(names[parameter])
 
-    gradients = Gradients(dict(member for bucket in buckets for member in bucket.members()), announced)
+    gradients = Gradients({x: view for bucket in buckets for x, view in bucket.views.items()}, announced)
     use_gradients(model, gradients)
     sync = layout.data.strategy
     strategy = load_entry(sync.synchroniser)([], mesh, load_entry(sync.policy)())

@@ -179,11 +179,11 @@ def bits_rank(rank: Rank, config: Config, data: Path, steps: int) -> dict[str, d
         for line in trainer.turn(rank.stop)[0]:
             numbers[f"loss of step {step}"] = repr(line.get("loss"))
             numbers[f"norm of step {step}"] = repr(line.get("grad_norm"))
-    optimizer, grid = parts.optimizer, parts.mesh.grid
+    optimizer = parts.optimizer
     held = (
-        (kind, tensor.to(parts.mesh.device), slot.places, slot.copy_axes(grid))
+        (kind, tensor.to(parts.mesh.device), slot.places, slot.copy_axes)
         for index, slot in enumerate(optimizer.slots)
-        for kind, tensor in optimizer.states(index).items()
+        for kind, tensor in optimizer.held.tensors(index).items()
     )
     return {"steps": numbers, "tensors": {name: str(int(part)) for name, part in held_hashes(held, parts.mesh).items()}}
 
@@ -258,13 +258,13 @@ def _keep_places(parts: Parts, recording: StepRecording, known: dict[str, Any], 
     """Keep this rank's places of all parameters: gradients, weights in the precision that is stepped, or the
     optimizer's states. Of ranks with equal ones the first keeps them."""
     for index, slot in enumerate(parts.strategy.slots):
-        if parts.mesh.index(*slot.copy_axes(parts.mesh.grid)):
+        if parts.mesh.index(*slot.copy_axes):
             continue
         if kind == "gradient":
             assert slot.parameter.grad is not None, "a slot without a gradient"
             flat = {kind: slot.parameter.grad.double() / parts.optimizer.scaler.scale}
         else:
-            states = dict(parts.optimizer.states(index))
+            states = dict(parts.optimizer.held.tensors(index))
             weight = states.pop("weight")
             flat = {f"{STATE}{name}": x for name, x in states.items()} if kind == STATE else {kind: weight}
         for place in slot.places:

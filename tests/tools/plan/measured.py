@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from meshwright.config import Config
-from meshwright.data_parallel.strategy import Synchroniser
 from meshwright.families.bert.section import ASKED_SHARE, Bert
 from meshwright.memory.recompute import LiveBytes
 from meshwright.model import IGNORED, Batch
@@ -48,7 +47,6 @@ def _measured(mesh: Mesh, config: Config) -> Measured:
     parts.optimizer.prepare_states(0)
     live = LiveBytes()
     sent = _step(parts, live)
-    assert isinstance(parts.strategy, Synchroniser)
     weights = sum(size_bytes(flat.values) for flat in parts.strategy.weights)
     slots = [slot.parameter for slot in parts.strategy.slots]
     kept = {x.grad.untyped_storage()._cdata: x.grad.untyped_storage().nbytes() for x in slots if x.grad is not None}
@@ -57,7 +55,7 @@ def _measured(mesh: Mesh, config: Config) -> Measured:
         weights=weights,
         gradients=gradients,
         states=_state_bytes(parts),
-        peak=live.peak + parts.strategy.gradient_bytes - gradients + parts.strategy.weight_bytes - weights,
+        peak=live.peak + sum(parts.strategy.most_bytes) - gradients - weights,
         sent=sent,
         tasks=tuple(task for task, _, _ in parts.pipeline.done),
     )

@@ -125,7 +125,7 @@ def run_for_real(config: Config) -> list[Ran]:
         kit, recorder = build_kit(config, mesh), Recorder()
         model = build_model(config, kit, mesh, chunk)
         buckets = list(make_buckets(model.named_parameters(), shard_specs(model), mesh, 2**30))
-        memory = Gradients(dict(member for bucket in buckets for member in bucket.members()))
+        memory = Gradients({x: view for bucket in buckets for x, view in bucket.views.items()})
         use_gradients(model, memory)
         stage = Stage(model, memory, autocasts=autocasts_of(config, mesh))
         scales = dict.fromkeys(model.labels, 1.0)

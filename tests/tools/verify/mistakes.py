@@ -3,7 +3,7 @@ so that two runs of ours would agree on them. Each patches what it breaks, and n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -133,17 +133,19 @@ def doubled_microbatch() -> None:
 
 def misplaced_view() -> None:
     """Two parameters of one shape write their gradients into each other's part of the bucket."""
-    right = Bucket.members
+    make = Bucket.__init__
 
-    def wrong(self: Bucket) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        members = list(right(self))
+    def wrong(
+        self: Bucket, values: Tensor, gradients: Tensor, views: Mapping[nn.Parameter, Tensor], *rest: Any
+    ) -> None:
+        members = list(views.items())
         for index, ((first, a), (second, b)) in enumerate(pairwise(members)):
             if first.shape == second.shape:
                 members[index : index + 2] = [(first, b), (second, a)]
                 break
-        yield from members
+        make(self, values, gradients, dict(members), *rest)
 
-    Bucket.members = wrong  # type: ignore[method-assign]
+    Bucket.__init__ = wrong  # type: ignore[method-assign]
 
 
 def doubled_lookup() -> None:
