@@ -172,10 +172,16 @@ def exactly(config: Config, mesh: Mesh, inside: Sequence[str]) -> tuple[SampleGr
     if not config.bits.layout_free:
         return None, None
     tensor = config.layout.tensor
-    shares, at_once = tensor.shares
-    share = mesh.index(*tensor.batch_axes) if shares > 1 else 0
+    rows = tensor.rows
+    share = mesh.index(*tensor.batch_axes) if rows.parts > 1 else 0
     grains = SampleGrains(
-        config.bits.samples, config.micro, config.seed, shares=shares, share=share, at_once=at_once, inside=inside
+        config.bits.samples,
+        config.micro,
+        config.seed,
+        shares=rows.parts,
+        share=share,
+        at_once=rows.at_once,
+        inside=inside,
     )
     uses = 2 * config.bits.sequence * config.bits.tensor  # of a tied table; by runs; of heads that parts share
     return grains, FixedPoint(uses * config.batch.global_ // config.bits.samples, mesh.device)
@@ -215,7 +221,7 @@ def blocks_of(config: Config, mesh: Mesh) -> Blocks:
     holders, holder = (mesh.size("context"), mesh.index("context")) if config.layout.context.size > 1 else (1, 0)
     again, own = (ranks, rank) if tensor.cuts_sequences else (1, 0)
     parts, runs = bits.tensor // ranks, bits.sequence // holders
-    own_hidden = bits.hidden // tensor.hidden_size
+    own_hidden = bits.hidden // ranks if tensor.cuts_hidden else bits.hidden
     dealt = holders if config.layout.context.strategy.by_heads else 1
     heads = bits.head_parts(config.model) // (ranks * dealt)
     return Blocks(
@@ -223,8 +229,8 @@ def blocks_of(config: Config, mesh: Mesh) -> Blocks:
         runs, holder * runs,
         runs // again, holder * runs + own * (runs // again),
         heads, (rank * dealt + holder % dealt) * heads,
-        grains=tensor.shares[1],
-        hidden=bits.hidden, own_hidden=own_hidden, first_hidden=rank * own_hidden if tensor.hidden_size > 1 else 0,
+        grains=tensor.rows.at_once,
+        hidden=bits.hidden, own_hidden=own_hidden, first_hidden=rank * own_hidden if tensor.cuts_hidden else 0,
         exact=True,
     )  # fmt: skip
 
@@ -264,7 +270,7 @@ def plan_stages(config: Config, mesh: Mesh) -> Stages:
         models.append((kit, model))
     passing: list[tuple[TensorMeta, ...]] = []
     hidden: Hidden = ()
-    rows = config.bits.samples * config.layout.tensor.shares[0] if config.bits.layout_free else config.micro
+    rows = config.bits.samples * config.layout.tensor.rows.parts if config.bits.layout_free else config.micro
     for position, chunk in enumerate(stages.chunks if settings.head == "spread" else stages.chunks[:-1]):
         kit, model = models[stages.placement.stage_of(position)]
         with torch.no_grad():
@@ -299,7 +305,7 @@ def chunks_of(partition: Sequence[int], head_over: tuple[str, ...] = ()) -> tupl
 def build_kit(config: Config, mesh: Mesh) -> Kit:
     """This rank's kit, by which the model builds its layers."""
     tensor, blocks = config.layout.tensor, blocks_of(config, mesh)
-    return tensor.kit_by_parts(config, mesh, blocks) if blocks.exact else tensor.kit(config, mesh)
+    return tensor.kit(config, mesh, blocks) if blocks.exact else tensor.kit(config, mesh)
 
 
 def open_context(config: Config, mesh: Mesh) -> Context:

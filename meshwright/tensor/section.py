@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, cast
 
 from meshwright.errors import Problem
 from meshwright.registry import load_entry
@@ -86,6 +86,19 @@ class HeadsCut(Cut):
         return Problem(self.by, self.parts, rule_text, valid, self.reads or (self.field,))
 
 
+class Rows(NamedTuple):
+    """How ranks deal out a microbatch's rows between pairs; by default each has all of them."""
+
+    parts: int = 1
+    """Ranks among which rows are dealt out, hence the equal parts into which they must fall."""
+    at_once: int = 1
+    """Those parts that a rank sees between the two linears of a pair."""
+    by: str = ""
+    """In words, before the number of parts: which fields say so."""
+    leads: int = 1
+    """Ranks of which the first computes for all, while the others wait."""
+
+
 class TensorSection(Section):
     """Base of the tensor sections: by itself, one that divides nothing. Subclasses add fields and `kind`, a Literal."""
 
@@ -112,6 +125,8 @@ class TensorSection(Section):
     """The axis that cuts what lies between the two linears of a pair."""
     inner_field: ClassVar[str] = "layout.tensor.size"
     """The field of its size."""
+    cuts_hidden: ClassVar[bool] = False
+    """Whether the inner axis deals out the width between pairs as well."""
     batch_axes: ClassVar[tuple[str, ...]] = ()
     """The axes that split a microbatch's rows."""
     by_size: ClassVar[bool] = False
@@ -128,11 +143,6 @@ class TensorSection(Section):
         return self.batch_axes
 
     @property
-    def hidden_size(self) -> int:
-        """Ranks among which the width between pairs is dealt out."""
-        return 1
-
-    @property
     def cuts_sequences(self) -> bool:
         """Whether the inner axis cuts sequences between pairs."""
         return self.inner_axis in self.token_axes and self.inner_axis not in self.batch_axes
@@ -144,18 +154,14 @@ class TensorSection(Section):
 
     @property
     def same_activation(self) -> str:
-        """The axis whose ranks all have the activation between two layers; nothing where each has its own part."""
-        return ""
+        """The inner axis, if its ranks all have the activation between two layers; nothing where each has its part."""
+        split = self.cuts_hidden or self.inner_axis in (*self.batch_axes, *self.token_axes)
+        return "" if split else self.inner_axis
 
     @property
-    def rows(self) -> tuple[str, int]:
-        """Into how many equal parts a microbatch's rows must fall; before it, in words, which fields say so."""
-        return "", 1
-
-    @property
-    def leading_ranks(self) -> int:
-        """The number of ranks of which the first computes for all, while the others wait."""
-        return 1
+    def rows(self) -> Rows:
+        """How a microbatch's rows are dealt out."""
+        return Rows()
 
     @property
     def words(self) -> str:
@@ -175,19 +181,12 @@ class TensorSection(Section):
         """The arguments of the kit's class besides the mesh, by name."""
         return {}
 
-    def kit(self, config: Config, mesh: Mesh) -> Kit:
-        """The words that models are written in, for a rank. The kit's room and torch are imported here, not before."""
-        return cast("Kit", load_entry(self.kit_class)(mesh, **self.kit_settings(config)))
-
-    def kit_by_parts(self, config: Config, mesh: Mesh, blocks: Blocks) -> Kit:
-        """The kit of a run whose kernels get blocks of one shape in every layout (bits/blocks.py)."""
+    def kit(self, config: Config, mesh: Mesh, blocks: Blocks | None = None) -> Kit:
+        """The words that models are written in, for a rank. `blocks`: of a run whose kernels get blocks of one shape in
+        every layout (bits/blocks.py). The kit's room and torch are imported here, not before."""
+        if blocks is None:
+            return cast("Kit", load_entry(self.kit_class)(mesh, **self.kit_settings(config)))
         return cast("Kit", load_entry(self.by_parts)(mesh, blocks=blocks, **self.kit_settings(config)))
-
-    @property
-    def shares(self) -> tuple[int, int]:
-        """Ranks among which a microbatch's rows are dealt out between pairs, and how many of their parts a rank sees
-        between the two linears of one."""
-        return self.rows[1], 1
 
 
 def whole_layers(config: Config, by: str, parts: int) -> Iterator[Cut]:
@@ -248,10 +247,6 @@ class Megatron(TensorSection):
         return ("tensor",) if self.sequence_parallel else ()
 
     @property
-    def same_activation(self) -> str:
-        return "" if self.sequence_parallel else "tensor"
-
-    @property
     def words(self) -> str:
         return f"{self.kind}, cut by sequence" if self.sequence_parallel else self.kind
 
@@ -299,18 +294,15 @@ class Tesseract(TensorSection):
     by_parts: ClassVar[str] = "meshwright.tensor.tesseract_parts:TesseractByParts"
     inner_axis: ClassVar[str] = "col"
     inner_field: ClassVar[str] = "layout.tensor.q"
+    cuts_hidden: ClassVar[bool] = True
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
         return (("depth", self.d), ("row", self.q), ("col", self.q))
 
     @property
-    def hidden_size(self) -> int:
-        return self.q
-
-    @property
-    def rows(self) -> tuple[str, int]:
-        return "layout.tensor.d x q = ", self.d * self.q
+    def rows(self) -> Rows:
+        return Rows(self.d * self.q, by="layout.tensor.d x q = ")
 
     def cuts(self, config: Config) -> Iterator[Cut]:
         yield from whole_layers(config, "layout.tensor.q", self.q)
