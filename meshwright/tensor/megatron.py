@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from meshwright.bits.blocks import WHOLE, Blocks, own_stream
 from meshwright.parameters.shard import Initial, Shard, ShardSpec
 from meshwright.ranks.mesh import Mesh
-from meshwright.tensor.boundary import SEQUENCE, Boundary, CutActivations, WholeActivations
+from meshwright.tensor.boundary import SEQUENCE, CutActivations, WholeActivations
 from meshwright.tensor.copies import HeadGroups, columns_of_parts
 from meshwright.tensor.experts import Experts
 from meshwright.tensor.head import HeadShape, TableHead
@@ -35,17 +35,6 @@ from meshwright.tensor.pair import CutContract, CutExpand
 from meshwright.tensor.part_loss import PartHead
 from meshwright.tensor.router import ExpertsShape
 from meshwright.tensor.serial import Embedding, KitBase, grouped
-
-
-class MegatronHead(TableHead):
-    """Classes over the tensor axis."""
-
-    def __init__(self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None, boundary: Boundary) -> None:
-        super().__init__(mesh, shape, tied, {"tensor": Shard(0)}, {"tensor": Shard(0)})
-        self.boundary = boundary
-
-    def operands(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        return self.boundary.enter(h), self.block
 
 
 class MegatronKit(KitBase):
@@ -81,7 +70,8 @@ class MegatronKit(KitBase):
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
         if self.blocks.exact:
             return PartHead(self.mesh, shape, tied, self.boundary, self.blocks)
-        return MegatronHead(self.mesh, shape, tied, self.boundary)
+        classes = {"tensor": Shard(0)}
+        return TableHead(self.mesh, shape, tied, classes, classes, self.boundary)
 
     def experts(self, shape: ExpertsShape) -> nn.Module:
         return Experts(self.mesh, shape, self.boundary)

@@ -47,17 +47,10 @@ class PartHead(TableHead):
     ) -> None:  # fmt: skip
         """`table`: its placements; None: those of the classes."""
         classes = boundary.inner(0)
-        super().__init__(mesh, shape, tied, classes if table is None else table, classes)
-        self.boundary, self.blocks = boundary, blocks
+        super().__init__(mesh, shape, tied, classes if table is None else table, classes, boundary)
+        self.blocks = blocks
         self.fixed: FixedPoint | None = None
         """Where the step's loss scale stands, of which losses are multiples in training."""
-
-    def operands(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        return self.boundary.enter(h), self.own_classes(self.block)
-
-    def own_classes(self, block: Tensor) -> Tensor:
-        """The rows [V/p, H] of this rank's classes, of what it holds of the table."""
-        return block
 
     def forward(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:
         dtype = autocast_dtype(h)

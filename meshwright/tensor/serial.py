@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 from meshwright.bits.blocks import WHOLE, Blocks
 from meshwright.parameters.shard import UNPLACED, ZEROS, Initial, Placements, Shard, ShardedModule, ShardSpec
+from meshwright.ranks.collectives import cross
 from meshwright.ranks.mesh import Mesh
-from meshwright.tensor.boundary import UNCUT, Boundary, collect, spread
+from meshwright.tensor.boundary import UNCUT, Boundary, start_copies, start_sum_of_heads
 from meshwright.tensor.copies import ALL_COLUMNS, HeadGroups, part_columns
 from meshwright.tensor.cross_entropy import chunked_token_losses
 from meshwright.tensor.experts import Experts
@@ -190,10 +191,12 @@ class KitBase:
         return SerialLinear(self.mesh, inner, (hidden,), initial, bias=bias)
 
     def enter(self, x: Tensor, heads: int) -> Tensor:
-        return spread(x, self.local_heads(heads), self.boundary, self.blocks)
+        boundary, blocks, own = self.boundary, self.blocks, self.local_heads(heads)
+        return cross(x, lambda x: start_copies(x, own, boundary), lambda dy: start_sum_of_heads(dy, boundary, blocks))
 
     def leave(self, x: Tensor) -> Tensor:
-        return collect(x, self.boundary, self.blocks)
+        boundary, blocks, own = self.boundary, self.blocks, x.shape[2]
+        return cross(x, lambda x: start_sum_of_heads(x, boundary, blocks), lambda dy: start_copies(dy, own, boundary))
 
     def local(self, shape: tuple[int, ...], dim: int, initial: Initial, *, matrix: bool) -> nn.Module:
         return Local(self.mesh, ShardSpec(shape, self.boundary.inner(dim), initial, matrix=matrix))

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from meshwright.bits.blocks import WHOLE, Blocks
 from meshwright.parameters.shard import (
     ONES,
     ZEROS,
@@ -40,7 +41,7 @@ from meshwright.parameters.shard import (
 )
 from meshwright.ranks.collectives import all_gather, all_reduce, all_reduce_gradient, reduce_scatter
 from meshwright.ranks.mesh import Mesh
-from meshwright.tensor.boundary import HIDDEN, CutActivations
+from meshwright.tensor.boundary import HIDDEN, Boundary, CutActivations
 from meshwright.tensor.copies import ALL_COLUMNS, Columns, HeadGroups
 from meshwright.tensor.cross_entropy import give_to_autograd
 from meshwright.tensor.gathered import Weights
@@ -172,15 +173,16 @@ class _Table(torch.autograd.Function):
 class TesseractHead(TableHead):
     """Classes over col: logits [b·T, V/col] stay where they are made."""
 
-    def __init__(self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None) -> None:
-        super().__init__(mesh, shape, tied, {"row": Shard(0), "col": Shard(1)}, {"col": Shard(0)})
+    def __init__(self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None, boundary: Boundary) -> None:
+        super().__init__(mesh, shape, tied, {"row": Shard(0), "col": Shard(1)}, {"col": Shard(0)}, boundary)
         self.summa = Summa(mesh, streams=False)
 
     def give(self, like: Tensor, write: WriteGradient) -> Tensor | None:
         return give_to_autograd(like, write)  # of the gathered table, whose backward pass brings it home
 
-    def operands(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        return all_gather(h, self.mesh, "col", -1), _Table.apply(self.block, self.summa)
+    def own_classes(self, block: Tensor) -> Tensor:
+        table: Tensor = _Table.apply(block, self.summa)
+        return table
 
 
 class TesseractKit(KitBase):
@@ -188,9 +190,9 @@ class TesseractKit(KitBase):
 
     hidden: ClassVar[Placements] = {"col": Shard(0)}
 
-    def __init__(self, mesh: Mesh, policy: str) -> None:
-        """`policy`: gather, stream or auto (gathered.py)."""
-        super().__init__(mesh, CutActivations(mesh, "col", HIDDEN))
+    def __init__(self, mesh: Mesh, policy: str, blocks: Blocks = WHOLE) -> None:
+        """`policy`: gather, whole, stream or auto (gathered.py); with blocks gather or whole."""
+        super().__init__(mesh, CutActivations(mesh, "col", HIDDEN, by_tree=blocks.exact), blocks)
         self.split_axes = ("depth", "row", "col")
         self.weights = Weights(mesh, policy)
 
@@ -198,13 +200,16 @@ class TesseractKit(KitBase):
         # A row of ranks looks its ids [B/depth, T] up together, and each keeps its own rows of the sum.
         before, after = (partial(verb, mesh=self.mesh, axis="row", dim=0) for verb in (all_gather, reduce_scatter))
         placements = {"row": Shard(0), "col": Shard(1)}
-        return Embedding(self.mesh, num_rows, hidden, initial, placements, before=before, after=after)
+        return Embedding(
+            self.mesh, num_rows, hidden, initial, placements, before=before, after=after, runs=self.blocks.outer_runs,
+            grains=self.mesh.size("row") if self.blocks.exact else 1,
+        )  # fmt: skip
 
     def norm(
         self, width: int, epsilon: float, *, kind: NormKind = "layer", groups: int = 1, bias: bool = True,
         inside: bool = False,
     ) -> nn.Module:  # fmt: skip
-        if inside or kind == "group":  # of what a rank has whole
+        if inside or kind == "group" or self.blocks.exact:  # of what a rank has whole, or by parts
             return super().norm(width, epsilon, kind=kind, groups=groups, bias=bias, inside=inside)
         return TesseractNorm(self.mesh, width, epsilon, kind, bias=bias and kind == "layer")
 
@@ -230,7 +235,7 @@ class TesseractKit(KitBase):
         return SerialLinear(self.mesh, inputs, (outputs,), initial, {"col": Shard(0)}, bias=False, after=after)
 
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
-        return TesseractHead(self.mesh, shape, tied)
+        return TesseractHead(self.mesh, shape, tied, self.boundary)
 
     def slice(self, x: Tensor, where: Where) -> Tensor:
         if where == "hidden":

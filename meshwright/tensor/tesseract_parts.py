@@ -19,24 +19,23 @@ the ranks of its column, which add what comes as integers. The table goes to its
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.bits.blocks import Blocks, added
 from meshwright.parameters.shard import Initial, Shard, WriteGradient
-from meshwright.ranks.collectives import all_gather, reduce_scatter
 from meshwright.ranks.mesh import Mesh
-from meshwright.tensor.boundary import HIDDEN, Boundary, CutActivations, WholeActivations
+from meshwright.tensor.boundary import Boundary, WholeActivations
 from meshwright.tensor.copies import Columns, HeadGroups, columns_of_parts, part_columns, shared_heads
 from meshwright.tensor.gathered import Weights
 from meshwright.tensor.head import HeadShape
-from meshwright.tensor.kit import NormKind, Role
+from meshwright.tensor.kit import Role
 from meshwright.tensor.linear import write_part
 from meshwright.tensor.pair import CutContract, CutExpand
 from meshwright.tensor.part_loss import PartHead
-from meshwright.tensor.serial import Embedding, KitBase, LinearByParts, grouped
+from meshwright.tensor.serial import LinearByParts, grouped
 from meshwright.tensor.summa import X, Y
 from meshwright.tensor.tesseract import TesseractKit
 
@@ -119,26 +118,6 @@ class GatheredHead(PartHead):
 
 class TesseractByParts(TesseractKit):
     """Blocks on [depth, row, col], by parts."""
-
-    def __init__(self, mesh: Mesh, policy: str, blocks: Blocks) -> None:
-        """`policy`: gather or whole (gathered.py)."""
-        KitBase.__init__(self, mesh, CutActivations(mesh, "col", HIDDEN, by_tree=True), blocks)
-        self.split_axes = ("depth", "row", "col")
-        self.weights = Weights(mesh, policy)
-
-    def embedding(self, num_rows: int, hidden: int, initial: Initial) -> nn.Module:
-        before, after = (partial(verb, mesh=self.mesh, axis="row", dim=0) for verb in (all_gather, reduce_scatter))
-        placements = {"row": Shard(0), "col": Shard(1)}
-        return Embedding(
-            self.mesh, num_rows, hidden, initial, placements, before=before, after=after, runs=self.blocks.outer_runs,
-            grains=self.mesh.size("row"),
-        )  # fmt: skip
-
-    def norm(
-        self, width: int, epsilon: float, *, kind: NormKind = "layer", groups: int = 1, bias: bool = True,
-        inside: bool = False,
-    ) -> nn.Module:  # fmt: skip
-        return KitBase.norm(self, width, epsilon, kind=kind, groups=groups, bias=bias, inside=inside)
 
     def expand(
         self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True,
