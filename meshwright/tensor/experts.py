@@ -109,9 +109,9 @@ class GroupedLinear(ShardedModule):
         """A run's xᵀ dy + beta · out by expert, in `out`."""
         for part, gradient, own in zip(x.split(rows), dy.split(rows), out, strict=True):
             if self.rows_apart:
-                write_part(own, self.operand(part).t() @ self.operand(gradient), beta)
+                write_part(self.operand(part).t() @ self.operand(gradient), own, beta)
             else:
-                write_product(own, part.t(), gradient, beta)
+                write_product(part.t(), gradient, own, beta)
 
 
 @dataclass(frozen=True)

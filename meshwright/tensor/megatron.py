@@ -56,8 +56,8 @@ class MegatronKit(KitBase):
         self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True,
         heads: HeadGroups | None = None,
     ) -> nn.Module:  # fmt: skip
-        outputs, shared = grouped(inner, groups), heads if heads and not self.local_heads(heads.count) else None
-        columns = columns_of_parts(outputs, shared, self.mesh.size("tensor"), self.mesh.index("tensor"), self.parts)
+        outputs = grouped(inner, groups)
+        columns = columns_of_parts(outputs, heads, self.mesh.size("tensor"), self.mesh.index("tensor"), self.blocks)
         return CutExpand(
             self.mesh, hidden, outputs, initial, self.boundary, bias=bias, columns=columns, groups=groups,
             blocks=self.blocks,

@@ -30,6 +30,7 @@ from meshwright.bits.blocks import WHOLE, Blocks, added, apart, parts_of
 from meshwright.parameters.shard import ONES, ZEROS, Placements, ShardedModule, ShardSpec, WriteGradient
 from meshwright.ranks.comm import Comm
 from meshwright.ranks.mesh import Mesh
+from meshwright.tensor.linear import write_sum
 
 
 def kernel_operands(h: Tensor, device_type: str, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -84,10 +85,7 @@ class _Cut:
 def _sum_of(rows: Tensor, columns: int) -> WriteGradient:
     def write(out: Tensor, beta: int) -> None:
         for part, own in zip(parts_of(rows, columns, -1), out.chunk(columns), strict=True):
-            if beta:
-                own.add_(part.sum(0))
-            else:
-                torch.sum(part, 0, out=own)
+            write_sum(part, own, beta)
 
     return write
 

@@ -12,7 +12,7 @@ p: the axis's size. A `Boundary` says how activations enter and leave the pair.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -77,7 +77,7 @@ class _Expand(torch.autograd.Function):
 
                         def add(own: Tensor, more: int, dy: Tensor = run[part]) -> None:
                             for rows, held in zip(inputs, own.chunk(len(inputs)), strict=True):
-                                write_product(held, rows.t(), dy, more)
+                                write_product(rows.t(), dy, held, more)
 
                         layer.columns[part].write(add)(out, beta if part == those[0] else 1)
 
@@ -133,11 +133,8 @@ class _Contract(torch.autograd.Function):
             def write(out: Tensor, beta: int, rows: Tensor = rows, incoming: list[Tensor] = incoming) -> None:
                 for part, own in zip(blocks.split(rows, -1), out.chunk(blocks.parts), strict=True):
                     for number, dy in enumerate(incoming):
-
-                        def add(block: Tensor, more: int, part: Tensor = part, dy: Tensor = dy) -> None:
-                            write_product(block, part.t(), dy, more)
-
-                        columns[number].write(add)(own, beta if number == 0 else 1)
+                        product = partial(write_product, part.t(), dy)
+                        columns[number].write(product)(own, beta if number == 0 else 1)
 
             dweight = added(dweight, layer.add_gradient("weight", weight, write))
         owns = [[own.t() for own in parts_of(part, blocks.hidden, -1)] for part in blocks.split(weight, 0)]

@@ -111,7 +111,7 @@ class _PartLoss(torch.autograd.Function):
 
 
 def _times(gradient: Tensor, factor: Tensor) -> WriteGradient:
-    return lambda out, beta: write_part(out, gradient * factor.to(gradient.dtype), beta)
+    return lambda out, beta: write_part(gradient * factor.to(gradient.dtype), out, beta)
 
 
 def _run(
@@ -142,9 +142,9 @@ def _run(
             ])  # fmt: skip
             for part, own in zip(logits, dtable.chunk(blocks.parts), strict=True):
                 if len(those) == 1:
-                    write_product(own, part.t(), those[0], beta=1)
+                    write_product(part.t(), those[0], own, beta=1)
                 else:
-                    write_part(own, side_by_side([part.t() @ inputs for inputs in those]), beta=1)
+                    write_part(side_by_side([part.t() @ inputs for inputs in those]), own, beta=1)
             if dbias is not None:
                 dbias += torch.cat([part.sum(0, dtype=wide) for part in logits])
     # The factor of the losses' quantum: in an evaluation they are sums, not parts of a mean.

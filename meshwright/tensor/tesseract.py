@@ -42,7 +42,7 @@ from meshwright.parameters.shard import (
 from meshwright.ranks.collectives import all_gather, all_reduce, all_reduce_gradient, reduce_scatter
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.boundary import HIDDEN, Boundary, CutActivations
-from meshwright.tensor.copies import ALL_COLUMNS, Columns, HeadGroups
+from meshwright.tensor.copies import ALL_COLUMNS, Columns, HeadGroups, columns_of_parts
 from meshwright.tensor.cross_entropy import give_to_autograd
 from meshwright.tensor.gathered import Weights
 from meshwright.tensor.head import HeadShape, TableHead
@@ -79,7 +79,7 @@ class _Linear(torch.autograd.Function):
             there = not beta and out.dtype == dy.dtype
             product = summa.multiply(W, choice.dw, for_dw, out if there else None).wait()
             if not there:
-                write_part(out, product, beta)
+                write_part(product, out, beta)
 
         dweight = layer.add_gradient("weight", weight, layer.columns.write(write))
         dbias = bias_gradient([dy], layer, [layer.columns]) if ctx.biased else None
@@ -217,9 +217,8 @@ class TesseractKit(KitBase):
         self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True,
         heads: HeadGroups | None = None,
     ) -> nn.Module:  # fmt: skip
-        columns, outputs = ALL_COLUMNS, grouped(inner, groups)
-        if heads is not None and not self.local_heads(heads.count):
-            columns = heads.shared_by(self.mesh.size("col"), self.mesh.index("col"))
+        outputs = grouped(inner, groups)
+        (columns,) = columns_of_parts(outputs, heads, self.mesh.size("col"), self.mesh.index("col"), self.blocks)
         return TesseractLinear(self.mesh, hidden, outputs, initial, self.weights, bias=bias, columns=columns)
 
     def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:

@@ -19,7 +19,7 @@ the ranks of its column, which add what comes as integers. The table goes to its
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from meshwright.bits.blocks import Blocks, added
 from meshwright.parameters.shard import Initial, Shard, WriteGradient
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.boundary import Boundary, WholeActivations
-from meshwright.tensor.copies import Columns, HeadGroups, columns_of_parts, part_columns, shared_heads
+from meshwright.tensor.copies import Columns, HeadGroups, columns_of_parts, part_columns
 from meshwright.tensor.gathered import Weights
 from meshwright.tensor.head import HeadShape
 from meshwright.tensor.kit import Role
@@ -80,7 +80,7 @@ class GatheredLinear(CutExpand):
         for row in range(q):
 
             def add(out: Tensor, beta: int, row: int = row) -> None:
-                write_part(out, addends(out.dtype)[row], beta)
+                write_part(addends(out.dtype)[row], out, beta)
 
             total = added(total, self.add_gradient("weight", weight, add))
         return total
@@ -108,11 +108,7 @@ class GatheredHead(PartHead):
         addends = self.weights.summa.transpose(dealt(self.mesh, panels))  # [q, V/q, H/q]
         total = None
         for addend in addends:
-
-            def add(out: Tensor, beta: int, addend: Tensor = addend) -> None:
-                write_part(out, addend, beta)
-
-            total = added(total, super().give(addend, add))
+            total = added(total, super().give(addend, partial(write_part, addend)))
         return total
 
 
@@ -123,8 +119,8 @@ class TesseractByParts(TesseractKit):
         self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True,
         heads: HeadGroups | None = None,
     ) -> nn.Module:  # fmt: skip
-        outputs, shared = grouped(inner, groups), shared_heads(heads, self.blocks)
-        columns = columns_of_parts(outputs, shared, self.mesh.size("col"), self.mesh.index("col"), self.parts)
+        outputs = grouped(inner, groups)
+        columns = columns_of_parts(outputs, heads, self.mesh.size("col"), self.mesh.index("col"), self.blocks)
         return GatheredLinear(
             self.mesh, hidden, outputs, initial, self.boundary, self.weights, bias=bias, columns=columns, groups=groups,
             blocks=self.blocks, inputs_in=self.blocks.hidden,
