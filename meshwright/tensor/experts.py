@@ -211,11 +211,10 @@ class Experts(nn.Module):
         """Whether rows that different ranks send to an expert are products of their own, as they are where each rank
         has all experts: a kernel's shape, and so its bits, then depend on no layout (bits/)."""
 
-        def cuts(dim: int) -> Placements:
-            return ({EXPERT: Shard(0)} if self.travels else {}) | dict(boundary.inner(dim))
-
-        self.expand = GroupedLinear(mesh, (shape.count, shape.hidden, 2, shape.inner), cuts(3), shape.initial)
-        self.contract = GroupedLinear(mesh, (shape.count, shape.inner, shape.hidden), cuts(1), shape.last)
+        apart: Placements = {EXPERT: Shard(0)} if self.travels else {}
+        up, down = (shape.count, shape.hidden, 2, shape.inner), (shape.count, shape.inner, shape.hidden)
+        self.expand = GroupedLinear(mesh, up, {**apart, **boundary.inner(3)}, shape.initial)
+        self.contract = GroupedLinear(mesh, down, {**apart, **boundary.inner(1)}, shape.last)
 
     def forward(self, h: Tensor, places: Tensor | None = None) -> tuple[Tensor, ...]:
         """[B, T, H] -> ([B, T, H],), and where the router has losses each sequence's [B], or this rank's part of it

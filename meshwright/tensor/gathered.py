@@ -11,7 +11,6 @@ auto is decided before a rank is built, by the memory that is free (decisions.py
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -22,20 +21,18 @@ from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.summa import Form, Panels, Summa
 
 
-@dataclass
 class Weights:
-    """The weights of a rank's 2-D layers, gathered on demand and kept as `form` says. Call `forget` at a step's end."""
+    """The weights of a rank's 2-D layers, gathered on demand and kept as `form` says."""
 
-    mesh: Mesh
-    policy: str
-    blocks: list[Tensor] = field(default_factory=list)
-    """This rank's blocks of all weights that take part in 2-D products."""
-    _kept: dict[tuple[ShardedModule, str, torch.dtype], Tensor] = field(default_factory=dict)
-
-    @property
-    def form(self) -> Form:
-        """How operands travel. A config that nobody has resolved (auto) takes no memory for it."""
-        return Form(streams=self.policy == "stream", keeps=self.policy == "gather")
+    def __init__(self, mesh: Mesh, policy: str) -> None:
+        self.mesh = mesh
+        # A config that nobody has resolved (auto) takes no memory for it.
+        self.form = Form(streams=policy == "stream", keeps=policy == "gather")
+        """How operands travel."""
+        self.blocks: list[Tensor] = []
+        """This rank's blocks of all weights that take part in 2-D products."""
+        self.kept: dict[tuple[ShardedModule, str, torch.dtype], Tensor] = {}
+        """By layer, what stays and dtype; to be cleared at a step's end, when the weights change."""
 
     @cached_property
     def summa(self) -> Summa:
@@ -46,10 +43,6 @@ class Weights:
         if not self.form.keeps:
             return self.summa.panels("W", stays, block)
         key = (layer, stays, block.dtype)
-        if key not in self._kept:
-            self._kept[key] = self.summa.gather("W", stays, block)
-        return self._kept[key]
-
-    def forget(self) -> None:
-        """The weights have changed."""
-        self._kept.clear()
+        if key not in self.kept:
+            self.kept[key] = self.summa.gather("W", stays, block)
+        return self.kept[key]

@@ -22,31 +22,6 @@ if TYPE_CHECKING:
     from meshwright.tensor.router import ExpertsShape
 
 
-class Head(Protocol):
-    """A linear over V classes (a vocabulary, usually) with its cross entropy.
-
-    h [B, T, H]; labels [B, t], t <= T: -100 is not counted, and neither is a token without a label. (So a model can put
-    h[:, :1] into layers and a head of its own, and label one token, also where a kit splits the sequence: there the
-    slice is the first token of each part, and the first of these is the labelled one.)
-    """
-
-    def __call__(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:
-        """The sum of the counted tokens' losses times `scale`."""
-
-    def num_correct(self, h: Tensor, labels: Tensor) -> int:
-        """How many counted tokens of this rank's rows have their label as the likeliest class. Without gradients."""
-
-
-class WholeHead(Head, Protocol):
-    """The serial kit's head, which can also be asked what it computes: by evaluation and generation."""
-
-    def token_losses(self, h: Tensor, labels: Tensor) -> Tensor:
-        """Each token's loss in float32, [B, T]; 0 where it is not counted. Without gradients."""
-
-    def logits(self, h: Tensor) -> Tensor:
-        """[B, T, V], without the padding of the vocabulary. Without gradients."""
-
-
 class LinearPair(Protocol):
     """Where the first and second linear of a pair come from. `bias`: whether they add one."""
 
@@ -74,7 +49,7 @@ Role = Literal["transform", "patches", "scores"]
 holds activations; for heads and shortcuts, elsewhere in blocks use a pair. patches: from rows of numbers that every
 rank has whole and that need no gradient, [B, T, I] -> [B, T, N]. scores: [B, t, I] -> [B, T, N], alike on all ranks
 that hold these rows: what a loss over tokens is made of; what a kit that splits the sequence gives behind the first
-token's scores is of no use where t < T. t <= T, as in `Head`."""
+token's scores is of no use where t < T. t <= T, as in a head (head.py)."""
 
 Where = Literal["batch", "inside", "hidden"]
 """batch: rows of a replica's batch [B, ...], as models see it. inside: those that a rank sees inside of `branches`;
@@ -132,7 +107,8 @@ class Kit(LinearPair, Protocol):
         """A parameter inside of `branches`, split along `dim` as their inner width is: call it for this rank's part."""
 
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
-        """A `Head`. `tied`: the token embedding whose weight it shares; None: a weight of its own."""
+        """A `TableHead` (head.py), or what stands for one. `tied`: the token embedding whose weight it shares; None: a
+        weight of its own."""
 
     def local_heads(self, heads: int) -> int:
         """How many attention heads (or paths) this rank computes; 0 where ranks are more."""

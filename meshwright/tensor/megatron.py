@@ -28,17 +28,15 @@ from meshwright.parameters.shard import Initial, Shard, ShardSpec
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.boundary import SEQUENCE, CutActivations, WholeActivations
 from meshwright.tensor.copies import HeadGroups, columns_of_parts
-from meshwright.tensor.experts import Experts
 from meshwright.tensor.head import HeadShape, TableHead
 from meshwright.tensor.kit import Where
 from meshwright.tensor.pair import CutContract, CutExpand
 from meshwright.tensor.part_loss import PartHead
-from meshwright.tensor.router import ExpertsShape
-from meshwright.tensor.serial import Embedding, KitBase, grouped
+from meshwright.tensor.serial import Embedding, SerialKit, grouped
 
 
-class MegatronKit(KitBase):
-    """1-D tensor parallelism over the `tensor` axis."""
+class MegatronKit(SerialKit):
+    """1-D tensor parallelism over the `tensor` axis; what it does not cut is as on one device."""
 
     def __init__(self, mesh: Mesh, *, sequence_parallel: bool = False, blocks: Blocks = WHOLE) -> None:
         boundary = (
@@ -72,9 +70,6 @@ class MegatronKit(KitBase):
             return PartHead(self.mesh, shape, tied, self.boundary, self.blocks)
         classes = {"tensor": Shard(0)}
         return TableHead(self.mesh, shape, tied, classes, classes, self.boundary)
-
-    def experts(self, shape: ExpertsShape) -> nn.Module:
-        return Experts(self.mesh, shape, self.boundary)
 
     def slice(self, x: Tensor, where: Where) -> Tensor:
         return self.boundary.part(x) if where == "hidden" else x

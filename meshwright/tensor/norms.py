@@ -121,17 +121,16 @@ class Norm(ShardedModule):
     def forward(self, h: Tensor) -> Tensor:
         biases = () if self.bias is None else (self.bias,)
         x, weight, *cast = kernel_operands(h, self.mesh.device_type, self.weight, *biases)
-        if self.blocks.exact:
-            return scaled_by_block(self._normed(x, None), self, self.bias, *self.cut).to(h.dtype)
-        if self.affine_apart:
-            y = self._normed(x, None) * weight
-            return (y + cast[0] if cast else y).to(h.dtype)
-        return self._normed(x, weight, *cast).to(h.dtype)
-
-    def _normed(self, x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
+        scale, bias = (None, None) if self.blocks.exact or self.affine_apart else (weight, cast[0] if cast else None)
         if self.kind == "rms":
-            return F.rms_norm(x, self.weight.shape, weight, self.epsilon)
-        return F.layer_norm(x, self.weight.shape, weight, bias, self.epsilon)
+            y = F.rms_norm(x, weight.shape, scale, self.epsilon)
+        else:
+            y = F.layer_norm(x, weight.shape, scale, bias, self.epsilon)
+        if self.blocks.exact:
+            y = scaled_by_block(y, self, self.bias, *self.cut)
+        elif self.affine_apart:
+            y = y * weight + cast[0] if cast else y * weight
+        return y.to(h.dtype)
 
 
 class GroupNorm(ShardedModule):
@@ -154,7 +153,10 @@ class GroupNorm(ShardedModule):
         return y.transpose(1, 2).to(h.dtype)
 
 
-class _SplitLayerNorm(torch.autograd.Function):
+class SplitLayerNorm(torch.autograd.Function):
+    """Layer norm of x [..., H/n] over all `hidden` elements; weight and bias [H/n], float32 or float64. A narrower x is
+    read and written as it is, and nothing between is rounded."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, hidden: int, epsilon: float, comm: Comm) -> Tensor:
         sums = x.new_empty(*x.shape[:-1], 2, dtype=torch.float64)
@@ -187,10 +189,3 @@ class _SplitLayerNorm(torch.autograd.Function):
         dnormed.sub_(mean).addcmul_(normed, projection, value=-1)
         dx = torch.mul(dnormed, scale, out=torch.empty_like(dy))
         return dx, dweight, dbias, None, None, None
-
-
-def split_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, hidden: int, epsilon: float, comm: Comm) -> Tensor:
-    """Layer norm of x [..., H/n] over all `hidden` elements; weight and bias [H/n], float32 or float64. A narrower x is
-    read and written as it is, and nothing between is rounded."""
-    y: Tensor = _SplitLayerNorm.apply(x, weight, bias, hidden, epsilon, comm)
-    return y

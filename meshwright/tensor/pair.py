@@ -49,7 +49,7 @@ class _Expand(torch.autograd.Function):
         ctx.layer, ctx.boundary, ctx.biased = layer, boundary, bias is not None
         blocks, held = layer.blocks, layer.held(weight)
         parts = [(layer.by_input(those.of(held)), None if bias is None else those.of(bias)) for those in layer.columns]
-        runs = [layer.beside(layer.products(rows, parts)) for rows in blocks.rows(whole)]
+        runs = [layer.products(rows, parts) for rows in blocks.rows(whole)]
         return blocks.joined(runs, whole.shape[0])
 
     @staticmethod
@@ -189,13 +189,17 @@ class CutExpand(ShardedModule):
         """A part's columns of the weight, split by parts of the input's width, as kernels get them."""
         return parts_of(self.blocks.own(weight), self.inputs, 0)
 
-    def products(self, rows: Tensor, parts: list[tuple[list[Tensor], Tensor | None]]) -> list[Tensor]:
-        """[rows, N/parts] of each of this rank's parts."""
+    def products(self, rows: Tensor, parts: list[tuple[list[Tensor], Tensor | None]]) -> Tensor:
+        """[rows, N] of this rank's parts [rows, N/parts], each of which has its run of every group."""
         if self.inputs == 1:
-            return [rows @ own if offsets is None else torch.addmm(offsets, rows, own) for (own,), offsets in parts]
-        inputs = parts_of(rows, self.inputs, -1)
-        ys = [(_product(inputs, owns), offsets) for owns, offsets in parts]
-        return [y if offsets is None else y.add_(offsets) for y, offsets in ys]
+            ys = [rows @ own if offsets is None else torch.addmm(offsets, rows, own) for (own,), offsets in parts]
+        else:
+            inputs = parts_of(rows, self.inputs, -1)
+            sums = [(_product(inputs, owns), offsets) for owns, offsets in parts]
+            ys = [y if offsets is None else y.add_(offsets) for y, offsets in sums]
+        if len(ys) == 1:
+            return ys[0]
+        return torch.stack([y.unflatten(-1, (self.groups, -1)) for y in ys], 2).flatten(1)
 
     def input_gradients(self, runs: list[list[Tensor]], held: Tensor) -> list[Tensor]:
         """This rank's part of dx [rows, H] of each run, from its parts of dy [rows, N/parts]."""
@@ -211,12 +215,6 @@ class CutExpand(ShardedModule):
     def add_weight_gradient(self, weight: Tensor, write: WriteGradient) -> Tensor | None:
         """Add up what `write` writes, the gradient of what products need of the weight."""
         return self.add_gradient("weight", weight, write)
-
-    def beside(self, products: list[Tensor]) -> Tensor:
-        """[rows, N] of parts [rows, N/parts], each of which has its run of every group."""
-        if len(products) == 1:
-            return products[0]
-        return torch.stack([product.unflatten(-1, (self.groups, -1)) for product in products], 2).flatten(1)
 
     def by_part(self, rows: Tensor) -> list[Tensor]:
         """The parts of [rows, N], each in separate memory."""

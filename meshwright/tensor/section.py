@@ -166,7 +166,8 @@ class TensorSection(Section):
     @property
     def words(self) -> str:
         """The kind as tables name it, with the settings that change what a rank does; nothing where nothing is cut."""
-        return self.kind if self.axes else ""
+        cut = ", cut by sequence" if self.cuts_sequences else ""
+        return f"{self.kind}{cut}" if self.axes else ""
 
     def cuts(self, config: Config) -> Iterator[Cut]:
         """Fields of the model and the data that the kind divides, and by what."""
@@ -245,10 +246,6 @@ class Megatron(TensorSection):
     @property
     def token_axes(self) -> tuple[str, ...]:
         return ("tensor",) if self.sequence_parallel else ()
-
-    @property
-    def words(self) -> str:
-        return f"{self.kind}, cut by sequence" if self.sequence_parallel else self.kind
 
     def cuts(self, config: Config) -> Iterator[Cut]:
         yield from whole_layers(config, "layout.tensor.size", self.size)

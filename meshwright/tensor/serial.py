@@ -90,14 +90,17 @@ class SerialLinear(ShardedModule):
 
 
 class SerialHead(TableHead):
-    """The whole table: padding rows are never seen."""
+    """The whole table: padding rows are never seen. It can also be asked what it computes, by evaluation and
+    generation, without gradients."""
 
     def token_losses(self, h: Tensor, labels: Tensor) -> Tensor:
+        """Each token's loss in float32, [B, T]; 0 where it is not counted."""
         vocabulary = self.classes.vocabulary
         losses = chunked_token_losses(h.flatten(0, -2), self.block, self.bias, labels.flatten(), vocabulary)
         return losses.view(labels.shape)
 
     def logits(self, h: Tensor) -> Tensor:
+        """[B, T, V], without the padding of the vocabulary."""
         bias = None if self.bias is None else self.bias[: self.classes.vocabulary]
         return F.linear(h, self.block[: self.classes.vocabulary], bias)
 

@@ -48,7 +48,7 @@ from meshwright.tensor.gathered import Weights
 from meshwright.tensor.head import HeadShape, TableHead
 from meshwright.tensor.kit import NormKind, Role, Where
 from meshwright.tensor.linear import bias_gradient, cast, write_part
-from meshwright.tensor.norms import split_layer_norm
+from meshwright.tensor.norms import SplitLayerNorm
 from meshwright.tensor.serial import Embedding, KitBase, SerialLinear, grouped
 from meshwright.tensor.summa import Panels, Sizes, Stationary, Summa, W, X, Y, best_stationary
 
@@ -113,7 +113,7 @@ class TesseractLinear(ShardedModule):
         """The blocks of the product with `rows` rows of x. Of the weight's shape alone: under zero3 a weight of which
         autograd keeps a cast copy has no memory in the backward pass."""
         outputs = self.columns.num_of(self.weight.shape[1:].numel())
-        return Sizes.of(rows, self.weight.shape[0], outputs, self.mesh.size("row"))
+        return Sizes(rows, self.weight.shape[0], outputs, self.mesh.size("row"))
 
     def choice(self, rows: int) -> Stationary:
         return best_stationary(self.sizes(rows), self.weights.form)
@@ -147,7 +147,9 @@ class TesseractNorm(ShardedModule):
     def forward(self, h: Tensor) -> Tensor:
         if self.kind == "layer":
             bias = torch.zeros_like(self.weight) if self.bias is None else self.bias
-            return split_layer_norm(h, self.weight, bias, self.hidden, self.epsilon, self.mesh.comm("col"))
+            comm = self.mesh.comm("col")
+            y: Tensor = SplitLayerNorm.apply(h, self.weight, bias, self.hidden, self.epsilon, comm)
+            return y
         x = h.to(self.weight.dtype)
         squares = all_reduce(x.square().sum(-1, keepdim=True), self.mesh, "col")
         mean = all_reduce_gradient(squares, self.mesh, "col") / self.hidden
@@ -242,4 +244,4 @@ class TesseractKit(KitBase):
         return x.chunk(self.mesh.size("depth", "row"))[self.mesh.index("depth", "row")]
 
     def end_step(self) -> None:
-        self.weights.forget()
+        self.weights.kept.clear()
