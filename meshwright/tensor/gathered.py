@@ -11,9 +11,8 @@ auto is decided before a rank is built, by the memory that is free (decisions.py
 
 from __future__ import annotations
 
-from functools import cached_property
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from meshwright.parameters.shard import ShardedModule
@@ -24,19 +23,15 @@ from meshwright.tensor.summa import Form, Panels, Summa
 class Weights:
     """The weights of a rank's 2-D layers, gathered on demand and kept as `form` says."""
 
-    def __init__(self, mesh: Mesh, policy: str) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: Mesh, policy: str, kept: dict[Any, Tensor]) -> None:
+        """`kept`: the kit's, for gathered weights by layer, what stays, and dtype."""
+        self.kept = kept
         # A config that nobody has resolved (auto) takes no memory for it.
         self.form = Form(streams=policy == "stream", keeps=policy == "gather")
         """How operands travel."""
         self.blocks: list[Tensor] = []
         """This rank's blocks of all weights that take part in 2-D products."""
-        self.kept: dict[tuple[ShardedModule, str, torch.dtype], Tensor] = {}
-        """By layer, what stays and dtype; to be cleared at a step's end, when the weights change."""
-
-    @cached_property
-    def summa(self) -> Summa:
-        return Summa(self.mesh, streams=self.form.streams)
+        self.summa = Summa(mesh, streams=self.form.streams)
 
     def panels(self, layer: ShardedModule, stays: str, block: Tensor) -> Panels:
         """The panels of a layer's weight for a product in which `stays` stays."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshwright.parameters.shard import Initial, Placements, ShardedModule, ShardSpec, WriteGradient
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.boundary import UNCUT, Boundary
-from meshwright.tensor.cross_entropy import Classes, chunked_loss, num_correct
+from meshwright.tensor.cross_entropy import Classes, chunked_loss, give_to_autograd, num_correct
 from meshwright.tensor.islands import UsesIslands
 
 
@@ -90,7 +90,8 @@ class TableHead(ShardedModule, UsesIslands):
         """The sum of the counted tokens' losses times `scale`."""
         rows, table = self.operands(h, labels)
         classes = replace(self.classes, islands=self.islands)
-        return chunked_loss(rows, table, self.bias, labels, classes, scale, self.give)
+        give = self.give if table is self.block else give_to_autograd  # whose backward pass brings it to the block
+        return chunked_loss(rows, table, self.bias, labels, classes, scale, give)
 
     @torch.no_grad()
     def num_correct(self, h: Tensor, labels: Tensor) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import Tensor, nn
 
@@ -67,12 +67,14 @@ class Kit(LinearPair, Protocol):
     that their dropout masks must differ; on all others they must be the same.
 
     `parts`: those of its inner width that a rank multiplies one by one, each with a key-value head of its own.
-    `inner`: what it holds between the two linears of its own pairs.
+    `inner`: what it holds between the two linears of its own pairs. `kept`: what was derived from weights, to be
+    cleared when a step has changed them.
     """
 
     split_axes: tuple[str, ...]
     parts: int
     inner: Blocks
+    kept: dict[Any, Tensor]
 
     @property
     def branches(self) -> LinearPair: ...
@@ -119,9 +121,6 @@ class Kit(LinearPair, Protocol):
 
     def own_randomness(self, rate: float) -> AbstractContextManager[None]:
         """Around what draws random numbers inside a pair of linears, with probability `rate`: each rank its own."""
-
-    def end_step(self) -> None:
-        """The weights have changed: forget what was derived from them."""
 
 
 class ExpertsKit(Kit, Protocol):

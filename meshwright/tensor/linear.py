@@ -161,27 +161,25 @@ class _Lookup(torch.autograd.Function):
         cut = [run for grain in ids.chunk(ctx.grains) for run in grain.chunk(ctx.runs, -1)]
         incoming = [run for grain in dy.chunk(ctx.grains) for run in grain.chunk(ctx.runs, -2)]
         for own, rows in zip(cut, incoming, strict=True):
-
-            def write(out: Tensor, beta: int, own: Tensor = own, rows: Tensor = rows) -> None:
-                if not beta:
-                    out.zero_()
-                add_rows(out, own.flatten(), rows.flatten(0, -2).to(out.dtype), ctx.layer.mesh.device_type)
-
-            given = ctx.layer.add_gradient("weight", ctx.layer.get_parameter("weight"), write)
-            dweight = added(dweight, given)
+            write = partial(write_rows, own, rows, ctx.layer.mesh.device_type)
+            dweight = added(dweight, ctx.layer.add_gradient("weight", ctx.layer.get_parameter("weight"), write))
         return None, dweight, None, None, None
 
 
-def add_rows(table: Tensor, ids: Tensor, rows: Tensor, device_type: str) -> None:
-    """table[ids] += rows, ids [n] with repeats, rows [n, H]; in an order, and so with bits, that are always the same.
+def write_rows(ids: Tensor, rows: Tensor, device_type: str, out: Tensor, beta: int) -> None:
+    """beta · out, and out[ids] += rows, ids [...] with repeats, rows [..., H]; in an order, and so with bits, that are
+    always the same.
 
     Of torch's two forms one is, and not the same one everywhere: on GPUs `index_put_` sorts the ids and `index_add_`
     adds atomically; on CPUs `index_add_` goes id by id and `index_put_` adds atomically, from several threads.
     """
+    if not beta:
+        out.zero_()
+    ids, rows = ids.flatten(), rows.flatten(0, -2).to(out.dtype)
     if device_type == "cuda":
-        table.index_put_((ids,), rows, accumulate=True)
+        out.index_put_((ids,), rows, accumulate=True)
     else:
-        table.index_add_(0, ids, rows)
+        out.index_add_(0, ids, rows)
 
 
 def lookup(ids: Tensor, layer: ShardedModule, runs: int = 1, grains: int = 1) -> Tensor:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, cast
 
 from meshwright.errors import Problem
 from meshwright.registry import load_entry
-from meshwright.section import Positive, Rule, Section, can_share, divisors, listed, rule
+from meshwright.section import Positive, Rule, Section, can_share, divisors, field_of, listed, rule
 
 if TYPE_CHECKING:
     from meshwright.bits.blocks import Blocks
@@ -107,6 +107,8 @@ class TensorSection(Section):
 
     kit_class: ClassVar[str]
     """The class of its kit, `module:attribute`; its first argument is the mesh."""
+    kit_fields: ClassVar[Mapping[str, str]] = {}
+    """The arguments of the kit's class besides the mesh, and the fields of the config that they are."""
     rules: ClassVar[tuple[Rule, ...]] = ()
     """Refusals: with which other fields the kind does not go, and why; checked where the kind is chosen."""
     idle_alone: ClassVar[tuple[str, ...]] = ()
@@ -179,8 +181,8 @@ class TensorSection(Section):
         yield from ()
 
     def kit_settings(self, config: Config) -> Mapping[str, Any]:
-        """The arguments of the kit's class besides the mesh, by name."""
-        return {}
+        """The values of these arguments, and of others that are no fields."""
+        return {name: field_of(config, field) for name, field in self.kit_fields.items()}
 
     def kit(self, config: Config, mesh: Mesh, blocks: Blocks | None = None) -> Kit:
         """The words that models are written in, for a rank. `blocks`: of a run whose kernels get blocks of one shape in
@@ -232,6 +234,7 @@ class Megatron(TensorSection):
     """Tokens of norms and dropout are split over the same ranks: less memory, as many bytes."""
 
     kit_class: ClassVar[str] = "meshwright.tensor.megatron:MegatronKit"
+    kit_fields: ClassVar[Mapping[str, str]] = {"sequence_parallel": "layout.tensor.sequence_parallel"}
     rules: ClassVar[tuple[Rule, ...]] = (sequences_can_be_cut,)
     idle_alone: ClassVar[tuple[str, ...]] = ("sequence_parallel",)
     heads_axis: ClassVar[str] = "tensor"
@@ -261,9 +264,6 @@ class Megatron(TensorSection):
             yield cls(kind="megatron", size=size)
             yield cls(kind="megatron", size=size, sequence_parallel=True)
 
-    def kit_settings(self, config: Config) -> Mapping[str, Any]:
-        return {"sequence_parallel": self.sequence_parallel}
-
 
 @rule("layout.tensor")
 def depth_is_at_most_q(config: Config) -> Iterator[Problem]:
@@ -283,6 +283,7 @@ class Tesseract(TensorSection):
     """Layers of such squares, each with 1/d of the batch, at most q."""
 
     kit_class: ClassVar[str] = "meshwright.tensor.tesseract:TesseractKit"
+    kit_fields: ClassVar[Mapping[str, str]] = {"policy": "memory.summa"}
     rules: ClassVar[tuple[Rule, ...]] = (depth_is_at_most_q,)
     gives_effect_to: ClassVar[tuple[str, ...]] = ("memory.summa",)
     heads_axis: ClassVar[str] = "col"
@@ -313,6 +314,3 @@ class Tesseract(TensorSection):
             for d in range(1, q + 1):
                 if devices % (q * q * d) == 0:
                     yield cls(kind="tesseract", q=q, d=d)
-
-    def kit_settings(self, config: Config) -> Mapping[str, Any]:
-        return {"policy": config.memory.summa}

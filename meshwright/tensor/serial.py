@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -140,6 +140,7 @@ class KitBase:
         """`blocks`: what a rank multiplies at a time, and in which order sums over parts are made."""
         self.mesh, self.blocks, self.parts, self.inner = mesh, blocks, blocks.parts, blocks
         self.boundary, self.split_axes = boundary, boundary.split_axes
+        self.kept: dict[Any, Tensor] = {}
 
     def outside(self, layer: ShardedModule) -> nn.Module:
         """A layer between pairs, or its stand-in on a rank that has no part of it."""
@@ -219,9 +220,6 @@ class KitBase:
 
     def own_randomness(self, rate: float) -> AbstractContextManager[None]:
         return nullcontext()  # one rank's, or every rank's stream is its own already
-
-    def end_step(self) -> None:
-        return None
 
 
 class SerialKit(KitBase):

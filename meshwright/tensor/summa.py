@@ -79,19 +79,14 @@ class Sizes:
     outputs: int
     q: int
 
-    @property
-    def blocks(self) -> dict[str, int]:
-        """Elements of a rank's block of each."""
-        rows, inputs, outputs = self.rows, self.inputs, self.outputs
-        return {X: rows * inputs, W: inputs * outputs, Y: rows * outputs}
-
     def sent(self, choice: Stationary, form: Form) -> int:
         """Elements that a rank (off the diagonal) sends for the three products.
 
         What one product gathered may serve the next: the weight in dX where it is kept, dY in dW unless it streams.
         """
         there: set[tuple[str, str]] = set()
-        total, blocks = 0, self.blocks
+        rows, inputs, outputs, total = self.rows, self.inputs, self.outputs, 0
+        blocks = {X: rows * inputs, W: inputs * outputs, Y: rows * outputs}
         for target, stays in ((Y, choice.forward), (X, choice.dx), (W, choice.dw)):
             for who, route in ROUTES[stays].items():
                 if (who, stays) not in there or who == target:

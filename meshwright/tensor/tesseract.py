@@ -37,13 +37,11 @@ from meshwright.parameters.shard import (
     Shard,
     ShardedModule,
     ShardSpec,
-    WriteGradient,
 )
 from meshwright.ranks.collectives import all_gather, all_reduce, all_reduce_gradient, reduce_scatter
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.boundary import HIDDEN, Boundary, CutActivations
 from meshwright.tensor.copies import ALL_COLUMNS, Columns, HeadGroups, columns_of_parts
-from meshwright.tensor.cross_entropy import give_to_autograd
 from meshwright.tensor.gathered import Weights
 from meshwright.tensor.head import HeadShape, TableHead
 from meshwright.tensor.kit import NormKind, Role, Where
@@ -179,9 +177,6 @@ class TesseractHead(TableHead):
         super().__init__(mesh, shape, tied, {"row": Shard(0), "col": Shard(1)}, {"col": Shard(0)}, boundary)
         self.summa = Summa(mesh, streams=False)
 
-    def give(self, like: Tensor, write: WriteGradient) -> Tensor | None:
-        return give_to_autograd(like, write)  # of the gathered table, whose backward pass brings it home
-
     def own_classes(self, block: Tensor) -> Tensor:
         table: Tensor = _Table.apply(block, self.summa)
         return table
@@ -196,7 +191,7 @@ class TesseractKit(KitBase):
         """`policy`: gather, whole, stream or auto (gathered.py); with blocks gather or whole."""
         super().__init__(mesh, CutActivations(mesh, "col", HIDDEN, by_tree=blocks.exact), blocks)
         self.split_axes = ("depth", "row", "col")
-        self.weights = Weights(mesh, policy)
+        self.weights = Weights(mesh, policy, self.kept)
 
     def embedding(self, num_rows: int, hidden: int, initial: Initial) -> nn.Module:
         # A row of ranks looks its ids [B/depth, T] up together, and each keeps its own rows of the sum.
@@ -242,6 +237,3 @@ class TesseractKit(KitBase):
         if where == "hidden":
             return self.boundary.part(x)
         return x.chunk(self.mesh.size("depth", "row"))[self.mesh.index("depth", "row")]
-
-    def end_step(self) -> None:
-        self.weights.kept.clear()

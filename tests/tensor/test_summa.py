@@ -13,7 +13,8 @@ from meshwright.decisions import affordable_products
 from meshwright.parameters.shard import Initial, initialise
 from meshwright.ranks.collectives import all_gather, reduce_scatter
 from meshwright.ranks.grid import Grid
-from meshwright.ranks.mesh import Mesh, solo_mesh
+from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.planned import planned_mesh
 from meshwright.tensor.gathered import Weights
 from meshwright.tensor.summa import ROUTES, Form, Sizes, Stationary, best_stationary
 from meshwright.tensor.tesseract import TesseractLinear
@@ -37,7 +38,7 @@ def block(mesh: Mesh, x: Tensor) -> Tensor:
 
 
 def layer_of(mesh: Mesh, form: Form) -> TesseractLinear:
-    weights = Weights(mesh, "gather" if form.keeps else "stream" if form.streams else "whole")
+    weights = Weights(mesh, "gather" if form.keeps else "stream" if form.streams else "whole", {})
     layer = TesseractLinear(mesh, H, (N,), Initial(0.5), weights)
     initialise(layer, mesh, 1)
     return layer.double()
@@ -124,7 +125,8 @@ def expected(sizes: Sizes, choice: Stationary, form: Form) -> tuple[dict[str, in
         for who, route in ROUTES[stays].items():
             served = who != target and (who, stays) in gathered
             if not served:
-                block = sizes.blocks[who]
+                rows, inputs, outputs = sizes.rows, sizes.inputs, sizes.outputs
+                block = {"X": rows * inputs, "W": inputs * outputs, "Y": rows * outputs}[who]
                 sent[route.axis] += (sizes.q - 1) * block
                 exchanged += block * route.transposed
             if who == "Y" and target == "X" and not form.streams:
@@ -153,7 +155,7 @@ def test_the_choice_follows_the_sizes() -> None:
 )
 def test_the_form_follows_the_memory(free: int, form: Form) -> None:
     policy = affordable_products([100] * 8, 2, free)
-    assert Weights(solo_mesh(torch.device("cpu")), policy).form == form
+    assert Weights(planned_mesh(GRIDS["2"], 0, ("row",)), policy, {}).form == form
 
 
 def gathers(mesh: Mesh) -> tuple[int, int, int]:
