@@ -51,7 +51,7 @@ from meshwright.registry import load_entry
 from meshwright.tensor.dropout import BlockDropout, InnerDropout
 from meshwright.tensor.experts import Experts
 from meshwright.tensor.islands import UsesIslands, compiled_islands
-from meshwright.tensor.kit import Kit, rows_of_rank
+from meshwright.tensor.kit import Kit
 from meshwright.tensor.linear import autocast_device
 from meshwright.tensor.norms import Norm
 from meshwright.tensor.part_loss import PartHead
@@ -342,8 +342,10 @@ def build_model(config: Config, kit: Kit, mesh: Mesh, chunk: Chunk | None = None
 
 
 def rank_part(batch: Batch, kit: Kit, model: Chain) -> Batch:
-    """A rank's rows of a replica's batch, and the rank's tokens of these rows."""
-    return model.context.cut(rows_of_rank(model.prepared(batch), kit, model.inside), model.inside)
+    """A rank's rows of a replica's batch, of each entry those for where it is read; and its tokens of these rows."""
+    entries, inside = model.prepared(batch).items(), model.inside
+    rows = {name: kit.slice(x, "inside" if name in inside else "batch") for name, x in entries}
+    return model.context.cut(rows, inside)
 
 
 def empty_batch(config: Config, kit: Kit, model: Chain, device: torch.device, rows: int | None = None) -> Batch:

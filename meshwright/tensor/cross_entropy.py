@@ -46,7 +46,7 @@ from meshwright.parameters.shard import WriteGradient
 from meshwright.ranks.agreement import all_rows
 from meshwright.ranks.comm import Comm
 from meshwright.tensor.islands import Islands
-from meshwright.tensor.linear import autocast_device, autocast_dtype, write_product
+from meshwright.tensor.linear import autocast_device, cast, write_product
 
 CHUNK_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
 """Bytes of a chunk's float32 logits [C, V]."""
@@ -292,16 +292,13 @@ def chunked_loss(
     h [B·T, H]; weight [V/p, H]; bias [V/p]; labels [B·T] or [B, T], -100 is not counted. The scale goes into the
     gradients as they are made, so that half-precision ones do not underflow. `give` takes the table's gradient.
     """
-    dtype = autocast_dtype(h)
-    if dtype is not None:
-        with torch.autocast(autocast_device(h.device), enabled=False):
-            half = None if bias is None else bias.to(dtype)
-            return chunked_loss(h.to(dtype), weight.to(dtype), half, labels, classes, scale, give)
+    h, weight, bias = cast(h, weight, bias)
     index, labels = chosen_rows(labels, classes), labels.flatten()
     if index is not None:
         h, labels = h[index], labels[index]
     differentiates = torch.is_grad_enabled() and (h.requires_grad or weight.requires_grad)
-    loss: Tensor = _ChunkedLoss.apply(h, weight, bias, labels, classes, scale, give, differentiates)
+    with torch.autocast(autocast_device(h.device), enabled=False):
+        loss: Tensor = _ChunkedLoss.apply(h, weight, bias, labels, classes, scale, give, differentiates)
     return loss
 
 

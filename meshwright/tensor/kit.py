@@ -6,13 +6,11 @@ A model calls these and plain torch functions that act element by element or hea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import Tensor, nn
 
-from meshwright.model import Batch
 from meshwright.parameters.shard import Initial
 
 if TYPE_CHECKING:
@@ -129,8 +127,3 @@ class ExpertsKit(Kit, Protocol):
     def experts(self, shape: ExpertsShape) -> nn.Module:
         """[B, T, H] and the tokens' places [T] in their sequences, there in training, to ([B, T, H],), and each
         sequence's balance [B] where it is asked for."""
-
-
-def rows_of_rank(batch: Batch, kit: Kit, inside: Sequence[str]) -> Batch:
-    """A rank's rows of a replica's batch, of each entry those for where it is read."""
-    return {name: kit.slice(x, "inside" if name in inside else "batch") for name, x in batch.items()}

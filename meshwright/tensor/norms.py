@@ -17,8 +17,8 @@ is large. Sums are written where they travel, and worked on there: a GPU pays su
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.bits.blocks import WHOLE, Blocks, added, apart, parts_of
-from meshwright.parameters.shard import ONES, ZEROS, Placements, ShardedModule, ShardSpec, WriteGradient
+from meshwright.parameters.shard import ONES, ZEROS, Placements, ShardedModule, ShardSpec
 from meshwright.ranks.comm import Comm
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.linear import write_sum
@@ -58,11 +58,8 @@ class _ByBlock(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        dweight = dbias = None
-        for product in ctx.cut.of(dy * x):
-            dweight = added(dweight, ctx.layer.add_gradient("weight", weight, _sum_of(product, ctx.cut.columns)))
-        for part in ctx.cut.of(dy) if ctx.biased else ():
-            dbias = added(dbias, ctx.layer.add_gradient("bias", weight, _sum_of(part, ctx.cut.columns)))
+        dweight = ctx.cut.add_sums(ctx.layer, "weight", weight, dy * x)
+        dbias = ctx.cut.add_sums(ctx.layer, "bias", weight, dy) if ctx.biased else None
         return dy * weight, dweight, dbias, None, None
 
 
@@ -75,19 +72,19 @@ class _Cut:
     parts: int
     columns: int
 
-    def of(self, x: Tensor) -> Iterator[Tensor]:
-        """Each block's rows [n, E]."""
+    def add_sums(self, layer: ShardedModule, name: str, like: Tensor, x: Tensor) -> Tensor | None:
+        """Add the sum of each block's rows [n, E] of x to the gradient of the layer's parameter of that name."""
+        total = None
         for run in self.blocks.cut(x):
             for part in run.chunk(self.parts, 2) if self.parts > 1 else (run,):
-                yield apart(part).flatten(0, -2)
+                write = partial(self.write_sums, apart(part).flatten(0, -2))
+                total = added(total, layer.add_gradient(name, like, write))
+        return total
 
-
-def _sum_of(rows: Tensor, columns: int) -> WriteGradient:
-    def write(out: Tensor, beta: int) -> None:
-        for part, own in zip(parts_of(rows, columns, -1), out.chunk(columns), strict=True):
+    def write_sums(self, rows: Tensor, out: Tensor, beta: int) -> None:
+        """A block's sum + beta · out, in `out`, by parts of the columns."""
+        for part, own in zip(parts_of(rows, self.columns, -1), out.chunk(self.columns), strict=True):
             write_sum(part, own, beta)
-
-    return write
 
 
 def scaled_by_block(

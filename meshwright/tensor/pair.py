@@ -11,7 +11,7 @@ p: the axis's size. A `Boundary` says how activations enter and leave the pair.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -69,23 +69,18 @@ class _Expand(torch.autograd.Function):
         entered = cache(lambda: [parts_of(rows, layer.inputs, -1) for rows in blocks.rows(entering.wait())])
         for number, run in enumerate(runs):
             for those in layer.copies:
-
-                def write(out: Tensor, beta: int, number: int = number, run: list[Tensor] = run,
-                          those: Sequence[int] = those) -> None:  # fmt: skip
-                    inputs = entered()[number]
-                    for part in those:
-
-                        def add(own: Tensor, more: int, dy: Tensor = run[part]) -> None:
-                            for rows, held in zip(inputs, own.chunk(len(inputs)), strict=True):
-                                write_product(rows.t(), dy, held, more)
-
-                        layer.columns[part].write(add)(out, beta if part == those[0] else 1)
-
+                write = partial(layer.write_columns, entered, number, run, those)
                 dweight = added(dweight, layer.add_weight_gradient(weight, write))
                 if ctx.biased:
                     columns = [layer.columns[part] for part in those]
                     dbias = added(dbias, bias_gradient([run[part] for part in those], layer, columns))
         return None if leaving is None else leaving.wait().to(dy.dtype), dweight, dbias, None, None
+
+
+def _write_products(inputs: list[Tensor], dy: Tensor, out: Tensor, beta: int) -> None:
+    """The gradient of a part's columns, by parts of the input's width."""
+    for rows, own in zip(inputs, out.chunk(len(inputs)), strict=True):
+        write_product(rows.t(), dy, own, beta)
 
 
 def _product(rows: list[Tensor], owns: list[Tensor]) -> Tensor:
@@ -129,13 +124,7 @@ class _Contract(torch.autograd.Function):
             dbias = added(dbias, bias_gradient(parts_of(rows, blocks.hidden, -1), layer, columns))
         whole = [parts_of(rows, blocks.hidden, -1) for rows in blocks.rows(entering.wait())]
         for rows, incoming in zip(blocks.rows(x), whole, strict=True):
-
-            def write(out: Tensor, beta: int, rows: Tensor = rows, incoming: list[Tensor] = incoming) -> None:
-                for part, own in zip(blocks.split(rows, -1), out.chunk(blocks.parts), strict=True):
-                    for number, dy in enumerate(incoming):
-                        product = partial(write_product, part.t(), dy)
-                        columns[number].write(product)(own, beta if number == 0 else 1)
-
+            write = partial(layer.write_rows, rows, incoming, columns)
             dweight = added(dweight, layer.add_gradient("weight", weight, write))
         owns = [[own.t() for own in parts_of(part, blocks.hidden, -1)] for part in blocks.split(weight, 0)]
         runs = [side_by_side([_product(rows, own) for own in owns]) for rows in whole]
@@ -212,6 +201,16 @@ class CutExpand(ShardedModule):
             for run in runs
         ]  # fmt: skip
 
+    def write_columns(
+        self, entered: Callable[[], list[list[Tensor]]], number: int, run: list[Tensor], those: Sequence[int],
+        out: Tensor, beta: int,
+    ) -> None:  # fmt: skip
+        """The gradient of a weight's columns that `those` parts have. `entered`: each run's inputs, of which this run
+        is the one of that number; `run`: its dy by part."""
+        for part in those:
+            write = partial(_write_products, entered()[number], run[part])
+            self.columns[part].write(write)(out, beta if part == those[0] else 1)
+
     def add_weight_gradient(self, weight: Tensor, write: WriteGradient) -> Tensor | None:
         """Add up what `write` writes, the gradient of what products need of the weight."""
         return self.add_gradient("weight", weight, write)
@@ -240,3 +239,13 @@ class CutContract(ShardedModule):
         bias = self.bias if self.boundary.holds else None
         y: Tensor = _Contract.apply(*cast(x, self.weight, bias), self, self.boundary)
         return y
+
+    def write_rows(
+        self, rows: Tensor, incoming: list[Tensor], columns: Sequence[Columns], out: Tensor, beta: int
+    ) -> None:
+        """A run's gradient of the weight by parts of its rows, from its input and the parts of its dy, whose columns
+        these are."""
+        for part, own in zip(self.blocks.split(rows, -1), out.chunk(self.blocks.parts), strict=True):
+            for number, dy in enumerate(incoming):
+                product = partial(write_product, part.t(), dy)
+                columns[number].write(product)(own, beta if number == 0 else 1)

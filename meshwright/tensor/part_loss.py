@@ -35,7 +35,7 @@ from meshwright.tensor.cross_entropy import (
     wide_dtype,
 )
 from meshwright.tensor.head import HeadShape, TableHead
-from meshwright.tensor.linear import autocast_device, autocast_dtype, write_part, write_product
+from meshwright.tensor.linear import autocast_device, cast, write_part, write_product
 
 
 class PartHead(TableHead):
@@ -53,12 +53,8 @@ class PartHead(TableHead):
         """Where the step's loss scale stands, of which losses are multiples in training."""
 
     def forward(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:
-        dtype = autocast_dtype(h)
-        table: Tensor = self.block
-        bias: Tensor | None = self.bias
+        h, table, bias = cast(h, self.block, self.bias)
         with torch.autocast(autocast_device(h.device), enabled=False):
-            if dtype is not None:
-                h, table, bias = h.to(dtype), table.to(dtype), None if bias is None else bias.to(dtype)
             differentiates = torch.is_grad_enabled() and (h.requires_grad or table.requires_grad)
             loss: Tensor = _PartLoss.apply(h, table, bias, labels, scale, self, differentiates)
         return loss

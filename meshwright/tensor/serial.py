@@ -44,17 +44,13 @@ TensorFunction = Callable[[Tensor], Tensor]
 """A kit's function on a layer's input or output."""
 
 
-def as_it_is(x: Tensor) -> Tensor:
-    return x
-
-
 class Embedding(ShardedModule):
     """Rows of a table. Where an axis cuts it by rows, each rank looks up its own of `before`'s ids, the others add
     nothing, and `after` sums. `runs`: of tokens, whose gradients are added one by one, of each of `grains`."""
 
     def __init__(
         self, mesh: Mesh, num_rows: int, hidden: int, initial: Initial, placements: Placements = UNPLACED, *,
-        before: TensorFunction = as_it_is, after: TensorFunction = as_it_is, runs: int = 1, grains: int = 1,
+        before: TensorFunction = UNCUT.part, after: TensorFunction = UNCUT.whole, runs: int = 1, grains: int = 1,
     ) -> None:  # fmt: skip
         super().__init__(mesh)
         self.before, self.after, self.runs, self.grains = before, after, runs, grains
@@ -75,8 +71,8 @@ class SerialLinear(ShardedModule):
 
     def __init__(
         self, mesh: Mesh, inputs: int, outputs: tuple[int, ...], initial: Initial, placements: Placements = UNPLACED,
-        *, bias: bool = True, blocks: Blocks = WHOLE, before: TensorFunction = as_it_is,
-        after: TensorFunction = as_it_is,
+        *, bias: bool = True, blocks: Blocks = WHOLE, before: TensorFunction = UNCUT.part,
+        after: TensorFunction = UNCUT.whole,
     ) -> None:  # fmt: skip
         super().__init__(mesh)
         self.blocks, self.before, self.after = blocks, before, after
@@ -111,7 +107,7 @@ class LinearByParts(CutExpand):
 
     def __init__(
         self, mesh: Mesh, role: Role, inputs: int, outputs: int, initial: Initial, boundary: Boundary = UNCUT, *,
-        bias: bool, blocks: Blocks, before: TensorFunction = as_it_is, after: TensorFunction = as_it_is,
+        bias: bool, blocks: Blocks, before: TensorFunction = UNCUT.part, after: TensorFunction = UNCUT.whole,
     ) -> None:  # fmt: skip
         own = outputs // mesh.size(*boundary.inner(0))
         columns = (ALL_COLUMNS,) if role == "scores" else part_columns(1, own, blocks.parts)
@@ -168,18 +164,16 @@ class KitBase:
         return layer if inside else self.outside(layer)
 
     def linear(self, role: Role, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
-        if self.blocks.hidden > 1:
-            biased, blocks = bias and role == "transform", self.blocks.between
+        biased, blocks = bias and role == "transform", self.blocks
+        before, after = (self.boundary if role == end else UNCUT for end in ("patches", "scores"))
+        if blocks.hidden > 1:
             return LinearByParts(
-                self.mesh, role, inputs, outputs, initial, bias=biased, blocks=blocks,
-                before=self.boundary.part if role == "patches" else as_it_is,
-                after=self.boundary.whole if role == "scores" else as_it_is,
+                self.mesh, role, inputs, outputs, initial, bias=biased, blocks=blocks.between, before=before.part,
+                after=after.whole,
             )  # fmt: skip
         return SerialLinear(
-            self.mesh, inputs, (outputs,), initial, bias=bias and role == "transform", blocks=self.blocks,
-            before=self.boundary.part if role == "patches" else as_it_is,
-            after=self.boundary.whole if role == "scores" else as_it_is,
-        )  # fmt: skip
+            self.mesh, inputs, (outputs,), initial, bias=biased, blocks=blocks, before=before.part, after=after.whole
+        )
 
     @property
     def branches(self) -> LinearPair:
