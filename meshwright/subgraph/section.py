@@ -34,16 +34,13 @@ class Subgraph(TensorSection):
     branch: Literal["attention-core", "attention", "block"] = "attention"
     """The part of a block that is cut along its heads; attention: the whole of it; block: the feed-forward too."""
 
+    axis_fields: ClassVar[tuple[tuple[str, str], ...]] = (("branch", "size"),)
     kit_class: ClassVar[str] = "meshwright.subgraph.kit:SubgraphKit"
     by_parts: ClassVar[str] = kit_class
     inner_axis: ClassVar[str] = "branch"
     batch_axes: ClassVar[tuple[str, ...]] = ("branch",)
     rules: ClassVar[tuple[Rule, ...]] = (branches_share_nothing,)
     idle_alone: ClassVar[tuple[str, ...]] = ("common", "branch")
-
-    @property
-    def axes(self) -> tuple[tuple[str, int], ...]:
-        return (("branch", self.size),)
 
     @property
     def rows(self) -> Rows:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshwright.bits.blocks import WHOLE, Blocks, own_stream
 from meshwright.parameters.shard import Initial, Shard, ShardSpec
@@ -29,7 +29,6 @@ from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.boundary import SEQUENCE, CutActivations, WholeActivations
 from meshwright.tensor.copies import HeadGroups, columns_of_parts
 from meshwright.tensor.head import HeadShape, TableHead
-from meshwright.tensor.kit import Where
 from meshwright.tensor.pair import CutContract, CutExpand
 from meshwright.tensor.part_loss import PartHead
 from meshwright.tensor.serial import Embedding, SerialKit, grouped
@@ -70,9 +69,6 @@ class MegatronKit(SerialKit):
             return PartHead(self.mesh, shape, tied, self.boundary, self.blocks)
         classes = {"tensor": Shard(0)}
         return TableHead(self.mesh, shape, tied, classes, classes, self.boundary)
-
-    def slice(self, x: Tensor, where: Where) -> Tensor:
-        return self.boundary.part(x) if where == "hidden" else x
 
     def own_randomness(self, rate: float) -> AbstractContextManager[None]:
         if rate == 0 or self.split_axes or self.blocks.exact:  # blocks have masks of their own

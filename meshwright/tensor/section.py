@@ -105,6 +105,8 @@ class TensorSection(Section):
     kind: str
     """How a layer is cut over ranks."""
 
+    axis_fields: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """The mesh's axes, outermost first, and the section's fields of their sizes."""
     kit_class: ClassVar[str]
     """The class of its kit, `module:attribute`; its first argument is the mesh."""
     kit_fields: ClassVar[Mapping[str, str]] = {}
@@ -137,7 +139,7 @@ class TensorSection(Section):
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
         """The mesh's axes and their sizes, outermost first."""
-        return ()
+        return tuple([(axis, getattr(self, field)) for axis, field in self.axis_fields])
 
     @property
     def token_axes(self) -> tuple[str, ...]:
@@ -233,6 +235,7 @@ class Megatron(TensorSection):
     sequence_parallel: bool = False
     """Tokens of norms and dropout are split over the same ranks: less memory, as many bytes."""
 
+    axis_fields: ClassVar[tuple[tuple[str, str], ...]] = (("tensor", "size"),)
     kit_class: ClassVar[str] = "meshwright.tensor.megatron:MegatronKit"
     kit_fields: ClassVar[Mapping[str, str]] = {"sequence_parallel": "layout.tensor.sequence_parallel"}
     rules: ClassVar[tuple[Rule, ...]] = (sequences_can_be_cut,)
@@ -241,10 +244,6 @@ class Megatron(TensorSection):
     holds_experts: ClassVar[bool] = True
     by_parts: ClassVar[str] = kit_class
     inner_axis: ClassVar[str] = "tensor"
-
-    @property
-    def axes(self) -> tuple[tuple[str, int], ...]:
-        return (("tensor", self.size),)
 
     @property
     def token_axes(self) -> tuple[str, ...]:
@@ -282,6 +281,7 @@ class Tesseract(TensorSection):
     d: Positive = 1
     """Layers of such squares, each with 1/d of the batch, at most q."""
 
+    axis_fields: ClassVar[tuple[tuple[str, str], ...]] = (("depth", "d"), ("row", "q"), ("col", "q"))
     kit_class: ClassVar[str] = "meshwright.tensor.tesseract:TesseractKit"
     kit_fields: ClassVar[Mapping[str, str]] = {"policy": "memory.summa"}
     rules: ClassVar[tuple[Rule, ...]] = (depth_is_at_most_q,)
@@ -293,10 +293,6 @@ class Tesseract(TensorSection):
     inner_axis: ClassVar[str] = "col"
     inner_field: ClassVar[str] = "layout.tensor.q"
     cuts_hidden: ClassVar[bool] = True
-
-    @property
-    def axes(self) -> tuple[tuple[str, int], ...]:
-        return (("depth", self.d), ("row", self.q), ("col", self.q))
 
     @property
     def rows(self) -> Rows:

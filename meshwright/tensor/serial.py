@@ -210,7 +210,7 @@ class KitBase:
         return heads // self.mesh.size(*self.boundary.inner(0)) if heads >= self.blocks.all_parts else 0
 
     def slice(self, x: Tensor, where: Where) -> Tensor:
-        return x
+        return self.boundary.part(x) if where == "hidden" else x
 
     def own_randomness(self, rate: float) -> AbstractContextManager[None]:
         return nullcontext()  # one rank's, or every rank's stream is its own already

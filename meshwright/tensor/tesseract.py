@@ -38,7 +38,7 @@ from meshwright.parameters.shard import (
     ShardedModule,
     ShardSpec,
 )
-from meshwright.ranks.collectives import all_gather, all_reduce, all_reduce_gradient, reduce_scatter
+from meshwright.ranks.collectives import all_gather, all_reduce, all_reduce_gradient, cross, here, reduce_scatter
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.boundary import HIDDEN, Boundary, CutActivations
 from meshwright.tensor.copies import ALL_COLUMNS, Columns, HeadGroups, columns_of_parts
@@ -154,22 +154,6 @@ class TesseractNorm(ShardedModule):
         return (x * torch.rsqrt(mean + self.epsilon) * self.weight).to(h.dtype)
 
 
-class _Table(torch.autograd.Function):
-    """The rows of the table that belong to this column's classes, [V/col, H], of its blocks [V/row, H/col]."""
-
-    @staticmethod
-    def forward(ctx: Any, block: Tensor, summa: Summa) -> Tensor:
-        ctx.summa = summa
-        panels = summa.gather(W, X, block)  # [q, V/q, H/q]: this column's rows, hidden block by hidden block
-        return panels.transpose(0, 1).flatten(1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        panels = gradient.unflatten(1, (ctx.summa.q, -1)).transpose(0, 1)
-        return ctx.summa.scatter(W, X, panels.contiguous()).wait(), None
-
-
 class TesseractHead(TableHead):
     """Classes over col: logits [b·T, V/col] stay where they are made."""
 
@@ -178,8 +162,13 @@ class TesseractHead(TableHead):
         self.summa = Summa(mesh, streams=False)
 
     def own_classes(self, block: Tensor) -> Tensor:
-        table: Tensor = _Table.apply(block, self.summa)
-        return table
+        # Panels [q, V/q, H/q] are this column's rows, hidden block by hidden block: side by side [V/col, H].
+        summa = self.summa
+        return cross(
+            block,
+            lambda block: here(summa.gather(W, X, block).transpose(0, 1).flatten(1)),
+            lambda dy: summa.scatter(W, X, dy.unflatten(1, (summa.q, -1)).transpose(0, 1).contiguous()),
+        )
 
 
 class TesseractKit(KitBase):
