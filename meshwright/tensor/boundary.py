@@ -66,25 +66,22 @@ class Boundary:
         """Begin to make the whole activation [B, T, H] from this rank's part."""
         return here(x)
 
-    def start_leave(self, x: Tensor) -> Moving:
-        """Begin to sum every rank's x [B, T, H] and return this rank's part; x is contiguous, and overwritten."""
-        return here(x)
+    start_leave = start_enter
+    """Begin to sum every rank's x [B, T, H] and return this rank's part; x is contiguous, and overwritten."""
 
     def enter(self, x: Tensor) -> Tensor:
         """Like start_enter, differentiable."""
         return x
 
-    def leave(self, x: Tensor) -> Tensor:
-        """Like start_leave, differentiable; x is kept."""
-        return x
+    leave = enter
+    """Like start_leave, differentiable; x is kept."""
 
     def part(self, x: Tensor) -> Tensor:
         """This rank's part of x, a whole tensor without a gradient."""
         return x
 
-    def whole(self, x: Tensor) -> Tensor:
-        """Every rank's x [B, t, n] in the order of tokens, differentiable; all ranks continue with the same result."""
-        return x
+    whole = part
+    """Every rank's x [B, t, n] in the order of tokens, differentiable; all ranks continue with the same result."""
 
     def inner(self, dim: int) -> Placements:
         """The placements of a parameter whose `dim` is cut like the inner width."""

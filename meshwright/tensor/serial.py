@@ -186,7 +186,7 @@ class KitBase:
         return SerialLinear(self.mesh, hidden, grouped(inner, groups), initial, bias=bias)
 
     def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
-        return SerialLinear(self.mesh, inner, (hidden,), initial, bias=bias)
+        return self.expand(inner, hidden, initial, bias=bias)  # alike, where no axis cuts pairs
 
     def enter(self, x: Tensor, heads: int) -> Tensor:
         boundary, blocks, own = self.boundary, self.blocks, self.local_heads(heads)

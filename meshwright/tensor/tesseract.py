@@ -207,9 +207,6 @@ class TesseractKit(KitBase):
         (columns,) = columns_of_parts(outputs, heads, self.mesh.size("col"), self.mesh.index("col"), self.blocks)
         return TesseractLinear(self.mesh, hidden, outputs, initial, self.weights, bias=bias, columns=columns)
 
-    def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
-        return TesseractLinear(self.mesh, inner, (hidden,), initial, self.weights, bias=bias)
-
     def linear(self, role: Role, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
         if role == "transform":
             return self.contract(inputs, outputs, initial, bias=bias)
