@@ -49,7 +49,7 @@ from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
 from meshwright.registry import load_entry
 from meshwright.tensor.dropout import BlockDropout, InnerDropout
-from meshwright.tensor.experts import Experts
+from meshwright.tensor.experts import Experts, GroupedLinear
 from meshwright.tensor.islands import UsesIslands, compiled_islands
 from meshwright.tensor.kit import Kit
 from meshwright.tensor.linear import autocast_device
@@ -198,8 +198,8 @@ def free_of_layout(
         match module:
             case Norm(kind="layer"):
                 module.affine_apart = True
-            case Experts():
-                module.compute_rows_apart()
+            case Experts() | GroupedLinear():
+                module.rows_apart = True
             case PartHead():
                 module.fixed = fixed
             case InnerDropout() if blocks.exact:

@@ -91,8 +91,8 @@ class GroupedLinear(ShardedModule):
         super().__init__(mesh)
         self.weight = self.declare("weight", ShardSpec(shape, placements, initial))
         self.rows_apart = False
-        """Whether operands of an expert's products are aligned as if allocated separately
-        (`Experts.compute_rows_apart`)."""
+        """Whether operands of an expert's products are aligned as if allocated separately, where those of `Experts`
+        are apart."""
 
     def forward(self, x: Tensor, runs: Runs) -> Tensor:
         """x [R, in], of which each expert has so many rows in each run; [R, ..., out]."""
@@ -274,10 +274,6 @@ class Experts(nn.Module):
         whole[:, places] = ids
         whole = start_all_reduce(whole, self.mesh.comm("context")).wait()
         return earlier_tokens(whole, self.shape.count)[:, places]
-
-    def compute_rows_apart(self) -> None:
-        """From now on rows from different ranks are separate products of an expert."""
-        self.rows_apart = self.expand.rows_apart = self.contract.rows_apart = True
 
     def _outputs(self, x: Tensor, runs: Runs) -> Tensor:
         """The outputs of this rank's experts, in each run for so many rows of x [R, H], in order."""
