@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from meshwright.context.kernels import Kernel, kernel_of
-from meshwright.tensor.gelu import gelu_by_slices
+from meshwright.tensor.gelu import gelu
 
 Attention = Literal["fused", "fused-softmax", "steps", "torch"]
 
@@ -102,8 +102,7 @@ class AsOnDevice(TorchFunctionMode):
             [x] = args
             if self.gelu_in_steps:
                 return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
-            if x.element_size() >= 4:  # as gelu.py decides
-                return gelu_by_slices(x)
+            return gelu(x, device_type="cpu")
         return function(*args, **(kwargs or {}))
 
     def _autocast_dtype(self, function: Any, kwargs: Mapping[str, Any]) -> torch.dtype | None:

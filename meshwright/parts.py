@@ -48,9 +48,9 @@ from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
 from meshwright.registry import load_entry
 from meshwright.tensor.dropout import BlockDropout, InnerDropout
-from meshwright.tensor.experts import Experts
+from meshwright.tensor.experts import Experts, GroupedLinear
 from meshwright.tensor.islands import UsesIslands, compiled_islands
-from meshwright.tensor.kit import Kit, rows_of_rank
+from meshwright.tensor.kit import Kit
 from meshwright.tensor.linear import autocast_device
 from meshwright.tensor.norms import Norm
 from meshwright.tensor.part_loss import PartHead
@@ -173,10 +173,16 @@ def exactly(config: Config, mesh: Mesh, inside: Sequence[str]) -> tuple[SampleGr
     if not config.bits.layout_free:
         return None, None
     tensor = config.layout.tensor
-    shares, at_once = tensor.shares
-    share = mesh.index(*tensor.batch_axes) if shares > 1 else 0
+    rows = tensor.rows
+    share = mesh.index(*tensor.batch_axes) if rows.parts > 1 else 0
     grains = SampleGrains(
-        config.bits.samples, config.micro, config.seed, shares=shares, share=share, at_once=at_once, inside=inside
+        config.bits.samples,
+        config.micro,
+        config.seed,
+        shares=rows.parts,
+        share=share,
+        at_once=rows.at_once,
+        inside=inside,
     )
     uses = 2 * config.bits.sequence * config.bits.tensor  # of a tied table; by runs; of heads that parts share
     return grains, FixedPoint(uses * config.batch.global_ // config.bits.samples, mesh.device)
@@ -193,8 +199,8 @@ def free_of_layout(
         match module:
             case Norm(kind="layer"):
                 module.affine_apart = True
-            case Experts():
-                module.compute_rows_apart()
+            case Experts() | GroupedLinear():
+                module.rows_apart = True
             case PartHead():
                 module.fixed = fixed
             case InnerDropout() if blocks.exact:
@@ -216,7 +222,7 @@ def blocks_of(config: Config, mesh: Mesh) -> Blocks:
     holders, holder = (mesh.size("context"), mesh.index("context")) if config.layout.context.size > 1 else (1, 0)
     again, own = (ranks, rank) if tensor.cuts_sequences else (1, 0)
     parts, runs = bits.tensor // ranks, bits.sequence // holders
-    own_hidden = bits.hidden // tensor.hidden_size
+    own_hidden = bits.hidden // ranks if tensor.cuts_hidden else bits.hidden
     dealt = holders if config.layout.context.strategy.by_heads else 1
     heads = bits.head_parts(config.model) // (ranks * dealt)
     return Blocks(
@@ -224,8 +230,8 @@ def blocks_of(config: Config, mesh: Mesh) -> Blocks:
         runs, holder * runs,
         runs // again, holder * runs + own * (runs // again),
         heads, (rank * dealt + holder % dealt) * heads,
-        grains=tensor.shares[1],
-        hidden=bits.hidden, own_hidden=own_hidden, first_hidden=rank * own_hidden if tensor.hidden_size > 1 else 0,
+        grains=tensor.rows.at_once,
+        hidden=bits.hidden, own_hidden=own_hidden, first_hidden=rank * own_hidden if tensor.cuts_hidden else 0,
         exact=True,
     )  # fmt: skip
 
@@ -268,7 +274,7 @@ def plan_stages(config: Config, mesh: Mesh) -> Stages:
         models.append((kit, model))
     passing: list[tuple[TensorMeta, ...]] = []
     hidden: Hidden = ()
-    rows = config.bits.samples * config.layout.tensor.shares[0] if config.bits.layout_free else config.micro
+    rows = config.bits.samples * config.layout.tensor.rows.parts if config.bits.layout_free else config.micro
     for position, chunk in enumerate(stages.chunks if settings.head == "spread" else stages.chunks[:-1]):
         kit, model = models[stages.placement.stage_of[position]]
         with torch.no_grad():
@@ -309,7 +315,7 @@ def chunks_of(partition: Sequence[int], head_over: tuple[str, ...] = ()) -> tupl
 def build_kit(config: Config, mesh: Mesh) -> Kit:
     """This rank's kit, by which the model builds its layers."""
     tensor, blocks = config.layout.tensor, blocks_of(config, mesh)
-    return tensor.kit_by_parts(config, mesh, blocks) if blocks.exact else tensor.kit(config, mesh)
+    return tensor.kit(config, mesh, blocks) if blocks.exact else tensor.kit(config, mesh)
 
 
 def open_context(config: Config, mesh: Mesh) -> Context:
@@ -346,8 +352,10 @@ def build_model(config: Config, kit: Kit, mesh: Mesh, chunk: Chunk | None = None
 
 
 def rank_part(batch: Batch, kit: Kit, model: Chain) -> Batch:
-    """A rank's rows of a replica's batch, and the rank's tokens of these rows."""
-    return model.context.cut(rows_of_rank(model.prepared(batch), kit, model.inside), model.inside)
+    """A rank's rows of a replica's batch, of each entry those for where it is read; and its tokens of these rows."""
+    entries, inside = model.prepared(batch).items(), model.inside
+    rows = {name: kit.slice(x, "inside" if name in inside else "batch") for name, x in entries}
+    return model.context.cut(rows, inside)
 
 
 def empty_batch(config: Config, kit: Kit, model: Chain, device: torch.device, rows: int | None = None) -> Batch:

@@ -78,7 +78,7 @@ def _under_layout_free(field: str, *reads: str) -> Callable[[Callable[[Config], 
 @_under_layout_free(SAMPLES, "batch.global", "batch.micro", "layout.data.size", "layout.tensor")
 def grains_fill_microbatches(config: Config) -> Iterator[Problem]:
     grain, replica = config.bits.samples, config.batch.global_ // config.layout.data.size
-    micro, (shares, _) = config.batch.micro, config.layout.tensor.shares
+    micro, shares = config.batch.micro, config.layout.tensor.rows.parts
     rows, of = (replica, "a replica") if micro == "auto" or replica % grain else (micro, f"batch.micro={micro}")
     if replica % shares or rows % shares:
         return  # who cuts rows says so
@@ -137,6 +137,7 @@ def parts_are_equal(config: Config) -> Iterator[Problem]:
 def parts_of_hidden_are_equal(config: Config) -> Iterator[Problem]:
     """A power of two, as above."""
     parts, tensor = config.bits.hidden, config.layout.tensor
+    size = tensor.inner_size if tensor.cuts_hidden else 1
     uneven = [(field, width) for field, width in config.model.widths if parts > 1 and width % (parts * VECTOR)]
     if problem := no_power_of_two(HIDDEN, parts, "whose sums a tree makes"):
         yield problem
@@ -145,9 +146,8 @@ def parts_of_hidden_are_equal(config: Config) -> Iterator[Problem]:
         rule_text = f"does not cut {field}={width} into parts of whole vectors of {VECTOR}"
         powers = [size for size in divisors(width // VECTOR) if not size & (size - 1)] if width % VECTOR == 0 else [1]
         yield Problem(HIDDEN, parts, rule_text, listed(powers), (field,))
-    elif parts % tensor.hidden_size:
+    elif parts % size:
         rule_text = f"does not divide bits.hidden={parts}, the parts of the hidden width that kernels get"
-        size = tensor.hidden_size
         other = "" if size & (size - 1) else f"; or {HIDDEN}={size}"
         yield Problem(tensor.inner_field, size, rule_text, listed(divisors(parts)) + other)
 
@@ -234,7 +234,7 @@ def layers_fall_into_blocks(config: Config) -> Iterator[Problem]:
 def samples_share_no_addends(config: Config) -> Iterator[Problem]:
     """A kernel's gradient of what all samples share is a sum over those that it gets."""
     shared = config.model.shared_by_samples
-    if config.layout.tensor.shares[1] > 1 and shared:
+    if config.layout.tensor.rows.at_once > 1 and shared:
         rule_text = f"brings the samples of several ranks together, and {shared} gives attention what they share"
         yield Problem("layout.tensor.common", "all", rule_text, "one; or layout.tensor.kind=megatron")
 
@@ -247,7 +247,13 @@ REFUSED: tuple[tuple[str, Callable[[Config], object], str], ...] = (
     ),
     (
         "memory.summa",
-        lambda config: "stream" if config.layout.tensor.hidden_size > 1 and config.memory.summa == "stream" else None,
+        lambda config: (
+            "stream"
+            if config.layout.tensor.cuts_hidden
+            and config.layout.tensor.inner_size > 1
+            and config.memory.summa == "stream"
+            else None
+        ),
         "auto, gather, whole",
     ),
     (

@@ -71,12 +71,12 @@ def tensor_cuts_are_equal(config: Config) -> Iterator[Problem]:
 
 @rule("layout.tensor", "batch.global", "batch.micro", "layout.data.size")
 def tensor_splits_rows(config: Config) -> Iterator[Problem]:
-    name, parts = config.layout.tensor.rows
-    if config.replica_batch and config.micro % parts:
-        what = f"is no multiple of {name}{parts}, over which a microbatch's samples are split"
-        fitting = [micro for micro in divisors(config.replica_batch) if micro % parts == 0]
+    rows = config.layout.tensor.rows
+    if config.replica_batch and config.micro % rows.parts:
+        what = f"is no multiple of {rows.by}{rows.parts}, over which a microbatch's samples are split"
+        fitting = [micro for micro in divisors(config.replica_batch) if micro % rows.parts == 0]
         if config.batch.micro == "auto" or not fitting:
-            valid = f"a multiple of {parts * config.layout.data.size}"
+            valid = f"a multiple of {rows.parts * config.layout.data.size}"
             yield Problem("batch.global", config.batch.global_, what, valid)
         else:
             yield Problem("batch.micro", config.micro, what, listed(fitting))

@@ -292,7 +292,7 @@ class Config(Section):
         sizes = dict(self.layout.axes)
         rows = math.prod(sizes[axis] for axis in self.layout.tensor.batch_axes)
         if self.bits.layout_free:
-            rows = math.lcm(rows, self.bits.samples * self.layout.tensor.shares[0])
+            rows = math.lcm(rows, self.bits.samples * self.layout.tensor.rows.parts)
         stages = self.layout.pipeline.size
         wanted = self.replica_batch // (2 * stages) if stages > 1 else self.replica_batch
         fitting = [size for size in divisors(self.replica_batch) if size <= wanted and size % rows == 0]

@@ -13,10 +13,11 @@ from meshwright.context.context import WHOLE_SEQUENCES, Context
 from meshwright.model import EMBEDDINGS, HEAD, Batch, Chunk, Costs, Hidden, Pieces, Scales
 from meshwright.parameters.shard import ShardSpec, num_parameters
 from meshwright.registry import load_entry
-from meshwright.tensor.kit import Head, Kit
+from meshwright.tensor.kit import Kit
 
 if TYPE_CHECKING:
     from meshwright.config import Config
+    from meshwright.tensor.head import TableHead
 
 Run = Callable[..., Any]
 """run(function, *arguments): the function's result; recomputation keeps less for the backward pass."""
@@ -136,7 +137,7 @@ class Chain(nn.Module, ABC):
     def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
         """The number of valid elements of each label that are the model's likeliest answer."""
         (label,) = self.labels
-        return [cast(Head, self.head).num_correct(h, batch[label])]
+        return [cast("TableHead", self.head).num_correct(h, batch[label])]
 
     @staticmethod
     @abstractmethod

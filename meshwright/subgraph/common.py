@@ -130,7 +130,7 @@ class AbsentTable(Absent):
 
 
 class AbsentHead(Absent):
-    """A `Head` without tokens: a loss of 0, from which this rank's backward pass begins."""
+    """A head without tokens: a loss of 0, from which this rank's backward pass begins."""
 
     def forward(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:
         # A sum of nothing is 0, and has a gradient of no rows to begin with.

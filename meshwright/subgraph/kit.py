@@ -34,7 +34,7 @@ from meshwright.subgraph.common import (
 )
 from meshwright.subgraph.section import Subgraph
 from meshwright.subgraph.segment import Segment
-from meshwright.tensor.copies import HeadGroups, columns_of_parts, shared_heads
+from meshwright.tensor.copies import HeadGroups, columns_of_parts
 from meshwright.tensor.head import TableHead
 from meshwright.tensor.kit import LinearPair, Role, Where
 from meshwright.tensor.pair import CutContract, CutExpand
@@ -57,10 +57,10 @@ class CommonPair:
         self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True,
         heads: HeadGroups | None = None,
     ) -> nn.Module:  # fmt: skip
-        outputs, parts = grouped(inner, groups), self.blocks.parts
+        outputs = grouped(inner, groups)
         if not self.blocks.exact:
             return CommonLinear(self.segment, hidden, outputs, initial, bias=bias, slices=self.core)
-        columns = columns_of_parts(outputs, shared_heads(heads, self.blocks), 1, 0, parts)
+        columns = columns_of_parts(outputs, heads, 1, 0, self.blocks)
         return CommonExpand(
             self.segment, hidden, outputs, initial, bias=bias, columns=columns, groups=groups, blocks=self.blocks,
             slices=self.core,
@@ -83,9 +83,8 @@ class BranchPair:
         self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True,
         heads: HeadGroups | None = None,
     ) -> nn.Module:  # fmt: skip
-        mesh, outputs, shared = self.segment.mesh, grouped(inner, groups), shared_heads(heads, self.blocks)
-        axis = self.segment.axis
-        columns = columns_of_parts(outputs, shared, mesh.size(axis), mesh.index(axis), self.blocks.parts)
+        mesh, axis, outputs = self.segment.mesh, self.segment.axis, grouped(inner, groups)
+        columns = columns_of_parts(outputs, heads, mesh.size(axis), mesh.index(axis), self.blocks)
         return CutExpand(
             mesh, hidden, outputs, initial, self.segment, bias=bias, columns=columns, groups=groups, blocks=self.blocks
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from meshwright.errors import Problem
 from meshwright.section import Positive, Rule, divisors, rule
-from meshwright.tensor.section import Cut, TensorSection
+from meshwright.tensor.section import Cut, Rows, TensorSection
 
 if TYPE_CHECKING:
     from meshwright.config import Config
@@ -34,6 +34,7 @@ class Subgraph(TensorSection):
     branch: Literal["attention-core", "attention", "block"] = "attention"
     """The part of a block that is cut along its heads; attention: the whole of it; block: the feed-forward too."""
 
+    axis_fields: ClassVar[tuple[tuple[str, str], ...]] = (("branch", "size"),)
     kit_class: ClassVar[str] = "meshwright.subgraph.kit:SubgraphKit"
     by_parts: ClassVar[str] = kit_class
     inner_axis: ClassVar[str] = "branch"
@@ -42,21 +43,11 @@ class Subgraph(TensorSection):
     idle_alone: ClassVar[tuple[str, ...]] = ("common", "branch")
 
     @property
-    def axes(self) -> tuple[tuple[str, int], ...]:
-        return (("branch", self.size),)
-
-    @property
-    def rows(self) -> tuple[str, int]:
-        """The split of a microbatch's rows outside of branches; none where one rank computes the common layers."""
-        return ("layout.tensor.size=", self.size) if self.common == "all" else ("", 1)
-
-    @property
-    def shares(self) -> tuple[int, int]:
-        return (self.size, self.size) if self.common == "all" else (1, 1)
-
-    @property
-    def leading_ranks(self) -> int:
-        return self.size if self.common == "one" else 1
+    def rows(self) -> Rows:
+        """Split outside of branches, inside of which a rank sees all; not where one rank computes the common layers."""
+        if self.common == "one":
+            return Rows(leads=self.size)
+        return Rows(self.size, at_once=self.size, by="layout.tensor.size=")
 
     @property
     def words(self) -> str:

@@ -13,14 +13,14 @@ activations do. Cut by sequence moves the same bytes as whole, but for an all-ga
 backward pass does again instead of keeping it.
 (Megatron-LM: arXiv 1909.08053; sequence parallelism: Korthikanti et al., arXiv 2205.05198.)
 
-What all heads share comes into branches by no linear (`spread`): a rotary key (multi-head latent attention, arXiv
-2405.04434, section 2.1.2). It enters as activations do, and each head of a rank gets a copy; its gradient is the sum
-over the heads of all ranks, which leaves. `collect` is the transpose.
+What all heads share comes into branches by no linear: a rotary key (multi-head latent attention, arXiv 2405.04434,
+section 2.1.2). It enters as activations do, and each head of a rank gets a copy (`start_copies`); its gradient is the
+sum over the heads of all ranks, which leaves (`start_sum_of_heads`).
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +39,6 @@ from meshwright.ranks.collectives import (
     all_gather,
     all_reduce,
     all_reduce_gradient,
-    cross,
     here,
     reduce_scatter,
     start_all_gather,
@@ -49,8 +48,8 @@ from meshwright.ranks.collectives import (
 from meshwright.ranks.mesh import Mesh
 
 
-class Boundary(ABC):
-    """How activations enter a pair and leave it: Megatron's f and g.
+class Boundary:
+    """How activations enter a pair and leave it, Megatron's f and g; by itself one that no axis cuts.
 
     `start_*` are for layers that write their own backward, `enter` and `leave` for others. `axis`: cuts the pair; "" if
     none does. `split_axes`: the axes whose ranks hold different parts of an activation between pairs. `keeps`: the
@@ -58,72 +57,52 @@ class Boundary(ABC):
     outside of the pair, hence also the bias added to the sum.
     """
 
-    axis: str
+    axis: str = ""
     split_axes: tuple[str, ...] = ()
     keeps: bool = False
     holds: bool = True
 
-    @abstractmethod
     def start_enter(self, x: Tensor) -> Moving:
         """Begin to make the whole activation [B, T, H] from this rank's part."""
+        return here(x)
 
-    @abstractmethod
-    def start_leave(self, x: Tensor) -> Moving:
-        """Begin to sum every rank's x [B, T, H] and return this rank's part; x is contiguous, and overwritten."""
+    start_leave = start_enter
+    """Begin to sum every rank's x [B, T, H] and return this rank's part; x is contiguous, and overwritten."""
 
-    @abstractmethod
     def enter(self, x: Tensor) -> Tensor:
         """Like start_enter, differentiable."""
+        return x
 
-    @abstractmethod
-    def leave(self, x: Tensor) -> Tensor:
-        """Like start_leave, differentiable; x is kept."""
+    leave = enter
+    """Like start_leave, differentiable; x is kept."""
 
     def part(self, x: Tensor) -> Tensor:
         """This rank's part of x, a whole tensor without a gradient."""
         return x
 
-    def whole(self, x: Tensor) -> Tensor:
-        """Every rank's x [B, t, n] in the order of tokens, differentiable; all ranks continue with the same result."""
-        return x
+    whole = part
+    """Every rank's x [B, t, n] in the order of tokens, differentiable; all ranks continue with the same result."""
 
     def inner(self, dim: int) -> Placements:
         """The placements of a parameter whose `dim` is cut like the inner width."""
         return {self.axis: Shard(dim)} if self.axis else {}
 
 
-class Uncut(Boundary):
-    """One rank holds the whole activation."""
-
-    axis = ""
-
-    def start_enter(self, x: Tensor) -> Moving:
-        return here(x)
-
-    start_leave = start_enter
-
-    def enter(self, x: Tensor) -> Tensor:
-        return x
-
-    leave = enter
+UNCUT = Boundary()
 
 
-UNCUT = Uncut()
-
-
+@dataclass
 class WholeActivations(Boundary):
     """Every rank of the axis holds the whole activation. `by_tree`: sums in the order of a balanced tree
     (bits/blocks.py); `enter` and `leave` need no order, since with `by_tree` they only add zeros."""
 
-    def __init__(self, mesh: Mesh, axis: str, *, by_tree: bool = False) -> None:
-        self.mesh, self.axis = mesh, axis
-        self.start_sum = start_tree_all_reduce if by_tree else start_all_reduce
-
-    def start_enter(self, x: Tensor) -> Moving:
-        return here(x)
+    mesh: Mesh
+    axis: str
+    by_tree: bool = False
 
     def start_leave(self, x: Tensor) -> Moving:
-        return self.start_sum(x, self.mesh.comm(self.axis))
+        start_sum = start_tree_all_reduce if self.by_tree else start_all_reduce
+        return start_sum(x, self.mesh.comm(self.axis))
 
     def enter(self, x: Tensor) -> Tensor:
         return all_reduce_gradient(x, self.mesh, self.axis)
@@ -166,25 +145,15 @@ class CutActivations(Boundary):
         return all_reduce(F.pad(x, room), self.mesh, self.axis)
 
 
-def spread(x: Tensor, heads: int, boundary: Boundary, blocks: Blocks) -> Tensor:
-    """A copy of x, held as between pairs, for each of this rank's `heads`: [B, T, N] -> [B, T, heads, N]. Backward:
-    `collect`."""
-    return cross(x, lambda x: _start_copies(x, heads, boundary), lambda dy: _start_sum(dy, boundary, blocks))
-
-
-def collect(x: Tensor, boundary: Boundary, blocks: Blocks) -> Tensor:
-    """The sum over all ranks' heads, held as between pairs: [B, T, heads, N] -> [B, T, N]. Backward: `spread`."""
-    heads = x.shape[2]
-    return cross(x, lambda x: _start_sum(x, boundary, blocks), lambda dy: _start_copies(dy, heads, boundary))
-
-
-def _start_copies(x: Tensor, heads: int, boundary: Boundary) -> Moving:
+def start_copies(x: Tensor, heads: int, boundary: Boundary) -> Moving:
+    """Begin to make a copy of x, held as between pairs, for each of this rank's `heads`: [B, T, heads, N]."""
     entering = boundary.start_enter(x)
     return Moving(entering.work, lambda: entering.result().unsqueeze(2).expand(-1, -1, heads, -1))
 
 
-def _start_sum(x: Tensor, boundary: Boundary, blocks: Blocks) -> Moving:
-    """The sum of x [B, T, heads, N] over heads, in the order of a tree over parts where bits are layout-free."""
+def start_sum_of_heads(x: Tensor, boundary: Boundary, blocks: Blocks) -> Moving:
+    """Begin to sum x [B, T, heads, N] over all ranks' heads, held as between pairs; in the order of a tree over parts
+    where bits are layout-free."""
     if not blocks.exact:
         return boundary.start_leave(x.sum(2))
     # Each part is summed over heads in separate memory: one shape, whichever rank computes it.

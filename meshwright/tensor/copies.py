@@ -40,7 +40,7 @@ class HeadGroups:
         """Columns of the linear that makes queries, keys and values."""
         return self.count * (self.queries + 2) * self.width
 
-    def shared_by(self, ranks: int, rank: int, parts: int = 1, part: int = 0) -> SharedColumns:
+    def shared_by(self, ranks: int, rank: int, parts: int = 1, part: int = 0) -> Columns:
         """The columns of part `part` (of `parts`) of rank `rank` (of `ranks`), among the columns that the rank holds.
         ranks * parts is a multiple c of `count`."""
         copies, width, index = ranks * parts // self.count, self.width, rank * parts + part
@@ -49,7 +49,7 @@ class HeadGroups:
         corner = (index // copies - rank * parts // copies) * (first + 2 * width)
         start = corner + index % copies * own
         runs = ((start, start + own), (corner + first, corner + first + 2 * width))
-        return SharedColumns(runs, held * (first + 2 * width), max(ranks // self.count, 1), index % copies)
+        return Columns(runs, held * (first + 2 * width), max(ranks // self.count, 1), index % copies)
 
 
 def part_columns(groups: int, width: int, parts: int) -> tuple[Columns, ...]:
@@ -58,7 +58,7 @@ def part_columns(groups: int, width: int, parts: int) -> tuple[Columns, ...]:
         return (ALL_COLUMNS,)
     own = width // parts
     return tuple(
-        SharedColumns(
+        Columns(
             tuple((group * width + part * own, group * width + (part + 1) * own) for group in range(groups)),
             groups * width,
         )
@@ -66,74 +66,50 @@ def part_columns(groups: int, width: int, parts: int) -> tuple[Columns, ...]:
     )
 
 
-def shared_heads(heads: HeadGroups | None, blocks: Blocks) -> HeadGroups | None:
-    """`heads` if several parts (of all ranks) share a key-value head, else None."""
-    return heads if heads is not None and heads.count < blocks.all_parts else None
-
-
 def columns_of_parts(
-    outputs: tuple[int, ...], shared: HeadGroups | None, ranks: int, rank: int, parts: int
+    outputs: tuple[int, ...], heads: HeadGroups | None, ranks: int, rank: int, blocks: Blocks
 ) -> tuple[Columns, ...]:
-    """The columns of each of a rank's parts of a linear with outputs (N,) or (groups, N/groups). `shared`: as
-    `shared_heads` returns."""
-    if shared is not None:
-        return tuple(shared.shared_by(ranks, rank, parts, part) for part in range(parts))
-    return part_columns(1 if len(outputs) == 1 else outputs[0], outputs[-1] // ranks, parts)
-
-
-class Columns:
-    """The columns of the rank's weight and bias that a linear uses; here all of them."""
-
-    copies = 1
-    copy = 0
-    """Index among the `copies` parts that share columns."""
-
-    def of(self, x: Tensor) -> Tensor:
-        """The used columns of x [..., N]."""
-        return x
-
-    def num_of(self, held: int) -> int:
-        """Number of used columns among `held`."""
-        return held
-
-    def like_held(self, x: Tensor) -> Tensor:
-        """An uninitialised tensor as wide as the held columns, given x as wide as the used ones."""
-        return x
-
-    def write(self, write: WriteGradient) -> WriteGradient:
-        """Turns a function that writes the used columns' gradient into one that writes the held columns'."""
-        return write
-
-
-ALL_COLUMNS = Columns()
+    """The columns of each of a rank's parts of a linear with outputs (N,) or (groups, N/groups). `heads`: whose
+    queries, keys and values they are, if they are; several ranks, or parts of all ranks, may share one."""
+    if heads is not None and heads.count < max(ranks, blocks.all_parts):
+        return tuple(heads.shared_by(ranks, rank, blocks.parts, part) for part in range(blocks.parts))
+    return part_columns(1 if len(outputs) == 1 else outputs[0], outputs[-1] // ranks, blocks.parts)
 
 
 @dataclass(frozen=True)
-class SharedColumns(Columns):
-    """`runs` (start, stop) of the `held` columns, of which `copies` ranks have copies; `copy`: index among them."""
+class Columns:
+    """The columns of the rank's weight and bias that a linear uses: `runs` (start, stop) of the `held` ones, of which
+    `copies` ranks have copies. `copy`: index among the parts that share them. None held are said: all are used."""
 
-    runs: tuple[tuple[int, int], ...]
-    held: int
+    runs: tuple[tuple[int, int], ...] = ()
+    held: int | None = None
     copies: int = 1
     copy: int = 0
 
     def of(self, x: Tensor) -> Tensor:
-        return torch.cat([x[..., start:stop] for start, stop in self.runs], -1)
+        """The used columns of x [..., N]."""
+        return x if self.held is None else torch.cat([x[..., start:stop] for start, stop in self.runs], -1)
 
     def num_of(self, held: int) -> int:
-        return sum(stop - start for start, stop in self.runs)
-
-    def like_held(self, x: Tensor) -> Tensor:
-        return x.new_empty(*x.shape[:-1], self.held)
+        """Number of used columns among `held`."""
+        return held if self.held is None else sum(stop - start for start, stop in self.runs)
 
     def write(self, write: WriteGradient) -> WriteGradient:
+        """Turns a function that writes the used columns' gradient into one that writes the held columns'."""
+        if self.held is None:
+            return write
+        sizes = [stop - start for start, stop in self.runs]
+
         def write_held(out: Tensor, beta: int) -> None:
-            own = out.new_empty(*out.shape[:-1], self.num_of(self.held))
+            own = out.new_empty(*out.shape[:-1], sum(sizes))
             write(own, 0)
             if not beta:
                 out.zero_()
-            parts = own.split([stop - start for start, stop in self.runs], -1)
+            parts = own.split(sizes, -1)
             for (start, stop), part in zip(self.runs, parts, strict=True):
                 out[..., start:stop].add_(part)
 
         return write_held
+
+
+ALL_COLUMNS = Columns()

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ from meshwright.parameters.shard import WriteGradient
 from meshwright.ranks.agreement import all_rows
 from meshwright.ranks.comm import Comm
 from meshwright.tensor.islands import Islands
-from meshwright.tensor.linear import autocast_device, autocast_dtype, write_product
+from meshwright.tensor.linear import autocast_device, cast, write_product
 
 CHUNK_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
 """Bytes of a chunk's float32 logits [C, V]."""
@@ -84,13 +85,10 @@ class Classes:
     islands: Islands | None = None
     whole: bool = False
 
-    def held(self, table: Tensor) -> int:
-        """How many of the table's rows are real classes."""
-        return min(max(self.vocabulary - self.first(table), 0), table.shape[0])
-
-    def first(self, table: Tensor) -> int:
-        """The class of the table's first row."""
-        return self.comm.index * table.shape[0]
+    def of_rank(self, table: Tensor) -> tuple[int, int]:
+        """The class of the table's first row, and how many of its rows are real classes."""
+        first = self.comm.index * table.shape[0]
+        return first, min(max(self.vocabulary - first, 0), table.shape[0])
 
     def alike(self, ranges: Iterable[slice], x: Tensor) -> Iterator[slice]:
         """The ranges; for a meta tensor one range of each length, counted for all: a planned large vocabulary on a CPU
@@ -107,20 +105,11 @@ class Classes:
 
     def chunks(self, h: Tensor, table: Tensor) -> Iterator[slice]:
         """Rows of h whose logits exist at a time; equal on all ranks, even those without classes."""
-        return self.alike(self._chunks(h, table), h)
-
-    def _chunks(self, h: Tensor, table: Tensor) -> Iterator[slice]:
         if self.whole:
             return iter([slice(0, h.shape[0])] if h.shape[0] else [])
         # The fewest rows, however large the vocabulary is.
         least = max(CHUNK_ROWS[self.device_type], int(CHUNK_OF_TABLE[self.device_type] * h.shape[1]))
         return ranges(0, h.shape[0], table.shape[0], CHUNK_BYTES[self.device_type], least)
-
-    def adds_in(self, h: Tensor, table: Tensor) -> torch.dtype:
-        """The dtype in which chunks' table gradients are added: at least float32, since half precision loses addends
-        below the sum's last bit; the product's own dtype for a single chunk."""
-        first = next(self._chunks(h, table), None)
-        return wide_dtype(h) if first is not None and first.stop < h.shape[0] else h.dtype
 
     def exchanges(self, chunk: slice, h: Tensor, table: Tensor) -> Iterator[slice]:
         """Rows of a chunk whose statistics are exchanged together; with one rank, the rows still in the cache."""
@@ -169,22 +158,24 @@ class _ChunkedLoss(torch.autograd.Function):
         differentiates: bool,
     ) -> Tensor:
         counted = (labels != IGNORED).unsqueeze(1)
-        targets = labels.unsqueeze(1) - classes.first(weight)
+        first, held = classes.of_rank(weight)
+        targets = labels.unsqueeze(1) - first
         factors = counted.to(wide_dtype(h)) * scale  # a bool times a number would be float32
         losses = h.new_empty(h.shape[0], 1, dtype=wide_dtype(h))
-        adds = classes.adds_in(h, weight)
+        # Several chunks' table gradients are added in float32 at least: a half loses addends below the sum's last bit.
+        adds = wide_dtype(h) if len([*islice(classes.chunks(h, weight), 2)]) > 1 else h.dtype
         dh, dweight = (torch.empty_like(h), torch.empty_like(weight, dtype=adds)) if differentiates else (h, weight)
         if differentiates and not h.shape[0]:
             dweight.zero_()  # no chunk writes it
         dbias = None if bias is None else torch.zeros_like(bias, dtype=adds)
-        for chunk in classes.chunks(h, weight):
+        for chunk in classes.alike(classes.chunks(h, weight), h):
             logits = h[chunk] @ weight.t() if bias is None else torch.addmm(bias, h[chunk], weight.t())  # [C, V/p]
             for rows in classes.exchanges(chunk, h, weight):
                 part = logits[rows.start - chunk.start : rows.stop - chunk.start]
-                losses[rows] = _to_gradients(part, targets[rows], factors[rows], classes, classes.held(weight))
+                losses[rows] = _to_gradients(part, targets[rows], factors[rows], classes, held)
             if differentiates:
                 torch.mm(logits, weight, out=dh[chunk])
-                write_product(dweight, logits.t(), h[chunk], beta=0 if chunk.start == 0 else 1)
+                write_product(logits.t(), h[chunk], dweight, beta=0 if chunk.start == 0 else 1)
                 if dbias is not None:
                     dbias += logits.sum(0, dtype=adds)
             del logits, part  # else two chunks' logits would exist at once, and neither stay in a cache
@@ -301,16 +292,13 @@ def chunked_loss(
     h [B·T, H]; weight [V/p, H]; bias [V/p]; labels [B·T] or [B, T], -100 is not counted. The scale goes into the
     gradients as they are made, so that half-precision ones do not underflow. `give` takes the table's gradient.
     """
-    dtype = autocast_dtype(h)
-    if dtype is not None:
-        with torch.autocast(autocast_device(h.device), enabled=False):
-            half = None if bias is None else bias.to(dtype)
-            return chunked_loss(h.to(dtype), weight.to(dtype), half, labels, classes, scale, give)
+    h, weight, bias = cast(h, weight, bias)
     index, labels = chosen_rows(labels, classes), labels.flatten()
     if index is not None:
         h, labels = h[index], labels[index]
     differentiates = torch.is_grad_enabled() and (h.requires_grad or weight.requires_grad)
-    loss: Tensor = _ChunkedLoss.apply(h, weight, bias, labels, classes, scale, give, differentiates)
+    with torch.autocast(autocast_device(h.device), enabled=False):
+        loss: Tensor = _ChunkedLoss.apply(h, weight, bias, labels, classes, scale, give, differentiates)
     return loss
 
 
@@ -336,10 +324,10 @@ def chosen_rows(labels: Tensor, classes: Classes) -> Tensor | None:
 @torch.no_grad()
 def num_correct(h: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, classes: Classes) -> int:
     """How many counted tokens have their label as the likeliest class; of equals, the lowest."""
-    held, first = classes.held(weight), classes.first(weight)
+    first, held = classes.of_rank(weight)
     table, offsets = weight[:held], None if bias is None else bias[:held]
     right = 0
-    for rows in classes.chunks(h, weight):
+    for rows in classes.alike(classes.chunks(h, weight), h):
         best = h.new_full((rows.stop - rows.start, 2), torch.finfo(h.dtype).min, dtype=torch.float64)
         if held:
             values, columns = _logits(h[rows], table, offsets).max(1)

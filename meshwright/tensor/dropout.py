@@ -32,18 +32,14 @@ class BlockDropout(nn.Module):
         for seed, grain in zip(self.draw(blocks.grains), x.detach().chunk(blocks.grains), strict=True):
             rows = []
             for run, tokens in enumerate(grain.chunk(blocks.runs, 1), blocks.first_run):
-                parts = [
-                    self._mask(block, f"{seed}/{run}/{part}")
-                    for part, block in enumerate(tokens.chunk(blocks.parts, -1), blocks.first_part)
-                ]
+                parts = []
+                for part, block in enumerate(tokens.chunk(blocks.parts, -1), blocks.first_part):
+                    generator = torch.Generator(block.device).manual_seed(seed_of(f"{seed}/{run}/{part}"))
+                    mask = torch.empty(block.shape, dtype=block.dtype, device=block.device)
+                    parts.append(mask.bernoulli_(1 - self.rate, generator=generator).div_(1 - self.rate))
                 rows.append(side_by_side(parts))
             masks.append(torch.cat(rows, 1))
         return x * (masks[0] if len(masks) == 1 else torch.cat(masks))
-
-    def _mask(self, block: Tensor, label: str) -> Tensor:
-        generator = torch.Generator(block.device).manual_seed(seed_of(label))
-        mask = torch.empty(block.shape, dtype=block.dtype, device=block.device)
-        return mask.bernoulli_(1 - self.rate, generator=generator).div_(1 - self.rate)
 
 
 class InnerDropout(nn.Module):

@@ -91,8 +91,8 @@ class GroupedLinear(ShardedModule):
         super().__init__(mesh)
         self.weight = self.declare("weight", ShardSpec(shape, placements, initial))
         self.rows_apart = False
-        """Whether operands of an expert's products are aligned as if allocated separately
-        (`Experts.compute_rows_apart`)."""
+        """Whether operands of an expert's products are aligned as if allocated separately, where those of `Experts`
+        are apart."""
 
     def forward(self, x: Tensor, runs: Runs) -> Tensor:
         """x [R, in], of which each expert has so many rows in each run; [R, ..., out]."""
@@ -109,9 +109,9 @@ class GroupedLinear(ShardedModule):
         """A run's xᵀ dy + beta · out by expert, in `out`."""
         for part, gradient, own in zip(x.split(rows), dy.split(rows), out, strict=True):
             if self.rows_apart:
-                write_part(own, self.operand(part).t() @ self.operand(gradient), beta)
+                write_part(self.operand(part).t() @ self.operand(gradient), own, beta)
             else:
-                write_product(own, part.t(), gradient, beta)
+                write_product(part.t(), gradient, own, beta)
 
 
 @dataclass(frozen=True)
@@ -211,11 +211,10 @@ class Experts(nn.Module):
         """Whether rows that different ranks send to an expert are products of their own, as they are where each rank
         has all experts: a kernel's shape, and so its bits, then depend on no layout (bits/)."""
 
-        def cuts(dim: int) -> Placements:
-            return ({EXPERT: Shard(0)} if self.travels else {}) | dict(boundary.inner(dim))
-
-        self.expand = GroupedLinear(mesh, (shape.count, shape.hidden, 2, shape.inner), cuts(3), shape.initial)
-        self.contract = GroupedLinear(mesh, (shape.count, shape.inner, shape.hidden), cuts(1), shape.last)
+        apart: Placements = {EXPERT: Shard(0)} if self.travels else {}
+        up, down = (shape.count, shape.hidden, 2, shape.inner), (shape.count, shape.inner, shape.hidden)
+        self.expand = GroupedLinear(mesh, up, {**apart, **boundary.inner(3)}, shape.initial)
+        self.contract = GroupedLinear(mesh, down, {**apart, **boundary.inner(1)}, shape.last)
 
     def forward(self, h: Tensor, places: Tensor | None = None) -> tuple[Tensor, ...]:
         """[B, T, H] -> ([B, T, H],), and where the router has losses each sequence's [B], or this rank's part of it
@@ -275,10 +274,6 @@ class Experts(nn.Module):
         whole[:, places] = ids
         whole = start_all_reduce(whole, self.mesh.comm("context")).wait()
         return earlier_tokens(whole, self.shape.count)[:, places]
-
-    def compute_rows_apart(self) -> None:
-        """From now on rows from different ranks are separate products of an expert."""
-        self.rows_apart = self.expand.rows_apart = self.contract.rows_apart = True
 
     def _outputs(self, x: Tensor, runs: Runs) -> Tensor:
         """The outputs of this rank's experts, in each run for so many rows of x [R, H], in order."""

@@ -11,10 +11,8 @@ auto is decided before a rank is built, by the memory that is free (decisions.py
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cached_property
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from meshwright.parameters.shard import ShardedModule
@@ -22,34 +20,24 @@ from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.summa import Form, Panels, Summa
 
 
-@dataclass
 class Weights:
-    """The weights of a rank's 2-D layers, gathered on demand and kept as `form` says. Call `forget` at a step's end."""
+    """The weights of a rank's 2-D layers, gathered on demand and kept as `form` says."""
 
-    mesh: Mesh
-    policy: str
-    blocks: list[Tensor] = field(default_factory=list)
-    """This rank's blocks of all weights that take part in 2-D products."""
-    _kept: dict[tuple[ShardedModule, str, torch.dtype], Tensor] = field(default_factory=dict)
-
-    @property
-    def form(self) -> Form:
-        """How operands travel. A config that nobody has resolved (auto) takes no memory for it."""
-        return Form(streams=self.policy == "stream", keeps=self.policy == "gather")
-
-    @cached_property
-    def summa(self) -> Summa:
-        return Summa(self.mesh, streams=self.form.streams)
+    def __init__(self, mesh: Mesh, policy: str, kept: dict[Any, Tensor]) -> None:
+        """`kept`: the kit's, for gathered weights by layer, what stays, and dtype."""
+        self.kept = kept
+        # A config that nobody has resolved (auto) takes no memory for it.
+        self.form = Form(streams=policy == "stream", keeps=policy == "gather")
+        """How operands travel."""
+        self.blocks: list[Tensor] = []
+        """This rank's blocks of all weights that take part in 2-D products."""
+        self.summa = Summa(mesh, streams=self.form.streams)
 
     def panels(self, layer: ShardedModule, stays: str, block: Tensor) -> Panels:
         """The panels of a layer's weight for a product in which `stays` stays."""
         if not self.form.keeps:
             return self.summa.panels("W", stays, block)
         key = (layer, stays, block.dtype)
-        if key not in self._kept:
-            self._kept[key] = self.summa.gather("W", stays, block)
-        return self._kept[key]
-
-    def forget(self) -> None:
-        """The weights have changed."""
-        self._kept.clear()
+        if key not in self.kept:
+            self.kept[key] = self.summa.gather("W", stays, block)
+        return self.kept[key]

@@ -44,14 +44,10 @@ class _Gelu(torch.autograd.Function):
         return dy * derivative, None
 
 
-def gelu(x: Tensor, islands: Islands | None = None) -> Tensor:
-    """Element by element. GPUs and half precision take torch's kernel, which is one pass there and wide inside."""
-    if x.device.type != "cpu" or x.element_size() < 4:
+def gelu(x: Tensor, islands: Islands | None = None, *, device_type: str | None = None) -> Tensor:
+    """Element by element. GPUs and half precision take torch's kernel, which is one pass there and wide inside.
+    `device_type`: for which a plan's meta tensors stand."""
+    if (device_type or x.device.type) != "cpu" or x.element_size() < 4:
         return F.gelu(x, approximate="tanh")
-    return gelu_by_slices(x, islands)
-
-
-def gelu_by_slices(x: Tensor, islands: Islands | None = None) -> Tensor:
-    """The same as a CPU does it."""
     y: Tensor = _Gelu.apply(x.contiguous(), islands)
     return y

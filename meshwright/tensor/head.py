@@ -1,6 +1,6 @@
 """The base of all kits' heads: a table of classes (its own, or a token embedding's), an optional bias, and the loss.
 
-A kit says how table and bias are cut, and how whole hidden states and this rank's classes of the table come together.
+A kit says how table and bias are cut, and by its boundary how whole hidden states come to this rank's classes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from meshwright.parameters.shard import Initial, Placements, ShardedModule, ShardSpec, WriteGradient
 from meshwright.ranks.mesh import Mesh
-from meshwright.tensor.cross_entropy import Classes, chunked_loss, num_correct
+from meshwright.tensor.boundary import UNCUT, Boundary
+from meshwright.tensor.cross_entropy import Classes, chunked_loss, give_to_autograd, num_correct
 from meshwright.tensor.islands import UsesIslands
 
 
@@ -36,14 +37,22 @@ class HeadShape:
 
 
 class TableHead(ShardedModule, UsesIslands):
-    """Logits of the rank's classes and the cross entropy over all, chunk by chunk: never whole logits."""
+    """A linear over V classes (a vocabulary, usually) with its cross entropy: logits of the rank's classes and the loss
+    over all, chunk by chunk, never whole logits.
+
+    h [B, T, H]; labels [B, t], t <= T: -100 is not counted, and neither is a token without a label. (So a model can put
+    h[:, :1] into layers and a head of its own, and label one token, also where a kit splits the sequence: there the
+    slice is the first token of each part, and the first of these is the labelled one.)
+    """
 
     def __init__(
-        self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None, table: Placements, classes: Placements
-    ) -> None:
+        self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None, table: Placements, classes: Placements,
+        boundary: Boundary = UNCUT,
+    ) -> None:  # fmt: skip
         """`table`: placements of the table. `classes`: of the classes where logits are made, and so of the bias: over
-        one axis or none."""
+        one axis or none. `boundary`: by which h enters."""
         super().__init__(mesh)
+        self.boundary = boundary
         comm = mesh.comm(*classes)
         self.classes = Classes(
             shape.vocabulary, comm, shape.smoothing, mesh.device_type, shape.labelled, whole=mesh.whole_logits
@@ -67,21 +76,25 @@ class TableHead(ShardedModule, UsesIslands):
         owner: ShardedModule = self if "weight" in self.specs else self.tied[0]  # type: ignore[assignment]
         return owner.add_gradient("weight", like, write, may_wait=False)
 
-    def operands(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        """Whole hidden states [B, T, H] of the rank's rows, and the rows of the table that are its classes."""
-        return h, self.block
+    def own_classes(self, block: Tensor) -> Tensor:
+        """The rows [V/p, H] of this rank's classes, of what it holds of the table."""
+        return block
+
+    def operands(self, h: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens [B·t, H] that labels [B, t] are for, of whole hidden states of the rank's rows; and the rows of
+        the table that are its classes."""
+        whole = self.boundary.enter(h)  # [B, T, H]
+        return whole[:, : labels.shape[1]].flatten(0, -2), self.own_classes(self.block)
 
     def forward(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:
-        whole, table = self.operands(h)
-        rows, classes = _labelled(whole, labels), replace(self.classes, islands=self.islands)
-        return chunked_loss(rows, table, self.bias, labels, classes, scale, self.give)
+        """The sum of the counted tokens' losses times `scale`."""
+        rows, table = self.operands(h, labels)
+        classes = replace(self.classes, islands=self.islands)
+        give = self.give if table is self.block else give_to_autograd  # whose backward pass brings it to the block
+        return chunked_loss(rows, table, self.bias, labels, classes, scale, give)
 
     @torch.no_grad()
     def num_correct(self, h: Tensor, labels: Tensor) -> int:
-        whole, table = self.operands(h)
-        return num_correct(_labelled(whole, labels), table, self.bias, labels.flatten(), self.classes)
-
-
-def _labelled(h: Tensor, labels: Tensor) -> Tensor:
-    """The tokens of h [B, T, H] that labels [B, t] are for, t <= T: [B·t, H]."""
-    return h[:, : labels.shape[1]].flatten(0, -2)
+        """How many counted tokens of this rank's rows have their label as the likeliest class. Without gradients."""
+        rows, table = self.operands(h, labels)
+        return num_correct(rows, table, self.bias, labels.flatten(), self.classes)

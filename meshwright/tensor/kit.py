@@ -6,13 +6,11 @@ A model calls these and plain torch functions that act element by element or hea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import Tensor, nn
 
-from meshwright.model import Batch
 from meshwright.parameters.shard import Initial
 
 if TYPE_CHECKING:
@@ -20,31 +18,6 @@ if TYPE_CHECKING:
     from meshwright.tensor.copies import HeadGroups
     from meshwright.tensor.head import HeadShape
     from meshwright.tensor.router import ExpertsShape
-
-
-class Head(Protocol):
-    """A linear over V classes (a vocabulary, usually) with its cross entropy.
-
-    h [B, T, H]; labels [B, t], t <= T: -100 is not counted, and neither is a token without a label. (So a model can put
-    h[:, :1] into layers and a head of its own, and label one token, also where a kit splits the sequence: there the
-    slice is the first token of each part, and the first of these is the labelled one.)
-    """
-
-    def __call__(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:
-        """The sum of the counted tokens' losses times `scale`."""
-
-    def num_correct(self, h: Tensor, labels: Tensor) -> int:
-        """How many counted tokens of this rank's rows have their label as the likeliest class. Without gradients."""
-
-
-class WholeHead(Head, Protocol):
-    """The serial kit's head, which can also be asked what it computes: by evaluation and generation."""
-
-    def token_losses(self, h: Tensor, labels: Tensor) -> Tensor:
-        """Each token's loss in float32, [B, T]; 0 where it is not counted. Without gradients."""
-
-    def logits(self, h: Tensor) -> Tensor:
-        """[B, T, V], without the padding of the vocabulary. Without gradients."""
 
 
 class LinearPair(Protocol):
@@ -74,7 +47,7 @@ Role = Literal["transform", "patches", "scores"]
 holds activations; for heads and shortcuts, elsewhere in blocks use a pair. patches: from rows of numbers that every
 rank has whole and that need no gradient, [B, T, I] -> [B, T, N]. scores: [B, t, I] -> [B, T, N], alike on all ranks
 that hold these rows: what a loss over tokens is made of; what a kit that splits the sequence gives behind the first
-token's scores is of no use where t < T. t <= T, as in `Head`."""
+token's scores is of no use where t < T. t <= T, as in a head (head.py)."""
 
 Where = Literal["batch", "inside", "hidden"]
 """batch: rows of a replica's batch [B, ...], as models see it. inside: those that a rank sees inside of `branches`;
@@ -92,12 +65,14 @@ class Kit(LinearPair, Protocol):
     that their dropout masks must differ; on all others they must be the same.
 
     `parts`: those of its inner width that a rank multiplies one by one, each with a key-value head of its own.
-    `inner`: what it holds between the two linears of its own pairs.
+    `inner`: what it holds between the two linears of its own pairs. `kept`: what was derived from weights, to be
+    cleared when a step has changed them.
     """
 
     split_axes: tuple[str, ...]
     parts: int
     inner: Blocks
+    kept: dict[Any, Tensor]
 
     @property
     def branches(self) -> LinearPair: ...
@@ -132,7 +107,8 @@ class Kit(LinearPair, Protocol):
         """A parameter inside of `branches`, split along `dim` as their inner width is: call it for this rank's part."""
 
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
-        """A `Head`. `tied`: the token embedding whose weight it shares; None: a weight of its own."""
+        """A `TableHead` (head.py), or what stands for one. `tied`: the token embedding whose weight it shares; None: a
+        weight of its own."""
 
     def local_heads(self, heads: int) -> int:
         """How many attention heads (or paths) this rank computes; 0 where ranks are more."""
@@ -144,9 +120,6 @@ class Kit(LinearPair, Protocol):
     def own_randomness(self, rate: float) -> AbstractContextManager[None]:
         """Around what draws random numbers inside a pair of linears, with probability `rate`: each rank its own."""
 
-    def end_step(self) -> None:
-        """The weights have changed: forget what was derived from them."""
-
 
 class ExpertsKit(Kit, Protocol):
     """A kit with feed-forwards of experts: its section says `holds_experts`."""
@@ -154,8 +127,3 @@ class ExpertsKit(Kit, Protocol):
     def experts(self, shape: ExpertsShape) -> nn.Module:
         """[B, T, H] and the tokens' places [T] in their sequences, there in training, to ([B, T, H],), and each
         sequence's balance [B] where it is asked for."""
-
-
-def rows_of_rank(batch: Batch, kit: Kit, inside: Sequence[str]) -> Batch:
-    """A rank's rows of a replica's batch, of each entry those for where it is read."""
-    return {name: kit.slice(x, "inside" if name in inside else "batch") for name, x in batch.items()}

@@ -17,6 +17,7 @@ backward: dtable[ids] += dy          [V, H], in the table's room: only the rows 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,7 +65,7 @@ class _Linear(torch.autograd.Function):
         blocks: Blocks = ctx.blocks
         incoming, dweight, dbias, dx = blocks.rows(dy), None, None, None
         for rows, drows in zip(blocks.rows(x), incoming, strict=True):
-            dweight = added(dweight, weight_gradient(rows, drows, weight, ctx.layer))
+            dweight = added(dweight, ctx.layer.add_gradient("weight", weight, partial(write_product, rows.t(), drows)))
             if ctx.biased:
                 dbias = added(dbias, bias_gradient([drows], ctx.layer))
         if ctx.needs_input_grad[0]:
@@ -73,28 +74,31 @@ class _Linear(torch.autograd.Function):
         return dx, dweight, dbias, None, None
 
 
-def weight_gradient(x: Tensor, dy: Tensor, weight: Tensor, layer: ShardedModule) -> Tensor | None:
-    """xᵀ dy, the gradient of the layer's `weight`."""
-    return layer.add_gradient("weight", weight, lambda out, beta: write_product(out, x.t(), dy, beta))
-
-
-def write_product(out: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
+def write_product(a: Tensor, b: Tensor, out: Tensor, beta: int) -> None:
     """a b + beta · out, in `out`. Where factors are narrower a GPU's kernel adds without rounding; a CPU has none that
-    does, and multiplies first."""
+    does, and multiplies first. With a and b bound it writes a gradient, as `write_part` and `write_sum` do."""
     if out.dtype == a.dtype:
         torch.addmm(out, a, b, beta=beta, out=out)
     elif out.device.type == "cuda" and ADDS_WIDE:
         torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, out=out)
     else:
-        write_part(out, a @ b, beta)
+        write_part(a @ b, out, beta)
 
 
-def write_part(out: Tensor, part: Tensor, beta: int) -> None:
+def write_part(part: Tensor, out: Tensor, beta: int) -> None:
     """part + beta · out, in `out`, which may be wider: sums of rounded parts, not rounded sums."""
     if beta:
         out.add_(part)
     else:
         out.copy_(part)
+
+
+def write_sum(rows: Tensor, out: Tensor, beta: int) -> None:
+    """The sum of rows [n, N] + beta · out, in `out`, which may be wider."""
+    if beta or out.dtype != rows.dtype:
+        write_part(rows.sum(0), out, beta)
+    else:
+        torch.sum(rows, 0, out=out)
 
 
 def bias_gradient(
@@ -105,16 +109,10 @@ def bias_gradient(
 
     def write(out: Tensor, beta: int) -> None:
         for number, (dy, those) in enumerate(zip(parts, columns, strict=True)):
+            those.write(partial(write_sum, dy))(out, beta if number == 0 else 1)
 
-            def add(own: Tensor, more: int, dy: Tensor = dy) -> None:
-                if more or own.dtype != dy.dtype:
-                    write_part(own, dy.sum(0), more)
-                else:
-                    torch.sum(dy, 0, out=own)
-
-            those.write(add)(out, beta if number == 0 else 1)
-
-    return layer.add_gradient("bias", columns[0].like_held(parts[0][0]), write)
+    like, held = parts[0][0], columns[0].held
+    return layer.add_gradient("bias", like if held is None else like.new_empty(held), write)
 
 
 def autocast_device(device: torch.device) -> str:
@@ -163,27 +161,25 @@ class _Lookup(torch.autograd.Function):
         cut = [run for grain in ids.chunk(ctx.grains) for run in grain.chunk(ctx.runs, -1)]
         incoming = [run for grain in dy.chunk(ctx.grains) for run in grain.chunk(ctx.runs, -2)]
         for own, rows in zip(cut, incoming, strict=True):
-
-            def write(out: Tensor, beta: int, own: Tensor = own, rows: Tensor = rows) -> None:
-                if not beta:
-                    out.zero_()
-                add_rows(out, own.flatten(), rows.flatten(0, -2).to(out.dtype), ctx.layer.mesh.device_type)
-
-            given = ctx.layer.add_gradient("weight", ctx.layer.get_parameter("weight"), write)
-            dweight = added(dweight, given)
+            write = partial(write_rows, own, rows, ctx.layer.mesh.device_type)
+            dweight = added(dweight, ctx.layer.add_gradient("weight", ctx.layer.get_parameter("weight"), write))
         return None, dweight, None, None, None
 
 
-def add_rows(table: Tensor, ids: Tensor, rows: Tensor, device_type: str) -> None:
-    """table[ids] += rows, ids [n] with repeats, rows [n, H]; in an order, and so with bits, that are always the same.
+def write_rows(ids: Tensor, rows: Tensor, device_type: str, out: Tensor, beta: int) -> None:
+    """beta · out, and out[ids] += rows, ids [...] with repeats, rows [..., H]; in an order, and so with bits, that are
+    always the same.
 
     Of torch's two forms one is, and not the same one everywhere: on GPUs `index_put_` sorts the ids and `index_add_`
     adds atomically; on CPUs `index_add_` goes id by id and `index_put_` adds atomically, from several threads.
     """
+    if not beta:
+        out.zero_()
+    ids, rows = ids.flatten(), rows.flatten(0, -2).to(out.dtype)
     if device_type == "cuda":
-        table.index_put_((ids,), rows, accumulate=True)
+        out.index_put_((ids,), rows, accumulate=True)
     else:
-        table.index_add_(0, ids, rows)
+        out.index_add_(0, ids, rows)
 
 
 def lookup(ids: Tensor, layer: ShardedModule, runs: int = 1, grains: int = 1) -> Tensor:

@@ -21,35 +21,21 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshwright.bits.blocks import WHOLE, Blocks, own_stream
 from meshwright.parameters.shard import Initial, Shard, ShardSpec
 from meshwright.ranks.mesh import Mesh
-from meshwright.tensor.boundary import SEQUENCE, Boundary, CutActivations, WholeActivations
+from meshwright.tensor.boundary import SEQUENCE, CutActivations, WholeActivations
 from meshwright.tensor.copies import HeadGroups, columns_of_parts
-from meshwright.tensor.experts import Experts
 from meshwright.tensor.head import HeadShape, TableHead
-from meshwright.tensor.kit import Where
 from meshwright.tensor.pair import CutContract, CutExpand
 from meshwright.tensor.part_loss import PartHead
-from meshwright.tensor.router import ExpertsShape
-from meshwright.tensor.serial import Embedding, KitBase, grouped
+from meshwright.tensor.serial import Embedding, SerialKit, grouped
 
 
-class MegatronHead(TableHead):
-    """Classes over the tensor axis."""
-
-    def __init__(self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None, boundary: Boundary) -> None:
-        super().__init__(mesh, shape, tied, {"tensor": Shard(0)}, {"tensor": Shard(0)})
-        self.boundary = boundary
-
-    def operands(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        return self.boundary.enter(h), self.block
-
-
-class MegatronKit(KitBase):
-    """1-D tensor parallelism over the `tensor` axis."""
+class MegatronKit(SerialKit):
+    """1-D tensor parallelism over the `tensor` axis; what it does not cut is as on one device."""
 
     def __init__(self, mesh: Mesh, *, sequence_parallel: bool = False, blocks: Blocks = WHOLE) -> None:
         boundary = (
@@ -67,8 +53,8 @@ class MegatronKit(KitBase):
         self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True,
         heads: HeadGroups | None = None,
     ) -> nn.Module:  # fmt: skip
-        outputs, shared = grouped(inner, groups), heads if heads and not self.local_heads(heads.count) else None
-        columns = columns_of_parts(outputs, shared, self.mesh.size("tensor"), self.mesh.index("tensor"), self.parts)
+        outputs = grouped(inner, groups)
+        columns = columns_of_parts(outputs, heads, self.mesh.size("tensor"), self.mesh.index("tensor"), self.blocks)
         return CutExpand(
             self.mesh, hidden, outputs, initial, self.boundary, bias=bias, columns=columns, groups=groups,
             blocks=self.blocks,
@@ -81,13 +67,8 @@ class MegatronKit(KitBase):
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
         if self.blocks.exact:
             return PartHead(self.mesh, shape, tied, self.boundary, self.blocks)
-        return MegatronHead(self.mesh, shape, tied, self.boundary)
-
-    def experts(self, shape: ExpertsShape) -> nn.Module:
-        return Experts(self.mesh, shape, self.boundary)
-
-    def slice(self, x: Tensor, where: Where) -> Tensor:
-        return self.boundary.part(x) if where == "hidden" else x
+        classes = {"tensor": Shard(0)}
+        return TableHead(self.mesh, shape, tied, classes, classes, self.boundary)
 
     def own_randomness(self, rate: float) -> AbstractContextManager[None]:
         if rate == 0 or self.split_axes or self.blocks.exact:  # blocks have masks of their own

@@ -17,8 +17,8 @@ is large. Sums are written where they travel, and worked on there: a GPU pays su
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -27,9 +27,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.bits.blocks import WHOLE, Blocks, added, apart, parts_of
-from meshwright.parameters.shard import ONES, ZEROS, Placements, ShardedModule, ShardSpec, WriteGradient
+from meshwright.parameters.shard import ONES, ZEROS, Placements, ShardedModule, ShardSpec
 from meshwright.ranks.comm import Comm
 from meshwright.ranks.mesh import Mesh
+from meshwright.tensor.linear import write_sum
 
 
 def kernel_operands(h: Tensor, device_type: str, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -57,11 +58,8 @@ class _ByBlock(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        dweight = dbias = None
-        for product in ctx.cut.of(dy * x):
-            dweight = added(dweight, ctx.layer.add_gradient("weight", weight, _sum_of(product, ctx.cut.columns)))
-        for part in ctx.cut.of(dy) if ctx.biased else ():
-            dbias = added(dbias, ctx.layer.add_gradient("bias", weight, _sum_of(part, ctx.cut.columns)))
+        dweight = ctx.cut.add_sums(ctx.layer, "weight", weight, dy * x)
+        dbias = ctx.cut.add_sums(ctx.layer, "bias", weight, dy) if ctx.biased else None
         return dy * weight, dweight, dbias, None, None
 
 
@@ -74,22 +72,19 @@ class _Cut:
     parts: int
     columns: int
 
-    def of(self, x: Tensor) -> Iterator[Tensor]:
-        """Each block's rows [n, E]."""
+    def add_sums(self, layer: ShardedModule, name: str, like: Tensor, x: Tensor) -> Tensor | None:
+        """Add the sum of each block's rows [n, E] of x to the gradient of the layer's parameter of that name."""
+        total = None
         for run in self.blocks.cut(x):
             for part in run.chunk(self.parts, 2) if self.parts > 1 else (run,):
-                yield apart(part).flatten(0, -2)
+                write = partial(self.write_sums, apart(part).flatten(0, -2))
+                total = added(total, layer.add_gradient(name, like, write))
+        return total
 
-
-def _sum_of(rows: Tensor, columns: int) -> WriteGradient:
-    def write(out: Tensor, beta: int) -> None:
-        for part, own in zip(parts_of(rows, columns, -1), out.chunk(columns), strict=True):
-            if beta:
-                own.add_(part.sum(0))
-            else:
-                torch.sum(part, 0, out=own)
-
-    return write
+    def write_sums(self, rows: Tensor, out: Tensor, beta: int) -> None:
+        """A block's sum + beta · out, in `out`, by parts of the columns."""
+        for part, own in zip(parts_of(rows, self.columns, -1), out.chunk(self.columns), strict=True):
+            write_sum(part, own, beta)
 
 
 def scaled_by_block(
@@ -123,17 +118,16 @@ class Norm(ShardedModule):
     def forward(self, h: Tensor) -> Tensor:
         biases = () if self.bias is None else (self.bias,)
         x, weight, *cast = kernel_operands(h, self.mesh.device_type, self.weight, *biases)
-        if self.blocks.exact:
-            return scaled_by_block(self._normed(x, None), self, self.bias, *self.cut).to(h.dtype)
-        if self.affine_apart:
-            y = self._normed(x, None) * weight
-            return (y + cast[0] if cast else y).to(h.dtype)
-        return self._normed(x, weight, *cast).to(h.dtype)
-
-    def _normed(self, x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> Tensor:
+        scale, bias = (None, None) if self.blocks.exact or self.affine_apart else (weight, cast[0] if cast else None)
         if self.kind == "rms":
-            return F.rms_norm(x, self.weight.shape, weight, self.epsilon)
-        return F.layer_norm(x, self.weight.shape, weight, bias, self.epsilon)
+            y = F.rms_norm(x, weight.shape, scale, self.epsilon)
+        else:
+            y = F.layer_norm(x, weight.shape, scale, bias, self.epsilon)
+        if self.blocks.exact:
+            y = scaled_by_block(y, self, self.bias, *self.cut)
+        elif self.affine_apart:
+            y = y * weight + cast[0] if cast else y * weight
+        return y.to(h.dtype)
 
 
 class GroupNorm(ShardedModule):
@@ -156,7 +150,10 @@ class GroupNorm(ShardedModule):
         return y.transpose(1, 2).to(h.dtype)
 
 
-class _SplitLayerNorm(torch.autograd.Function):
+class SplitLayerNorm(torch.autograd.Function):
+    """Layer norm of x [..., H/n] over all `hidden` elements; weight and bias [H/n], float32 or float64. A narrower x is
+    read and written as it is, and nothing between is rounded."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, hidden: int, epsilon: float, comm: Comm) -> Tensor:
         sums = x.new_empty(*x.shape[:-1], 2, dtype=torch.float64)
@@ -189,10 +186,3 @@ class _SplitLayerNorm(torch.autograd.Function):
         dnormed.sub_(mean).addcmul_(normed, projection, value=-1)
         dx = torch.mul(dnormed, scale, out=torch.empty_like(dy))
         return dx, dweight, dbias, None, None, None
-
-
-def split_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, hidden: int, epsilon: float, comm: Comm) -> Tensor:
-    """Layer norm of x [..., H/n] over all `hidden` elements; weight and bias [H/n], float32 or float64. A narrower x is
-    read and written as it is, and nothing between is rounded."""
-    y: Tensor = _SplitLayerNorm.apply(x, weight, bias, hidden, epsilon, comm)
-    return y

@@ -11,8 +11,8 @@ p: the axis's size. A `Boundary` says how activations enter and leave the pair.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ class _Expand(torch.autograd.Function):
         ctx.layer, ctx.boundary, ctx.biased = layer, boundary, bias is not None
         blocks, held = layer.blocks, layer.held(weight)
         parts = [(layer.by_input(those.of(held)), None if bias is None else those.of(bias)) for those in layer.columns]
-        runs = [layer.beside(layer.products(rows, parts)) for rows in blocks.rows(whole)]
+        runs = [layer.products(rows, parts) for rows in blocks.rows(whole)]
         return blocks.joined(runs, whole.shape[0])
 
     @staticmethod
@@ -69,23 +69,18 @@ class _Expand(torch.autograd.Function):
         entered = cache(lambda: [parts_of(rows, layer.inputs, -1) for rows in blocks.rows(entering.wait())])
         for number, run in enumerate(runs):
             for those in layer.copies:
-
-                def write(out: Tensor, beta: int, number: int = number, run: list[Tensor] = run,
-                          those: Sequence[int] = those) -> None:  # fmt: skip
-                    inputs = entered()[number]
-                    for part in those:
-
-                        def add(own: Tensor, more: int, dy: Tensor = run[part]) -> None:
-                            for rows, held in zip(inputs, own.chunk(len(inputs)), strict=True):
-                                write_product(held, rows.t(), dy, more)
-
-                        layer.columns[part].write(add)(out, beta if part == those[0] else 1)
-
+                write = partial(layer.write_columns, entered, number, run, those)
                 dweight = added(dweight, layer.add_weight_gradient(weight, write))
                 if ctx.biased:
                     columns = [layer.columns[part] for part in those]
                     dbias = added(dbias, bias_gradient([run[part] for part in those], layer, columns))
         return None if leaving is None else leaving.wait().to(dy.dtype), dweight, dbias, None, None
+
+
+def _write_products(inputs: list[Tensor], dy: Tensor, out: Tensor, beta: int) -> None:
+    """The gradient of a part's columns, by parts of the input's width."""
+    for rows, own in zip(inputs, out.chunk(len(inputs)), strict=True):
+        write_product(rows.t(), dy, own, beta)
 
 
 def _product(rows: list[Tensor], owns: list[Tensor]) -> Tensor:
@@ -129,16 +124,7 @@ class _Contract(torch.autograd.Function):
             dbias = added(dbias, bias_gradient(parts_of(rows, blocks.hidden, -1), layer, columns))
         whole = [parts_of(rows, blocks.hidden, -1) for rows in blocks.rows(entering.wait())]
         for rows, incoming in zip(blocks.rows(x), whole, strict=True):
-
-            def write(out: Tensor, beta: int, rows: Tensor = rows, incoming: list[Tensor] = incoming) -> None:
-                for part, own in zip(parts_of(rows, blocks.parts, -1), out.chunk(blocks.parts), strict=True):
-                    for number, dy in enumerate(incoming):
-
-                        def add(block: Tensor, more: int, part: Tensor = part, dy: Tensor = dy) -> None:
-                            write_product(block, part.t(), dy, more)
-
-                        columns[number].write(add)(own, beta if number == 0 else 1)
-
+            write = partial(layer.write_rows, rows, incoming, columns)
             dweight = added(dweight, layer.add_gradient("weight", weight, write))
         owns = [[own.t() for own in parts_of(part, blocks.hidden, -1)] for part in parts_of(weight, blocks.parts, 0)]
         runs = [side_by_side([_product(rows, own) for own in owns]) for rows in whole]
@@ -192,13 +178,17 @@ class CutExpand(ShardedModule):
         """A part's columns of the weight, split by parts of the input's width, as kernels get them."""
         return parts_of(self.blocks.own(weight), self.inputs, 0)
 
-    def products(self, rows: Tensor, parts: list[tuple[list[Tensor], Tensor | None]]) -> list[Tensor]:
-        """[rows, N/parts] of each of this rank's parts."""
+    def products(self, rows: Tensor, parts: list[tuple[list[Tensor], Tensor | None]]) -> Tensor:
+        """[rows, N] of this rank's parts [rows, N/parts], each of which has its run of every group."""
         if self.inputs == 1:
-            return [rows @ own if offsets is None else torch.addmm(offsets, rows, own) for (own,), offsets in parts]
-        inputs = parts_of(rows, self.inputs, -1)
-        ys = [(_product(inputs, owns), offsets) for owns, offsets in parts]
-        return [y if offsets is None else y.add_(offsets) for y, offsets in ys]
+            ys = [rows @ own if offsets is None else torch.addmm(offsets, rows, own) for (own,), offsets in parts]
+        else:
+            inputs = parts_of(rows, self.inputs, -1)
+            sums = [(_product(inputs, owns), offsets) for owns, offsets in parts]
+            ys = [y if offsets is None else y.add_(offsets) for y, offsets in sums]
+        if len(ys) == 1:
+            return ys[0]
+        return torch.stack([y.unflatten(-1, (self.groups, -1)) for y in ys], 2).flatten(1)
 
     def input_gradients(self, runs: list[list[Tensor]], held: Tensor) -> list[Tensor]:
         """This rank's part of dx [rows, H] of each run, from its parts of dy [rows, N/parts]."""
@@ -211,15 +201,19 @@ class CutExpand(ShardedModule):
             for run in runs
         ]  # fmt: skip
 
+    def write_columns(
+        self, entered: Callable[[], list[list[Tensor]]], number: int, run: list[Tensor], those: Sequence[int],
+        out: Tensor, beta: int,
+    ) -> None:  # fmt: skip
+        """The gradient of a weight's columns that `those` parts have. `entered`: each run's inputs, of which this run
+        is the one of that number; `run`: its dy by part."""
+        for part in those:
+            write = partial(_write_products, entered()[number], run[part])
+            self.columns[part].write(write)(out, beta if part == those[0] else 1)
+
     def add_weight_gradient(self, weight: Tensor, write: WriteGradient) -> Tensor | None:
         """Add up what `write` writes, the gradient of what products need of the weight."""
         return self.add_gradient("weight", weight, write)
-
-    def beside(self, products: list[Tensor]) -> Tensor:
-        """[rows, N] of parts [rows, N/parts], each of which has its run of every group."""
-        if len(products) == 1:
-            return products[0]
-        return torch.stack([product.unflatten(-1, (self.groups, -1)) for product in products], 2).flatten(1)
 
     def by_part(self, rows: Tensor) -> list[Tensor]:
         """The parts of [rows, N], each in separate memory."""
@@ -245,3 +239,13 @@ class CutContract(ShardedModule):
         bias = self.bias if self.boundary.holds else None
         y: Tensor = _Contract.apply(*cast(x, self.weight, bias), self, self.boundary)
         return y
+
+    def write_rows(
+        self, rows: Tensor, incoming: list[Tensor], columns: Sequence[Columns], out: Tensor, beta: int
+    ) -> None:
+        """A run's gradient of the weight by parts of its rows, from its input and the parts of its dy, whose columns
+        these are."""
+        for part, own in zip(parts_of(rows, self.blocks.parts, -1), out.chunk(self.blocks.parts), strict=True):
+            for number, dy in enumerate(incoming):
+                product = partial(write_product, part.t(), dy)
+                columns[number].write(product)(own, beta if number == 0 else 1)

@@ -35,7 +35,7 @@ from meshwright.tensor.cross_entropy import (
     wide_dtype,
 )
 from meshwright.tensor.head import HeadShape, TableHead
-from meshwright.tensor.linear import autocast_device, autocast_dtype, write_part, write_product
+from meshwright.tensor.linear import autocast_device, cast, write_part, write_product
 
 
 class PartHead(TableHead):
@@ -47,25 +47,14 @@ class PartHead(TableHead):
     ) -> None:  # fmt: skip
         """`table`: its placements; None: those of the classes."""
         classes = boundary.inner(0)
-        super().__init__(mesh, shape, tied, classes if table is None else table, classes)
-        self.boundary, self.blocks = boundary, blocks
+        super().__init__(mesh, shape, tied, classes if table is None else table, classes, boundary)
+        self.blocks = blocks
         self.fixed: FixedPoint | None = None
         """Where the step's loss scale stands, of which losses are multiples in training."""
 
-    def operands(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        return self.boundary.enter(h), self.own_classes(self.block)
-
-    def own_classes(self, block: Tensor) -> Tensor:
-        """The rows [V/p, H] of this rank's classes, of what it holds of the table."""
-        return block
-
     def forward(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:
-        dtype = autocast_dtype(h)
-        table: Tensor = self.block
-        bias: Tensor | None = self.bias
+        h, table, bias = cast(h, self.block, self.bias)
         with torch.autocast(autocast_device(h.device), enabled=False):
-            if dtype is not None:
-                h, table, bias = h.to(dtype), table.to(dtype), None if bias is None else bias.to(dtype)
             differentiates = torch.is_grad_enabled() and (h.requires_grad or table.requires_grad)
             loss: Tensor = _PartLoss.apply(h, table, bias, labels, scale, self, differentiates)
         return loss
@@ -118,7 +107,7 @@ class _PartLoss(torch.autograd.Function):
 
 
 def _times(gradient: Tensor, factor: Tensor) -> WriteGradient:
-    return lambda out, beta: write_part(out, gradient * factor.to(gradient.dtype), beta)
+    return lambda out, beta: write_part(gradient * factor.to(gradient.dtype), out, beta)
 
 
 def _run(
@@ -149,9 +138,9 @@ def _run(
             ])  # fmt: skip
             for part, own in zip(logits, dtable.chunk(blocks.parts), strict=True):
                 if len(those) == 1:
-                    write_product(own, part.t(), those[0], beta=1)
+                    write_product(part.t(), those[0], own, beta=1)
                 else:
-                    write_part(own, side_by_side([part.t() @ inputs for inputs in those]), beta=1)
+                    write_part(side_by_side([part.t() @ inputs for inputs in those]), own, beta=1)
             if dbias is not None:
                 dbias += torch.cat([part.sum(0, dtype=wide) for part in logits])
     # The factor of the losses' quantum: in an evaluation they are sums, not parts of a mean.

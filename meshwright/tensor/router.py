@@ -32,6 +32,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ from meshwright.parameters.shard import ZEROS, Initial, ShardedModule, ShardSpec
 from meshwright.ranks.collectives import all_reduce, start_all_reduce
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.boundary import Boundary
-from meshwright.tensor.linear import linear
+from meshwright.tensor.linear import linear, write_part
 
 LEAST = 1e-20
 """Added to the sum of a token's sigmoids before it divides, as transformers does: all may be zero in float32."""
@@ -204,11 +205,7 @@ class _CountLoads(torch.autograd.Function):
         count = bias.numel()
         loads = counts_of(ids, count, bias.dtype).sum(0)
         excess = loads * count - ids.numel()
-
-        def write(out: Tensor, beta: int) -> None:
-            out.mul_(beta).add_(excess) if beta else out.copy_(excess)
-
-        return gradient, ctx.router.add_gradient("bias", bias, write), None, None
+        return gradient, ctx.router.add_gradient("bias", bias, partial(write_part, excess)), None, None
 
 
 def counts_of(ids: Tensor, count: int, dtype: torch.dtype) -> Tensor:

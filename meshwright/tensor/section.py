@@ -15,11 +15,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, cast
 
 from meshwright.errors import Problem
 from meshwright.registry import load_entry
-from meshwright.section import Positive, Rule, Section, can_share, divisors, listed, rule
+from meshwright.section import Positive, Rule, Section, can_share, divisors, field_of, listed, rule
 
 if TYPE_CHECKING:
     from meshwright.bits.blocks import Blocks
@@ -86,14 +86,31 @@ class HeadsCut(Cut):
         return Problem(self.by, self.parts, rule_text, valid, self.reads or (self.field,))
 
 
+class Rows(NamedTuple):
+    """How ranks deal out a microbatch's rows between pairs; by default each has all of them."""
+
+    parts: int = 1
+    """Ranks among which rows are dealt out, hence the equal parts into which they must fall."""
+    at_once: int = 1
+    """Those parts that a rank sees between the two linears of a pair."""
+    by: str = ""
+    """In words, before the number of parts: which fields say so."""
+    leads: int = 1
+    """Ranks of which the first computes for all, while the others wait."""
+
+
 class TensorSection(Section):
     """Base of the tensor sections: by itself, one that divides nothing. Subclasses add fields and `kind`, a Literal."""
 
     kind: str
     """How a layer is cut over ranks."""
 
+    axis_fields: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """The mesh's axes, outermost first, and the section's fields of their sizes."""
     kit_class: ClassVar[str]
     """The class of its kit, `module:attribute`; its first argument is the mesh."""
+    kit_fields: ClassVar[Mapping[str, str]] = {}
+    """The arguments of the kit's class besides the mesh, and the fields of the config that they are."""
     rules: ClassVar[tuple[Rule, ...]] = ()
     """Refusals: with which other fields the kind does not go, and why; checked where the kind is chosen."""
     idle_alone: ClassVar[tuple[str, ...]] = ()
@@ -112,6 +129,8 @@ class TensorSection(Section):
     """The axis that cuts what lies between the two linears of a pair."""
     inner_field: ClassVar[str] = "layout.tensor.size"
     """The field of its size."""
+    cuts_hidden: ClassVar[bool] = False
+    """Whether the inner axis deals out the width between pairs as well."""
     batch_axes: ClassVar[tuple[str, ...]] = ()
     """The axes that split a microbatch's rows."""
     by_size: ClassVar[bool] = False
@@ -120,17 +139,12 @@ class TensorSection(Section):
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
         """The mesh's axes and their sizes, outermost first."""
-        return ()
+        return tuple([(axis, getattr(self, field)) for axis, field in self.axis_fields])
 
     @property
     def token_axes(self) -> tuple[str, ...]:
         """The axes that split tokens: gradients of uncut parameters are summed over them."""
         return self.batch_axes
-
-    @property
-    def hidden_size(self) -> int:
-        """Ranks among which the width between pairs is dealt out."""
-        return 1
 
     @property
     def cuts_sequences(self) -> bool:
@@ -144,23 +158,20 @@ class TensorSection(Section):
 
     @property
     def same_activation(self) -> str:
-        """The axis whose ranks all have the activation between two layers; nothing where each has its own part."""
-        return ""
+        """The inner axis, if its ranks all have the activation between two layers; nothing where each has its part."""
+        split = self.cuts_hidden or self.inner_axis in (*self.batch_axes, *self.token_axes)
+        return "" if split else self.inner_axis
 
     @property
-    def rows(self) -> tuple[str, int]:
-        """Into how many equal parts a microbatch's rows must fall; before it, in words, which fields say so."""
-        return "", 1
-
-    @property
-    def leading_ranks(self) -> int:
-        """The number of ranks of which the first computes for all, while the others wait."""
-        return 1
+    def rows(self) -> Rows:
+        """How a microbatch's rows are dealt out."""
+        return Rows()
 
     @property
     def words(self) -> str:
         """The kind as tables name it, with the settings that change what a rank does; nothing where nothing is cut."""
-        return self.kind if self.axes else ""
+        cut = ", cut by sequence" if self.cuts_sequences else ""
+        return f"{self.kind}{cut}" if self.axes else ""
 
     def cuts(self, config: Config) -> Iterator[Cut]:
         """Fields of the model and the data that the kind divides, and by what."""
@@ -172,22 +183,15 @@ class TensorSection(Section):
         yield from ()
 
     def kit_settings(self, config: Config) -> Mapping[str, Any]:
-        """The arguments of the kit's class besides the mesh, by name."""
-        return {}
+        """The values of these arguments, and of others that are no fields."""
+        return {name: field_of(config, field) for name, field in self.kit_fields.items()}
 
-    def kit(self, config: Config, mesh: Mesh) -> Kit:
-        """The words that models are written in, for a rank. The kit's room and torch are imported here, not before."""
-        return cast("Kit", load_entry(self.kit_class)(mesh, **self.kit_settings(config)))
-
-    def kit_by_parts(self, config: Config, mesh: Mesh, blocks: Blocks) -> Kit:
-        """The kit of a run whose kernels get blocks of one shape in every layout (bits/blocks.py)."""
+    def kit(self, config: Config, mesh: Mesh, blocks: Blocks | None = None) -> Kit:
+        """The words that models are written in, for a rank. `blocks`: of a run whose kernels get blocks of one shape in
+        every layout (bits/blocks.py). The kit's room and torch are imported here, not before."""
+        if blocks is None:
+            return cast("Kit", load_entry(self.kit_class)(mesh, **self.kit_settings(config)))
         return cast("Kit", load_entry(self.by_parts)(mesh, blocks=blocks, **self.kit_settings(config)))
-
-    @property
-    def shares(self) -> tuple[int, int]:
-        """Ranks among which a microbatch's rows are dealt out between pairs, and how many of their parts a rank sees
-        between the two linears of one."""
-        return self.rows[1], 1
 
 
 def whole_layers(config: Config, by: str, parts: int) -> Iterator[Cut]:
@@ -231,7 +235,9 @@ class Megatron(TensorSection):
     sequence_parallel: bool = False
     """Tokens of norms and dropout are split over the same ranks: less memory, as many bytes."""
 
+    axis_fields: ClassVar[tuple[tuple[str, str], ...]] = (("tensor", "size"),)
     kit_class: ClassVar[str] = "meshwright.tensor.megatron:MegatronKit"
+    kit_fields: ClassVar[Mapping[str, str]] = {"sequence_parallel": "layout.tensor.sequence_parallel"}
     rules: ClassVar[tuple[Rule, ...]] = (sequences_can_be_cut,)
     idle_alone: ClassVar[tuple[str, ...]] = ("sequence_parallel",)
     heads_axis: ClassVar[str] = "tensor"
@@ -240,20 +246,8 @@ class Megatron(TensorSection):
     inner_axis: ClassVar[str] = "tensor"
 
     @property
-    def axes(self) -> tuple[tuple[str, int], ...]:
-        return (("tensor", self.size),)
-
-    @property
     def token_axes(self) -> tuple[str, ...]:
         return ("tensor",) if self.sequence_parallel else ()
-
-    @property
-    def same_activation(self) -> str:
-        return "" if self.sequence_parallel else "tensor"
-
-    @property
-    def words(self) -> str:
-        return f"{self.kind}, cut by sequence" if self.sequence_parallel else self.kind
 
     def cuts(self, config: Config) -> Iterator[Cut]:
         yield from whole_layers(config, "layout.tensor.size", self.size)
@@ -268,9 +262,6 @@ class Megatron(TensorSection):
         for size in divisors(devices)[1:]:
             yield cls(kind="megatron", size=size)
             yield cls(kind="megatron", size=size, sequence_parallel=True)
-
-    def kit_settings(self, config: Config) -> Mapping[str, Any]:
-        return {"sequence_parallel": self.sequence_parallel}
 
 
 @rule("layout.tensor")
@@ -290,7 +281,9 @@ class Tesseract(TensorSection):
     d: Positive = 1
     """Layers of such squares, each with 1/d of the batch, at most q."""
 
+    axis_fields: ClassVar[tuple[tuple[str, str], ...]] = (("depth", "d"), ("row", "q"), ("col", "q"))
     kit_class: ClassVar[str] = "meshwright.tensor.tesseract:TesseractKit"
+    kit_fields: ClassVar[Mapping[str, str]] = {"policy": "memory.summa"}
     rules: ClassVar[tuple[Rule, ...]] = (depth_is_at_most_q,)
     gives_effect_to: ClassVar[tuple[str, ...]] = ("memory.summa",)
     heads_axis: ClassVar[str] = "col"
@@ -299,18 +292,11 @@ class Tesseract(TensorSection):
     by_parts: ClassVar[str] = "meshwright.tensor.tesseract_parts:TesseractByParts"
     inner_axis: ClassVar[str] = "col"
     inner_field: ClassVar[str] = "layout.tensor.q"
+    cuts_hidden: ClassVar[bool] = True
 
     @property
-    def axes(self) -> tuple[tuple[str, int], ...]:
-        return (("depth", self.d), ("row", self.q), ("col", self.q))
-
-    @property
-    def hidden_size(self) -> int:
-        return self.q
-
-    @property
-    def rows(self) -> tuple[str, int]:
-        return "layout.tensor.d x q = ", self.d * self.q
+    def rows(self) -> Rows:
+        return Rows(self.d * self.q, by="layout.tensor.d x q = ")
 
     def cuts(self, config: Config) -> Iterator[Cut]:
         yield from whole_layers(config, "layout.tensor.q", self.q)
@@ -324,6 +310,3 @@ class Tesseract(TensorSection):
             for d in range(1, q + 1):
                 if devices % (q * q * d) == 0:
                     yield cls(kind="tesseract", q=q, d=d)
-
-    def kit_settings(self, config: Config) -> Mapping[str, Any]:
-        return {"policy": config.memory.summa}

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 from meshwright.bits.blocks import WHOLE, Blocks
 from meshwright.parameters.shard import UNPLACED, ZEROS, Initial, Placements, Shard, ShardedModule, ShardSpec
+from meshwright.ranks.collectives import cross
 from meshwright.ranks.mesh import Mesh
-from meshwright.tensor.boundary import UNCUT, Boundary, collect, spread
+from meshwright.tensor.boundary import UNCUT, Boundary, start_copies, start_sum_of_heads
 from meshwright.tensor.copies import ALL_COLUMNS, HeadGroups, part_columns
 from meshwright.tensor.cross_entropy import chunked_token_losses
 from meshwright.tensor.experts import Experts
@@ -43,17 +44,13 @@ TensorFunction = Callable[[Tensor], Tensor]
 """A kit's function on a layer's input or output."""
 
 
-def as_it_is(x: Tensor) -> Tensor:
-    return x
-
-
 class Embedding(ShardedModule):
     """Rows of a table. Where an axis cuts it by rows, each rank looks up its own of `before`'s ids, the others add
     nothing, and `after` sums. `runs`: of tokens, whose gradients are added one by one, of each of `grains`."""
 
     def __init__(
         self, mesh: Mesh, num_rows: int, hidden: int, initial: Initial, placements: Placements = UNPLACED, *,
-        before: TensorFunction = as_it_is, after: TensorFunction = as_it_is, runs: int = 1, grains: int = 1,
+        before: TensorFunction = UNCUT.part, after: TensorFunction = UNCUT.whole, runs: int = 1, grains: int = 1,
     ) -> None:  # fmt: skip
         super().__init__(mesh)
         self.before, self.after, self.runs, self.grains = before, after, runs, grains
@@ -74,8 +71,8 @@ class SerialLinear(ShardedModule):
 
     def __init__(
         self, mesh: Mesh, inputs: int, outputs: tuple[int, ...], initial: Initial, placements: Placements = UNPLACED,
-        *, bias: bool = True, blocks: Blocks = WHOLE, before: TensorFunction = as_it_is,
-        after: TensorFunction = as_it_is,
+        *, bias: bool = True, blocks: Blocks = WHOLE, before: TensorFunction = UNCUT.part,
+        after: TensorFunction = UNCUT.whole,
     ) -> None:  # fmt: skip
         super().__init__(mesh)
         self.blocks, self.before, self.after = blocks, before, after
@@ -89,14 +86,17 @@ class SerialLinear(ShardedModule):
 
 
 class SerialHead(TableHead):
-    """The whole table: padding rows are never seen."""
+    """The whole table: padding rows are never seen. It can also be asked what it computes, by evaluation and
+    generation, without gradients."""
 
     def token_losses(self, h: Tensor, labels: Tensor) -> Tensor:
+        """Each token's loss in float32, [B, T]; 0 where it is not counted."""
         vocabulary = self.classes.vocabulary
         losses = chunked_token_losses(h.flatten(0, -2), self.block, self.bias, labels.flatten(), vocabulary)
         return losses.view(labels.shape)
 
     def logits(self, h: Tensor) -> Tensor:
+        """[B, T, V], without the padding of the vocabulary."""
         bias = None if self.bias is None else self.bias[: self.classes.vocabulary]
         return F.linear(h, self.block[: self.classes.vocabulary], bias)
 
@@ -107,7 +107,7 @@ class LinearByParts(CutExpand):
 
     def __init__(
         self, mesh: Mesh, role: Role, inputs: int, outputs: int, initial: Initial, boundary: Boundary = UNCUT, *,
-        bias: bool, blocks: Blocks, before: TensorFunction = as_it_is, after: TensorFunction = as_it_is,
+        bias: bool, blocks: Blocks, before: TensorFunction = UNCUT.part, after: TensorFunction = UNCUT.whole,
     ) -> None:  # fmt: skip
         own = outputs // mesh.size(*boundary.inner(0))
         columns = (ALL_COLUMNS,) if role == "scores" else part_columns(1, own, blocks.parts)
@@ -136,6 +136,7 @@ class KitBase:
         """`blocks`: what a rank multiplies at a time, and in which order sums over parts are made."""
         self.mesh, self.blocks, self.parts, self.inner = mesh, blocks, blocks.parts, blocks
         self.boundary, self.split_axes = boundary, boundary.split_axes
+        self.kept: dict[Any, Tensor] = {}
 
     def outside(self, layer: ShardedModule) -> nn.Module:
         """A layer between pairs, or its stand-in on a rank that has no part of it."""
@@ -163,18 +164,16 @@ class KitBase:
         return layer if inside else self.outside(layer)
 
     def linear(self, role: Role, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
-        if self.blocks.hidden > 1:
-            biased, blocks = bias and role == "transform", self.blocks.between
+        biased, blocks = bias and role == "transform", self.blocks
+        before, after = (self.boundary if role == end else UNCUT for end in ("patches", "scores"))
+        if blocks.hidden > 1:
             return LinearByParts(
-                self.mesh, role, inputs, outputs, initial, bias=biased, blocks=blocks,
-                before=self.boundary.part if role == "patches" else as_it_is,
-                after=self.boundary.whole if role == "scores" else as_it_is,
+                self.mesh, role, inputs, outputs, initial, bias=biased, blocks=blocks.between, before=before.part,
+                after=after.whole,
             )  # fmt: skip
         return SerialLinear(
-            self.mesh, inputs, (outputs,), initial, bias=bias and role == "transform", blocks=self.blocks,
-            before=self.boundary.part if role == "patches" else as_it_is,
-            after=self.boundary.whole if role == "scores" else as_it_is,
-        )  # fmt: skip
+            self.mesh, inputs, (outputs,), initial, bias=biased, blocks=blocks, before=before.part, after=after.whole
+        )
 
     @property
     def branches(self) -> LinearPair:
@@ -187,13 +186,15 @@ class KitBase:
         return SerialLinear(self.mesh, hidden, grouped(inner, groups), initial, bias=bias)
 
     def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
-        return SerialLinear(self.mesh, inner, (hidden,), initial, bias=bias)
+        return self.expand(inner, hidden, initial, bias=bias)  # alike, where no axis cuts pairs
 
     def enter(self, x: Tensor, heads: int) -> Tensor:
-        return spread(x, self.local_heads(heads), self.boundary, self.blocks)
+        boundary, blocks, own = self.boundary, self.blocks, self.local_heads(heads)
+        return cross(x, lambda x: start_copies(x, own, boundary), lambda dy: start_sum_of_heads(dy, boundary, blocks))
 
     def leave(self, x: Tensor) -> Tensor:
-        return collect(x, self.boundary, self.blocks)
+        boundary, blocks, own = self.boundary, self.blocks, x.shape[2]
+        return cross(x, lambda x: start_sum_of_heads(x, boundary, blocks), lambda dy: start_copies(dy, own, boundary))
 
     def local(self, shape: tuple[int, ...], dim: int, initial: Initial, *, matrix: bool) -> nn.Module:
         return Local(self.mesh, ShardSpec(shape, self.boundary.inner(dim), initial, matrix=matrix))
@@ -209,13 +210,10 @@ class KitBase:
         return heads // self.mesh.size(*self.boundary.inner(0)) if heads >= self.blocks.all_parts else 0
 
     def slice(self, x: Tensor, where: Where) -> Tensor:
-        return x
+        return self.boundary.part(x) if where == "hidden" else x
 
     def own_randomness(self, rate: float) -> AbstractContextManager[None]:
         return nullcontext()  # one rank's, or every rank's stream is its own already
-
-    def end_step(self) -> None:
-        return None
 
 
 class SerialKit(KitBase):

@@ -72,33 +72,25 @@ class Form:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Elements of one rank's block of X, W and Y; q."""
+    """A rank's rows of X and its columns of X and of Y; q."""
 
-    x: int
-    w: int
-    y: int
+    rows: int
+    inputs: int
+    outputs: int
     q: int
 
-    @classmethod
-    def of(cls, rows: int, inputs: int, outputs: int, q: int) -> Sizes:
-        """From a rank's rows of X and its columns of X and of Y."""
-        return cls(rows * inputs, inputs * outputs, rows * outputs, q)
-
-    def travel(self, who: str, stays: str) -> int:
-        """Elements that a rank (off the diagonal) sends for one traveller."""
-        block = {X: self.x, W: self.w, Y: self.y}[who]
-        return block * (self.q - 1 + ROUTES[stays][who].transposed)
-
     def sent(self, choice: Stationary, form: Form) -> int:
-        """Elements that a rank sends for the three products.
+        """Elements that a rank (off the diagonal) sends for the three products.
 
         What one product gathered may serve the next: the weight in dX where it is kept, dY in dW unless it streams.
         """
         there: set[tuple[str, str]] = set()
-        total = 0
+        rows, inputs, outputs, total = self.rows, self.inputs, self.outputs, 0
+        blocks = {X: rows * inputs, W: inputs * outputs, Y: rows * outputs}
         for target, stays in ((Y, choice.forward), (X, choice.dx), (W, choice.dw)):
-            for who in ROUTES[stays]:
-                total += 0 if (who, stays) in there and who != target else self.travel(who, stays)
+            for who, route in ROUTES[stays].items():
+                if (who, stays) not in there or who == target:
+                    total += blocks[who] * (self.q - 1 + route.transposed)
                 if (who == W and target == Y and form.keeps) or (who == Y and target == X and not form.streams):
                     there.add((who, stays))
         return total
@@ -168,10 +160,9 @@ class Summa:
         )
         if target == stays:
             return here(_accumulate(pairs, out))
-        route = ROUTES[stays][target]
         if self.streams:
-            return self._reduce_panels(pairs, route, out)
-        return self._scatter(_stack(pairs, self.q), route, out)
+            return self._reduce_panels(pairs, ROUTES[stays][target], out)
+        return self.scatter(target, stays, _stack(pairs, self.q), out)
 
     def _stream(self, who: str, stays: str, block: Tensor) -> Iterator[Tensor]:
         route = ROUTES[stays][who]
@@ -191,11 +182,9 @@ class Summa:
                 coming = start(panel + 1)
             yield x
 
-    def scatter(self, who: str, stays: str, panels: Tensor) -> Moving:
-        """The block of an output, the sum of every rank's panels [q, ...]."""
-        return self._scatter(panels, ROUTES[stays][who], None)
-
-    def _scatter(self, panels: Tensor, route: Route, out: Tensor | None) -> Moving:
+    def scatter(self, who: str, stays: str, panels: Tensor, out: Tensor | None = None) -> Moving:
+        """The block of an output, the sum of every rank's panels [q, ...]; in `out`, where it is given."""
+        route = ROUTES[stays][who]
         part = torch.empty_like(panels[0]) if out is None or route.transposed else out
         work = self._comms[route.axis].reduce_scatter(part, panels, wait=False)
         return Moving(work, lambda: self._home(part, route, out))

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from meshwright.bits.blocks import WHOLE, Blocks
 from meshwright.parameters.shard import (
     ONES,
     ZEROS,
@@ -36,18 +37,16 @@ from meshwright.parameters.shard import (
     Shard,
     ShardedModule,
     ShardSpec,
-    WriteGradient,
 )
-from meshwright.ranks.collectives import all_gather, all_reduce, all_reduce_gradient, reduce_scatter
+from meshwright.ranks.collectives import all_gather, all_reduce, all_reduce_gradient, cross, here, reduce_scatter
 from meshwright.ranks.mesh import Mesh
-from meshwright.tensor.boundary import HIDDEN, CutActivations
-from meshwright.tensor.copies import ALL_COLUMNS, Columns, HeadGroups
-from meshwright.tensor.cross_entropy import give_to_autograd
+from meshwright.tensor.boundary import HIDDEN, Boundary, CutActivations
+from meshwright.tensor.copies import ALL_COLUMNS, Columns, HeadGroups, columns_of_parts
 from meshwright.tensor.gathered import Weights
 from meshwright.tensor.head import HeadShape, TableHead
 from meshwright.tensor.kit import NormKind, Role, Where
 from meshwright.tensor.linear import bias_gradient, cast, write_part
-from meshwright.tensor.norms import split_layer_norm
+from meshwright.tensor.norms import SplitLayerNorm
 from meshwright.tensor.serial import Embedding, KitBase, SerialLinear, grouped
 from meshwright.tensor.summa import Panels, Sizes, Stationary, Summa, W, X, Y, best_stationary
 
@@ -78,7 +77,7 @@ class _Linear(torch.autograd.Function):
             there = not beta and out.dtype == dy.dtype
             product = summa.multiply(W, choice.dw, for_dw, out if there else None).wait()
             if not there:
-                write_part(out, product, beta)
+                write_part(product, out, beta)
 
         dweight = layer.add_gradient("weight", weight, layer.columns.write(write))
         dbias = bias_gradient([dy], layer, [layer.columns]) if ctx.biased else None
@@ -112,7 +111,7 @@ class TesseractLinear(ShardedModule):
         """The blocks of the product with `rows` rows of x. Of the weight's shape alone: under zero3 a weight of which
         autograd keeps a cast copy has no memory in the backward pass."""
         outputs = self.columns.num_of(self.weight.shape[1:].numel())
-        return Sizes.of(rows, self.weight.shape[0], outputs, self.mesh.size("row"))
+        return Sizes(rows, self.weight.shape[0], outputs, self.mesh.size("row"))
 
     def choice(self, rows: int) -> Stationary:
         return best_stationary(self.sizes(rows), self.weights.form)
@@ -146,41 +145,30 @@ class TesseractNorm(ShardedModule):
     def forward(self, h: Tensor) -> Tensor:
         if self.kind == "layer":
             bias = torch.zeros_like(self.weight) if self.bias is None else self.bias
-            return split_layer_norm(h, self.weight, bias, self.hidden, self.epsilon, self.mesh.comm("col"))
+            comm = self.mesh.comm("col")
+            y: Tensor = SplitLayerNorm.apply(h, self.weight, bias, self.hidden, self.epsilon, comm)
+            return y
         x = h.to(self.weight.dtype)
         squares = all_reduce(x.square().sum(-1, keepdim=True), self.mesh, "col")
         mean = all_reduce_gradient(squares, self.mesh, "col") / self.hidden
         return (x * torch.rsqrt(mean + self.epsilon) * self.weight).to(h.dtype)
 
 
-class _Table(torch.autograd.Function):
-    """The rows of the table that belong to this column's classes, [V/col, H], of its blocks [V/row, H/col]."""
-
-    @staticmethod
-    def forward(ctx: Any, block: Tensor, summa: Summa) -> Tensor:
-        ctx.summa = summa
-        panels = summa.gather(W, X, block)  # [q, V/q, H/q]: this column's rows, hidden block by hidden block
-        return panels.transpose(0, 1).flatten(1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        panels = gradient.unflatten(1, (ctx.summa.q, -1)).transpose(0, 1)
-        return ctx.summa.scatter(W, X, panels.contiguous()).wait(), None
-
-
 class TesseractHead(TableHead):
     """Classes over col: logits [b·T, V/col] stay where they are made."""
 
-    def __init__(self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None) -> None:
-        super().__init__(mesh, shape, tied, {"row": Shard(0), "col": Shard(1)}, {"col": Shard(0)})
+    def __init__(self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None, boundary: Boundary) -> None:
+        super().__init__(mesh, shape, tied, {"row": Shard(0), "col": Shard(1)}, {"col": Shard(0)}, boundary)
         self.summa = Summa(mesh, streams=False)
 
-    def give(self, like: Tensor, write: WriteGradient) -> Tensor | None:
-        return give_to_autograd(like, write)  # of the gathered table, whose backward pass brings it home
-
-    def operands(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        return all_gather(h, self.mesh, "col", -1), _Table.apply(self.block, self.summa)
+    def own_classes(self, block: Tensor) -> Tensor:
+        # Panels [q, V/q, H/q] are this column's rows, hidden block by hidden block: side by side [V/col, H].
+        summa = self.summa
+        return cross(
+            block,
+            lambda block: here(summa.gather(W, X, block).transpose(0, 1).flatten(1)),
+            lambda dy: summa.scatter(W, X, dy.unflatten(1, (summa.q, -1)).transpose(0, 1).contiguous()),
+        )
 
 
 class TesseractKit(KitBase):
@@ -188,23 +176,26 @@ class TesseractKit(KitBase):
 
     hidden: ClassVar[Placements] = {"col": Shard(0)}
 
-    def __init__(self, mesh: Mesh, policy: str) -> None:
-        """`policy`: gather, stream or auto (gathered.py)."""
-        super().__init__(mesh, CutActivations(mesh, "col", HIDDEN))
+    def __init__(self, mesh: Mesh, policy: str, blocks: Blocks = WHOLE) -> None:
+        """`policy`: gather, whole, stream or auto (gathered.py); with blocks gather or whole."""
+        super().__init__(mesh, CutActivations(mesh, "col", HIDDEN, by_tree=blocks.exact), blocks)
         self.split_axes = ("depth", "row", "col")
-        self.weights = Weights(mesh, policy)
+        self.weights = Weights(mesh, policy, self.kept)
 
     def embedding(self, num_rows: int, hidden: int, initial: Initial) -> nn.Module:
         # A row of ranks looks its ids [B/depth, T] up together, and each keeps its own rows of the sum.
         before, after = (partial(verb, mesh=self.mesh, axis="row", dim=0) for verb in (all_gather, reduce_scatter))
         placements = {"row": Shard(0), "col": Shard(1)}
-        return Embedding(self.mesh, num_rows, hidden, initial, placements, before=before, after=after)
+        return Embedding(
+            self.mesh, num_rows, hidden, initial, placements, before=before, after=after, runs=self.blocks.outer_runs,
+            grains=self.mesh.size("row") if self.blocks.exact else 1,
+        )  # fmt: skip
 
     def norm(
         self, width: int, epsilon: float, *, kind: NormKind = "layer", groups: int = 1, bias: bool = True,
         inside: bool = False,
     ) -> nn.Module:  # fmt: skip
-        if inside or kind == "group":  # of what a rank has whole
+        if inside or kind == "group" or self.blocks.exact:  # of what a rank has whole, or by parts
             return super().norm(width, epsilon, kind=kind, groups=groups, bias=bias, inside=inside)
         return TesseractNorm(self.mesh, width, epsilon, kind, bias=bias and kind == "layer")
 
@@ -212,13 +203,9 @@ class TesseractKit(KitBase):
         self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True,
         heads: HeadGroups | None = None,
     ) -> nn.Module:  # fmt: skip
-        columns, outputs = ALL_COLUMNS, grouped(inner, groups)
-        if heads is not None and not self.local_heads(heads.count):
-            columns = heads.shared_by(self.mesh.size("col"), self.mesh.index("col"))
+        outputs = grouped(inner, groups)
+        (columns,) = columns_of_parts(outputs, heads, self.mesh.size("col"), self.mesh.index("col"), self.blocks)
         return TesseractLinear(self.mesh, hidden, outputs, initial, self.weights, bias=bias, columns=columns)
-
-    def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
-        return TesseractLinear(self.mesh, inner, (hidden,), initial, self.weights, bias=bias)
 
     def linear(self, role: Role, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
         if role == "transform":
@@ -230,12 +217,9 @@ class TesseractKit(KitBase):
         return SerialLinear(self.mesh, inputs, (outputs,), initial, {"col": Shard(0)}, bias=False, after=after)
 
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
-        return TesseractHead(self.mesh, shape, tied)
+        return TesseractHead(self.mesh, shape, tied, self.boundary)
 
     def slice(self, x: Tensor, where: Where) -> Tensor:
         if where == "hidden":
             return self.boundary.part(x)
         return x.chunk(self.mesh.size("depth", "row"))[self.mesh.index("depth", "row")]
-
-    def end_step(self) -> None:
-        self.weights.forget()

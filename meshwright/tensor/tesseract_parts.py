@@ -26,17 +26,16 @@ from torch import Tensor, nn
 
 from meshwright.bits.blocks import Blocks, added
 from meshwright.parameters.shard import Initial, Shard, WriteGradient
-from meshwright.ranks.collectives import all_gather, reduce_scatter
 from meshwright.ranks.mesh import Mesh
-from meshwright.tensor.boundary import HIDDEN, Boundary, CutActivations, WholeActivations
-from meshwright.tensor.copies import Columns, HeadGroups, columns_of_parts, part_columns, shared_heads
+from meshwright.tensor.boundary import Boundary, WholeActivations
+from meshwright.tensor.copies import Columns, HeadGroups, columns_of_parts, part_columns
 from meshwright.tensor.gathered import Weights
 from meshwright.tensor.head import HeadShape
-from meshwright.tensor.kit import NormKind, Role
+from meshwright.tensor.kit import Role
 from meshwright.tensor.linear import write_part
 from meshwright.tensor.pair import CutContract, CutExpand
 from meshwright.tensor.part_loss import PartHead
-from meshwright.tensor.serial import Embedding, KitBase, LinearByParts, grouped
+from meshwright.tensor.serial import LinearByParts, grouped
 from meshwright.tensor.summa import X, Y
 from meshwright.tensor.tesseract import TesseractKit
 
@@ -81,7 +80,7 @@ class GatheredLinear(CutExpand):
         for row in range(q):
 
             def add(out: Tensor, beta: int, row: int = row) -> None:
-                write_part(out, addends(out.dtype)[row], beta)
+                write_part(addends(out.dtype)[row], out, beta)
 
             total = added(total, self.add_gradient("weight", weight, add))
         return total
@@ -109,43 +108,19 @@ class GatheredHead(PartHead):
         addends = self.weights.summa.transpose(dealt(self.mesh, panels))  # [q, V/q, H/q]
         total = None
         for addend in addends:
-
-            def add(out: Tensor, beta: int, addend: Tensor = addend) -> None:
-                write_part(out, addend, beta)
-
-            total = added(total, super().give(addend, add))
+            total = added(total, super().give(addend, partial(write_part, addend)))
         return total
 
 
 class TesseractByParts(TesseractKit):
     """Blocks on [depth, row, col], by parts."""
 
-    def __init__(self, mesh: Mesh, policy: str, blocks: Blocks) -> None:
-        """`policy`: gather or whole (gathered.py)."""
-        KitBase.__init__(self, mesh, CutActivations(mesh, "col", HIDDEN, by_tree=True), blocks)
-        self.split_axes = ("depth", "row", "col")
-        self.weights = Weights(mesh, policy)
-
-    def embedding(self, num_rows: int, hidden: int, initial: Initial) -> nn.Module:
-        before, after = (partial(verb, mesh=self.mesh, axis="row", dim=0) for verb in (all_gather, reduce_scatter))
-        placements = {"row": Shard(0), "col": Shard(1)}
-        return Embedding(
-            self.mesh, num_rows, hidden, initial, placements, before=before, after=after, runs=self.blocks.outer_runs,
-            grains=self.mesh.size("row"),
-        )  # fmt: skip
-
-    def norm(
-        self, width: int, epsilon: float, *, kind: NormKind = "layer", groups: int = 1, bias: bool = True,
-        inside: bool = False,
-    ) -> nn.Module:  # fmt: skip
-        return KitBase.norm(self, width, epsilon, kind=kind, groups=groups, bias=bias, inside=inside)
-
     def expand(
         self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True,
         heads: HeadGroups | None = None,
     ) -> nn.Module:  # fmt: skip
-        outputs, shared = grouped(inner, groups), shared_heads(heads, self.blocks)
-        columns = columns_of_parts(outputs, shared, self.mesh.size("col"), self.mesh.index("col"), self.parts)
+        outputs = grouped(inner, groups)
+        columns = columns_of_parts(outputs, heads, self.mesh.size("col"), self.mesh.index("col"), self.blocks)
         return GatheredLinear(
             self.mesh, hidden, outputs, initial, self.boundary, self.weights, bias=bias, columns=columns, groups=groups,
             blocks=self.blocks, inputs_in=self.blocks.hidden,

@@ -170,4 +170,4 @@ def replica_backward(parts: Parts, rows: Batch, counts: list[int], samples: int)
 def publish(parts: Parts, *, wait: bool = True) -> None:
     """End a step: every rank gets the stepped weights (Synchroniser.publish), and gradients are cleared."""
     parts.strategy.publish(wait=wait)
-    parts.kit.end_step()
+    parts.kit.kept.clear()

@@ -98,9 +98,10 @@ def test_drawn_layouts_of_experts_end_with_the_bits_of_one_device(seed: int) -> 
 
 def multiplies_together(mesh: Mesh) -> None:
     """An expert's rows of all ranks are one product, as they are in the usual mode."""
-    from meshwright.tensor.experts import Experts
+    from meshwright.tensor.experts import Experts, GroupedLinear
 
-    Experts.compute_rows_apart = lambda self: None  # type: ignore[method-assign]
+    for kind in (Experts, GroupedLinear):
+        kind.rows_apart = property(lambda self: False, lambda self, value: None)  # type: ignore[assignment]
 
 
 def test_rows_that_are_multiplied_together_are_seen() -> None:

@@ -92,7 +92,7 @@ class Run:
             for place in slot.places
         }
         self.strategy.publish()
-        self.parts.kit.end_step()
+        self.parts.kit.kept.clear()
         return Left(gradients, announced, traffic, sum(map(len, works)))
 
     def _traffic(self) -> Counter[tuple[str, str]]:

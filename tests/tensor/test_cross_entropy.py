@@ -271,4 +271,4 @@ def test_split_over_ranks(split: tuple[int, int, int], chunk_elements: int) -> N
 def test_a_gpu_adds_up_a_large_table_in_few_chunks(classes: int, width: int, chunks: int) -> None:
     """16,384 tokens: rows of half the width, or 256 MiB of logits where that is more."""
     h, table = torch.empty(16_384, width, device="meta"), torch.empty(classes, width, device="meta")
-    assert len(list(replace(WHOLE, vocabulary=classes, device_type="cuda")._chunks(h, table))) == chunks
+    assert len(list(replace(WHOLE, vocabulary=classes, device_type="cuda").chunks(h, table))) == chunks

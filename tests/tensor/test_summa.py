@@ -13,7 +13,8 @@ from meshwright.decisions import affordable_products
 from meshwright.parameters.shard import Initial, initialise
 from meshwright.ranks.collectives import all_gather, reduce_scatter
 from meshwright.ranks.grid import Grid
-from meshwright.ranks.mesh import Mesh, solo_mesh
+from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.planned import planned_mesh
 from meshwright.tensor.gathered import Weights
 from meshwright.tensor.summa import ROUTES, Form, Sizes, Stationary, best_stationary
 from meshwright.tensor.tesseract import TesseractLinear
@@ -37,7 +38,7 @@ def block(mesh: Mesh, x: Tensor) -> Tensor:
 
 
 def layer_of(mesh: Mesh, form: Form) -> TesseractLinear:
-    weights = Weights(mesh, "gather" if form.keeps else "stream" if form.streams else "whole")
+    weights = Weights(mesh, "gather" if form.keeps else "stream" if form.streams else "whole", {})
     layer = TesseractLinear(mesh, H, (N,), Initial(0.5), weights)
     initialise(layer, mesh, 1)
     return layer.double()
@@ -97,7 +98,7 @@ def traffic(mesh: Mesh) -> list[tuple[Form, Stationary, dict[tuple[str, str], tu
 @pytest.mark.parametrize("q", GRIDS)
 def test_bytes_and_calls(q: str) -> None:
     size = int(q)
-    blocks = Sizes.of(ROWS // size, H // size, N // size, size)
+    blocks = Sizes(ROWS // size, H // size, N // size, size)
     for rank, answers in enumerate(run_ranks(traffic, GRIDS[q], token_axes=("row",))):
         on_diagonal = rank // size == rank % size
         for form, choice, entries in answers:
@@ -124,7 +125,8 @@ def expected(sizes: Sizes, choice: Stationary, form: Form) -> tuple[dict[str, in
         for who, route in ROUTES[stays].items():
             served = who != target and (who, stays) in gathered
             if not served:
-                block = {"X": sizes.x, "W": sizes.w, "Y": sizes.y}[who]
+                rows, inputs, outputs = sizes.rows, sizes.inputs, sizes.outputs
+                block = {"X": rows * inputs, "W": inputs * outputs, "Y": rows * outputs}[who]
                 sent[route.axis] += (sizes.q - 1) * block
                 exchanged += block * route.transposed
             if who == "Y" and target == "X" and not form.streams:
@@ -135,11 +137,11 @@ def expected(sizes: Sizes, choice: Stationary, form: Form) -> tuple[dict[str, in
 
 
 def test_the_choice_follows_the_sizes() -> None:
-    many_tokens = Sizes.of(4096, 256, 1024, 2)
+    many_tokens = Sizes(4096, 256, 1024, 2)
     assert best_stationary(many_tokens, KEPT) == Stationary("Y", "Y", "Y")  # W is small, and X smaller than Y
-    contract = Sizes.of(4096, 1024, 256, 2)
+    contract = Sizes(4096, 1024, 256, 2)
     assert best_stationary(contract, KEPT).forward == "X"  # W and the small Y travel
-    few_tokens = Sizes.of(4, 4096, 16384, 2)
+    few_tokens = Sizes(4, 4096, 16384, 2)
     assert best_stationary(few_tokens, STREAMED) == Stationary("W", "W", "W")  # the weight is the largest
     for sizes in (many_tokens, contract, few_tokens):
         for form in FORMS:
@@ -153,7 +155,7 @@ def test_the_choice_follows_the_sizes() -> None:
 )
 def test_the_form_follows_the_memory(free: int, form: Form) -> None:
     policy = affordable_products([100] * 8, 2, free)
-    assert Weights(solo_mesh(torch.device("cpu")), policy).form == form
+    assert Weights(planned_mesh(GRIDS["2"], 0, ("row",)), policy, {}).form == form
 
 
 def gathers(mesh: Mesh) -> tuple[int, int, int]:
@@ -167,7 +169,7 @@ def gathers(mesh: Mesh) -> tuple[int, int, int]:
             for _ in range(2):
                 x = torch.ones(ROWS // 2, H // 2, dtype=torch.float64, device=mesh.device, requires_grad=True)
                 layer(x).sum().backward()
-            layer.weights.forget()
+            layer.weights.kept.clear()
             counts.append(mesh.ledger.traffic["row", "all_gather"].calls)
     return counts[0], counts[1], counts[2]
 

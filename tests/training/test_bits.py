@@ -15,7 +15,7 @@ from meshwright.config import Config, parse_config
 from meshwright.optim.norm import gradient_norm
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from meshwright.tensor.linear import add_rows
+from meshwright.tensor.linear import write_rows
 from tests.data_parallel.test_equality import train_step
 from tests.harness import build
 from tests.workers import run_ranks
@@ -94,7 +94,7 @@ def varieties(mesh: Mesh, dtype: str) -> int:
     found = set()
     for _ in range(ROUNDS):
         table = torch.zeros(50, 256, dtype=rows.dtype)
-        add_rows(table, ids, rows, "cpu")
+        write_rows(ids, rows, "cpu", table, 1)
         found.add(sha256(table))
     wanted = torch.zeros(50, 256, dtype=torch.float64).index_add_(0, ids, rows.double())
     assert float((table.double() - wanted).norm() / wanted.norm()) < {"float32": 1e-6, "bfloat16": 0.1}[dtype]

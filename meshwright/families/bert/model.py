@@ -22,8 +22,8 @@ from meshwright.model import Batch, Chunk, Costs, Hidden, Scales
 from meshwright.models.attention import Block
 from meshwright.models.chain import Chain, blocks_of
 from meshwright.parameters.shard import Initial
-from meshwright.tensor.head import HeadShape
-from meshwright.tensor.kit import Head, Kit
+from meshwright.tensor.head import HeadShape, TableHead
+from meshwright.tensor.kit import Kit
 
 NUM_SEGMENTS = 2
 NUM_ANSWERS = 2
@@ -114,9 +114,9 @@ class BERT(Chain):
         return total
 
     def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
-        counts = [cast(Head, self.head).num_correct(self.transformed(h), batch["labels"])]
+        counts = [cast(TableHead, self.head).num_correct(self.transformed(h), batch["labels"])]
         if "next_sentence" in self.labels:
-            counts.append(cast(Head, self.next_sentence_head).num_correct(self.pooled(h), batch["next_sentence"]))
+            counts.append(cast(TableHead, self.next_sentence_head).num_correct(self.pooled(h), batch["next_sentence"]))
         return counts
 
     def transformed(self, h: Tensor) -> Tensor:

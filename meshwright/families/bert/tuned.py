@@ -27,8 +27,8 @@ from meshwright.families.bert.model import BERT
 from meshwright.families.bert.section import BertChoice, BertPairs, BertTrunk
 from meshwright.model import IGNORED, Batch, Costs, Scales
 from meshwright.parameters.shard import Initial
-from meshwright.tensor.head import HeadShape
-from meshwright.tensor.kit import Head, Kit
+from meshwright.tensor.head import HeadShape, TableHead
+from meshwright.tensor.kit import Kit
 
 _INITIAL = Initial(0.02)
 
@@ -75,7 +75,7 @@ class PairsBERT(TaskBERT):
         return loss
 
     def num_correct(self, h: Tensor, batch: Batch) -> list[int]:
-        return [cast(Head, self.head).num_correct(self.pooled(h), batch["answer"])]
+        return [cast(TableHead, self.head).num_correct(self.pooled(h), batch["answer"])]
 
 
 class ScoredBERT(TaskBERT):

@@ -21,8 +21,7 @@ from meshwright.parameters.shard import shard_specs
 from meshwright.parts import DTYPES
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.registry import entries
-from meshwright.tensor.kit import WholeHead
-from meshwright.tensor.serial import SerialKit
+from meshwright.tensor.serial import SerialHead, SerialKit
 
 BATCH_TOKENS = 8192
 """Tokens of a forward pass: enough to fill a device, few enough for a large model's activations."""
@@ -44,9 +43,9 @@ class Loaded:
     """The family's chain (models/)."""
 
     @property
-    def head(self) -> WholeHead:
+    def head(self) -> SerialHead:
         """The language-model head; of a classifier its head."""
-        head: WholeHead = self.model.head
+        head: SerialHead = self.model.head
         return head
 
 

@@ -211,7 +211,7 @@ def _megatron_words(config: Config, syncs: Mapping[str, str]) -> Iterator[str]:
     tensor = dict(layout.axes).get("tensor", 1)
     yield f"--micro-batch-size {config.micro} --global-batch-size {config.batch.global_}"
     yield f"--tensor-model-parallel-size {tensor}"
-    if tensor > 1 and not layout.tensor.same_activation:
+    if tensor > 1 and layout.tensor.cuts_sequences:
         yield "--sequence-parallel"
     yield f"--pipeline-model-parallel-size {layout.pipeline.size}"
     if layout.pipeline.chunks > 1:

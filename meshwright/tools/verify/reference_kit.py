@@ -55,6 +55,9 @@ class ReferenceKit:
     parts = 1
     inner = WHOLE
 
+    def __init__(self) -> None:
+        self.kept: dict[Any, Tensor] = {}
+
     @property
     def branches(self) -> ReferenceKit:
         return self
@@ -122,9 +125,6 @@ class ReferenceKit:
 
     def own_randomness(self, rate: float) -> AbstractContextManager[None]:
         return nullcontext()
-
-    def end_step(self) -> None:
-        return None
 
 
 class Experts(nn.Module):

@@ -10,10 +10,10 @@ import pytest
 
 from meshwright.config import Config
 from meshwright.errors import ConfigError
+from meshwright.parts import rank_part
 from meshwright.pipeline.trace import read_trace
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from meshwright.tensor.kit import rows_of_rank
 from meshwright.tools.explain.tables import compose, explain, render
 from tests.data_parallel.test_equality import config_for as data_config
 from tests.harness import build, counted_step, forward_and_backward
@@ -40,7 +40,7 @@ def measured(mesh: Mesh, config: Config) -> Counts:
     """Calls and bytes of one step, without the optimizer's norm; as many tokens count as in a plan."""
     parts = build(config, mesh)
     for final in (False, True):
-        batch = rows_of_rank(batch_of(config, config.micro), parts.kit, parts.model.inside)
+        batch = rank_part(batch_of(config, config.micro), parts.kit, parts.model)
         forward_and_backward(parts, batch, dict.fromkeys(parts.model.labels, 1.0), final=final)
     parts.strategy.finish()
     parts.strategy.publish()
