@@ -4,21 +4,26 @@ Workers are forked from a process that has imported torch and run nothing with i
 rank starts in a tenth of a second. A rank forked from this process instead could hang in its first parallel operation:
 OpenMP's threads do not survive a fork.
 
-Ranks meet at a store that this process holds open, on a port that the kernel picked. They see the variables that
-torchrun would set. (torch's own elastic agent asks the survivors of a dead rank to leave by SIGTERM, which ours ignore,
-and waits half a minute before it ends them.)
+Ranks meet at a store on a port that the kernel picked, in one more process of the server's: this process imports no
+torch, which takes a second of a core and 250 MB. They see the variables that torchrun would set. (torch's own elastic
+agent asks the survivors of a dead rank to leave by SIGTERM, which ours ignore, and waits half a minute before it ends
+them.)
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
+from types import ModuleType
+from unittest.mock import patch
 
 from meshwright.environment import early_errors_in, enter_local_rank
 from meshwright.errors import LaunchError
@@ -50,12 +55,18 @@ def run_forked(session: Session, num_ranks: int, threads: int, last_words: LastW
     context = multiprocessing.get_context("forkserver")
     try:
         errors = start_server(Job.read(session.folder))
-        import torch.distributed as dist  # while the fork server, on another core, imports it too
-
-        store = dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
-    except (OSError, RuntimeError) as error:
-        raise LaunchError(f"no worker can be started: {error}") from error
-    arguments = (str(session.folder), str(errors), num_ranks, attempt, store.port, threads)
+        here, there = context.Pipe()
+        store = context.Process(target=_hold_store, args=(there,))
+        # A rank imports the script that is run, for the function that it calls; the store's process needs none of it.
+        with patch.dict(sys.modules, {"__main__": ModuleType("__main__")}):
+            store.start()
+        there.close()
+        port = here.recv()
+    except (OSError, EOFError) as error:
+        raise LaunchError(f"no worker can be started: {error or 'the process of their store has died'}") from error
+    if isinstance(port, str):
+        raise LaunchError(f"no worker can be started: {port}")
+    arguments = (str(session.folder), str(errors), num_ranks, attempt, port, threads)
     workers = [context.Process(target=_work, args=(rank, *arguments)) for rank in range(num_ranks)]
     try:
         for worker in workers:
@@ -66,8 +77,23 @@ def run_forked(session: Session, num_ranks: int, threads: int, last_words: LastW
             words = last_lines(take_early_errors(errors, pid)) or last_words(death.rank)
             death = replace(death, words=words)
     finally:
-        _end(workers, errors)
+        _end([*workers, store], errors)
     return None if death is None else explain_failure(death, read_reports(session.folder, attempt))
+
+
+def _hold_store(port: Connection) -> None:
+    """Tell the launcher the port of a store, or why there is none; hold it open until the launcher is done."""
+    die_with_parent(None)
+    import torch.distributed as dist  # which the fork server has imported
+
+    try:
+        store = dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    except RuntimeError as error:
+        port.send(str(error))
+        return
+    port.send(store.port)
+    with suppress(EOFError):
+        port.recv()
 
 
 def _work(rank: int, folder: str, errors: str, num_ranks: int, attempt: int, port: int, threads: int) -> None:
