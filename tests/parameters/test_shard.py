@@ -20,6 +20,7 @@ from meshwright.parameters.shard import (
     ShardSpec,
     initialise,
     num_parameters,
+    seed_generators,
     seed_of,
     shard_specs,
 )
@@ -180,3 +181,15 @@ def test_a_solo_mesh_has_a_solo_comm_on_every_axis() -> None:
     assert isinstance(comm, SoloComm)
     assert (comm.axis, comm.size, comm.index) == ("data+pipe", 1, 0)
     assert comm.ledger == Ledger()
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
+def test_random_numbers_begin_as_torch_begins_them(device: str) -> None:
+    drawn = []
+    for begin in (torch.manual_seed, lambda seed: seed_generators(seed, torch.device(device))):
+        begin(77)
+        drawn.append([torch.rand(5, device=where).tolist() for where in ("cpu", device)])
+    assert drawn[0] == drawn[1]
