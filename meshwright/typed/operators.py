@@ -309,13 +309,13 @@ def concatenated(call: Call) -> Kind:
 
 
 def looked_up(call: Call) -> Kind:
-    """Rows of a table. Where an axis cuts the table, each rank looks up its own rows and masks the others."""
-    table, ids = call.kind("weight"), call.kind("indices")
-    return product(table, ids, [table.dims[0]], [*ids.dims, table.dims[1]])
-
-
-def table_gradient(call: Call) -> Kind:
-    gradient, ids = call.kind("grad_output"), call.kind("indices")
+    """Rows of a table, and the table's gradient. Where an axis cuts the table, each rank looks up its own rows and
+    masks the others."""
+    ids = call.kind("indices")
+    if call.name == "embedding":
+        table = call.kind("weight")
+        return product(table, ids, [table.dims[0]], [*ids.dims, table.dims[1]])
+    gradient = call.kind("grad_output")
     return product(gradient, ids, [*gradient.dims[:-1], *ids.dims], [((call.shape[0], NONE),), gradient.dims[-1]])
 
 
@@ -450,16 +450,14 @@ def dropped(call: Call) -> list[Kind]:
 
 
 def losses(call: Call) -> list[Kind]:
-    """nll_loss of log-probabilities [N, V]."""
+    """nll_loss of log-probabilities [N, V], and their gradient."""
     kind, labels = call.kind("self"), call.kind("target")
+    if call.name == "nll_loss_backward":
+        gradient = call.kind("grad_output")
+        return [joined([gradient, kind, labels], kind.dims, axes_of(kind.dims[-1]), gradient.partial)]
     dims, over = ((kind.dims[0],), NONE) if call.results[0].dim() else ((), axes_of(kind.dims[0]))
     made = joined([kind, labels], dims, axes_of(kind.dims[-1]), kind.partial | over)
     return [made, replace(made, dims=())]
-
-
-def losses_backward(call: Call) -> Kind:
-    gradient, kind, labels = call.kind("grad_output"), call.kind("self"), call.kind("target")
-    return joined([gradient, kind, labels], kind.dims, axes_of(kind.dims[-1]), gradient.partial)
 
 
 _ROWS: dict[str, Rule] = {
@@ -491,14 +489,14 @@ _ROWS: dict[str, Rule] = {
     "select unbind": selected,
     "slice split split_with_sizes constant_pad_nd slice_backward": resized,
     "cat stack": concatenated,
-    "embedding": looked_up, "embedding_dense_backward": table_gradient, "gather": gathered,
+    "embedding embedding_dense_backward": looked_up, "gather": gathered,
     "scatter": scattered, "index_add": rows_added, "index_put": put,
     "native_layer_norm native_group_norm": norm_forward,
     "native_layer_norm_backward native_group_norm_backward": norm_backward,
     "_scaled_dot_product_flash_attention_for_cpu": attended,
     "_scaled_dot_product_flash_attention_for_cpu_backward": attended_backward,
     "convolution": convolved, "convolution_backward": convolved_backward,
-    "native_dropout": dropped, "nll_loss_forward": losses, "nll_loss_backward": losses_backward,
+    "native_dropout": dropped, "nll_loss_forward nll_loss_backward": losses,
     """
         threshold_backward gelu_backward silu_backward tanh_backward sigmoid_backward
         _softmax_backward_data _log_softmax_backward_data
