@@ -44,9 +44,6 @@ class Server(Policy):
 
     owners = "first"
 
-    def reduce(self, bucket: Bucket, comm: Comm) -> Work:
-        return comm.reduce(bucket.gradients, _ROOT, wait=False)
-
 
 class ServerGradient(Synchroniser):
     """Variant 'gradient': the server scatters the batch; every rank runs its own loss and backward pass."""
