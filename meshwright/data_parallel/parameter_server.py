@@ -23,6 +23,7 @@ from meshwright.ranks.collectives import gather
 from meshwright.ranks.comm import Comm, Work
 
 _ROOT = 0
+"""The first rank, which owns what `first` owns (Policy.owners)."""
 
 
 class Rooted(Policy):
