@@ -36,15 +36,13 @@ from meshwright.data_parallel.strategy import BucketBytes, HeldBytes, Policy, Ru
 from meshwright.model import EMBEDDINGS, HEAD, Batch, Chunk, Hidden, Model, Scales
 from meshwright.parameters.bucket import Bucket, FlatWeights, PartsUsing
 from meshwright.ranks.agreement import make_equal
-from meshwright.ranks.comm import DONE, Comm, Work
 from meshwright.ranks.mesh import Mesh
 
 
 class Zero3(Zero2):
     """Rank r owns the r-th slice of every bucket, of weights and gradients; nothing is published."""
 
-    def publish(self, bucket: Bucket, comm: Comm) -> Work:
-        return DONE
+    publishes = False
 
 
 @dataclass(frozen=True)

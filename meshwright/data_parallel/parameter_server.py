@@ -23,6 +23,7 @@ from meshwright.ranks.collectives import gather
 from meshwright.ranks.comm import Comm, Work
 
 _ROOT = 0
+"""The first rank, which owns what `first` owns (Policy.owners)."""
 
 
 class Rooted(Policy):
@@ -43,9 +44,6 @@ class Server(Policy):
     """The server owns every bucket; the workers own nothing."""
 
     owners = "first"
-
-    def reduce(self, bucket: Bucket, comm: Comm) -> Work:
-        return comm.reduce(bucket.gradients, _ROOT, wait=False)
 
 
 class ServerGradient(Synchroniser):

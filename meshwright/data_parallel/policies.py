@@ -26,9 +26,6 @@ from meshwright.ranks.grid import REPLICATE
 class AllReduce(Policy):
     """One all-reduce a bucket, by the transport's own algorithm."""
 
-    def reduce(self, bucket: Bucket, comm: Comm) -> Work:
-        return comm.all_reduce(bucket.gradients, wait=False)
-
 
 class Ring(Policy):
     """Ring all-reduce of each bucket, whose length is a multiple of the number of ranks."""
@@ -54,7 +51,3 @@ class Zero1(Policy):
     owners = "each"
     apart: tuple[str, ...] = (REPLICATE,)
     """Shard groups, each of which steps the whole bucket."""
-
-    def reduce(self, bucket: Bucket, comm: Comm) -> Work:
-        start, stop = self.owned(bucket, comm)
-        return comm.reduce_scatter(bucket.gradients[start:stop], bucket.gradients, wait=False)

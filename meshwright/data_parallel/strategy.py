@@ -29,14 +29,16 @@ from meshwright.ranks.mesh import Mesh
 class Policy:
     """How one bucket travels: summed to its owners, then published by them.
 
-    | owners | a rank's optimizer steps       | then the new values are             |
-    |--------|--------------------------------|-------------------------------------|
-    | all    | the whole bucket               | on every rank: nothing is published |
-    | each   | the slice of the rank's index  | gathered                            |
-    | first  | all of it on the first, else 0 | broadcast by the first rank         |
+    | owners | gradients are summed by | a rank's optimizer steps       | then the new values are             |
+    |--------|-------------------------|--------------------------------|-------------------------------------|
+    | all    | an all-reduce           | the whole bucket               | on every rank: nothing is published |
+    | each   | a reduce-scatter        | the slice of the rank's index  | gathered                            |
+    | first  | a reduce to the first   | all of it on the first, else 0 | broadcast by the first rank         |
     """
 
     owners: Literal["all", "each", "first"] = "all"
+    publishes = True
+    """Whether owners send new values; not where weights are slices, too, and gathered for what is computed."""
     blocks = False
     """Whether `reduce` returns only when the other ranks have come, too."""
     apart: tuple[str, ...] = ()
@@ -52,18 +54,23 @@ class Policy:
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Work:
         """Sum the gradients over the comm into (at least) the owned part."""
-        raise NotImplementedError
+        match self.owners:
+            case "all":
+                return comm.all_reduce(bucket.gradients, wait=False)
+            case "each":
+                start, stop = self.owned(bucket, comm)
+                return comm.reduce_scatter(bucket.gradients[start:stop], bucket.gradients, wait=False)
+            case "first":
+                return comm.reduce(bucket.gradients, 0, wait=False)
 
     def publish(self, bucket: Bucket, comm: Comm) -> Work:
         """Bring the owners' new values to every rank."""
-        match self.owners:
-            case "all":
-                return DONE
-            case "each":
-                start, stop = self.owned(bucket, comm)
-                return comm.all_gather(bucket.values, bucket.values[start:stop], wait=False)
-            case "first":
-                return comm.broadcast(bucket.values, 0, wait=False)
+        if self.owners == "all" or not self.publishes:
+            return DONE
+        if self.owners == "first":
+            return comm.broadcast(bucket.values, 0, wait=False)
+        start, stop = self.owned(bucket, comm)
+        return comm.all_gather(bucket.values, bucket.values[start:stop], wait=False)
 
 
 class RunsParts(Protocol):

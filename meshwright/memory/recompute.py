@@ -105,28 +105,19 @@ class LiveBytes(TorchDispatchMode):
     ) -> Any:
         # In a backward pass a TorchFunctionMode (on_device.py) would intercept each attribute access below.
         with torch._C.DisableTorchFunction():
-            given = [*tensors_in(args), *(tensors_in(kwargs.values()) if kwargs else ())]
-            result, known = self.result_of(op, args, kwargs or {}, given)
-            results = [result] if isinstance(result, Tensor) else list(tensors_in((result,)))
-            # By storage, not by tensor: views and in-place results allocate nothing.
-            there = {x.untyped_storage()._cdata for x in given}
-            new = [x for x in results if x.untyped_storage()._cdata not in there]
-            for x in new:
-                self._follow(x)
-            self.note(op, args, known, given, results, new)
+            result = op(*args, **(kwargs or {}))
+            self.follow([*tensors_in(args), *(tensors_in(kwargs.values()) if kwargs else ())], result)
         return result
 
-    def result_of(
-        self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: list[Tensor]
-    ) -> tuple[Any, Any]:
-        """(op(*args, **kwargs), the subclass's record of it). `given`: the tensors among the arguments."""
-        return op(*args, **kwargs), None
-
-    def note(
-        self, op: Any, args: tuple[Any, ...], known: Any, given: list[Tensor], results: list[Tensor], new: list[Tensor]
-    ) -> None:
-        """A subclass's hook after each operation. `known`: from `result_of`; `new`: results that are no views of
-        inputs."""
+    def follow(self, given: list[Tensor], result: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """Count what an operation has allocated: its results, and those that are no views of the tensors `given`."""
+        results = [result] if isinstance(result, Tensor) else list(tensors_in((result,)))
+        # By storage, not by tensor: views and in-place results allocate nothing.
+        there = {x.untyped_storage()._cdata for x in given}
+        new = [x for x in results if x.untyped_storage()._cdata not in there]
+        for x in new:
+            self._follow(x)
+        return results, new
 
     def _follow(self, x: Tensor) -> None:
         storage = x.untyped_storage()

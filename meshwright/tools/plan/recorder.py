@@ -33,7 +33,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from meshwright.memory.recompute import LiveBytes
+from meshwright.memory.recompute import LiveBytes, tensors_in
 from meshwright.ranks.comm import Work
 from meshwright.ranks.ledger import Ledger, Traffic
 
@@ -278,7 +278,16 @@ class Recorder(LiveBytes):
         self._starts = 0
         self._ledger = Ledger()
 
-    def result_of(
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunction():  # as LiveBytes
+            given = [*tensors_in(args), *(tensors_in(kwargs.values()) if kwargs else ())]
+            result, known = self._result_of(op, args, kwargs or {}, given)
+            self._note(op, args, known, given, *self.follow(given, result))
+        return result
+
+    def _result_of(
         self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: list[Tensor]
     ) -> tuple[Any, _Known | None]:
         """The operation's results on meta tensors. They depend on forms alone, so torch is asked once for each form."""
@@ -302,7 +311,7 @@ class Recorder(LiveBytes):
         ]  # fmt: skip
         return made[0] if known.kind is None else known.kind(made), known
 
-    def note(
+    def _note(
         self, op: Any, args: tuple[Any, ...], known: _Known | None, given: list[Tensor], results: list[Tensor],
         new: list[Tensor],
     ) -> None:  # fmt: skip
