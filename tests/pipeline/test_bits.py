@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.config import Config, parse_config
-from meshwright.model import counts_of, scales_of
+from meshwright.model import counts_of, scales_of, to_device
 from meshwright.pipeline.schedule import Schedule
 from meshwright.pipeline.task import Task, TaskKind, View
 from meshwright.ranks.grid import Grid
@@ -126,7 +126,7 @@ def bits_of(mesh: Mesh, config: Config, seeds: Sequence[int | None], crosses: bo
     first have the order `crossing`."""
     parts = build(config, mesh)
     pipeline = parts.pipeline
-    mailbox, everyone = pipeline.mailbox, global_batch(config, 0)
+    mailbox, everyone = pipeline.mailbox, to_device(global_batch(config, 0), mesh.device)
     scales = scales_of(parts.model.labels, counts_of(everyone, parts.model.labels), 1.0)
     results = []
     for seed in seeds:

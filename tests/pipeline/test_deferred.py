@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshwright.config import Config
 from meshwright.data_parallel.strategy import Synchroniser
-from meshwright.model import counts_of, scales_of
+from meshwright.model import counts_of, scales_of, to_device
 from meshwright.parts import Parts
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
@@ -58,7 +58,7 @@ class Run:
             filled(parameter)
 
         strategy.gradients.on_gradient = counting
-        everyone = BATCHES[config.model.family](config, 0)
+        everyone = to_device(BATCHES[config.model.family](config, 0), mesh.device)
         self.scales = scales_of(self.parts.model.labels, counts_of(everyone, self.parts.model.labels), 1.0)
         self.batches = self.parts.microbatches(everyone)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshwright.config import Config, parse_config
 from meshwright.errors import ConfigError
-from meshwright.model import counts_of, scales_of
+from meshwright.model import counts_of, scales_of, to_device
 from meshwright.pipeline.clock import simulate
 from meshwright.pipeline.pieces import Exchanges
 from meshwright.pipeline.placement import ChunkPlacement
@@ -124,7 +124,7 @@ class Late(Exchanges):
 def late_bits(mesh: Mesh, config: Config, seeds: Sequence[int | None]) -> list[Bits]:
     """The same step again and again, each with the delays of a seed; None: without."""
     parts = build(config, mesh)
-    pieces, everyone = parts.pipeline.pieces, global_batch(config, 0)
+    pieces, everyone = parts.pipeline.pieces, to_device(global_batch(config, 0), mesh.device)
     assert pieces is not None
     scales = scales_of(parts.model.labels, counts_of(everyone, parts.model.labels), 1.0, len(everyone["tokens"]))
     exchanges, results = pieces.exchanges, []
@@ -217,7 +217,7 @@ def test_no_memory_is_left_of_a_step() -> None:
 def left_behind(mesh: Mesh, config: Config) -> int:
     late_bits(mesh, config, (None,))
     parts = build(config, mesh)
-    pieces, everyone = parts.pipeline.pieces, global_batch(config, 0)
+    pieces, everyone = parts.pipeline.pieces, to_device(global_batch(config, 0), mesh.device)
     assert pieces is not None
     own = {name: x[: config.replica_batch] for name, x in everyone.items()}
     scales = scales_of(parts.model.labels, counts_of(own, parts.model.labels), 1.0, len(own["tokens"]))
