@@ -132,13 +132,15 @@ def lives(process: psutil.Process) -> bool:
         return False
 
 
-def ranks_below(launcher: BaseProcess, num_ranks: int) -> list[psutil.Process]:
-    """The ranks in the order of their start: the children of the fork server or of mpiexec. Empty until all are."""
+def ranks_below(launcher: BaseProcess, num_ranks: int, transport: str) -> list[psutil.Process]:
+    """The ranks in the order of their start: the children of mpiexec, or of the fork server, whose first child holds
+    their store. Empty until all are."""
+    others = 1 if transport == "torch" else 0
     try:
         for process in psutil.Process(launcher.pid).children(recursive=True):
             children = process.children()
-            if len(children) == num_ranks:
-                return sorted(children, key=lambda process: process.pid)
+            if len(children) == num_ranks + others:
+                return sorted(children, key=lambda process: process.pid)[others:]
     except psutil.NoSuchProcess:
         pass
     return []
@@ -159,12 +161,12 @@ def _aim(case: Case, launcher: BaseProcess, out: Path, num_ranks: int, choose: r
     step = choose.randrange(STEPS)
     delay = choose.uniform(0, 1.0 if step == 0 else 0.1)
     name = choose.choice([*(f"rank {rank}" for rank in range(num_ranks)), "launcher", *_STARTERS[case.transport]])
-    if not wait_for(lambda: bool(ranks_below(launcher, num_ranks)), launcher):
+    if not wait_for(lambda: bool(ranks_below(launcher, num_ranks, case.transport)), launcher):
         return None
     if not wait_for(lambda: steps_in(out / "metrics.jsonl") >= step, launcher):
         return None
     time.sleep(delay)
-    ranks = ranks_below(launcher, num_ranks)
+    ranks = ranks_below(launcher, num_ranks, case.transport)
     starter = ranks[0].parent() if ranks else None
     if starter is None or not launcher.is_alive():
         return None

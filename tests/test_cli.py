@@ -140,7 +140,7 @@ def started(shop: Path, out: str, *words: str) -> subprocess.Popen[str]:
 
 
 def workers_below(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The ranks: what has no children of its own."""
+    """The ranks, and before them the process of their store: what has no children of its own."""
     below = psutil.Process(process.pid).children(recursive=True)
     return [child for child in below if not child.children() and "resource_tracker" not in " ".join(child.cmdline())]
 

@@ -20,8 +20,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "meshwright"
 SHORT, HELPER = 5, 12
 """Lines of a short function, and of a helper."""
 
-BOUNDS = {"helpers_called_once": 122, "tokens_per_comment_word": 30, "short_functions_percent": 42}
-AIMS = {"helpers_called_once": 122, "tokens_per_comment_word": 30, "short_functions_percent": 40}
+BOUNDS = {"helpers_called_once": 117, "tokens_per_comment_word": 30, "short_functions_percent": 38}
+AIMS = {"helpers_called_once": 117, "tokens_per_comment_word": 30, "short_functions_percent": 38}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
