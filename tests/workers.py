@@ -149,13 +149,18 @@ def _on_threads(
 
 @cache
 def _owners(num_modules: int) -> dict[str, Mapping[str, Any]]:
-    """The modules and classes of the package, and of torch what it calls, each with its attributes as they are when
-    they are looked at. `num_modules`: those that are imported, of which a greater number may hold more."""
+    """The modules and classes of the package, of torch what it calls, and the tables of tests' modules, each with its
+    attributes as they are when they are looked at. `num_modules`: those that are imported, of which a greater number
+    may hold more."""
     modules = [module for name, module in sys.modules.copy().items() if name.partition(".")[0] == "meshwright"]
     found = {value for module in modules for value in vars(module).values() if isinstance(value, type)}
     classes = {value for value in found if value.__module__.partition(".")[0] == "meshwright"}
     torchs = (torch, torch.Tensor, torch.nn.functional, torch.distributed, torch.ops.aten, torch.ops.c10d)
     named = {each.__name__: vars(each) for each in (*modules, *torchs, time)}
+    tests = [module for name, module in sys.modules.copy().items() if name.partition(".")[0] == "tests"]
+    for module in tests:
+        tables = {name: value for name, value in vars(module).items() if name.isupper() and type(value) is dict}
+        named |= {f"{module.__name__}.{name}": table for name, table in tables.items()}
     return {**named, **{f"{each.__module__}.{each.__qualname__}": vars(each) for each in classes}}
 
 
@@ -180,7 +185,7 @@ def _changed(before: dict[str, dict[str, Any]]) -> list[str]:
         for owner, attributes in before.items()
         if not _same(attributes, now.get(owner, attributes))
         for name, value in attributes.items()
-        if now.get(owner, attributes).get(name) is not value and value is not None and not name.startswith("__")
+        if now.get(owner, attributes).get(name) is not value and value is not None and not str(name).startswith("__")
         if not (isinstance(value, str | int | tuple | Path) and now.get(owner, attributes).get(name) == value)
     ]
     return changed + [f"os.environ.{name}" for name in sorted(now["os.environ"].keys() - before["os.environ"].keys())]
