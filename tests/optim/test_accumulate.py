@@ -63,13 +63,15 @@ def alike(config: Config, step: int) -> Batch:
 
 def gradients_of(mesh: Mesh, config: Config) -> tuple[Gradients, set[torch.dtype]]:
     """A step's gradients, and the types that they were summed in."""
-    _, gradients = train_step(build(config, mesh), 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(test_equality.BATCHES, "gpt2", alike)
+        _, gradients = train_step(build(config, mesh), 0)
     return gradients, {part.dtype for held in gradients.values() for part in held.values()}
 
 
 def run(config: Config) -> list[tuple[Gradients, set[torch.dtype]]]:
     grid = Grid(config.layout.axes)
-    with pytest.MonkeyPatch.context() as patch:  # not on each rank: threads would restore each other's
+    with pytest.MonkeyPatch.context() as patch:  # here as well: ranks that are threads would restore each other's
         patch.setitem(test_equality.BATCHES, "gpt2", alike)
         return run_ranks(gradients_of, grid, config, token_axes=config.layout.token_axes)
 
