@@ -119,8 +119,11 @@ BATCHES = {
 }  # fmt: skip
 
 
-def train_step(parts: Parts, step: int) -> tuple[float, dict[str, dict[tuple[int, ...], torch.Tensor]]]:
-    """One step; its loss, and the gradients of this rank's slots by name and offsets."""
+def train_step(
+    parts: Parts, step: int, batch: Batch | None = None
+) -> tuple[float, dict[str, dict[tuple[int, ...], torch.Tensor]]]:
+    """One step on a batch, by default the family's of that number; its loss, and the gradients of this rank's slots by
+    name and offsets."""
     gradients: dict[str, dict[tuple[int, ...], torch.Tensor]] = {}
 
     def keep() -> None:
@@ -129,7 +132,8 @@ def train_step(parts: Parts, step: int) -> tuple[float, dict[str, dict[tuple[int
                 part = slot.parameter.grad[place.start : place.stop].view(place.box.lengths).clone()
                 gradients.setdefault(place.name, {})[place.box.offsets] = part
 
-    batch = BATCHES[parts.config.model.family](parts.config, step)
+    if batch is None:
+        batch = BATCHES[parts.config.model.family](parts.config, step)
     return step_on(parts, batch, step, observe=keep).loss, gradients
 
 

@@ -11,7 +11,6 @@ from meshwright.config import Config, parse_config
 from meshwright.model import Batch
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from tests.data_parallel import test_equality
 from tests.data_parallel.test_equality import global_batch, train_step
 from tests.harness import build
 from tests.workers import run_ranks
@@ -63,17 +62,13 @@ def alike(config: Config, step: int) -> Batch:
 
 def gradients_of(mesh: Mesh, config: Config) -> tuple[Gradients, set[torch.dtype]]:
     """A step's gradients, and the types that they were summed in."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(test_equality.BATCHES, "gpt2", alike)
-        _, gradients = train_step(build(config, mesh), 0)
+    _, gradients = train_step(build(config, mesh), 0, alike(config, 0))
     return gradients, {part.dtype for held in gradients.values() for part in held.values()}
 
 
 def run(config: Config) -> list[tuple[Gradients, set[torch.dtype]]]:
     grid = Grid(config.layout.axes)
-    with pytest.MonkeyPatch.context() as patch:  # here as well: ranks that are threads would restore each other's
-        patch.setitem(test_equality.BATCHES, "gpt2", alike)
-        return run_ranks(gradients_of, grid, config, token_axes=config.layout.token_axes)
+    return run_ranks(gradients_of, grid, config, token_axes=config.layout.token_axes)
 
 
 def errors(config: Config) -> dict[str, float]:

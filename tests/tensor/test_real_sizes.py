@@ -89,32 +89,23 @@ class Answer:
     """Arrays by name and offsets: the parent of forked ranks leaves torch's threads alone."""
 
 
-def learnable(make: Callable[[Config, int], Batch]) -> Callable[[Config, int], Batch]:
-    """The batches, with the last word of the vocabulary as every third label: it is what a model guesses soon."""
-
-    def batch(config: Config, step: int) -> Batch:
-        made = make(config, step)
-        third = torch.arange(made["labels"].shape[1]) % 3 == 0
-        last = config.model.vocabulary - 1
-        return made | {"labels": torch.where(third & (made["labels"] >= 0), last, made["labels"])}
-
-    return batch
+def learnable(config: Config, step: int) -> Batch:
+    """The family's batch, with the last word of the vocabulary as every third label: a model guesses it soon."""
+    made = BATCHES[config.model.family](config, step)
+    third = torch.arange(made["labels"].shape[1]) % 3 == 0
+    last = config.model.vocabulary - 1
+    return made | {"labels": torch.where(third & (made["labels"] >= 0), last, made["labels"])}
 
 
 def train(mesh: Mesh, config: Config) -> Answer:
-    family = config.model.family
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(BATCHES, family, learnable(BATCHES[family]))
-        parts = build(config, mesh)
-        first: dict[str, dict[tuple[int, ...], Any]] = {}
-        losses = torch.zeros(config.steps, dtype=torch.float64)
-        for step in range(config.steps):
-            losses[step], gradients = train_step(parts, step)
-            if step == 0:
-                first = {
-                    name: {at: part.cpu().numpy() for at, part in held.items()} for name, held in gradients.items()
-                }
-        sums = validated(parts, to_device(BATCHES[family](config, config.steps), mesh.device))
+    parts = build(config, mesh)
+    first: dict[str, dict[tuple[int, ...], Any]] = {}
+    losses = torch.zeros(config.steps, dtype=torch.float64)
+    for step in range(config.steps):
+        losses[step], gradients = train_step(parts, step, learnable(config, step))
+        if step == 0:
+            first = {name: {at: part.cpu().numpy() for at, part in held.items()} for name, held in gradients.items()}
+    sums = validated(parts, to_device(learnable(config, config.steps), mesh.device))
     mesh.comm(*config.layout.batch_axes).all_reduce(sums)
     held_out, right = sums.split([len(parts.model.labels), len(parts.model.labels)])
     return Answer(losses.tolist(), held_out.tolist(), right.tolist(), first)
@@ -141,11 +132,9 @@ def serial(model: str, dtype: str) -> Answer:
 
 
 def run(model: str, tensor: dict[str, Any], dtype: str, threads: int) -> list[Answer]:
-    config, family = config_for(model, tensor, dtype), MODELS[model]["family"]
+    config = config_for(model, tensor, dtype)
     grid = Grid(config.layout.axes)
-    with pytest.MonkeyPatch.context() as patch:  # here as well: ranks that are threads would restore each other's
-        patch.setitem(BATCHES, family, learnable(BATCHES[family]))
-        return run_ranks(train, grid, config, token_axes=config.layout.token_axes, threads=threads)
+    return run_ranks(train, grid, config, token_axes=config.layout.token_axes, threads=threads)
 
 
 def check(results: list[Answer], expected: Answer, of_losses: float, of_gradients: float) -> None:
