@@ -37,11 +37,11 @@ _LOOPBACK = "127.0.0.1"
 
 
 def start_server(job: Job) -> Path:
-    """Start the fork server if none runs; it imports the job's modules while this process goes on.
+    """Start the fork server if none runs; it imports torch and the job's modules while this process goes on.
 
     Returns the folder for workers' stderr before they are connected to the launcher's. Raises OSError.
     """
-    modules = ["meshwright.launch.preload", job.entry.rpartition(":")[0], *job.preload]
+    modules = ["meshwright.launch.preload", "torch.distributed", job.entry.rpartition(":")[0], *job.preload]
     modules = [name for name in modules if not name.endswith(".py")]  # a script is none
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
     errors = make_fork_server_folder()
