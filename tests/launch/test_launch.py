@@ -131,6 +131,15 @@ def test_a_process_group_restarts_over_the_launchers_store(tmp_path: Path) -> No
     assert read(tmp_path) == {"1-0": "0/2 0 torchrun 2", "1-1": "1/2 1 torchrun 2"}
 
 
+def test_a_lost_store_ends_the_job_at_once_and_another_attempt_has_its_own(tmp_path: Path) -> None:
+    job = Job(f"{HERE}:lose_store", {"out": str(tmp_path)})
+    with pytest.raises(LaunchError) as caught:
+        launch(job, 2, "torch", threads=1)
+    assert str(caught.value) == "the process that holds the ranks' store was killed by signal 9 (SIGKILL)"
+    launch(job, 2, "torch", restarts=1, threads=1)
+    assert sorted(read(tmp_path)) == ["0", "1"]
+
+
 def test_restarts_run_out(tmp_path: Path, transport: TransportName) -> None:
     with pytest.raises(LaunchError, match=r"(?s)rank 1 was killed by signal 9.*restarted 1 time\)"):
         launch(Job(f"{HERE}:fail", {"out": str(tmp_path), "how": "kill"}), 2, transport, restarts=1, threads=1)
