@@ -1,0 +1,17 @@
+"""Every case of the tables, in a folder of its own."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.people.case import Case
+from tests.people.tables import all_cases
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=[pytest.mark.long] if case.slow else []) for case in all_cases()],
+)
+def test_case(case: Case, tmp_path: Path) -> None:
+    outcome = case.run(tmp_path)
+    assert outcome.holds, f"{case.right}\nwas wanted; printed was\n{outcome.got}"
