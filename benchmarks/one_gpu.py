@@ -1,15 +1,19 @@
 """One GPU: real runs beside a plain torch loop and beside the planner's prediction.
 
+    python -m benchmarks.one_gpu --all                                           every stage, the most telling first
     python -m benchmarks.one_gpu --out FOLDER [--only STAGE ...] [--steps N]     on a machine with a GPU
     python -m benchmarks.one_gpu                                                 anywhere: what benchmarks/one_gpu.json
                                                                                  says, beside predictions made now
 
-Stages, each a process of its own, which leaves FOLDER/STAGE.json:
+Stages, each a process of its own, which leaves FOLDER/STAGE.json, and a line of FOLDER/stages.jsonl as it ends. With
+`--all` FOLDER is out/one_gpu by default; stages whose file is there are not measured again.
 
-ceilings: copies of memory, and square products of each dtype. serial: one step of GPT-2 small in bf16, in turns with
-the plain loop, eager and compiled. attention: documents in one row, by the varlen kernel beside a mask and beside
-joined documents. profiles: a step by kernel. chunks: a step by the size of a chunk of logits. A name of RUNS: some
-steps of the run file gpt2 with these words, the most that torch allocated and reserved, and the device's memory in use.
+ceilings: copies of memory, and square products of each dtype. late: a step as `train` makes it, three steps at a time,
+and a compiled loop that reads three losses at once. PROBES (one_gpu_probes.py): NCCL, FP8, grouped products, CUDA
+graphs, a checkpoint's copy. serial: one step of GPT-2 small in bf16, in turns with the plain loop, eager and compiled.
+attention: documents in one row, by the varlen kernel beside a mask and beside joined documents. profiles: a step by
+kernel. chunks: a step by the size of a chunk of logits. A name of RUNS: some steps of the run file gpt2 with these
+words, the most that torch allocated and reserved, and the device's memory in use.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.one_gpu_probes import PROBES, device_seconds
 from benchmarks.packed_documents import WAYS, starts_of
 from benchmarks.plain_model import PlainGPT
 from benchmarks.reference import Reference
@@ -41,6 +46,7 @@ from meshwright.ranks.mesh import solo_mesh
 from meshwright.tensor import cross_entropy
 from meshwright.tools.plan.cluster import load_cluster
 from meshwright.tools.plan.predict import Planner
+from meshwright.training.loop import Trainer
 from meshwright.training.step import train_step
 
 SMALL = Reference(layers=12, hidden=768, heads=12, sequence=1024, batch=64, vocabulary=50304)
@@ -73,33 +79,18 @@ PATIENCE_SECONDS = 200
 """Seconds after which a stage is stopped."""
 
 
-def seconds_of(act: Callable[[], object], times: int = 10) -> float:
-    """The median of the device's seconds, after three calls that are not counted."""
-    for _ in range(3):
-        act()
-    seconds = []
-    for _ in range(times):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        act()
-        end.record()
-        torch.cuda.synchronize()
-        seconds.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(seconds)
-
-
 def ceilings() -> dict[str, float]:
     """Bytes a second of a copy, read and written counted; flop/s of square products of random numbers."""
     source = torch.randn(2**29, device="cuda")
     target = torch.empty_like(source)
-    found = {"copy, bytes/s": 2 * source.nbytes / seconds_of(lambda: target.copy_(source))}
+    found = {"copy, bytes/s": 2 * source.nbytes / device_seconds(lambda: target.copy_(source))}
     for name, dtype, size in (
         ("bf16", torch.bfloat16, 8192), ("fp16", torch.float16, 8192), ("tf32", torch.float32, 8192),
         ("float32", torch.float32, 4096), ("float64", torch.float64, 4096),
     ):  # fmt: skip
         torch.backends.cuda.matmul.fp32_precision = "tf32" if name == "tf32" else "ieee"
         a, b = (torch.randn(size, size, device="cuda").to(dtype) for _ in range(2))
-        found[f"{name}, flop/s"] = 2 * size**3 / seconds_of(lambda a=a, b=b: a @ b)  # type: ignore[misc]
+        found[f"{name}, flop/s"] = 2 * size**3 / device_seconds(lambda a=a, b=b: a @ b)  # type: ignore[misc]
     return found
 
 
@@ -109,14 +100,16 @@ def tokens_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
-def plain_step(compiled: bool, micro: int) -> Callable[[int], float]:
-    """The loop of a careful user: float32 weights, autocast to bf16, fused AdamW, clipped to 1."""
+def plain_step(compiled: bool, micro: int, *, wait: bool = True) -> Callable[[int], Any]:
+    """The loop of a careful user: float32 weights, autocast to bf16, fused AdamW, clipped to 1.
+
+    A step returns its loss: a number, or a tensor on the device without `wait`."""
     torch.manual_seed(0)
     model = PlainGPT(SMALL).cuda()
     whole = torch.compile(model) if compiled else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
-    def step(number: int) -> float:
+    def step(number: int) -> Any:
         tokens, labels = (x.pin_memory().to("cuda", non_blocking=True) for x in tokens_of(number))
         total = torch.zeros((), device="cuda")
         for first in range(0, SMALL.batch, micro):
@@ -128,7 +121,7 @@ def plain_step(compiled: bool, micro: int) -> Callable[[int], float]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return float(total)
+        return float(total) if wait else total
 
     return step
 
@@ -218,7 +211,7 @@ def attention() -> dict[str, Any]:
 
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            seconds = seconds_of(act)
+            seconds = device_seconds(act)
             found[f"{length}, {way}"] = {"seconds": seconds, "bytes": torch.cuda.max_memory_allocated() - before}
     return found
 
@@ -261,20 +254,84 @@ def chunks() -> dict[str, float]:
     step = our_step(32, "")
     for mebibytes in (256, 64, 128, 512, 1024, 2048, 256):
         cross_entropy.CHUNK_BYTES["cuda"] = mebibytes * 2**20
-        found[f"{mebibytes} MiB, after {len(found)} others"] = seconds_of(lambda: step(1), 5)
+        found[f"{mebibytes} MiB, after {len(found)} others"] = device_seconds(lambda: step(1), 5)
     return found
 
 
+class Drawn:
+    """The batches of `tokens_of` as a run's samples."""
+
+    def samples(self, first: int, count: int) -> dict[str, torch.Tensor]:
+        tokens, labels = tokens_of(first // SMALL.batch)
+        rows = slice(first % SMALL.batch, first % SMALL.batch + count)
+        return {"tokens": tokens[rows], "labels": labels[rows]}
+
+
+def late_burst(micro: int, words: str, chunk_mebibytes: int = 256) -> Callable[[int], None]:
+    """`train`'s own steps: a step's numbers are read in the step after."""
+    config = run_config(
+        f"model.base=gpt2-small model.tied=false batch.global={SMALL.batch} batch.micro={micro} {words}"
+    )
+    trainer = Trainer(build(config, solo_mesh(torch.device("cuda", 0), grid_of_run(config).names), Path()), Drawn())
+
+    def burst(steps: int) -> None:
+        cross_entropy.CHUNK_BYTES["cuda"] = chunk_mebibytes * 2**20
+        for _ in range(steps):
+            trainer.turn(None)
+
+    return burst
+
+
+def plain_burst(micro: int) -> Callable[[int], None]:
+    """The compiled loop, whose losses are read after the burst."""
+    step = plain_step(True, micro, wait=False)
+
+    def burst(steps: int) -> None:
+        losses = [step(number) for number in range(steps)]
+        torch.stack(losses).tolist()
+
+    return burst
+
+
+def late(micro: int = 32, rounds: int = 6, steps: int = 3) -> dict[str, Any]:
+    """Seconds a step of bursts of three steps, in turns; nobody waits for a loss within a burst."""
+    contenders: dict[str, Callable[[], Callable[[int], None]]] = {
+        "plain loop, compiled": lambda: plain_burst(micro),
+        "meshwright": lambda: late_burst(micro, ""),
+        "meshwright, chunks of 1 GiB": lambda: late_burst(micro, "", 1024),
+    }
+    bursts = {name: make() for name, make in contenders.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in bursts}
+    for number in range(rounds + 1):
+        for name, burst in bursts.items():
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            burst(steps)
+            torch.cuda.synchronize()
+            if number:
+                seconds[name].append((time.perf_counter() - began) / steps)
+    return {"micro": micro, "steps": steps, "seconds": seconds}
+
+
 STAGES: dict[str, Callable[[], Any]] = {
-    "ceilings": ceilings, "serial": serial, "attention": attention, "profiles": profiles, "chunks": chunks,
+    "ceilings": ceilings, "late": late, **PROBES, "serial": serial, "profiles": profiles, "chunks": chunks,
+    "attention": attention,
 }  # fmt: skip
 
 
-def measure(folder: Path, only: list[str], steps: int) -> None:
-    """Each stage and run in a process of its own: one that fails, or fills the GPU, leaves the others alone."""
+def file_of(folder: Path, name: str) -> Path:
+    return folder / f"{name.replace(', ', '-').replace(' ', '-')}.json"
+
+
+def measure(folder: Path, only: list[str], steps: int, *, again: bool = True) -> None:
+    """Each stage and run in a process of its own: one that fails, or fills the GPU, leaves the others alone.
+
+    `again=False`: a stage whose file is there is left out."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in only or [*STAGES, *RUNS]:
         command = [sys.executable, "-m", "benchmarks.one_gpu", "--out", str(folder), "--here", name]
+        if again is False and file_of(folder, name).exists():
+            continue
         began = time.perf_counter()
         try:
             code = subprocess.run(
@@ -283,14 +340,17 @@ def measure(folder: Path, only: list[str], steps: int) -> None:
             ).returncode  # fmt: skip
             ended = "done" if code == 0 else f"failed with {code}"
         except subprocess.TimeoutExpired:
-            ended = "stopped"
+            code, ended = None, "stopped"
         print(f"{name}: {ended} after {time.perf_counter() - began:.0f} s", flush=True)
+        if code == 0:
+            with (folder / "stages.jsonl").open("a") as lines:
+                lines.write(json.dumps(json.loads(file_of(folder, name).read_text())) + "\n")
 
 
 def measure_here(folder: Path, name: str, steps: int) -> None:
     found = STAGES[name]() if name in STAGES else run(name, steps)
     told = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "name": name, "found": found}
-    (folder / f"{name.replace(', ', '-').replace(' ', '-')}.json").write_text(json.dumps(told, indent=1))
+    file_of(folder, name).write_text(json.dumps(told, indent=1))
 
 
 def show() -> None:
@@ -321,6 +381,8 @@ def show() -> None:
             console.print(attention_table(gpu, found))
         elif name == "profiles":
             console.print(profile_table(gpu, found))
+        elif name == "late":
+            console.print(late_table(gpu, found))
         elif name in RUNS:
             config = load_config("gpt2", [*COMMON.split(), *RUNS[name].split()])
             config = resolve(config, H100_HOST).config
@@ -356,6 +418,17 @@ def serial_table(gpu: str, found: Mapping[str, Any]) -> Table:
             name, f"{seconds * 1e3:.1f}", f"{seconds / plain:.2f}", f"{SMALL.batch * SMALL.sequence / seconds:,.0f}",
             f"{told['allocated'] / 1e9:.1f}", f"{told['first_step_seconds']:.1f}", f"{told['losses'][2]:.4f}",
         )  # fmt: skip
+    return table
+
+
+def late_table(gpu: str, found: Mapping[str, Any]) -> Table:
+    table = Table("contender", title=f"A step of GPT-2 small within three, on {gpu}, in turns: no loss is waited for")
+    for head in ("ms, median", "least", "of the first's median"):
+        table.add_column(head, justify="right")
+    first = statistics.median(next(iter(found["seconds"].values())))
+    for name, seconds in found["seconds"].items():
+        median = statistics.median(seconds)
+        table.add_row(name, f"{median * 1e3:.1f}", f"{min(seconds) * 1e3:.1f}", f"{median / first:.2f}")
     return table
 
 
@@ -404,14 +477,15 @@ def profile_table(gpu: str, found: Mapping[str, Any]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.one_gpu", description=__doc__)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--all", action="store_true", help="every stage that has no file yet")
     parser.add_argument("--only", nargs="*", choices=[*STAGES, *RUNS], default=[])
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--here", choices=[*STAGES, *RUNS], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.here:
         measure_here(options.out, options.here, options.steps)
-    elif options.out:
-        measure(options.out, options.only, options.steps)
+    elif options.out or options.all:
+        measure(options.out or Path("out/one_gpu"), options.only, options.steps, again=not options.all)
     else:
         show()
 
