@@ -6,8 +6,12 @@ line's help, and a mistake in a config, need none of them.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from meshwright.imports import leave_current_folder
+
+leave_current_folder(__name__)
+
+import importlib  # noqa: E402 - not from the current folder
+from typing import TYPE_CHECKING, Any  # noqa: E402
 
 __version__ = "0.2.0"
 

@@ -27,6 +27,8 @@ ATTEMPT = "MESHWRIGHT_ATTEMPT"
 
 EARLY_ERRORS = "MESHWRIGHT_EARLY_ERRORS"
 """Our own launcher says in it where workers of its fork server leave their first errors."""
+OWN_PATH = "MESHWRIGHT_OWN_PYTHONPATH"
+"""Our own launcher keeps the user's PYTHONPATH in it while a rank starts; a rank puts the value back."""
 ENTRIES = "MESHWRIGHT_ENTRIES"
 """The strategies that a script has registered, as JSON: all processes that it starts inherit it."""
 
@@ -106,18 +108,18 @@ def _place(launcher: LauncherName, names: str, variables: Mapping[str, str]) -> 
 def rendezvous(variables: Mapping[str, str] = os.environ, job: str = "") -> Rendezvous:
     """Where the ranks of this job, called `job`, meet: MASTER_ADDR and MASTER_PORT where set, else derived.
 
-    Without them, a Slurm step meets on its first host and an mpirun on one host on loopback, at a port made of the
-    job's name. Raises LaunchError for an mpirun over several hosts, which names none of them.
+    Without them, the ranks of one host meet on loopback and a Slurm step over several on its first host, at a port made
+    of the job's name. Raises LaunchError for an mpirun over several hosts, which names none of them.
     """
     environment = read_environment(variables)
     if environment.launcher == "none":
         return Rendezvous(_LOOPBACK, 0, hosted=False, job=job)
     hosted = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address = variables.get("MASTER_ADDR", "")
-    if not address and environment.launcher == "slurm":
+    if not address and environment.local_world_size == environment.world_size:
+        address = _LOOPBACK  # all ranks are here, and no other host can reach them
+    elif not address and environment.launcher == "slurm":
         address = first_host(_text(variables, "SLURM_STEP_NODELIST"))
-    elif not address and environment.local_world_size == environment.world_size:
-        address = _LOOPBACK  # all ranks are here
     elif not address:
         raise LaunchError("MASTER_ADDR is not set: set it, and MASTER_PORT, to rank 0's host and a free port there")
     if "MASTER_PORT" in variables:
@@ -154,18 +156,47 @@ def cache_folder(variables: Mapping[str, str] = os.environ) -> Path:
     return Path("~/.cache/meshwright").expanduser()
 
 
+def import_variables(path: Sequence[str], variables: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables with which a new Python imports from `path`, and never from the folder that it is started in.
+
+    PYTHONSAFEPATH keeps `python -c` and `python -m` from putting the current folder first. Processes that a rank starts
+    inherit PYTHONSAFEPATH; PYTHONPATH is the user's again as soon as `restore_python_path` is called.
+    """
+    # The list has the launcher's standard library: another Python, started by a rank, must not import from there.
+    own = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(entry or os.curdir for entry in path)}
+    return own | {OWN_PATH: variables.get("PYTHONPATH", "")}
+
+
+def restore_python_path(variables: MutableMapping[str, str] = os.environ) -> None:
+    """Give this process, which was started with `import_variables`, the PYTHONPATH of the launcher's user."""
+    if OWN_PATH in variables:
+        if own := variables.pop(OWN_PATH):
+            variables["PYTHONPATH"] = own
+        else:
+            variables.pop("PYTHONPATH", None)
+
+
 @contextmanager
-def early_errors_in(folder: Path, variables: MutableMapping[str, str] = os.environ) -> Iterator[None]:
-    """Tell a process that is started meanwhile where its children leave what they say before they have our stderr."""
-    variables[EARLY_ERRORS] = str(folder)
+def server_variables(
+    folder: Path, path: Sequence[str], variables: MutableMapping[str, str] = os.environ
+) -> Iterator[None]:
+    """A context in which a fork server is started: the server imports from `path`, and workers of the server leave in
+    `folder` their errors of the time before they have our stderr."""
+    own = {**import_variables(path, variables), EARLY_ERRORS: str(folder)}
+    before = {name: variables.get(name) for name in own}
+    variables.update(own)
     try:
         yield
     finally:
-        del variables[EARLY_ERRORS]
+        for name, value in before.items():
+            if value is None:
+                del variables[name]
+            else:
+                variables[name] = value
 
 
 def early_errors_folder(variables: Mapping[str, str] = os.environ) -> Path | None:
-    """The folder of `early_errors_in`; None in a process that was not told."""
+    """The folder of `server_variables`; None in a process that was not told."""
     return Path(variables[EARLY_ERRORS]) if EARLY_ERRORS in variables else None
 
 
@@ -192,9 +223,15 @@ def rank_variables(own: Mapping[str, str], variables: Mapping[str, str] = os.env
     return {**variables, **own}
 
 
-def use_interface(name: str, variables: MutableMapping[str, str] = os.environ) -> None:
-    """Have gloo talk over the interface, unless the user has named one. NCCL finds its own: it never takes loopback."""
+def use_interface(name: str, local: bool, variables: MutableMapping[str, str] = os.environ) -> None:
+    """Have gloo talk over the interface, unless the user has named one.
+
+    `local`: all ranks are of this host. Over several hosts NCCL finds its interface itself; here it would listen on one
+    that other hosts reach, so that loopback must be named.
+    """
     variables.setdefault("GLOO_SOCKET_IFNAME", name)
+    if local:
+        variables.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
 def chosen_interface(variables: Mapping[str, str] = os.environ) -> str:
@@ -227,7 +264,7 @@ def mpi_worker_variables(
         "MASTER_ADDR": _LOOPBACK,
         "MASTER_PORT": str(port),
         "TMPDIR": str(temporary),
-        "PYTHONPATH": os.pathsep.join(entry or os.curdir for entry in import_path),
+        **import_variables(import_path, variables),
         # Open MPI refuses root without both; containers often have no other user.
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",

@@ -8,9 +8,10 @@ to three seconds of a processor, a rank.
 from __future__ import annotations
 
 import multiprocessing
+import sys
 from multiprocessing.forkserver import ensure_running
 
-from meshwright.environment import early_errors_in
+from meshwright.environment import server_variables
 from meshwright.launch.session import make_fork_server_folder
 
 RUN = (
@@ -37,5 +38,5 @@ RUN = (
 def start_server() -> None:
     """Start it as the launcher does, where it does not run yet."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(RUN))
-    with early_errors_in(make_fork_server_folder()):
+    with server_variables(make_fork_server_folder(), sys.path):
         ensure_running()

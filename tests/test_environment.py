@@ -10,11 +10,15 @@ from meshwright.environment import (
     Environment,
     Rendezvous,
     cache_folder,
+    early_errors_folder,
     enter_local_rank,
     first_host,
+    import_variables,
     mpi_worker_variables,
     read_environment,
     rendezvous,
+    restore_python_path,
+    server_variables,
 )
 from meshwright.errors import LaunchError
 
@@ -139,8 +143,26 @@ def test_mpi_worker_variables_keep_what_is_there_and_are_read_back() -> None:
     assert variables["HOME"] == "/h"
     assert variables["OMP_NUM_THREADS"] == "3"
     assert variables["PYTHONPATH"] == ".:/x"
+    assert variables["PYTHONSAFEPATH"] == "1"
     assert read_environment({**variables, **OPEN_MPI}).attempt == 2
     assert rendezvous({**variables, **OPEN_MPI}) == Rendezvous("127.0.0.1", 4567, hosted=False)
+
+
+@pytest.mark.parametrize("own", [None, "/plugins:/more"])
+def test_a_rank_is_given_the_users_python_path_back(own: str | None) -> None:
+    users = {} if own is None else {"PYTHONPATH": own}
+    started = {**users, **import_variables(["/venv/bin", "/lib"], users)}
+    assert started["PYTHONPATH"] == "/venv/bin:/lib"
+    restore_python_path(started)
+    assert started == {**users, "PYTHONSAFEPATH": "1"}  # what the rank starts keeps the current folder out as well
+
+
+def test_a_fork_servers_variables_are_gone_when_it_has_started(tmp_path: Path) -> None:
+    variables = {"PYTHONPATH": "/plugins"}
+    with server_variables(tmp_path, ["/lib"], variables):
+        assert variables["PYTHONPATH"] == "/lib"
+        assert early_errors_folder(variables) == tmp_path
+    assert variables == {"PYTHONPATH": "/plugins"}
 
 
 def test_a_local_rank_reads_what_it_was_made() -> None:

@@ -21,6 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 from meshwright import __version__
 from meshwright.cli.completion import complete_shipped, complete_word
 from meshwright.errors import ConfigError, MeshwrightError, Problem
+from meshwright.imports import leave_unnamed_folder
 from meshwright.streams import PatientStream, flush, open_closed_streams
 
 HELP = "Meshwright trains Transformers with any mixture of the published parallel strategies."
@@ -124,6 +125,7 @@ Context = Annotated[int | None, Option(help="Tokens seen at once; the sequence l
 
 def main() -> None:
     """Run the command line. A user's mistake is its text on stderr, never a traceback; in what was asked, code 2."""
+    leave_unnamed_folder()
     open_closed_streams()
     try:
         app()

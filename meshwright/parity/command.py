@@ -103,8 +103,8 @@ def record_run(arguments: argparse.Namespace) -> int:
         raise ConfigError.of("SCRIPT", script, "is no file", "a Python script; a module behind -m")
     plan = RecordPlan(arguments.out, steps, arguments.most, axes, arguments.perturb, arguments.stop)
     sys.argv = [script, *arguments.words]
-    if not arguments.is_module:  # as `python SCRIPT` has it
-        sys.path.insert(0, str(Path(script).resolve().parent))
+    # As `python SCRIPT` and `python -m MODULE` have it: the user's program is imported from where the user has it.
+    sys.path.insert(0, str(Path.cwd() if arguments.is_module else Path(script).resolve().parent))
     with Recorder(plan):
         if arguments.is_module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from meshwright.environment import Environment, Rendezvous, starts_mpi
 from meshwright.errors import LaunchError
 from meshwright.ranks.hang import names_of
+from meshwright.ranks.listening import address_to_listen, listening_store
 from meshwright.ranks.peers import Peer, Peers
 
 _PAUSE_SECONDS = 0.1
@@ -91,22 +92,14 @@ class _Comer:
             return ""
         return ". A rank that finds no GPU waits in MPI instead: set device, and see that every host shows its GPUs"
 
-    def _tcp_store(self, is_master: bool) -> dist.Store:
-        return dist.TCPStore(
-            self.point.address,
-            self.point.port,
-            self.environment.world_size,
-            is_master=is_master,
-            timeout=timedelta(seconds=self.seconds),
-            wait_for_workers=False,
-        )
-
     def open_store(self) -> dist.Store:
+        """Listen at the address that the other ranks connect to, and at no other one."""
+        local = self.environment.local_world_size == self.environment.world_size
+        address = address_to_listen(self.point.address, local)
         try:
-            return self._tcp_store(is_master=True)
-        except dist.DistNetworkError as error:
-            # torch gives its C++ errors no number, only a text.
-            taken = errno.errorcode[errno.EADDRINUSE] in str(error)
+            return listening_store(address, self.point.port, timedelta(seconds=self.seconds))
+        except (OSError, dist.DistNetworkError) as error:
+            taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
             reason = "is taken, perhaps by another job" if taken else str(error)
             text = f"{self} cannot open port {self.point.port}: it {reason}; set MASTER_PORT to a free one"
             raise LaunchError(text) from error
@@ -127,7 +120,9 @@ class _Comer:
                     raise LaunchError(f"{text}: {rule}?{self.elsewhere}") from error
                 time.sleep(_PAUSE_SECONDS)
         try:
-            return self._tcp_store(is_master=False), mine
+            patience = timedelta(seconds=self.seconds)
+            store = dist.TCPStore(self.point.address, self.point.port, timeout=patience, wait_for_workers=False)
+            return store, mine
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             text = f"what listens at {self.place} does not answer {self} as a job's rank 0 would"
             raise LaunchError(f"{text}: set MASTER_PORT to a free port, the same for all ranks") from error

@@ -20,15 +20,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from meshwright.environment import use_interface
-from meshwright.ranks.peers import interface_at
+from meshwright.ranks.peers import LOOPBACK, interface_at
 
 
 @contextmanager
 def process_group(wait_seconds: float) -> Iterator[None]:
     """A gloo process group of a local job inside the context, for programs that bring everything else themselves. Ranks
     meet where the environment says (MASTER_ADDR, MASTER_PORT), and leave together."""
-    if interface := interface_at("127.0.0.1"):
-        use_interface(interface)
+    if interface := interface_at(LOOPBACK):
+        use_interface(interface, local=True)
     dist.init_process_group("gloo", timeout=timedelta(seconds=wait_seconds))
     yield
     # A peer that is still connecting would take a rank that has left for a crashed one. After an error nobody waits.

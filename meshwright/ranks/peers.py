@@ -22,6 +22,8 @@ from pathlib import Path
 from meshwright.errors import LostRankError
 from meshwright.ranks.hang import names_of
 
+LOOPBACK = "127.0.0.1"
+
 _SIOCGIFADDR = 0x8915
 """Linux's question for an interface's IPv4 address."""
 

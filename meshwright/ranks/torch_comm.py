@@ -33,7 +33,7 @@ from meshwright.ranks.flight_recorder import CONNECT, Call, FlightRecorder
 from meshwright.ranks.ledger import Ledger
 from meshwright.ranks.mailbox import Mailbox, Side, neighbours_of
 from meshwright.ranks.mailbox_torch import Channel, DeviceMailbox, GlooMailbox, NcclLinks
-from meshwright.ranks.peers import Peers, interface_at
+from meshwright.ranks.peers import LOOPBACK, Peers, interface_at
 from meshwright.ranks.section import Timeout
 from meshwright.ranks.transport import Transport
 from meshwright.ranks.window import SharedWindow, open_window
@@ -233,9 +233,10 @@ def open_torch(
     # Longer than the watchdog's, which names the missing rank; torch's own message names a healthy one.
     patience = timedelta(seconds=timeout.wait + TORCH_MARGIN_SECONDS)
     store, peers = comm_store.join_job(environment, point, timeout.join, device.type)
-    if peers.address and (interface := interface_at(peers.address)):
-        # Before the process group exists: gloo reads it as it connects.
-        use_interface(interface)
+    # Ranks of one host talk over loopback, at which no other host can connect.
+    if interface := interface_at(peers.address or LOOPBACK):
+        # Before the process group exists: gloo and NCCL read it as they connect.
+        use_interface(interface, local=not peers.address)
     with recorder.waiting(Call("world", CONNECT, 0, tuple(range(environment.world_size)))), peers.named_when_lost():
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",

@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.environment import cache_folder
+from meshwright.imports import python_words
 from meshwright.machine import find_mpiexec, memory_bytes, usable_cores
 from meshwright.tensor.widened import product_rates
 
@@ -231,7 +232,7 @@ def _mpi_library() -> tuple[str | None, str]:
     try:
         # In a process of its own, which a broken MPI library may end.
         answer = subprocess.run(
-            [sys.executable, "-c", _ASK_MPI], capture_output=True, text=True, timeout=_MPI_SECONDS, check=False
+            python_words("-c", _ASK_MPI), capture_output=True, text=True, timeout=_MPI_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
         return None, f"did not answer within {_MPI_SECONDS:.0f} s"

@@ -1,0 +1,73 @@
+"""A job's store at one address of this host: TCPStore itself listens on all of them.
+
+| ranks                        | the store listens at                                      |
+|------------------------------|-----------------------------------------------------------|
+| of one machine               | loopback                                                  |
+| of several, MASTER_ADDR ours | that address alone                                        |
+| of several, else             | all addresses: a NAT's or a service's address is no host's |
+"""
+
+from __future__ import annotations
+
+import socket
+from contextlib import closing
+from datetime import timedelta
+from ipaddress import ip_address
+
+import torch.distributed as dist
+
+_BACKLOG = 2048
+"""Connections that wait to be accepted: a thousand ranks may connect in the same moment."""
+
+
+def listening_store(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
+    """Open a store that listens at `address` alone; an empty address stands for all.
+
+    Raises:
+        OSError: The address is not this host's, or the port is taken.
+        RuntimeError: torch cannot open the store.
+    """
+    with closing(listener_at(address, port)) as listener:
+        port = listener.getsockname()[1]
+        # The store owns the descriptor that it is given, and closes it.
+        return dist.TCPStore(
+            address or "127.0.0.1", port, is_master=True, timeout=timeout, wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )  # fmt: skip
+
+
+def listener_at(address: str, port: int) -> socket.socket:
+    """Open a socket that listens at a host's name or address and a port; port 0: a free one."""
+    family, _, _, _, place = socket.getaddrinfo(
+        address or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # A port of a run that has just ended is still held by its last connections.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def address_to_listen(address: str, local: bool) -> str:
+    """Return the address at which rank 0 listens; empty for all of this host's.
+
+    Args:
+        address: MASTER_ADDR, at which other ranks connect.
+        local: Whether all ranks are on this host.
+    """
+    found = str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
+    if local:
+        return address
+    # Debian writes `127.0.1.1 HOST` into a host's own /etc/hosts: other hosts find the name at another address.
+    if ip_address(found.partition("%")[0]).is_loopback:
+        return ""
+    try:
+        listener_at(address, 0).close()
+    except OSError:
+        return ""
+    return address

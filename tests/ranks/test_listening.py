@@ -1,0 +1,40 @@
+"""At which address a job's store listens: at the one that its ranks need."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from meshwright.ranks.listening import address_to_listen, listener_at, listening_store
+
+PATIENCE = timedelta(seconds=20)
+
+
+def test_a_store_listens_on_loopback_alone() -> None:
+    store = listening_store("127.0.0.1", 0, PATIENCE)
+    store.set("a", "b")
+    with socket.socket() as other, pytest.raises(ConnectionRefusedError):
+        other.connect(("127.0.0.2", store.port))  # another address of this host, which TCPStore itself would answer at
+    client = dist.TCPStore("127.0.0.1", store.port, timeout=PATIENCE, wait_for_workers=False)
+    assert client.get("a") == b"b"
+
+
+def test_a_port_that_is_taken_is_an_error_of_the_system() -> None:
+    with listener_at("127.0.0.1", 0) as first, pytest.raises(OSError, match="in use"):
+        listening_store("127.0.0.1", first.getsockname()[1], PATIENCE)
+
+
+@pytest.mark.parametrize(
+    "address, local, listens",
+    [
+        ("127.0.0.1", True, "127.0.0.1"),
+        ("localhost", True, "localhost"),
+        ("127.0.0.1", False, ""),  # a name that is loopback here alone: others have another address for it
+        ("192.0.2.77", False, ""),  # a NAT's or a service's
+    ],
+)
+def test_the_address_that_ranks_need(address: str, local: bool, listens: str) -> None:
+    assert address_to_listen(address, local) == listens
