@@ -131,7 +131,7 @@ def union_of(sections: Mapping[str, type[Section]], tag: str, default: str | Non
 
 def decides_nothing(value: object) -> bool:
     """Whether a value may be written where its field has no effect."""
-    return value is None or value is False or value in ("auto", "none")
+    return value is None or value is False or value in ("auto", "none", "no", "off")
 
 
 def fields_meet(fields: Collection[str], others: Collection[str]) -> bool:

@@ -18,7 +18,7 @@ from meshwright.config.messages import UNKNOWN, nearest, nearest_choice, problem
 from meshwright.config.rules import broken_rules
 from meshwright.config.schema import Config
 from meshwright.config.shorthand import PRECISIONS, begin_anew, in_words, spell_out, spelt_out
-from meshwright.config.yaml_text import MAX_LEVELS, complaint, plain_values
+from meshwright.config.yaml_text import MAX_LEVELS, plain_values, told, yaml_text
 from meshwright.configs import SCHEMA, shipped
 from meshwright.errors import ConfigError, MeshwrightError, Problem
 from meshwright.registry import check_plugins, load_entry
@@ -112,12 +112,20 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError.of("run", path, "is not UTF-8 text", _shipped_runs()) from error
     except yaml.YAMLError as error:
-        raise ConfigError.of("run", path, f"is no YAML: {complaint(error)}") from error
+        raise ConfigError.of("run", path, told(error)) from error
     if tree is None:
         raise ConfigError.of("run", path, "is empty", _shipped_runs())
     if not isinstance(tree, dict):
         raise ConfigError.of("run", path, "holds no `key: value` lines", _shipped_runs())
     return tree
+
+
+def value_of_word(key: str, text: str) -> Any:
+    """Read the value of a `key=value` word. Raises ConfigError with the key if the text is no YAML."""
+    try:
+        return plain_values(text)
+    except yaml.YAMLError as error:
+        raise ConfigError.of(key, shown(text), told(error, "YAML value")) from error
 
 
 def _shipped_runs() -> str:
@@ -223,7 +231,7 @@ def run_text(config: Config, comment: str = "") -> str:
 
 def dump_config(config: Config) -> str:
     """The resolved config as YAML that load_config reads back."""
-    return yaml.safe_dump(dump_tree(config), sort_keys=False)
+    return yaml_text(dump_tree(config))
 
 
 def _override(tree: dict[str, Any], word: str, earlier: Collection[str]) -> Problem | None:
@@ -232,9 +240,9 @@ def _override(tree: dict[str, Any], word: str, earlier: Collection[str]) -> Prob
     if not equals or not key:
         return Problem("override", word, "is not of the form key.sub=value", "steps=100, optimizer.lr=1e-3")
     try:
-        field, value = in_words(key, plain_values(text))
-    except yaml.YAMLError as error:
-        return Problem(key, shown(text), f"is no YAML value: {complaint(error)}")
+        field, value = in_words(key, value_of_word(key, text))
+    except ConfigError as error:
+        return error.problems[0]
     *parents, last = field.split(".")
     if len(parents) > MAX_LEVELS:
         return Problem(shown(key), shown(text), "is nested deeper than any key")

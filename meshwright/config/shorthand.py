@@ -23,7 +23,7 @@ PRECISIONS: Mapping[str, Mapping[str, str]] = {
 class Shorthand:
     """The fields of a section that a bare value may stand for: `word` a text, `number` a number.
 
-    `off`: the field that `none`, null and false make 0.
+    `off`: the field that `none`, `no`, `off`, null and false make 0.
     """
 
     word: str = ""
@@ -32,7 +32,7 @@ class Shorthand:
 
     def field_of(self, value: object) -> tuple[str, object] | None:
         """The field, and what it is set to; None for a value that stands for none."""
-        if self.off and (value is None or value is False or value == "none"):
+        if self.off and (value is None or value is False or value in ("none", "no", "off")):
             return self.off, 0
         if isinstance(value, str) and self.word:
             return self.word, value

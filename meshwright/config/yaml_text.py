@@ -44,11 +44,20 @@ def complaint(error: yaml.YAMLError) -> str:
     return " ".join(str(error).split())
 
 
+def told(error: yaml.YAMLError, wanted: str = "YAML") -> str:
+    """The rule of a problem: `is no YAML: ... at line 3, column 7`; a number of two readings is YAML all the same."""
+    return complaint(error) if isinstance(error, _Ambiguous) else f"is no {wanted}: {complaint(error)}"
+
+
 class _Refused(yaml.MarkedYAMLError):
     """A text that YAML allows and a run does not need."""
 
     def __init__(self, problem: str, mark: yaml.Mark) -> None:
         super().__init__(problem=problem, problem_mark=mark)
+
+
+class _Ambiguous(_Refused):
+    """A number that YAML 1.1 reads otherwise than a person."""
 
 
 def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
@@ -73,7 +82,11 @@ def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's floats: `3e-4` is a number, not a text. A key given twice is a mistake, not a silent replacement."""
+    """The loader of every YAML text that a user writes: YAML 1.2's words and numbers.
+
+    `3e-4` is a number, `yes` and `2024-01-01` are texts (a field of true and false takes the text `yes`). A number that
+    YAML 1.1 and a reader disagree about is refused. A key given twice is a mistake, not a silent replacement.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -86,13 +99,73 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        if isinstance(node, yaml.ScalarNode) and node.tag in _NUMBERS and (meant := readings(str(node.value))):
+            raise _Ambiguous(f"holds {node.value}, {meant}", node.start_mark)
         try:
             return super().construct_object(node, deep)
-        except (ValueError, OverflowError) as error:  # a date of month 13, a number of more digits than Python takes
+        except (ValueError, OverflowError) as error:  # a number of more digits than Python takes
             text = str(node.value)
             raise _Refused(f"holds {text[:20]}, which cannot be read", node.start_mark) from error
 
 
-_Loader.yaml_implicit_resolvers = deepcopy(yaml.SafeLoader.yaml_implicit_resolvers)
-_FLOAT = r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), list("-+0123456789"))
+class _Dumper(yaml.SafeDumper):
+    """The writer that quotes each text that `_Loader` would read as a number."""
+
+
+def readings(text: str) -> str:
+    """Explain a number that YAML 1.1 reads otherwise than a person.
+
+    Returns:
+        The end of a sentence with the numbers to write, or nothing for a number that has one reading.
+    """
+    digits = text.replace("_", "").lstrip("+-")
+    sign = "-" if text.startswith("-") else ""
+    if ":" in text:
+        seconds = 0.0
+        for part in digits.split(":"):
+            seconds = seconds * 60 + float(part)
+        return f"which YAML 1.1 reads to the base 60: write {sign}{seconds:.15g}, or {text!r} in quotes for a text"
+    if digits.lower().startswith("0b"):
+        return f"which YAML 1.2 does not know: write {sign}{int(digits, 2)}, or {text!r} in quotes for a text"
+    if "_" in text and not _THOUSANDS.fullmatch(text):
+        return (
+            f"whose _ does not part thousands: write {sign}{_without_zeros(digits)}, or {text!r} in quotes for a text"
+        )
+    if re.fullmatch(r"0\d.*", digits):
+        octal = f" (or {sign}{int(digits, 8)}, the octal number)" if re.fullmatch("0+[1-7][0-7]+", digits) else ""
+        return (
+            f"which begins with a zero: write {sign}{_without_zeros(digits)}{octal}, or {text!r} in quotes for a text"
+        )
+    return ""
+
+
+def _without_zeros(digits: str) -> str:
+    """The digits without the zeros in front: `00.5` as `0.5`, `010` as `10`; `0x1F` is left."""
+    return re.sub(r"^0+(?=\d)", "", digits)
+
+
+def yaml_text(tree: object, flow: bool = False) -> str:
+    """Write plain values as a YAML text that `plain_values` reads back; `flow`: in brackets on a line."""
+    width = 10**6 if flow else None
+    text: str = yaml.dump(tree, Dumper=_Dumper, sort_keys=False, default_flow_style=flow, width=width)
+    return text
+
+
+_INT, _FLOAT, _BOOL = (f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "bool"))
+_NUMBERS = (_INT, _FLOAT)
+_GIVEN_UP = (_BOOL, "tag:yaml.org,2002:timestamp")
+"""YAML 1.1's yes, no, on, off and dates: a date is a text, and a field of true and false takes such a text as well."""
+
+_THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(_\d{3})+(\.\d*)?([eE][-+]?\d+)?")
+_WITH_EXPONENT = re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$")
+_LEADING_ZERO = re.compile(r"^[-+]?0[\d_]+$")
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in known if tag not in _GIVEN_UP]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_BOOL, re.compile("^(true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+# The writer knows YAML 1.1's forms as well: other readers of a file take `yes` for true.
+_Dumper.yaml_implicit_resolvers = deepcopy(yaml.SafeDumper.yaml_implicit_resolvers)
+for _side in (_Loader, _Dumper):
+    _side.add_implicit_resolver(_FLOAT, _WITH_EXPONENT, list("-+0123456789"))
+    _side.add_implicit_resolver(_INT, _LEADING_ZERO, list("-+0"))

@@ -31,7 +31,7 @@ FILES = {
     "a list as a key": ("[1, 2]: 3\n", "has a key that is no word at line 1, column 1"),
     "a mapping as a key": ("steps: {{a: 1}: 2}\n", "has a key that is no word at line 1, column 9"),
     "a number as a key": ("1: 2\n", "has a key that is no word at line 1, column 1"),
-    "a date that is none": ("seed: 2026-13-45\n", "holds 2026-13-45, which cannot be read at line 1, column 7"),
+    "an octal number": ("seed: 010\n", "holds 010, which begins with a zero: write 10 (or 8, the octal number)"),
     "a number of 5000 digits": ("seed: " + "9" * 5000, "which cannot be read at line 1, column 7"),
     "two documents": ("seed: 1\n---\nseed: 2\n", "but found another document at line 2, column 1"),
     "a key twice": ("seed: 1\nsteps: 2\nseed: 3\n", "seed is given twice at line 3, column 1"),

@@ -55,7 +55,7 @@ def test_empty_section_is_the_defaults(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "word, value",
-    [("3e-4", 3e-4), ("1E3", 1000.0), ("1.5e-2", 0.015), ("2", 2.0), ("1_0e-1", 1.0), ("+1e0", 1.0)],
+    [("3e-4", 3e-4), ("1E3", 1000.0), ("1.5e-2", 0.015), ("2", 2.0), ("1_000e-3", 1.0), ("+1e0", 1.0)],
 )
 def test_floats_of_yaml_1_2(word: str, value: float) -> None:
     assert parse_config({}, [f"optimizer.lr={word}"]).optimizer.lr == value

@@ -13,12 +13,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from jinja2 import Environment, FileSystemLoader
 from rich.table import Column
 from rich.table import Table as RichTable
 
 from meshwright.config import dump_tree
+from meshwright.config.yaml_text import yaml_text
 from meshwright.tools.compare.layouts import OWN
 from meshwright.tools.compare.result import WARMUP_STEPS, Comparison, Measurement, StageBytes
 from meshwright.tools.report import table_console
@@ -208,7 +208,7 @@ def html_of(comparison: Comparison, picture: bytes) -> str:
     for row in comparison.rows:
         tree = dump_tree(row.contender.config)
         own = {key: tree[key] for key in ("layout", "batch", *OWN[1:])}
-        layouts.append((row, yaml.safe_dump(own, sort_keys=False)))
+        layouts.append((row, yaml_text(own)))
     return templates.get_template("page.html").render(
         comparison=comparison,
         tables=[kind(comparison) for kind in kinds],

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-import yaml
 from rich.console import Console
 from rich.table import Column, Table
 
 from meshwright.config import Config, dump_tree, run_text
+from meshwright.config.yaml_text import yaml_text
 from meshwright.drawing import require_matplotlib
 from meshwright.errors import ConfigError
 from meshwright.models.chain import chain_of
@@ -332,7 +332,7 @@ def words_to_paste(best: Config, run: Config) -> str:
     for name, value in after.items():
         if name not in before or before[name] != value:
             # YAML in one word, without the "..." that ends a plain scalar's document.
-            flow = yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("...")
+            flow = yaml_text(value, flow=True).removesuffix("\n").removesuffix("...")
             words.append(shlex.quote(f"{name}={flow.strip().replace(', ', ',')}"))
     return " ".join(words)
 

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from meshwright.config import Config
-from meshwright.config.load import read_yaml
+from meshwright.config.load import read_yaml, value_of_word
 from meshwright.config.messages import problems_of
 from meshwright.configs import shipped
 from meshwright.errors import ConfigError
@@ -185,7 +184,7 @@ def load_program(name: str = OWN, facts: Sequence[str] = ()) -> Program:
         fact, equals, text = word.partition("=")
         if not equals:
             raise ConfigError.of("--fact", word, "is no fact and value", "attention=fused, overlapped=sums,gathers")
-        said[fact] = yaml.safe_load(text)
+        said[fact] = value_of_word(fact, text)
     try:
         software = Software.model_validate(said)
     except ValidationError as error:

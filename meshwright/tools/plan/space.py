@@ -34,11 +34,9 @@ from functools import cache, partial
 from itertools import permutations, product
 from typing import Any
 
-import yaml
-
 from meshwright.config import Config
 from meshwright.config.layout import ContextParallel, Layout
-from meshwright.config.load import ELSEWHERE, OPEN
+from meshwright.config.load import ELSEWHERE, OPEN, value_of_word
 from meshwright.config.rules import RULES, broken_rules
 from meshwright.config.shorthand import in_words
 from meshwright.errors import Problem
@@ -187,7 +185,7 @@ def fixed_fields(overrides: Iterable[str]) -> frozenset[str]:
         key, _, text = word.partition("=")
         if word == OPEN:
             continue
-        fields |= set(_leaves(key, yaml.safe_load(text)))
+        fields |= set(_leaves(key, value_of_word(key, text)))
     return frozenset(fields)
 
 
