@@ -223,6 +223,13 @@ def rank_variables(own: Mapping[str, str], variables: Mapping[str, str] = os.env
     return {**variables, **own}
 
 
+def outside_of(folder: Path, variables: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables by which a Python process does not search a folder, its current one, for modules."""
+    places = variables.get("PYTHONPATH", "").split(os.pathsep)
+    kept = [place for place in places if place and Path(place).resolve() != folder.resolve()]
+    return {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(kept)}
+
+
 def use_interface(name: str, local: bool, variables: MutableMapping[str, str] = os.environ) -> None:
     """Have gloo talk over the interface, unless the user has named one.
 

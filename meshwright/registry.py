@@ -91,6 +91,7 @@ OURS: Mapping[str, Mapping[str, str]] = {
         "wandb": "meshwright.training.sinks:WANDB",
         "mlflow": "meshwright.training.sinks:MLFLOW",
         "trackio": "meshwright.training.sinks:TRACKIO",
+        "prometheus": "meshwright.training.sinks:PROMETHEUS",
     },
     "optimizers": {
         "adamw": "meshwright.optim.section:ADAMW",

@@ -31,6 +31,7 @@ from meshwright.cli.app import (
 )
 from meshwright.drawing import require_matplotlib
 from meshwright.errors import ConfigError
+from meshwright.outputs import free_path
 
 if TYPE_CHECKING:
     from meshwright.config import Config
@@ -396,7 +397,7 @@ def submit(
         list[str] | None, Option("--set", metavar="key=value", help="A setting of the engine; --set help lists them.")
     ] = None,
     to: Annotated[
-        Path | None, Option(help="The file to write; must be new. NAME-OF-RUN with the engine's ending.")
+        Path | None, Option(help="The file to write; must be new. NAME-OF-RUN with the engine's ending, or -2, ....")
     ] = None,
     go: Annotated[bool, Option("--go", help="Hand it to the engine as well, by its own command.")] = False,
     as_json: AsJson = False,
@@ -414,17 +415,16 @@ def submit(
         print(job.settings_table(job.engine_class(on)))
         return
     engine = job.engine_of(on, settings or ())
-    # Where folders are shared a relative path is this shell's; elsewhere it is the nodes'.
-    where = (out.absolute() if engine.shares_folders else out) if out else engine.folder / run.stem
-    submission = job.submission_of(engine, run, overrides or (), where, nodes)
-    file = to or Path(f"{submission.name}{engine.suffix}")
+    submission = job.submission_of(engine, run, overrides or (), engine.out_of(out, run), nodes)
+    file = to or free_path(Path(f"{submission.name}{engine.suffix}"))
     text, command, again = engine.text(submission), engine.command(file, submission.name), engine.command_again(file)
-    job.write_script(text, file, engine.log_folder)
+    job.write_script(text, file)
+    notes = [*submission.notes, *engine.prepare()]
     answer = job.submit(command) if go else None
     if as_json:
-        print(json.dumps({"written": str(file), "command": command, "answer": answer}))
+        print(json.dumps({"written": str(file), "command": command, "answer": answer, "notes": notes}))
         return
-    print(f"written: {file}")
+    print("\n".join([f"written: {file}", *notes]))
     print(answer if go else f"submit it with: {shlex.join(command)}")
     if again:
         print(f"a changed run of the same name: {shlex.join(again)}")

@@ -249,6 +249,13 @@ EFFECTS = (
         "metrics.sinks=[" + ", ".join(name for name, sink in entries("sinks").items() if sink.remote) + "]",
     ),
     Effect(
+        ("metrics.address", "metrics.port"),
+        ("metrics.sinks",),
+        lambda config: any(entries("sinks")[name].answers for name in config.metrics.sinks),
+        lambda config: "without a sink that is asked",
+        "metrics.sinks=[" + ", ".join(name for name, sink in entries("sinks").items() if sink.answers) + "]",
+    ),
+    Effect(
         ("validation.metric",),
         ("validation.every", "validation.patience", "checkpoint.best"),
         lambda config: config.validation.every > 0 and (config.checkpoint.best or config.validation.patience > 0),

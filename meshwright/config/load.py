@@ -32,6 +32,7 @@ OPEN = "layout=auto"
 ELSEWHERE = ("data.source", "data.mixture", "data.tokenizer")
 """The files of a run that a planner does not read: only shapes matter, and the files may lie on another machine."""
 
+WEIGHTS_FIELD = "model.from"
 WEIGHTS = "meshwright.convert:read_folder"
 """The reader of a Hugging Face folder's settings, named as text, since torch is not here yet."""
 
@@ -144,7 +145,8 @@ def parse_run(
     """Check what a user wrote: as parse_config, and all of it must have an effect (effects.py).
 
     `laid_over`: the fields of the tree that lie over a run file's, as overrides do. `undecided`: sections that a
-    planner will decide: nothing lies idle because of them. `unread`: fields of files that nobody will open here.
+    planner will decide: nothing lies idle because of them. `unread`: fields of files that nobody will open here. With
+    `model.from` among them the model is unknown: rules over several fields are not asked.
     """
     return _parse(tree, list(overrides), laid_over, undecided, unread)
 
@@ -178,7 +180,10 @@ def _parse(
     if "plan" in tree:  # it belongs to `layout: auto`, which is not here any more
         rule = "has no effect where the layout is written"
         problems.append(Problem("plan", shown(tree.pop("plan")), rule, "leave it out, or layout: auto"))
-    problems += _resolve_weights(tree)
+    unresolved = _resolve_weights(tree)
+    # A model whose folder is elsewhere is unknown here: no rule can be asked of its fields.
+    elsewhere = bool(unresolved) and WEIGHTS_FIELD in unread
+    problems += [] if elsewhere else unresolved
     problems += _resolve_model(tree)
     problems += _resolve_precision(tree)
     release_kind(tree, words)
@@ -186,14 +191,14 @@ def _parse(
         tree.pop("epochs", None)  # the word is the run's length, as a word `epochs` is over a file's steps
     problems += foreign_fields(tree, words) if laid_over is not None else ()
     config, mistakes = _validate(tree)
-    problems += mistakes
+    problems += [mistake for mistake in mistakes if not (elsewhere and mistake.field.startswith("model."))]
     mistaken = {problem.field for problem in problems}
     if config is None:
-        for field in mistaken:
+        for field in {problem.field for problem in (*problems, *mistakes)}:
             _remove(tree, field)
         # Without the mistaken fields the rest is checked all the same, so that every mistake is told at once.
         config, _ = _validate(tree)
-    if config is not None:
+    if config is not None and not elsewhere:
         problems += [problem for problem in broken_rules(config, mistaken) if problem.field not in unread]
         if laid_over is not None:
             mistaken = {problem.field for problem in problems}
@@ -302,7 +307,7 @@ def _resolve_weights(tree: dict[str, Any]) -> list[Problem]:
     try:
         found = load_entry(WEIGHTS)(str(source), None if wanted is None else str(wanted))
     except MeshwrightError as error:
-        return [Problem("model.from", shown(source), f"cannot be read: {error}")]
+        return [Problem(WEIGHTS_FIELD, shown(source), f"cannot be read: {error}")]
     # What the run says of the model lies over what the folder says.
     tree["model"], tree["weights"] = laid_over(found.model, fields), str(source)
     if found.tokenizer is not None and (data is None or isinstance(data, dict)):

@@ -205,6 +205,10 @@ class Metrics(Section):
     # True: a run's config may be secret, and leaves the machine only where somebody asks for it.
     offline: bool = True
     """All stays on this machine, in the run's folder where the tracker can; false: trackers send it."""
+    address: Annotated[str, Field(pattern=r"^[0-9A-Za-z.:-]+$")] = "127.0.0.1"
+    """The address at which prometheus is answered, by rank 0; 0.0.0.0: every address of the host."""
+    port: Annotated[int, Field(ge=1, le=65535)] = 9464
+    """The port of /metrics, which prometheus asks."""
     peak_flops: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
     """FLOP/s of one device, for mfu; auto: looked up by its name, and unknown where that is not listed."""
 

@@ -6,8 +6,10 @@
 | wandb       | a run of a project  | OUT/wandb, which `wandb sync` sends later     | has the same id              |
 | mlflow      | a run of experiment | OUT/mlflow.db: `mlflow ui --backend-store-uri`| is found by a tag            |
 | trackio     | a run of a project  | trackio's own folder, as always               | has the same name            |
+| prometheus  | a page, /metrics    | memory, until the run ends                    | is a new page                |
 
-wandb 0.31, mlflow 3.17 and trackio 0.43 are held by tests/training/test_sinks.py where they are installed.
+wandb 0.31, mlflow 3.17, trackio 0.43 and prometheus-client 0.26 are held by tests/training/test_sinks.py where they
+are installed.
 
 One is added by a `Sink` and its line in the registry. A tracker that cannot begin ends the run before its first step;
 one that fails later is given up with a warning, since the run and metrics.jsonl do not need it.
@@ -15,6 +17,7 @@ one that fails later is given up with a warning, since the run and metrics.jsonl
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -39,6 +42,12 @@ class TrackedRun:
     offline: bool
     settings: Mapping[str, Any]
     first_step: int = 0
+    address: str = "127.0.0.1"
+    port: int = 9464
+
+    @classmethod
+    def of(cls, metrics: Metrics, folder: Path, name: str, settings: Mapping[str, Any], first_step: int) -> TrackedRun:
+        return cls(folder, name, metrics.project, metrics.offline, settings, first_step, metrics.address, metrics.port)
 
 
 @dataclass(frozen=True)
@@ -51,11 +60,12 @@ class Tracker:
 
 @dataclass(frozen=True)
 class Sink:
-    """A tracker that a run may name in `metrics.sinks`. `package`: what must be installed, and the extra that has it.
+    """A tracker that a run may name in `metrics.sinks`. `package`: the module that must be installed. `extra`: that of
+    Meshwright which installs it; empty: of the same name.
 
     `remote`: it can send what it gets elsewhere, so that `metrics.project` and `metrics.offline` are read.
     `optional`: runs name it by default, so that one without its package goes on, with a warning, instead of being
-    refused.
+    refused. `answers`: it is asked at `metrics.address` and `metrics.port`.
     """
 
     open: Callable[[TrackedRun], Tracker]
@@ -63,6 +73,13 @@ class Sink:
     projects: bool = True
     remote: bool = True
     optional: bool = False
+    extra: str = ""
+    answers: bool = False
+
+    @property
+    def remedy(self) -> str:
+        """The command that installs its package."""
+        return f'pip install "meshwright[{self.extra or self.package}]"'
 
 
 def open_tensorboard(run: TrackedRun) -> Tracker:
@@ -117,6 +134,38 @@ def open_trackio(run: TrackedRun) -> Tracker:
     return Tracker(lambda step, scalars: tracked.log(dict(scalars), step=step), tracked.finish)
 
 
+def open_prometheus(run: TrackedRun) -> Tracker:
+    """Answer http://ADDRESS:PORT/metrics with the newest step's numbers, in Prometheus' text format.
+
+    Raises ConfigError if the port is taken, or the address is none of this host's.
+    """
+    from prometheus_client import CollectorRegistry, Gauge, start_http_server
+
+    registry = CollectorRegistry()  # the run's numbers alone: none of Python's or the process's
+    labels = {"run": run.name, "folder": run.folder.name}
+    gauges: dict[str, Any] = {}
+    try:
+        server, thread = start_http_server(run.port, addr=run.address, registry=registry)
+    except OSError as error:  # a taken port, a host's name that nobody knows
+        place = f"{run.address}:{run.port}"
+        rule = f"cannot be listened at for prometheus, as {place}: {error.strerror or error}"
+        raise ConfigError.of("metrics.port", run.port, rule, "a free port, or metrics.address of this host") from error
+
+    def write(step: int, scalars: Mapping[str, float]) -> None:
+        for key, value in {"step": step, **scalars}.items():
+            if key not in gauges:
+                name = "meshwright_" + re.sub(r"\W", "_", key, flags=re.ASCII)
+                gauges[key] = Gauge(name, f"{key} of the newest step", list(labels), registry=registry)
+            gauges[key].labels(**labels).set(value)
+
+    def close() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return Tracker(write, close)
+
+
 TENSORBOARD = Sink(open_tensorboard, "tensorboard", projects=False, remote=False, optional=True)
 """A folder of events in the run's: tensorboard --logdir OUT/tensorboard."""
 WANDB = Sink(open_wandb, "wandb")
@@ -125,6 +174,8 @@ MLFLOW = Sink(open_mlflow, "mlflow")
 """MLflow: offline in OUT/mlflow.db, which `mlflow ui --backend-store-uri` shows."""
 TRACKIO = Sink(open_trackio, "trackio", remote=False)
 """trackio, in its own folder."""
+PROMETHEUS = Sink(open_prometheus, "prometheus_client", projects=False, remote=False, extra="prometheus", answers=True)
+"""A page for Prometheus at metrics.address and metrics.port: /metrics, with the newest step's numbers."""
 
 
 def require_sinks(metrics: Metrics) -> None:
@@ -134,7 +185,7 @@ def require_sinks(metrics: Metrics) -> None:
         package = sink.package
         if find_spec(package) is None and not sink.optional:
             rule = f"needs {package}, which is not installed"
-            raise ConfigError.of("metrics.sinks", name, rule, f'pip install "meshwright[{package}]", or leave it out')
+            raise ConfigError.of("metrics.sinks", name, rule, f"{sink.remedy}, or leave it out")
 
 
 def absent_sinks(metrics: Metrics) -> dict[str, str]:
@@ -153,6 +204,8 @@ def open_sinks(metrics: Metrics, run: TrackedRun) -> dict[str, Tracker]:
     for name in (name for name in dict.fromkeys(metrics.sinks) if name not in absent_sinks(metrics)):
         try:
             opened[name] = entries("sinks")[name].open(run)
+        except ConfigError:
+            raise
         except Exception as error:  # whatever a tracker may raise
             cause = " ".join(str(error).split())
             hint = "leave it out of metrics.sinks" + (", or metrics.offline=true" if not run.offline else "")

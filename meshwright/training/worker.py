@@ -152,9 +152,8 @@ class _Run:
                 display.say(f"no trace of what was made before: step {', '.join(map(str, past))}")
             metrics = None
             if mesh.rank == 0:
-                asked, settings = config.metrics, self.origin.config
-                run = TrackedRun(self.out, self.origin.run, asked.project, asked.offline, settings, started.step)
-                metrics = MetricsWriter(self.out, started.step, open_sinks(asked, run))
+                run = TrackedRun.of(config.metrics, self.out, self.origin.run, self.origin.config, started.step)
+                metrics = MetricsWriter(self.out, started.step, open_sinks(config.metrics, run))
             trainer = Trainer(parts, self.data.train, step=started.step, samples=started.samples)
             watch = BestWatch(config, mesh, started.best)
             stopping, due, every = False, False, config.checkpoint.every

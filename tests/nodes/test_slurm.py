@@ -104,7 +104,8 @@ def test_options_setup_lines_and_the_folder_of_logs(
     def write(*more: str) -> Path:
         engine = job.engine_of("slurm", [*settings, f"python={sys.executable}", *more])
         script.unlink(missing_ok=True)
-        job.write_script(engine.text(job.submission_of(engine, run, [], out, 2)), script, engine.log_folder)
+        job.write_script(engine.text(job.submission_of(engine, run, [], out, 2)), script)
+        engine.prepare()
         return script
 
     assert "unrecognized option '--tme=5'" in cluster.ask("sbatch", "--test-only", str(write("sbatch.tme=5")))

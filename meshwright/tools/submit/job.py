@@ -12,7 +12,7 @@ own command.
 
 from __future__ import annotations
 
-import re
+import shlex
 import shutil
 import subprocess
 from abc import abstractmethod
@@ -21,14 +21,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_origin
 
-from pydantic import AfterValidator, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from meshwright.config import Config
-from meshwright.config.load import parse_run, read_run, run_file
+from meshwright.config.load import WEIGHTS_FIELD, parse_run, read_run, run_file
 from meshwright.config.messages import problems_of
 from meshwright.errors import ConfigError, LaunchError
+from meshwright.outputs import refuse_existing
 from meshwright.registry import entries
 from meshwright.section import Positive, Section, shown
+from meshwright.tools.submit.forms import CONTROLS, CONTROLS_OF_TEXT
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?$")]
 """The form that Kubernetes demands; the others take it, too."""
@@ -36,10 +38,20 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?$")]
 SUBMIT_SECONDS = 120
 HELP = "help"
 
+GPU_CORES = 6
+"""Cores of a rank with a GPU: Python, which issues the kernels; autograd's thread; two threads of NCCL's proxy; the
+thread that writes checkpoints; and one for the rest, such as copies of batches and the watchdog."""
+
+SAFE_PATH = "PYTHONSAFEPATH"
+"""With this variable Python (3.11 and later) does not search the current folder, which may be a stranger's."""
+
 
 @dataclass
 class Submission:
-    """A run that was checked, on `nodes` nodes with as many ranks each. `words`: its key=value words."""
+    """A run that was checked, on `nodes` nodes with as many ranks each. `words`: its key=value words.
+
+    `notes`: lines on the files that were not checked, since they are the cluster's.
+    """
 
     run: Path
     words: tuple[str, ...]
@@ -47,43 +59,58 @@ class Submission:
     out: Path
     nodes: int
     name: str
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.ranks_per_node = self.config.layout.world_size // self.nodes
         self.uses_gpus = self.config.device == "cuda"
 
-    def train_words(self, python: str, run: Path | str, *, resume: bool) -> list[str]:
-        """The command of a rank."""
-        words = [python, "-m", "meshwright", "train", str(run), *self.words, "--out", str(self.out)]
-        return [*words, "--resume"] if resume else words
+    @property
+    def run_text(self) -> str:
+        """The run file's text, which travels with the job."""
+        return self.run.read_text(encoding="utf-8")
+
+    @property
+    def cores(self) -> int:
+        """Cores of a rank if nobody has set them: the run's threads, and at least GPU_CORES with a GPU."""
+        threads = self.config.threads if isinstance(self.config.threads, int) else 1
+        return max(threads, GPU_CORES) if self.uses_gpus else threads
+
+    def train_words(self, python: str, run: Path | str) -> list[str]:
+        """Return a rank's command. It always says --resume, which begins the run if it has no checkpoint yet: a job
+        that an engine or a person starts again goes on."""
+        return [python, "-m", "meshwright", "train", str(run), *self.words, "--out", str(self.out), "--resume"]
 
 
 class Engine(Section):
     """One kind of cluster, with the user's settings: a field each, whose docstring `--set help` prints.
 
     A field that holds a dict is set a key at a time (`env.KEY=VALUE`), a tuple by repeating its word.
-    `suffix`: of the file. `shares_folders`: whether its nodes see this machine's folders, and the run's data in them.
+    `suffix`: of the file. `shares_folders`: whether its nodes may see this machine's folders.
     """
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     suffix: ClassVar[str]
     shares_folders: ClassVar[bool]
+    of_lines: ClassVar[frozenset[str]] = frozenset({"setup", "env"})
+    """Settings that may have line ends: lines of shell, and values of variables."""
 
     name: Name | None = None
     """The job's name; that of the run file."""
-    cpus: Positive = 1
-    """Cores of a rank."""
+    cpus: Positive | None = None
+    """Cores of a rank; 6 with a GPU, else the run's threads, or 1."""
 
-    @property
-    def folder(self) -> Path:
-        """Holds runs, as the nodes see it."""
-        return Path("out").absolute()
+    def cores(self, submission: Submission) -> int:
+        return self.cpus or submission.cores
 
-    @property
-    def log_folder(self) -> Path | None:
-        """A folder that must be there before the job starts; made beside the file."""
-        return None
+    def out_of(self, out: Path | None, run: Path) -> Path:
+        """Return the folder of the run as the nodes see it. `out`: the user's, if any."""
+        return out or Path("out", run.stem)
+
+    def prepare(self) -> list[str]:
+        """Make the folders that must exist before the job starts; return lines on those that cannot be made here."""
+        return []
 
     @abstractmethod
     def text(self, submission: Submission) -> str:
@@ -96,17 +123,6 @@ class Engine(Section):
     def command_again(self, file: Path) -> list[str]:
         """The command that submits a changed file of the same name; empty where `command` does."""
         return []
-
-
-def in_form(pattern: str | re.Pattern[str], rule: str) -> AfterValidator:
-    """A check of a setting's text, which says `rule` of one that does not have the pattern."""
-
-    def check(text: str) -> str:
-        if not re.fullmatch(pattern, text):
-            raise ValueError(rule)
-        return text
-
-    return AfterValidator(check)
 
 
 def engine_class(name: str) -> type[Engine]:
@@ -138,7 +154,7 @@ def engine_of(name: str, settings: Sequence[str]) -> Engine:
         # An unknown setting is answered with all that there are.
         valid = "\n" + settings_table(engine)
         problems = [
-            problem if problem.field in engine.model_fields else replace(problem, valid=valid)
+            problem if problem.field.partition(".")[0] in engine.model_fields else replace(problem, valid=valid)
             for problem in problems_of(error, [], engine)
         ]
         raise ConfigError(problems) from error
@@ -151,6 +167,10 @@ def _tree_of(settings: Sequence[str], engine: type[Engine]) -> dict[str, Any]:
         if not equals:
             raise ConfigError.of("--set", word, "is no key=value word", "\n" + settings_table(engine))
         first, dot, rest = key.partition(".")
+        refused = CONTROLS_OF_TEXT if first in engine.of_lines else CONTROLS
+        # The next line of a script would be a stranger's command.
+        if CONTROLS.search(key) or refused.search(value):
+            raise ConfigError.of("--set", repr(word), "has a line end or another character that is not printed")
         field = engine.model_fields.get(first)
         kind = None if field is None else get_origin(field.annotation)
         if kind is dict:
@@ -167,12 +187,14 @@ def _tree_of(settings: Sequence[str], engine: type[Engine]) -> dict[str, Any]:
 def submission_of(engine: Engine, run: Path, words: Sequence[str], out: Path, nodes: int) -> Submission:
     """The run, checked for a cluster that this machine is not. Raises ConfigError."""
     run = run_file(run)
+    for field, text in {"--out": str(out), "RUN.yaml": str(run)}.items():
+        if CONTROLS.search(text):
+            raise ConfigError.of(field, repr(text), "has a line end or another character that is not printed")
     file = read_run(run, words)
     if file.auto:
         rule = "is decided by this machine, not by the cluster's"
         raise ConfigError.of("layout", "auto", rule, f"the file that `meshwright plan {run} --cluster FILE` writes")
-    # Where no folder is shared, one that exists stands for that of the data.
-    config = parse_run(file.tree, words if engine.shares_folders else [*words, "data.source=."])
+    config, notes = _checked(file.tree, words)
     if config.device == "auto":
         rule = "is decided where a run starts; a cluster must be asked for its devices before"
         raise ConfigError.of("device", "auto", rule, "device=cuda, device=cpu")
@@ -183,7 +205,27 @@ def submission_of(engine: Engine, run: Path, words: Sequence[str], out: Path, no
     # The run file's name, in the letters and the length that Name allows.
     letters = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in run.stem.lower())
     name = engine.name or letters.strip("-")[:40].strip("-") or "run"
-    return Submission(run, tuple(words), config, out, nodes, name)
+    return Submission(run, tuple(words), config, out, nodes, name, notes)
+
+
+def _checked(tree: dict[str, Any], words: Sequence[str]) -> tuple[Config, tuple[str, ...]]:
+    """The config, and a line on the files that are not on this machine: only the cluster may have these."""
+    try:
+        return parse_run(tree, words), ()
+    except ConfigError as error:
+        # A file or folder that is missing here, rather than damaged.
+        absent = {
+            problem.field: problem
+            for problem in error.problems
+            if (problem.field.startswith("data.") and problem.rule.startswith("is no such file"))
+            or (problem.field == WEIGHTS_FIELD and not Path(str(problem.value)).expanduser().exists())
+        }
+        if not absent:
+            raise
+        config = parse_run(tree, words, unread=absent)
+    named = ", ".join(f"{field}={problem.value}" for field, problem in absent.items())
+    model = "; nor whether the layout fits the model" if WEIGHTS_FIELD in absent else ""
+    return config, (f"not checked, since no such path is on this machine: {named}{model}",)
 
 
 def check_out(submission: Submission, mount: str) -> None:
@@ -193,17 +235,13 @@ def check_out(submission: Submission, mount: str) -> None:
         raise ConfigError.of("--out", submission.out, rule, f"{mount}/{submission.name}")
 
 
-def write_script(text: str, file: Path, log_folder: Path | None = None) -> None:
-    """Write the engine's file, and make the folder of its logs. Raises ConfigError where there is such a file
-    already, or none can be written."""
+def write_script(text: str, file: Path) -> None:
+    """Write the engine's file. Raises ConfigError if there is such a file already, or none can be written."""
     # The file may have been changed by hand.
-    if file.exists():
-        raise ConfigError.of("--to", file, "is there already", "another file, or remove it")
+    refuse_existing("--to", file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        if log_folder is not None:
-            log_folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
+        file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError.of("--to", file, f"cannot be written ({error.strerror})", "another file") from error
 
@@ -211,11 +249,11 @@ def write_script(text: str, file: Path, log_folder: Path | None = None) -> None:
 def submit(command: Sequence[str]) -> str:
     """Hand the file to the engine; its answer. Raises LaunchError where it does not take it."""
     if shutil.which(command[0]) is None:
-        raise LaunchError(f"{command[0]} is not on this machine: submit from one that has it, `{' '.join(command)}`")
+        raise LaunchError(f"{command[0]} is not on this machine: submit from one that has it, `{shlex.join(command)}`")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SUBMIT_SECONDS, check=False)
     except subprocess.TimeoutExpired as error:
-        raise LaunchError(f"`{' '.join(command)}` has not answered within {SUBMIT_SECONDS} s") from error
+        raise LaunchError(f"`{shlex.join(command)}` has not answered within {SUBMIT_SECONDS} s") from error
     if done.returncode:
-        raise LaunchError(f"`{' '.join(command)}` ended with code {done.returncode}: {done.stderr.strip()}")
+        raise LaunchError(f"`{shlex.join(command)}` ended with code {done.returncode}: {done.stderr.strip()}")
     return done.stdout.strip()

@@ -10,21 +10,25 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from meshwright.errors import ConfigError
 from meshwright.launch.signals import STOPPED_EXIT_CODE
 from meshwright.section import Count
-from meshwright.tools.submit.job import Submission, check_out
+from meshwright.tools.submit.job import SAFE_PATH, Submission, check_out
 from meshwright.tools.submit.manifests import Tree, manifest_text, patched
 from meshwright.tools.submit.node_shell import RUN_FOLDER, NodePlace, node_shell
-from meshwright.tools.submit.pods import PodSettings
+from meshwright.tools.submit.pods import PodSettings, metrics_port
 from meshwright.tools.submit.ray_script import STOP_VARIABLE, script_text
 
 RETRYABLE_EXIT_CODE = 138
 """Kubeflow's code for "start me again", which is the user's to give."""
 
 _NODE = "node"
+_METRICS_ADDRESS = re.compile(r"metrics\.address=")
 _QUEUE = "kueue.x-k8s.io/queue-name"
 
 _LEGACY = (
@@ -37,20 +41,28 @@ class Kubernetes(PodSettings):
     """A manifest for kubectl."""
 
     shares_folders: ClassVar[bool] = False
-    suffix: ClassVar[str] = ".yaml"
+    suffix: ClassVar[str] = ".kubernetes.yaml"
 
     kind: Literal["jobset", "trainjob", "rayjob", "pytorchjob"] = "jobset"
     """jobset, trainjob (Kubeflow Trainer v2), rayjob (KubeRay), or the legacy pytorchjob."""
     restarts: Count = 3
     """How often a run that fails is started again; one that is stopped always is (a RayJob counts it)."""
 
-    @property
-    def folder(self) -> Path:
-        return Path(self.mount)
+    def out_of(self, out: Path | None, run: Path) -> Path:
+        return out or Path(self.mount, run.stem)
 
     def text(self, submission: Submission) -> str:
         check_out(submission, self.mount)
-        files = {"run.yaml": submission.run.read_text()}
+        # No way to lock memory without an effect.
+        if self.rdma is None and "locked_memory" in self.model_fields_set:
+            raise ConfigError.of("locked_memory", self.locked_memory, "has no effect without rdma", "rdma=rdma/ib")
+        if self.adds_lock and self.kind == "rayjob" and self.user != 0:
+            rule = "has no effect on Ray's own program as a user that is not root"
+            raise ConfigError.of("locked_memory", self.locked_memory, rule, "locked_memory=node, or user=0")
+        if metrics_port(submission) is not None and not any(map(_METRICS_ADDRESS.match, submission.words)):
+            # Prometheus asks the pod's address, which is the cluster's alone.
+            submission = replace(submission, words=(*submission.words, "metrics.address=0.0.0.0"))
+        files = {"run.yaml": submission.run_text}
         match self.kind:
             case "jobset":
                 spec = self._job_set_spec(submission, "ranks")
@@ -58,7 +70,7 @@ class Kubernetes(PodSettings):
             case "trainjob":
                 jobs = self._train_job(submission)
             case "rayjob":
-                files["run_ray.py"] = script_text(submission, f"{RUN_FOLDER}/run.yaml", self.cpus, restarts=0)
+                files["run_ray.py"] = script_text(submission, self.cores(submission), 0, f"{RUN_FOLDER}/run.yaml")
                 jobs = self._ray_job(submission)
             case "pytorchjob":
                 jobs = self._pytorch_job(submission)
@@ -90,7 +102,8 @@ class Kubernetes(PodSettings):
 
     def _job_set_spec(self, submission: Submission, container: str, labels: Tree | None = None) -> Tree:
         """The whole set starts again when one pod fails. A stop, or a pod that was evicted, costs no restart."""
-        place = NodePlace("$JOB_COMPLETION_INDEX", f"{submission.name}-{_NODE}-0-0.{submission.name}")
+        address = f"{submission.name}-{_NODE}-0-0.{submission.name}"
+        place = NodePlace("$JOB_COMPLETION_INDEX", address, locks=self.locks)
         stopped = {
             "action": "FailJob",
             "onExitCodes": {"containerName": container, "operator": "In", "values": [STOPPED_EXIT_CODE]},
@@ -103,7 +116,7 @@ class Kubernetes(PodSettings):
             # A lone pod is of no use to the others: the set starts again, whole.
             "backoffLimit": 0,
             "podFailurePolicy": {"rules": [stopped, evicted]},
-            "template": self.pod(submission, container, node_shell(submission, place), "Never"),
+            "template": self.pod(submission, container, node_shell(submission, place), "Never", place=place),
         }
         again = {
             "name": "stopped",
@@ -134,7 +147,7 @@ class Kubernetes(PodSettings):
     def _ray_job(self, submission: Submission) -> list[Tree]:
         """A cluster of a head, which runs the script, and a worker a node. Each attempt has a new one, which also mends
         a lost head; so the script itself tries once."""
-        cores = submission.ranks_per_node * self.cpus
+        cores = submission.ranks_per_node * self.cores(submission)
         worker = {
             "groupName": "nodes",
             **dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), submission.nodes),
@@ -147,7 +160,7 @@ class Kubernetes(PodSettings):
         }
         spec = {
             "entrypoint": f"python {RUN_FOLDER}/run_ray.py",
-            "runtimeEnvYAML": f'env_vars: {{{STOP_VARIABLE}: "{self.grace}"}}',
+            "runtimeEnvYAML": f'env_vars: {{{STOP_VARIABLE}: "{self.grace}", {SAFE_PATH}: "1"}}',
             "backoffLimit": self.restarts,
             "shutdownAfterJobFinishes": True,  # Kueue takes no other
             "rayClusterSpec": {"headGroupSpec": head, "workerGroupSpecs": [worker]},
@@ -157,8 +170,8 @@ class Kubernetes(PodSettings):
     def _pytorch_job(self, submission: Submission) -> list[Tree]:
         # The operator restarts a pod for its own retryable codes alone, so a stop is translated at the shell's end.
         closing = f'[ "$code" -ne {STOPPED_EXIT_CODE} ] || exit {RETRYABLE_EXIT_CODE}\nexit "$code"'
-        place = NodePlace("$RANK", '"$MASTER_ADDR"', '"$MASTER_PORT"', closing)
-        pod = self.pod(submission, "pytorch", node_shell(submission, place), None)  # the name is the operator's
+        place = NodePlace("$RANK", '"$MASTER_ADDR"', '"$MASTER_PORT"', closing, locks=self.locks)
+        pod = self.pod(submission, "pytorch", node_shell(submission, place), None, place=place)  # the operator's name
         specs = {
             role: {"replicas": count, "restartPolicy": "ExitCode", "template": pod}
             for role, count in {"Master": 1, "Worker": submission.nodes - 1}.items()

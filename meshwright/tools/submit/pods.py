@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from meshwright.section import Positive, Size
-from meshwright.tools.submit.job import Engine, Submission, in_form
-from meshwright.tools.submit.node_shell import RUN_FOLDER
+from meshwright.registry import entries
+from meshwright.section import Count, Positive, Size
+from meshwright.tools.submit.forms import Label, Variable, in_form
+from meshwright.tools.submit.image import IMAGE_USER
+from meshwright.tools.submit.job import Engine, Submission
+from meshwright.tools.submit.node_shell import RUN_FOLDER, NodePlace, alive_shell
 
 _TAINT = re.compile(r"(?P<key>[\w./-]+)(=(?P<value>[\w.-]*))?(:(?P<effect>NoSchedule|PreferNoSchedule|NoExecute))?")
 _RESOURCE = re.compile(r"(?P<name>[a-z0-9.-]+/[\w.-]+)(:(?P<count>[1-9]\d*))?")
@@ -27,12 +30,14 @@ class PodSettings(Engine):
     """The settings of a pod that have names of their own; `patch` has all others."""
 
     image: str
-    """A container image that has meshwright (and ray, for a RayJob)."""
-    volume: str
+    """A container image that has meshwright (and ray, for a RayJob): REGISTRY/meshwright:cuda."""
+    volume: Label
     """A PersistentVolumeClaim that all nodes can write to; --out lies there."""
-    mount: str = "/runs"
+    mount: Annotated[str, in_form(r"/[^:]*", "is no full path without a colon")] = "/runs"
     """Where the pods see the volume."""
-    namespace: str | None = None
+    user: Count = IMAGE_USER
+    """User and group of the ranks, and the volume's group (fsGroup): the image's, 1000; 0 is root."""
+    namespace: Label | None = None
     """The namespace; that of kubectl's context."""
     grace: Positive = 300
     """Seconds that a pod has to save when it is stopped."""
@@ -40,56 +45,63 @@ class PodSettings(Engine):
     """Memory of a pod, requested and its limit, such as 64G; /dev/shm counts."""
     shm: Annotated[Size, Field(validate_default=True)] = "8G"  # type: ignore[assignment]
     """Size of a pod's /dev/shm, for NCCL and gloo within the node."""
-    queue: str | None = None
+    queue: Label | None = None
     """Kueue's LocalQueue (the label kueue.x-k8s.io/queue-name)."""
-    priority: str | None = None
+    priority: Label | None = None
     """The pods' PriorityClass."""
-    secrets: tuple[str, ...] = ()
+    secrets: tuple[Label, ...] = ()
     """A Secret whose keys become variables, such as one with HF_TOKEN. Repeat it for more."""
-    env: dict[str, str] = Field(default_factory=dict)
+    env: dict[Variable, str] = Field(default_factory=dict)
     """A variable of the ranks: env.NCCL_DEBUG=INFO."""
     rdma: Resource | None = None
-    """A network device of a pod, with IPC_LOCK: rdma/ib, or vpc.amazonaws.com/efa:4."""
+    """A network device of a pod, with locked memory: rdma/ib, or vpc.amazonaws.com/efa:4."""
+    locked_memory: Literal["capability", "node"] = "capability"
+    """With rdma: capability adds IPC_LOCK; node adds nothing, the nodes' containerd sets LimitMEMLOCK=infinity."""
     host_network: bool = False
     """Whether pods use the node's own network, as some RDMA set-ups want."""
     tolerations: tuple[Taint, ...] = ()
     """A taint that is tolerated: KEY, KEY:EFFECT or KEY=VALUE:EFFECT. Repeat it for more."""
     selector: dict[str, str] = Field(default_factory=dict)
     """A label that nodes must have: selector.gpu.example.com/model=h100."""
-    service_account: str | None = None
+    service_account: Label | None = None
     """The pods' service account."""
-    pull_secrets: tuple[str, ...] = ()
+    pull_secrets: tuple[Label, ...] = ()
     """A Secret with which the image is pulled. Repeat it for more."""
     patch: Path | None = None
     """A YAML file that is merged over what is written (strategic merge)."""
 
     def pod(
-        self, submission: Submission, name: str, shell: str | None, restart_policy: str | None, *, head: bool = False
+        self,
+        submission: Submission,
+        name: str,
+        shell: str | None,
+        restart_policy: str | None,
+        *,
+        place: NodePlace | None = None,
+        head: bool = False,
     ) -> dict[str, Any]:
-        """A pod's template. `shell`: its program; the image's own where None. `head`: it runs no ranks."""
+        """Return a pod's template. `shell`: its program, or the image's own. `place`: of the node, for probes, if the
+        engine has none. `head`: it runs no ranks."""
+        port = metrics_port(submission) if not head else None
         container = {
             "name": name,
             "image": self.image,
             **({"command": ["sh", "-c", shell]} if shell else {}),
+            "ports": [{"name": "metrics", "containerPort": port}] if port else [],
             "env": [{"name": key, "value": value} for key, value in self.env.items()],
             "envFrom": [{"secretRef": {"name": secret}} for secret in self.secrets],
             "resources": _HEAD_RESOURCES if head else self._resources(submission),
-            "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}} if self.rdma and not head else {},
+            "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}} if self.adds_lock and not head else {},
+            **(probes_of(alive_shell(submission, place)) if place else {}),
             "volumeMounts": [
                 {"name": "runs", "mountPath": self.mount},
                 {"name": "run-file", "mountPath": RUN_FOLDER},
                 {"name": "shared-memory", "mountPath": "/dev/shm"},  # NCCL's and gloo's, within the node
             ],
         }
+        scraped = {"scrape": "true", "port": str(port), "path": "/metrics"}
+        user = {"runAsUser": self.user, "runAsGroup": self.user, "runAsNonRoot": self.user != 0}
         shared = {"medium": "Memory", "sizeLimit": str(self.shm)}
-        tolerations = []
-        for text in self.tolerations:
-            taint = _TAINT.fullmatch(text)
-            assert taint is not None, text
-            value, effect = taint["value"], taint["effect"]
-            toleration = {"key": taint["key"], "operator": "Exists" if value is None else "Equal"}
-            toleration |= {} if value is None else {"value": value}
-            tolerations.append(toleration | ({"effect": effect} if effect else {}))
         spec = {
             "restartPolicy": restart_policy,
             "terminationGracePeriodSeconds": self.grace,
@@ -97,7 +109,9 @@ class PodSettings(Engine):
             "serviceAccountName": self.service_account,
             "imagePullSecrets": [{"name": secret} for secret in self.pull_secrets],
             "nodeSelector": {} if head else self.selector,
-            "tolerations": tolerations,
+            "tolerations": [toleration_of(text) for text in self.tolerations],
+            # fsGroup: a fresh volume is root's alone without it. A large one is not walked through at each start.
+            "securityContext": {**user, "fsGroup": self.user, "fsGroupChangePolicy": "OnRootMismatch"},
             # With the node's network a pod needs this policy to find the cluster's own names, rank 0's among them.
             **({"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if self.host_network and not head else {}),
             "containers": [_said(container)],
@@ -107,7 +121,23 @@ class PodSettings(Engine):
                 {"name": "shared-memory", "emptyDir": shared},
             ],
         }
-        return {"spec": _said(spec)}
+        return {
+            **(
+                {"metadata": {"annotations": {f"prometheus.io/{key}": value for key, value in scraped.items()}}}
+                if port
+                else {}
+            ),
+            "spec": _said(spec),
+        }
+
+    @property
+    def locks(self) -> bool:
+        """Whether the ranks' network needs locked memory, which the node's shell then sees to or refuses."""
+        return self.rdma is not None
+
+    @property
+    def adds_lock(self) -> bool:
+        return self.locks and self.locked_memory == "capability"
 
     def _resources(self, submission: Submission) -> dict[str, Any]:
         """Cores are requested without a limit: a limit is a quota per tenth of a second, at which the kernel holds all
@@ -121,8 +151,34 @@ class PodSettings(Engine):
             device = _RESOURCE.fullmatch(self.rdma)
             assert device is not None
             both[device["name"]] = int(device["count"] or 1)
-        requests = {"cpu": str(submission.ranks_per_node * self.cpus), **both}
+        requests = {"cpu": str(submission.ranks_per_node * self.cores(submission)), **both}
         return {"requests": requests, "limits": both} if both else {"requests": requests}
+
+
+def metrics_port(submission: Submission) -> int | None:
+    """Return the port at which the run answers; None without a sink that is asked."""
+    metrics = submission.config.metrics
+    return metrics.port if any(entries("sinks")[name].answers for name in metrics.sinks) else None
+
+
+def toleration_of(text: str) -> dict[str, str]:
+    taint = _TAINT.fullmatch(text)
+    assert taint is not None, text
+    value, effect = taint["value"], taint["effect"]
+    toleration = {"key": taint["key"], "operator": "Exists" if value is None else "Equal"}
+    toleration |= {} if value is None else {"value": value}
+    return toleration | ({"effect": effect} if effect else {})
+
+
+def probes_of(alive: str) -> dict[str, Any]:
+    """A pod is started when its ranks have met, which may be after a day of preparing data; ready while each leaves
+    its record; and killed if one has left none for half an hour. Waits that take too long end the ranks themselves."""
+    check = {"exec": {"command": ["sh", "-c", alive]}, "timeoutSeconds": 10}
+    return {
+        "startupProbe": {**check, "periodSeconds": 10, "failureThreshold": 8640},
+        "readinessProbe": {**check, "periodSeconds": 10},
+        "livenessProbe": {**check, "periodSeconds": 60, "failureThreshold": 30},
+    }
 
 
 _HEAD_RESOURCES = {"requests": {"cpu": "1", "memory": "4Gi"}}

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from meshwright.environment import rank_variables
+from meshwright.environment import outside_of, rank_variables
 from meshwright.errors import LaunchError
 from meshwright.launch.signals import STOPPED_EXIT_CODE
 from meshwright.launch.tether import die_with_parent
@@ -34,15 +34,17 @@ _POLL_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Placement:
-    """`words`: what a rank's interpreter is given, with RUN for the run file `run`, a path on the script's node.
+    """`words`: what a rank's interpreter is given, with RUN for the run file: `run`, its text, or `file`, its path
+    on the script's node.
 
     `cpus`, `gpus`: of a rank. `restarts`: after a rank was lost.
     """
 
-    run: str
     words: Sequence[str]
     nodes: int
     ranks_per_node: int
+    run: str = ""
+    file: str = ""
     cpus: int = 1
     gpus: int = 0
     restarts: int = 0
@@ -79,7 +81,7 @@ class RankProcess:
         copy.write_text(run)
         self._process = subprocess.Popen(
             [sys.executable, *(str(copy) if word == RUN else word for word in words)],
-            env=rank_variables(variables),
+            env=rank_variables({**variables, **outside_of(Path.cwd())}),  # Ray has the folder searched that it ships
             preexec_fn=lambda: die_with_parent(None),  # noqa: PLW1509 - one system call, which takes no lock
         )
 
@@ -150,7 +152,7 @@ def _attempt(placement: Placement, asked: Sequence[int]) -> int:
 def _codes_of(placement: Placement, actors: Sequence[Any], asked: Sequence[int]) -> int:
     import ray
 
-    run = Path(placement.run).read_text()
+    run = Path(placement.file).read_text() if placement.file else placement.run
     address, port = ray.get(actors[0].address.remote())
     per_node = placement.ranks_per_node
     for rank, actor in enumerate(actors):

@@ -1,24 +1,29 @@
-"""A Python script for Ray, which `ray job submit --working-dir .` ships with the run file. It calls ray_ranks.py."""
+"""A Python script for Ray, which `ray job submit --working-dir .` ships. It calls ray_ranks.py."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import ClassVar
 
 from meshwright.errors import ConfigError
 from meshwright.section import Count, Positive
-from meshwright.tools.submit.job import Engine, Submission
+from meshwright.tools.submit.job import SAFE_PATH, Engine, Submission
 from meshwright.tools.submit.ray_ranks import RUN
 
-_SCRIPT = '''"""Places the ranks of {name} on a Ray cluster. It reads the run file from the folder that it runs in."""
+_SCRIPT = '''"""Places the ranks of {name} on a Ray cluster."""
 
+import os
 import sys
+
+# Ray searches the folder that it ships for modules: names in it must not stand for those of Python and torch.
+sys.path[:] = [place for place in sys.path if os.path.realpath(place) != os.path.realpath(os.getcwd())]
 
 from meshwright.tools.submit.ray_ranks import Placement, place_ranks
 
 PLACEMENT = Placement(
-    run={run!r},
+    {run},
     words={words!r},
     nodes={nodes},
     ranks_per_node={per_node},
@@ -36,14 +41,14 @@ STOP_VARIABLE = "RAY_JOB_STOP_WAIT_TIME_S"
 """Ray kills a job so many seconds after it was asked to stop; 3 by default, in which few runs save."""
 
 
-def script_text(submission: Submission, run: str, cpus: int, restarts: int) -> str:
-    """The script. `run`: the run file, as the script finds it."""
+def script_text(submission: Submission, cpus: int, restarts: int, file: str = "") -> str:
+    """Return the script. `file`: the run file's path on the script's node; without one its text is in the script."""
+    lines = "".join(f"\n        {line!r}" for line in submission.run_text.splitlines(keepends=True))
     return _SCRIPT.format(
         name=submission.name,
-        run=run,
-        # Without the interpreter, which each node has its own of; always with --resume, as a placed rank does not know
-        # whether others were before it.
-        words=submission.train_words("", RUN, resume=True)[1:],
+        run=f"file={file!r}" if file else f"run=({lines}\n    )",
+        # Without the interpreter, which each node has its own of.
+        words=submission.train_words("", RUN)[1:],
         nodes=submission.nodes,
         per_node=submission.ranks_per_node,
         cpus=cpus,
@@ -69,17 +74,15 @@ class Ray(Engine):
             raise ConfigError.of(
                 "--out", submission.out, rule, f"a folder that all nodes see, /shared/{submission.name}"
             )
-        return script_text(submission, _shipped("RUN.yaml", submission.run), self.cpus, self.restarts)
+        return script_text(submission, self.cores(submission), self.restarts)
 
     def command(self, file: Path, name: str) -> list[str]:
-        environment = json.dumps({"env_vars": {STOP_VARIABLE: str(self.grace)}})
+        here = Path.cwd()
+        # `ray job submit` joins its words to a line for the head's shell, quoted by Windows' rule.
+        if not re.fullmatch(r"[\w ./+@=,:-]+", str(file)):
+            raise ConfigError.of("--to", file, "has a character that a shell would read", "letters, digits and . _ - /")
+        if not file.resolve().is_relative_to(here):
+            raise ConfigError.of("--to", file, f"does not lie in {here}, the folder that Ray ships", "a file in it")
+        environment = json.dumps({"env_vars": {STOP_VARIABLE: str(self.grace), SAFE_PATH: "1"}})
         options = ["--no-wait", "--working-dir", ".", "--runtime-env-json", environment]
-        return ["ray", "job", "submit", *options, "--", "python", _shipped("--to", file)]
-
-
-def _shipped(field: str, file: Path) -> str:
-    """The file's path within the folder that is shipped. Raises ConfigError where it lies outside."""
-    here = Path.cwd()
-    if not file.resolve().is_relative_to(here):
-        raise ConfigError.of(field, file, f"does not lie in {here}, the folder that Ray ships", "a file in it")
-    return str(file.resolve().relative_to(here))
+        return ["ray", "job", "submit", *options, "--", "python", str(file.resolve().relative_to(here))]

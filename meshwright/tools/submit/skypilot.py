@@ -10,11 +10,12 @@ from pydantic import Field
 from meshwright.errors import ConfigError
 from meshwright.launch.signals import STOPPED_EXIT_CODE
 from meshwright.section import Count, Size
+from meshwright.tools.submit.forms import Variable
 from meshwright.tools.submit.job import Engine, Submission, check_out
 from meshwright.tools.submit.manifests import Tree, manifest_text, patched
 from meshwright.tools.submit.node_shell import RUN_FOLDER, NodePlace, node_shell
 
-_PLACE = NodePlace("$SKYPILOT_NODE_RANK", '"$(echo "$SKYPILOT_NODE_IPS" | head -n 1)"')
+_PLACE = NodePlace("$SKYPILOT_NODE_RANK", '"$(echo "$SKYPILOT_NODE_IPS" | head -n 1)"', expands=False)
 
 
 class SkyPilot(Engine):
@@ -39,25 +40,24 @@ class SkyPilot(Engine):
     """A SkyPilot volume that all nodes can write to (`sky volumes ls`); --out lies there."""
     mount: str = "/runs"
     """Where the nodes see the volume."""
-    env: dict[str, str] = Field(default_factory=dict)
+    env: dict[Variable, str] = Field(default_factory=dict)
     """A variable of the ranks: env.NCCL_DEBUG=INFO."""
-    secrets: tuple[str, ...] = ()
+    secrets: tuple[Variable, ...] = ()
     """A variable that is taken from your shell and not written, such as HF_TOKEN. Repeat it for more."""
     restarts: Count = 3
     """How often `sky jobs launch` starts a run again that fails; one that is stopped it always does."""
     patch: Path | None = None
     """A YAML file that is merged over what is written."""
 
-    @property
-    def folder(self) -> Path:
-        return Path(self.mount)
+    def out_of(self, out: Path | None, run: Path) -> Path:
+        return out or Path(self.mount, run.stem)
 
     def text(self, submission: Submission) -> str:
         self._check_settings(submission)
         per_node = submission.ranks_per_node
         # A run that was asked to stop is started again as often as it takes, one that fails only so often.
         recovery = {"max_restarts_on_errors": self.restarts, "recover_on_exit_codes": [STOPPED_EXIT_CODE]}
-        resources: Tree = {"infra": self.infra, "cpus": f"{per_node * self.cpus}+"}
+        resources: Tree = {"infra": self.infra, "cpus": f"{per_node * self.cores(submission)}+"}
         # SkyPilot takes whole GiB, at least so many: rounded up.
         resources["memory"] = f"{-(-self.memory // 2**30)}+" if self.memory else None
         resources["accelerators"] = f"{self.gpu}:{per_node}" if submission.uses_gpus else None

@@ -1,15 +1,20 @@
 """An sbatch script: one task a rank, and a job that queues itself again when its run was asked to stop.
 
 Slurm sends USR1 to the ranks some time before the job's limit, and SIGTERM when it preempts the job. Either way the run
-saves and ends with 75, and the script queues the job again: in the next attempt Slurm sets SLURM_RESTART_COUNT, by
-which the run knows to go on.
+saves and ends with 75, and the script queues the job again. The ranks always say --resume, so that a job that Slurm or
+a person starts again goes on.
+
+The script needs nothing of the machine that wrote it: the run file is in the script, which writes it next to the run.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
+import shutil
+import socket
 import sys
+from itertools import count
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -18,16 +23,27 @@ from pydantic import Field
 from meshwright.errors import ConfigError
 from meshwright.launch.signals import STOPPED_EXIT_CODE
 from meshwright.section import Positive, shown
-from meshwright.tools.submit.job import Engine, Submission, in_form
+from meshwright.tools.submit.forms import directive_word, in_form
+from meshwright.tools.submit.job import SAFE_PATH, Engine, Submission
 
 _SCRIPT = """#!/bin/bash
 {directives}
+# The interpreter of the ranks: {interpreter}
 {setup}
 # Without pipefail and the like: the code of srun is what decides below.
 set -u
+# Python does not search the current folder for modules.
+export {safe_path}=1
 
-# Ranks leave one after the other: the first one's code must not end the others, nor may they stay for ever.
-srun --kill-on-bad-exit=0 --wait={wait}{options} {words}
+# The run file, as it was when this script was written.
+mkdir -p {folder} || exit 1
+cat > {run} <<'{mark}'
+{run_text}
+{mark}
+
+# --cpus-per-task again: since Slurm 22.05 srun does not inherit it (sbatch's manual). Ranks leave one after the other:
+# the first one's code must not end the others, nor may they stay for ever.
+srun --cpus-per-task={cores} --kill-on-bad-exit=0 --wait={wait}{options} {words}
 code=$?
 
 # {stopped}: the run was asked to stop, has finished its step and saved. It is queued again, and goes on from there.
@@ -42,11 +58,17 @@ _WAIT_SECONDS = 60
 
 _SETTLED = {
     **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node"), "the layout and --nodes"),
+    **dict.fromkeys(("cpus-per-task", "cpus-per-gpu"), "--set cpus, of sbatch and of srun,"),
     **dict.fromkeys(("signal", "requeue", "no-requeue", "open-mode"), "how a stopped run is queued again"),
+    **dict.fromkeys(("array", "wrap"), "one script for one run"),
 }
 """Options of sbatch that are not the user's, and by what they are decided."""
 
 _GPU_OPTIONS = ("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "gres", "tres-per-node", "tres-per-task")
+
+Names = Annotated[
+    str, in_form(r"[\w.+:@/-]+(,[\w.+:@/-]+)*", "is no name of Slurm's: letters, digits and _ . + : @ / -, no blank")
+]
 
 
 class Slurm(Engine):
@@ -57,14 +79,14 @@ class Slurm(Engine):
 
     time: Annotated[
         str,
-        in_form(r"(\d+-)?\d+(:\d\d){0,2}", "is no limit of Slurm's, such as 90 (minutes), 04:00:00 or 1-12:00:00"),
+        in_form(r"([0-9]+-)?[0-9]+(:[0-9]{2}){0,2}", "is no limit of Slurm's, such as 90 (minutes) or 1-12:00:00"),
     ] = "01:00:00"
     """The job's limit."""
     grace: Positive = 120
     """Seconds before the limit at which the run is asked to save."""
-    partition: str | None = None
+    partition: Names | None = None
     """The partition."""
-    account: str | None = None
+    account: Names | None = None
     """The account."""
     sbatch: dict[str, str] = Field(default_factory=dict)
     """Any option of sbatch: sbatch.qos=high, sbatch.mem=0, sbatch.exclusive= (one without a value)."""
@@ -74,29 +96,47 @@ class Slurm(Engine):
     """A container image in which the ranks run."""
     runtime: Literal["pyxis", "apptainer"] = "pyxis"
     """The program that runs the container: srun's plug-in Pyxis (with Enroot), or Apptainer."""
-    mounts: tuple[str, ...] = ()
+    mounts: tuple[Annotated[str, in_form(r"[^:,]+(:[^:,]+){0,2}", "is no SOURCE or SOURCE:TARGET")], ...] = ()
     """A folder that the container sees, SOURCE or SOURCE:TARGET, besides the run's. Repeat it for more."""
     logs: Path = Path()
-    """The folder of the job's log, JOB-NUMBER.log; it is made."""
-    mpi: str | None = None
+    """The folder of the job's log, JOB-NUMBER.log; it is made if it can be made here."""
+    mpi: Annotated[str, in_form(r"[\w./+-]+", "is no plug-in of srun --mpi, such as pmix")] | None = None
     """srun's --mpi, such as pmix."""
     python: str | None = None
-    """The interpreter; this one, or `python` of a container or after setup lines."""
+    """The interpreter on the nodes; python, but on a machine with sbatch and without setup or container this one."""
 
-    @property
-    def log_folder(self) -> Path | None:
-        return self.logs
+    def out_of(self, out: Path | None, run: Path) -> Path:
+        """On a machine with sbatch the nodes see this folder; a script from elsewhere names folders of the cluster."""
+        out = super().out_of(out, run)
+        return out.absolute() if _submits_here() else out
+
+    def prepare(self) -> list[str]:
+        """Slurm does not make the folder of the log, and a job without it fails without a word."""
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            asked = shlex.join(["mkdir", "-p", str(self.logs)])
+            return [f"the folder of the log cannot be made here ({error.strerror}): before sbatch, {asked}"]
+        return []
 
     def text(self, submission: Submission) -> str:
-        options, words = self._ranks(submission)
-        setup = [*self.setup]
-        if self.container:
-            setup.append(shlex.join(["mkdir", "-p", str(submission.out.parent)]))  # what is mounted must be there
+        run = submission.out.parent / f"{submission.out.name}.run.yaml"
+        python, said = self.interpreter()
+        options, words = self._ranks(submission, run, python)
+        run_text = submission.run_text.removesuffix("\n")
+        lines = set(run_text.splitlines())
         return _SCRIPT.format(
             directives="\n".join(self._directives(submission)),
-            setup="".join(f"\n{line}" for line in setup) + ("\n" if setup else ""),
+            interpreter=said,
+            setup="".join(f"\n{line}" for line in self.setup) + ("\n" if self.setup else ""),
+            safe_path=SAFE_PATH,
+            folder=shlex.quote(str(run.parent)),
+            run=shlex.quote(str(run)),
+            run_text=run_text,
+            mark=next(mark for number in count() if (mark := f"END_OF_RUN_FILE_{number}") not in lines),
+            cores=self.cores(submission),
             wait=_WAIT_SECONDS,
-            options="".join(f" {option}" for option in options),
+            options="".join(f" {shlex.quote(option)}" for option in options),
             words=shlex.join(words),
             stopped=STOPPED_EXIT_CODE,
         )
@@ -104,16 +144,30 @@ class Slurm(Engine):
     def command(self, file: Path, name: str) -> list[str]:
         return ["sbatch", str(file)]
 
+    def interpreter(self) -> tuple[str, str]:
+        """Return the interpreter's word, and a comment on its origin."""
+        if self.python is not None:
+            return self.python, "--set python"
+        if self.container or self.setup or not _submits_here():
+            source = (
+                "the image" if self.container else "the setup lines" if self.setup else "the shell that calls sbatch"
+            )
+            return "python", f"that of {source}; another: --set python=PATH"
+        host = re.sub(r"[^\w.-]", "?", socket.gethostname())
+        return sys.executable, f"the one on {host} that wrote this script; another: --set python=PATH"
+
     def _directives(self, submission: Submission) -> list[str]:
         per_node = submission.ranks_per_node
         wants_gpus = submission.uses_gpus and not any(option in self.sbatch for option in _GPU_OPTIONS)
+        # % begins a pattern of sbatch's, also in a folder's name.
+        log = str(self.logs / "NAME").replace("%", "%%").removesuffix("NAME") + "%x-%j.log"
         options = {
             "job-name": submission.name,
             "nodes": submission.nodes,
             "ntasks-per-node": per_node,
             # Blocks of ranks share a node, as the layout's innermost axes want it.
             "distribution": "block",
-            "cpus-per-task": self.cpus,
+            "cpus-per-task": self.cores(submission),
             "gpus-per-node": per_node if wants_gpus else None,
             "partition": self.partition,
             "account": self.account,
@@ -121,36 +175,44 @@ class Slurm(Engine):
             "signal": f"USR1@{self.grace}",
             "requeue": "",
             "open-mode": "append",
-            "output": str(self.logs / "%x-%j.log"),
+            "output": log,
         }
         for key, value in self.sbatch.items():
             if key in _SETTLED:
                 raise ConfigError.of(f"sbatch.{key}", value, f"is not yours: {_SETTLED[key]} decides it")
-            if not re.fullmatch(r"[a-z][a-z0-9-]*", key) or "\n" in value:
+            if not re.fullmatch(r"[a-z][a-z0-9-]*", key):
                 raise ConfigError.of(f"sbatch.{key}", value, "is no long option of sbatch", "sbatch.qos=high")
             options[key] = value
         return [
-            f"#SBATCH --{key}" + (f"={value}" if value != "" else "")
+            f"#SBATCH --{key}" + (f"={directive_word(str(value))}" if value != "" else "")
             for key, value in options.items()
             if value is not None
         ]
 
-    def _ranks(self, submission: Submission) -> tuple[list[str], list[str]]:
+    def _ranks(self, submission: Submission, run: Path, python: str) -> tuple[list[str], list[str]]:
         """srun's further options, and the command of a rank, in its container if there is one."""
-        # This interpreter's path is valid on nodes with shared folders as well.
-        inside = "python" if self.container or self.setup else sys.executable
-        words = submission.train_words(self.python or inside, submission.run.absolute(), resume=False)
+        words = submission.train_words(python, run)
         options = [] if self.mpi is None else [f"--mpi={self.mpi}"]
         if self.container is None:
             # No setting without an effect.
             for idle in sorted({"mounts", "runtime"} & self.model_fields_set):
                 raise ConfigError.of(idle, shown(getattr(self, idle)), "has no effect without a container")
             return options, words
-        # Under the same paths as outside: the run file, and what it names, are found by both.
-        folders = dict.fromkeys([str(submission.run.absolute().parent), str(submission.out.parent), *self.mounts])
+        # Under the same path as outside: the run and its file are found by both.
+        home = str(run.parent)
+        if not run.is_absolute() or set(home) & set(",:"):
+            rule = "is no folder that can be mounted in a container: a full path without , and :"
+            raise ConfigError.of("--out", submission.out, rule, f"/shared/{submission.name}")
+        # What lies next to the run file, the data for instance, is the nodes' as well if this is one of their machines.
+        beside = [str(submission.run.absolute().parent)] if _submits_here() else []
+        folders = dict.fromkeys([home, *beside, *self.mounts])
         mounts = ",".join(folder if ":" in folder else f"{folder}:{folder}" for folder in folders)
         if self.runtime == "pyxis":
-            container = [f"--container-image={self.container}", f"--container-mounts={mounts}"]
-            return [*options, *map(shlex.quote, container)], words
+            return [*options, f"--container-image={self.container}", f"--container-mounts={mounts}"], words
         gpus = ["--nv"] if submission.uses_gpus else []
         return options, ["apptainer", "exec", *gpus, "--bind", mounts, self.container, *words]
+
+
+def _submits_here() -> bool:
+    """Whether this is a machine of the cluster, whose nodes see its folders and its interpreter."""
+    return shutil.which("sbatch") is not None

@@ -17,8 +17,17 @@ RUN = "model: gpt2-mini\ndata: {source: stdlib}\nbatch: {global: 8}\nlayout: {da
 
 
 def text_of(engine: str, run: Path, settings: Sequence[str] = (), device: str = "cpu", nodes: int = 2) -> str:
+    return written(engine, run, settings, [f"device={device}"], nodes)
+
+
+def written(
+    engine: str, run: Path, settings: Sequence[str] = (), words: Sequence[str] = (), nodes: int = 2,
+    out: Path | None = None,
+) -> str:  # fmt: skip
+    """What an engine writes. Ray has no volume: its runs are in a folder that all nodes see."""
     asked = job.engine_of(engine, settings)
-    return asked.text(job.submission_of(asked, run, [f"device={device}"], asked.folder / "first", nodes))
+    place = asked.out_of(out or (Path("/shared/first") if engine == "ray" else None), Path("first"))
+    return asked.text(job.submission_of(asked, run, words, place, nodes))
 
 
 def documents(kind: str, run: Path, *settings: str, **asked: Any) -> list[dict[str, Any]]:

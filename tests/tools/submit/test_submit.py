@@ -12,8 +12,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from meshwright.cli import app
@@ -22,7 +24,7 @@ from meshwright.registry import OURS, _group
 from meshwright.tools.submit import job
 from tests.patience import PATIENCE_SECONDS
 from tests.test_extending import install
-from tests.tools.submit.asked import VOLUME, containers, documents, stub, task, text_of, with_stubs
+from tests.tools.submit.asked import VOLUME, containers, documents, stub, task, text_of, with_stubs, written
 
 
 def test_a_batch_script_asks_for_the_layout(run: Path) -> None:
@@ -33,8 +35,8 @@ def test_a_batch_script_asks_for_the_layout(run: Path) -> None:
         "partition=gpu", "time=01:00:00", "signal=USR1@300", "requeue", "open-mode=append", "output=%x-%j.log",
     ]  # fmt: skip
     assert (
-        f"srun --kill-on-bad-exit=0 --wait=60 --mpi=pmix {sys.executable} -m meshwright train '{run}' device=cuda"
-        in text
+        "srun --cpus-per-task=8 --kill-on-bad-exit=0 --wait=60 --mpi=pmix python -m meshwright train "
+        "out/first.run.yaml device=cuda --out out/first --resume\n" in text
     )
     assert "gpus" not in text_of("slurm", run)
 
@@ -53,8 +55,11 @@ def test_a_batch_script_queues_a_stopped_run_again(run: Path, tmp_path: Path, co
 
 
 def directives_of(text: str) -> dict[str, str | None]:
+    """As sbatch reads them, whose rule of quotes and # is shlex's within double quotes."""
     lines = [line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH")]
-    return {key: value if equals else None for key, equals, value in (line.partition("=") for line in lines)}
+    read = [shlex.split(line, comments=True) for line in lines]
+    assert all(len(words) == 1 for words in read), read
+    return {key: value if equals else None for key, equals, value in (words[0].partition("=") for words in read)}
 
 
 def test_any_option_of_sbatch(run: Path) -> None:
@@ -71,7 +76,9 @@ def test_any_option_of_sbatch(run: Path) -> None:
         "nodes=3": "is not yours: the layout and --nodes decides it",
         "signal=TERM@9": "is not yours: how a stopped run is queued again decides it",
         "Qos=high": "is no long option of sbatch",
-        "qos=a\n#SBATCH --x": "is no long option of sbatch",
+        "qos=a\n#SBATCH --x": "has a line end",
+        "cpus-per-task=2": "--set cpus, of sbatch and of srun, decides it",
+        "array=0-3": "one script for one run decides it",
     }.items():
         with pytest.raises(ConfigError, match=rule):
             text_of("slurm", run, [f"sbatch.{word}"])
@@ -110,14 +117,15 @@ def test_setup_lines_come_before_the_ranks(run: Path, tmp_path: Path) -> None:
     ],
 )
 def test_ranks_in_a_container(run: Path, tmp_path: Path, runtime: str, device: str, wanted: list[str]) -> None:
-    """It sees the folders of the run file and of --out, and what else is asked for."""
-    out = Path("out").absolute()
+    """It sees the folder of the run and its file, and what else is asked for."""
+    out = Path("/shared/runs/first")
     settings = [f"runtime={runtime}", "container=nvcr.io#nvidia/pytorch:1", "mounts=/data", "mounts=/a:/b"]
-    text = text_of("slurm", run, settings, device=device)
-    mounts = f"{run.parent}:{run.parent},{out}:{out},/data:/data,/a:/b"
+    text = written("slurm", run, settings, [f"device={device}"], out=out)
+    mounts = f"{out.parent}:{out.parent},/data:/data,/a:/b"
     (ranks,) = (shlex.split(line) for line in text.splitlines() if line.startswith("srun"))
-    assert ranks[3 : 3 + len(wanted)] == [word.format(mounts=mounts) for word in wanted]
-    assert f"\nmkdir -p {out}\n" in text
+    assert ranks[4 : 4 + len(wanted)] == [word.format(mounts=mounts) for word in wanted]
+    with pytest.raises(ConfigError, match=r"^--out=out/first is no folder that can be mounted in a container"):
+        text_of("slurm", run, settings, device=device)
     for idle, said in {"mounts=/data": r"mounts=\[/data\]", "runtime=apptainer": "runtime=apptainer"}.items():
         with pytest.raises(ConfigError, match=f"^{said} has no effect without a container$"):
             text_of("slurm", run, [idle])
@@ -215,15 +223,15 @@ def test_commands_are_printed(run: Path, tmp_path: Path, monkeypatch: pytest.Mon
     words = ["submit", str(run), "device=cpu", "--nodes", "2"]
     image = [word for setting in VOLUME for word in ("--set", setting)]
     for asked, printed in {
-        ("--on", "ray"): "ray job submit --no-wait --working-dir . --runtime-env-json"
-        ' \'{"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "300"}}\' -- python my-run_ray.py',
-        ("--on", "kubernetes", *image): "kubectl apply --filename my-run.yaml",
+        ("--on", "ray", "--out", "/shared/first"): "ray job submit --no-wait --working-dir . --runtime-env-json"
+        ' \'{"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "300", "PYTHONSAFEPATH": "1"}}\' -- python my-run_ray.py',
+        ("--on", "kubernetes", *image): "kubectl apply --filename my-run.kubernetes.yaml",
         ("--on", "skypilot", *image, "--set", "secrets=HF_TOKEN"):
             "sky launch --yes --async --cluster my-run --secret HF_TOKEN my-run_sky.yaml",
     }.items():  # fmt: skip
         result = CliRunner().invoke(app, [*words, *asked])
         assert f"submit it with: {printed}\n" in result.stdout, result.exception
-    assert "kubectl replace --force --cascade=foreground --timeout=360s" in Path("my-run.yaml").read_text()
+    assert "kubectl replace --force --cascade=foreground --timeout=360s" in Path("my-run.kubernetes.yaml").read_text()
 
 
 PLUGIN = '''
@@ -270,7 +278,7 @@ def test_a_device_is_said_and_a_file_is_not_replaced(run: Path, tmp_path: Path) 
     assert not file.exists()
     assert CliRunner().invoke(app, [*words, "device=cpu"]).exit_code == 0
     result = CliRunner().invoke(app, [*words, "device=cpu"])
-    assert str(result.exception) == f"--to={file} is there already; valid: another file, or remove it"
+    assert str(result.exception) == f"--to={file} is there already; valid: {tmp_path}/job-2.sbatch"
 
 
 def test_go_hands_the_file_to_the_engine(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,6 +289,7 @@ def test_go_hands_the_file_to_the_engine(run: Path, tmp_path: Path, monkeypatch:
     result = CliRunner().invoke(app, words)
     assert json.loads(result.stdout) == {
         "written": str(file), "command": ["sbatch", str(file)], "answer": f"Submitted {file}",
+        "notes": [],
     }  # fmt: skip
 
 
@@ -293,12 +302,63 @@ def test_an_engine_that_is_not_here_or_refuses(tmp_path: Path, monkeypatch: pyte
         job.submit(["sbatch", "x"])
 
 
-def test_data_need_not_be_here_for_a_cluster_of_other_folders(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("on", OURS["submit"])
+@pytest.mark.parametrize(
+    "asked, absent",
+    [
+        ({"data": {"source": "/nowhere/corpus"}}, "data.source=/nowhere/corpus"),
+        ({"data": {"tokenizer": "/nowhere/tokenizer.json"}}, "data.tokenizer=/nowhere/tokenizer.json"),
+        (
+            {"data": {"source": "/nowhere/corpus", "tokenizer": "/nowhere/tokenizer.json"}},
+            "data.source=/nowhere/corpus, data.tokenizer=/nowhere/tokenizer.json",
+        ),
+        ({"model": {"from": "/nowhere/model"}}, "model.from=/nowhere/model; nor whether the layout fits the model"),
+        (
+            {"model": {"from": "/nowhere/model", "dropout": 0.1}},
+            "model.from=/nowhere/model; nor whether the layout fits the model",
+        ),
+    ],
+)
+def test_folders_may_be_the_cluster_s(on: str, asked: dict[str, Any], absent: str, run: Path) -> None:
+    """A laptop has neither corpus nor tokenizer nor weights: the file is written, and says what was not checked."""
+    tree = yaml.safe_load(run.read_text())
+    tree["data"] |= asked.get("data", {})
+    tree["model"] = asked.get("model", tree["model"])
+    run.write_text(yaml.safe_dump(tree))
+    engine = job.engine_of(on, VOLUME if on in ("kubernetes", "skypilot") else ())
+    checked = job.submission_of(engine, run, ["device=cpu"], Path("/runs/first"), 2)
+    assert checked.notes == (f"not checked, since no such path is on this machine: {absent}",)
+    assert "/nowhere" in engine.text(checked) or on in ("ray", "skypilot")  # these two send the file
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["data.source=/nowhere", "optimizer.lr=-1"], "optimizer.lr=-1"),
+        (["data.source=/nowhere", "steps=many"], "steps=many"),
+        (["model={from: /nowhere/m}", "batch.global=0"], "batch.global=0"),
+        (["data.tokenizer=[]"], "data.tokenizer"),
+    ],
+)
+def test_mistakes_are_refused_next_to_absent_folders(words: list[str], said: str, run: Path) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        written("slurm", run, words=["device=cpu", *words])
+    (run.parent / "here").mkdir()
+    with pytest.raises(ConfigError, match=r"model\.from=.*here cannot be read"):
+        written("slurm", run, words=["device=cpu", f"model={{from: {run.parent}/here}}"])
+
+
+def test_the_default_file_is_never_the_run_s(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a run file is called, and however often it is submitted."""
     monkeypatch.chdir(tmp_path)
-    run.write_text(run.read_text().replace("stdlib", "/nowhere/corpus"))
-    assert "/nowhere/corpus" in text_of("kubernetes", run, VOLUME)
-    assert "My run.yaml" in text_of("ray", run)
-    with pytest.raises(ConfigError, match=r"data\.source=/nowhere/corpus is no such file or folder"):
-        text_of("slurm", run)
+    image = [word for setting in VOLUME for word in ("--set", setting)]
+    more = {"kubernetes": image, "skypilot": image, "ray": ["--out", "/shared/x"], "slurm": []}
+    for name in ("run.yaml", "run.kubernetes.yaml", "a.sbatch", "a_sky.yaml", "a_ray.py", "run.yml"):
+        Path(name).write_text(run.read_text())
+        for on in OURS["submit"]:
+            for _ in range(2):
+                before = {path: path.read_text() for path in tmp_path.iterdir()}
+                result = CliRunner().invoke(app, ["submit", name, "device=cpu", "--on", on, *more[on]])
+                assert result.exit_code == 0, result.exception
+                assert {path: path.read_text() for path in before} == before
+    assert {"run.kubernetes-2.yaml", "run-2.sbatch", "run_ray-2.py"} <= {path.name for path in tmp_path.iterdir()}
