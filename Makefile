@@ -1,7 +1,9 @@
 #: make quickstart   train a small GPT-2, look at it, sample from it (a minute and a half on 2 quiet cores, after the install)
 #: make test         the tests
 #: make test-long    all tests, every tensor layout for 20 steps, 2000 drawn runs: two hours or three on 2 cores
-#: make check        what CI runs: format, lint, types, tests
+#: make check        what CI runs: format, lint, types, the rehearsal, tests
+#: make rehearsal    the tests that compile a fake GPU, with a CPU build of torch if .venv has one for CUDA
+#: make test-versions VERSIONS=oldest   the tests with the oldest releases that are promised, or the newest that exist
 #: make validate     the planner's predictions beside published results (2 minutes)
 #: make packages   both distributions in dist/: meshwright, and meshwright-parity, which is its parity alone
 #: make lock         packaging/requirements.lock anew, where uv is installed
@@ -25,8 +27,14 @@ CREATED := $(VENV)/.created
 RUNNABLE := $(VENV)/.runnable
 TESTABLE := $(VENV)/.testable
 SITED := $(VENV)/.sited
+CPU := $(VENV)-cpu/.made
+CPU_TORCH ?= torch==2.13.0
 
-.PHONY: help quickstart test test-long check validate packages lock site site-serve format clean
+VERSIONS ?= oldest
+INSTALL_oldest := -c constraints-oldest.txt
+INSTALL_newest := --upgrade --upgrade-strategy eager
+
+.PHONY: help quickstart test test-long test-versions rehearsal rehearsal-on-cpu check validate packages lock site site-serve format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -83,7 +91,32 @@ check: $(TESTABLE)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	@$(MAKE) --no-print-directory rehearsal
 	@$(MAKE) --no-print-directory test
+
+# A build of torch for CUDA registers the hooks that the fake GPU registers: `make test` skips these tests with one, and
+# here they run with a CPU build next to the other packages of .venv. Without one to be had, this says so.
+rehearsal: $(TESTABLE)
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; then \
+		$(MAKE) --no-print-directory rehearsal-on-cpu; \
+	else echo "make: torch is built for CPUs in $(VENV): make test has the rehearsal"; fi
+
+rehearsal-on-cpu: $(CPU)
+	$(VENV)-cpu/bin/python -m pytest -q tests/rehearsal
+
+$(CPU): constraints.txt | $(TESTABLE)
+	$(PYTHON) -m venv $(VENV)-cpu
+	$(VENV)-cpu/bin/python -m pip --disable-pip-version-check install --quiet --no-deps $(PIP_ARGS) "$(CPU_TORCH)"
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(VENV)-cpu/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/others.pth"
+	$(VENV)-cpu/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda and "make: no CPU build of $(CPU_TORCH) is to be had here")'
+	@touch $@
+
+# Each in an environment of its own. What fails is printed as a promise of docs/reliability.md.
+test-versions: | $(CREATED)
+	$(PYTHON) -m venv $(VENV)-$(VERSIONS)
+	$(VENV)-$(VERSIONS)/bin/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS) $(INSTALL_$(VERSIONS)) -e '.[dev]'
+	$(VENV)-$(VERSIONS)/bin/python -m tests.versions $(PYTEST_ARGS)
 
 validate: $(RUNNABLE)
 	$(BIN)/python -m validation
@@ -114,5 +147,5 @@ format: $(TESTABLE)
 
 # Runs that you trained yourself under out/ stay.
 clean:
-	rm -rf $(VENV) $(OUT) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-* $(OUT) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find meshwright tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

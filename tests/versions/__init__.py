@@ -1,0 +1,1 @@
+"""Which promise another release of a dependency breaks."""
