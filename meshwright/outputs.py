@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from itertools import chain, count
 from pathlib import Path
 
@@ -13,6 +14,15 @@ def free_path(path: Path) -> Path:
     """Return the path, or the first of `plan-2.yaml`, `plan-3.yaml`, ... that no file, folder or link has."""
     numbered = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(2))
     return next(each for each in chain([path], numbered) if not os.path.lexists(each))
+
+
+def new_path(path: Path) -> Path:
+    """Return a free path for a command's default output. A line on stderr says so if the default is taken: before the
+    work of minutes, whose answer nobody should look for in an older file."""
+    free = free_path(path)
+    if free != path:
+        print(f"{path} is there already: this command writes {free}", file=sys.stderr)
+    return free
 
 
 def refuse_existing(option: str, path: Path | None) -> None:

@@ -31,7 +31,7 @@ from meshwright.cli.app import (
 )
 from meshwright.drawing import require_matplotlib
 from meshwright.errors import ConfigError
-from meshwright.outputs import free_path
+from meshwright.outputs import new_path, refuse_existing
 
 if TYPE_CHECKING:
     from meshwright.config import Config
@@ -266,6 +266,9 @@ TraceFile = Annotated[
 PageFile = Annotated[
     Path | None, Option(metavar="FILE.html", help="The answer as a page, with what time and memory are made of.")
 ]
+PlannedFile = Annotated[
+    Path | None, Option(help="The run file to write, with the fastest; must be new. plan.yaml, or plan-2.yaml, ....")
+]
 Imbalance = Annotated[float, Option(metavar="X", help="Rows of the busiest rank's experts in those of an even router.")]
 Facts = Annotated[
     list[str] | None, Option("--fact", metavar="NAME=VALUE", help="A fact of it that is another; several times.")
@@ -287,7 +290,7 @@ def plan(
     sequence: Annotated[int | None, Option(min=1, help="With --model: tokens of a sequence.")] = None,
     batch: Annotated[int | None, Option(min=1, help="With --model: samples a step.")] = None,
     top: Annotated[int, Option(min=1, help="How many of the fastest are shown.")] = 5,
-    out: Annotated[Path, Option(help="The run file to write, with the fastest; must be new.")] = Path("plan.yaml"),
+    out: PlannedFile = None,
     trace: TraceFile = None,
     page: PageFile = None,
     tokens: Annotated[
@@ -321,7 +324,7 @@ def plan(
     training, described = answer.Training(answer.parse_tokens(tokens), price), load_cluster(cluster)
     named = NamedRun(model, sequence, batch)
     config, words, job = asked_run(source, run, named, overrides or (), described)
-    report.check_outputs(out, page, trace)
+    out = report.checked_output(out, page, trace)
     program = load_program(software or (job.program if job else OWN), [*(job.facts if job else ()), *(facts or ())])
     models = Estimates(Planner(described := program.on(described), with_imbalance(program.software, config, imbalance)))
     with progress() as show, stopped_by_signals(show) as tell:
@@ -365,7 +368,7 @@ def scale(
 
     config = load_undecided(run, overrides or (), elsewhere=True)
     from meshwright.section import parse_counts
-    from meshwright.tools.plan import report, scale
+    from meshwright.tools.plan import scale
     from meshwright.tools.plan.cluster import load_cluster
     from meshwright.tools.plan.space import fixed_fields
 
@@ -374,7 +377,7 @@ def scale(
     question = scale.ScalingQuestion(
         config, described, parse_counts("--devices", devices, "devices", least=1), scale.parse_mode(mode), names, fixed
     )
-    report.check_new("--out", out)
+    refuse_existing("--out", out)
     if out is not None:
         require_matplotlib("--out")
     if out is not None and out.suffix:
@@ -416,7 +419,7 @@ def submit(
         return
     engine = job.engine_of(on, settings or ())
     submission = job.submission_of(engine, run, overrides or (), engine.out_of(out, run), nodes)
-    file = to or free_path(Path(f"{submission.name}{engine.suffix}"))
+    file = to or new_path(Path(f"{submission.name}{engine.suffix}"))
     text, command, again = engine.text(submission), engine.command(file, submission.name), engine.command_again(file)
     job.write_script(text, file)
     notes = [*submission.notes, *engine.prepare()]
@@ -489,7 +492,7 @@ def compare(
 
     words, files = split_words(overrides or (), layouts or ())
     facts = cluster_of(cluster)
-    order = Order(run.stem, out or Path("out") / f"{run.stem}-compared", steps, rounds)
+    order = Order(run.stem, out or new_path(Path("out") / f"{run.stem}-compared"), steps, rounds)
     with progress() as show:
         contenders = contenders_of(LayoutRequest(run, words, files, top, devices), facts, show)
         comparison = run_comparison(contenders, order, facts, show)

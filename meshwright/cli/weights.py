@@ -29,6 +29,7 @@ from meshwright.cli.app import (
     progress,
 )  # fmt: skip
 from meshwright.errors import ConfigError, DataError
+from meshwright.outputs import free_path
 
 
 @data_app.command("prepare")
@@ -115,7 +116,9 @@ def doctor(
     cluster: Annotated[
         Path | None, Option(metavar="FILE", help="Of --nodes: a file of calibrate, to write --out with their links.")
     ] = None,
-    out: Annotated[Path, Option(help="Of --nodes --cluster: the cluster file to write.")] = Path("nodes.yaml"),
+    out: Annotated[
+        Path | None, Option(help="Of --nodes --cluster: the cluster file to write; nodes.yaml, or nodes-2.yaml, ....")
+    ] = None,
     folder: Annotated[
         list[Path] | None, Option(help="Of --nodes: is it shared? The current one and the cache.")
     ] = None,
@@ -139,9 +142,12 @@ def doctor(
         return
     from meshwright.tools import nodes as nodes_tool
 
-    report = nodes_tool.examine_nodes(folder or (), cluster, out)
+    if cluster is not None and out is not None and out.resolve() == cluster.resolve():
+        raise ConfigError.of("--out", out, "is the file of --cluster", str(free_path(out)))
+    place = out or free_path(Path("nodes.yaml"))
+    report = nodes_tool.examine_nodes(folder or (), cluster, place)
     if report is not None:  # on the first rank alone
-        print_result(nodes_tool, report, as_json, [] if cluster is None else [out])
+        print_result(nodes_tool, report, as_json, [] if cluster is None else [place])
 
 
 @app.command("eval", rich_help_panel=RUN)

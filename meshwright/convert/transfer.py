@@ -48,6 +48,7 @@ from meshwright.data.marks_section import NO_BEGIN, AskedMarks
 from meshwright.data.published import FILES, with_template
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import CheckpointError, DataError, PluginError
+from meshwright.outputs import free_path
 from meshwright.parameters.shard import Box, first_values
 from meshwright.parts import DTYPES
 from meshwright.registry import entries
@@ -98,7 +99,7 @@ def new_folder(out: Path) -> Iterator[Path]:
         # The lock keeps two conversions from mixing their files; staging leaves no half-written folder after a kill.
         with folder_lock(out.absolute(), silent):
             if out.exists() and (out.is_file() or any(out.iterdir())):
-                raise CheckpointError(f"{out} exists; give another folder, or remove it")
+                raise CheckpointError(f"{out} exists; give another folder, such as {free_path(out)}")
             with staged_folder(out.absolute()) as folder:
                 yield folder
     except (OSError, SafetensorError) as error:  # no right to write there, a full disk

@@ -36,7 +36,7 @@ def silent(text: str, done: float | None) -> None:
 
 
 REGION_BYTES = 2**20
-DAMAGE_REMEDY = "remove the folder and prepare it again"
+DAMAGE_REMEDY = "move the folder aside and prepare it again"
 
 Inspect = Callable[[str, int, bytes], str | None]
 """inspect(file, offset, bytes of a region): what is wrong with them, or None."""

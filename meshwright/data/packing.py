@@ -37,6 +37,7 @@ from meshwright.data.split import SPLITS, SplitPlan, plan_split, split_records
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer, pieces, tokenizer_kind
 from meshwright.environment import cache_folder
 from meshwright.errors import DataError
+from meshwright.outputs import free_path
 
 # Characters encoded by one call of the library: enough to keep all cores busy, little enough to hold in memory.
 _BATCH_CHARACTERS = 2**22
@@ -68,7 +69,7 @@ def pack(
         raise DataError(f"validation={validation}: is no share; valid: between 0 and 1, such as 0.05")
     kind, asked = tokenizer_kind(tokenizer), asked if corpus.kind != "pairs" else asked._replace(begin=NONE)
     if out.exists() and not is_prepared(out) and (out.is_file() or any(out.iterdir())):
-        raise DataError(f"{out}: exists and is no prepared folder; give another folder, or remove it")
+        raise DataError(f"{out}: exists and is no prepared folder; give another folder, such as {free_path(out)}")
     try:
         with folder_lock(out, progress):
             plan = plan_split(corpus, validation, progress)
@@ -238,7 +239,7 @@ def _reuse(
     out: Path, source: str, tokenizer: str, validation: float, plan: SplitPlan, asked: AskedMarks
 ) -> PackedCorpus:
     """The folder that is already there. Raises DataError where it does not hold what is asked for."""
-    packed, remedy = open_packed(out, verify=True), "give another folder, or remove it"
+    packed, remedy = open_packed(out, verify=True), f"give another folder, such as {free_path(out)}"
     header = packed.header
     if header.corpus_sha256 != plan.corpus_sha256:
         raise DataError(f"{out}: holds the tokens of another corpus ({header.source}), not of {source}; {remedy}")

@@ -121,7 +121,7 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         if (self.folder / "run.json").exists():
-            raise ParityError(f"{self.folder} holds a record already: give another folder, or remove that one")
+            raise ParityError(f"{self.folder} holds a record already: give another folder")
         sizes = torch.Size(size for _, size in self.run.axes).numel()
         if sizes != self.run.world_size:
             raise ParityError(

@@ -171,7 +171,7 @@ def identity_of(out: Path) -> str:
         return secrets.token_hex(8)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{out / IDENTITY} cannot be read ({error}): remove it, and --resume makes it anew"
+            f"{out / IDENTITY} cannot be read ({error}): move it aside, and --resume makes it anew"
         ) from error
 
 

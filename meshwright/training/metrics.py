@@ -229,6 +229,8 @@ def _drop_after(path: Path, step: int) -> None:
             if int(json.loads(line)["step"]) > step:
                 break
         except (ValueError, KeyError, TypeError) as error:
-            raise MeshwrightError(f"{path} line {number} is no step's metrics: mend or remove it") from error
+            raise MeshwrightError(
+                f"{path} line {number} is no step's metrics: mend the line, or move the file aside"
+            ) from error
         kept.append(line)
     write_whole(path.parent, path.name, "".join(kept))  # a kill in between must not cost the lines of earlier steps

@@ -116,7 +116,7 @@ def _newest(out: Path, step: int | None) -> tuple[str, Checkpoint | None]:
     wrote = checkpoint.manifest.origin.run
     if wrote and (out / IDENTITY).is_file() and wrote != run:
         raise CheckpointError(
-            f"{path} is of another run ({wrote}) than {out} ({run}): move it away to go on with this run, or remove "
+            f"{path} is of another run ({wrote}) than {out} ({run}): move it aside to go on with this run, or "
             f"{out / IDENTITY} to go on with that one"
         )
     return wrote or run, checkpoint

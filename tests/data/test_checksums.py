@@ -110,9 +110,7 @@ def test_id_beyond_the_vocabulary_is_named_by_its_place(corpus: PackedCorpus, tm
     header = json.loads((corpus.folder / "header.json").read_text())
     header["sha256"]["train.bin"] = sha256(content).hexdigest()
     (corpus.folder / "header.json").write_text(json.dumps(header))
-    text = (
-        f"{path}: holds token 257 at byte 200, and the vocabulary ends at 256; remove the folder and prepare it again"
-    )
+    text = f"{path}: holds token 257 at byte 200, and the vocabulary ends at 256; move the folder aside and prepare it again"
     with pytest.raises(DataError, match=re.escape(text)):
         take_up(corpus, tmp_path / "cache")
 

@@ -223,9 +223,7 @@ def test_damage_is_named_by_file(source: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"out/train\.bin: is damaged \(its checksum"):
         open_packed(out, verify=True)
     damage("validation.bin", good["validation.bin"][:-2])
-    with pytest.raises(
-        DataError, match=r"out/validation\.bin: holds \d+ bytes, its header says \d+; remove the folder"
-    ):
+    with pytest.raises(DataError, match=r"out/validation\.bin: holds \d+ bytes, its header says \d+; move the folder"):
         open_packed(out)
     damage("tokenizer.json", good["tokenizer.json"] + b" ")
     with pytest.raises(DataError, match=r"out/tokenizer\.json: is damaged"):

@@ -180,7 +180,7 @@ def test_only_own_checkpoints_are_pruned(corpus: Path, tmp_path: Path) -> None:
 
 def test_another_runs_checkpoint_is_not_gone_on_from(corpus: Path, used: Path) -> None:
     leave(used, config_for(corpus), "aaaa", 100)
-    text = r"step-100 is of another run \(aaaa\) than .*: move it away to go on with this run, or remove .*run.json"
+    text = r"step-100 is of another run \(aaaa\) than .*: move it aside to go on with this run, or .*run.json"
     with pytest.raises(CheckpointError, match=text):
         go_on(used, config_for(corpus))
     with pytest.raises(CheckpointError, match=text):  # what a restarted worker does
@@ -317,7 +317,7 @@ def test_import_says_what_the_model_is_and_nothing_else(corpus: Path, tmp_path: 
 
 def test_identity_that_is_none(corpus: Path, used: Path) -> None:
     (used / folder.IDENTITY).write_text("[]")
-    with pytest.raises(CheckpointError, match=r"run.json cannot be read .*: remove it, and --resume makes it anew"):
+    with pytest.raises(CheckpointError, match=r"run.json cannot be read .*: move it aside, and --resume makes it anew"):
         go_on(used, config_for(corpus))
 
 

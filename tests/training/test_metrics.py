@@ -494,7 +494,9 @@ def test_full_disk_ends_tensorboard_not_the_run(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("line", ["nonsense", "[]", "{}", '{"step": "x"}'])
 def test_damaged_log_is_named_by_line(line: str, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
-    with pytest.raises(MeshwrightError, match=r"metrics.jsonl line 2 is no step's metrics: mend or remove it"):
+    with pytest.raises(
+        MeshwrightError, match=r"metrics.jsonl line 2 is no step's metrics: mend the line, or move the file aside"
+    ):
         MetricsWriter(tmp_path, 3)
 
 

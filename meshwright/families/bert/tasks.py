@@ -41,6 +41,7 @@ from meshwright.families.bert.task_files import (
     race_questions,
     squad_questions,
 )
+from meshwright.outputs import free_path
 
 if TYPE_CHECKING:
     from meshwright.config import Config
@@ -197,7 +198,7 @@ def open_task(data: TaskSection, config: Config, folder: Path) -> Opened:
 def pack_task(data: TaskSection, config: Config, out: Path, progress: ShowProgress) -> Path:
     """Prepare the folder `out`, which must be new or empty. Raises DataError, ConfigError."""
     if out.exists() and (out.is_file() or any(out.iterdir())):
-        raise DataError(f"{out}: exists and is not empty; give another folder, or remove it")
+        raise DataError(f"{out}: exists and is not empty; give another folder, such as {free_path(out)}")
     if (Path(data.source).expanduser() / _HEADER).is_file():
         raise DataError(f"{data.source}: is a prepared folder already; name it as data.source of a run")
     _pack(config, data, out, progress)

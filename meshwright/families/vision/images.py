@@ -50,7 +50,7 @@ _FORMAT: Literal[1] = 1
 _SPLIT_SEED, _ORDER_SEED = 0, 1
 _FILES = frozenset(f"{split}-{content}.npy" for split in SPLITS for content in ("images", "labels"))
 
-_REMEDY = "remove the folder and start again"
+_REMEDY = "move the folder aside and start again"
 _REPORT_EVERY = 64
 
 _MODES = {1: "L", 3: "RGB"}
@@ -137,7 +137,7 @@ def _folder(folder: Path) -> ImageSource:
                     raise DataError(f"{path}: has pixels of more than 8 bits (mode {picture.mode}); convert it first")
                 return _squared(picture, size, channels)
         except (OSError, SyntaxError, ValueError, image.DecompressionBombError) as error:
-            raise DataError(f"{path}: cannot be decoded ({error}); mend or remove it") from error
+            raise DataError(f"{path}: cannot be decoded ({error}); mend it, or move it out of the folder") from error
 
     # Sizes and times stand for the content: reading every image would take as long as packing it again.
     facts = [(str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]

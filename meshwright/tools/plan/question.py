@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any
 
 from meshwright.config import Config
-from meshwright.config.load import DECIDED, ELSEWHERE, RunTree, load_undecided, parse_run
+from meshwright.config.load import DECIDED, ELSEWHERE, RunTree, load_undecided, model_names, parse_run
 from meshwright.configs import shipped
 from meshwright.data.files import ShowProgress, silent
 from meshwright.decisions import this_machine
@@ -65,6 +65,10 @@ def planned_run(run: Path | None, named: NamedRun, words: Sequence[str], cluster
     words = list(words)
     if named.given and run is not None and "=" in str(run):  # the first word stands where a run file would
         run, words = None, [str(run), *words]
+    if run is not None and not run.is_file() and str(run) in model_names():
+        given = " ".join(f"{name} {value}" for name, value in named.given.items() if name != "--model")
+        valid = f"--model {run} {given or '--sequence N --batch N'}"
+        raise ConfigError.of("run", run, "is a model, and no run file", valid)
     if run is not None and named.given:
         option, value = next(iter(named.given.items()))
         raise ConfigError.of(option, value, f"has no effect beside the run file {run}", "one of them")

@@ -18,6 +18,7 @@ from meshwright.config.yaml_text import yaml_text
 from meshwright.drawing import require_matplotlib
 from meshwright.errors import ConfigError
 from meshwright.models.chain import chain_of
+from meshwright.outputs import new_path, refuse_existing
 from meshwright.pipeline.trace import write_trace
 from meshwright.registry import entries
 from meshwright.streams import PatientStream
@@ -63,19 +64,14 @@ class BestSoFar:
         print(f"{seconds:.0f} s: so far {told}", file=cast(TextIO, PatientStream(cast(TextIO, sys.stderr))), flush=True)
 
 
-def check_new(option: str, path: Path | None) -> None:
-    """Raises ConfigError where a file is there already: what somebody has planned, or written, is not replaced."""
-    # Asked before a search of minutes, so that its answer is not lost for a file's name.
-    if path is not None and path.exists():
-        raise ConfigError.of(option, path, "is there already", "another file, or remove it")
-
-
-def check_outputs(out: Path, page: Path | None, trace: Path | None) -> None:
-    """Raises ConfigError where the run file or the page is there already, PictureError where a trace has no picture."""
-    check_new("--out", out)
-    check_new("--page", page)
+def checked_output(out: Path | None, page: Path | None, trace: Path | None) -> Path:
+    """Return the run file to write, by default a new one. Raises ConfigError where it or the page is there already,
+    PictureError where a trace has no picture."""
+    refuse_existing("--out", out)
+    refuse_existing("--page", page)
     if trace is not None:
         require_matplotlib("--trace")
+    return out or new_path(Path("plan.yaml"))
 
 
 def write_run(best: Prediction, path: Path) -> None:

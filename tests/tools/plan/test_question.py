@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from meshwright.cli import app
 from meshwright.cli.app import LINE_SECONDS, progress_lines
 from meshwright.cli.runs import plan
 from meshwright.config import load_config, parse_config
@@ -142,3 +144,36 @@ def test_layouts_name_what_there_is() -> None:
         "subgraph (attention-core in branches, other layers on all ranks): data 1 (allreduce), branch 2; micro 8",
         "one device; micro 8",
     ]
+
+
+@pytest.mark.parametrize(
+    "words, valid",
+    [
+        (["--sequence", "2048", "--batch", "8"], "--model llama-3.1-8b --sequence 2048 --batch 8"),
+        (["--batch", "8"], "--model llama-3.1-8b --batch 8"),
+        ([], "--model llama-3.1-8b --sequence N --batch N"),
+        (["steps=3"], "--model llama-3.1-8b --sequence N --batch N"),
+    ],
+)
+def test_a_model_in_the_place_of_a_run_file_is_named_as_one(
+    words: list[str], valid: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = ["plan", "llama-3.1-8b", *words, "--cluster", "dgx-h100", "--devices", "8"]
+    error = CliRunner().invoke(app, asked).exception
+    assert str(error) == f"run=llama-3.1-8b is a model, and no run file; valid: {valid}"
+
+
+def test_an_older_plan_stays_and_is_told_before_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("plan.yaml").write_text("mine")
+    words = ["--model", "gpt2-mini", "--sequence", "64", "--batch", "8", "layout.data.size=2", "layout.data.sync=zero1"]
+    asked = ["plan", *words, "--cluster", "two-cores", "--devices", "2", "batch.micro=4", "memory.recompute=none"]
+    result = CliRunner().invoke(app, [*asked, "--top", "1"])
+    assert result.exit_code == 0, result.exception
+    assert result.stderr.startswith("plan.yaml is there already: this command writes plan-2.yaml\n")
+    assert "plan-2.yaml" in result.stdout
+    assert Path("plan.yaml").read_text() == "mine"
+    assert load_config(Path("plan-2.yaml")).layout.world_size == 2
+    refused = CliRunner().invoke(app, [*asked, "--out", "plan.yaml"])
+    assert str(refused.exception) == "--out=plan.yaml is there already; valid: plan-3.yaml"

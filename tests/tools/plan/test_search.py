@@ -19,6 +19,7 @@ from meshwright.config.yaml_text import plain_values
 from meshwright.configs import SCHEMA
 from meshwright.data.files import ShowProgress
 from meshwright.errors import ConfigError
+from meshwright.outputs import refuse_existing
 from meshwright.pipeline.span import Timeline
 from meshwright.section import Section
 from meshwright.tensor.section import Megatron
@@ -29,7 +30,7 @@ from meshwright.tools.plan.evaluator import strategy_of
 from meshwright.tools.plan.memory import Memory, verdict
 from meshwright.tools.plan.page import write_plan_page
 from meshwright.tools.plan.predict import Planner, Prediction
-from meshwright.tools.plan.report import as_dict, check_new, render, write_run
+from meshwright.tools.plan.report import as_dict, render, write_run
 from meshwright.tools.plan.search import SearchResult, layout_text, search, without_savings
 from meshwright.tools.plan.software import Software
 from meshwright.tools.plan.space import SearchJob, fixed_fields, legal_layouts
@@ -315,7 +316,7 @@ def test_what_is_written_is_the_run(small: Small, tmp_path: Path) -> None:
     assert dump_config(again) == dump_config(best.config)  # fields without an effect are not written
     assert estimates.planner.predict(again).seconds == best.seconds
     with pytest.raises(ConfigError, match="is there already"):
-        check_new("--out", tmp_path / "deep" / "plan.yaml")
+        refuse_existing("--out", tmp_path / "deep" / "plan.yaml")
 
 
 def test_the_page_has_the_answer_and_the_parts(small: Small, tmp_path: Path) -> None:
