@@ -8,14 +8,18 @@ launch.launcher starts a check's processes; the starting process compares the fi
 from __future__ import annotations
 
 import math
+import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import partial
+from inspect import currentframe, signature
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import ConfigError, LaunchError, MeshwrightError
@@ -33,18 +37,25 @@ if TYPE_CHECKING:
 CHECK_PRECISIONS = ("float64", "float32", "bf16", "own")
 ALLCLOSE = 1e-5
 """The relative tolerance of torch.allclose and numpy.allclose."""
+PROGRAM = __package__.replace(".", " ").replace("_", "-")
+"""How a user calls it: `meshwright parity`."""
 CHECK_WORKER = f"{__package__}.worker:check_rank"
 
 
 @dataclass(frozen=True)
 class ParityCheck:
-    """`axes`: names and sizes, outermost first; their product is the number of ranks."""
+    """One run of a check's function.
+
+    `axes`: names and sizes, outermost first; their product is the number of ranks. `number`: which of the functions
+    that the file's import marks; a rank finds the function by it, since two functions may have one name.
+    """
 
     name: str
     file: Path
     axes: tuple[tuple[str, int], ...]
     precision: str
     threads: int = 1
+    number: int = 0
 
     @property
     def title(self) -> str:
@@ -135,14 +146,69 @@ def parity_check(
     grids = tuple(grid_of(number, axes or {}) for number in numbers)
 
     def mark(function: Checked) -> Checked:
-        # The ranks load this file again by its path: a function may have no importable module.
-        file = Path(function.__code__.co_filename)
-        vars(function)["parity_checks"] = tuple(
-            ParityCheck(function.__name__, file, grid, precision, threads) for grid in grids
-        )
-        return function
+        name = name_of(function)
+        require_one_argument(function, name)
+        # A callable that is no function (functools.partial, a bound method) has no place of its own for the checks.
+        marked: Checked = function if isinstance(function, FunctionType) else partial_of(function)
+        # The ranks import the file again, and its import marks the same functions in the same order.
+        body = module_frame()
+        made: list[Checked] = body.f_globals.setdefault(MARKED, [])
+        made.append(marked)
+        file = Path(body.f_code.co_filename)
+        checks = tuple(ParityCheck(name, file, grid, precision, threads, len(made) - 1) for grid in grids)
+        vars(marked)["parity_checks"] = (*vars(marked).get("parity_checks", ()), *checks)
+        return marked
 
     return mark
+
+
+MARKED = "__parity_checks__"
+"""The name, in a module that marks functions as checks, of the list of these functions in the order of marking."""
+
+
+def module_frame() -> FrameType:
+    """The frame of the module body that runs at present: the file whose import calls `@parity.check`.
+
+    Not the file of the function's code: a factory in another file writes functions for every file that calls it.
+    """
+    frame = currentframe()
+    while frame is not None and frame.f_code.co_name != "<module>":
+        frame = frame.f_back
+    if frame is None:
+        raise ConfigError.of("@parity.check", "a thread's function", "is no import of a file", "a line of a file")
+    return frame
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """A name for people: that of the function inside of functools.partial; `lambda`; a callable object's class."""
+    while isinstance(function, partial):
+        function = function.func
+    if isinstance(function, FunctionType | MethodType | BuiltinFunctionType):
+        return function.__name__.strip("<>")
+    return type(function).__name__
+
+
+def partial_of(function: Checked) -> Checked:
+    """A function that calls `function`, any callable."""
+
+    def call(job: Any) -> None:
+        function(job)
+
+    return call
+
+
+def require_one_argument(function: Checked, name: str) -> None:
+    """Raise ConfigError if a check cannot be called with a job alone: a method, a function with parameters."""
+    told = signature(function)
+    try:
+        told.bind(None)
+    except TypeError as error:
+        raise ConfigError.of(
+            "@parity.check",
+            f"{name}{told}",
+            "is called with the job alone",
+            "a function of one argument; functools.partial, or a function that makes such functions, gives the others",
+        ) from error
 
 
 def grid_of(ranks: int, axes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
@@ -162,17 +228,70 @@ def grid_of(ranks: int, axes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
 
 
 def collect(file: Path) -> list[ParityCheck]:
-    """The checks of a file, in order. Raises ConfigError where it has none, LaunchError where it does not exist."""
-    found = [one for value in vars(load_checks(file)).values() for one in checks_of(value)]
+    """The checks of a file, in order, those that it imports behind its own.
+
+    Raises:
+        ConfigError: If the file has none.
+        LaunchError: If the file does not exist, or ends the interpreter while it is imported.
+    """
+    if file.is_file() and not MENTIONS.search(file.read_text(errors="replace")):
+        raise without_checks(file)  # before its import: a training script without a main guard would train
+    try:
+        module = load_checks(file)
+    except SystemExit as error:
+        raise LaunchError(
+            f"{file} ends the interpreter when it is imported (code {error.code}): {as_it_is(file)}"
+        ) from error
+    found = named_checks(vars(module))
     if not found:
-        raise ConfigError.of("FILE", file, "has no check", "a function under @parity.check(ranks=2)")
+        raise without_checks(file)
+    return found
+
+
+MENTIONS = re.compile(r"parity|\b\w*checks?\b")
+"""A word that every file with checks has: the module's name, or that of a module of checks which it imports."""
+
+
+def as_it_is(file: Path) -> str:
+    """The remedy for a training script in place of checks."""
+    return f"a training script as it is is recorded: {PROGRAM} record --out FOLDER {file}"
+
+
+def without_checks(file: Path) -> ConfigError:
+    return ConfigError.of(
+        "FILE",
+        file,
+        "has no check",
+        f"a function under @parity.check(ranks=2); {as_it_is(file)}, and {PROGRAM} compare",
+    )
+
+
+def named_checks(names: Mapping[str, Any]) -> list[ParityCheck]:
+    """The checks of a module's names: those that its import has marked, then those of functions that it imports.
+
+    Each function has a name of its own: the first of the module's names for it, or the function's own; a second
+    function of one name is `check-2`.
+    """
+    bound = {id(value): name for name, value in reversed(names.items()) if isinstance(value, FunctionType)}
+    own: Sequence[Any] = names.get(MARKED, ())
+    imported = [value for value in names.values() if not any(value is function for function in own)]
+    found, taken, seen = list[ParityCheck](), Counter[str](), set[int]()
+    for function in (*own, *imported):
+        checks = list(checks_of(function))
+        if not checks or id(function) in seen:
+            continue
+        seen.add(id(function))
+        name = bound.get(id(function), checks[0].name)
+        taken[name] += 1
+        unique = name if taken[name] == 1 else f"{name}-{taken[name]}"
+        found += [replace(check, name=unique) for check in checks]
     return found
 
 
 def checks_of(value: object) -> Iterator[ParityCheck]:
     """The checks of a value of a module: those of a decorated function."""
     if isinstance(value, FunctionType):
-        # Checks lie in the function itself, not in a list of the module: one that is imported comes with its checks.
+        # Checks are kept in the function itself, not in a list of the module: an imported function has its checks.
         marked = vars(value).get("parity_checks", ())
         # The package of parity alone has a class of its own: its checks are its plugin's to collect, and run once.
         yield from (check for check in marked if isinstance(check, ParityCheck))
@@ -235,7 +354,8 @@ def behind_rounding(result: ParityResult, again: Callable[[], ParityResult]) -> 
 def _run_once(check: ParityCheck, precision: str) -> ParityResult:
     start = time.monotonic()
     with temporary_folder() as folder:
-        arguments = {"file": str(check.file.resolve()), "name": check.name, "axes": check.axes, "out": str(folder)}
+        arguments = {"file": str(check.file.resolve()), "name": check.name, "number": check.number, "axes": check.axes,
+                     "out": str(folder)}  # fmt: skip
         job = Job(CHECK_WORKER, arguments | {"precision": precision})
         try:
             with without_main():

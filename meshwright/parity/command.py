@@ -15,10 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshwright.errors import ConfigError, MeshwrightError
-from meshwright.parity.check import CHECK_PRECISIONS, ParityResult, collect, run_check
-
-PROGRAM = __package__.replace(".", " ").replace("_", "-")
-"""How a user calls it: `meshwright parity`."""
+from meshwright.parity.check import CHECK_PRECISIONS, PROGRAM, ParityResult, collect, run_check
 
 
 def run_words(words: Sequence[str]) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.parity.check import CHECK_PRECISIONS, ParityCheck, checks_of, run_check
+from meshwright.parity.check import CHECK_PRECISIONS, MARKED, ParityCheck, checks_of, named_checks, run_check
 
 
 class ParityFailure(Exception):
@@ -53,8 +53,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> list[ParityItem] | None:
-    """The checks of a decorated function; None of anything else, which is then pytest's to look at."""
-    checks = list(checks_of(obj))
-    if not checks or checks[0].name != name:  # an import under another name is collected where it stands
-        return None
+    """The checks that a module's import has marked, at the module's list of them; none at their functions' names, so
+    that pytest does not call these as tests. None for anything else, which is pytest's to look at."""
+    module = collector.getparent(pytest.Module)
+    names = {} if module is None else vars(module.obj)
+    if name == MARKED and collector is module:
+        own = {(check.file, check.number) for function in names[MARKED] for check in checks_of(function)}
+        checks = [check for check in named_checks(names) if (check.file, check.number) in own]
+    else:
+        checks = list(checks_of(obj))
+        if not checks:
+            return None
+        # A check of another file, imported under another name, is collected where its file is.
+        made_here = any(obj is function for function in names.get(MARKED, ()))
+        checks = [] if made_here or checks[0].name != name else checks
     return [ParityItem.from_parent(collector, name=check.title, check=check) for check in checks]

@@ -17,7 +17,7 @@ import torch._dynamo
 from meshwright.environment import Environment
 from meshwright.errors import ParityError
 from meshwright.launch.signals import StopRequest
-from meshwright.parity.check import load_checks
+from meshwright.parity.check import MARKED, load_checks, name_of
 from meshwright.parity.job import ParityJob, Place
 from meshwright.ranks.dtensor import process_group
 from meshwright.ranks.grid import Grid
@@ -39,12 +39,20 @@ class GridPlace:
 
 
 def check_rank(
-    environment: Environment, stop: StopRequest, *, file: str, name: str, axes: Sequence[Any], precision: str, out: str
-) -> None:
-    """A check's process: the function `name` of a file, on the rank that the environment says, of a grid of `axes`."""
+    environment: Environment, stop: StopRequest, *, file: str, name: str, number: int, axes: Sequence[Any],
+    precision: str, out: str,
+) -> None:  # fmt: skip
+    """Run a check's process: the function that the file's import marks as its `number`, on the rank that the
+    environment says, of a grid of `axes`."""
     place = GridPlace(environment.rank, Grid(tuple((axis, size) for axis, size in axes)))
+    marked = vars(load_checks(Path(file), importing=True)).get(MARKED, [])
+    if number >= len(marked):
+        raise ParityError(
+            f"the import of {file} does not make the check {name}: make it on a line of the file that its import runs, "
+            "in no function that is called later and not behind the main guard"
+        )
     with process_group(PATIENCE_SECONDS):
-        call_check(vars(load_checks(Path(file), importing=True))[name], place, precision, Path(out))
+        call_check(marked[number], place, precision, Path(out))
 
 
 def call_check(function: Callable[[ParityJob], None], mesh: Place, precision: str, folder: Path) -> None:
@@ -60,4 +68,4 @@ def call_check(function: Callable[[ParityJob], None], mesh: Place, precision: st
         torch.set_default_dtype(before)
     # Silence would pass as equality.
     if not job.compared:
-        raise ParityError(f"{function.__name__} ended without job.parallel(): there is nothing to compare")
+        raise ParityError(f"{name_of(function)} ended without job.parallel(): there is nothing to compare")
