@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
@@ -31,6 +31,9 @@ from meshwright.cli.app import (
 from meshwright.errors import ConfigError, DataError
 from meshwright.outputs import free_path
 
+if TYPE_CHECKING:
+    from meshwright.data.section import TokenSection
+
 
 @data_app.command("prepare")
 def data_prepare(
@@ -39,10 +42,14 @@ def data_prepare(
     overrides: Overrides = None,
     source: Annotated[
         str | None,
-        Option(help="stdlib (if not given), unicode, a text/json/jsonl/csv/parquet file, a folder, hub:OWNER/NAME."),
+        Option(
+            help="stdlib (if not given), unicode, a text/jsonl/json/csv/tsv/parquet file, a folder, hub:OWNER/NAME."
+        ),
     ] = None,
     tokenizer: Annotated[str | None, Option(help="bytes (if not given), bpe:SIZE, or a tokenizer.json file.")] = None,
-    validation: Annotated[float | None, Option(help="The share of the text that is held out; 0.05.")] = None,
+    validation: Annotated[float | None, Option(help="The share of the text that is held out; 0.05; 0: none.")] = None,
+    split: Annotated[str | None, Option(help="The split of a folder or data set of several: train, test.")] = None,
+    column: Annotated[str | None, Option(help="The key or column that has the text; text.")] = None,
     pairs: Annotated[
         bool, Option("--pairs", help="Pairs of texts: a tsv or jsonl file, two files, or stdlib's.")
     ] = False,
@@ -62,36 +69,52 @@ def data_prepare(
     """
     if run is not None:
         given = {"source": source, "tokenizer": tokenizer, "validation": validation, "pairs": pairs or None}
-        for name, value in (given | {"target": target, "languages": languages}).items():
+        others = {"target": target, "languages": languages, "split": split, "column": column}
+        for name, value in (given | others).items():
             if value is not None:
                 raise ConfigError.of(f"--{name}", value, "is the run file's to say", f"data.{name}=... behind RUN")
         _prepare_run(run, overrides or (), out, as_json)
         return
-    from meshwright.data.corpus import text_corpus
     from meshwright.data.packing import pack
-    from meshwright.data.section import STDLIB
-    from meshwright.registry import entries
+    from meshwright.data.told import read_lines
 
+    section = _asked_texts({"source": source, "split": split, "column": column}, pairs, target, languages)
     with progress() as show:
-        if pairs or target is not None or languages is not None:
-            # Asked of the registry: which kind of data packs pairs is a family's matter, and it may not be installed.
-            kinds = (kind for kind, section in entries("data").items() if section.packs == "pairs")
-            if (kind := next(kinds, None)) is None:
-                raise ConfigError.of("--pairs", True, "are records of no kind of data that is here", "texts")
-            fields = {"kind": kind, "source": source or STDLIB, "target": target, "languages": languages}
-            texts = entries("data")[kind].model_validate(fields).corpus()
-        else:
-            texts = text_corpus(source or STDLIB)
-        corpus = pack(texts, tokenizer or "bytes", out, 0.05 if validation is None else validation, show)
+        corpus = pack(section.corpus(), tokenizer or "bytes", out, 0.05 if validation is None else validation, show)
     if as_json:
         print(json.dumps(corpus.header.model_dump()))
         return
-    for split in ("train", "validation"):
-        facts = corpus.header.facts(split)
+    print("\n".join(read_lines(corpus)))
+    for part in ("train", "validation"):
+        facts = corpus.header.facts(part)
         paired = corpus.header.kind == "pairs"
         count = f"{facts.documents // 2:,} pairs" if paired else f"{facts.documents:,} documents"
-        print(f"{split}: {facts.tokens:,} tokens, {count}, {facts.words:,} words")
+        print(f"{part}: {facts.tokens:,} tokens, {count}, {facts.words:,} words")
     print(f"{out}: vocabulary {corpus.tokenizer.vocabulary_size}; train on it with data.source={out}")
+
+
+def _asked_texts(
+    texts: dict[str, str | None], pairs: bool, target: str | None, languages: tuple[str, str] | None
+) -> TokenSection:
+    """Return the data section of options. Raises ConfigError for one without an effect."""
+    from meshwright.data.text_section import TextData
+    from meshwright.registry import entries
+
+    given = {name: value for name, value in texts.items() if value is not None}
+    section: TokenSection = TextData.model_validate(given)
+    if pairs or target is not None or languages is not None:
+        # Asked of the registry: which kind of data packs pairs is a family's matter, and it may not be installed.
+        kinds = (kind for kind, section in entries("data").items() if section.packs == "pairs")
+        if (kind := next(kinds, None)) is None:
+            raise ConfigError.of("--pairs", True, "are records of no kind of data that is here", "texts")
+        if "column" in given:
+            raise ConfigError.of("--column", given["column"], "has no effect on pairs", "--languages FROM TO")
+        section = entries("data")[kind].model_validate(
+            {"kind": kind, **given, "target": target, "languages": languages}
+        )
+    for name in given.keys() - {"source"} if section.source in section.source_names else ():
+        raise ConfigError.of(f"--{name}", given[name], f"has no effect on {section.source}", "with a file or a folder")
+    return section
 
 
 def _prepare_run(run: Path, overrides: Sequence[str], out: Path, as_json: bool) -> None:

@@ -1,28 +1,22 @@
 """Corpora to pack: records of one text (documents), or of two (pairs: families/seq2seq/pairs.py).
 
-| source                       | its documents                                                    | read by  |
-|------------------------------|------------------------------------------------------------------|----------|
-| stdlib                       | the files of Python's standard library                           | us       |
-| unicode                      | names of Unicode's characters, in runs of neighbours, one a line | us       |
-| a text file                  | the file                                                         | us       |
-| .jsonl, .json, .csv          | the key or column `text` of each record                          | us       |
-| .parquet, a saved data set   | the column `text` of each row                                    | pyarrow, datasets |
-| a folder                     | the documents of its files, sorted by relative path              |          |
-| hub:OWNER/NAME               | the column `text` of its train split, streamed                   | datasets |
+| source                            | its documents                                                    | read by  |
+|-----------------------------------|------------------------------------------------------------------|----------|
+| stdlib                            | the files of Python's standard library                           | us       |
+| unicode                           | names of Unicode's characters, in runs of neighbours, one a line | us       |
+| a text file                       | the file                                                         | us       |
+| records (records.py)              | the key or column `text` of each, or `data.column`               | us, pyarrow |
+| a saved data set                  | the same                                                         | datasets |
+| a folder                          | the documents of the split's files, sorted by relative path      |          |
+| hub:OWNER/NAME                    | the same, of its train split or `data.split`, streamed           | datasets |
 
 A document is a non-empty string; documents of white space alone are left out. The order is the same on every machine
 that has the same files. A source is packed once (packing.py), after which order, mixtures and resuming do not depend on
 its form.
-
-Text, json and csv are not read by `datasets`, whose readers copy the corpus into their own cache, take 1 s to import,
-name no line in an error, and accept some lines that are no JSON ({"text": 3, }).
 """
 
 from __future__ import annotations
 
-import csv
-import importlib
-import json
 import platform
 import re
 import sysconfig
@@ -31,13 +25,19 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
-from meshwright.data.section import HUB, STDLIB, UNICODE, TokenSection
+from meshwright.data.forms_section import compression_of
+from meshwright.data.records import checked_text, library, read_records
+from meshwright.data.records_section import Picks, RecordSection
+from meshwright.data.section import HUB, STDLIB, UNICODE
+from meshwright.data.source_files import choose_files, existing, folder_files
 from meshwright.errors import DataError
 
 TEXT_KEY = "text"
+NO_PICKS = Picks()
+_OLD_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+"""The records that version 0.1.0 read, whose prepared folders keep their names."""
 
 # Python's tests are 19 of the library's 31 MB, hold files that are wrong on purpose, and are missing in some
 # distributions. `encodings` holds generated tables of code points.
@@ -57,20 +57,26 @@ class Corpus:
     """Facts that change with the source, found without reading it (names, sizes, times)."""
     read: Callable[[], Iterator[tuple[str, ...]]]
     """Yields every record, in the same order each time."""
+    names: tuple[str, ...] = ()
+    """The files that are read, relative to the source; none of a source that is a name."""
+    split: str | None = None
+    """The split of a folder or data set that is read, if it shows one."""
+    left_out: tuple[str, ...] = ()
+    """Files of the source's folder that are not read."""
 
 
-def text_corpus(source: str) -> Corpus:
+def text_corpus(source: str, picks: Picks = NO_PICKS) -> Corpus:
     """The documents of a source."""
-    name, identity = source_name(source), source_identity(source)
-    return Corpus("text", source, name, identity, lambda: ((document,) for document in documents(source)))
+    read = lambda: ((document,) for document in documents(source, picks))  # noqa: E731
+    return Corpus("text", source, source_name(source), source_identity(source, picks), read, *told_of(source, picks))
 
 
-def source_corpus(data: TokenSection) -> Corpus:
+def source_corpus(data: RecordSection) -> Corpus:
     """The documents of a run's source."""
-    return text_corpus(data.source)
+    return text_corpus(data.source, data.picks)
 
 
-def documents(source: str) -> Iterator[str]:
+def documents(source: str, picks: Picks = NO_PICKS) -> Iterator[str]:
     """Yields the documents of `source`: a name (stdlib, unicode, hub:...), or the path of a file or folder.
 
     Raises DataError naming the file, the line (jsonl) or row (parquet), and the missing key.
@@ -82,12 +88,27 @@ def documents(source: str) -> Iterator[str]:
         names = [name for name in every if name and not _NUMBERED.search(name)]
         runs = (names[start : start + _RUN] for start in range(0, len(names), _RUN))
         texts = ("\n".join(run) + "\n" for run in runs)
-    elif source.startswith(HUB):
-        texts = _hub_documents(source)
     else:
-        path = _existing(source)
-        texts = _folder_documents(path) if path.is_dir() else _file_documents(path)
+        wanted = (picks.column or TEXT_KEY,)
+        is_hub = source.startswith(HUB)
+        records = hub_records(source, picks) if is_hub else read_records(choose_files(source, picks.split), wanted)
+        texts = (text_of(record, where, picks.column) for where, record in records)
     return (document for document in texts if document.strip())
+
+
+def text_of(record: object, where: str, column: str | None) -> str:
+    """Return the text of a record. Raises DataError where it has none under the key."""
+    if not isinstance(record, dict):
+        if column is not None:
+            raise DataError(f"{where}: is a text and has no keys: data.column={column} has no effect; leave it out")
+        if not isinstance(record, str):
+            raise DataError(f'{where}: is no JSON object; wanted {{"{TEXT_KEY}": ...}}')
+        return checked_text(record, where)
+    key = column or TEXT_KEY
+    if key not in record:
+        keys = ", ".join(str(name)[:40] for name in record) or "none"
+        raise DataError(f"{where}: has no key `{key}`; its keys: {keys}; name one as data.column")
+    return checked_text(record[key], where, key)
 
 
 def source_name(source: str) -> str:
@@ -96,39 +117,48 @@ def source_name(source: str) -> str:
         return f"stdlib of Python {platform.python_version()}"
     if source == UNICODE:
         return f"names of Unicode {unicodedata.unidata_version}"
-    return source if source.startswith(HUB) else _existing(source).resolve().name
+    if source.startswith(HUB):
+        return source
+    path = existing(source)
+    return path.name if path.is_file() else path.resolve().name
 
 
-def source_identity(source: str) -> list[object]:
-    """Facts that change with the source, found without reading it: names, sizes and, of paths, modification times."""
+def source_identity(source: str, picks: Picks = NO_PICKS) -> list[object]:
+    """Facts that change with the source and what is read of it, found without reading it: names, sizes and, of paths,
+    modification times."""
     if source == STDLIB:
         listed = [(name, path.stat().st_size) for name, path in _stdlib_files()]
         return [STDLIB, platform.python_version(), listed]
+    picked: list[object] = [] if picks == NO_PICKS else [list(picks)]
     if source == UNICODE or source.startswith(HUB):
-        return [source_name(source)]
-    path, files = _existing(source).resolve(), source_files(source)
-    return [str(path), [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]]
+        return [source_name(source), *picked]
+    chosen = choose_files(source, picks.split)
+    # Where version 0.1.0 read the files as another form, or not at all: its prepared folders must not pass for these.
+    plain = chosen.form in (None, "text") or all(file.suffix.lower() in _OLD_SUFFIXES for file in chosen.files)
+    old = plain and not any(compression_of(file) for file in chosen.files)
+    return [*_identity(source, chosen.files), *([] if old else [f"as {chosen.form}"]), *picked]
 
 
-def source_files(source: str, suffix: str = "") -> list[Path]:
-    """The files of a source that is a path, sorted. Raises DataError for a file without the suffix, if one is given."""
-    path = _existing(source).resolve()
-    files = [path] if path.is_file() else _folder_files(path)
-    for file in files:
-        if suffix and file.suffix.lower() != suffix:
-            raise DataError(f"{file}: is no {suffix} file; move it out of the source")
-    if not files:
-        raise DataError(f"{path}: holds no file to read")
-    return files
+def path_identity(source: str) -> list[object]:
+    """The facts of all files of a path, whatever their forms."""
+    path = existing(source).resolve()
+    return _identity(source, [path] if path.is_file() else folder_files(path))
 
 
-def _existing(source: str) -> Path:
-    path, valid = Path(source).expanduser(), f"(give `{STDLIB}`, a file, or a folder)"
-    if not path.exists():
-        raise DataError(f"{source}: no such file or folder {valid}")
-    if not path.is_file() and not path.is_dir():
-        raise DataError(f"{source}: is a pipe or a device, which may never end {valid}")
-    return path
+def _identity(source: str, files: Iterable[Path]) -> list[object]:
+    path = existing(source).resolve()
+    named = [path] if path.is_file() else files
+    return [str(path), [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in named]]
+
+
+def told_of(source: str, picks: Picks = NO_PICKS) -> tuple[tuple[str, ...], str | None, tuple[str, ...]]:
+    """The last fields of a Corpus: the files, the split, and what is left out."""
+    if source in (STDLIB, UNICODE):
+        return (), None, ()
+    if source.startswith(HUB):
+        return (), picks.split or HUB_SPLIT, ()
+    chosen = choose_files(source, picks.split)
+    return tuple(chosen.names), chosen.split, chosen.left_out
 
 
 def _stdlib_files() -> list[tuple[str, Path]]:
@@ -151,184 +181,20 @@ _NUMBERED = re.compile(r"\d|IDEOGRAPH|HANGUL SYLLABLE|-[0-9A-F]+$")
 """Names made of numbers or syllables, 100,000 that repeat each other."""
 
 
-def _hub_documents(source: str) -> Iterator[str]:
-    """The train split of a data set on the Hub, streamed without a local copy."""
+HUB_SPLIT = "train"
+"""The split of a data set of the Hub that is read where a run names no other."""
+
+
+def hub_records(source: str, picks: Picks) -> Iterator[tuple[str, Any]]:
+    """A split of a data set on the Hub, streamed without a local copy."""
     name, _, configuration = source.removeprefix(HUB).partition(":")
-    datasets = _library("datasets", Path(source))
+    datasets = library("datasets", Path(source))
     try:
-        rows = datasets.load_dataset(name, configuration or None, split="train", streaming=True)
+        rows = datasets.load_dataset(name, configuration or None, split=picks.split or HUB_SPLIT, streaming=True)
         for number, record in enumerate(rows):
-            if TEXT_KEY not in record:
-                raise DataError(f"{source}: has no column `{TEXT_KEY}`; its columns: {', '.join(record)}")
-            yield checked_text(record[TEXT_KEY], f"{source} row {number}")
+            yield f"{source} row {number}", record
     except DataError:
         raise
     except Exception as error:  # the libraries raise many kinds: no network, no such data set, a server's error
         cause = " ".join(str(error).split())
         raise DataError(f"{source}: cannot be read: {type(error).__name__}: {cause[:300]}") from error
-
-
-def _folder_documents(folder: Path) -> Iterator[str]:
-    """The documents of a folder's files but hidden ones. Raises DataError for a file that cannot be read."""
-    if (folder / "state.json").is_file():
-        yield from _dataset_documents(folder)
-        return
-    if (folder / "dataset_dict.json").is_file():
-        try:
-            splits = [str(name) for name in json.loads((folder / "dataset_dict.json").read_text())["splits"]]
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{folder / 'dataset_dict.json'}: does not list the dataset's splits") from error
-        if len(splits) != 1:  # the user chooses among several
-            raise DataError(
-                f"{folder}: holds the splits {', '.join(splits)}: give one of them, as {folder}/{splits[0]}"
-            )
-        yield from _dataset_documents(folder / splits[0])
-        return
-    files = _folder_files(folder)
-    if not files:
-        raise DataError(f"{folder}: holds no file to read (text, .jsonl or .parquet)")
-    for path in files:
-        yield from _file_documents(path)
-
-
-def _folder_files(folder: Path) -> list[Path]:
-    files = {}
-    for path in folder.rglob("*"):
-        name = path.relative_to(folder)
-        if any(part.startswith(".") or part == "__pycache__" for part in name.parts):
-            continue
-        if path.is_dir() and path.is_symlink():  # may lead back to a parent, an endless walk
-            raise DataError(f"{path}: is a link to a folder, which is not followed; put the folder in its place")
-        if not path.is_dir() and not path.is_file():
-            raise DataError(f"{path}: is a pipe, a device or a link to nothing; move it out of the source")
-        if path.is_file():
-            files[name.as_posix()] = path
-    return [files[name] for name in sorted(files)]
-
-
-def _file_documents(path: Path) -> Iterator[str]:
-    match path.suffix.lower():
-        case ".jsonl":
-            with path.open("rb") as lines:
-                for where, record in json_records(lines, path, f'{{"{TEXT_KEY}": ...}}'):
-                    if TEXT_KEY not in record:
-                        raise DataError(f"{where}: has no key `{TEXT_KEY}`; its keys: {', '.join(record) or 'none'}")
-                    yield checked_text(record[TEXT_KEY], where)
-        case ".json":
-            yield from _json_documents(path)
-        case ".csv":
-            yield from _csv_documents(path)
-        case ".parquet":
-            yield from _parquet_documents(path)
-        case ".arrow":
-            raise DataError(f"{path}: is a part of a Hugging Face dataset; give the folder that save_to_disk wrote")
-        case _:
-            try:
-                yield path.read_bytes().decode()
-            except UnicodeDecodeError as error:
-                hint = "convert it to UTF-8, unpack it, or move it out of the source"
-                raise DataError(f"{path}: is no UTF-8 text (byte {error.start}): {hint}") from error
-            except OSError as error:
-                raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def _json_documents(path: Path) -> Iterator[str]:
-    """The documents of a JSON list of records or of texts."""
-    try:
-        tree = json.loads(path.read_bytes())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: is no JSON: {error}; a file of one record a line is named .jsonl") from error
-    if not isinstance(tree, list):
-        raise DataError(f'{path}: is no JSON list; wanted [{{"{TEXT_KEY}": ...}}, ...] or [..., ...] of texts')
-    for number, record in enumerate(tree, start=1):
-        where = f"{path} record {number}"
-        if isinstance(record, dict) and TEXT_KEY not in record:
-            raise DataError(f"{where}: has no key `{TEXT_KEY}`; its keys: {', '.join(record) or 'none'}")
-        yield checked_text(record[TEXT_KEY] if isinstance(record, dict) else record, where)
-
-
-def _csv_documents(path: Path) -> Iterator[str]:
-    """The column `text` of a csv file (RFC 4180), whose first row names the columns."""
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = csv.DictReader(file, strict=True)
-            _check_column(path, list(rows.fieldnames or []))
-            for row in rows:
-                if row[TEXT_KEY] is None or None in row:
-                    fields = "fewer" if row[TEXT_KEY] is None else "more"
-                    raise DataError(f"{path} line {rows.line_num}: has {fields} fields than the first line has names")
-                yield checked_text(row[TEXT_KEY], f"{path} line {rows.line_num}")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: is no UTF-8 text (byte {error.start}): convert it to UTF-8") from error
-    except csv.Error as error:
-        raise DataError(f"{path}: is no csv table: {error}") from error
-
-
-def json_records(lines: Iterable[str | bytes], path: Path, wanted: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file and line, object) of every line that is not blank. Raises DataError for a line that is no JSON object."""
-    for number, line in enumerate(lines, start=1):
-        where = f"{path} line {number}"
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise DataError(f"{where}: is no JSON: {error}") from error
-        if not isinstance(record, dict):
-            raise DataError(f"{where}: is no JSON object; wanted {wanted}")
-        yield where, record
-
-
-def checked_text(value: object, where: str, key: str = TEXT_KEY) -> str:
-    """The value as a text. Raises DataError for another type, and for lone surrogates, which have no UTF-8 form."""
-    if not isinstance(value, str):
-        raise DataError(f"{where}: `{key}` holds no string but {value!r:.40}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"{where}: `{key}` has a lone surrogate at character {error.start}") from error
-    return value
-
-
-def _parquet_documents(path: Path) -> Iterator[str]:
-    pyarrow = _library("pyarrow", path)
-    parquet = _library("pyarrow.parquet", path)
-    try:
-        file = parquet.ParquetFile(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: is no readable parquet file: {error}") from error
-    with file:
-        _check_column(path, list(file.schema_arrow.names))
-        row = 0
-        try:
-            for batch in file.iter_batches(batch_size=1024, columns=[TEXT_KEY]):
-                for value in batch.column(0).to_pylist():
-                    yield checked_text(value, f"{path} row {row}")
-                    row += 1
-        except (pyarrow.ArrowException, OSError) as error:
-            raise DataError(f"{path}: is damaged behind row {row}: {error}") from error
-
-
-def _dataset_documents(folder: Path) -> Iterator[str]:
-    pyarrow, datasets = _library("pyarrow", folder), _library("datasets", folder)
-    try:
-        dataset = datasets.load_from_disk(str(folder))
-    except (pyarrow.ArrowException, OSError, ValueError, KeyError) as error:
-        raise DataError(f"{folder}: is no readable Hugging Face dataset: {error}") from error
-    _check_column(folder, list(dataset.column_names))
-    for row, record in enumerate(dataset.select_columns([TEXT_KEY])):
-        yield checked_text(record[TEXT_KEY], f"{folder} row {row}")
-
-
-def _check_column(path: Path, columns: list[str]) -> None:
-    if TEXT_KEY not in columns:
-        raise DataError(f"{path}: has no column `{TEXT_KEY}`; its columns: {', '.join(columns) or 'none'}")
-
-
-def _library(module: str, path: Path) -> ModuleType:
-    """A library of the `hf` extra. Raises DataError with the command to install it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        name = module.partition(".")[0]
-        raise DataError(f'{path}: reading it needs {name}: pip install "meshwright[hf]"') from error

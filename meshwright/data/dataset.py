@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from meshwright.data.packed import open_packed
 from meshwright.data.section import TokenSection
 from meshwright.data.split import Split
 from meshwright.data.tokenizer import Tokenizer
+from meshwright.data.told import read_lines
 from meshwright.errors import DataError
 
 if TYPE_CHECKING:  # the launcher prepares data without torch
@@ -51,4 +52,5 @@ def open_splits(
 def open_corpus(data: TokenSection, config: Config, folder: Path) -> Opened:
     """The splits of a packed corpus. Raises DataError where they are too small."""
     packed = open_packed(folder)
-    return open_splits(config, lambda split: data.samples(config, packed, split), packed.tokenizer)
+    opened = open_splits(config, lambda split: data.samples(config, packed, split), packed.tokenizer)
+    return replace(opened, notes=(*read_lines(packed), *opened.notes))

@@ -1,4 +1,4 @@
-"""Dialogues of jsonl files, in the forms that data sets have, as the messages that a chat template reads.
+"""Dialogues of records, in the forms that data sets have, as the messages that a chat template reads.
 
 | form     | a record                                                      | a message                     |
 |----------|---------------------------------------------------------------|-------------------------------|
@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.data.corpus import checked_text, source_files
-from meshwright.data.files import first_keys
-from meshwright.data.section import DIGITS, PREPARED, STDLIB, UNICODE
+from meshwright.data.records import checked_text, first_record, read_records
+from meshwright.data.records_section import Picks
+from meshwright.data.section import DIGITS, HUB, PREPARED, STDLIB, UNICODE
+from meshwright.data.source_files import choose_files
 from meshwright.errors import DataError
 
 SPEAKER, TOOL = "assistant", "tool"
@@ -42,6 +43,8 @@ SHAREGPT = {
 _CALLS, _TOOL_KEYS = "tool_calls", ("name", "tool_call_id")
 _LEARN = ("weight", "train")
 _ALPACA = {"instruction", "output"}
+_LISTS = ("messages", "conversations")
+"""The keys of lists of messages, by their forms."""
 
 RESERVED = ("\ufdd0", "\ufdd1")
 """Code points that no text has: they stand around what is generated while a template is rendered."""
@@ -63,41 +66,53 @@ class Dialogue:
 def claims_dialogues(data: Mapping[str, Any]) -> bool:
     """Whether the source that a user wrote can be nothing but dialogues, as far as its form tells."""
     source = str(data.get("source", STDLIB))
-    if source in (STDLIB, UNICODE, DIGITS):
+    if source in (STDLIB, UNICODE, DIGITS) or source.startswith(HUB):
         return False
-    path = Path(source).expanduser()
-    header = path / PREPARED
-    # By its text: a header is parsed, and refused, where the folder is opened.
-    prepared = header.is_file() and '"kind": "messages"' in header.read_text(encoding="utf-8")
-    keys = first_keys(path) if not prepared and path.suffix.lower() == ".jsonl" else set()
+    header = Path(source).expanduser() / PREPARED
+    if header.is_file():
+        # By its text: a header is parsed, and refused, where the folder is opened.
+        return '"kind": "messages"' in header.read_text(encoding="utf-8")
+    split, column = data.get("split"), data.get("column")
+    first = first_record(source, split if isinstance(split, str) else None)
+    if isinstance(column, str):
+        value = first.get(column)
+        message = value[0] if isinstance(value, list) and value else None
+        return isinstance(message, dict) and not {"role", "from"}.isdisjoint(message)
+    keys = {key for key, value in first.items() if value is not None}
     # A record of Alpaca's keys that also has a `text` is one of texts.
-    return prepared or not keys.isdisjoint({"messages", "conversations"}) or (keys >= _ALPACA and "text" not in keys)
+    return not keys.isdisjoint(_LISTS) or (keys >= _ALPACA and "text" not in keys)
 
 
-def read_dialogues(source: str, special: Sequence[str]) -> Iterator[Dialogue]:
-    """The dialogue of each line of a jsonl file, or of a folder of these.
+def read_dialogues(source: str, special: Sequence[str], picks: Picks = Picks()) -> Iterator[Dialogue]:
+    """The dialogue of each record of a source.
 
     `special`: tokens that no message may spell, since the template's own would mean the same to the model. Raises
     DataError naming the file, the line and what is wrong with it.
     """
-    for path in source_files(source, ".jsonl"):
-        try:
-            with path.open("rb") as lines:
-                for number, line in enumerate(lines, start=1):
-                    yield _dialogue(line, f"{path} line {number}", special)
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    for where, record in read_records(choose_files(source, picks.split)):
+        yield _dialogue(_with_list(record, where, picks.column), where, special)
 
 
-def _dialogue(line: bytes, where: str, special: Sequence[str]) -> Dialogue:
+def _with_list(record: object, where: str, column: str | None) -> dict[str, Any]:
+    """A record without its null values, its messages under the key of their form. Raises DataError."""
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: is no JSON object; wanted {WANTED}")
+    given = {key: value for key, value in record.items() if value is not None}
+    found = [key for key in _LISTS if key in given]
+    if column is None:
+        if len(found) > 1:
+            raise DataError(f"{where}: has {' and '.join(found)}; name the one to learn as data.column")
+        return given
+    if column not in given:
+        raise DataError(f"{where}: has no key `{column}`, which data.column names; its keys: {', '.join(given)}")
+    first = next(iter(given[column]), None) if isinstance(given[column], list) else None
+    form = _LISTS[1] if isinstance(first, dict) and "from" in first else _LISTS[0]
+    return {key: value for key, value in given.items() if key not in (*_LISTS, column)} | {form: given[column]}
+
+
+def _dialogue(record: dict[str, Any], where: str, special: Sequence[str]) -> Dialogue:
     """The dialogue of a record in any of the forms. Raises DataError."""
-    if not line.strip():
-        raise DataError(f"{where}: is empty; wanted {WANTED}")
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: is no JSON: {error}") from error
-    keys = set(record) if isinstance(record, dict) else set()
+    keys = set(record)
     if "messages" in keys:
         messages = record["messages"]
     elif "conversations" in keys:

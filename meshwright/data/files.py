@@ -14,7 +14,6 @@ file's times is met at the next check only: remove the cache's `checked` folder 
 from __future__ import annotations
 
 import fcntl
-import gzip
 import hashlib
 import json
 import os
@@ -23,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from zlib import crc32
 
 from meshwright.errors import DataError
@@ -178,20 +177,3 @@ def check_file(path: Path, wanted: str, regions: Sequence[str], inspect: Inspect
         raise DataError(f"{path}: is damaged (its checksum is not the header's){where}{others}; {DAMAGE_REMEDY}")
     if complaint is not None:
         raise DataError(f"{path}: {complaint}; {DAMAGE_REMEDY}")
-
-
-def first_keys(path: Path) -> set[str]:
-    """The keys of a jsonl file's first object; none where there is no such thing, which reading it will report."""
-    if not path.is_file():  # a pipe would wait for its writer
-        return set()
-    try:
-        with open_file(path) as lines:
-            first = json.loads(next((line for line in lines if line.strip()), b"0"))
-    except (OSError, EOFError, ValueError):
-        return set()
-    return set(first) if isinstance(first, dict) else set()
-
-
-def open_file(path: Path) -> BinaryIO | gzip.GzipFile:
-    """A file's bytes, unpacked where its name ends in .gz."""
-    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from meshwright.data.chat import Spans, template_for
-from meshwright.data.corpus import Corpus, source_identity, source_name
+from meshwright.data.corpus import Corpus, source_identity, source_name, told_of
 from meshwright.data.dialogues import read_dialogues
 from meshwright.data.marks import UNASKED
 from meshwright.data.marks_section import END
@@ -48,12 +48,18 @@ def dialogue_corpus(data: MessagesData) -> Corpus:
     def read() -> Iterator[tuple[str, ...]]:
         path = Path(data.tokenizer).expanduser()
         special = load_tokenizer(path, UNASKED).special_tokens if path.is_file() else (END,)
-        for dialogue in read_dialogues(data.source, special):
+        for dialogue in read_dialogues(data.source, special, data.picks):
             text, spans = template.dialogue(dialogue)
             yield text, json.dumps(spans)
 
-    identity: list[object] = ["messages", source_identity(data.source), template.text, dict(template.tokens)]
-    return Corpus("messages", data.source, source_name(data.source), identity, read)
+    identity: list[object] = [
+        "messages",
+        source_identity(data.source, data.picks),
+        template.text,
+        dict(template.tokens),
+    ]
+    told = told_of(data.source, data.picks)
+    return Corpus("messages", data.source, source_name(data.source), identity, read, *told)
 
 
 def flagged(tokenizer: Tokenizer, text: str, spans: Spans) -> np.ndarray:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from meshwright.data.marks_section import AUTO, NONE
-from meshwright.data.section import PREPARED, TokenSection
+from meshwright.data.records_section import Picks, RecordSection
+from meshwright.data.section import PREPARED
 from meshwright.data.text_section import documents_are_kept_apart
 from meshwright.errors import DataError, Problem
 from meshwright.section import Rule, rule
@@ -40,8 +41,8 @@ def a_dialogue_ends(config: Config) -> Iterator[Problem]:
         yield Problem("data.end", data.end, "has no effect: a chat template ends what is said", f"{AUTO}, a token")
 
 
-class MessagesData(TokenSection):
-    """Dialogues: a jsonl file of them, or a folder of such files, as messages, sharegpt or alpaca (dialogues.py)."""
+class MessagesData(RecordSection):
+    """Dialogues: records of them in a file or a folder, as messages, sharegpt or alpaca (dialogues.py)."""
 
     kind: Literal["messages"]
     gives: ClassVar[str] = "tokens"
@@ -51,9 +52,9 @@ class MessagesData(TokenSection):
     template_by: ClassVar[str] = "meshwright.data.chat:template_for"
     claimed_by: ClassVar[str] = "meshwright.data.dialogues:claims_dialogues"
     source_names: ClassVar[tuple[str, ...]] = ()
-    source_forms: ClassVar[str] = "a jsonl file of dialogues, a folder of these, a prepared folder"
+    source_forms: ClassVar[str] = "a jsonl, json or parquet file of dialogues, a folder of these, a prepared folder"
     rules: ClassVar[tuple[Rule, ...]] = (
-        *TokenSection.rules,
+        *RecordSection.rules,
         there_is_a_template,
         documents_are_kept_apart,
         a_dialogue_ends,
@@ -69,3 +70,9 @@ class MessagesData(TokenSection):
     """A file with the chat template; null: the tokenizer's own, beside its tokenizer.json."""
     overlong: Literal["drop", "cut"] = "drop"
     """Dialogues longer than sequence are left out (drop), or their beginnings read (cut)."""
+    column: str | None = None
+    """The key or column of a record that has its messages; null: messages, conversations."""
+
+    @property
+    def picks(self) -> Picks:
+        return Picks(self.split, self.column)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ from meshwright.data.sampler import Permutation, ShuffledSamples
 from meshwright.data.split import Split, plan_split, split_records
 from meshwright.data.text_section import BLOCK, MIXTURE, MixedSection, shares_of
 from meshwright.data.tokenizer import BPE_PREFIX, make_tokenizer
+from meshwright.data.told import read_lines
 from meshwright.environment import cache_folder
 from meshwright.errors import DataError
 
@@ -77,7 +78,7 @@ def mixture_for(data: MixedSection, cache: Path, progress: ShowProgress) -> Path
 
 def _common_tokenizer(data: MixedSection, cache: Path, progress: ShowProgress) -> str:
     """The tokenizer of all sources; one that is trained becomes a file of the cache."""
-    corpora = [text_corpus(source) for source in data.weights if not is_prepared(Path(source).expanduser())]
+    corpora = [text_corpus(source, data.picks) for source in data.weights if not is_prepared(Path(source).expanduser())]
     if not data.tokenizer.startswith(BPE_PREFIX) or not corpora:
         return data.tokenizer
     facts = [[corpus.identity for corpus in corpora], data.tokenizer, data.validation]
@@ -135,7 +136,8 @@ def open_sources(data: MixedSection, config: Config, folder: Path) -> Opened:
         mixed = MixedSamples(each, [part.share for part in parts], config.seed)
         return mixed, told if split == "train" else ""
 
-    return open_splits(config, samples, parts[0].packed.tokenizer)
+    opened = open_splits(config, samples, parts[0].packed.tokenizer)
+    return replace(opened, notes=(*(line for part in parts for line in read_lines(part.packed)), *opened.notes))
 
 
 class MixedSamples:

@@ -36,9 +36,26 @@ _SCAN_TOKENS = 2**22
 class SplitFacts(Section):
     """Counts of one split. `words` are separated by white space, for perplexity per word."""
 
-    tokens: Positive
-    documents: Positive
+    tokens: Count
+    documents: Count
     words: Count
+
+
+class ReadFacts(Section):
+    """The files and records that a corpus was read from."""
+
+    files: Count
+    """0 for a source that is a name."""
+    names: tuple[str, ...] = ()
+    """The first files, relative to the source."""
+    split: str | None = None
+    """The split that was read, where the source shows one."""
+    left_out: tuple[str, ...] = ()
+    """Files of the source's folder that were not read, the first of them."""
+    records: Positive
+    first: str
+    last: str
+    """The beginnings of the first and the last record, in printable characters."""
 
 
 class Header(Section):
@@ -64,6 +81,9 @@ class Header(Section):
     corpus_sha256: str
     train: SplitFacts
     validation: SplitFacts
+    """All counts are 0 where validation_share is."""
+    read: ReadFacts | None = None
+    """The files and records; null in folders that version 0.1.0 prepared."""
     sha256: dict[str, str]
     """Checksums of the folder's other files."""
     regions: dict[str, tuple[str, ...]] = Field(default_factory=dict)
@@ -87,6 +107,8 @@ class PackedCorpus:
 
     def tokens(self, split: Split) -> np.ndarray:
         """The split's token ids [num_tokens], mapped from the file and read-only."""
+        if not self.header.facts(split).tokens:  # an empty file cannot be mapped
+            return np.empty(0, self.header.numpy_dtype)
         return np.asarray(np.memmap(self.folder / TOKEN_FILES[split], dtype=self.header.numpy_dtype, mode="r"))
 
     def name(self, split: Split) -> str:
@@ -154,6 +176,9 @@ def open_packed(folder: Path, verify: bool = False) -> PackedCorpus:
     agrees = tokenizer.vocabulary_size == header.vocabulary_size
     for split in SPLITS if header.kind != "messages" else ():
         tokens = packed.tokens(split)
+        if not len(tokens):
+            agrees &= split == "validation" and header.validation_share == 0
+            continue
         agrees &= header.begin is None or int(tokens[0]) == header.begin
         agrees &= not header.ends or int(tokens[-1]) == header.end
     if not agrees:

@@ -35,6 +35,7 @@ from meshwright.data.packed import (
 from meshwright.data.section import TokenSection
 from meshwright.data.split import SPLITS, SplitPlan, plan_split, split_records
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer, pieces, tokenizer_kind
+from meshwright.data.told import read_facts
 from meshwright.environment import cache_folder
 from meshwright.errors import DataError
 from meshwright.outputs import free_path
@@ -65,8 +66,8 @@ def pack(
     beginning. Raises DataError if the source or tokenizer
     cannot be read, if the corpus is too small for two splits, or if `out` holds something else.
     """
-    if not 0 < validation < 1:
-        raise DataError(f"validation={validation}: is no share; valid: between 0 and 1, such as 0.05")
+    if not 0 <= validation < 1:
+        raise DataError(f"validation={validation}: is no share; valid: 0, or a number below 1, such as 0.05")
     kind, asked = tokenizer_kind(tokenizer), asked if corpus.kind != "pairs" else asked._replace(begin=NONE)
     if out.exists() and not is_prepared(out) and (out.is_file() or any(out.iterdir())):
         raise DataError(f"{out}: exists and is no prepared folder; give another folder, such as {free_path(out)}")
@@ -231,6 +232,7 @@ def _write(
         validation=writers["validation"].facts,
         sha256={TOKENIZER: file_sha256(folder / TOKENIZER), **{name: file.sha256 for name, file in sums.items()}},
         regions={name: file.regions for name, file in sums.items()},
+        read=read_facts(corpus, plan),
         **facts,
     )
 

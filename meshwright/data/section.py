@@ -85,7 +85,7 @@ class DataSection(Section):
     """The function of what a user wrote behind `claims`; none where no source tells the kind."""
     source_names: ClassVar[tuple[str, ...]] = (STDLIB, UNICODE)
     """The sources that are no paths."""
-    source_forms: ClassVar[str] = "a text, json, jsonl, csv or parquet file, a folder of these, a prepared folder"
+    source_forms: ClassVar[str] = "a text, jsonl, json, csv, tsv or parquet file, a folder of these, a prepared folder"
     reads_folders_alone: ClassVar[bool] = False
     reads_hub: ClassVar[bool] = False
     header: ClassVar[str] = PREPARED

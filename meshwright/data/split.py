@@ -22,6 +22,10 @@ from meshwright.errors import DataError
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 
+MOST_SHOWN = 60
+"""Characters of a record that are shown."""
+_LONG = 1000
+"""Characters of a text that may be cut where it has no space."""
 _REPORT_EVERY = 256
 
 
@@ -38,6 +42,9 @@ class SplitPlan:
     tail_of: int | None
     """The document whose tail is held out instead, where whole documents cannot give the share."""
     tail_characters: int
+    first: str = ""
+    last: str = ""
+    """The beginnings of the first and the last record."""
 
 
 def plan_split(corpus: Corpus, validation: float, progress: ShowProgress) -> SplitPlan:
@@ -46,7 +53,10 @@ def plan_split(corpus: Corpus, validation: float, progress: ShowProgress) -> Spl
     Raises DataError if there is no text at all, or too few pairs or dialogues, which are not cut.
     """
     hashes, lengths, whole = array("Q"), array("Q"), hashlib.sha256()
+    first = last = ""
     for texts in corpus.read():
+        last = texts[0][:MOST_SHOWN]
+        first = first or last
         # A pair is one record: its two sides must not be parted.
         text = "\t".join(texts)
         digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
@@ -60,12 +70,14 @@ def plan_split(corpus: Corpus, validation: float, progress: ShowProgress) -> Spl
         raise DataError(f"{corpus.where}: holds no text")
     total = sum(lengths)
     held_out = _choose(np.array(hashes, np.uint64), np.array(lengths, np.int64), total * validation)
+    if not validation:
+        return SplitPlan(len(hashes), total, whole.hexdigest(), frozenset(), None, 0, first, last)
     if not held_out and corpus.kind != "text":
         things = {"pairs": "pairs", "messages": "dialogues"}[corpus.kind]
         different = len(set(hashes))  # equal ones are held out together
         counted = f"{len(hashes)} {things}" + (f" ({different} of them different)" if different < len(hashes) else "")
         has = f"has {counted}, too few to hold out data.validation={validation} of them"
-        raise DataError(f"{corpus.where}: {has}; give more {things}, or a larger share")
+        raise DataError(f"{corpus.where}: {has}; give more {things}, a larger share, or 0 to hold out none")
     longest = max(range(len(lengths)), key=lengths.__getitem__)
     return SplitPlan(
         num_records=len(hashes),
@@ -74,6 +86,8 @@ def plan_split(corpus: Corpus, validation: float, progress: ShowProgress) -> Spl
         held_out=held_out,
         tail_of=None if held_out else longest,
         tail_characters=max(1, round(total * validation)),
+        first=first,
+        last=last,
     )
 
 
@@ -112,12 +126,16 @@ def _choose(hashes: np.ndarray, lengths: np.ndarray, target: float) -> frozenset
 
 
 def _tail_start(source: str, text: str, tail: int) -> int:
-    """The start of the held-out tail of about `tail` characters: at a line's start, both parts with words in them."""
+    """The start of the held-out tail of about `tail` characters: the nearest line's start, or the nearest space where
+    lines are much longer than the tail; in a long text without spaces any character. Both parts have words in them."""
     # Never more than half: the longest document may be shorter than twice the share.
     wanted = max(len(text) - tail, len(text) // 2)
-    before, after = text.rfind("\n", 0, wanted) + 1, text.find("\n", wanted) + 1
-    for start in (before, after):
-        if text[:start].strip() and text[start:].strip():
+    lines = (text.rfind("\n", 0, wanted) + 1, text.find("\n", wanted) + 1)
+    spaces = (text.rfind(" ", 0, wanted), text.find(" ", wanted))
+    near = [start for start in (*lines, *spaces) if abs(start - wanted) <= 2 * tail]
+    anywhere = (wanted,) if len(text) >= _LONG else ()
+    for start in (*near, *anywhere, *spaces, *lines):
+        if start > 0 and text[:start].strip() and text[start:].strip():
             return start
-    hint = "give a text of more lines, or more documents"
+    hint = "give a longer text or more documents, or data.validation=0 to hold out none"
     raise DataError(f"{source}: is too small to hold out a validation split: {hint}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from meshwright.data.marks_section import AUTO, NONE
-from meshwright.data.section import TokenSection
+from meshwright.data.records_section import Picks, RecordSection
 from meshwright.errors import ConfigError, Problem
 from meshwright.registry import entries
 from meshwright.section import Rule, rule
@@ -50,16 +50,22 @@ def every_source_has_a_share(config: Config) -> Iterator[Problem]:
             yield Problem(f"data.mixture.{source}", data.weights[source], rule_text, "a larger weight, or leave it out")
 
 
-class MixedSection(TokenSection):
+class MixedSection(RecordSection):
     """Base of the kinds whose samples may come from several sources."""
 
-    rules: ClassVar[tuple[Rule, ...]] = (*TokenSection.rules, every_source_has_a_share)
+    rules: ClassVar[tuple[Rule, ...]] = (*RecordSection.rules, every_source_has_a_share)
     reads_hub: ClassVar[bool] = True
     prepared_by: ClassVar[str] = "meshwright.data.mixture:prepare_sources"
     opened_by: ClassVar[str] = "meshwright.data.mixture:open_sources"
 
     mixture: Annotated[tuple[tuple[str, Annotated[float, Field(gt=0)]], ...], BeforeValidator(parse_weights)] = ()
     """Several sources and the weight of each, in place of source: {wiki.txt: 3, stdlib: 1}."""
+    column: str | None = None
+    """The key or column of a record that has its text; null: text."""
+
+    @property
+    def picks(self) -> Picks:
+        return Picks(self.split, self.column)
 
     @property
     def weights(self) -> dict[str, float]:

@@ -21,6 +21,8 @@ _DECISIVE = ("seed", "model.", "data.", "batch.global")
 _FREE = ("model.dropout",)
 _OF_THE_SOURCE = (
     "data.source",
+    "data.split",
+    "data.column",
     "data.mixture",
     "data.target",
     "data.languages",

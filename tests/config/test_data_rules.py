@@ -31,7 +31,7 @@ def files(tmp_path: Path) -> dict[str, str]:
 def test_pairs_have_a_form(files: dict[str, str]) -> None:
     text, tsv, jsonl = files["a.txt"], files["a.tsv"], files["a.jsonl"]
     (line,) = mistakes(TRANSFORMER, {"source": text})
-    valid = "stdlib, a tsv or jsonl file, a prepared folder, or a text file with data.target"
+    valid = "stdlib, a tsv file, records (jsonl, json, csv, parquet), a prepared folder, or a text with data.target"
     assert line == f"data.source={text} holds no pairs of texts; valid: {valid}"
     (line,) = mistakes(TRANSFORMER, {"source": text, "target": "/no/such"})
     assert line == "data.target=/no/such is no such file; valid: a text file, whose line i goes with line i"

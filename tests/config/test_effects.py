@@ -33,6 +33,7 @@ ALWAYS = {
     ),
     *("batch.global", "batch.micro", "bits.kind"),
     *("data.mixture", "data.validation"),  # eval measures on what is held out, whether the run validated or not
+    *("data.split", "data.column"),  # refused by a rule of their own, which looks at the source (records_section.py)
     *("data.kind", "data.tokenizer", "data.sequence", "data.target", "data.languages", "data.buckets"),
     *("data.begin", "data.end", "data.documents", "data.template", "data.overlong", "data.held_out", "data.stride"),
     *("layout.data.size", "layout.pipeline.size", "layout.context.size", "layout.transport", "layout.ranks_per_node"),

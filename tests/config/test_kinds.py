@@ -140,6 +140,8 @@ def test_a_program_may_leave_fields_of_another_kind() -> None:
         "validation": 0.05,
         "tokenizer": "bytes",
         "sequence": 64,
+        "split": None,
+        "column": None,
         "begin": "auto",
         "end": "auto",
         "documents": "joined",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +13,7 @@ import pytest
 from meshwright.config import parse_config
 from meshwright.data import corpus
 from meshwright.data.corpus import documents, source_identity, source_name
+from meshwright.data.records_section import Picks
 from meshwright.errors import ConfigError, DataError
 
 
@@ -27,7 +27,7 @@ def test_stdlib_is_python_source_without_tests() -> None:
     assert source_name("stdlib").startswith("stdlib of Python 3.")
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.py", "wiki.train.tokens", "no_suffix"])
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "README.md", "a.py", "wiki.train.tokens", "wiki.train", "text8"])
 def test_a_text_file_is_one_document(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(" = Title = \r\n\n text <unk> é\n".encode())
     assert list(documents(str(tmp_path / name))) == [" = Title = \r\n\n text <unk> é\n"]
@@ -100,7 +100,7 @@ def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / ".git").mkdir()
     (tmp_path / "b.txt").write_text("second")
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "first"}))
+    (tmp_path / "a.tokens").write_text("first")
     (tmp_path / "sub" / "c.md").write_text("third")
     (tmp_path / ".git" / "config").write_text("hidden")
     assert list(documents(str(tmp_path))) == ["first", "second", "third"]
@@ -111,7 +111,10 @@ def test_a_folder_skips_no_file_silently(tmp_path: Path) -> None:
         list(documents(str(tmp_path)))
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "b.bin").write_bytes(b"ab\xff\xfe")
-    with pytest.raises(DataError, match=r"b\.bin: is no UTF-8 text \(byte 2\)"):
+    with pytest.raises(DataError, match=r"b\.bin: has the suffix \.bin, which is not read; move it out of"):
+        list(documents(str(tmp_path)))
+    (tmp_path / "b.bin").rename(tmp_path / "b.txt")
+    with pytest.raises(DataError, match=r"b\.txt: is no UTF-8 text \(byte 2\)"):
         list(documents(str(tmp_path)))
 
 
@@ -128,8 +131,13 @@ def test_hugging_face_datasets(tmp_path: Path) -> None:
     datasets.DatasetDict({"train": one}).save_to_disk(str(tmp_path / "dict"))
     assert list(documents(str(tmp_path / "dict"))) == ["a b", "c"]
     datasets.DatasetDict({"train": one, "test": one}).save_to_disk(str(tmp_path / "two"))
-    with pytest.raises(DataError, match=r"two: holds the splits train, test: give one of them, as .*two/train"):
+    with pytest.raises(
+        DataError, match=r"two: holds the splits train, test: give one of them, as data.split=train, or"
+    ):
         list(documents(str(tmp_path / "two")))
+    assert list(documents(str(tmp_path / "two"), Picks("test"))) == ["a b", "c"]
+    with pytest.raises(DataError, match=r"data.split=dev: is no split of .*two; valid: train, test"):
+        list(documents(str(tmp_path / "two"), Picks("dev")))
     assert list(documents(str(tmp_path / "two" / "test"))) == ["a b", "c"]
     one.remove_columns("text").save_to_disk(str(tmp_path / "bare"))
     with pytest.raises(DataError, match="bare: has no column `text`; its columns: id"):
@@ -203,17 +211,20 @@ def test_characters_are_named_in_the_order_of_the_code_charts() -> None:
 
 def test_json_lists_and_csv_tables(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('[{"text": "one", "more": 1}, "two"]')
+    assert list(documents(str(tmp_path / "a.json"))) == ["one", "two"]
     (tmp_path / "b.csv").write_text('id,text\n1,"three, with a ""quote"" and\na line"\n2,four\n')
-    assert list(documents(str(tmp_path))) == ["one", "two", 'three, with a "quote" and\na line', "four"]
+    assert list(documents(str(tmp_path / "b.csv"))) == ['three, with a "quote" and\na line', "four"]
+    with pytest.raises(DataError, match=r"holds files of several forms: json \(a.json\), csv \(b.csv\)"):
+        list(documents(str(tmp_path)))
 
 
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        ("a.json", '{"text": "one"}', r"a.json: is no JSON list; wanted"),
-        ("a.json", '{"text": "one"}\n{"text": "two"}', r"a.json: is no JSON: .*; a file of one record a line is named"),
+        ("a.json", '{"text": "one"}', r"a.json: is one JSON object of the keys text; wanted a list of records"),
+        ("a.json", "[1", r"a.json: is no JSON: "),
         ("a.json", '[{"txt": "one"}]', r"a.json record 1: has no key `text`; its keys: txt"),
-        ("a.json", '["one", 2]', r"a.json record 2: `text` holds no string but 2"),
+        ("a.json", '["one", 2]', r"a.json record 2: is no JSON object; wanted"),
         ("a.csv", "id,txt\n1,one\n", r"a.csv: has no column `text`; its columns: id, txt"),
         ("a.csv", "id,text\n1\n", r"a.csv line 2: has fewer fields than the first line has names"),
         ("a.csv", "id,text\n1,one,two\n", r"a.csv line 2: has more fields than the first line has names"),

@@ -155,7 +155,7 @@ def test_forms_need_no_word(record: dict[str, Any], tmp_path: Path) -> None:
     source.write_text("".join(lines))
     config = config_for(tmp_path, source, make_tokenizer(tmp_path / "tokenizer"))
     assert config.data.kind == "messages"
-    assert "dialogues in" in opened(config).notes[0]
+    assert "dialogues in" in opened(config).notes[2]
 
 
 def test_a_text_beside_an_instruction_is_a_text(tmp_path: Path) -> None:

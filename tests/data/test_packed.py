@@ -144,7 +144,7 @@ def test_a_folder_of_something_else_is_left_alone(source: str, tmp_path: Path) -
     [
         ("bpe:9", 0.1, "tokenizer bpe:9: .*SIZE >= 257"),
         ("gone.json", 0.1, "tokenizer gone.json: no such file; valid: bytes"),
-        ("bytes", 0.0, "validation=0.0: is no share"),
+        ("bytes", -0.1, "validation=-0.1: is no share"),
     ],
 )
 def test_bad_requests_are_refused(source: str, tmp_path: Path, tokenizer: str, validation: float, message: str) -> None:

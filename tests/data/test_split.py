@@ -64,7 +64,7 @@ def test_a_tiny_document_beside_huge_ones_is_no_validation_split(tmp_path: Path)
     assert "".join(sorted(found["train"] + found["validation"])).count("tiny") == 1
 
 
-@pytest.mark.parametrize("text", ["one line without an end", "one line\n", "words\n\n\n  \n"])
+@pytest.mark.parametrize("text", ["one-word-without-an-end", "word\n", "words\n\n\n  \n"])
 def test_too_small_a_corpus_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.txt").write_text(text)
     with pytest.raises(DataError, match=r"a\.txt: is too small to hold out a validation split"):

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.data.corpus import checked_text, source_files
+from meshwright.data.records import checked_text
+from meshwright.data.source_files import plain_files
 from meshwright.errors import DataError
 
 LETTERS = "ABCDEFGH"
@@ -157,7 +158,7 @@ class RaceQuestion:
 
 def race_questions(folder: Path, choices: int) -> Iterator[RaceQuestion]:
     """The questions of RACE's folder, each of so many choices, by the files' names. Raises DataError."""
-    for path in source_files(str(folder), ".txt"):
+    for path in plain_files(str(folder), ".txt"):
         entry = _json(path)
         try:
             passage = checked_text(entry["article"], str(path), "article")

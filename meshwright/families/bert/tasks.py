@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from meshwright.data.corpus import source_identity
+from meshwright.data.corpus import path_identity
 from meshwright.data.dataset import Opened, open_splits
 from meshwright.data.files import DAMAGE_REMEDY, ShowProgress, check_once, file_sha256, folder_lock, staged_folder
 from meshwright.data.marks_section import NO_BEGIN
@@ -174,7 +174,7 @@ def prepare_task(data: TaskSection, config: Config, progress: ShowProgress) -> P
     else:
         kind = tokenizer_kind(data.tokenizer)
         tokenizer = [kind, file_sha256(Path(data.tokenizer).expanduser())] if kind == "file" else [kind]
-        sources = [source_identity(source) for source in (data.source, data.held_out) if source is not None]
+        sources = [path_identity(source) for source in (data.source, data.held_out) if source is not None]
         # The folder's name is a hash of everything that the rows depend on, so no stale folder is read.
         facts = [_FORMAT, sources, tokenizer, data.validation, _fields(config, data)]
         out = cache / f"task-{hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]}"

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from meshwright.data.forms_section import form_of
+from meshwright.data.records_section import RecordSection
 from meshwright.data.section import (
     BUCKET_MULTIPLE,
     DIGITS,
@@ -14,7 +16,6 @@ from meshwright.data.section import (
     SENTINELS,
     STDLIB,
     Lengths,
-    TokenSection,
 )
 from meshwright.data.text_section import MixedSection
 from meshwright.errors import Problem
@@ -25,12 +26,13 @@ if TYPE_CHECKING:
     from meshwright.config import Config
 
 
-GZIP = ".gz"
-
-
-def suffix(source: str) -> str:
-    """The form that a file's name tells: .tsv for wmt.tsv.gz."""
-    return Path(source.removesuffix(GZIP)).suffix.lower()
+def pairs_form(source: str) -> str:
+    """The form by which a source holds both texts of a pair: tsv, records; empty where it is a text."""
+    path = Path(source).expanduser()
+    form = form_of(path)
+    if path.is_dir():
+        return "records"
+    return "" if form in ("text", None) else "tsv" if form == "tsv" else "records"
 
 
 @rule("model.family", "data.kind", "data.source", "data.target", "data.languages")
@@ -39,21 +41,20 @@ def pairs_have_a_form(config: Config) -> Iterator[Problem]:
     assert isinstance(data, PairData), data
     if data.source == DIGITS:
         return
-    form = STDLIB if data.source == STDLIB else suffix(data.source)
-    prepared = (Path(data.source).expanduser() / PREPARED).is_file()
     # Forms that hold both texts of a pair; a plain text file needs its partner.
-    alone = form in (STDLIB, ".tsv", ".jsonl") or prepared
+    form = STDLIB if data.source == STDLIB else pairs_form(data.source)
+    alone = form != ""
     if data.target is not None and alone:
         rule_text = f"has no effect: data.source={data.source} holds both texts of a pair"
         yield Problem("data.target", data.target, rule_text, "leave it out")
     elif data.target is not None and not Path(data.target).expanduser().is_file():
         yield Problem("data.target", data.target, "is no such file", "a text file, whose line i goes with line i")
     elif data.target is None and not alone and Path(data.source).expanduser().exists():
-        valid = "stdlib, a tsv or jsonl file, a prepared folder, or a text file with data.target"
+        valid = "stdlib, a tsv file, records (jsonl, json, csv, parquet), a prepared folder, or a text with data.target"
         yield Problem("data.source", data.source, "holds no pairs of texts", valid)
-    if data.languages is not None and form != ".jsonl":
+    if data.languages is not None and (form != "records" or (Path(data.source).expanduser() / PREPARED).is_file()):
         named = f"[{', '.join(data.languages)}]"
-        yield Problem("data.languages", named, "names keys of a jsonl file, which data.source is not", "leave it out")
+        yield Problem("data.languages", named, "names keys of records, which data.source has not", "leave it out")
 
 
 @rule("data.buckets", "data.sequence")
@@ -87,8 +88,8 @@ def buckets_are_cut_evenly(config: Config) -> Iterator[Problem]:
             yield Problem(cut.by, cut.parts, rule_text, listed(divisors(BUCKET_MULTIPLE)))
 
 
-class PairData(TokenSection):
-    """Pairs of texts: stdlib (functions and their docstrings), a tsv or jsonl file, or a text file and `target`."""
+class PairData(RecordSection):
+    """Pairs of texts: stdlib (functions and their docstrings), a tsv file, records, or a text file and `target`."""
 
     kind: Literal["pairs"]
     gives: ClassVar[str] = "sequences"
@@ -97,18 +98,25 @@ class PairData(TokenSection):
     samples_by: ClassVar[str] = "meshwright.families.seq2seq.pairs_samples:pair_samples"
     claimed_by: ClassVar[str] = "meshwright.families.seq2seq.pairs:claims_pairs"
     source_names: ClassVar[tuple[str, ...]] = (STDLIB,)
-    source_forms: ClassVar[str] = "a tsv or jsonl file, a text file and its target, a prepared folder"
+    source_forms: ClassVar[str] = (
+        "a tsv, jsonl, json, csv or parquet file, a folder of these, a text file and its target, a prepared folder"
+    )
     rules: ClassVar[tuple[Rule, ...]] = (
-        *(*TokenSection.rules, pairs_have_a_form),
+        *(*RecordSection.rules, pairs_have_a_form),
         *(buckets_differ_in_length, stages_send_one_shape, buckets_are_cut_evenly),
     )
 
     target: str | None = None
     """The text file whose line i is the target of the source's line i."""
     languages: tuple[str, str] | None = None
-    """The two keys of a jsonl file's pairs, from and to: [en, de]; null: source, target."""
+    """The two keys of a record's pair, from and to: [en, de]; null: source, target."""
     buckets: Positive = 1
     """Lengths up to sequence that batches are padded to: pairs of like length share a batch."""
+
+    @property
+    def by_suffix(self) -> bool:
+        # Of two text files that are partners each is named as such, whatever its suffix: train.en, train.de.
+        return self.target is None
 
 
 class SpanData(MixedSection):

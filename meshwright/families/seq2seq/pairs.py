@@ -3,12 +3,13 @@
 | `data.source` | other fields | a pair |
 |---|---|---|
 | stdlib | | a function of Python's standard library without its docstring, and the docstring's first paragraph |
-| FILE.tsv | | a line's two columns |
-| FILE.jsonl | | a line's {"source": ..., "target": ...} |
-| | languages: [en, de] | a line's {"en": ..., "de": ...}, or {"translation": {"en": ..., "de": ...}} as WMT has it |
+| FILE.tsv | | a line's two columns, without a row of names |
+| records (data/records.py) | | a record's {"source": ..., "target": ...} |
+| | languages: [en, de] | a record's {"en": ..., "de": ...}, or {"translation": {"en": ..., "de": ...}} as WMT has it |
 | FILE | target: FILE | line i of one file, and line i of the other |
 
-Files may be compressed (FILE.tsv.gz). Pairs of which one text is blank have nothing to teach and are left out.
+Files may be compressed (FILE.tsv.gz); records may be in a folder of one split. Pairs with a blank text have nothing to
+teach and are left out.
 """
 
 from __future__ import annotations
@@ -17,18 +18,19 @@ import ast
 import inspect
 import textwrap
 import warnings
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from meshwright.data.corpus import STDLIB, Corpus, checked_text, documents, json_records, source_identity, source_name
-from meshwright.data.files import first_keys, open_file
-from meshwright.data.section import PREPARED
+from meshwright.data.corpus import STDLIB, Corpus, documents, path_identity, source_identity, source_name, told_of
+from meshwright.data.records import checked_text, first_record, read_records, text_lines
+from meshwright.data.records_section import Picks
+from meshwright.data.section import DIGITS, HUB, PREPARED, UNICODE
+from meshwright.data.source_files import choose_files, existing
 from meshwright.errors import DataError
-from meshwright.families.seq2seq.data_section import PairData, suffix
+from meshwright.families.seq2seq.data_section import PairData, pairs_form
 
 Pair = tuple[str, str]
 """A source, which is read, and its target, which is to be written."""
@@ -46,15 +48,19 @@ def pair_corpus(data: PairData) -> Corpus:
     The order is that of the source, the same on every machine.
     """
     files = [data.source] if data.target is None else [data.source, data.target]
-    identity: list[object] = ["pairs", [source_identity(file) for file in files], data.languages]
-    name = ", ".join(source_name(file) for file in files)
     for path in (Path(file).expanduser() for file in files if file != STDLIB):
-        if not path.is_file():
-            raise DataError(f"{path}: is no file; pairs are in a tsv or jsonl file, or in two text files")
+        if not existing(str(path)).is_file() and (data.target is not None or not path.is_dir()):
+            raise DataError(f"{path}: is no file; pairs are in a tsv file, in records, or in two text files")
     pairs = _reader(data)  # here, so that a form that cannot be is refused before anything is read
+    if data.target is None:
+        facts, told = [source_identity(data.source, data.picks)], told_of(data.source, data.picks)
+    else:
+        facts, told = [path_identity(file) for file in files], (tuple(Path(file).name for file in files), None, ())
+    identity: list[object] = ["pairs", facts, data.languages]
+    name = ", ".join(source_name(file) for file in files)
     return Corpus(
         "pairs", ", ".join(files), name, identity,
-        lambda: ((source, target) for source, target in pairs() if source.strip() and target.strip()),
+        lambda: ((source, target) for source, target in pairs() if source.strip() and target.strip()), *told,
     )  # fmt: skip
 
 
@@ -65,12 +71,13 @@ def _reader(data: PairData) -> Callable[[], Iterable[Pair]]:
     if data.target is not None:
         target = Path(data.target).expanduser()
         return lambda: _partners(source, target)
-    match suffix(data.source):
-        case ".tsv":
+    match pairs_form(data.source):
+        case "tsv":
             return lambda: _columns(source)
-        case ".jsonl":
-            return lambda: _records(source, data.languages)
-    raise DataError(f"{source}: is a text without its partner: name that as data.target, or give a tsv or jsonl file")
+        case "records":
+            return lambda: _records(data.source, data.picks, data.languages)
+    hint = "name that as data.target, or give a tsv file, or records (jsonl, json, csv, parquet)"
+    raise DataError(f"{source}: is a text without its partner: {hint}")
 
 
 def claims_pairs(data: Mapping[str, Any]) -> bool:
@@ -78,17 +85,20 @@ def claims_pairs(data: Mapping[str, Any]) -> bool:
     if data.get("target") is not None or data.get("languages") is not None:
         return True
     source = str(data.get("source", STDLIB))
-    path, form = Path(source).expanduser(), suffix(source)
-    if form == ".jsonl":
-        return bool({*_KEYS, TRANSLATION} & first_keys(path))
-    header = path / PREPARED
-    return form == ".tsv" or (header.is_file() and '"kind": "pairs"' in header.read_text(encoding="utf-8"))
+    if source in (STDLIB, UNICODE, DIGITS) or source.startswith(HUB):
+        return False
+    header = Path(source).expanduser() / PREPARED
+    if header.is_file():
+        return '"kind": "pairs"' in header.read_text(encoding="utf-8")
+    form, split = pairs_form(source), data.get("split")
+    keys = first_record(source, split if isinstance(split, str) else None) if form == "records" else {}
+    return form == "tsv" or not keys.keys().isdisjoint((*_KEYS, TRANSLATION))
 
 
 def _partners(source: Path, target: Path) -> Iterator[Pair]:
     # zip would drop the rest in silence; a line that is missing in the middle shows at the end, where it has shifted
     # all pairs behind it.
-    for number, (left, right) in enumerate(zip_longest(_lines(source), _lines(target)), start=1):
+    for number, (left, right) in enumerate(zip_longest(text_lines(source), text_lines(target)), start=1):
         if left is None or right is None:
             longer, shorter = (target, source) if left is None else (source, target)
             raise DataError(f"{longer} line {number}: has no partner, {shorter} ends after {number - 1} lines")
@@ -96,7 +106,7 @@ def _partners(source: Path, target: Path) -> Iterator[Pair]:
 
 
 def _columns(path: Path) -> Iterator[Pair]:
-    for number, line in enumerate(_lines(path), start=1):
+    for number, line in enumerate(text_lines(path), start=1):
         columns = line.split("\t")
         if len(columns) == 2:
             yield columns[0], columns[1]
@@ -105,10 +115,12 @@ def _columns(path: Path) -> Iterator[Pair]:
             raise DataError(f"{path} line {number}: has {len(columns)} columns; wanted: source, tab, target")
 
 
-def _records(path: Path, languages: tuple[str, str] | None) -> Iterator[Pair]:
+def _records(source: str, picks: Picks, languages: tuple[str, str] | None) -> Iterator[Pair]:
     keys = languages or _KEYS
     wanted = f'{{"{keys[0]}": ..., "{keys[1]}": ...}}'
-    for where, record in json_records(_lines(path), path, wanted):
+    for where, record in read_records(choose_files(source, picks.split)):
+        if not isinstance(record, dict):
+            raise DataError(f"{where}: is no JSON object; wanted {wanted}")
         # WMT's records lie one level deeper.
         texts = record.get(TRANSLATION, record)
         if not isinstance(texts, dict):
@@ -117,22 +129,8 @@ def _records(path: Path, languages: tuple[str, str] | None) -> Iterator[Pair]:
             if key not in texts:
                 has = f"has no key `{key}`; its keys: {', '.join(texts) or 'none'}"
                 raise DataError(f"{where}: {has}; name two of them as data.languages=[FROM, TO]")
-        source, target = (checked_text(texts[key], where, key) for key in keys)
-        yield source, target
-
-
-def _lines(path: Path) -> Iterator[str]:
-    """The file's lines without their ends. Only a line feed ends one: Unicode's other separators are text."""
-    number = 1
-    try:
-        with open_file(path) as file:
-            for line in file:
-                yield line.decode().rstrip("\r\n")
-                number += 1
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} line {number}: is no UTF-8 text; convert the file to UTF-8") from error
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read from line {number} on: {error}") from error
+        left, right = (checked_text(texts[key], where, key) for key in keys)
+        yield left, right
 
 
 def docstring_pairs() -> Iterator[Pair]:

@@ -116,8 +116,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
             read(data(tmp_path / "b.tsv.gz"))
     with pytest.raises(DataError, match=r"c.tsv: no such file or folder"):
         pair_corpus(data(tmp_path / "c.tsv"))
-    with pytest.raises(DataError, match=r"is no file; pairs are in a tsv or jsonl file"):
-        pair_corpus(data(tmp_path))
+    with pytest.raises(DataError, match=r"is no file; pairs are in a tsv file, in records, or in two text files"):
+        pair_corpus(data(tmp_path, target=str(tmp_path / "a.tsv")))
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(DataError, match=r"a.txt: is a text without its partner"):
         pair_corpus(data(tmp_path / "a.txt"))

@@ -1,0 +1,262 @@
+"""The one reader of records: every kind of data reads its files through `read_records`.
+
+A record is a text (a text file, or an element of a JSON list of texts), or an object by keys or columns. Each has its
+place for messages: file and line, record or row. Blank lines of JSON lines, byte-order marks of UTF-8 and Windows' line
+ends mean nothing.
+
+No file is read by `datasets`, whose readers copy the corpus into their own cache, take 1 s to import, name no line in
+an error, and accept some lines that are no JSON ({"text": 3, }).
+"""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import csv
+import gzip
+import importlib
+import io
+import json
+import lzma
+import sys
+import zlib
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Any, cast
+
+from meshwright.data.forms_section import compression_of
+from meshwright.data.source_files import Chosen, choose_files
+from meshwright.errors import DataError
+
+Record = tuple[str, Any]
+"""The place of a record, for messages, and its value: a text, or an object."""
+Wanted = Collection[str] | None
+"""The columns of a table that are read, each of which must be there; None: all."""
+
+_UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
+_FIRST_BYTES = 2**16
+_MOST_BYTES = 2**24
+"""The first record of a JSON list is searched in so many bytes."""
+
+
+def read_records(chosen: Chosen, wanted: Wanted = None) -> Iterator[Record]:
+    """Yield every record of the files. Raises DataError naming the file, the place and the fault."""
+    if chosen.form is None:
+        yield from saved_rows(chosen.root, wanted)
+        return
+    for path in chosen.files:
+        try:
+            yield from _READERS[chosen.form](path, wanted)
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}: is no UTF-8 text (byte {error.start}): convert it to UTF-8") from error
+        except _UNREADABLE as error:
+            cause = error.strerror if isinstance(error, OSError) and error.strerror else error
+            raise DataError(f"{path}: cannot be read: {cause}") from error
+
+
+def open_file(path: Path) -> IO[bytes]:
+    """Open a file's bytes, unpacked where the name ends in a compression's suffix."""
+    match compression_of(path):
+        case ".gz":
+            return cast(IO[bytes], gzip.open(path))
+        case ".bz2":
+            return cast(IO[bytes], bz2.open(path))
+        case ".xz":
+            return cast(IO[bytes], lzma.open(path))
+        case ".zst":
+            pyarrow = library("pyarrow", path)
+            # pyarrow's stream has no lines; the buffer has.
+            return cast(IO[bytes], io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd")))
+    return path.open("rb")
+
+
+def first_record(source: str, split: str | None = None) -> dict[str, Any]:
+    """Return a source's first record; an empty one where there is no such thing, which reading it reports."""
+    try:
+        chosen = choose_files(source, split)
+        if chosen.form == "text":
+            return {}
+        if chosen.form == "json":
+            first = _first_of_list(chosen.files[0])
+        else:
+            first = next(read_records(chosen), ("", None))[1]
+    except (*_UNREADABLE, DataError, ValueError, RecursionError):
+        return {}
+    return first if isinstance(first, dict) else {}
+
+
+def checked_text(value: object, where: str, key: str = "text") -> str:
+    """Return the value as a text. Raises DataError for another type, and for lone surrogates, which have no UTF-8."""
+    if not isinstance(value, str):
+        raise DataError(f"{where}: `{key}` holds no string but {value!r:.40}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: `{key}` has a lone surrogate at character {error.start}") from error
+    return value
+
+
+def library(module: str, path: Path) -> ModuleType:
+    """Import a library of the `hf` extra. Raises DataError with the command to install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        name = module.partition(".")[0]
+        raise DataError(f'{path}: reading it needs {name}: pip install "meshwright[hf]"') from error
+
+
+def read_text(path: Path, wanted: Wanted) -> Iterator[Record]:
+    with open_file(path) as file:
+        data = file.read().removeprefix(codecs.BOM_UTF8)
+    try:
+        yield str(path), data.decode()
+    except UnicodeDecodeError as error:
+        hint = "convert it to UTF-8, unpack it, or move it out of the source"
+        raise DataError(f"{path}: is no UTF-8 text (byte {error.start}): {hint}") from error
+
+
+def read_lines(path: Path, wanted: Wanted) -> Iterator[Record]:
+    with open_file(path) as lines:
+        for number, line in enumerate(lines, start=1):
+            data = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if not data.strip():
+                continue
+            where = f"{path} line {number}"
+            try:
+                # Decoded here: json takes bytes with zeros for UTF-16.
+                record = json.loads(data.decode())
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{where}: is no JSON: {error}") from error
+            yield where, record
+
+
+def read_list(path: Path, wanted: Wanted) -> Iterator[Record]:
+    with open_file(path) as file:
+        data = file.read().removeprefix(codecs.BOM_UTF8)
+    try:
+        tree = json.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        if not data.lstrip().startswith(b"{"):
+            raise DataError(f"{path}: is no JSON: {error}") from error
+        # Many .json files of the Hub have a JSON object a line.
+        yield from read_lines(path, wanted)
+        return
+    del data
+    if not isinstance(tree, list):
+        what = f"one JSON object of the keys {', '.join(tree)}" if isinstance(tree, dict) else "no JSON list"
+        raise DataError(f'{path}: is {what}; wanted a list of records [{{"KEY": ...}}, ...], or of texts')
+    for number, record in enumerate(tree, start=1):
+        yield f"{path} record {number}", record
+
+
+def _first_of_list(path: Path) -> Any:
+    """Return the first record of a .json file, whose rest may be large. Raises ValueError where there is none."""
+    size = _FIRST_BYTES
+    with open_file(path) as file:
+        data = file.read(size).removeprefix(codecs.BOM_UTF8)
+        while True:
+            text = data.decode(errors="ignore").lstrip()
+            try:
+                return json.JSONDecoder().raw_decode(text.removeprefix("[").lstrip())[0]
+            except ValueError:
+                more = file.read(size)
+                if not more or len(data) > _MOST_BYTES:
+                    raise
+                data, size = data + more, 2 * size
+
+
+def read_csv(path: Path, wanted: Wanted) -> Iterator[Record]:
+    # Python's limit of 131,072 characters a field is a setting of the module. It is raised and stays so: another
+    # reader may be in the middle of its file.
+    csv.field_size_limit(sys.maxsize)
+    try:
+        with open_file(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
+            rows = csv.DictReader(text, strict=True)
+            _check_columns(path, list(rows.fieldnames or []), wanted)
+            for row in rows:
+                where = f"{path} line {rows.line_num}"
+                if None in row or None in row.values():
+                    fields = "more" if None in row else "fewer"
+                    raise DataError(f"{where}: has {fields} fields than the first line has names")
+                yield where, row
+    except csv.Error as error:
+        raise DataError(f"{path}: is no csv table: {error}") from error
+
+
+def text_lines(path: Path) -> Iterator[str]:
+    """Yield the lines without their ends. Only a line feed ends one: Unicode's other separators are text."""
+    number = 1
+    try:
+        with open_file(path) as file:
+            for line in file:
+                data = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                yield data.decode().rstrip("\r\n")
+                number += 1
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} line {number}: is no UTF-8 text; convert the file to UTF-8") from error
+    except _UNREADABLE as error:
+        raise DataError(f"{path}: cannot be read from line {number} on: {error}") from error
+
+
+def read_tsv(path: Path, wanted: Wanted) -> Iterator[Record]:
+    lines = text_lines(path)
+    columns = next(lines, "").split("\t")
+    _check_columns(path, columns, wanted)
+    for number, line in enumerate(lines, start=2):
+        if not line.strip():
+            continue
+        fields = line.split("\t")
+        if len(fields) != len(columns):
+            many = "more" if len(fields) > len(columns) else "fewer"
+            raise DataError(f"{path} line {number}: has {many} fields than the first line has names")
+        yield f"{path} line {number}", dict(zip(columns, fields, strict=True))
+
+
+def read_parquet(path: Path, wanted: Wanted) -> Iterator[Record]:
+    pyarrow, parquet = library("pyarrow", path), library("pyarrow.parquet", path)
+    try:
+        file = parquet.ParquetFile(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path}: is no readable parquet file: {error}") from error
+    with file:
+        _check_columns(path, list(file.schema_arrow.names), wanted)
+        row = 0
+        try:
+            for batch in file.iter_batches(batch_size=1024, columns=None if wanted is None else list(wanted)):
+                for record in batch.to_pylist():
+                    yield f"{path} row {row}", record
+                    row += 1
+        except (pyarrow.ArrowException, OSError) as error:
+            raise DataError(f"{path}: is damaged behind row {row}: {error}") from error
+
+
+def saved_rows(folder: Path, wanted: Wanted) -> Iterator[Record]:
+    """Yield the rows of a data set that `datasets` saved."""
+    pyarrow, datasets = library("pyarrow", folder), library("datasets", folder)
+    try:
+        dataset = datasets.load_from_disk(str(folder))
+    except (pyarrow.ArrowException, OSError, ValueError, KeyError) as error:
+        raise DataError(f"{folder}: is no readable Hugging Face dataset: {error}") from error
+    _check_columns(folder, list(dataset.column_names), wanted)
+    for row, record in enumerate(dataset if wanted is None else dataset.select_columns(list(wanted))):
+        yield f"{folder} row {row}", record
+
+
+def _check_columns(path: Path, columns: list[str], wanted: Wanted) -> None:
+    if twice := next((name for at, name in enumerate(columns) if name in columns[:at]), None):
+        raise DataError(f"{path}: has the column `{twice}` twice; rename one")
+    for name in wanted or ():
+        if name not in columns:
+            has = ", ".join(column[:40] for column in columns[:20]) or "none"
+            raise DataError(f"{path}: has no column `{name}`; its columns: {has}; name one as data.column")
+
+
+_READERS: dict[str, Callable[[Path, Wanted], Iterator[Record]]] = {
+    "text": read_text,
+    "jsonl": read_lines,
+    "json": read_list,
+    "csv": read_csv,
+    "tsv": read_tsv,
+    "parquet": read_parquet,
+}
