@@ -29,7 +29,7 @@ import sysconfig
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -57,6 +57,8 @@ class Corpus:
     """Facts that change with the source, found without reading it (names, sizes, times)."""
     read: Callable[[], Iterator[tuple[str, ...]]]
     """Yields every record, in the same order each time."""
+    ignored: set[str] = field(default_factory=set)
+    """Keys of messages that mean nothing to the chat template, filled as records are read."""
 
 
 def text_corpus(source: str) -> Corpus:

@@ -84,7 +84,8 @@ def pack(
                 facts = {"tokenizer": kind, "validation_share": validation, "ends": asked.end != NONE}
                 header = _write(folder, corpus, trained, plan, facts, progress)
                 # What version 0.1.0 did not know is left out where it says what was so then.
-                old = {name for name, was_so in (("begin", header.begin is None), ("ends", header.ends)) if was_so}
+                was_so = {"begin": header.begin is None, "ends": header.ends, "ignored": not header.ignored}
+                old = {name for name, same in was_so.items() if same}
                 text = header.model_dump_json(indent=2, exclude=old) + "\n"
                 (folder / HEADER).write_text(text, encoding="utf-8")
     except OSError as error:  # no right to write there, a full disk
@@ -230,6 +231,7 @@ def _write(
         validation=writers["validation"].facts,
         sha256={TOKENIZER: file_sha256(folder / TOKENIZER), **{name: file.sha256 for name, file in sums.items()}},
         regions={name: file.regions for name, file in sums.items()},
+        ignored=tuple(sorted(corpus.ignored)),
         **facts,
     )
 
