@@ -56,7 +56,7 @@ $(RUNNABLE): pyproject.toml constraints.txt | $(CREATED)
 
 $(TESTABLE): pyproject.toml constraints.txt | $(CREATED)
 	@echo "Installing Meshwright, its pinned dependencies and the tests' tools into $(VENV) (some minutes the first time)"
-	$(PIP) -e '.[dev]'
+	$(PIP) -e '.[dev,templates]'
 	@touch $(RUNNABLE) $@
 
 # The site's tools read the package's sources and import nothing of it: neither torch nor the package is installed.

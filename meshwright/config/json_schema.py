@@ -111,6 +111,9 @@ def _open_data(definitions: Schema, field: Schema) -> None:
         if "mixture" in own:
             weights = {"type": "object", "additionalProperties": own["mixture"]["items"]["prefixItems"][1]}
             own["mixture"] = _either(own["mixture"], weights)
+        if "template_arguments" in own:
+            values = {"type": "object", "additionalProperties": own["template_arguments"]["items"]["prefixItems"][1]}
+            own["template_arguments"] = _either(own["template_arguments"], values)
         old = {"enum": ["auto", own["kind"]["const"]], "deprecated": True, "description": "Version 0.1.0's kind."}
         section["properties"] = own | {key: UNDECIDED for key in everything if key not in own} | {"objective": old}
         section["required"] = [key for key in section.get("required", ()) if key != "kind"]

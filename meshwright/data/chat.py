@@ -3,34 +3,29 @@
 | template                                 | the assistant's text                                      |
 |------------------------------------------|-----------------------------------------------------------|
 | {% generation %} ... {% endgeneration %} | the text inside the block, as in transformers             |
-| no such block                            | the text that each message of the assistant appends       |
+| no such block                            | the answers that placeholders find in the text (spans.py)    |
 
-Without a block, the dialogue is rendered up to each of the assistant's messages (with the prompt for an answer) and
-up to its end. Both must be prefixes of the whole text; a template that rewrites earlier turns is refused.
-
-A template is a Jinja program by the tokenizer's author. It runs in Jinja's sandbox with the names that transformers
-provides, except for the date: the same file must give the same tokens every day.
+A template is a Jinja program by the tokenizer's author. A process of its own renders it, in Jinja's sandbox and within
+bounds (renderer.py), with the names that transformers provides, except for the date: the same file must give the same
+tokens every day.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from jinja2 import Environment, TemplateError, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from meshwright.data.dialogues import RESERVED, SPEAKER, ChatMessage, Dialogue
+from meshwright.data.dialogue_records import KNOWN, RESERVED, SPEAKER, ChatMessage, Dialogue
 from meshwright.data.marks import SETTINGS, SPECIAL_TOKENS, spelling
 from meshwright.data.marks_section import AUTO, NONE, AskedMarks, read_settings
 from meshwright.data.messages_section import MessagesData
+from meshwright.data.renderer import Refusal, Render, Renderer
+from meshwright.data.spans import Reading, Spans, read_dialogue
+from meshwright.data.template_forms import Forms
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import DataError
 
@@ -38,63 +33,41 @@ TEMPLATE = "chat_template.jinja"
 """The file beside a tokenizer.json that holds its template, where tokenizer_config.json does not."""
 _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
-_BEGIN, _END = RESERVED
+_BEGIN, _END = RESERVED[:2]
 _ANSWER = "\ufdd2"
 """A third reserved code point, which stands for an answer."""
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-Spans = list[tuple[int, int]]
-"""(start, stop) of the assistant's text, in characters."""
-
-
-class _Generation(Extension):
-    """The block {% generation %}, which puts marks around its text."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja's own form
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
-
-    def _marked(self, caller: Any) -> str:
-        return f"{_BEGIN}{caller()}{_END}"
-
-
-def _as_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template's text, its file (`where`), and the spellings of special tokens by the names that it uses."""
+    """A template's text, and the values that it is rendered with."""
 
     text: str
     where: str
+    """The template's file."""
     tokens: Mapping[str, str] = field(default_factory=dict)
+    """The spellings of special tokens by the names that the template uses."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Values that a run gives: data.template_arguments."""
 
     @cached_property
-    def _program(self) -> Any:
-        environment: Environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-        )
+    def _renderer(self) -> Renderer:
+        return Renderer(self.text, self.where)
 
-        def raise_exception(message: str) -> NoReturn:
-            raise TemplateError(message)
+    @cached_property
+    def _forms(self) -> Forms:
+        return Forms(self._renderer, self._variables(None))
 
-        # The names that transformers provides, except `strftime_now`: a date would change the tokens from day to day.
-        environment.filters["tojson"] = _as_json
-        environment.globals["raise_exception"] = raise_exception
-        try:
-            return environment.from_string(self.text)
-        except TemplateError as error:
-            raise DataError(f"{self.where}: is no chat template: {error}") from error
+    def _variables(self, tools: Sequence[Any] | None) -> dict[str, Any]:
+        """The variables of every text of a dialogue. tools: JSON schemas that the assistant may call."""
+        defaults = {"tools": tools, "documents": None, "add_generation_prompt": False}
+        return defaults | dict(self.tokens) | dict(self.arguments)
+
+    def means_nothing(self, messages: Sequence[ChatMessage]) -> frozenset[str]:
+        """The keys of messages that the template has no word for, such as an id or a time. Raises DataError."""
+        others = frozenset(key for message in messages for key in message) - KNOWN
+        return others - self._renderer.mentions(others) if others else others
 
     def render(
         self,
@@ -103,16 +76,22 @@ class ChatTemplate:
         prompt: bool = False,
         tools: Sequence[Any] | None = None,
     ) -> str:
-        """The dialogue's text. `place`: its file and line, for errors; `prompt`: append the prompt for an answer;
-        `tools`: JSON schemas of the tools that the assistant may call. Raises DataError."""
-        try:
-            text: str = self._program.render(
-                messages=list(messages), tools=tools, documents=None, add_generation_prompt=prompt, **self.tokens
-            )
-        # Beside TemplateError, a template raises what any program may: IndexError, TypeError, ZeroDivisionError.
-        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-            why = f"{type(error).__name__}: {error}" if not isinstance(error, TemplateError) else str(error)
-            raise DataError(f"{place}: {self.where} does not take it: {why}") from error
+        """The dialogue's text.
+
+        Args:
+            messages: in any form that a record may have.
+            place: its file and line, for errors.
+            prompt: append the prompt for an answer.
+            tools: JSON schemas of the tools that the assistant may call.
+
+        Raises:
+            DataError: the template does not take the messages, or takes more time or memory than a text may.
+        """
+        fitted = self._forms.fitted(Dialogue(messages, place))
+        render: Render = {"messages": fitted, "add_generation_prompt": prompt}
+        (text,) = self._renderer.render(self._variables(tools), [render])
+        if isinstance(text, Refusal):
+            raise DataError(f"{place}: {self.where} does not take it: {text.why}")
         return text
 
     def question(self, asked: str, place: str) -> tuple[str, str]:
@@ -138,36 +117,28 @@ class ChatTemplate:
     def dialogue(self, dialogue: Dialogue) -> tuple[str, Spans]:
         """The dialogue's text, and the spans that are learned: the assistant's messages but the `unlearned` ones.
 
-        Raises DataError where the spans cannot be found.
+        Raises DataError where the spans cannot be found, or a text that is to be learned is left out.
         """
-        text = self.render(dialogue.messages, dialogue.where, tools=dialogue.tools)
-        speaks = [at for at, message in enumerate(dialogue.messages) if message["role"] == SPEAKER]
-        spans = [] if _MARKS.search(self.text) else self._additions(dialogue, speaks, text)
-        if _BEGIN in text:
+        variables, marked = self._variables(dialogue.tools), _MARKS.search(self.text) is not None
+
+        def ask(renders: Sequence[Render]) -> list[str | Refusal]:
+            return self._renderer.render(variables, renders)
+
+        fitted = replace(dialogue, messages=self._forms.fitted(dialogue))
+        reading = Reading(self.where, self._renderer.constants, marked)
+        text, spans = read_dialogue(ask, fitted, reading)
+        if marked:
             text, spans = _without_marks(text)
         if not any(end > begin for begin, end in spans):
             raise DataError(f"{dialogue.where}: {self.where} leaves nothing of what the {SPEAKER} says")
-        if not dialogue.unlearned:
+        if not marked or not dialogue.unlearned:
             return text, spans
         # With a generation block in an inner loop, or around half a message, spans do not match messages.
+        speaks = [at for at, message in enumerate(dialogue.messages) if message["role"] == SPEAKER]
         if len(spans) != len(speaks):
             marks = f"{self.where} marks {len(spans)} parts of {len(speaks)} messages of the {SPEAKER}"
             raise DataError(f"{dialogue.where}: {marks}, so that weights of messages cannot be told apart")
         return text, [span for at, span in zip(speaks, spans, strict=True) if at not in dialogue.unlearned]
-
-    def _additions(self, dialogue: Dialogue, speaks: Sequence[int], text: str) -> Spans:
-        """The span that each of the assistant's messages (numbers `speaks`) appends to the text. Raises DataError."""
-        spans, place, tools = [], dialogue.where, dialogue.tools
-        for at in speaks:
-            before = self.render(dialogue.messages[:at], place, prompt=True, tools=tools)
-            through = self.render(dialogue.messages[: at + 1], place, tools=tools)
-            # A template that rewrites earlier turns would give spans of another text.
-            if not through.startswith(before) or not text.startswith(through):
-                other = f"{self.where} writes message {at + 1} otherwise where other messages follow it"
-                remedy = f"mark what the {SPEAKER} says by {{% generation %}} in a template of your own, data.template"
-                raise DataError(f"{place}: {other}; {remedy}")
-            spans.append((len(before), len(through)))
-        return spans
 
 
 def _without_marks(text: str) -> tuple[str, Spans]:
@@ -192,9 +163,9 @@ def kept_template(folder: Path, asked: AskedMarks = AskedMarks()) -> ChatTemplat
 
 def template_for(data: MessagesData, kept: Path | None = None) -> ChatTemplate:
     """The template of a run's dialogues. `kept`: a checkpoint's folder, whose template wins. Raises DataError."""
-    if kept is not None and (template := kept_template(kept, data.asked)) is not None:
-        return template
-    return template_of(data.tokenizer, data.template, data.asked)
+    template = None if kept is None else kept_template(kept, data.asked)
+    template = template or template_of(data.tokenizer, data.template, data.asked)
+    return replace(template, arguments=data.arguments)
 
 
 def closing_token(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:

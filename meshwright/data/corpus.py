@@ -23,7 +23,7 @@ import sysconfig
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,6 +63,8 @@ class Corpus:
     """The split of a folder or data set that is read, if it shows one."""
     left_out: tuple[str, ...] = ()
     """Files of the source's folder that are not read."""
+    ignored: set[str] = field(default_factory=set)
+    """Keys of messages that mean nothing to the chat template, filled as records are read."""
 
 
 def text_corpus(source: str, picks: Picks = NO_PICKS) -> Corpus:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -24,6 +25,7 @@ import numpy as np
 
 from meshwright.data.chat import Spans, template_for
 from meshwright.data.corpus import Corpus, source_identity, source_name, told_of
+from meshwright.data.dialogue_records import SPEAKER, Dialogue
 from meshwright.data.dialogues import read_dialogues
 from meshwright.data.marks import UNASKED
 from meshwright.data.marks_section import END
@@ -39,6 +41,7 @@ if TYPE_CHECKING:  # the launcher counts samples, and reads none: it needs no to
     from meshwright.model import Batch, Samples
 
 Overlong = Literal["drop", "cut"]
+Turns = Literal["together", "last", "each"]
 
 
 def dialogue_corpus(data: MessagesData) -> Corpus:
@@ -48,18 +51,40 @@ def dialogue_corpus(data: MessagesData) -> Corpus:
     def read() -> Iterator[tuple[str, ...]]:
         path = Path(data.tokenizer).expanduser()
         special = load_tokenizer(path, UNASKED).special_tokens if path.is_file() else (END,)
-        for dialogue in read_dialogues(data.source, special, data.picks):
-            text, spans = template.dialogue(dialogue)
-            yield text, json.dumps(spans)
+        for record in read_dialogues(data.source, special, data.picks):
+            ignored.update(template.means_nothing(record.messages))
+            for dialogue in samples_of(record, data.turns):
+                text, spans = template.dialogue(dialogue)
+                yield text, json.dumps(spans)
 
+    ignored: set[str] = set()
     identity: list[object] = [
         "messages",
         source_identity(data.source, data.picks),
         template.text,
         dict(template.tokens),
     ]
+    # Fields that version 0.1.0 did not have are left out where they are as its folders were.
+    fields = {"turns": data.turns, "arguments": data.arguments}
+    identity += [fields] if data.turns != "together" or data.arguments else []
     told = told_of(data.source, data.picks)
-    return Corpus("messages", data.source, source_name(data.source), identity, read, *told)
+    return Corpus("messages", data.source, source_name(data.source), identity, read, *told, ignored=ignored)
+
+
+def samples_of(dialogue: Dialogue, turns: Turns) -> Iterator[Dialogue]:
+    """The dialogues that a record is trained on.
+
+    A template that leaves out thoughts of earlier answers writes those of the last one: `each` gives every answer a
+    dialogue that ends with the answer, as a model is asked for it.
+    """
+    speaks = [at for at, message in enumerate(dialogue.messages) if message["role"] == SPEAKER]
+    learned = [at for at in speaks if at not in dialogue.unlearned]
+    if turns == "together":
+        yield dialogue
+        return
+    for at in learned if turns == "each" else learned[-1:]:
+        others = frozenset(speaks) - {at}
+        yield replace(dialogue, messages=dialogue.messages[: at + 1], unlearned=others)
 
 
 def flagged(tokenizer: Tokenizer, text: str, spans: Spans) -> np.ndarray:
@@ -110,6 +135,8 @@ class DialogueSamples(ShuffledSamples):
         elif num_longer:
             lacking = f", {left_out} of them left out, whose beginnings have nothing of the assistant"
             self.note += f"; {num_longer} longer than data.sequence={sequence} cut{lacking if left_out else ''}"
+        if corpus.header.ignored:
+            self.note += f"; the template reads no {', '.join(corpus.header.ignored)} of a message"
         super().__init__(windows, seed)
 
     def read(self, rows: np.ndarray, draws: Sequence[str]) -> Batch:

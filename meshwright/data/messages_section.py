@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator
 
 from meshwright.data.marks_section import AUTO, NONE
 from meshwright.data.records_section import Picks, RecordSection
 from meshwright.data.section import PREPARED
-from meshwright.data.text_section import documents_are_kept_apart
+from meshwright.data.text_section import documents_are_kept_apart, parse_weights
 from meshwright.errors import DataError, Problem
 from meshwright.section import Rule, rule
 
@@ -17,7 +20,11 @@ if TYPE_CHECKING:
     from meshwright.config import Config
 
 
-@rule("data.tokenizer", "data.template", "data.source")
+OWN_NAMES = ("messages", "tools", "documents", "add_generation_prompt")
+"""The variables of a template that are of each dialogue, and of no run."""
+
+
+@rule("data.tokenizer", "data.template", "data.source", "data.turns", "data.template_arguments")
 def there_is_a_template(config: Config) -> Iterator[Problem]:
     data = config.data
     assert isinstance(data, MessagesData), data
@@ -25,12 +32,23 @@ def there_is_a_template(config: Config) -> Iterator[Problem]:
         if data.template is not None:
             rule_text = f"has no effect: data.source={data.source} was prepared by another"
             yield Problem("data.template", data.template, rule_text, "leave it out")
+        if data.turns != "together":
+            rule_text = f"has no effect: data.source={data.source} was prepared already"
+            yield Problem("data.turns", data.turns, rule_text, "leave it out")
         return
     try:
-        data.chat_template()
+        template = data.chat_template()
     except DataError as error:
         field, value = ("tokenizer", data.tokenizer) if data.template is None else ("template", data.template)
         yield Problem(f"data.{field}", value, f"gives no chat template: {error}")
+        return
+    assert template is not None
+    for name, value in data.arguments.items():
+        has_word = re.search(rf"\b{re.escape(name)}\b", template.text)
+        if name in OWN_NAMES or not has_word:
+            of_dialogues = "is a variable of each dialogue, and of no run"
+            rule_text = f"has no effect: {template.where} has no such word" if not has_word else of_dialogues
+            yield Problem(f"data.template_arguments.{name}", value, rule_text, "leave it out")
 
 
 @rule("data.end")
@@ -68,6 +86,11 @@ class MessagesData(RecordSection):
     """The eos_token of the template, at which generating ends as well: auto, or a token's text."""
     template: str | None = None
     """A file with the chat template; null: the tokenizer's own, beside its tokenizer.json."""
+    template_arguments: Annotated[tuple[tuple[str, bool | int | float | str], ...], BeforeValidator(parse_weights)] = ()
+    """Values for the template's own variables, in training and in answers: {enable_thinking: false}."""
+    turns: Literal["together", "last", "each"] = "together"
+    """Answers that a dialogue is learned for: all in one text, the last, or each in a sample that ends with the answer.
+    """
     overlong: Literal["drop", "cut"] = "drop"
     """Dialogues longer than sequence are left out (drop), or their beginnings read (cut)."""
     column: str | None = None
@@ -76,3 +99,8 @@ class MessagesData(RecordSection):
     @property
     def picks(self) -> Picks:
         return Picks(self.split, self.column)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """template_arguments by name."""
+        return dict(self.template_arguments)

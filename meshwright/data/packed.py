@@ -88,6 +88,8 @@ class Header(Section):
     """Checksums of the folder's other files."""
     regions: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     """CRC-32 of every region of the token files (files.py); none in folders that version 0.1.0 prepared."""
+    ignored: tuple[str, ...] = ()
+    """Keys of messages that the chat template has no word for."""
 
     def facts(self, split: Split) -> SplitFacts:
         return self.train if split == "train" else self.validation

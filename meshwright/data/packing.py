@@ -86,7 +86,8 @@ def pack(
                 facts = {"tokenizer": kind, "validation_share": validation, "ends": asked.end != NONE}
                 header = _write(folder, corpus, trained, plan, facts, progress)
                 # What version 0.1.0 did not know is left out where it says what was so then.
-                old = {name for name, was_so in (("begin", header.begin is None), ("ends", header.ends)) if was_so}
+                was_so = {"begin": header.begin is None, "ends": header.ends, "ignored": not header.ignored}
+                old = {name for name, same in was_so.items() if same}
                 text = header.model_dump_json(indent=2, exclude=old) + "\n"
                 (folder / HEADER).write_text(text, encoding="utf-8")
     except OSError as error:  # no right to write there, a full disk
@@ -233,6 +234,7 @@ def _write(
         sha256={TOKENIZER: file_sha256(folder / TOKENIZER), **{name: file.sha256 for name, file in sums.items()}},
         regions={name: file.regions for name, file in sums.items()},
         read=read_facts(corpus, plan),
+        ignored=tuple(sorted(corpus.ignored)),
         **facts,
     )
 

@@ -35,7 +35,17 @@ ALWAYS = {
     *("data.mixture", "data.validation"),  # eval measures on what is held out, whether the run validated or not
     *("data.split", "data.column"),  # refused by a rule of their own, which looks at the source (records_section.py)
     *("data.kind", "data.tokenizer", "data.sequence", "data.target", "data.languages", "data.buckets"),
-    *("data.begin", "data.end", "data.documents", "data.template", "data.overlong", "data.held_out", "data.stride"),
+    *(
+        "data.begin",
+        "data.end",
+        "data.documents",
+        "data.template",
+        "data.template_arguments",
+        "data.turns",
+        "data.overlong",
+        "data.held_out",
+        "data.stride",
+    ),
     *("layout.data.size", "layout.pipeline.size", "layout.context.size", "layout.transport", "layout.ranks_per_node"),
     *("layout.tensor.kind", "layout.tensor.size", "layout.tensor.q", "layout.tensor.d"),
     *("precision.level", "precision.dtype"),

@@ -11,7 +11,8 @@ import pytest
 
 from meshwright.config import parse_run
 from meshwright.data.chat import template_of
-from meshwright.data.dialogues import Dialogue, read_dialogues
+from meshwright.data.dialogue_records import Dialogue
+from meshwright.data.dialogues import read_dialogues
 from meshwright.data.messages import flagged
 from meshwright.data.packed import IDS, SAID
 from meshwright.data.tokenizer import load_tokenizer
@@ -170,8 +171,8 @@ def test_a_text_beside_an_instruction_is_a_text(tmp_path: Path) -> None:
         ({"messages": [ASKED[0], ASKED[1] | {"weight": 0.5}]}, "message 2: weight=0.5 is neither 0 nor 1"),
         ({"messages": [ASKED[0], ASKED[1] | {"weight": 0, "train": True}]}, "weight=0 and train=True say the opposite"),
         ({"messages": [ASKED[0], ASKED[1] | {"weight": 0}]}, "line 1: no message of the assistant is to be learned"),
-        ({"messages": [ASKED[0] | {"weight": 0}, ASKED[1]]}, "message 1: has the keys role, content, weight; wanted"),
-        ({"messages": [ASKED[0], ASKED[1] | {"tool_calls": []}]}, "message 2: its tool_calls are no list of calls"),
+        ({"messages": [ASKED[0] | {"weight": 1}, ASKED[1]]}, "message 1: weight=1 at a message of the user: the assis"),
+        ({"messages": [ASKED[0], {"role": "assistant", "tool_calls": []}]}, "its tool_calls are no list of calls"),
         ({"messages": [ASKED[0], ASKED[1] | {"tool_calls": [{"name": "f"}]}]}, "a call of its tool_calls names no fun"),
         ({"messages": [ASKED[0], {"role": "assistant"}]}, "message 2: `content` holds no string but None"),
         ({"messages": ASKED, "tools": "[{"}, "line 1: its tools are no JSON"),
@@ -180,7 +181,7 @@ def test_a_text_beside_an_instruction_is_a_text(tmp_path: Path) -> None:
         ({"messages": [ASKED[0], {"role": "assistant", "tool_calls": [
             {"function": {"name": "f", "arguments": "<|over|>"}}]}]}, "message 2: its content spells '<|over|>'"),
         ({"conversations": [{"from": "bot", "value": "a"}]}, "message 1: from='bot' is none of system, user, "),
-        ({"conversations": [{"role": "user", "content": "a"}]}, "message 1: has the keys role, content; wanted from"),
+        ({"conversations": [{"speaker": "user", "text": "a"}]}, "message 1: has the keys speaker, text; wanted role"),
         ({"conversations": [{"from": "function_call", "value": "f(1)"}]}, "its function_call is no JSON"),
         ({"conversations": []}, "line 1: has no list of messages"),
         ({"instruction": "a", "output": ""}, "message 2: the assistant says nothing"),

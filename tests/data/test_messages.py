@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from meshwright.config import Config, parse_run
 from meshwright.convert import export_folder
 from meshwright.data.chat import ChatTemplate, template_of
-from meshwright.data.dialogues import Dialogue
+from meshwright.data.dialogue_records import Dialogue
 from meshwright.data.messages import flagged
 from meshwright.data.packed import IDS, SAID
 from meshwright.data.packing import pack
@@ -165,10 +165,6 @@ ANSWER = {"role": "assistant", "content": "b"}
         ('{"text": "a"}', "line 3: has no list of messages; wanted"),
         (json.dumps({"messages": [GOOD]}), "line 3: has no message of the assistant: there is nothing to learn"),
         (json.dumps({"messages": [GOOD | {"role": "bot"}]}), "line 3 message 1: role='bot' is none of system, user"),
-        (
-            json.dumps({"messages": [GOOD, ANSWER | {"mood": "gay"}]}),
-            "line 3 message 2: has the keys role, content, mood",
-        ),
         (json.dumps({"messages": [GOOD | {"content": 1}]}), "line 3 message 1: `content` holds no string but 1"),
         (json.dumps({"messages": [GOOD, ANSWER | {"content": " "}]}), "line 3 message 2: the assistant says nothing"),
         (json.dumps({"messages": [GOOD | {"content": "a<|over|>"}, ANSWER]}), "its content spells '<|over|>', which"),
@@ -185,7 +181,7 @@ def test_bad_dialogues_are_named_and_nothing_is_written(tmp_path: Path, line: st
 
 
 def test_templates_that_do_not_say_it_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"here: t writes message 2 otherwise where other messages follow it; mark"):
+    with pytest.raises(DataError, match=r"here: t leaves out the content of message 2, .*; data.turns=last learns"):
         ChatTemplate(FORGETS, "t").dialogue(Dialogue(dialogue(1)[1:], "here"))
     with pytest.raises(DataError, match=r"here: t does not take it: only users"):
         ChatTemplate("{{ raise_exception('only users') }}", "t").dialogue(Dialogue(dialogue(0), "here"))
@@ -193,7 +189,7 @@ def test_templates_that_do_not_say_it_are_refused(tmp_path: Path) -> None:
         ChatTemplate("{% for %}", "t").dialogue(Dialogue(dialogue(0), "here"))
     with pytest.raises(DataError, match=r"here: t does not take it: .*unsafe"):
         ChatTemplate("{{ messages.__class__.__mro__ }}", "t").dialogue(Dialogue(dialogue(0), "here"))
-    with pytest.raises(DataError, match=r"here: t leaves nothing of what the assistant says"):
+    with pytest.raises(DataError, match=r"here: t leaves out the content of message 2, .*; leave it out"):
         ChatTemplate("{{ messages[0].content }}", "t").dialogue(Dialogue(dialogue(0), "here"))
 
 

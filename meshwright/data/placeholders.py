@@ -1,0 +1,149 @@
+"""Dialogues with placeholders: a private code point in place of each text that a message has.
+
+A render of such a dialogue shows the place of each text in the template's text.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.data.dialogue_records import CALLS, PLACEHOLDER, THOUGHTS, ChatMessage
+from meshwright.errors import DataError
+
+_FIRST = 0xF0000
+_MOST = 2**16
+PLACEHOLDERS = re.compile(f"{PLACEHOLDER}(.)", re.DOTALL)
+
+
+def placeholder(number: int) -> str:
+    """The placeholder of a run."""
+    return f"{PLACEHOLDER}{chr(_FIRST + number)}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A text of a message that a placeholder replaces."""
+
+    message: int
+    field: str
+    text: str
+
+
+class Planted:
+    """A dialogue with placeholders.
+
+    constants: texts that the template looks for, which stay, so that it takes the same branches.
+    """
+
+    def __init__(self, messages: Sequence[ChatMessage], constants: Iterable[str]) -> None:
+        # A tag, or two words: a single word, as well as white space, is in texts that mean nothing by it.
+        marks = (one for one in constants if len(one.strip()) > 1 and not one.isalnum())
+        kept = sorted(map(re.escape, marks), key=len, reverse=True)
+        self._kept = re.compile("|".join(kept)) if kept else None
+        self.runs: list[Run] = []
+        self.messages = [self.plant_message(at, message) for at, message in enumerate(messages)]
+
+    def placeholders_of(self, message: int) -> list[str]:
+        """The placeholders of a message."""
+        return [placeholder(number) for number, run in enumerate(self.runs) if run.message == message]
+
+    def run_at(self, mark: str) -> Run:
+        return self.runs[ord(mark[-1]) - _FIRST]
+
+    def plant_message(self, at: int, message: ChatMessage) -> ChatMessage:
+        """A message with placeholders for its texts."""
+        planted = dict(message)
+        if "content" in message:
+            planted["content"] = self._tree(at, "content", message["content"])
+        # The same thoughts by several keys are written once, by any of these.
+        thoughts = {message[field]: field for field in reversed(THOUGHTS) if field in message}
+        told = {text: self._planted(at, field, text) for text, field in thoughts.items()}
+        planted |= {field: told[message[field]] for field in THOUGHTS if field in message}
+        if message.get(CALLS):
+            planted[CALLS] = [self.plant_call(at, call) for call in message[CALLS]]
+        return planted
+
+    def plant_call(self, at: int, call: Mapping[str, Any]) -> dict[str, Any]:
+        """A call with placeholders for the texts of its arguments, or for its name if no argument is a text."""
+        function, before = dict(call["function"]), len(self.runs)
+        function["arguments"] = self._tree(at, CALLS, function["arguments"])
+        if len(self.runs) == before:
+            function["name"] = self._planted(at, CALLS, function["name"])
+        return {**call, "function": function}
+
+    def _tree(self, at: int, field: str, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._planted(at, field, value)
+        if isinstance(value, Mapping):
+            # The type of a part of a content is a word of the template's language.
+            return {key: one if key == "type" else self._tree(at, field, one) for key, one in value.items()}
+        return [self._tree(at, field, one) for one in value] if isinstance(value, list) else value
+
+    def _planted(self, at: int, field: str, text: str) -> str:
+        parts, begin = [], 0
+        for kept in (*(self._kept.finditer(text) if self._kept else ()), None):
+            inner = text[begin : kept.start() if kept else len(text)]
+            if core := inner.strip():
+                if len(self.runs) >= _MOST:
+                    raise DataError(f"message {at + 1}: has more than {_MOST} texts")
+                # White space stays around a placeholder: templates strip it.
+                before, _, behind = inner.partition(core)
+                inner = f"{before}{placeholder(len(self.runs))}{behind}"
+                self.runs.append(Run(at, field, core))
+            parts += [inner, kept.group() if kept else ""]
+            begin = kept.end() if kept else 0
+        return "".join(parts)
+
+
+def aligned(planted: Planted, shown: str, text: str) -> Callable[[int], int] | None:
+    """A function from places of `shown` to those of `text`; None if the texts differ in more than the placeholders."""
+    begins: list[tuple[int, int, int, int]] = []  # of each placeholder: begin and end there and here
+    parts = PLACEHOLDERS.split(shown)
+    there = here = 0
+    for number in range(0, len(parts), 2):
+        literal = parts[number]
+        if not text.startswith(literal, here):
+            return None
+        there, here = there + len(literal), here + len(literal)
+        if number + 1 == len(parts):
+            break
+        run, following = planted.run_at(parts[number + 1]), parts[number + 2]
+        last = number + 3 == len(parts)
+        for form in forms_of(run.text):
+            end = here + len(form)
+            if (
+                text.startswith(form, here)
+                and text.startswith(following, end)
+                and (not last or end + len(following) == len(text))
+            ):
+                break
+        else:
+            return None
+        begins.append((there, there + 2, here, end))
+        there, here = there + 2, end
+    if here != len(text):
+        return None
+
+    def position(place: int) -> int:
+        shift = 0
+        for begin, stop, first, end in begins:
+            if place < stop:
+                return first if place > begin else place + shift
+            shift = end - stop
+        return place + shift
+
+    return position
+
+
+def forms_of(text: str) -> Iterable[str]:
+    """A text as templates write it: as it is, inside of JSON, as HTML, in other letters."""
+    yield text
+    yield json.dumps(text, ensure_ascii=False)[1:-1]
+    yield json.dumps(text)[1:-1]
+    yield html.escape(text)
+    yield from (text.upper(), text.lower(), text.capitalize(), text.title())

@@ -1,0 +1,195 @@
+"""Finds the parts of a rendered dialogue that the assistant says, in the one text that is trained on.
+
+Published templates write a message differently if others follow it (Qwen3 adds an empty thought to the last answer
+alone), so no span can be measured by rendering shorter dialogues. The dialogue is rendered a second time, with a
+placeholder, a private code point, for each text of a message. Placeholders show the place of each message. Renders
+that end in front of an answer, or behind an answer, show how much around the answer is the template's.
+
+| part of the text     | learned                                                                           |
+|----------------------|-----------------------------------------------------------------------------------|
+| the prompt           | no: the template writes it if asked for an answer (`<|im_start|>assistant\\n`)     |
+| behind the prompt    | yes: an empty thought, a header of calls, the answer                              |
+| behind the answer    | yes, up to the end of the turn (`<|im_end|>\\n`), as if the dialogue ended there   |
+| of other messages    | no                                                                                |
+
+If a shorter dialogue is a prefix of the text, both ways give the same spans.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from meshwright.data.dialogue_records import PLACEHOLDER, SPEAKER, Dialogue
+from meshwright.data.placeholders import PLACEHOLDERS, Planted, aligned, placeholder
+from meshwright.data.renderer import Refusal, Render
+from meshwright.errors import DataError
+
+Spans = list[tuple[int, int]]
+"""(start, stop) of the assistant's text, in characters."""
+
+Ask = Callable[[Sequence[Render]], list[str | Refusal]]
+
+_WORDS = re.compile(f"{PLACEHOLDER}.|<[^<>\\s]{{1,64}}>|\\[/?[A-Z_]+\\]|\\w+|.", re.DOTALL)
+"""The parts of a text that are never cut: marks, words, single characters."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The facts of a template that its dialogues are read by."""
+
+    where: str
+    """The template's file."""
+    constants: frozenset[str]
+    """Texts that the template looks for."""
+    marked: bool
+    """The template has its own marks of the learned parts, so that no span is wanted."""
+
+
+def read_dialogue(ask: Ask, dialogue: Dialogue, reading: Reading) -> tuple[str, Spans]:
+    """The dialogue's text and the span of each answer that is learned.
+
+    Args:
+        ask: renders texts.
+        dialogue: in the form that the template takes.
+        reading: the template's facts.
+
+    Raises:
+        DataError: the template refuses the dialogue, leaves out a text that is to be learned, or writes an answer in a
+            form that hides the span.
+    """
+    messages, place, where, marked = dialogue.messages, dialogue.where, reading.where, reading.marked
+    planted = Planted(messages, reading.constants)
+    learned = [at for at, one in enumerate(messages) if one["role"] == SPEAKER and at not in dialogue.unlearned]
+    renders: list[Render] = [{"messages": messages}, {"messages": planted.messages}]
+    for at in learned:
+        renders += [
+            {"messages": planted.messages[:at], "add_generation_prompt": True},
+            {"messages": planted.messages[: at + 1]},
+        ]
+    text, shown, *around = ask(renders)
+    if isinstance(text, Refusal):
+        raise DataError(f"{place}: {where} does not take it: {text.why}")
+    if isinstance(shown, Refusal) or (positions := aligned(planted, shown, text)) is None:
+        # The template reads the texts of messages, so that placeholders change its branches.
+        if marked:
+            return text, []
+        plain = [{**one, "messages": messages[: len(one["messages"])]} for one in renders[2:]]
+        pairs = iter(ask(plain))
+        return text, [_by_prefixes(next(pairs), next(pairs), text, at, place, where) for at in learned]
+    for number, at in enumerate(learned):
+        _check_kept(planted, at, shown, around[2 * number + 1], place, reading)
+    if marked:
+        return text, []
+    finder = _Finder(ask, planted, shown)
+    spans = []
+    for number, at in enumerate(learned):
+        span = finder.span(at, around[2 * number], around[2 * number + 1])
+        if span is None:
+            raise DataError(f"{place}: {where} mixes message {at + 1} with others; {_REMEDY}")
+        spans.append((positions(span[0]), positions(span[1])))
+    return text, spans
+
+
+_REMEDY = f"mark what the {SPEAKER} says by {{% generation %}} in a template of your own, data.template"
+
+
+def _by_prefixes(
+    before: str | Refusal, through: str | Refusal, text: str, at: int, place: str, where: str
+) -> tuple[int, int]:
+    """The span that a message appends to the text of a shorter dialogue. Raises DataError."""
+    for one in (before, through):
+        if isinstance(one, Refusal):
+            raise DataError(f"{place}: {where} does not take it: {one.why}")
+    assert isinstance(before, str), before
+    assert isinstance(through, str), through
+    if not through.startswith(before) or not text.startswith(through):
+        other = f"{where} writes message {at + 1} by its text, and otherwise if other messages follow it"
+        raise DataError(f"{place}: {other}; {_REMEDY}")
+    return len(before), len(through)
+
+
+def _check_kept(planted: Planted, at: int, shown: str, alone: str | Refusal, place: str, reading: Reading) -> None:
+    """Raises DataError if the template leaves out a text of a message that is learned.
+
+    shown: the text with placeholders. alone: the same if the dialogue ends with the message.
+    """
+    for mark in planted.placeholders_of(at):
+        if mark in shown:
+            continue
+        run = planted.run_at(mark)
+        said = run.text if len(run.text) <= 40 else f"{run.text[:37]}..."
+        loss = f"{reading.where} leaves out the {run.field} of message {at + 1}, {said!r}, which would not be learned"
+        if isinstance(alone, str) and mark in alone:
+            remedy = "data.turns=last learns the last answer only, data.turns=each makes a sample of each turn"
+        else:
+            remedy = "leave it out of the record, or give a template of your own, data.template"
+        raise DataError(f"{place}: {loss}; {remedy}")
+
+
+class _Finder:
+    """The spans of answers in a text with placeholders."""
+
+    def __init__(self, ask: Ask, planted: Planted, shown: str) -> None:
+        self._ask, self._planted, self._shown = ask, planted, shown
+
+    def span(self, at: int, before: str | Refusal, through: str | Refusal) -> tuple[int, int] | None:
+        """The span of message `at`; None if other messages' texts are inside.
+
+        before: the dialogue up to the message, with the prompt for it. through: the dialogue that ends with it.
+        """
+        shown = self._shown
+        # A template that adds messages to a text adds the answer's part.
+        texts = (before, through) if isinstance(before, str) and isinstance(through, str) else None
+        if texts and texts[1].startswith(texts[0]) and shown.startswith(texts[1]):
+            return len(texts[0]), len(texts[1])
+        own = self._planted.placeholders_of(at)
+        first, last = (pick((shown.index(mark), mark) for mark in own) for pick in (min, max))
+        begin, stop = self.begin(first[0], before), last[0] + len(last[1])
+        end = stop + self.closing(at, last[1], shown[stop:], through)
+        inside = {match.group() for match in PLACEHOLDERS.finditer(shown, begin, end)}
+        return (begin, end) if inside <= set(own) else None
+
+    def begin(self, first: int, before: str | Refusal) -> int:
+        """The place behind the prompt, in front of the placeholder at `first`."""
+        shown = self._shown
+        others = list(PLACEHOLDERS.finditer(shown, 0, first))
+        anchor, behind = (others[-1].group(), others[-1].end()) if others else ("", 0)
+        if isinstance(before, str) and anchor in before:
+            wanted = before[before.rindex(anchor) + len(anchor) :] if anchor else before
+            return behind + _common(shown[behind:first], wanted)
+        prompt = self._prompt()
+        found = shown.rfind(prompt, behind, first) if prompt else -1
+        return first if found < 0 else found + len(prompt)
+
+    def closing(self, at: int, mark: str, tail: str, through: str | Refusal) -> int:
+        """The length of the end of the turn, behind the last placeholder of message `at`."""
+        ends = []
+        if isinstance(through, str) and mark in through:
+            ends.append(through.split(mark, 1)[1])
+        prompt = self._prompt()
+        if prompt:
+            # With a prompt behind the message it is not the dialogue's last, for templates that know the difference.
+            (on,) = self._ask([{"messages": self._planted.messages[: at + 1], "add_generation_prompt": True}])
+            if isinstance(on, str) and on.endswith(prompt) and mark in on:
+                ends.append(on.removesuffix(prompt).partition(mark)[2])
+        return max((len(end) if tail.startswith(end) else _common(tail, end) for end in ends), default=0)
+
+    def _prompt(self) -> str:
+        """The text that asks for an answer to a question."""
+        question = [{"role": "user", "content": placeholder(0)}]
+        asked, plain = self._ask([{"messages": question, "add_generation_prompt": True}, {"messages": question}])
+        if isinstance(asked, Refusal) or isinstance(plain, Refusal):
+            return ""
+        return asked[_common(asked, plain) :]
+
+
+def _common(one: str, other: str) -> int:
+    """The length of the beginning that two texts share, in whole words and marks."""
+    length = 0
+    for left, right in zip(_WORDS.finditer(one), _WORDS.finditer(other), strict=False):
+        if left.group() != right.group():
+            break
+        length = left.end()
+    return length
