@@ -26,12 +26,13 @@ import numpy as np
 from meshwright.data.chat import Spans, template_for
 from meshwright.data.corpus import Corpus, source_identity, source_name, told_of
 from meshwright.data.dialogue_records import SPEAKER, Dialogue
-from meshwright.data.dialogues import read_dialogues
+from meshwright.data.dialogues import claims_dialogues, read_dialogues
 from meshwright.data.marks import UNASKED
 from meshwright.data.marks_section import END
 from meshwright.data.messages_section import MessagesData
 from meshwright.data.packed import DIALOGUE, IDS, SAID, PackedCorpus
 from meshwright.data.sampler import ShuffledSamples, document_entries
+from meshwright.data.section import DataSection
 from meshwright.data.split import Split
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer
 from meshwright.errors import DataError
@@ -178,3 +179,14 @@ def dialogue_samples(data: MessagesData, config: Config, packed: PackedCorpus, s
     """The windows of a split of a run's dialogues, with their note. Raises DataError where there are none."""
     dialogues = DialogueSamples(packed, split, data.sequence, data.overlong, config.seed)
     return dialogues, dialogues.note
+
+
+def learned_dialogues(section: DataSection, source: str | None) -> MessagesData | None:
+    """The section of the dialogues that a run on dialogues is measured by; None where a text is to be measured.
+
+    `source`: what is measured in place of the run's own source.
+    """
+    if not isinstance(section, MessagesData) or source is None:
+        return section if isinstance(section, MessagesData) else None
+    asked = section.model_copy(update={"source": source, "split": None})
+    return asked if claims_dialogues({"source": source, "column": section.column}) else None

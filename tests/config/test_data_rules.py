@@ -41,7 +41,7 @@ def test_pairs_have_a_form(files: dict[str, str]) -> None:
             "leave it out"
         )
     (line,) = mistakes(TRANSFORMER, {"source": tsv, "languages": ["en", "de"]})
-    assert line.startswith("data.languages=[en, de] names keys of a jsonl file, which data.source is not;")
+    assert line.startswith("data.languages=[en, de] names keys of records, which data.source has not;")
     (line,) = mistakes(TRANSFORMER, {"source": "digits"})
     assert line.startswith("data.source=digits is not what a transformer reads")
     (line,) = mistakes(TRANSFORMER, {"source": "/no/such.tsv"})

@@ -19,7 +19,7 @@ from meshwright.families.seq2seq.spans import SpanSamples
 from meshwright.families.seq2seq.spans_section import span_lengths
 from meshwright.model import IGNORED, Batch, to_device
 from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, exponential
-from meshwright.tools.evaluate.perplexity import summed_loss
+from meshwright.tools.evaluate.scored import summed_loss
 from meshwright.tools.evaluate.tasks import Question
 from meshwright.tools.evaluate.texts import stream_for
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from meshwright.tools.evaluate.load import BATCH_TOKENS, LoadedText
-from meshwright.tools.evaluate.perplexity import windows
+from meshwright.tools.evaluate.scored import windows
 
 
 class Likelihood(NamedTuple):

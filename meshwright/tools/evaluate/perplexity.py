@@ -1,4 +1,5 @@
-"""Perplexity of a text over sliding windows. A family with another measure names it.
+"""Perplexity of a text over sliding windows. A family with another measure names it; alone.py has that of a run whose
+documents are separate, or dialogues.
 
 Every token of a text is scored once. Windows of `context` tokens begin `stride` tokens apart. After the first window
 only tokens that no earlier window has scored count; each has at least context - stride tokens to its left. The last
@@ -7,31 +8,25 @@ window ends with the text. Begin and end tokens are context and are never scored
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from meshwright.data.files import ShowProgress, silent
+from meshwright.data.messages import learned_dialogues
 from meshwright.errors import ConfigError, DataError
 from meshwright.registry import load_entry
+from meshwright.tools.evaluate.alone import (
+    dialogue_perplexity,
+    no_stride,
+    separate_perplexity,
+    validation_loss,
+)
 from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, LoadedText, config_at, exponential, load_text
+from meshwright.tools.evaluate.scored import summed_loss, windows
 from meshwright.tools.evaluate.tasks import Question, Task
 from meshwright.tools.evaluate.texts import TokenStream, stream_for
-
-
-def windows(num_targets: int, context: int, stride: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """(starts [w], counted [w], length) of windows [w] over the targets 0 ... num_targets - 1.
-
-    Window i holds the targets starts[i] ... starts[i] + length - 1; those from counted[i] on are its own.
-    """
-    length = min(context, num_targets)
-    num = 1 + math.ceil((num_targets - length) / stride)
-    starts = np.minimum(np.arange(num, dtype=np.int64) * stride, num_targets - length)
-    counted = np.concatenate([np.zeros(1, dtype=np.int64), starts[:-1] + length])
-    return starts, counted, length
 
 
 @torch.inference_mode()
@@ -48,12 +43,15 @@ def text_perplexity(
     `stride`: 1 (exact and slow) to context (fast, no overlap); by default half the context. `batch_tokens`: about so
     many tokens in a forward pass.
 
-    Raises ConfigError on a stride outside these, DataError where no token is to be counted.
+    Of a run with separate documents each is measured alone. Raises ConfigError on a stride outside these, DataError
+    where no token is to be counted.
     """
     context = loaded.context
     if stride is not None and not 1 <= stride <= context:
         raise ConfigError.of("--stride", stride, "does not go with the context", f"1 to {context}")
     stride = stride or max(1, context // 2)
+    if loaded.config.data.separate:
+        return separate_perplexity(loaded, stream, stride, progress)
     starts, counted, length = windows(len(stream.tokens) - 1, context, stride)
     rows = max(1, batch_tokens // context)
     marks = torch.tensor([loaded.tokenizer.end, loaded.tokenizer.first], device=loaded.device)
@@ -82,12 +80,6 @@ def text_perplexity(
     }
 
 
-def summed_loss(loaded: LoadedText, h: Tensor, labels: Tensor, mask: Tensor) -> tuple[float, int]:
-    """The summed loss in nats, and the number, of the labels [B, T] in the mask; h [B, T, H]."""
-    losses = loaded.head.token_losses(h[mask].unsqueeze(0), labels[mask].unsqueeze(0))  # logits of these tokens only
-    return float(losses.double().sum()), losses.numel()
-
-
 def measure_text(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:
     """The perplexity of a text under a decoder."""
     if question.target is not None:
@@ -95,8 +87,13 @@ def measure_text(question: Question, progress: ShowProgress) -> tuple[Path, Fact
         rule = f"has no effect on a {family}, which writes no targets"
         raise ConfigError.of("--target", question.target, rule, "with an encoder-decoder")
     loaded = load_text(question.checkpoint, question.device, question.context)
-    stream = stream_for(loaded, question.data, progress)
-    return loaded.folder, text_perplexity(loaded, stream, question.stride, progress)
+    if (dialogues := learned_dialogues(loaded.config.data, question.data)) is not None:
+        no_stride(question.stride)
+        facts, corpus = dialogue_perplexity(loaded, dialogues, question.data, progress)
+    else:
+        stream = stream_for(loaded, question.data, progress)
+        facts, corpus = text_perplexity(loaded, stream, question.stride, progress), stream.corpus
+    return loaded.folder, facts | ({} if corpus is None else validation_loss(loaded, corpus, progress))
 
 
 def measure_perplexity(question: Question, progress: ShowProgress) -> tuple[Path, Facts]:

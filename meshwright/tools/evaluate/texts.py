@@ -38,6 +38,8 @@ class TokenStream:
     """White-space separated words of the original text."""
     name: str
     """The data's name in the result."""
+    corpus: PackedCorpus | None = None
+    """The prepared folder of a stream that is a validation split."""
 
 
 def stream_for(loaded: LoadedText, data: str | None, progress: ShowProgress = silent) -> TokenStream:
@@ -53,10 +55,13 @@ def stream_for(loaded: LoadedText, data: str | None, progress: ShowProgress = si
     assert isinstance(trained_on, TokenSection), trained_on
     corpus, name = held_out(loaded, data, trained_on, progress)
     tokens = corpus.tokens("validation")
-    begins = corpus.header.begin is not None
-    # The first token needs something before it: the mark that begins a text, or the end of the one before.
-    first = np.array([] if begins else [corpus.header.end], dtype=tokens.dtype)
-    return TokenStream(np.concatenate([first, tokens]), corpus.header.validation.words, name)
+    begins, ends = corpus.header.begin is not None, corpus.header.ends
+    if trained_on.separate and not ends:
+        raise DataError(f"{name}: was prepared without end tokens, by which this run tells documents apart")
+    # The first token needs something before it: the mark that begins a text, or the end of the one before. Without
+    # either mark it has no context, in training as here, and is not scored.
+    first = np.array([] if begins or not ends else [corpus.header.end], dtype=tokens.dtype)
+    return TokenStream(np.concatenate([first, tokens]), corpus.header.validation.words, name, corpus)
 
 
 def _encoded(loaded: LoadedText, source: str, progress: ShowProgress) -> TokenStream:
@@ -69,7 +74,9 @@ def _encoded(loaded: LoadedText, source: str, progress: ShowProgress) -> TokenSt
         nonlocal words
         for number, text in enumerate(documents(source)):
             progress(f"tokenizing: {words} words", None)
-            between = [*ended, *tokenizer.opening] if number else [tokenizer.first]
+            # As in a prepared folder: nothing in front of a first token without marks.
+            front = [] if tokenizer.begin is None and not ended else [tokenizer.first]
+            between = [*ended, *tokenizer.opening] if number else front
             yield np.array(between, dtype=np.int64)
             for part in pieces(text):
                 words += len(part.split())  # exact: pieces are cut in front of a space
@@ -101,6 +108,8 @@ def held_out(
     else:
         corpus = corpus_for(asked, cache_folder(), progress)
         name = f"the run's held-out split (data.source={asked.source})"
+    if not corpus.header.validation.tokens:
+        raise DataError(f"{name}: is empty, as data.validation=0 held nothing out: give --data")
     if corpus.header.kind != kind:
         wanted = "text is: give it as --data" if kind == "text" else f"{kind} are wanted"
         raise DataError(f"{corpus.folder}: was prepared of {corpus.header.kind}, and {wanted}")

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from meshwright.data.packing import prepare
 from meshwright.errors import CheckpointError, ConfigError, DataError
 from meshwright.tools.evaluate.load import LoadedText, load_text
-from meshwright.tools.evaluate.perplexity import text_perplexity, windows
+from meshwright.tools.evaluate.perplexity import text_perplexity
+from meshwright.tools.evaluate.scored import windows
 from meshwright.tools.evaluate.tasks import finite, table_of
 from meshwright.tools.evaluate.texts import stream_for
 from tests.tools.evaluate.tiny import tiny_checkpoint, tiny_config
