@@ -103,6 +103,13 @@ class MismatchError(MeshwrightError):
     """A layout that does not compute what one device computes."""
 
 
+class UndecidedError(MeshwrightError):
+    """A comparison without a difference that does not show that two runs are equal: says what was not there."""
+
+    exit_code = 3
+    """Neither equal (0) nor different (1), and no wrong option (2)."""
+
+
 class ParityError(MeshwrightError):
     """A check of parity that cannot be carried out: says what the two programs lack for it."""
 

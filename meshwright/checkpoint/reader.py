@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from meshwright import __version__
 from meshwright.checkpoint.manifest import GET_ANOTHER, MANIFEST, StoredFile, StoredRun, read_manifest, stored_file
-from meshwright.checkpoint.shard import StoredShard
+from meshwright.checkpoint.shard import BadBlock, StoredShard
 from meshwright.config import Config
 from meshwright.config.load import model_names
 from meshwright.config.messages import problems_of
@@ -22,10 +24,14 @@ STEP = re.compile(r"step-(\d+)")
 
 
 class Checkpoint:
-    """An open checkpoint folder. Bytes are checked before they are used; nothing else is hashed."""
+    """An open checkpoint folder. Bytes are checked before they are used; nothing else is hashed.
 
-    def __init__(self, folder: Path) -> None:
+    `bad`: a list that collects blocks that are not those written; by default the first one is raised.
+    """
+
+    def __init__(self, folder: Path, bad: list[BadBlock] | None = None) -> None:
         self.folder = folder
+        self._bad = bad
         self.manifest = read_manifest(folder)
         self.shards: dict[str, StoredShard] = {}
         """Those read from so far, by file."""
@@ -91,6 +97,24 @@ class Checkpoint:
         for file in self.manifest.files:
             self._check(file)
 
+    def damage_besides(self) -> Iterator[DamagedError]:
+        """Check the bytes that a `read` of every tensor leaves out: other files, and tensors that no run names."""
+        keys: defaultdict[int, set[str]] = defaultdict(set)
+        for run in self.manifest.runs:
+            keys[run.group].add(run.key)
+        known: defaultdict[int, set[str]] = defaultdict(set)
+        for number, group in enumerate(self.manifest.groups):
+            for index in group:
+                known[index] |= keys[number]
+        for index, file in enumerate(self.manifest.files):
+            try:
+                if file.header_bytes is None:
+                    self._check(file)
+                else:
+                    self._shard(file).check(known[index])
+            except DamagedError as error:
+                yield error
+
     def check_frames(self, part: int, of: int) -> None:
         """Check what `read` may skip in every `of`-th file from `part` on: a shard's header, all of another file.
         (Nobody reads from replicas' shards, which hold no tensor.) Raises DamagedError."""
@@ -123,7 +147,7 @@ class Checkpoint:
 
     def _shard(self, file: StoredFile) -> StoredShard:
         if file.file not in self.shards:
-            self.shards[file.file] = StoredShard(self.folder / file.file, file)
+            self.shards[file.file] = StoredShard(self.folder / file.file, file, self._bad)
         return self.shards[file.file]
 
     def _check(self, file: StoredFile) -> None:

@@ -200,18 +200,22 @@ def verify(
 def diff(
     one: Annotated[Path, Argument(metavar="OUT", help="A run's folder.")],
     other: Annotated[Path, Argument(metavar="OUT", help="Another run's folder.")],
+    roots: Annotated[
+        bool, Option("--roots", help="The quick way: compare recorded roots alone, and read no shard.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Say where two runs part: step, parameter, box.
 
-    Losses, norms and roots of each step, and the tensors of the checkpoints that both have, compared to the bit. Exit
-    code 1 where they differ. Layouts do not matter; runs with bits=layout-free should be equal under all of them.
+    Losses, norms and roots of each step, and every byte of the checkpoints that both have. Exit code 1 if they differ
+    or a checkpoint is damaged, 3 if no common checkpoint shows that they are equal. Layouts do not matter; runs with
+    bits=layout-free should be equal under all of them.
 
     Example: meshwright diff out/two-gpus out/eight-gpus
     """
     from meshwright.tools import diff as tool
 
-    found = tool.difference(one, other)
+    found = tool.difference(one, other, roots=roots)
     print_result(tool, found, as_json)
     found.check()
 

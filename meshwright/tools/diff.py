@@ -1,8 +1,14 @@
 """`meshwright diff RUN RUN`: the first step, parameter and box in which two runs part, to the bit.
 
-Each run's metrics.jsonl says in which step a loss, a norm or a root first differs; of the checkpoints of equal steps
-that both still have, the first that differs says which tensors, and where in them. Layouts do not matter: checkpoints
-are read by boxes of whole tensors.
+Each run's metrics.jsonl says in which step a loss, a norm or a root first differs. Of the checkpoints of equal steps
+that both still have, every byte is read, held against its written digest, and compared; layouts do not matter, since
+checkpoints are read by boxes of whole tensors. With `roots`, recorded hashes alone are compared and no shard is read.
+
+| outcome | exit code |
+|---|---|
+| equal to the bit, or equal by their roots | 0 |
+| a step or a checkpoint differs, or a checkpoint is damaged | 1 |
+| nothing differs in losses and norms, and no common checkpoint (with `roots`: no common root) says more | 3 |
 """
 
 from __future__ import annotations
@@ -11,13 +17,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from meshwright.checkpoint.reader import Checkpoint, steps_in
-from meshwright.errors import DataError, MismatchError
-from meshwright.parameters.shard import Box
+from meshwright.checkpoint.reader import steps_in
+from meshwright.errors import DataError, MismatchError, UndecidedError
+from meshwright.tools.differing import Compared, Damage, Part, by_bytes, by_roots
 from meshwright.training.folder import CHECKPOINTS
 from meshwright.training.follow import METRICS, read_history
 
@@ -27,96 +32,125 @@ MOST_SHOWN = 12
 
 
 @dataclass(frozen=True)
-class Part:
-    """A tensor that differs between two checkpoints: the number of its elements that differ, and the box around
-    them."""
-
-    tensor: str
-    differing: int
-    elements: int
-    first: tuple[int, ...]
-    last: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Difference:
-    """Two runs, compared. `steps`: how many both have. `step`: the first that differs, in these `numbers`; None: none.
-    `checkpoints`: the steps of which both have one. `checkpoint`: the first that differs, by its `parts`."""
+    """Two runs, compared."""
 
     runs: tuple[str, str]
     steps: int
+    """The number of steps that both have."""
+    looked: dict[str, int]
+    """By name of a number: the steps in which it was compared."""
     step: int | None
+    """The first step that differs; None if none does."""
     numbers: dict[str, tuple[Any, Any]]
+    """The numbers of that step that differ."""
     checkpoints: tuple[int, ...]
-    checkpoint: int | None
-    parts: tuple[Part, ...]
+    """The steps of which both have a checkpoint."""
+    by_roots: bool
+    """Whether recorded roots alone were compared."""
+    compared: tuple[int, ...] = ()
+    """The steps whose checkpoints were compared: up to the first that differs."""
+    tensors: int = 0
+    bytes: int = 0
+    """Tensors and bytes that were read of the compared checkpoints."""
+    checkpoint: int | None = None
+    """The first checkpoint that differs, by its `parts`."""
+    parts: tuple[Part, ...] = ()
+    damages: tuple[Damage, ...] = ()
+    """Places in the compared checkpoints whose bytes are not the written ones."""
+    undecided: str = ""
+    """Why runs without a difference cannot be called equal."""
 
     @property
-    def equal(self) -> bool:
-        return self.step is None and self.checkpoint is None
+    def equal(self) -> bool | None:
+        """Whether the runs are equal; None if nothing that was looked at says so."""
+        if self.step is not None or self.checkpoint is not None or self.damages:
+            return False
+        return None if self.undecided else True
 
     def check(self) -> None:
-        """Raises MismatchError where the runs differ."""
+        """Raises MismatchError if the runs differ or are damaged, and UndecidedError if they may be equal."""
+        if self.damages:
+            more = f" (and {len(self.damages) - 1} more)" if len(self.damages) > 1 else ""
+            raise MismatchError(f"{self.damages[0]}{more}")
         if self.step is not None:
             raise MismatchError(f"the runs part in step {self.step}: another {' and '.join(self.numbers)}")
         if self.checkpoint is not None:
             raise MismatchError(f"the runs part at the checkpoint of step {self.checkpoint}: {self.parts[0].tensor}")
+        if self.undecided:
+            raise UndecidedError(f"not shown to be equal: {self.undecided}")
 
 
-def difference(one: Path, other: Path) -> Difference:
-    """Compare two runs' folders. Raises DataError where they have no step in common."""
+def difference(one: Path, other: Path, *, roots: bool = False) -> Difference:
+    """Compare two runs' folders. `roots`: by recorded roots, without reading a shard.
+
+    Raises DataError if the runs have no step in common.
+    """
     histories = [{line["step"]: line for line in read_history(run / METRICS)} for run in (one, other)]
     common = sorted(histories[0].keys() & histories[1].keys())
     if not common:
         raise DataError(f"{one} and {other} have no step in common")
-    step, numbers = None, dict[str, tuple[Any, Any]]()
+    step, numbers, looked = None, dict[str, tuple[Any, Any]](), dict.fromkeys(NUMBERS, 0)
     # The first difference alone: later ones follow from it.
     for step_now in common:
         both = [lines[step_now] for lines in histories]
-        numbers = {
-            key: (both[0][key], both[1][key])
-            for key in NUMBERS
-            if key in both[0] and key in both[1] and repr(both[0][key]) != repr(both[1][key])
-        }
+        known = [key for key in NUMBERS if None not in (both[0].get(key), both[1].get(key))]
+        looked |= {key: looked[key] + 1 for key in known}
+        numbers = {key: (both[0][key], both[1][key]) for key in known if repr(both[0][key]) != repr(both[1][key])}
         if numbers:
             step = step_now
             break
     folders = [dict(steps_in(run / CHECKPOINTS)) for run in (one, other)]
     shared = tuple(sorted(folders[0].keys() & folders[1].keys()))
+    found: dict[int, Compared] = {}
     for at in shared:
-        if parts := differing_parts(Checkpoint(folders[0][at]), Checkpoint(folders[1][at])):
-            return Difference((str(one), str(other)), len(common), step, numbers, shared, at, parts)
-    return Difference((str(one), str(other)), len(common), step, numbers, shared, None, ())
+        found[at] = (by_roots if roots else by_bytes)(folders[0][at], folders[1][at])
+        if found[at].parts or found[at].damages:
+            break
+    parted = next((at for at in found if found[at].parts), None)
+    return Difference(
+        (str(one), str(other)), len(common), looked, step, numbers, shared, roots,
+        compared=tuple(found),
+        tensors=sum(each.tensors for each in found.values()),
+        bytes=sum(each.bytes for each in found.values()),
+        checkpoint=parted,
+        parts=() if parted is None else found[parted].parts,
+        damages=tuple(damage for each in found.values() for damage in each.damages),
+        undecided=_undecided(found, looked, (one, other), folders, roots=roots),
+    )  # fmt: skip
 
 
-def differing_parts(one: Checkpoint, other: Checkpoint) -> tuple[Part, ...]:
-    """The tensors that differ between two checkpoints, in the model's order; a tensor of one checkpoint alone differs
-    whole. Before them the order of data, if the two continue with other samples."""
-    roots = one.manifest.roots, other.manifest.roots
-    found = []
-    if None not in (a.data for a in roots) and roots[0].data != roots[1].data:
-        found.append(Part("the order of data", 1, 1, (), ()))
-    # Equal roots say that all tensors are equal, without reading one of them.
-    if roots[0].state is not None and roots[0].state == roots[1].state:
-        return tuple(found)
-    held = {**one.manifest.parts, **other.manifest.parts}
-    for parameter, kind in held:
-        name, shape = f"{kind} of {parameter}", held[parameter, kind][0].shape
-        box = Box((0,) * len(shape), shape)
-        if not all((parameter, kind) in side.manifest.parts for side in (one, other)):
-            found.append(Part(name, box.num_elements, box.num_elements, box.offsets, tuple(n - 1 for n in shape)))
-            continue
-        a, b = (side.read(parameter, kind, box) for side in (one, other))
-        # Compared as integers: a NaN equals itself, and 0.0 differs from -0.0.
-        words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-        if a.dtype == b.dtype:
-            where = (a.view(words[a.element_size()]) != b.view(words[b.element_size()])).nonzero()
-        else:
-            where = torch.ones(shape).nonzero()
-        if where.numel():
-            first, last = where.amin(0).tolist(), where.amax(0).tolist()
-            found.append(Part(name, where.shape[0], box.num_elements, tuple(first), tuple(last)))
-    return tuple(found)
+def _undecided(
+    found: dict[int, Compared],
+    looked: dict[str, int],
+    runs: tuple[Path, Path],
+    folders: list[dict[int, Path]],
+    *,
+    roots: bool,
+) -> str:
+    """Why the comparisons do not show that two runs are equal; empty if they do."""
+    texts = [each.undecided for each in found.values() if each.undecided]
+    if texts:
+        return texts[0]
+    if found or (roots and looked["root"]):
+        return ""
+    held = ", ".join(f"{run} has {_steps(folder)}" for run, folder in zip(runs, folders, strict=True))
+    return f"{_looked(looked)} agree, and the runs have no checkpoint in common ({held})"
+
+
+def _steps(steps: Any) -> str:
+    return ", ".join(f"step {step}" for step in sorted(steps)) or "none"
+
+
+def _looked(looked: dict[str, int]) -> str:
+    """`losses and norms of 4 steps, roots of 2`."""
+    counts: dict[int, list[str]] = {}
+    for key, name in zip(NUMBERS, ("losses", "norms", "roots"), strict=True):
+        if looked[key]:
+            counts.setdefault(looked[key], []).append(name)
+    texts = [" and ".join(names) + f" of {count}" for count, names in counts.items()]
+    steps = "step" if max(counts, default=0) == 1 else "steps"
+    return ", ".join([f"{texts[0]} {steps}", *texts[1:]])
 
 
 def as_dict(found: Difference) -> dict[str, Any]:
@@ -124,29 +158,37 @@ def as_dict(found: Difference) -> dict[str, Any]:
 
 
 def render(found: Difference) -> None:
-    """Print that two runs are equal, or where they part."""
+    """Print that two runs are equal, or where they part, and what was looked at."""
     console = Console(highlight=False)
-    checkpoints = ", ".join(f"step {step}" for step in found.checkpoints) or "none"
-    compared = f"{found.steps} steps and the checkpoints that both have ({checkpoints})"
+    looked = _looked(found.looked)
     if found.equal:
-        console.print(f"equal to the bit: {compared}")
+        compared = f"{found.steps} steps and the checkpoints that both have ({_steps(found.checkpoints)}); {looked}"
+        read = (
+            f"all {found.tensors} tensors were read, {found.bytes / 2**20:,.1f} MiB, and are what their writers wrote"
+        )
+        roots = f"equal by their roots, nothing was read: {compared}"
+        console.print(roots if found.by_roots else f"equal to the bit: {compared}; {read}", soft_wrap=True)
         return
     if found.step is None:
-        console.print(f"losses, norms and roots are equal: {found.steps} steps")
-    else:
+        console.print(f"nothing differs in the {looked}")
+    if found.step is not None:
         table = Table(f"step {found.step}", *found.runs, title="the first step that differs")
         for key, values in found.numbers.items():
             table.add_row(key, *map(repr, values))
         console.print(table)
-    if found.checkpoint is None:
-        console.print(f"no tensor differs in the checkpoints that both have: {checkpoints}")
-        return
-    table = Table(
-        "tensor", "elements that differ", "the box around them", title=f"checkpoint of step {found.checkpoint}"
-    )
-    for part in found.parts[:MOST_SHOWN]:
-        box = ", ".join(f"{a}..{b}" for a, b in zip(part.first, part.last, strict=True))
-        table.add_row(part.tensor, f"{part.differing:,} of {part.elements:,}", f"[{box}]")
-    console.print(table)
-    if len(found.parts) > MOST_SHOWN:
-        console.print(f"... and {len(found.parts) - MOST_SHOWN} tensors more (--json lists all)")
+    for damage in found.damages[:MOST_SHOWN]:
+        console.print(str(damage), soft_wrap=True)
+    if len(found.damages) > MOST_SHOWN:
+        console.print(f"... and {len(found.damages) - MOST_SHOWN} damaged places more (--json lists all)")
+    if found.checkpoint is not None:
+        title = f"checkpoint of step {found.checkpoint}"
+        table = Table("tensor", "elements that differ", "the box around them", title=title)
+        for part in found.parts[:MOST_SHOWN]:
+            box = ", ".join(f"{a}..{b}" for a, b in zip(part.first, part.last, strict=True))
+            table.add_row(part.tensor, f"{part.differing:,} of {part.elements:,}", f"[{box}]")
+        console.print(table)
+        if len(found.parts) > MOST_SHOWN:
+            console.print(f"... and {len(found.parts) - MOST_SHOWN} tensors more (--json lists all)")
+    elif not found.damages:
+        said = "no recorded root differs (nothing was read)" if found.by_roots else "no tensor differs"
+        console.print(f"{said} in the checkpoints that both have: {_steps(found.checkpoints)}")

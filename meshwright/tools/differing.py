@@ -1,0 +1,163 @@
+"""Two checkpoints, compared: by their bytes, all of them read and held against their digests, or by their roots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint.reader import Checkpoint
+from meshwright.checkpoint.shard import BadBlock
+from meshwright.errors import CheckpointError, DamagedError
+from meshwright.parameters.shard import Box
+
+DATA = "the order of data"
+ALL = "all tensors, by their roots"
+CARRIED = ("samples", "steps_taken", "loss_scale", "good_steps")
+"""The numbers of a manifest's progress from which a run goes on."""
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor that differs between two checkpoints: the number of its elements that differ, and the box around
+    them. `tensor` also names an order of data, a file, a counter of the progress or a root, each of one element."""
+
+    tensor: str
+    differing: int
+    elements: int
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+
+    @classmethod
+    def single(cls, name: str) -> Part:
+        """A difference of something that is no tensor."""
+        return cls(name, 1, 1, (), ())
+
+    @classmethod
+    def between(cls, name: str, held: list[Tensor]) -> Part | None:
+        """The part of a tensor that differs; a tensor of one side alone, or of two shapes or dtypes, differs whole."""
+        shape = held[0].shape
+        if len(held) == 2 and held[0].shape == held[1].shape and held[0].dtype == held[1].dtype:
+            # Compared as integers: a NaN equals itself, and 0.0 differs from -0.0.
+            a, b = (value.view(_WORDS[value.element_size()]) for value in held)
+            where = (a != b).nonzero()
+            if not where.numel():
+                return None
+            first, last = where.amin(0).tolist(), where.amax(0).tolist()
+            return cls(name, where.shape[0], shape.numel(), tuple(first), tuple(last))
+        return cls(name, shape.numel(), shape.numel(), (0,) * len(shape), tuple(n - 1 for n in shape))
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Bytes of a checkpoint's file that are not the written ones. `tensor`: `weight of NAME`; empty if no tensor can
+    be named. `place`: the bytes within the tensor's part in that file, or the reader's sentence."""
+
+    file: str
+    tensor: str
+    place: str
+
+    @classmethod
+    def of(cls, block: BadBlock) -> Damage:
+        kind, _, name = block.key.partition("/")
+        return cls(str(block.path), f"{kind} of {name}", f"bytes {block.first:,} to {block.last:,} of its part there")
+
+    def __str__(self) -> str:
+        if not self.tensor:
+            return self.place
+        return f"{self.file} is damaged: {self.tensor}, {self.place}, are not those that were written (SHA-256)"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Two checkpoints of a step. `parts`: those that differ. `damages`: of either checkpoint. `tensors`, `bytes`: read
+    and compared. `undecided`: why the two cannot be called equal; empty if they can."""
+
+    parts: tuple[Part, ...] = ()
+    damages: tuple[Damage, ...] = ()
+    tensors: int = 0
+    bytes: int = 0
+    undecided: str = ""
+
+
+def by_bytes(one: Path, other: Path) -> Compared:
+    """Read all of two checkpoints, hold both against their digests, and compare tensors, in the model's order."""
+    bad: list[BadBlock] = []
+    sides, damages = [], list[Damage]()
+    for folder in (one, other):
+        try:
+            sides.append(Checkpoint(folder, bad))
+        except CheckpointError as error:
+            damages.append(Damage(str(folder), "", str(error)))
+    if len(sides) < 2:
+        # The other one is read as well: all damage is named at once.
+        for side in sides:
+            for parameter, kind in side.manifest.parts:
+                with suppress(DamagedError):  # of a file, which is named below
+                    _read(side, parameter, kind)
+            damages += [Damage(str(side.folder), "", str(damage)) for damage in side.damage_besides()]
+        return Compared(damages=(*damages, *map(Damage.of, bad)))
+    parts, tensors, size, failed = list(_of_manifests(*sides)), 0, 0, dict[str, Damage]()
+    for parameter, kind in {**sides[0].manifest.parts, **sides[1].manifest.parts}:
+        held = list[Tensor]()
+        readable = True
+        for side in sides:
+            try:
+                if (value := _read(side, parameter, kind)) is not None:
+                    held.append(value)
+            except DamagedError as error:
+                readable = False
+                # One sentence a file: each of its tensors would repeat the sentence.
+                failed.setdefault(str(error), Damage(str(side.folder), "", str(error)))
+        tensors, size = tensors + 1, size + sum(value.nbytes for value in held)
+        if readable and (part := Part.between(f"{kind} of {parameter}", held)) is not None:
+            parts.append(part)
+    for side in sides:
+        for damage in side.damage_besides():
+            failed.setdefault(str(damage), Damage(str(side.folder), "", str(damage)))
+    return Compared(tuple(parts), (*damages, *failed.values(), *map(Damage.of, bad)), tensors, size)
+
+
+def by_roots(one: Path, other: Path) -> Compared:
+    """Compare what two manifests record; no shard is read."""
+    try:
+        sides = [Checkpoint(folder) for folder in (one, other)]
+    except CheckpointError as error:
+        return Compared(damages=(Damage("", "", str(error)),))
+    parts, roots = list(_of_manifests(*sides)), [side.manifest.roots.state for side in sides]
+    if None in roots:
+        folder = sides[roots.index(None)].folder
+        return Compared(tuple(parts), undecided=f"{folder} has no root of its tensors: leave out --roots to read them")
+    if roots[0] != roots[1]:
+        parts.append(Part.single(ALL))
+    return Compared(tuple(parts))
+
+
+def _of_manifests(one: Checkpoint, other: Checkpoint) -> Iterator[Part]:
+    """The differences in two manifests: order of data, progress, and files that are no shards."""
+    manifests = one.manifest, other.manifest
+    data = [manifest.roots.data for manifest in manifests]
+    if None not in data and data[0] != data[1]:
+        yield Part.single(DATA)
+    for name in CARRIED:
+        values = [vars(manifest.progress)[name] for manifest in manifests]
+        if values[0] != values[1]:
+            yield Part.single(f"{name} of the progress ({values[0]} and {values[1]})")
+    # Shards are named by ranks, and other layouts have other ranks.
+    rest = [
+        {file.file: file.sha256 for file in each.files if not file.file.endswith(".safetensors")} for each in manifests
+    ]
+    for name in rest[0].keys() & rest[1].keys():
+        if rest[0][name] != rest[1][name]:
+            yield Part.single(f"the file {name}")
+
+
+def _read(side: Checkpoint, parameter: str, kind: str) -> Tensor | None:
+    """A whole tensor; None if the checkpoint has no such tensor."""
+    runs = side.manifest.parts.get((parameter, kind))
+    return None if runs is None else side.read(parameter, kind, Box((0,) * len(runs[0].shape), runs[0].shape))
