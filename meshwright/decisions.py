@@ -36,7 +36,7 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 
 from meshwright.config import Config
-from meshwright.config.rules import PARTITION_RULES, broken_rules, warmup_fits
+from meshwright.config.rules import PARTITION_RULES, broken_rules
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.machine import Machine, has_gpu_driver
 from meshwright.ranks.transports_section import TRANSPORTS
@@ -164,22 +164,28 @@ def with_fewer_replicas(config: Config, most: int) -> Config | None:
 def in_steps(config: Config, folder: Path) -> Resolved:
     """Set `steps` to the batches in `epochs` passes over the prepared data in `folder`, rounded up.
 
-    A config without epochs is returned unchanged. Ranks of another launcher open the same folder and get the same
-    number. Raises ConfigError where the data has no size, or the warm-up is longer than the run.
+    A config without epochs keeps its steps. A warm-up that is longer than the run is cut to it. Ranks of another
+    launcher open the same folder and get the same number. Raises ConfigError where the data has no size.
     """
     if config.epochs is None:
-        return Resolved(config)
+        return _with_warmup(Resolved(config))
     samples = len(config.data.open(config, folder).train)
     if not samples:
         rule = f"needs the number of samples, which data.kind={config.data.kind} does not tell"
         raise ConfigError.of("epochs", f"{config.epochs:g}", rule, "steps in place of epochs")
     # From the decimal digits, not from the binary float: 0.1 epochs of 1,000 samples are exactly 100 samples.
     steps = math.ceil(Fraction(str(config.epochs)) * samples / config.batch.global_)
-    # Configs with epochs pass this rule unchecked when they are read.
-    if problems := list(warmup_fits.check(config.model_copy(update={"steps": steps, "epochs": None}))):
-        raise ConfigError(problems)
     note = f"{_counted(steps, 'step')} of batch.global={config.batch.global_}, of {samples} samples an epoch"
-    return Resolved(config.model_copy(update={"steps": steps}), (f"epochs={config.epochs:g}: {note}",))
+    return _with_warmup(Resolved(config.model_copy(update={"steps": steps}), (f"epochs={config.epochs:g}: {note}",)))
+
+
+def _with_warmup(counted: Resolved) -> Resolved:
+    """The run with a warm-up of no more steps than it has: a short trial of a run file is a run."""
+    config, warmup = counted.config, counted.config.optimizer.schedule.warmup
+    if warmup <= config.steps:
+        return counted
+    note = f"{_counted(config.steps, 'step')}, all that this run has: the rate is at its peak in the last one"
+    return counted.decide("optimizer.schedule.warmup", config.steps, note)
 
 
 def _gpus_needed(config: Config, local: int) -> int:

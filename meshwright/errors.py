@@ -7,6 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from meshwright.remedies import Remedy, remedies_of
+
+NOTHING = "nothing"
+"""The value of a field that must be given and is not."""
+
 
 class MeshwrightError(Exception):
     """Base of every error that is the user's to mend: the command line prints its text, not a traceback."""
@@ -24,7 +29,8 @@ class MeshwrightError(Exception):
 class Problem:
     """One mistake in a config: the field, what it holds, the rule it breaks, and what would work.
 
-    `reads`: further fields that it rests on. Where one of them is mistaken itself, it is not reported.
+    `reads`: further fields that it rests on. Where one of them is mistaken itself, it is not reported. `mend`: its
+    remedies, if the text of `valid` has them for people alone.
     """
 
     field: str
@@ -32,10 +38,17 @@ class Problem:
     rule: str
     valid: str = ""
     reads: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    mend: tuple[Remedy, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def __str__(self) -> str:
         hint = f"; valid: {self.valid}" if self.valid else ""
-        return f"{self.field}={self.value} {self.rule}{hint}"
+        value = "" if self.value == NOTHING and self.rule.startswith("is missing") else f"={self.value}"
+        return f"{self.field}{value} {self.rule}{hint}"
+
+    @property
+    def remedies(self) -> tuple[Remedy, ...]:
+        """Fields and values that mend it, as a program can follow them; the first is the plainest."""
+        return self.mend or remedies_of(self.field, self.valid)
 
 
 class ConfigError(MeshwrightError):

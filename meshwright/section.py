@@ -70,6 +70,22 @@ def listed(values: list[int], most: int = 12) -> str:
     return ", ".join(map(str, values))
 
 
+def at_most(bound: int, least: int = 1) -> str:
+    """The values up to a bound as a short text: `8 or less`, and `1` if that is all."""
+    return str(bound) if bound <= least else f"{bound} or less"
+
+
+def multiples(of: int, near: int) -> str:
+    """Multiples as a short text, from the first that is no less than `near`: `16, 24, any multiple of 8`."""
+    first = max(1, math.ceil(near / of)) * of
+    return f"{first}, {first + of}, any multiple of {of}"
+
+
+def even_near(odd: int) -> str:
+    """The even numbers next to an odd one as a short text: `4, 6, any even number`."""
+    return listed([even for even in (odd - 1, odd + 1) if even > 0]) + ", any even number"
+
+
 def _shown(value: object) -> str:
     match value:
         case None:

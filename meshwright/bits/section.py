@@ -171,17 +171,9 @@ def runs_are_equal(config: Config) -> Iterator[Problem]:
             rule_text = f"does not cut {length.field}={length.number}{length.note} into equal runs"
             yield Problem(SEQUENCE, runs, rule_text, listed(divisors(length.number)), length.reads or (length.field,))
             return
-        rows = config.bits.samples * length.number // runs
-        for field, width in model.widths if config.bits.cuts else ():
-            cut = max(config.bits.tensor, config.bits.hidden)
-            if rows * width // cut % WHOLE_VECTORS:
-                rule_text = (
-                    f"gives kernels {rows} tokens x {width // cut} of {field}={width}, and what is left "
-                    f"over of {WHOLE_VECTORS} elements is computed in another way"
-                )
-                valid = f"fewer runs or parts, or bits.samples that make a multiple of {WHOLE_VECTORS}"
-                yield Problem(SEQUENCE, runs, rule_text, valid)
-                return
+        if problem := _kernels_are_whole_vectors(config, length.number):
+            yield problem
+            return
     why = "and a tree adds up what runs of queries give to a key (bits.attention=runs)"
     problem = no_power_of_two(SEQUENCE, runs, why, "; or bits.attention=heads")
     if config.bits.attention == "runs" and problem is not None:
@@ -193,8 +185,46 @@ def runs_are_equal(config: Config) -> Iterator[Problem]:
         field = "layout.context.size" if context.size > 1 else "layout.tensor.size"
         parts = " x ".join([str(size) for size in (context.size, again) if size > 1])
         rule_text = f"cuts sequences into {parts}, which does not divide bits.sequence={runs}"
-        valid = f"bits.sequence={math.lcm(runs, context.size * again)}"
+        valid = listed(divisors(runs // again if runs % again == 0 else 1))
+        if all(length.number % math.lcm(runs, context.size * again) == 0 for length in model.sequences(config)):
+            valid += f"; or bits.sequence={math.lcm(runs, context.size * again)}"
         yield Problem(field, context.size if context.size > 1 else again, rule_text, valid)
+
+
+def _kernels_are_whole_vectors(config: Config, tokens: int) -> Problem | None:
+    """The mistake of elements that are left over of whole vectors, by the field that cuts, and numbers that leave none:
+    fewer parts, or more samples that a kernel gets at a time."""
+    bits, widths = config.bits, config.model.widths
+    cut = max(bits.tensor, bits.hidden)
+    odd = [
+        (field, width)
+        for field, width in widths
+        if bits.samples * tokens // bits.sequence * width // cut % WHOLE_VECTORS
+    ]
+    if not (bits.cuts and odd):
+        return None
+
+    def fits(samples: int, runs: int, cut: int) -> bool:
+        return all(samples * tokens // runs * width // cut % WHOLE_VECTORS == 0 for _, width in widths)
+
+    field, parts = next(
+        (field, parts)
+        for field, parts in ((SEQUENCE, bits.sequence), (TENSOR, bits.tensor), (HIDDEN, bits.hidden))
+        if parts > 1
+    )
+    fewer = [size for size in divisors(parts)[:-1] if fits(bits.samples, size, cut) if field == SEQUENCE] or [1]
+    grain = config.micro // config.layout.tensor.rows.parts
+    more = [
+        samples for samples in divisors(max(grain, 1)) if samples > bits.samples and fits(samples, bits.sequence, cut)
+    ]
+    name, width = odd[0]
+    rows = bits.samples * tokens // bits.sequence
+    rule_text = (
+        f"gives kernels {rows} tokens x {width // cut} of {name}={width}, and what is left "
+        f"over of {WHOLE_VECTORS} elements is computed in another way"
+    )
+    valid = (f"{SAMPLES}={more[0]}, or {field}=" if more else "") + listed(fewer)
+    return Problem(field, parts, rule_text, valid)
 
 
 @_under_layout_free("layout.context.size", "bits.tensor", SEQUENCE, "layout.tensor", "model")
@@ -221,13 +251,12 @@ def rings_have_runs_of_queries(config: Config) -> Iterator[Problem]:
 @_under_layout_free(TENSOR, HIDDEN, SEQUENCE, "model")
 def layers_fall_into_blocks(config: Config) -> Iterator[Problem]:
     model, bits = config.model, config.bits
-    if bits.cuts and not model.has_attention:
-        cuts = ((TENSOR, bits.tensor), (HIDDEN, bits.hidden), (SEQUENCE, bits.sequence))
-        field, value = next((field, parts) for field, parts in cuts if parts > 1)
-        yield Problem(field, value, f"cuts layers of a {model.family}, whose norms see all positions", "1")
-    elif bits.cuts and model.routing.num_experts:
-        rule_text = "are not cut by bits.tensor, bits.hidden or bits.sequence"
-        yield Problem("model.experts", model.routing.num_experts, rule_text, "null")
+    why = "" if model.has_attention else f"cuts layers of a {model.family}, whose norms see all positions"
+    if experts := model.routing.num_experts:
+        why = f"cuts layers, and those of model.experts.count={experts} are not cut"
+    for field, parts in ((TENSOR, bits.tensor), (HIDDEN, bits.hidden), (SEQUENCE, bits.sequence)) if why else ():
+        if parts > 1:
+            yield Problem(field, parts, why, "1")
 
 
 @_under_layout_free("layout.tensor", "bits.tensor", "model")

@@ -40,6 +40,9 @@ RUN, PROVE, PREDICT, OPERATE = "Run", "Prove", "Predict", "Operate"
 
 LINE_SECONDS = 10
 
+FOLDERS = ("--out", "--data", "--to", "--status", "--source")
+"""Options whose values are files and folders."""
+
 
 class _Commands(TyperGroup):
     """The commands by their parts, and words of other tools among their options answered with ours."""
@@ -58,6 +61,8 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
+        if command is not None and not ctx.resilient_parsing and not command.ignore_unknown_options:
+            refuse_foreign(rest)
         if (
             command is not None
             and not ctx.resilient_parsing
@@ -66,6 +71,24 @@ class _Commands(TyperGroup):
             known = {option for param in command.get_params(ctx) for option in (*param.opts, *param.secondary_opts)}
             _refuse_options(rest, known)
         return name, command, rest
+
+
+def refuse_foreign(words: Sequence[str]) -> None:
+    """Raises ConfigError for what Meshwright does not do, as an option or an address: `--push-to-hub`, `--out s3://b`."""
+    if not any(word.startswith("--") or "://" in word for word in words):
+        return
+    from meshwright.config.scope import PAGE, topic_of_address, topic_of_key
+
+    problems = []
+    for before, word in pairwise(["", *words]):
+        option, _, value = word.partition("=")
+        place = option if value else before if before.startswith("--") else "argument"
+        if option.startswith("--") and option not in FOLDERS and (topic := topic_of_key(option)):
+            problems.append(Problem(option, value or "true", f"is no option: {topic.sentence} ({PAGE})", topic.remedy))
+        elif place in (*FOLDERS, "argument") and (topic := topic_of_address(value or word)):
+            problems.append(Problem(place, value or word, f"is no folder: {topic.sentence} ({PAGE})", topic.remedy))
+    if problems:
+        raise ConfigError(problems)
 
 
 def _refuse_options(words: Sequence[str], known: Collection[str]) -> None:

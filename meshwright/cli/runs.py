@@ -30,8 +30,10 @@ from meshwright.cli.app import (
     progress,
 )
 from meshwright.drawing import require_matplotlib
+from meshwright.environment import read_environment
 from meshwright.errors import ConfigError
 from meshwright.outputs import new_path, refuse_existing
+from meshwright.streams import PatientStream
 
 if TYPE_CHECKING:
     from meshwright.config import Config
@@ -42,6 +44,11 @@ def _load(run: Path, overrides: Sequence[str] | None) -> Config:
     from meshwright.config.load import parse_run, read_run
 
     file = read_run(run, overrides or ())
+    if read_environment().rank == 0:
+        from meshwright.config.sense import lost_by_braces
+
+        for line in lost_by_braces(file.tree, file.words):
+            print(line, file=PatientStream(sys.stderr))
     # A run whose layout is decided must not wait for the planner's imports.
     if not file.auto:
         return parse_run(file.tree, file.words)

@@ -17,6 +17,7 @@ from meshwright.config.kinds import foreign_fields, release_kind
 from meshwright.config.messages import UNKNOWN, nearest, nearest_choice, problems_of
 from meshwright.config.rules import broken_rules
 from meshwright.config.schema import Config
+from meshwright.config.scope import answered
 from meshwright.config.shorthand import PRECISIONS, begin_anew, in_words, spell_out, spelt_out
 from meshwright.config.yaml_text import MAX_LEVELS, plain_values, told, yaml_text
 from meshwright.configs import SCHEMA, shipped
@@ -27,6 +28,7 @@ from meshwright.section import shown
 DECIDED = ("layout", "batch.micro", "memory")
 """The planner decides these where the layout is open: nobody knows yet which of their fields will have an effect."""
 
+OF_UNKNOWN = "is of an unknown section"
 OPEN = "layout=auto"
 """The word that leaves the layout to the planner."""
 ELSEWHERE = ("data.source", "data.mixture", "data.tokenizer")
@@ -204,7 +206,8 @@ def _parse(
             mistaken = {problem.field for problem in problems}
             problems += without_effect(config, mistaken, words, undecided)
     if config is None or problems:
-        raise ConfigError([_as_typed(problem, written, overrides) for problem in problems])
+        known = [answered(problem, unknown=UNKNOWN in problem.rule) for problem in problems]
+        raise ConfigError([_as_typed(problem, written, overrides) for problem in known])
     return config
 
 
@@ -215,7 +218,9 @@ def _as_typed(problem: Problem, tree: dict[str, Any], words: Iterable[str]) -> P
     if typed is None or section.partition(".")[0] in tree or not (UNKNOWN in problem.rule or section == "plan"):
         return problem
     key, _, text = typed.partition("=")
-    return replace(problem, field=key, value=shown(text), rule=problem.rule.replace(UNKNOWN, f"{UNKNOWN}, {section}"))
+    return replace(
+        problem, field=key, value=shown(text), rule=problem.rule.replace(UNKNOWN, f"{OF_UNKNOWN}, {section}")
+    )
 
 
 def dump_tree(config: Config) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from pydantic_core import ErrorDetails
 from meshwright.config.schema import Config
 from meshwright.config.shorthand import SHORTHANDS, Shorthand
 from meshwright.config.words import ours_for_key, ours_for_value
-from meshwright.errors import Problem
+from meshwright.errors import NOTHING, Problem
+from meshwright.remedies import LEFT_OUT, remedies_of
 from meshwright.section import LARGEST, shown
 
 UNKNOWN = "is an unknown key"
@@ -140,9 +141,9 @@ def _problem(name: str, field: Schema, detail: ErrorDetails, models: Sequence[st
             rule = "is none of the choices" + nearest_choice(tag, given, list(sections))
             return Problem(tag, given, rule, ", ".join(sections))
         case "union_tag_not_found" if isinstance(detail["input"], dict):
-            return Problem(tag, "nothing", "is missing", ", ".join(sections))
+            return Problem(tag, NOTHING, "is missing", ", ".join(sections))
         case "missing" if not isinstance(detail["loc"][-1], int):  # else: an item of a list
-            return Problem(name, "nothing", "is missing", described(field))
+            return Problem(name, NOTHING, "is missing", described(field))
         case "value_error" if not isinstance(detail["input"], bool):  # a check of ours, which says the rule
             return Problem(name, value, str(detail["ctx"]["error"]), described(field))
     if name == "model":
@@ -164,10 +165,11 @@ def _unknown(name: str, value: object, known: Sequence[str], root: Schema) -> Pr
     """
     last = name.rpartition(".")[2]
     if root and (ours := ours_for_key(name, value)):
-        return Problem(name, shown(value), f"{UNKNOWN}, another tool's word", ours)
+        mend = tuple({name: LEFT_OUT, **remedy} for remedy in remedies_of(name, ours) if name not in remedy)
+        return Problem(name, shown(value), f"{UNKNOWN}, another tool's word", ours, mend=(*mend, {name: LEFT_OUT}))
     elsewhere = [path for path in paths_in(root) if path.rpartition(".")[2] == last and path != name]
     close = nearest(last, known) or (f" (did you mean {' or '.join(elsewhere)}?)" if len(elsewhere) in (1, 2) else "")
-    return Problem(name, shown(value), UNKNOWN + close, ", ".join(known))
+    return Problem(name, shown(value), UNKNOWN + close, ", ".join(known), mend=({name: LEFT_OUT},))
 
 
 def _rule(name: str, field: Schema, detail: ErrorDetails) -> str:

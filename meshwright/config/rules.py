@@ -31,7 +31,7 @@ from meshwright.config.schema import Config
 from meshwright.errors import Problem
 from meshwright.ranks.transports_section import TRANSPORTS
 from meshwright.registry import entries
-from meshwright.section import Rule, divisors, listed, rule, shown
+from meshwright.section import Rule, at_most, divisors, listed, multiples, rule, shown
 
 OFFLOAD_MULTIPLE = 128
 """Two halves, each of whole vectors of the optimizer's kernels: so the bits are those of the optimizer in place."""
@@ -76,7 +76,7 @@ def tensor_splits_rows(config: Config) -> Iterator[Problem]:
         what = f"is no multiple of {rows.by}{rows.parts}, over which a microbatch's samples are split"
         fitting = [micro for micro in divisors(config.replica_batch) if micro % rows.parts == 0]
         if config.batch.micro == "auto" or not fitting:
-            valid = f"a multiple of {rows.parts * config.layout.data.size}"
+            valid = multiples(rows.parts * config.layout.data.size, config.batch.global_)
             yield Problem("batch.global", config.batch.global_, what, valid)
         else:
             yield Problem("batch.micro", config.micro, what, listed(fitting))
@@ -120,19 +120,12 @@ def replicas_are_left(config: Config) -> Iterator[Problem]:
         yield Problem("restarts.shrink", "true", rule_text, "false, or layout.data.size=2 or more")
 
 
-@rule("steps", "epochs", "optimizer.schedule.warmup")
-def warmup_fits(config: Config) -> Iterator[Problem]:
-    warmup, steps = config.optimizer.schedule.warmup, config.steps
-    if warmup > steps and config.epochs is None:  # else it is asked when they have become steps (decisions.py)
-        yield Problem("optimizer.schedule.warmup", warmup, f"is longer than steps={steps}", f"0 to {steps}")
-
-
 @rule("layout.pipeline.size", "model.layers", "model.stage_blocks")
 def stages_have_layers(config: Config) -> Iterator[Problem]:
     size, layers = config.layout.pipeline.size, config.model.num_blocks
     if size > layers + 2:
         can_fill = f"is more than the model's {layers} layers, the embedding and the head can fill"
-        yield Problem("layout.pipeline.size", size, can_fill, f"1 to {layers + 2}")
+        yield Problem("layout.pipeline.size", size, can_fill, at_most(layers + 2))
 
 
 @rule("layout.pipeline.size", "layout.pipeline.chunks", "model.layers", "model.stage_blocks")
@@ -140,9 +133,7 @@ def chunks_have_layers(config: Config) -> Iterator[Problem]:
     size, chunks, layers = config.layout.pipeline.size, config.layout.pipeline.chunks, config.model.num_blocks
     if size <= layers + 2 < size * chunks:
         can_fill = f"on {size} stages is more than the model's {layers} layers, the embedding and the head can fill"
-        yield Problem(
-            "layout.pipeline.chunks", chunks, can_fill, "1" if 2 * size > layers + 2 else f"1 to {(layers + 2) // size}"
-        )
+        yield Problem("layout.pipeline.chunks", chunks, can_fill, at_most((layers + 2) // size))
 
 
 @rule("layout.pipeline")
@@ -153,11 +144,13 @@ def chunks_go_with_schedule(config: Config) -> Iterator[Problem]:
     name, kinds = pipeline.schedule, [kind for kind, rule in entries("schedules").items() if rule.shapes]
     if not pipeline.rule.shapes:
         rule_text = f"does not go with layout.pipeline.schedule={name}, which knows one chunk a stage"
-        yield Problem("layout.pipeline.chunks", pipeline.chunks, rule_text, f"1, or schedule {', '.join(kinds)}")
+        yield Problem(
+            "layout.pipeline.chunks", pipeline.chunks, rule_text, f"1, or layout.pipeline.schedule={', '.join(kinds)}"
+        )
     else:
         others = [kind for kind in kinds if pipeline.placement in entries("schedules")[kind].shapes]
         rule_text = f"does not go with layout.pipeline.schedule={name}, whose order is another"
-        valid = f"{', '.join(pipeline.rule.shapes)}, or schedule {', '.join(others)}"
+        valid = f"{', '.join(pipeline.rule.shapes)}, or layout.pipeline.schedule={', '.join(others)}"
         yield Problem("layout.pipeline.placement", pipeline.placement, rule_text, valid)
 
 
@@ -176,7 +169,7 @@ def partition_is_of_the_layers(config: Config) -> Iterator[Problem]:
         return
     given = shown(pipeline.partition)
     count = pipeline.size * pipeline.chunks
-    valid = f"{count} numbers that add up to {layers}, or auto, measured"
+    valid = f"auto, measured, or {count} numbers that add up to {layers}"
     if len(pipeline.partition) != count:
         each = f"layout.pipeline.size={pipeline.size} stages"
         if pipeline.chunks > 1:
@@ -199,7 +192,7 @@ def limit_has_an_effect(config: Config) -> Iterator[Problem]:
     if pipeline.limit != "auto" and pipeline.rule.fixed:
         rule_text = f"has no effect on layout.pipeline.schedule={pipeline.schedule}"
         free = ", ".join(name for name, rule in entries("schedules").items() if not rule.fixed)
-        yield Problem("layout.pipeline.limit", pipeline.limit, rule_text, f"auto, or schedule {free}")
+        yield Problem("layout.pipeline.limit", pipeline.limit, rule_text, f"auto, or layout.pipeline.schedule={free}")
 
 
 @rule("memory.recompute", "model.layers", "model.stage_blocks")
@@ -207,7 +200,8 @@ def recomputed_groups_fit(config: Config) -> Iterator[Problem]:
     recompute, layers = config.memory.recompute, config.model.num_blocks
     if isinstance(recompute, int) and recompute > layers:
         rule_text = f"is more than the model's {layers} layers"
-        yield Problem("memory.recompute.every", recompute, rule_text, f"1 to {layers}")
+        mend = ({"memory.recompute": str(layers)},)
+        yield Problem("memory.recompute.every", recompute, rule_text, at_most(layers), mend=mend)
 
 
 @rule("memory.recompute", "model.family")
@@ -292,7 +286,8 @@ def head_is_cut_over_stages(config: Config) -> Iterator[Problem]:
         (tied, "model.tied", True, f"keeps a table whole that {spread} cuts", "false"),
         (model.losses_in_layers, model.losses_in_layers, "set", f"adds losses of layers, and {spread} has none", "0"),
         (rows % pipeline.size, "model.vocabulary_multiple", model.vocabulary_multiple,
-         f"makes {rows} rows, which {spread} does not cut into {pipeline.size} equal parts", "another"),
+         f"makes {rows} rows, which {spread} does not cut into {pipeline.size} equal parts",
+         str(pipeline.size * model.vocabulary_multiple)),
         (pipeline.chunks > 1, "layout.pipeline.chunks", pipeline.chunks, f"does not go with {spread}", "1"),
         (not pipeline.rule.in_pieces, "layout.pipeline.schedule", pipeline.schedule,
          f"has an order that knows no tasks of {spread}", free),
@@ -304,7 +299,7 @@ def head_is_cut_over_stages(config: Config) -> Iterator[Problem]:
         (config.bits.layout_free, "bits.kind", config.bits.kind, f"adds up classes otherwise than {spread}", "usual"),
     ):  # fmt: skip
         if broken:
-            yield Problem(field, value, why, f"{valid}, or layout.pipeline.head=last")
+            yield Problem(field, value, why, f"layout.pipeline.head=last, or {field}={valid}")
 
 
 @rule("layout.data.exchange", "layout.data.expert", "layout.pipeline")
@@ -315,7 +310,7 @@ def messages_go_with_schedule(config: Config) -> Iterator[Problem]:
             f"does not go with layout.pipeline.schedule={pipeline.schedule}, whose order knows no pieces of layers"
         )
         free = ", ".join(name for name, rule in entries("schedules").items() if rule.in_pieces)
-        yield Problem("layout.data.exchange", "messages", rule_text, f"blocking, or schedule {free}")
+        yield Problem("layout.data.exchange", "messages", rule_text, f"blocking, or layout.pipeline.schedule={free}")
 
 
 @rule("layout.data.exchange", "layout.data.expert", "memory.recompute")
@@ -323,7 +318,8 @@ def messages_are_kept(config: Config) -> Iterator[Problem]:
     recompute = config.memory.recompute
     if config.layout.data.in_pieces and isinstance(recompute, int) and recompute > 1:
         rule_text = "is of whole layers, and layout.data.exchange=messages keeps the rows that come inside of each"
-        yield Problem("memory.recompute.every", recompute, rule_text, "1, or layout.data.exchange=blocking")
+        mend = ({"memory.recompute": "1"}, {"layout.data.exchange": "blocking"})
+        yield Problem("memory.recompute.every", recompute, rule_text, "1, or layout.data.exchange=blocking", mend=mend)
 
 
 @rule("layout.data.exchange", "layout.data.expert", "bits")
@@ -369,7 +365,6 @@ RULES = (
     transport_reaches_device,
     transport_outlives_a_rank,
     replicas_are_left,
-    warmup_fits,
     tensor_cuts_are_equal,
     tensor_splits_rows,
     *_where_chosen("tensor", "layout.tensor"),

@@ -161,6 +161,8 @@ class Family(ABC):
     passed_over: ClassVar[re.Pattern[str]] = re.compile(r"(?!)")
     """Names of stored tensors that are not parameters (buffers, heads of another task)."""
     reads_text: ClassVar[bool] = True
+    rests_padding: ClassVar[bool] = False
+    """Whether transformers' class leaves the padding token's row of the embedding without a gradient."""
     architecture: ClassVar[str] = ""
     """The end of the class's name in transformers, where several families share a `model_type`."""
 

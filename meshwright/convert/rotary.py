@@ -43,6 +43,7 @@ _THETA = {"mixtral": 1e6}
 class RotaryFamily(Family):
     """The base of families of causal decoders with rotary positions."""
 
+    rests_padding = True
     rows: ClassVar = {"tokens": "vocabulary", "head": "vocabulary"}
     copied: ClassVar = {HEAD: TABLE}
 

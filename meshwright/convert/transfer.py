@@ -141,6 +141,14 @@ def read_folder(source: str, wanted: str | None = None) -> Found:
     return Found(model.model_dump(mode="json"), tokenizer if family.reads_text and tokenizer.is_file() else None)
 
 
+def resting_token(source: str) -> int | None:
+    """The padding token of a folder, if transformers' class of its model leaves the token's row of the embedding
+    without a gradient (`Embedding(padding_idx=...)`). Raises CheckpointError as `read_folder`."""
+    settings = Settings(folder_of(source) / "config.json")
+    token = settings.values.get("pad_token_id")
+    return token if isinstance(token, int) and family_of(settings).rests_padding else None
+
+
 def import_folder(
     source: Path,
     out: Path,

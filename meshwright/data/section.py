@@ -28,7 +28,7 @@ from pydantic import Field
 from meshwright.data.marks_section import NO_BEGIN, AskedMarks, marks_are_tokens
 from meshwright.errors import ConfigError, Problem
 from meshwright.registry import entries, load_entry
-from meshwright.section import Positive, Rule, Section, rule
+from meshwright.section import Positive, Rule, Section, at_most, rule
 
 if TYPE_CHECKING:
     from meshwright.config import Config
@@ -178,7 +178,7 @@ def sequence_fits_positions(config: Config) -> Iterator[Problem]:
     assert isinstance(data, TokenSection), data
     sequence = data.sequence
     if sequence > positions:
-        yield Problem("data.sequence", sequence, f"is longer than model.positions={positions}", f"1 to {positions}")
+        yield Problem("data.sequence", sequence, f"is longer than model.positions={positions}", at_most(positions))
 
 
 @rule("data.tokenizer", "model.vocabulary", "model.family", "data.kind", "data.source", "data.target")

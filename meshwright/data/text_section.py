@@ -104,12 +104,12 @@ def documents_are_kept_apart(config: Config) -> Iterator[Problem]:
         return
     if not config.model.separates:
         names = [name for name, model in entries("models").items() if model.separates]
-        valid = f"model.family={', '.join(names)}"
+        valid = f"data.documents=joined, or model.family={', '.join(names)}"
         yield Problem("model.family", family, "attends over all of a sample, and its documents are separate", valid)
     if context.size > 1 and not context.strategy.documents:
         names = [name for name, kind in entries("contexts").items() if kind.documents]
         rule_text = "attends over all of a sample, and its documents are separate"
-        yield Problem("layout.context.kind", context.kind, rule_text, ", ".join(names))
+        yield Problem("layout.context.kind", context.kind, rule_text, ", ".join((*names, "or data.documents=joined")))
 
 
 @rule("data.end", "data.documents")

@@ -120,7 +120,7 @@ needs_replicas = _refused(
     "layout.data.size",
     lambda config: config.layout.data.size == 1,
     "leaves layout.data.sync={config.layout.data.sync} nothing to shard",
-    "2 or more, or sync=allreduce",
+    "layout.data.sync=allreduce, or layout.data.size=2 or more",
     blamed="layout.data.size",
 )
 needs_masters_on_the_device = _refused(
@@ -135,13 +135,13 @@ needs_process_groups = _refused(
     "layout.transport",
     lambda config: config.layout.transport != "auto" and not TRANSPORTS[config.layout.transport].process_groups,
     "runs inside torch.distributed, which layout.transport={config.layout.transport} does not start",
-    "layout.transport=torch or auto, or sync=zero1",
+    "layout.transport=torch, auto, or layout.data.sync=zero1",
 )
 needs_verbs_under_way = _refused(
     "layout.transport",
     lambda config: config.layout.transport != "auto" and not TRANSPORTS[config.layout.transport].moves_alone,
     "sends while it computes, and layout.transport={config.layout.transport} moves nothing before it is waited for",
-    "layout.transport=torch or auto, or sync=zero1",
+    "layout.transport=torch, auto, or layout.data.sync=zero1",
 )
 
 

@@ -17,7 +17,7 @@ from pydantic import Field
 from meshwright.data_parallel.section import EXPERT_FIELD
 from meshwright.errors import Problem
 from meshwright.registry import entries
-from meshwright.section import Count, Positive, Section, divisors, listed, rule
+from meshwright.section import Count, Positive, Section, at_most, divisors, listed, rule
 
 if TYPE_CHECKING:
     from meshwright.config import Config
@@ -77,7 +77,7 @@ def tokens_have_experts(config: Config) -> Iterator[Problem]:
     count, groups, chosen = experts.count, experts.groups, experts.groups_per_token
     if experts.per_token > count:
         rule_text = f"is more than model.experts.count={count}"
-        yield Problem("model.experts.per_token", experts.per_token, rule_text, f"1 to {count}")
+        yield Problem("model.experts.per_token", experts.per_token, rule_text, at_most(count))
     if count % groups:
         rule_text = f"does not divide model.experts.count={count}"
         yield Problem("model.experts.groups", groups, rule_text, listed(divisors(count)))
@@ -87,11 +87,11 @@ def tokens_have_experts(config: Config) -> Iterator[Problem]:
         yield Problem("model.experts.groups", groups, rule_text, listed(divisors(count)[:-1]))
     elif chosen > groups:
         yield Problem(
-            "model.experts.groups_per_token", chosen, f"is more than model.experts.groups={groups}", f"1 to {groups}"
+            "model.experts.groups_per_token", chosen, f"is more than model.experts.groups={groups}", at_most(groups)
         )
     elif experts.per_token > (held := chosen * count // groups):
         rule_text = f"is more than the {held} experts of model.experts.groups_per_token={chosen}"
-        yield Problem("model.experts.per_token", experts.per_token, rule_text, f"1 to {held}")
+        yield Problem("model.experts.per_token", experts.per_token, rule_text, at_most(held))
 
 
 @rule("model.experts")
@@ -101,13 +101,18 @@ def fields_have_an_effect(config: Config) -> Iterator[Problem]:
         return
     if experts.balance_over != "sequence" and not experts.balance:
         rule_text = "has no effect with model.experts.balance=0"
-        yield Problem("model.experts.balance_over", experts.balance_over, rule_text, "leave it out, or a balance")
+        yield Problem(
+            "model.experts.balance_over",
+            experts.balance_over,
+            rule_text,
+            "sequence, or a model.experts.balance above 0",
+        )
     if experts.shared_gate and not experts.shared:
         rule_text = "has no effect with model.experts.shared=0"
-        yield Problem("model.experts.shared_gate", "true", rule_text, "leave it out, or the width of a shared one")
+        yield Problem("model.experts.shared_gate", "true", rule_text, "false, or a model.experts.shared above 0")
     if experts.per_token == 1 and experts.renormalise and not (experts.balance or experts.router_z):
         rule_text = "makes the one weight of model.experts.per_token=1 a 1, by which a router learns nothing"
-        valid = "false, model.experts.per_token=2, or a balance"
+        valid = "false, model.experts.per_token=2, or a model.experts.balance above 0"
         yield Problem("model.experts.renormalise", "true", rule_text, valid)
 
 
@@ -116,7 +121,7 @@ def a_layer_has_experts(config: Config) -> Iterator[Problem]:
     experts, layers = experts_of(config), config.model.num_blocks
     if experts is not None and experts.dense_layers >= layers:
         rule_text = f"leaves none of model.layers={layers} for experts"
-        yield Problem("model.experts.dense_layers", experts.dense_layers, rule_text, f"0 to {layers - 1}")
+        yield Problem("model.experts.dense_layers", experts.dense_layers, rule_text, at_most(layers - 1, 0))
 
 
 @rule("model.experts", "layout.data.expert")

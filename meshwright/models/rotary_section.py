@@ -116,9 +116,11 @@ def rope_has_a_ramp(config: Config) -> Iterator[Problem]:
     rope = model.rope
     if isinstance(rope, Llama3Rope) and rope.low_frequency >= rope.high_frequency:
         rule_text = f"is not below model.rope.high_frequency={rope.high_frequency}"
-        yield Problem("model.rope.low_frequency", rope.low_frequency, rule_text, "a lower number")
+        yield Problem(
+            "model.rope.low_frequency", rope.low_frequency, rule_text, f"{rope.high_frequency / 4:g}, any lower number"
+        )
     if isinstance(rope, YarnRope) and rope.slow > rope.fast:  # Kimi-K2's are equal: a ramp of one dim
-        yield Problem("model.rope.slow", rope.slow, f"is above model.rope.fast={rope.fast}", "a lower number")
+        yield Problem("model.rope.slow", rope.slow, f"is above model.rope.fast={rope.fast}", f"{rope.fast:g} or less")
 
 
 class RotaryTransformer(TextTransformer):

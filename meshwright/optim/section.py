@@ -46,6 +46,8 @@ class Update:
     arguments: Callable[[OptimizerSection], dict[str, Any]]
     fields: tuple[str, ...] = ()
     states: tuple[str, ...] = ()
+    rates: tuple[float, float] = (1e-7, 10.0)
+    """Learning rates between which a run makes sense (config/sense.py)."""
     skips: bool = False
     matrices: bool = False
     """Whether `step` takes a hidden layer's matrix as [rows, columns], which must be whole; all else is flat."""
@@ -59,6 +61,7 @@ ADAMW = Update(
     lambda settings: {"betas": settings.betas, "eps": settings.epsilon},
     fields=("betas", "epsilon"),
     states=("exp_avg", "exp_avg_sq"),
+    rates=(1e-7, 0.1),
     skips=True,
 )
 """Adam with decoupled weight decay: reads betas and epsilon."""
@@ -83,8 +86,9 @@ def needs_whole_matrices(config: Config) -> Iterator[Problem]:
     others = ", ".join(other for other, update in entries("optimizers").items() if not update.matrices)
     instead = f"; or optimizer.name={others}"
     if max(layout.data.size, layout.context.size) > 1 and layout.data.strategy.cuts_parameters:
-        whole = ", ".join(other for other, entry in entries("syncs").items() if not entry.cuts_parameters)
-        yield Problem("layout.data.sync", sync, why, whole + instead)
+        whole = [other for other, entry in entries("syncs").items() if not entry.cuts_parameters]
+        plain = sorted(whole, key=lambda name: not entries("syncs")[name].candidate)  # those that suit any layout first
+        yield Problem("layout.data.sync", sync, why, ", ".join(plain) + instead)
     # One tensor [n, H, 2, N] of all experts is no matrix; its n matrices would each need a step of their own.
     if field := config.model.routing.stacked_matrices:
         rule_text = f"steps a matrix a parameter, and {field} has one of all experts"
@@ -102,6 +106,7 @@ MUON = Update(
     lambda settings: {"betas": settings.betas, "eps": settings.epsilon, "momentum": settings.momentum},
     fields=("betas", "epsilon", "momentum"),
     states=("exp_avg", "exp_avg_sq"),
+    rates=(1e-7, 1.0),
     matrices=True,
     rules=(needs_whole_matrices,),
 )

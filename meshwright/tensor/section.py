@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, cast
 
 from meshwright.errors import Problem
 from meshwright.registry import load_entry
-from meshwright.section import Positive, Rule, Section, can_share, divisors, field_of, listed, rule
+from meshwright.section import Positive, Rule, Section, at_most, can_share, divisors, field_of, listed, rule
 
 if TYPE_CHECKING:
     from meshwright.bits.blocks import Blocks
@@ -269,7 +269,7 @@ def depth_is_at_most_q(config: Config) -> Iterator[Problem]:
     tensor = config.layout.tensor
     if isinstance(tensor, Tesseract) and tensor.d > tensor.q:
         rule_text = f"is more than layout.tensor.q={tensor.q}: beyond 3-D, layout.data.size does the same for less"
-        yield Problem("layout.tensor.d", tensor.d, rule_text, f"1 to {tensor.q}")
+        yield Problem("layout.tensor.d", tensor.d, rule_text, at_most(tensor.q))
 
 
 class Tesseract(TensorSection):

@@ -15,6 +15,8 @@ from meshwright.checkpoint.manifest import TOKENIZER_FILE, Best, Origin, Progres
 from meshwright.checkpoint.reader import BEST
 from meshwright.checkpoint.restore import progress_of
 from meshwright.config import Config
+from meshwright.config.sense import Facts, remarks
+from meshwright.convert import resting_token
 from meshwright.data.dataset import Opened
 from meshwright.data.published import SOURCE, read_published
 from meshwright.decisions import FIELDS, Resolved, resolve_layout, resolved_fields
@@ -230,6 +232,15 @@ class _Run:
         config = self.parts.config
         display.say(f"{config.layout.world_size} ranks: {config.layout.summary}; writing to {self.out}")
         display.say(config.batch_summary, *self.data.notes)
+        tokenizer, machine = self.data.tokenizer, Machine.here()
+        facts = Facts(
+            tokens=None if tokenizer is None else tokenizer.vocabulary_size,
+            samples=len(self.data.train),
+            cores=None if machine.joined else machine.cores,  # another launcher may have given each rank its own
+            local_ranks=machine.ranks_here(config.layout.world_size),
+            padding=None if config.weights is None else resting_token(config.weights),
+        )
+        display.say(*remarks(config, facts))
         display.say(*absent_sinks(config.metrics).values(), level="warning")
         display.say(*(f"removed a checkpoint that was never finished: {name}" for name in unfinished))
         if attempt:

@@ -78,8 +78,8 @@ def test_every_shorthand_names_a_section_and_fields_of_it() -> None:
 @pytest.mark.parametrize(
     "tree, words, text",
     [
-        ({}, ["layout.tensor=4"], "layout.tensor.kind=nothing is missing; valid: none, megatron, tesseract, subgraph"),
-        ({}, ["layout.tensor=megatron"], "layout.tensor.size=nothing is missing; valid: a whole number >= 1"),
+        ({}, ["layout.tensor=4"], "layout.tensor.kind is missing; valid: none, megatron, tesseract, subgraph"),
+        ({}, ["layout.tensor=megatron"], "layout.tensor.size is missing; valid: a whole number >= 1"),
         ({}, ["layout.data=true"], "layout.data=true is not a section"),
         ({}, ["layout.data=2.5"], "layout.data.size=2.5 is not a whole number"),
         ({}, ["layout.data=alreduce"], r"layout.data.sync=alreduce is none of the choices (did you mean allreduce?)"),

@@ -68,9 +68,9 @@ def test_every_choice_is_one_of_the_field(field: str) -> None:
         ("data.block-size=64", "valid: data.sequence=64"),
         ("n_embd=64", "valid: model.hidden=64"),
         ("lr=1e-3", "lr=0.001 is an unknown key (did you mean optimizer.lr?)"),
-        ("optimiser.lr=1", "optimiser.lr=1 is an unknown key, optimiser (did you mean optimizer?)"),
+        ("optimiser.lr=1", "optimiser.lr=1 is of an unknown section, optimiser (did you mean optimizer?)"),
         ("optimiser={lr: 1}", "optimiser={lr: 1} is an unknown key (did you mean optimizer?)"),
-        ("layout.dta.size=2", "layout.dta.size=2 is an unknown key, layout.dta (did you mean data?)"),
+        ("layout.dta.size=2", "layout.dta.size=2 is of an unknown section, layout.dta (did you mean data?)"),
     ],
 )
 def test_what_is_said(word: str, answer: str) -> None:

@@ -41,6 +41,7 @@ class BertFamily(Family):
     """BertForPreTraining, BertForMaskedLM, and the MegatronBert classes."""
 
     title, model_types = "BERT", tuple(_MODEL_TYPES.values())
+    rests_padding = True
     section: ClassVar[type[Transformer]] = Bert
     fields: ClassVar = {
         "layers": "num_hidden_layers",

@@ -10,7 +10,7 @@ from pydantic import Field
 from meshwright.errors import Problem
 from meshwright.models.experts_section import EXPERT_RULES
 from meshwright.models.rotary_section import AboveZero, RotaryTransformer, rope_has_a_ramp
-from meshwright.section import Count, Positive, Rule, rule
+from meshwright.section import Count, Positive, Rule, at_most, even_near, rule
 
 if TYPE_CHECKING:
     from meshwright.config import Config
@@ -26,7 +26,7 @@ def rotary_widths_are_even(config: Config) -> Iterator[Problem]:
     assert isinstance(model, DeepSeek), model
     if model.rotary_width % 2:
         rule_text = "is odd, and rotary positions turn pairs of a head's numbers"
-        yield Problem("model.rotary_width", model.rotary_width, rule_text, "an even number")
+        yield Problem("model.rotary_width", model.rotary_width, rule_text, even_near(model.rotary_width))
 
 
 @rule("model.later_tokens", "model.later_weight", "data.sequence")
@@ -36,10 +36,12 @@ def later_tokens_are_in_the_sequence(config: Config) -> Iterator[Problem]:
     sequence = config.data.lengths.source
     if not model.later_tokens and model.later_weight != LATER_WEIGHT:
         rule_text = "has no effect with model.later_tokens=0"
-        yield Problem("model.later_weight", model.later_weight, rule_text, "leave it out, or later_tokens=1 or more")
+        yield Problem(
+            "model.later_weight", model.later_weight, rule_text, "leave it out, or model.later_tokens=1 or more"
+        )
     if model.later_tokens >= sequence:
         rule_text = f"looks past the last of data.sequence={sequence} tokens"
-        yield Problem("model.later_tokens", model.later_tokens, rule_text, f"0 to {sequence - 1}")
+        yield Problem("model.later_tokens", model.later_tokens, rule_text, at_most(sequence - 1, 0))
 
 
 class DeepSeek(RotaryTransformer):

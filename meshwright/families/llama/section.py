@@ -9,7 +9,7 @@ from meshwright.errors import Problem
 from meshwright.models.experts_section import EXPERT_RULES
 from meshwright.models.rotary_section import RotaryTransformer, rope_has_a_ramp
 from meshwright.models.section import Branches
-from meshwright.section import Positive, Rule, divisors, listed, rule, shown
+from meshwright.section import Positive, Rule, divisors, even_near, listed, rule, shown
 
 if TYPE_CHECKING:
     from meshwright.config import Config
@@ -33,7 +33,7 @@ def heads_have_a_width(config: Config) -> Iterator[Problem]:
         yield Problem("model.heads", model.heads, rule_text, listed(divisors(model.hidden)))
     elif model.width_of_head % 2:
         rule_text = "is odd, and rotary positions turn pairs of a head's numbers"
-        yield Problem("model.head_width", model.width_of_head, rule_text, "an even number")
+        yield Problem("model.head_width", model.width_of_head, rule_text, even_near(model.width_of_head))
 
 
 @rule("model.experts", "model.biases")

@@ -20,7 +20,7 @@ from meshwright.data.section import (
 from meshwright.data.text_section import MixedSection
 from meshwright.errors import Problem
 from meshwright.families.seq2seq.spans_section import span_lengths
-from meshwright.section import Positive, Rule, divisors, listed, rule
+from meshwright.section import Positive, Rule, at_most, divisors, listed, rule
 
 if TYPE_CHECKING:
     from meshwright.config import Config
@@ -64,7 +64,7 @@ def buckets_differ_in_length(config: Config) -> Iterator[Problem]:
     most = math.ceil(data.sequence / BUCKET_MULTIPLE)
     if data.buckets > most:
         rule_text = f"is more than the multiples of {BUCKET_MULTIPLE} up to data.sequence={data.sequence}"
-        yield Problem("data.buckets", data.buckets, rule_text, f"1 to {most}")
+        yield Problem("data.buckets", data.buckets, rule_text, at_most(most))
 
 
 @rule("data.buckets", "layout.pipeline.size")

@@ -70,12 +70,12 @@ def test_all_mistakes_by_field(tmp_path: Path) -> None:
             "device.peak.fp4=fp4 is an unknown key (did you mean fp8?); "
             "valid: float32, tf32, float64, bf16, fp16, fp8, mxfp8",
             f"device.efficiency=-1 at index 1, 1 is not above 0; {curve}",
-            "device.host_link=nothing is missing; valid: a number > 0",
+            "device.host_link is missing; valid: a number > 0",
             "device.elements.dear=dear is an unknown key; valid: special, random",
             "devices_per_node=0 is less than 1; valid: a whole number >= 1",
             "core=2 is an unknown key (did you mean cores?); "
             "valid: name, source, checked, device, devices_per_node, cores, turns, links",
-            "links.torch.levels.1.bandwidth=nothing is missing; valid: a number > 0",
+            "links.torch.levels.1.bandwidth is missing; valid: a number > 0",
             f"links.torch.levels.1.bandwith=10000000000.0 is an unknown key (did you mean bandwidth?); valid: {level}",
             "links.torch.measured.0.verb=all_reduced is none of the choices (did you mean all_reduce?); "
             f"valid: {', '.join(VERBS)}",
@@ -110,7 +110,7 @@ def test_sections_that_are_missing_or_none(tmp_path: Path) -> None:
     name, device, torch, mpi = str(caught.value).split("\n")
     assert name == "name=3 is not a text; valid: a text"
     assert device.startswith(
-        "device=nothing is missing; valid: a section with the keys kind, memory, reserved, workspaces, staged,"
+        "device is missing; valid: a section with the keys kind, memory, reserved, workspaces, staged,"
     )
     assert torch == f"links.torch=3 is not a section; valid: {links}"
     assert mpi == f"links.mpi.levels.0=1 is not a section; valid: {level}"

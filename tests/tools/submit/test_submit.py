@@ -176,7 +176,7 @@ def test_a_pod_ends_with_the_code_of_the_rank_that_failed(run: Path, tmp_path: P
         (["--on", "slurm", "--set", "tme=1"], "tme=1 is an unknown key (did you mean time?); valid: \n  name=  "),
         (["--on", "slurm", "--set", "time=soon"], "time=soon is no limit of Slurm's, such as 90 (minutes)"),
         (["--on", "slurm", "--set", "time"], "--set=time is no key=value word; valid: \n  name=  "),
-        (["--on", "kubernetes", "--set", "volume=v"], "image=nothing is missing; valid: a text"),
+        (["--on", "kubernetes", "--set", "volume=v"], "image is missing; valid: a text"),
         (["--on", "slurm", "--nodes", "3"], "--nodes=3 does not divide the layout's 4 ranks; valid: 1, 2, 4"),
         (["--on", "kubernetes", *(f"--set={word}" for word in VOLUME), "--out", "/tmp/x"],
          "--out=/tmp/x does not lie on the volume, which the nodes see at /runs; valid: /runs/my-run"),
@@ -186,11 +186,11 @@ def test_a_pod_ends_with_the_code_of_the_rank_that_failed(run: Path, tmp_path: P
          "rdma=ib is no device plugin's resource, such as rdma/ib"),
         (["--on", "kubernetes", "--set", "env=A"], "--set=env=A names no env; valid: env.KEY=VALUE"),
         (["--on", "ray", "--out", "first"], "--out=first lies in the folder that Ray ships, which is another for each"),
-        (["--on", "skypilot"], "setup=nothing is missing: a new machine has no meshwright; valid: image=IMAGE, or"),
+        (["--on", "skypilot"], "setup is missing: a new machine has no meshwright; valid: image=IMAGE, or"),
         (["--on", "skypilot", "--set", "image=i", "--nodes", "2"],
-         "volume=nothing is missing: 2 nodes write to one folder, /runs"),
+         "volume is missing: 2 nodes write to one folder, /runs"),
         (["--on", "skypilot", "--set", "image=i", "--set", "gpu=H100"], "gpu=H100 has no effect on device=cpu"),
-        (["--on", "skypilot", "--set", "image=i", "device=cuda"], "gpu=nothing is missing: device=cuda needs GPUs"),
+        (["--on", "skypilot", "--set", "image=i", "device=cuda"], "gpu is missing: device=cuda needs GPUs"),
     ],
 )  # fmt: skip
 def test_mistakes_are_said_with_what_would_work(run: Path, words: list[str], message: str) -> None:
