@@ -72,12 +72,12 @@ def test_region_is_named(tmp_path: Path) -> None:
     found.update(content)
     flip(path, 8 * (2 * REGION_BYTES + 77))
     begin = 2 * REGION_BYTES
-    with pytest.raises(DataError, match=rf"not the header's\), bytes {begin} to {begin + REGION_BYTES - 1}; remove"):
+    with pytest.raises(DataError, match=rf"not the header's\), bytes {begin} to {begin + REGION_BYTES - 1}; move"):
         check_file(path, found.sha256, found.regions)
     flip(path, 8 * (4 * REGION_BYTES + 1))
-    with pytest.raises(DataError, match=rf"bytes {begin} to {begin + REGION_BYTES - 1} and 1 more regions; remove"):
+    with pytest.raises(DataError, match=rf"bytes {begin} to {begin + REGION_BYTES - 1} and 1 more regions; move"):
         check_file(path, found.sha256, found.regions)
-    with pytest.raises(DataError, match=r"not the header's\); remove"):  # a folder of version 0.1.0
+    with pytest.raises(DataError, match=r"not the header's\); move"):  # a folder of version 0.1.0
         check_file(path, found.sha256, ())
 
 
@@ -110,7 +110,8 @@ def test_id_beyond_the_vocabulary_is_named_by_its_place(corpus: PackedCorpus, tm
     header = json.loads((corpus.folder / "header.json").read_text())
     header["sha256"]["train.bin"] = sha256(content).hexdigest()
     (corpus.folder / "header.json").write_text(json.dumps(header))
-    text = f"{path}: holds token 257 at byte 200, and the vocabulary ends at 256; move the folder aside and prepare it again"
+    remedy = "move the folder aside and prepare it again"
+    text = f"{path}: holds token 257 at byte 200, and the vocabulary ends at 256; {remedy}"
     with pytest.raises(DataError, match=re.escape(text)):
         take_up(corpus, tmp_path / "cache")
 
