@@ -28,7 +28,7 @@ def config(
     page: Annotated[bool, Option("--page", help="Print all of it as Markdown: docs/config.md.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a run's fields mean, and what they take.
+    """Say what a run's fields mean, and what they take; `cluster`: those of a cluster file.
 
     Example: meshwright config layout.data
     """
@@ -45,7 +45,18 @@ def config(
         # docs/config.md is this output, which a test compares.
         print(reference_page.page(), end="")
         return
-    topic = reference.topic_of(field)
-    print(
-        json.dumps(asdict(topic)) if as_json else reference_page.topic_text(topic, shutil.get_terminal_size().columns)
-    )
+    if field.partition(".")[0] == "cluster":
+        from meshwright.tools.plan.cluster_topic import cluster_topic
+
+        topic = cluster_topic(field)
+    else:
+        topic = reference.topic_of(field)
+    if as_json:
+        print(json.dumps(asdict(topic)))
+        return
+    columns = shutil.get_terminal_size().columns
+    # A cluster file's sections one after the other: who writes one wants all of them.
+    whole = [reference.Topic(each.name, (), (each,)) for each in topic.sections] if field == "cluster" else [topic]
+    heads = [f"{each.name}: {each.sections[0].about}\n" if field == "cluster" else "" for each in whole]
+    texts = [reference_page.topic_text(each, columns) for each in whole]
+    print("\n\n".join(map("".join, zip(heads, texts, strict=True))))

@@ -19,6 +19,7 @@ from meshwright.config.schema import Config
 from meshwright.config.shorthand import PRECISIONS, SHORTHANDS, Shorthand
 from meshwright.configs import shipped
 from meshwright.registry import entries
+from meshwright.section import Section
 
 UNDECIDED: Schema = {"enum": [None, False, "auto", "none"]}
 """Values that may stand where a field has no effect."""
@@ -38,9 +39,10 @@ class _Described(GenerateJsonSchema):
         return made
 
 
-def config_schema() -> Schema:
-    """The schema of a config's fields, as pydantic has them: without short forms. Sections are behind `$ref`."""
-    return Config.model_json_schema(schema_generator=_Described)
+def config_schema(section: type[Section] = Config) -> Schema:
+    """The schema of a config's fields, or a section's, as pydantic has them: without short forms. Sections are behind
+    `$ref`."""
+    return section.model_json_schema(schema_generator=_Described)
 
 
 def run_schema() -> Schema:

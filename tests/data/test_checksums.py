@@ -72,14 +72,10 @@ def test_region_is_named(tmp_path: Path) -> None:
     found.update(content)
     flip(path, 8 * (2 * REGION_BYTES + 77))
     begin = 2 * REGION_BYTES
-    with pytest.raises(
-        DataError, match=rf"not the header's\), bytes {begin} to {begin + REGION_BYTES - 1}; move"
-    ):
+    with pytest.raises(DataError, match=rf"not the header's\), bytes {begin} to {begin + REGION_BYTES - 1}; move"):
         check_file(path, found.sha256, found.regions)
     flip(path, 8 * (4 * REGION_BYTES + 1))
-    with pytest.raises(
-        DataError, match=rf"bytes {begin} to {begin + REGION_BYTES - 1} and 1 more regions; move"
-    ):
+    with pytest.raises(DataError, match=rf"bytes {begin} to {begin + REGION_BYTES - 1} and 1 more regions; move"):
         check_file(path, found.sha256, found.regions)
     with pytest.raises(DataError, match=r"not the header's\); move"):  # a folder of version 0.1.0
         check_file(path, found.sha256, ())

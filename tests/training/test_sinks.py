@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import socket
 import sqlite3
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
 
 import pytest
 
 from meshwright.config import Config, parse_config, parse_run
 from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.training import sinks
 from meshwright.training.metrics import MetricsWriter
 from meshwright.training.sinks import TrackedRun, Tracker, open_sinks, require_sinks
 
@@ -177,3 +182,42 @@ def test_a_tracker_that_fails_is_given_up_and_the_run_goes_on(tmp_path: Path) ->
 def test_the_field_of_version_0_1_0_is_read() -> None:
     assert parse_config({"metrics": {"tensorboard": False}}).metrics.sinks == ()
     assert parse_run({}, ["metrics.tensorboard=true"]).metrics.sinks == ("tensorboard",)
+
+
+@pytest.mark.skipif(find_spec("prometheus_client") is None, reason="prometheus-client is not installed")
+def test_prometheus_is_answered_while_a_run_is_made(tmp_path: Path) -> None:
+    """At loopback, with the newest step's numbers; the port is free again when the run has ended."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    run = TrackedRun(tmp_path / "first", "5eed", "meshwright", True, {}, 0, "127.0.0.1", port)
+    metrics = parse_config({"metrics": {"sinks": ["prometheus"], "port": port}}).metrics
+    tracker = open_sinks(metrics, run)["prometheus"]
+    page = f"http://127.0.0.1:{port}/metrics"
+    tracker.write(1, {"loss": 2.5, "validation/loss": 3.0})
+    tracker.write(2, {"loss": 2.25})
+    text = urlopen(page).read().decode()
+    assert 'meshwright_loss{folder="first",run="5eed"} 2.25' in text
+    assert 'meshwright_validation_loss{folder="first",run="5eed"} 3.0' in text
+    assert 'meshwright_step{folder="first",run="5eed"} 2.0' in text
+    with pytest.raises(ConfigError, match=rf"metrics\.port={port} cannot be listened at for prometheus"):
+        open_sinks(metrics, run)
+    tracker.close()
+    with pytest.raises(URLError):
+        urlopen(page)
+    open_sinks(metrics, run)["prometheus"].close()  # the port is free
+    nowhere = TrackedRun(tmp_path, "5eed", "meshwright", True, {}, 0, "192.0.2.1", port)
+    with pytest.raises(ConfigError, match=r"as 192\.0\.2\.1:\d+: .*valid: a free port, or"):
+        open_sinks(metrics, nowhere)
+
+
+def test_prometheus_without_its_package_is_refused_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sinks, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r'needs prometheus_client.*"meshwright\[prometheus\]"'):
+        sinks.require_sinks(parse_config({"metrics": {"sinks": ["prometheus"]}}).metrics)
+
+
+def test_an_address_has_an_effect_on_a_sink_that_is_asked_alone() -> None:
+    parse_run({"metrics": {"sinks": ["prometheus"], "address": "0.0.0.0", "port": 9500}})
+    with pytest.raises(ConfigError, match=r"metrics\.port=9500 has no effect.*metrics\.sinks=\[prometheus\]"):
+        parse_run({"metrics": {"sinks": ["tensorboard"], "port": 9500}})

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.errors import ConfigError
 from meshwright.models.chain import chain_of
-from meshwright.tools.plan.cluster import Cluster, Links
+from meshwright.tools.plan.cluster import Cluster, Links, load_cluster
 from meshwright.tools.plan.memory import bytes_text, verdict
 
 if TYPE_CHECKING:
@@ -72,7 +72,14 @@ def sureness(cluster: Cluster, hidden: int) -> str:
     known, more = cluster.checked, cluster.device.unpredicted_share
     memory = f"processes may hold {more:.0%} more memory than is predicted"
     if known is None:
-        return f"Nobody has compared predictions for {cluster.name} with measured steps; {memory}."
+        lender = None if cluster.device.like is None else load_cluster(cluster.device.like)
+        lent = ""
+        if lender is not None:
+            error = (
+                f"predictions for it were met to {lender.checked.error:.0%}" if lender.checked else "as little known"
+            )
+            lent = f"; curves that its file leaves out are of {lender.name}'s device ({error}), scaled to its peaks"
+        return f"Nobody has compared predictions for {cluster.name} with measured steps{lent}; {memory}."
     kind = "fitted to these rows" if known.fitted else "nothing fitted"
     least, most = known.hidden
     wide = f"at hidden {least:,}" + (f" to {most:,}" if most > least else "")

@@ -3,8 +3,8 @@
 A device is what a rank runs on: a GPU, or on a CPU as many cores as a rank has threads. Curves are points (x, y) with
 rising x, between which y is interpolated over log x; beyond them the first or last holds.
 
-A file's keys have no units, and are what the docstrings name; the fields that Python reads say theirs: `memory` is
-`memory_bytes`.
+A file's keys have no units, and are what the docstrings name (`meshwright config cluster`); the fields that Python
+reads say theirs: `memory` is `memory_bytes`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from meshwright.errors import ConfigError
 from meshwright.ranks.ledger import VERBS
 from meshwright.ranks.transports_section import TransportName
 from meshwright.section import Positive, Section, Size
+from meshwright.tools.plan.borrowed import completed
 
 CALIBRATED = Path("cluster.yaml")
 """The file that `meshwright calibrate` writes, unless it is told another."""
@@ -56,44 +57,52 @@ else:
 
 
 class Device(Section):
-    """A device's figures, by the keys of its file. `peak`: flops a second by dtype, tf32 being float32's in tensor
-    cores, where there are any. `efficiency`: the share of it that a matrix product of m x n x k reaches, over the cube
-    root of mnk; `attention`: a fused attention's, where torch has one there, over the cube root of queries x keys x
-    width of a head, of a causal one half the products counted; None: the device has none, and attends step by step.
-    `bandwidth`: bytes a second of memory over the bytes that a kernel touches. `launch`: seconds before a kernel begins
-    when it has been issued. `issue`: seconds of the host to issue one, from Python and op by op; 0 where the host is
-    the device. There `part`: the host's seconds for a pass through a part of the chain (a layer, the head) beyond the
-    kernels: Python, autograd. `elements`: seconds that an element takes on top of its bytes, in kernels of a kind
-    (recorder.py)."""
+    """A device: a GPU, or on a CPU the cores of a rank. Keys without a default that a file leaves out are borrowed from
+    the cluster of `like` (borrowed.py)."""
 
     kind: Literal["cpu", "cuda"]
+    """cuda: a GPU, with a host that issues kernels. cpu: cores."""
+    like: str | None = None
+    """The shipped cluster whose device lends what is left out; by default one of its class, by the peak's dtypes."""
     memory_bytes: Size = Field(alias="memory")
+    """Bytes of memory: 48e9, or 45G, which counts in 2^30. A data sheet's GB are 1e9 bytes."""
     reserved_bytes: Annotated[int, Field(ge=0)] = Field(default=0, alias="reserved")
     """Bytes that a process holds beyond its tensors, whatever its transport: its context on a GPU."""
     workspaces_bytes: Annotated[int, Field(ge=0)] = Field(default=0, alias="workspaces")
     """Bytes of libraries' workspaces, whatever the run."""
     staged_bytes: Annotated[int, Field(ge=0)] = Field(default=0, alias="staged")
-    """Bytes more that a pipeline's rank holds on a CPU: to plan its stages it runs meta tensors, which torch does in
-    Python, with modules of its compiler."""
+    """Bytes more that a pipeline's rank holds on a CPU, where meta tensors run in Python to plan the stages."""
     unpredicted_share: Annotated[float, Field(ge=0)] = Field(default=0.1, alias="unseen")
     """The share that a process may hold beyond what is predicted, within which of `memory` a layout is tight."""
     peak_flops_per_second: dict[Multiplies, Rate] = Field(alias="peak")
-    efficiency: Curve
-    low_efficiency: Curve | None = Field(default=None, alias="efficiency_low")
-    """The shares of the peak that products in FP8 and MXFP8 reach, by side; None: as in half precision."""
+    """Operations a second by dtype, dense: {bf16: 362e12, float32: 91.6e12}; tf32: float32 in tensor cores. A data
+    sheet's number with sparsity is twice that."""
+    efficiency: Shares
+    """The share of the peak that a product of m x n x k gets, over the cube root of mnk; or one share."""
+    low_efficiency: Shares | None = Field(default=None, alias="efficiency_low")
+    """The shares of the peak that products in FP8 and MXFP8 reach, by side; null: as in half precision."""
     attention_efficiency: Shares | None = Field(default=None, alias="attention")
+    """The same of torch's fused attention, over the cube root of queries x keys x width of a head, of a causal one half
+    the products counted; null: it attends step by step."""
     attention_kernels: dict[AttentionKernel, Shares] = Field(default_factory=dict, alias="attentions")
     """The shares of the peak that attention kernels of other generations than torch's reach; without one: torch's."""
     norms: tuple[Share, Share] = (1.0, 1.0)
     """The shares of the memory's pace that torch's norms reach, forward and backward."""
     bandwidth_bytes_per_second: Curve = Field(alias="bandwidth")
+    """Bytes a second of memory: a data sheet's number, such as 864e9, or points (bytes that a kernel touches, bytes a
+    second as measured)."""
     launch_seconds: _Seconds = Field(default=0.0, alias="launch")
+    """Seconds before a kernel begins that has been issued."""
     issue_seconds: _Seconds = Field(default=0.0, alias="issue")
+    """Seconds of the host to issue a kernel, from Python and op by op; 0 where the host is the device."""
     python_seconds_per_part: _Seconds = Field(default=0.0, alias="part")
+    """The host's seconds for a pass through a layer or the head beyond the kernels: Python, autograd."""
     seconds_per_element: dict[Literal["special", "random"], _Seconds] = Field(default_factory=dict, alias="elements")
+    """Seconds that an element takes on top of its bytes, in kernels of exponentials (special) and random numbers."""
     host_link_bytes_per_second: Rate = Field(alias="host_link")
-    """Between the device's memory and the host's, each way."""
+    """Bytes a second between the device's memory and the host's, each way."""
     disk_bytes_per_second: Rate = Field(default=1e9, alias="disk")
+    """Bytes a second to the disk, for memory.offload.to=disk."""
 
     def peak_of(self, dtype: str, *, tf32: bool) -> float | None:
         """The flops a second of products in a dtype; `tf32`: float32 ones may run in TF32 (precision.tf32)."""
@@ -103,20 +112,20 @@ class Device(Section):
 
 
 class Level(Section):
-    """Links between units: devices at the innermost level, at the next ones what the level before has joined.
-
-    `joins`: how many units make one of the next level; None, on the last level: any number. `latency`: seconds of a
-    message. `bandwidth`: bytes a second out of a unit, each way, shared by all its devices that send at once;
-    `device_bandwidth`: what one of them gets of it at most (its own network card's); None: all. `kind`: ring, a unit's
-    links lead to two neighbours, and all-to-all goes the long way; mesh: an equal part of them to each other unit, so
-    that fewer units than `joins` have less; switch: any pair at full bandwidth.
-    """
+    """Links between units: devices at the innermost level, at the next ones what the level before has joined."""
 
     joins: Positive | None = None
+    """How many units make one of the next level; null, on the last level: any number."""
     latency_seconds: _Seconds = Field(alias="latency")
+    """Seconds of a message; without it 3e-6 at the innermost level, 8e-6 at others: a step of NCCL, an assumption."""
     bandwidth_bytes_per_second: Rate = Field(alias="bandwidth")
+    """Bytes a second out of a unit, each way, as programs get them, shared by all its devices that send at once. 400
+    Gb/s are 50e9; InfiniBand gives 0.92 of it."""
     device_bandwidth_bytes_per_second: Rate | None = Field(default=None, alias="device_bandwidth")
+    """The most of it that one device gets (its own network card's); null: all."""
     kind: Literal["ring", "mesh", "switch"] = "switch"
+    """ring: a unit's links lead to two neighbours, and all-to-all goes the long way; mesh: an equal part of them to
+    each other unit, so that fewer units than `joins` have less; switch: any pair at full bandwidth."""
 
     def share(self, num_senders: int, num_units: int, num_devices: int) -> float:
         """Bytes a second out of a unit for one of so many senders at once: a group in so many units, with so many
@@ -131,25 +140,30 @@ class Level(Section):
 
 
 class Measured(Section):
-    """A verb among `ranks` neighbours, as timed: points (bytes of the whole payload, seconds)."""
+    """A verb among neighbours, as `meshwright calibrate` has timed it."""
 
     verb: Verb
+    """The collective, or the message."""
     ranks: Annotated[int, Field(ge=2)]
+    """Among how many neighbours."""
     points: Curve
+    """Points (bytes of the whole payload, seconds)."""
 
 
 class Links(Section):
-    """`levels`: innermost first. `measured`: where there is any of a verb, it is taken for what it was timed with; what
-    goes beyond it, and other verbs, by the levels. `overlaps`: the part of a collective that goes on while its rank
-    computes. `channels`: of a communicator of NCCL, each of which has buffers (process.py); 0: it needs none.
-    `reserved`: bytes that a process on a CPU holds beyond its tensors when it has made a step over this transport:
-    interpreter, libraries, and what a step is the first to load; None: the device's `reserved`."""
+    """The links of a transport."""
 
     levels: Annotated[tuple[Level, ...], Field(min_length=1)]
+    """Innermost first."""
     measured: tuple[Measured, ...] = ()
+    """Where there is any of a verb, it is taken for what it was timed with; the rest goes by the levels."""
     overlaps: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """The part of a collective that goes on while its rank computes."""
     channels: Annotated[int, Field(ge=0)] = 0
+    """Channels of a communicator of NCCL, each of which has buffers (process.py); 0: it needs none."""
     reserved_bytes: Annotated[int, Field(ge=0)] | None = Field(default=None, alias="reserved")
+    """Bytes that a process on a CPU holds beyond its tensors when it has made a step over this transport: interpreter,
+    libraries, and what a step is the first to load; null: the device's."""
 
     @field_validator("levels")
     @classmethod
@@ -162,32 +176,40 @@ class Links(Section):
 
 
 class KnownError(Section):
-    """How far predictions were from measured rows of such a cluster: the mean error in seconds. `fitted`: whether a
-    figure of the cluster was chosen by these very rows. `hidden`: the least and the greatest width of their models."""
+    """How far predictions were from measured rows of such a cluster."""
 
     rows: Positive
+    """How many rows."""
     error: Rate
+    """The mean error in seconds, as a share."""
     of: str
+    """Whose rows."""
     hidden: tuple[Positive, Positive]
+    """The least and the greatest width of their models."""
     fitted: bool = False
+    """Whether a figure of the cluster was chosen by these very rows."""
 
 
 class Cluster(Section):
-    """`cores`: how many ranks of a node compute at once; more take turns. None: each rank has a device of its own.
-
-    `turns`: points (ranks of a node, how many times as long the work of each takes as that of a lone rank), where they
-    meet every few milliseconds; with more ranks, in proportion. None: as if cores were dealt out without loss.
-    """
+    """A cluster file: a node's devices, and the links of each transport."""
 
     name: str
+    """The cluster's name; without it the file's."""
     source: str = ""
     """The source of the figures."""
     checked: KnownError | None = None
+    """How far predictions were from what was measured; null: nobody has compared them."""
     device: Device
+    """The device of a rank."""
     devices_per_node: Positive
+    """Devices of a node."""
     cores: Positive | None = None
+    """How many ranks of a node compute at once; more take turns. null: each rank has a device of its own."""
     turns: Curve | None = None
+    """Points (ranks of a node, how many times as long the work of each takes as that of a lone rank), where ranks share
+    cores and meet every few milliseconds; null: as if cores were dealt out without loss."""
     links: dict[TransportName, Links]
+    """By transport: torch, which can carry every run, and mpi."""
 
     @property
     def domain_devices(self) -> int:
@@ -235,7 +257,9 @@ def load_cluster(name: str) -> Cluster:
             "--cluster", name, "is no cluster that we have, and no file", ", ".join(shipped("clusters"))
         )
     try:
-        return Cluster.model_validate(read_yaml(path))
+        return Cluster.model_validate(
+            completed(read_yaml(path), path, lambda like: load_cluster(like).device.model_dump(by_alias=True))
+        )
     except ValidationError as error:
         raise ConfigError(problems_of(error, [], Cluster)) from error
 

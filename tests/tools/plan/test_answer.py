@@ -81,7 +81,7 @@ def test_every_cluster_says_how_sure_it_is() -> None:
     unknown = [
         name for name, text in zip(shipped("clusters"), said, strict=True) if text.startswith("Nobody has compared")
     ]
-    assert unknown == [
+    assert [name for name in unknown if load_cluster(name).device.like is None] == [
         "dgx-b300", "dgx-h200", "gb200-nvl72", "gb300-nvl72", "mi300x", "summit", "tpu-v5p", "tpu-v6e",
     ]  # AxoNN's rows are of a Summit that was fitted to them  # fmt: skip
     rows = (

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from meshwright.cli import app
 from meshwright.configs import shipped
 from meshwright.errors import ConfigError
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.ledger import VERBS
 from meshwright.ranks.transports_section import TRANSPORTS
+from meshwright.tools.plan.answer import sureness
 from meshwright.tools.plan.cluster import Cluster, interpolated, load_cluster
+from meshwright.tools.plan.cluster_topic import SECTIONS, cluster_topic
 from meshwright.tools.plan.network import ClusterNetwork
 
 GOOD = """
@@ -110,7 +115,7 @@ def test_sections_that_are_missing_or_none(tmp_path: Path) -> None:
     name, device, torch, mpi = str(caught.value).split("\n")
     assert name == "name=3 is not a text; valid: a text"
     assert device.startswith(
-        "device is missing; valid: a section with the keys kind, memory, reserved, workspaces, staged,"
+        "device is missing; valid: a section with the keys kind, like, memory, reserved, workspaces, staged,"
     )
     assert torch == f"links.torch=3 is not a section; valid: {links}"
     assert mpi == f"links.mpi.levels.0=1 is not a section; valid: {level}"
@@ -170,3 +175,126 @@ def test_a_written_cluster_has_the_keys_of_a_file(name: str) -> None:
     tree = cluster.model_dump(by_alias=True)
     assert {"memory", "reserved", "launch", "bandwidth", "host_link"} <= tree["device"].keys()
     assert Cluster.model_validate(tree) == cluster
+
+
+SHEET = """
+device: {kind: cuda, memory: 48e9, bandwidth: 864e9, peak: {bf16: 362e12, float32: 91.6e12, fp8: 733e12}}
+devices_per_node: 4
+links: {torch: {levels: [{joins: 4, bandwidth: 20e9}, {bandwidth: 23e9}]}}
+"""
+
+
+def of_text(tmp_path: Path, text: str) -> Cluster:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    return load_cluster(str(path))
+
+
+def test_a_data_sheet_s_numbers_are_a_cluster_file(tmp_path: Path) -> None:
+    """Curves are of a device of the same class; the sides of products by the cube root of the peaks' ratio."""
+    cluster, lender = of_text(tmp_path, SHEET), load_cluster("dgx-h100")
+    device = cluster.device
+    assert (cluster.name, device.like, device.memory_bytes) == ("mine", "dgx-h100", 48 * 10**9)
+    ratio = 362e12 / 9.89e14
+    assert [share for _, share in device.efficiency] == [share for _, share in lender.device.efficiency]
+    assert device.efficiency[-1][0] == pytest.approx(8192 * ratio ** (1 / 3))
+    assert device.bandwidth_bytes_per_second[-1][1] == pytest.approx(0.87 * 864e9)
+    assert device.bandwidth_bytes_per_second[-1][0] / device.bandwidth_bytes_per_second[0][0] == pytest.approx(1000)
+    assert [level.latency_seconds for level in cluster.links["torch"].levels] == [3e-6, 8e-6]
+    assert "curves and figures that it leaves out: dgx-h100" in cluster.source
+    said = sureness(cluster, 4096)
+    assert "dgx-h100's device (predictions for it were met to 14%), scaled to its peaks" in said
+
+
+@pytest.mark.parametrize(
+    "peak, kind, like",
+    [
+        ("{bf16: 2e15, mxfp8: 4e15}", "cuda", "dgx-b200"), ("{bf16: 3e14, fp8: 6e14}", "cuda", "dgx-h100"),
+        ("{bf16: 7e13}", "cuda", "dgx-a100"), ("{fp16: 6e13}", "cuda", "summit"),
+        ("{float32: 1e11}", "cpu", "two-cores"),
+    ],
+)  # fmt: skip
+def test_the_class_of_a_device_lends_its_curves(peak: str, kind: str, like: str, tmp_path: Path) -> None:
+    text = SHEET.replace("{bf16: 362e12, float32: 91.6e12, fp8: 733e12}", peak).replace("kind: cuda", f"kind: {kind}")
+    assert of_text(tmp_path, text).device.like == like
+    named = text.replace(f"kind: {kind}", f"kind: {kind}, like: mi300x")
+    assert of_text(tmp_path, named).device.like == "mi300x"
+
+
+def test_a_share_stands_for_a_curve_and_own_curves_stay(tmp_path: Path) -> None:
+    half = of_text(tmp_path, SHEET.replace("kind: cuda", "kind: cuda, efficiency: 0.5")).device
+    assert interpolated(half.efficiency, 100) == interpolated(half.efficiency, 1e5) == 0.5
+    assert half.like == "dgx-h100"  # the bandwidth is a data sheet's still
+    assert of_text(tmp_path, GOOD).device.like is None
+    assert of_text(tmp_path, GOOD).source == ""
+
+
+@pytest.mark.parametrize(
+    "old, new, said",
+    [
+        ("kind: cuda", "kind: cuda, like: l400", r"device\.like=l400 is no cluster that we have; valid: .*l40s"),
+        ("bandwidth: 864e9", "bandwidth: fast", r"device\.bandwidth"),
+        ("bandwidth: 864e9", "bandwidth: -1", r"device\.bandwidth"),
+        ("memory: 48e9", "memory: much", r"device\.memory=much"),
+        ("bf16: 362e12", "bf16: quick", r"device\.peak"),
+        ("kind: cuda", "kind: gpu", r"device\.kind=gpu"),
+        ("bandwidth: 23e9", "bandwidth: 23e9, speed: 3", r"speed=3 is an unknown key"),
+        ("devices_per_node: 4", "", r"devices_per_node=nothing is missing"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_a_data_sheet_are_told_by_field(old: str, new: str, said: str, tmp_path: Path) -> None:
+    assert old in SHEET
+    with pytest.raises(ConfigError, match=said):
+        of_text(tmp_path, SHEET.replace(old, new, 1))
+
+
+SHEETS = {
+    "l40s": (362e12, 864e9, 48e9), "a10g": (70e12, 600e9, 24e9), "rtx-4090": (165.2e12, 1008e9, 24e9),
+    "h100-pcie": (756.5e12, 2000e9, 80e9), "h100-nvl": (835.5e12, 3900e9, 94e9),
+    "rtx-pro-6000": (503.8e12, 1597e9, 96e9), "g5.48xlarge": (70e12, 600e9, 24e9),
+    "g6.48xlarge": (121e12, 300e9, 24e9), "g6e.48xlarge": (362e12, 864e9, 48e9),
+    "p5.48xlarge": (989e12, 3350e9, 80e9), "a3-highgpu-8g": (989e12, 3350e9, 80e9),
+    "a3-megagpu-8g": (989e12, 3350e9, 80e9), "nd-h100-v5": (989e12, 3350e9, 80e9),
+    "p4d.24xlarge": (312e12, 1555e9, 40e9), "nd-a100-v4": (312e12, 1555e9, 40e9),
+}  # fmt: skip
+"""Dense bf16 operations a second, bytes a second and bytes of memory, as the data sheets have them."""
+
+
+@pytest.mark.parametrize("name", SHEETS)
+def test_shipped_devices_are_their_data_sheets(name: str) -> None:
+    device = load_cluster(name).device
+    flops, rate, memory = SHEETS[name]
+    assert device.peak_flops_per_second["bf16"] == flops
+    assert device.bandwidth_bytes_per_second[-1][1] == pytest.approx(0.87 * rate, rel=0.02)
+    # A sheet's GB is between 1e9 bytes and what nvidia-smi shows, less what the driver keeps.
+    assert memory * 0.99 <= device.memory_bytes <= memory * 1.08
+
+
+INSTANCES = {
+    "p5.48xlarge": 400e9, "p4d.24xlarge": 50e9, "g5.48xlarge": 12.5e9, "g6.48xlarge": 12.5e9, "g6e.48xlarge": 50e9,
+    "a3-highgpu-8g": 100e9, "a3-megagpu-8g": 200e9, "nd-h100-v5": 400e9, "nd-a100-v4": 200e9,
+}  # fmt: skip
+"""Bytes a second out of a node, as the clouds' pages have them."""
+
+
+@pytest.mark.parametrize("name", INSTANCES)
+def test_cloud_instances_have_their_networks(name: str) -> None:
+    cluster = load_cluster(name)
+    outer = cluster.links["torch"].levels[-1]
+    assert cluster.devices_per_node == 8
+    assert 0.79 <= outer.bandwidth_bytes_per_second / INSTANCES[name] <= 0.93
+
+
+def test_config_lists_the_fields_of_a_cluster_file() -> None:
+    done = CliRunner().invoke(app, ["config", "cluster"])
+    assert done.exit_code == 0
+    for section in SECTIONS.values():
+        for key, field in section.model_fields.items():
+            assert field.alias or key in done.stdout
+    fields = [facts for path in SECTIONS for facts in cluster_topic(path).sections[0].fields]
+    assert all(facts.meaning for facts in fields), [facts.name for facts in fields if not facts.meaning]
+    (bandwidth,) = cluster_topic("cluster.device.bandwidth").fields
+    assert bandwidth.valid == "a number or a list of points [x, y]"
+    with pytest.raises(ConfigError, match=r"cluster\.bandwidth is no field.*valid: cluster\.device\.bandwidth, "):
+        cluster_topic("cluster.bandwidth")
+    assert json.loads(CliRunner().invoke(app, ["config", "cluster", "--json"]).stdout)["sections"]
