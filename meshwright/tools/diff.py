@@ -18,6 +18,7 @@ from rich.table import Table
 from meshwright.checkpoint.reader import Checkpoint, steps_in
 from meshwright.errors import DataError, MismatchError
 from meshwright.parameters.shard import Box
+from meshwright.tables import print_table
 from meshwright.training.folder import CHECKPOINTS
 from meshwright.training.follow import METRICS, read_history
 
@@ -137,7 +138,7 @@ def render(found: Difference) -> None:
         table = Table(f"step {found.step}", *found.runs, title="the first step that differs")
         for key, values in found.numbers.items():
             table.add_row(key, *map(repr, values))
-        console.print(table)
+        print_table(console, table)
     if found.checkpoint is None:
         console.print(f"no tensor differs in the checkpoints that both have: {checkpoints}")
         return
@@ -147,6 +148,6 @@ def render(found: Difference) -> None:
     for part in found.parts[:MOST_SHOWN]:
         box = ", ".join(f"{a}..{b}" for a, b in zip(part.first, part.last, strict=True))
         table.add_row(part.tensor, f"{part.differing:,} of {part.elements:,}", f"[{box}]")
-    console.print(table)
+    print_table(console, table)
     if len(found.parts) > MOST_SHOWN:
         console.print(f"... and {len(found.parts) - MOST_SHOWN} tensors more (--json lists all)")
