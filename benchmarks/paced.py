@@ -44,6 +44,7 @@ RULES: dict[str, ScheduleRule] = {
     "1f1b": ONE_F_ONE_B,
     "gpipe": GPIPE,
     "axonn": AXONN,
+    "message-driven, limit 8": MESSAGE_DRIVEN.limited(8),
     "message-driven, limit 12": MESSAGE_DRIVEN.limited(12),
     "message-driven, limit 16": MESSAGE_DRIVEN.limited(16),
     "message-driven, all": MESSAGE_DRIVEN.limited(2**20),

@@ -41,7 +41,8 @@ BASELINE = "1f1b"
 TARGETS = {16: (0.92, 0.90, 0.95, 0.85), 64: (0.97, 0.94, 0.97, 0.82)}
 """By microbatches: what message-driven may take of 1F1B's time, in the order of CONDITIONS."""
 WARM_UP = Run(BASELINE, CONDITIONS[0], NUM_STAGES, 2)
-PICTURED = ("gpipe", BASELINE, "axonn", "message-driven, limit 12")
+PICTURED = ("gpipe", BASELINE, "axonn", "message-driven, limit 8")
+"""At the memory of 1F1B, whose first stage holds 8 microbatches; gpipe alone has no limit."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,24 @@ def draw(measured: Sequence[Measured], picture: Path) -> None:
         for one in measured
         if (one.run.num_microbatches, one.run.condition, one.run.seed) == cell
     }
-    draw_timelines({name: there[name] for name in PICTURED if name in there}, picture, "forward passes")
+    titles = {f"{name}, {most_held(there[name])} microbatches held": there[name] for name in PICTURED if name in there}
+    draw_timelines(titles, picture, "forward passes")
+
+
+def most_held(timeline: Timeline) -> int:
+    """The most microbatches of a stage whose activations are in memory at one time: from the start of the forward pass
+    to the end of the last backward task."""
+    most = 0
+    for stage in range(timeline.num_stages):
+        starts, ends = dict[int, float](), dict[int, float]()
+        for span in (span for span in timeline.spans if span.stage == stage):
+            number = int(span.name[1:])
+            starts[number] = min(starts.get(number, span.start_seconds), span.start_seconds)
+            end = span.start_seconds + span.seconds
+            ends[number] = max(ends.get(number, end), end)
+        counts = (sum(starts[n] <= at < ends[n] for n in starts) for at in starts.values())
+        most = max(most, *counts)
+    return most
 
 
 def main() -> None:

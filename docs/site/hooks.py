@@ -1,4 +1,4 @@
-"""The site's own part of docs/: absolute links into the repository, the loss table, pages as markdown, llms.txt."""
+"""The site's own part of docs/: links into the repository, the loss table, pages as markdown, llms.txt."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[2]
-INTO_REPOSITORY = re.compile(r"\]\(\.\./(?P<path>[^)#\s]+)(?P<rest>[^)]*)\)")
+INTO_REPOSITORY = re.compile(r"\[(?P<text>[^\]]*)\]\(\.\./(?P<path>[^)#\s]+)(?P<rest>[^)]*)\)")
 INTO_DOCS = "course/"
 """Pages one folder further down, whose `../` is docs/."""
-TABLE = "@@BITS_TABLE@@"
-FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
+TABLE = "<!-- the table of bits.md -->"
+"""A comment: the repository shows nothing, the site the table."""
 NOTEBOOK = re.compile(r"\.ipynb\)")
 TITLES = re.compile(r"^# (.+)$", re.MULTILINE)
 
@@ -47,14 +47,18 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
         path = match["path"].rstrip("/")
         if not (ROOT / path).exists():
             raise FileNotFoundError(f"{page.file.src_path} has a link to {path}, which is not in the repository")
+        if not (address := config.extra["repository"]):
+            return match["text"] if path in match["text"] else f"{match['text']} (`{path}`)"
         kind = "tree" if (ROOT / path).is_dir() else "blob"
-        return f"]({config.extra['repository']}/{kind}/main/{path}{match['rest']})"
+        return f"[{match['text']}]({address}/{kind}/main/{path}{match['rest']})"
 
+    if page.file.src_path == "index.md":
+        page.meta["hide"] = ["navigation"]
     if page.file.src_path == "decisions.md":
         page.meta["search"] = {"exclude": True}  # reasons of long ago would stand before what is so today
     if page.file.src_path.startswith("notebooks/"):
         name = Path(page.file.src_path).with_suffix(".ipynb")
-        return f"{markdown}\n[This page as a notebook]({config.extra['repository']}/blob/main/docs/{name})\n"
+        return f"{markdown}\nThis page is the notebook `docs/{name}`.\n"
     markdown = NOTEBOOK.sub(".md)", markdown)
     if page.file.src_path.startswith(INTO_DOCS):
         return markdown
@@ -80,7 +84,7 @@ def on_post_build(config: Any) -> None:
         for name in names_in(pages):
             source = docs / name
             text = source.read_text() if source.exists() else page_of(source.with_suffix(".ipynb"))
-            text = FRONT_MATTER.sub("", text).replace(TABLE, losses_table())
+            text = text.replace(TABLE, losses_table())
             target = site / (name if name.endswith("index.md") else f"{name.removesuffix('.md')}/index.md")
             target.write_text(text)
             lines.append(f"- [{TITLES.findall(text)[0]}]({target.relative_to(site)}): {first_sentence(text)}")

@@ -56,6 +56,8 @@ class ParityCheck:
     precision: str
     threads: int = 1
     number: int = 0
+    line: int = 0
+    """The first line of the function, or that of the mark if it is no plain function."""
 
     @property
     def title(self) -> str:
@@ -155,7 +157,9 @@ def parity_check(
         made: list[Checked] = body.f_globals.setdefault(MARKED, [])
         made.append(marked)
         file = Path(body.f_code.co_filename)
-        checks = tuple(ParityCheck(name, file, grid, precision, threads, len(made) - 1) for grid in grids)
+        here = isinstance(function, FunctionType) and function.__code__.co_filename == body.f_code.co_filename
+        line = function.__code__.co_firstlineno if here else body.f_lineno
+        checks = tuple(ParityCheck(name, file, grid, precision, threads, len(made) - 1, line) for grid in grids)
         vars(marked)["parity_checks"] = (*vars(marked).get("parity_checks", ()), *checks)
         return marked
 

@@ -10,12 +10,17 @@ from __future__ import annotations
 import argparse
 import json
 import runpy
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.parity.check import CHECK_PRECISIONS, PROGRAM, ParityResult, collect, run_check
+
+if TYPE_CHECKING:
+    from meshwright.parity.report import PageHead
 
 
 def run_words(words: Sequence[str]) -> int:
@@ -23,8 +28,12 @@ def run_words(words: Sequence[str]) -> int:
     if words[:1] == ["record"]:
         return record_run(record_parser().parse_args(words[1:]))
     if words[:1] == ["compare"]:
-        return compare_folders(compare_parser().parse_args(words[1:]))
-    return check_file(check_parser().parse_args(words))
+        return compare_folders(compare_parser().parse_args(words[1:]), command_text(words))
+    return check_file(check_parser().parse_args(words), command_text(words))
+
+
+def command_text(words: Sequence[str]) -> str:
+    return f"{PROGRAM} {shlex.join(words)}"
 
 
 def check_parser() -> argparse.ArgumentParser:
@@ -43,9 +52,15 @@ def check_parser() -> argparse.ArgumentParser:
 def add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page", type=Path, metavar="FILE.html", help="write a page that shows every module")
     parser.add_argument("--json", action="store_true", help="print JSON for a script")
+    parser.add_argument(
+        "--summary", type=Path, metavar="FILE.md",
+        help="append the verdicts to a file as markdown, and print GitHub's annotation of each that differs",
+    )  # fmt: skip
 
 
-def check_file(arguments: argparse.Namespace) -> int:
+def check_file(arguments: argparse.Namespace, command: str) -> int:
+    from meshwright.parity import report
+
     precision, only = arguments.precision, arguments.only
     if precision is not None and precision not in CHECK_PRECISIONS:
         raise ConfigError.of("--precision", precision, "is not a precision of a check", ", ".join(CHECK_PRECISIONS))
@@ -59,7 +74,7 @@ def check_file(arguments: argparse.Namespace) -> int:
             print(f"{number} of {len(checks)}: {check.title}", file=sys.stderr)
         # Every check runs even if another has failed, so that one run reports all mistakes.
         results.append(run_check(check, precision))
-    return tell(results, arguments.json, arguments.page)
+    return tell(results, arguments, report.PageHead(arguments.file.name, command))
 
 
 def record_parser() -> argparse.ArgumentParser:
@@ -124,9 +139,10 @@ def compare_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def compare_folders(arguments: argparse.Namespace) -> int:
+def compare_folders(arguments: argparse.Namespace, command: str) -> int:
     """Compare two records."""
     from meshwright.launch.scripts import load_script
+    from meshwright.parity import report
     from meshwright.parity.recorded import RecordedRun
     from meshwright.parity.runs import compare_runs
 
@@ -136,18 +152,23 @@ def compare_folders(arguments: argparse.Namespace) -> int:
             raise ConfigError.of("--layout", arguments.layout, "has no part(name, rank)", "a Python file that has it")
         part = told["part"]
     first, second = RecordedRun.read(arguments.first), RecordedRun.read(arguments.second)
-    return tell(compare_runs(first, second, part), arguments.json, arguments.page)
+    head = report.PageHead(f"{arguments.second.name} against {arguments.first.name}", command, recorded=True)
+    return tell(compare_runs(first, second, part), arguments, head)
 
 
-def tell(results: Sequence[ParityResult], as_json: bool, page: Path | None) -> int:
-    """Print results, and write their page; the exit code, 1 where something differs."""
-    from meshwright.parity import report
+def tell(results: Sequence[ParityResult], arguments: argparse.Namespace, head: PageHead) -> int:
+    """Print results, write their page and summary; the exit code, 1 if something differs."""
+    from meshwright.parity import report, summary
 
-    written = None if page is None else str(report.write_page(results, page))
-    if as_json:
+    written = None if arguments.page is None else str(report.write_page(results, arguments.page, head))
+    if arguments.summary is not None:
+        summary.append_summary(results, arguments.summary, head.command)
+    if arguments.json:
         print(json.dumps(report.as_dict(results) | ({} if written is None else {"written": [written]})))
     else:
         report.render(results)
+        if arguments.summary is not None:
+            summary.annotate(results)
         if written is not None:
             print(f"written: {written}")
     return 0 if all(result.holds for result in results) else 1

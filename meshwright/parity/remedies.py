@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-PAGE = "https://github.com/meshwright/meshwright/blob/main/docs/parity.md"
+PAGE = "docs/parity.md"
+"""In the repository. No address: a link would go to a page that is not published."""
 
 REMEDIES = {
     "wrong part": "take this rank's own slice of the whole weight: of q, k and v, or gate and up, each on its own",

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.parity.check import ParityResult
 from meshwright.parity.compare import Row
-from meshwright.parity.explain import CUT, PARTIAL, WRONG, Explanation
+from meshwright.parity.explain import COPY, CUT, PARTIAL, WRONG, Explanation
 from meshwright.parity.gradients import owner_of
 from meshwright.parity.judge import ModuleLine
+from meshwright.parity.remedies import REMEDIES
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
 
 MOST_ROWS = 8
 KINDS = {"loss": "losses", "gradient": "gradients", "weight": "weights", "state": "states", "buffer": "buffers",
@@ -85,12 +91,37 @@ def render(results: Sequence[ParityResult]) -> None:
             print(f"{result.check.title}: {note}")
 
 
-def write_page(results: Sequence[ParityResult], path: Path) -> Path:
+@dataclass(frozen=True)
+class PageHead:
+    """The first lines of a page.
+
+    Attributes:
+        program: The file of checks, or the two records, by name.
+        command: The command line that wrote the page.
+        recorded: Whether two recorded runs are compared, and not a program with one process.
+    """
+
+    program: str
+    command: str
+    recorded: bool = False
+
+
+LEGEND = {
+    COPY: ("equal", "each rank has the reference's tensor"),
+    CUT: ("a cut", "each rank has a block or slices of the reference's tensor, and all together have the whole"),
+    PARTIAL: ("a partial sum over an axis", "the sum of the ranks' tensors over the axis is the reference's"),
+    WRONG: ("off by", "none of these: the relative error of the nearest of them"),
+}
+"""The words in a page's table of modules."""
+
+
+def write_page(results: Sequence[ParityResult], path: Path, head: PageHead) -> Path:
     """One HTML file that needs nothing else."""
     # Here: a check in a terminal needs no templates.
     from jinja2 import Environment, PackageLoader
 
     templates = Environment(loader=PackageLoader(__package__, "."), autoescape=True, trim_blocks=True)
+    templates.filters["marks"] = as_marks
     checks = []
     for result in results:
         by_kind = {label: [row for row in result.rows if row.kind == kind] for kind, label in KINDS.items()}
@@ -99,15 +130,72 @@ def write_page(results: Sequence[ParityResult], path: Path) -> Path:
             for label, rows in by_kind.items()
             if rows
         ]
-        checks.append({"result": result, "modules": _page_lines(result), "kinds": kinds})
+        checks.append({"result": result, "modules": folded(_page_lines(result)), "kinds": kinds})
+    found = dict.fromkeys(result.finding.kind for result in results if result.finding is not None)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(templates.get_template("page.html").render(checks=checks, holds=all(r.holds for r in results)))
+    page = templates.get_template("page.html").render(
+        checks=checks, holds=all(r.holds for r in results), head=head, legend=LEGEND,
+        remedies={kind: REMEDIES[kind] for kind in found},
+        date=datetime.now().astimezone().strftime("%-d %B %Y, %H:%M %Z"),
+    )  # fmt: skip
+    path.write_text(page, encoding="utf-8")
     return path
+
+
+def as_marks(text: str) -> Markup:
+    """The text as HTML, in which words between backticks are code."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+
+
+def folded(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines with one for neighbouring blocks that are equal in all lines and to the reference: `blocks.0 to 11`."""
+    made: list[dict[str, Any]] = []
+    at = 0
+    while at < len(lines):
+        block = block_at(lines, at)
+        last, end = block, at + len(block)
+        while end < len(lines) and is_like(block, again := block_at(lines, end)):
+            last, end = again, end + len(again)
+        if last is block:
+            made.append(lines[at])
+            at += 1
+            continue
+        count = (end - at) // len(block)
+        number = NUMBERED.fullmatch(last[0]["name"])
+        assert number is not None
+        head = block[0] | {"name": f"{block[0]['name']} to {number['number']}", "note": f"{count} equal blocks"}
+        made += [head, *folded(block[1:])]
+        at = end
+    return made
+
+
+NUMBERED = re.compile(r"(?P<before>.*?)(?P<number>\d+)")
+
+
+def block_at(lines: Sequence[dict[str, Any]], at: int) -> list[dict[str, Any]]:
+    """A module's line with those of all modules inside."""
+    end = next((n for n in range(at + 1, len(lines)) if lines[n]["depth"] <= lines[at]["depth"]), len(lines))
+    return list(lines[at:end])
+
+
+def is_like(block: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) -> bool:
+    """Whether two blocks differ in their number alone, and have nothing wrong."""
+    ours, theirs = (NUMBERED.fullmatch(lines[0]["name"]) for lines in (block, other))
+    if ours is None or theirs is None or ours["before"] != theirs["before"] or len(block) != len(other):
+        return False
+    facts = ("depth", "type", "output", "gradient", "parameters", "first")
+    names = all(one["name"] == two["name"] for one, two in zip(block[1:], other[1:], strict=True))
+    same = all(one[fact] == two[fact] for one, two in zip(block, other, strict=True) for fact in facts)
+    right = not any(line["first"] or line["parameters"] or WRONG in (line["output"]["kind"], line["gradient"]["kind"])
+                    for line in block)  # fmt: skip
+    return names and same and right
 
 
 def _page_lines(result: ParityResult) -> list[dict[str, Any]]:
     """The modules as a person reads them, parents before their children; the finding's is marked. One that is at no
-    module, as of the loss or of all parameters, has a row of its own behind them."""
+    module, as of the data, the loss or all parameters, has the first row."""
     named = None if result.finding is None else result.finding.module
     # Modules whose own parameters have wrong gradients are marked, beside the first.
     wrong = {owner_of(row.name) for row in result.failed if row.kind == "gradient"}
@@ -123,13 +211,15 @@ def _page_lines(result: ParityResult) -> list[dict[str, Any]]:
             "gradient": _words(line.gradient),
             "parameters": name in wrong,
             "first": name == named,
+            "note": "",
         }
         for name, line in ((name, lines[name]) for name in _parents_first(result.modules))
     ]
     if result.finding is not None and named not in lines:
-        place = {"name": result.finding.module.strip("()"), "path": result.finding.module, "depth": 0, "type": ""}
+        place = {"name": result.finding.module.strip("()"), "path": result.finding.module, "depth": 0, "type": "",
+                 "note": ""}  # fmt: skip
         said = {"kind": WRONG, "text": result.finding.kind}
-        rows.append({**place, "output": said, "gradient": _words(None), "parameters": False, "first": True})
+        rows.insert(0, {**place, "output": said, "gradient": _words(None), "parameters": False, "first": True})
     return rows
 
 

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from meshwright.checkpoint.reader import steps_in
 from meshwright.errors import DataError, MismatchError, UndecidedError
+from meshwright.tables import print_table
 from meshwright.tools.differing import Compared, Damage, Part, by_bytes, by_roots
 from meshwright.training.folder import CHECKPOINTS
 from meshwright.training.follow import METRICS, read_history
@@ -175,7 +176,7 @@ def render(found: Difference) -> None:
         table = Table(f"step {found.step}", *found.runs, title="the first step that differs")
         for key, values in found.numbers.items():
             table.add_row(key, *map(repr, values))
-        console.print(table)
+        print_table(console, table)
     for damage in found.damages[:MOST_SHOWN]:
         console.print(str(damage), soft_wrap=True)
     if len(found.damages) > MOST_SHOWN:
@@ -186,7 +187,7 @@ def render(found: Difference) -> None:
         for part in found.parts[:MOST_SHOWN]:
             box = ", ".join(f"{a}..{b}" for a, b in zip(part.first, part.last, strict=True))
             table.add_row(part.tensor, f"{part.differing:,} of {part.elements:,}", f"[{box}]")
-        console.print(table)
+        print_table(console, table)
         if len(found.parts) > MOST_SHOWN:
             console.print(f"... and {len(found.parts) - MOST_SHOWN} tensors more (--json lists all)")
     elif not found.damages:

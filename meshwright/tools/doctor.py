@@ -27,6 +27,7 @@ from rich.text import Text
 from meshwright.environment import cache_folder
 from meshwright.imports import python_words
 from meshwright.machine import find_mpiexec, memory_bytes, usable_cores
+from meshwright.tables import broken
 from meshwright.tensor.widened import product_rates
 
 Plain = str | int | bool | list[str] | None
@@ -105,12 +106,15 @@ def render(report: Diagnosis, width: int | None = None) -> None:
     """Print a table of the findings, and a command for what is missing."""
     console = Console(highlight=False, width=width)
     table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    names = [finding.name.removesuffix("_bytes") for finding in report.findings]
+    sections = [finding.section for finding in report.findings]
+    room = console.width - max(map(len, names), default=0) - max(map(len, sections), default=0) - 6
     section = ""
     for finding in report.findings:
         heading, section = (finding.section if finding.section != section else ""), finding.section
         style = "yellow" if finding.missing else ""
         name = finding.name.removesuffix("_bytes").replace("_", " ")
-        table.add_row(Text(heading, style="bold"), Text(name), Text(finding.text, style=style))
+        table.add_row(Text(heading, style="bold"), Text(name), Text(broken(finding.text, room), style=style))
     if not report.missing:
         console.print(table, Text("\nNothing is missing.", style="green"), sep="\n")
         return

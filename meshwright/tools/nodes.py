@@ -36,6 +36,7 @@ from meshwright.ranks.comm import Comm
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.torch_comm import TorchTransport
 from meshwright.ranks.transports_section import TransportName
+from meshwright.tables import print_table
 from meshwright.tools.calibrate.report import writer_of
 from meshwright.tools.plan.cluster import Cluster, Level, load_cluster
 from meshwright.tools.report import table_console
@@ -217,6 +218,7 @@ def render(report: NodesReport) -> None:
     for pair in report.pairs:
         name = f"within {pair.hosts[0]}" if pair.within else " - ".join(pair.hosts)
         pairs.add_row(name, f"{pair.latency * 1e6:,.0f}", f"{pair.bandwidth / 1e6:,.1f}")
-    console.print(hosts, pairs, sep="\n")
+    for table in (hosts, pairs):
+        print_table(console, table)
     for folder, blind in report.folders.items():
         console.print(f"{folder}: " + (f"not shared: {', '.join(blind)} does not see it" if blind else "shared by all"))

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.ranks.hang import Record, explain_hang, read_records
+from meshwright.tables import print_table
 from meshwright.training.folder import steps_of
 
 STATUS = "status"
@@ -120,6 +121,6 @@ def render(status: RunStatus) -> None:
                 f"{wait.seconds:.0f} s" if wait else "",
                 "now" if record.rank in status.renewed else f"{age:.0f} s ago, {record.state}",
             )
-        console.print(table)
+        print_table(console, table)
     if status.waits:
         console.print(status.waits, markup=False, soft_wrap=True)

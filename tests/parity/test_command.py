@@ -24,7 +24,9 @@ DDP = ROOT / "examples/parity/ddp.py"
 
 def test_the_command_says_what_differs_and_where(tmp_path: Path) -> None:
     page = tmp_path / "parity.html"
+    summary = tmp_path / "summary.md"
     command = [sys.executable, "-m", "meshwright", "parity", str(DDP), "--json", "--page", str(page)]
+    command += ["--summary", str(summary)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, cwd=ROOT)
     assert ran.returncode == 1, ran.stderr
     told = json.loads(ran.stdout)
@@ -34,9 +36,10 @@ def test_the_command_says_what_differs_and_where(tmp_path: Path) -> None:
     assert max(row["error"] for row in losses) < 1e-14
     assert {"copy", "cut"} >= {module["output"]["kind"] for module in right["modules"]}
     assert wrong["finding"]["kind"] == "token counts"
-    [marked] = re.findall(r'<tr class="first"><td title="([^"]+)"', page.read_text())
+    [marked] = re.findall(r'<tr class="first" id="first-2"><td title="([^"]+)"', page.read_text())
     assert marked == "(loss)", "a mean of means is no module's"
     assert "a mean of means" in page.read_text()
+    assert "| `mean_of_means[data2]` | **differs** | token counts at (loss)" in summary.read_text()
 
 
 @pytest.mark.long

@@ -76,6 +76,7 @@ def test_each_function_is_a_check_of_its_own_name(form: str, tmp_path: Path) -> 
     assert len({check.title for check in checks}) == len(checks)
     marked = vars(load_checks(tmp_path / "checks.py"))[MARKED]
     assert all(callable(marked[check.number]) for check in checks)
+    assert all(check.line > HEAD.count("\n") - 9 for check in checks), "a line of the function or its mark"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import re
 
 from rich.table import Column, Table
 
+from meshwright.tables import print_table
 from meshwright.tools.branches.findings import Bound, Findings, RegionGroup, unnumbered
 from meshwright.tools.report import table_console
 
@@ -52,14 +53,14 @@ def render(findings: Findings) -> None:
         f"{flops_text(findings.total_flops)} FLOP: a microbatch of {findings.rows} forward, without layout; "
         "products count 2 a multiplication, other operators 1 an element"
     )
-    console.print(_regions(findings))
+    print_table(console, _regions(findings))
     gain = findings.total_flops / findings.longest_flops
     console.print(
         f"Not listed: {findings.lone} joins of a value with what one branch alone makes of it (residuals). The longest "
         f"chain of operators has {1 / gain:.1%} of the work: whole operators side by side gain {gain:.2f}x at most."
     )
     if findings.layouts:
-        console.print(_layouts(findings))
+        print_table(console, _layouts(findings))
     console.print(
         "Bounds: against one rank, as if sending took no time; assigned by cost, also where the sub-grids do not "
         "divide the branches and a layout would be refused."

@@ -10,6 +10,7 @@ import yaml
 from rich.table import Column, Table
 
 from meshwright.errors import ConfigError
+from meshwright.tables import print_table
 from meshwright.tools.plan.cluster import Cluster, Links, interpolated
 from meshwright.tools.report import table_console
 
@@ -81,7 +82,7 @@ def render(cluster: Cluster, out: Path) -> None:
         console.print(line)
     for backend, links in cluster.links.items():
         if links.measured:
-            console.print(_table(backend, links))
+            print_table(console, _table(backend, links))
     console.print(f"{out}: plan with --cluster {out}")
 
 

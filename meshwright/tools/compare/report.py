@@ -19,6 +19,7 @@ from rich.table import Table as RichTable
 
 from meshwright.config import dump_tree
 from meshwright.config.yaml_text import yaml_text
+from meshwright.tables import print_table
 from meshwright.tools.compare.layouts import OWN
 from meshwright.tools.compare.result import WARMUP_STEPS, Comparison, Measurement, StageBytes
 from meshwright.tools.report import table_console
@@ -195,7 +196,7 @@ def render(comparison: Comparison) -> None:
         for name, *cells in table.lines:
             first = name.text if place else f"{name.text}: {name.note}"  # once is enough here
             shown.add_row(first, *(cell.text for cell in cells))
-        console.print(shown)
+        print_table(console, shown)
     for sentence in sentences(comparison):
         console.print(sentence, markup=False)
 

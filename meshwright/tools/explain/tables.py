@@ -34,6 +34,7 @@ from meshwright.ranks.ledger import MESSAGE, Traffic
 from meshwright.ranks.planned import planned_mesh
 from meshwright.registry import entries
 from meshwright.stage_costs import shared_work
+from meshwright.tables import print_table
 from meshwright.tensor.tesseract import TesseractLinear
 from meshwright.tools.plan.buckets import Buckets
 from meshwright.tools.plan.compose import Composition, compose_stages
@@ -186,12 +187,12 @@ def render(explained: Explained) -> None:
         f"a step: {config.batch.global_} samples, {config.num_microbatches} microbatches of {config.micro} a replica, "
         f"{_rows(run):,} tokens of each on a rank"
     )
-    console.print(_weights(run))
+    print_table(console, _weights(run))
     products = _products(explained)
     if products.row_count:
-        console.print(products)
+        print_table(console, products)
     if explained.traffic[0]:
-        console.print(_traffic(explained))
+        print_table(console, _traffic(explained))
 
 
 def render_stages(explained: Explained, predicted: Forecast) -> None:
@@ -210,12 +211,12 @@ def render_stages(explained: Explained, predicted: Forecast) -> None:
             str(stage), explained.held(stage), f"{own:,}", f"{predicted.shares[stage]:.1%}",
             str(predicted.limits[stage]), *_cells(sent)[:2], f"{idle:.1%}",
         )  # fmt: skip
-    console.print(table)
+    print_table(console, table)
     schedules = Table("schedule", UNIT, "idle", title="Schedules on the virtual clock: counted work, no latency")
     for name, timeline in predicted.timelines.items():
         mark = " (this run's)" if name == predicted.schedule else ""
         schedules.add_row(name + mark, f"{timeline.total_seconds:.2f}", f"{timeline.idle_share:.1%}")
-    console.print(schedules)
+    print_table(console, schedules)
 
 
 def _rows(run: Composition) -> int:

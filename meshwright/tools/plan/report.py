@@ -22,6 +22,7 @@ from meshwright.outputs import new_path, refuse_existing
 from meshwright.pipeline.trace import write_trace
 from meshwright.registry import entries
 from meshwright.streams import PatientStream
+from meshwright.tables import print_table
 from meshwright.tools.plan.answer import (
     NO_DIFFERENCE,
     Training,
@@ -143,10 +144,10 @@ def render(result: SearchResult) -> None:
     for sentence in plan_sentences(result):
         console.print(sentence)
     console.print()
-    console.print(_fastest(result))
-    console.print(_memory(result))
+    print_table(console, _fastest(result))
+    print_table(console, _memory(result))
     if result.runner_ups or result.not_reached:
-        console.print(_runner_ups(result))
+        print_table(console, _runner_ups(result))
     for kind, problem in result.illegal.items():
         console.print(f"no legal layout of kind {kind}: {problem}")
     console.print(looked_at(result))

@@ -36,6 +36,7 @@ from meshwright.data.files import ShowProgress, silent
 from meshwright.errors import ConfigError
 from meshwright.registry import entries
 from meshwright.section import field_of, with_field
+from meshwright.tables import print_table
 from meshwright.tensor.section import TensorSection, Whole
 from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.estimate import Estimates
@@ -266,7 +267,7 @@ def render(scaling: Scaling) -> None:
                 cells += [f"{best.worst_memory / 1e9:.2f}", layout_text(best.config)]
             table.add_row("" if index else point.strategy, f"{point.devices:,}", f"{point.samples:,}", *cells)
         table.add_section()
-    Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH).print(table)
+    print_table(Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH), table)
 
 
 def write(scaling: Scaling, folder: Path) -> list[Path]:

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
+from meshwright.tables import print_table
 from meshwright.tools.verify.job import Verdict
 
 MOST_FAILURES = 20
@@ -51,7 +52,7 @@ def render(verdict: Verdict) -> None:
         mark = "holds" if all(row.holds for row in rows) else "FAILS"
         table.add_row(label, str(len(rows)), worst.name, f"{worst.error:.1e}", f"{worst.allowed:.0e}", mark)
     console = Console(highlight=False)
-    console.print(table)
+    print_table(console, table)
     for row in verdict.failed[:MOST_FAILURES]:
         # Bits are equal or not: an error of 1 is no measure of anything.
         if row.kind == "bits":

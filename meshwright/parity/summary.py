@@ -1,0 +1,51 @@
+"""Results for a pull request: markdown for a job's summary, and GitHub's annotations at the lines of checks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshwright.parity.check import ParityResult
+
+
+def append_summary(results: Sequence[ParityResult], path: Path, command: str) -> None:
+    """Append a table of the results to a file of markdown, which GitHub shows as the job's summary."""
+    lines = [f"### `{command}`", "", "| check | | verdict |", "|---|---|---|"]
+    for result in results:
+        mark = "equal" if result.holds else "**differs**"
+        told = f"{result.verdict}. {result.remedy}" if result.remedy else result.verdict
+        lines.append(f"| `{result.check.title}` | {mark} | {in_a_cell(told)} |")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write("\n".join([*lines, "", ""]))
+
+
+def in_a_cell(text: str) -> str:
+    """The text on one line of a table, without markdown's and HTML's marks."""
+    plain = text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "&#124;").replace("*", "&#42;")
+    return " ".join(plain.split())
+
+
+def annotate(results: Sequence[ParityResult]) -> None:
+    """Print GitHub's command for an annotation of each result that differs, at the line of the check's function."""
+    for result in results:
+        if not result.holds:
+            place = f"file={of_a_property(place_of(result.check.file))},line={max(1, result.check.line)}"
+            told = f"{result.verdict}\n{result.remedy}".strip()
+            print(f"::error {place},title={of_a_property(result.check.title)}::{of_a_message(told)}")
+
+
+def place_of(file: Path) -> str:
+    """The file as a path from the current folder, if it is in it: GitHub shows annotations of such paths."""
+    whole, here = file.resolve(), Path.cwd()
+    return whole.relative_to(here).as_posix() if whole.is_relative_to(here) else str(whole)
+
+
+def of_a_message(text: str) -> str:
+    """The text as GitHub's workflow commands escape a message."""
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def of_a_property(text: str) -> str:
+    """The text as GitHub's workflow commands escape a property."""
+    return of_a_message(text).replace(":", "%3A").replace(",", "%2C")

@@ -1,0 +1,235 @@
+"""The commands of README, guide and course, as a reader types them: in a fresh shell, in their order, after the page's
+own lines of installing and activating.
+
+Quick: the shell has stubs for `python3 -m venv`, pip and make, and the `meshwright` that they install notes its words;
+each command's words are then read as the command line reads them, its run with all fields. With --long the commands
+run, but for those of READ_ONLY.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.main import get_command
+
+from meshwright.cli import app
+from meshwright.config.load import parse_run, read_run
+from meshwright.configs import shipped
+from meshwright.errors import ConfigError
+from meshwright.parity.command import check_parser, compare_parser, record_parser
+from tests.patience import PATIENCE_SECONDS
+
+ROOT = Path(__file__).resolve().parent.parent
+COURSE = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs/course").glob("[1-8]-*.md"))
+ALONE = ("README.md", "docs/index.md", "docs/guide.md", "docs/course/index.md")
+PAGES: dict[str, tuple[str, ...]] = dict.fromkeys(ALONE, ()) | dict.fromkeys(COURSE, ("docs/course/index.md",))
+"""Each page, and the pages whose commands its reader has typed before."""
+
+READ_ONLY = {
+    "RUN.yaml": "the reader's own run file",
+    "model={from:": "a published model's folder",
+    "--data ": "the reader's own data",
+    "lm-eval:": "lm-evaluation-harness, an extra, and its data sets from a network",
+    "meshwright.tools.harness": "the same",
+    "out/squad": "a run of the reader's",
+    "out/race": "a run of the reader's",
+    "benchmarks.": "a measurement of minutes",
+}
+"""Parts of commands that no test runs, and the reason."""
+CODES = {"examples/parity/ddp.py": 1, "meshwright diff out/first out/second": 1, "docs/course/": 1}
+"""Parts of commands whose exit code says that something differs: a lesson's exercise is wrong before its line is
+mended."""
+
+VENV = """#!/bin/sh
+# python3 -m venv FOLDER
+case "$1 $2" in "-m venv") ;; *) echo "no stub for: python3 $*" >&2; exit 3;; esac
+mkdir -p "$3/bin"
+echo "PATH=$(pwd)/$3/bin:\\$PATH; export PATH" > "$3/bin/activate"
+cp "$STUBS/pip" "$3/bin/pip"
+"""
+PIP = """#!/bin/sh
+# pip install -c constraints.txt -e .
+case "$*" in "install -c constraints.txt -e "*) ;; *) echo "no stub for: pip $*" >&2; exit 3;; esac
+for name in meshwright python torchrun pytest; do cp "$STUBS/$name.in" "$(dirname "$0")/$name"; done
+"""
+NOTE = """#!{python}
+import json, os, sys
+with open(os.environ["NOTED"], "a") as file:
+    file.write(json.dumps([os.path.basename(sys.argv[0]), *sys.argv[1:]]) + "\\n")
+"""
+RUN = """#!/bin/sh
+exec {python} -c "from meshwright.cli import main; main()" "$@"
+"""
+
+
+def commands_of(page: str) -> list[str]:
+    """The lines of a page's blocks of shell commands, without comments."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    return [line for block in blocks for line in block.splitlines() if line.strip() and not line.startswith("#")]
+
+
+def shell(page: str, folder: Path, *, for_real: bool) -> subprocess.CompletedProcess[str]:
+    """Type the commands of a page, and of the pages before, in a new shell whose folder is like a clone's root."""
+    stubs, clone = folder / "stubs", folder / "clone"
+    stubs.mkdir()
+    clone.mkdir()
+    for name in ("examples", "docs", "constraints.txt", "pyproject.toml", "meshwright", "benchmarks", "tests"):
+        (clone / name).symlink_to(ROOT / name)
+    note = NOTE.format(python=sys.executable)
+    real = RUN.format(python=sys.executable)
+    files = {"python3": VENV, "pip": PIP, "make": note, "meshwright.in": real if for_real else note}
+    files |= {"python.in": f'#!/bin/sh\nexec {sys.executable} "$@"\n' if for_real else note}
+    files |= {"torchrun.in": note, "pytest.in": note}
+    for name, text in files.items():
+        (stubs / name).write_text(text)
+        (stubs / name).chmod(0o755)
+    lines = ["set -e"]
+    for typed in (*PAGES[page], page):
+        for line in commands_of(typed):
+            if for_real and any(part in line for part in READ_ONLY):
+                continue
+            code = next((code for part, code in CODES.items() if part in line), 0) if for_real else 0
+            lines += [line] if code == 0 else [f"code=0; {line} || code=$?", f'test "$code" = {code}']
+    told = {"PATH": f"{stubs}:/usr/bin:/bin", "STUBS": str(stubs), "NOTED": str(folder / "noted"), "HOME": str(folder)}
+    kept = {name: os.environ[name] for name in ("TMPDIR", "XDG_CACHE_HOME") if name in os.environ}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.run(
+        ["bash", "-c", "\n".join(lines)], cwd=clone, env=told | kept | {"PYTHONPATH": path}, check=False, text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=20 * PATIENCE_SECONDS,
+    )  # fmt: skip
+
+
+def read_as_typed(words: list[str]) -> None:
+    """Read a command's words as the command line does, and the run with its fields. Raises if one is wrong."""
+    if words[0] == "parity":
+        parsers = {"record": record_parser, "compare": compare_parser}
+        made = parsers.get(words[1], check_parser)()
+        made.parse_args(words[2:] if words[1] in parsers else words[1:])
+        return
+    command, names = get_command(app), list(words)
+    while isinstance(command, typer.core.TyperGroup):
+        assert names[0] in command.commands, f"no command {names[0]}: {' '.join(words)}"
+        command = command.commands[names.pop(0)]
+    told = command.make_context(words[0], names).params
+    run = told.get("run")
+    if run is None or "overrides" not in told:
+        return
+    overrides = list(told["overrides"] or ())
+    if words[0] == "compare":  # its further layouts are words behind --layouts
+        overrides = [word for word in overrides if "=" in word]
+    if str(run) == "RUN.yaml":
+        run = Path("quickstart")
+        # A field of a file of the reader's, which is not here.
+        overrides = [word for word in overrides if not word.startswith(("model={from:", "data={source:"))]
+    # `plan` takes a model's name for the run as well.
+    assert str(run) in shipped("runs") or (ROOT / run).is_file(), f"no run {run}: {' '.join(words)}"
+    file = read_run(run if str(run) in shipped("runs") else ROOT / run, overrides)
+    parse_run(file.tree, file.words)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_shell_that_followed_the_page_knows_every_command(page: str, tmp_path: Path) -> None:
+    ran = shell(page, tmp_path, for_real=False)
+    assert ran.returncode == 0, ran.stdout
+    noted = [json.loads(line) for line in (tmp_path / "noted").read_text().splitlines()]
+    typed = [words[1:] for words in noted if words[0] == "meshwright"]
+    assert typed
+    for words in typed:
+        if page.startswith("docs/course/") and str(words[-1]).startswith("docs/course/"):
+            assert (ROOT / words[-1]).is_file()  # an exercise, whose mistake tests/test_course.py knows
+            continue
+        read_as_typed(words)
+
+
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.long
+def test_every_command_of_the_page_works(page: str, tmp_path: Path) -> None:
+    ran = shell(page, tmp_path, for_real=True)
+    assert ran.returncode == 0, ran.stdout[-4000:]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_are_marked_as_commands(page: str) -> None:
+    """A block of shell commands says so, and has nothing else: the button that copies it copies commands."""
+    text = (ROOT / page).read_text()
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        first = block.splitlines()[0]
+        if re.match(r"(meshwright|python3?|pip|make|torchrun|srun) ", first):
+            assert language == "sh", (page, first)
+        assert language, (page, first)
+
+
+def test_the_table_of_commands_can_be_typed() -> None:
+    """The guide's table of all commands."""
+    part = (ROOT / "docs/guide.md").read_text().split("| `meshwright ...` |", 1)[1].split("\n\n", 1)[0]
+    rows = [words for line in part.splitlines() for words in re.findall(r"^\| `([^`]+)` \|", line)]
+    assert len(rows) > 15
+    for row in rows:
+        read_as_typed(shlex.split(row))
+
+
+def test_a_wrong_command_is_seen() -> None:
+    """The reader of this test refuses what the command line refuses."""
+    with pytest.raises(ConfigError):
+        read_as_typed(["train", "quickstart", "layout.data.sync=rng"])
+    with pytest.raises(Exception, match="No such option"):
+        read_as_typed(["verify", "quickstart", "--quick"])
+    with pytest.raises(AssertionError, match="no command prove"):
+        read_as_typed(["prove", "quickstart"])
+
+
+def test_the_first_run_of_the_readme_is_the_file() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert f"```yaml\n{(ROOT / 'examples/first.yaml').read_text()}```" in text
+
+
+# Links
+
+
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
+OURS = "github.com/meshwright"
+"""No such repository is published yet: no page has a link to it."""
+
+
+def documents() -> list[Path]:
+    ignored = {".venv", "out", "dist", "build"}
+    found = [path for path in ROOT.rglob("*.md") if not ignored & set(path.relative_to(ROOT).parts)]
+    return sorted(path for path in found if not any(part.startswith(".") for part in path.relative_to(ROOT).parts))
+
+
+def slugs_of(path: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    plain = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    heads = re.findall(r"^#+ (.+)$", plain, re.MULTILINE)
+    words = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", head) for head in heads]
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in words}
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_go_to_files_and_headings_that_exist(path: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for link in (one or other for one, other in LINK.findall(text)):
+        assert OURS not in link, link
+        if link.startswith(("http://", "https://", "mailto:")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = path if not name else path.parent / name
+        notebook = target.with_suffix(".ipynb")
+        assert target.exists() or notebook.exists(), link
+        if anchor and target.suffix == ".md":
+            assert anchor in slugs_of(target), link
+
+
+def test_no_page_has_an_address_of_ours_outside_of_links() -> None:
+    for path in documents():
+        if path.name == "decisions.md":  # its history has the address that was chosen
+            continue
+        assert OURS not in path.read_text(), path
