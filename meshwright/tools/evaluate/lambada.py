@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from meshwright.data.corpus import documents
 from meshwright.data.files import ShowProgress, silent
-from meshwright.data.forms_section import form_of
+from meshwright.data.forms_section import is_text
 from meshwright.errors import DataError
 from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, LoadedText, exponential, load_text
 from meshwright.tools.evaluate.tasks import Question, Task
@@ -32,7 +32,7 @@ class _Cloze:
 def passages(source: str) -> Iterator[str]:
     """The passages of records, of a folder's documents, or of a text file's lines."""
     path = Path(source).expanduser()
-    whole = path.is_dir() or form_of(path) != "text"
+    whole = path.is_dir() or not is_text(path)
     for document in documents(source):
         if whole:
             yield document
