@@ -41,7 +41,7 @@ SPLITS_BY_WORD = {
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
-"""The words by which names of files and folders show a split."""
+"""The words for splits in names of files and folders."""
 
 
 def compression_of(path: PurePath) -> str:
@@ -59,10 +59,15 @@ def suffix_of(path: PurePath) -> str:
 
 
 def form_of(path: PurePath) -> Form | None:
-    """Return the form of a file by its name; None for a suffix that is not read."""
+    """Return the form of a file by the name; None for a suffix that is not read."""
     suffix = suffix_of(path)
     form = next((form for form, suffixes in SUFFIXES.items() if suffix in suffixes), None if suffix else "text")
     return None if form == "parquet" and compression_of(path) else form
+
+
+def is_text(path: PurePath) -> bool:
+    """Return whether a file is one text, and no file of records."""
+    return form_of(path) == "text"
 
 
 def readable_suffixes() -> str:
@@ -72,7 +77,7 @@ def readable_suffixes() -> str:
 
 
 def refusal_of(path: PurePath) -> tuple[str, str]:
-    """Return the reason for which a file without a form is not read, and the remedy."""
+    """Return the reason for refusing a file without a form, and the remedy."""
     suffix = suffix_of(path)
     if suffix == ".arrow":
         return "is a part of a Hugging Face dataset", "give the folder that save_to_disk wrote"

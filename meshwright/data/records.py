@@ -1,10 +1,10 @@
-"""The one reader of records: every kind of data reads its files through `read_records`.
+"""The one reader of records: every kind of data reads files through `read_records`.
 
-A record is a text (a text file, or an element of a JSON list of texts), or an object by keys or columns. Each has its
+A record is a text (a text file, or an element of a JSON list of texts), or an object by keys or columns. Each has a
 place for messages: file and line, record or row. Blank lines of JSON lines, byte-order marks of UTF-8 and Windows' line
 ends mean nothing.
 
-No file is read by `datasets`, whose readers copy the corpus into their own cache, take 1 s to import, name no line in
+No text file is read by `datasets`: the readers there copy the corpus into a cache, take 1 s to import, name no line in
 an error, and accept some lines that are no JSON ({"text": 3, }).
 """
 
@@ -30,14 +30,14 @@ from meshwright.data.source_files import Chosen, choose_files
 from meshwright.errors import DataError
 
 Record = tuple[str, Any]
-"""The place of a record, for messages, and its value: a text, or an object."""
+"""The place of a record, for messages, and the value: a text, or an object."""
 Wanted = Collection[str] | None
-"""The columns of a table that are read, each of which must be there; None: all."""
+"""The columns of a table that are read and must be there; None: all."""
 
 _UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 _FIRST_BYTES = 2**16
 _MOST_BYTES = 2**24
-"""The first record of a JSON list is searched in so many bytes."""
+"""The most bytes in which the first record of a JSON list is searched."""
 
 
 def read_records(chosen: Chosen, wanted: Wanted = None) -> Iterator[Record]:
@@ -56,7 +56,7 @@ def read_records(chosen: Chosen, wanted: Wanted = None) -> Iterator[Record]:
 
 
 def open_file(path: Path) -> IO[bytes]:
-    """Open a file's bytes, unpacked where the name ends in a compression's suffix."""
+    """Open a file's bytes, unpacked if the name ends in a compression's suffix."""
     match compression_of(path):
         case ".gz":
             return cast(IO[bytes], gzip.open(path))
@@ -72,7 +72,7 @@ def open_file(path: Path) -> IO[bytes]:
 
 
 def first_record(source: str, split: str | None = None) -> dict[str, Any]:
-    """Return a source's first record; an empty one where there is no such thing, which reading it reports."""
+    """Return a source's first record, or an empty one. Faults are reported when the source is read."""
     try:
         chosen = choose_files(source, split)
         if chosen.form == "text":
@@ -151,7 +151,7 @@ def read_list(path: Path, wanted: Wanted) -> Iterator[Record]:
 
 
 def _first_of_list(path: Path) -> Any:
-    """Return the first record of a .json file, whose rest may be large. Raises ValueError where there is none."""
+    """Return the first record of a .json file without reading a large rest. Raises ValueError if there is none."""
     size = _FIRST_BYTES
     with open_file(path) as file:
         data = file.read(size).removeprefix(codecs.BOM_UTF8)

@@ -1,4 +1,4 @@
-"""The base of the data sections whose samples are read from records of files: their split, and the column. No torch."""
+"""The base of data sections that read records of files: split and column. No torch."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def validation_has_data(config: Config) -> Iterator[Problem]:
 
 
 class RecordSection(TokenSection):
-    """Base of the kinds whose samples are records of files (forms_section.py)."""
+    """Base of the kinds with samples from records of files (forms_section.py)."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         *TokenSection.rules,
@@ -81,10 +81,10 @@ class RecordSection(TokenSection):
 
     @property
     def picks(self) -> Picks:
-        """The split, and the column where the kind has one."""
+        """The split, and the column if the kind has one."""
         return Picks(self.split)
 
     @property
     def by_suffix(self) -> bool:
-        """Whether the suffixes of the sources say their forms."""
+        """Whether the suffix of a source says the form."""
         return True

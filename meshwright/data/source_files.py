@@ -1,8 +1,8 @@
 """The files of a source that are read: of one form and one split, chosen and never guessed.
 
-In a folder hidden files are no data, nor are cards and licences (`is_no_data`). A file or folder shows its split by a
-word of its name, as on the Hugging Face Hub: train-00000-of-00002.parquet, data/test/0.jsonl, wiki.valid.tokens. A
-folder with several splits is read where one of them is named alone.
+In a folder hidden files are no data, nor are cards and licences (`is_no_data`). A file or folder shows the split by a
+word of the name, as on the Hugging Face Hub: train-00000-of-00002.parquet, data/test/0.jsonl, wiki.valid.tokens. A
+folder with several splits is read if one is named.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SHOWN = 6
 
 @dataclass(frozen=True)
 class Chosen:
-    """The files of a source, in the order in which they are read."""
+    """The files of a source, in the order of reading."""
 
     root: Path
     files: tuple[Path, ...]
@@ -56,14 +56,14 @@ class Chosen:
 
     @property
     def names(self) -> list[str]:
-        """The files, relative to the root; of a source that is a file its name."""
+        """The files, relative to the root; for a source that is a file the name."""
         return [file.name if file == self.root else file.relative_to(self.root).as_posix() for file in self.files]
 
 
 def choose_files(source: str, split: str | None = None, field: str = "data.split") -> Chosen:
     """Choose the files of a source that is a path. `field`: the option that names a split, for messages.
 
-    Raises DataError where there is none, forms are mixed or unknown, or the split is not one.
+    Raises DataError if there is none, if forms are mixed or unknown, or if the split is missing.
     """
     path = existing(source)
     if path.is_file():
@@ -102,7 +102,7 @@ def choose_files(source: str, split: str | None = None, field: str = "data.split
 def plain_files(source: str, suffix: str) -> list[Path]:
     """List the files of a source that has files of one suffix alone. Raises DataError for another, or several splits.
 
-    For official releases whose folders are given one by one (RACE/train).
+    For official releases with one folder a split (RACE/train).
     """
     path = existing(source).resolve()
     every = [path] if path.is_file() else folder_files(path)
@@ -119,7 +119,7 @@ def plain_files(source: str, suffix: str) -> list[Path]:
 
 
 def existing(source: str) -> Path:
-    """Return a source's path. Raises DataError where it is missing, a pipe or a device."""
+    """Return a source's path. Raises DataError for a missing one, a pipe or a device."""
     path, valid = Path(source).expanduser(), f"(give `{STDLIB}`, a file, or a folder)"
     if not path.exists():
         raise DataError(f"{source}: no such file or folder {valid}")
@@ -129,7 +129,7 @@ def existing(source: str) -> Path:
 
 
 def folder_files(folder: Path) -> list[Path]:
-    """List all files in a folder but hidden ones, sorted by relative path. Raises DataError for what is no file."""
+    """List all files in a folder but hidden ones, sorted by relative path. Raises DataError for links and pipes."""
     files = {}
     for path in folder.rglob("*"):
         name = path.relative_to(folder)
@@ -166,7 +166,7 @@ def split_of(name: PurePath) -> str | None:
 
 
 def _data_files(folder: Path) -> tuple[list[Path], tuple[str, ...]]:
-    """List the folder's data files, and the names of those that accompany them. Raises DataError."""
+    """List the folder's data files, and the names of cards and licences. Raises DataError."""
     every = folder_files(folder)
     files = [file for file in every if not is_no_data(file.relative_to(folder))]
     for file in files:
@@ -203,7 +203,7 @@ def saved_splits(folder: Path) -> list[str]:
 
 
 def _pick(source: str | Path, splits: Sequence[str | None], split: str | None, field: str) -> str:
-    """Return the split to read. Raises DataError where several could be meant, or the asked one is missing."""
+    """Return the split to read. Raises DataError if several could be meant, or the asked one is missing."""
     order = ("train", "validation", "test")
     distinct = {name for name in splits if name is not None}
     names = [name for name in order if name in distinct] + sorted(distinct - {*order})
@@ -221,7 +221,7 @@ def _pick(source: str | Path, splits: Sequence[str | None], split: str | None, f
 
 
 def _one_form(folder: Path, files: Sequence[Path]) -> Form:
-    """Return the form of all files. Raises DataError where forms are mixed."""
+    """Return the form of all files. Raises DataError if forms are mixed."""
     by_form: dict[Form | None, Path] = {}
     for file in files:
         by_form.setdefault(form_of(file), file)

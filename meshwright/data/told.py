@@ -1,4 +1,4 @@
-"""The lines that say what was read: files, records, tokens, the first and the last record, the first dialogue."""
+"""The lines on the data of a run: files, records, tokens, the first and the last record, the first dialogue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_TOKENS, _MOST_PART = 2048, 200
 
 
 def printable(text: str) -> str:
-    """Return a text whose control characters, line ends among them, are escaped."""
+    """Return a text with control characters and line ends escaped."""
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
@@ -56,7 +56,7 @@ def read_lines(packed: PackedCorpus) -> Iterator[str]:
 
 
 def first_dialogue(packed: PackedCorpus) -> str:
-    """Return the first dialogue of the train split as its tokens say it, the learned parts marked."""
+    """Return the first dialogue of the train split, decoded from tokens, with the learned parts marked."""
     tokens = packed.tokens("train")[:_MOST_TOKENS]
     begins = np.flatnonzero(tokens & DIALOGUE)
     own = tokens[: begins[1]] if len(begins) > 1 else tokens

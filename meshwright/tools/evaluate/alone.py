@@ -1,9 +1,9 @@
-"""Perplexity of pieces that a run keeps apart: documents with `data.documents: separate`, and dialogues.
+"""Perplexity of pieces that a run keeps separate: documents with `data.documents: separate`, and dialogues.
 
-| piece      | its row begins with               | a scored token                              |
+| piece      | the row begins with               | a scored token                              |
 |------------|-----------------------------------|---------------------------------------------|
-| a document | its begin mark, else the end mark | each of the text, once                      |
-| a dialogue | its own first token               | each that the run learns: the answers       |
+| a document | the begin mark, else the end mark | each of the text, once                      |
+| a dialogue | the template's first token        | each that the run learns: the answers       |
 
 A row has no token of another piece, as in training. A document longer than the context is read in windows, as a joined
 text is (perplexity.py). A longer dialogue is left out or cut, as `data.overlong` says.
@@ -56,7 +56,7 @@ def document_rows(stream: TokenStream, end: int, context: int, stride: int) -> I
 
 
 def dialogue_rows(tokens: np.ndarray, context: int, *, cuts: bool) -> Iterator[Row]:
-    """Yield each dialogue that fits the context, or with `cuts` its beginning."""
+    """Yield each dialogue that fits the context; with `cuts` also the beginning of a longer one."""
     starts = np.flatnonzero(tokens & DIALOGUE)
     for start, stop in zip(starts.tolist(), [*starts[1:].tolist(), len(tokens)], strict=True):
         if stop - start - 1 <= context or cuts:
@@ -72,7 +72,7 @@ def rows_loss(
     order = sorted(range(len(rows)), key=lambda at: rows[at].start - rows[at].stop)
     total, num_tokens, done = 0.0, 0, 0
     while done < len(order):
-        # A batch's first row is its longest: little padding.
+        # A batch's first row is the longest: little padding.
         longest = rows[order[done]].stop - rows[order[done]].start
         chosen = order[done : done + max(1, BATCH_TOKENS // longest)]
         inputs = np.full((len(chosen), longest), loaded.tokenizer.end, dtype=np.int64)
@@ -95,7 +95,7 @@ def rows_loss(
 
 
 def separate_perplexity(loaded: LoadedText, stream: TokenStream, stride: int, progress: ShowProgress) -> Facts:
-    """Measure a stream's documents one by one. Raises DataError where no token is to be scored."""
+    """Measure a stream's documents one by one. Raises DataError if no token is to be scored."""
     marks = (loaded.tokenizer.end, loaded.tokenizer.first)
     rows = list(document_rows(stream, loaded.tokenizer.end, loaded.context, stride))
     total, num_tokens = rows_loss(loaded, stream.tokens, rows, False, progress)
@@ -117,9 +117,9 @@ def separate_perplexity(loaded: LoadedText, stream: TokenStream, stride: int, pr
 def dialogue_perplexity(
     loaded: LoadedText, section: MessagesData, data: str | None, progress: ShowProgress
 ) -> tuple[Facts, PackedCorpus | None]:
-    """Measure the answers of dialogues; return the result, and the prepared folder if they are of one.
+    """Measure the answers of dialogues; return the result, and the prepared folder if there is one.
 
-    Raises DataError where there is none of them, or none fits the context.
+    Raises DataError if there is none, or none fits the context.
     """
     corpus: PackedCorpus | None = None
     if data is not None and not is_prepared(Path(data).expanduser()):
@@ -154,7 +154,7 @@ def validation_loss(loaded: LoadedText, corpus: PackedCorpus, progress: ShowProg
     """Return the loss of a prepared folder's whole validation split as a run measures while training.
 
     The samples are the run's own: windows of data.sequence tokens, end marks among the labels, and with separate
-    documents none of the first tokens. Empty where the split has less than one sample.
+    documents none of the first tokens. Empty if the split has less than one sample.
     """
     section = loaded.config.data
     assert isinstance(section, TokenSection), section
@@ -173,7 +173,7 @@ def validation_loss(loaded: LoadedText, corpus: PackedCorpus, progress: ShowProg
 
 
 def no_stride(stride: int | None) -> None:
-    """Raise ConfigError for a stride of dialogues, each of which is read whole."""
+    """Raise ConfigError for a stride of dialogues."""
     if stride is not None:
         raise ConfigError.of(
             "--stride", stride, "has no effect on dialogues, each of which is read whole", "without it"

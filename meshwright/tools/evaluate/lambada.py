@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from meshwright.data.corpus import documents
 from meshwright.data.files import ShowProgress, silent
+from meshwright.data.forms_section import is_text
 from meshwright.errors import DataError
 from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, LoadedText, exponential, load_text
 from meshwright.tools.evaluate.tasks import Question, Task
@@ -29,9 +30,9 @@ class _Cloze:
 
 
 def passages(source: str) -> Iterator[str]:
-    """The passages of jsonl or parquet records, of a folder's documents, or of a text file's lines."""
+    """The passages of records, of a folder's documents, or of a text file's lines."""
     path = Path(source).expanduser()
-    whole = path.is_dir() or path.suffix.lower() in (".jsonl", ".parquet")
+    whole = path.is_dir() or not is_text(path)
     for document in documents(source):
         if whole:
             yield document
