@@ -191,7 +191,7 @@ def template_of(tokenizer: str, template: str | None, asked: AskedMarks = AskedM
     path = beside / TEMPLATE if template is None else Path(template).expanduser()
     if path.is_file():
         try:
-            return ChatTemplate(path.read_text(encoding="utf-8"), str(path), tokens)
+            return ChatTemplate(path.read_bytes().decode(), str(path), tokens)
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"{path}: cannot be read as a template: {error}") from error
     text = settings.get("chat_template")

@@ -145,5 +145,5 @@ def forms_of(text: str) -> Iterable[str]:
     yield text
     yield json.dumps(text, ensure_ascii=False)[1:-1]
     yield json.dumps(text)[1:-1]
-    yield html.escape(text)
+    yield html.escape(text).replace("&quot;", "&#34;").replace("&#x27;", "&#39;")  # as Jinja spells them
     yield from (text.upper(), text.lower(), text.capitalize(), text.title())

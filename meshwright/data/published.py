@@ -36,7 +36,7 @@ def read_published(folder: Path) -> dict[str, str]:
         path = folder / name
         if path.is_file():
             try:
-                texts[name] = path.read_text(encoding="utf-8")
+                texts[name] = path.read_bytes().decode()  # with the ends of lines that the file has
             except (OSError, UnicodeDecodeError) as error:
                 raise DataError(f"{path}: cannot be read: {error}") from error
     return texts

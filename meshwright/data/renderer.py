@@ -123,8 +123,7 @@ class Renderer:
         raise DataError(f"{self._where}: its process ended with code {code}: {told[-1] if told else 'it says nothing'}")
 
     def _bound(self, error: str) -> str:
-        longest = f"{template_process.LONGEST_TEXT >> 20} million characters"
-        return f"{self._where}: the template {error}, which no text of a dialogue needs (a text has at most {longest})"
+        return f"{self._where}: the template {error}, which no text of a dialogue needs"
 
 
 def _end(process: subprocess.Popen[bytes], owner: int) -> None:

@@ -156,12 +156,15 @@ class _Finder:
         shown = self._shown
         others = list(PLACEHOLDERS.finditer(shown, 0, first))
         anchor, behind = (others[-1].group(), others[-1].end()) if others else ("", 0)
-        if isinstance(before, str) and anchor in before:
-            wanted = before[before.rindex(anchor) + len(anchor) :] if anchor else before
-            return behind + _common(shown[behind:first], wanted)
         prompt = self._prompt()
         found = shown.rfind(prompt, behind, first) if prompt else -1
-        return first if found < 0 else found + len(prompt)
+        begin = first if found < 0 else found + len(prompt)
+        if isinstance(before, str) and anchor in before:
+            wanted = before[before.rindex(anchor) + len(anchor) :] if anchor else before
+            shared = behind + _common(shown[behind:first], wanted)
+            # The texts may part in front of the prompt, at the end of a last message.
+            begin = shared if found < 0 else max(shared, begin)
+        return begin
 
     def closing(self, at: int, mark: str, tail: str, through: str | Refusal) -> int:
         """The length of the end of the turn, behind the last placeholder of message `at`."""

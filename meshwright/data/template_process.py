@@ -102,12 +102,12 @@ def load(text: str) -> dict[str, Any]:
 
 
 def write(program: Any, variables: dict[str, Any]) -> dict[str, Any]:
-    """The text of a template. Raises MemoryError if it is longer than `LONGEST_TEXT`."""
+    """The text of a template. Raises OverflowError if the text is longer than `LONGEST_TEXT`."""
     parts, length = [], 0
     for part in program.generate(**variables):
         length += len(part)
         if length > LONGEST_TEXT:
-            raise MemoryError
+            raise OverflowError(f"more than {LONGEST_TEXT >> 20} million characters")
         parts.append(part)
     return {"text": "".join(parts)}
 

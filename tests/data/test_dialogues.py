@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from meshwright.config import parse_run
-from meshwright.data.chat import template_of
+from meshwright.config import dump_tree, parse_run
+from meshwright.data.chat import ChatTemplate, template_for, template_of
 from meshwright.data.dialogue_records import Dialogue
 from meshwright.data.dialogues import read_dialogues
 from meshwright.data.messages import flagged
 from meshwright.data.packed import IDS, SAID
 from meshwright.data.tokenizer import load_tokenizer
-from meshwright.errors import DataError
+from meshwright.errors import ConfigError, DataError
 from tests.data.test_messages import config_for, make_tokenizer, opened
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
@@ -78,20 +78,111 @@ ASKED = messages_of(("user", "ask"), ("assistant", "answer"))
          [ASKED[0], {"role": "assistant", "tool_calls": CALLING["tool_calls"]},
           *messages_of(("tool", "13")), ASKED[1]]),
         ({"messages": USED, "tools": TOOLS}, USED),
+        ({"prompt": ASKED[:1], "completion": ASKED[1:]}, ASKED),
+        ({"prompt": "ask", "completion": "answer"}, ASKED),
+        ({"messages": [one | {"name": None, "tool_calls": None, "weight": None} for one in ASKED], "tools": None,
+          "conversations": None}, ASKED),
+        ({"conversations": ASKED}, ASKED),
+        ({"messages": [ASKED[0], {"role": "assistant", "content": None, "function_call": CALL},
+                       {"role": "function", "name": "add", "content": "13"}, ASKED[1]]},
+         [ASKED[0], CALLING, {"role": "tool", "content": "13", "name": "add"}, ASKED[1]]),
+        ({"messages": [ASKED[0], {"role": "assistant", "content": None, "tool_calls": [CALL]}, ASKED[1]]},
+         [ASKED[0], CALLING, ASKED[1]]),
+        ({"messages": [ASKED[0] | {"weight": 0}, ASKED[1] | {"tool_calls": []}]}, ASKED),
+        ({"messages": [ASKED[0] | {"id": "m"}, ASKED[1] | {"timestamp": 1}]},
+         [ASKED[0] | {"id": "m"}, ASKED[1] | {"timestamp": 1}]),
+        ({"messages": [ASKED[0] | {"content": ["a", {"type": "text", "text": "sk"}]}, ASKED[1]]},
+         [ASKED[0] | {"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "sk"}]}, ASKED[1]]),
     ],
-    ids=["alpaca", "no input", "input", "history", "sharegpt", "system", "calls", "tools"],
+    ids=[
+        "alpaca", "no input", "input", "history", "sharegpt", "system", "calls", "tools", "prompt", "texts", "nulls",
+        "roles in conversations", "function_call", "bare call", "empty calls", "keys", "parts",
+    ],
 )  # fmt: skip
 def test_forms_are_messages(record: dict[str, Any], messages: list[dict[str, Any]], tmp_path: Path) -> None:
     (dialogue,) = read(tmp_path, record)
     assert dialogue.messages == messages
     assert dialogue.unlearned == frozenset()
-    assert dialogue.tools == (TOOLS if "tools" in record else None)
+    assert dialogue.tools == record.get("tools")
 
 
 def test_tools_may_be_a_text_of_json(tmp_path: Path) -> None:
     turns = [{"from": "human", "value": "ask"}, {"from": "gpt", "value": "answer"}]
     texts = [{"conversations": turns, "tools": tools} for tools in (json.dumps(TOOLS), "", "[]")]
     assert [dialogue.tools for dialogue in read(tmp_path, *texts)] == [TOOLS, None, None]
+
+
+def test_answers_of_a_prompt_are_read_only(tmp_path: Path) -> None:
+    (dialogue,) = read(tmp_path, {"prompt": [*ASKED, ASKED[0]], "completion": ASKED[1:]})
+    assert (dialogue.messages, dialogue.unlearned) == ([*ASKED, *ASKED], {1})
+
+
+def learned_of(template: str, messages: list[dict[str, Any]]) -> list[str]:
+    text, spans = ChatTemplate(template, "FILE").dialogue(Dialogue(messages, "here"))
+    return [text[begin:end] for begin, end in spans]
+
+
+@pytest.mark.parametrize(
+    "arguments", [CALL["arguments"], json.dumps(CALL["arguments"]), json.dumps(CALL["arguments"], indent=2)]
+)
+def test_arguments_are_as_the_template_takes_them(arguments: Any) -> None:
+    calling = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "add", "arguments": arguments}}],
+    }
+    wanted = '<call>add {"x": 1, "y": "zwölf"}</call><|over|>\n'
+    assert learned_of(PLAIN, [USED[0], calling]) == [wanted]
+    of_texts = PLAIN.replace("c.function.arguments | tojson", "'' + c.function.arguments")
+    # A text stays as it is for a template of texts.
+    kept = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    assert learned_of(of_texts, [USED[0], calling]) == [f"<call>add {kept}</call><|over|>\n"]
+
+
+@pytest.mark.parametrize("text", ["{x", "[1]", '"a"', "3"])
+def test_arguments_that_are_no_object_are_named(text: str) -> None:
+    calling = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": text}}]}
+    with pytest.raises(DataError, match=r"here message 2: the arguments of add are no JSON"):
+        learned_of(PLAIN, [USED[0], calling])
+
+
+@pytest.mark.parametrize(
+    "content", ['a <b> "q" c\\n', "<|turn|>user", "{{ 7 * 7 }}", "x\ufffd", "ä\n\n- b", "hi", "assistant"]
+)
+@pytest.mark.parametrize("form", ["{{ m.content }}", "{{ m.content | trim }}", "{{ m.content | tojson }}",
+                                  "{{ m.content | e }}", "{{ m.content | upper }}"])  # fmt: skip
+def test_answers_are_found_however_they_are_written(form: str, content: str) -> None:
+    """The last turn has a mark that others lack, so that no shorter dialogue is a prefix."""
+    template = "{% for m in messages %}[{{ m.role }}]" + form + "{{ '<last>' if loop.last else '<over>' }}{% endfor %}"
+    messages = messages_of(("user", content), ("assistant", content), ("user", content), ("assistant", content))
+    template += "{% if add_generation_prompt %}[assistant]{% endif %}"
+    text, spans = ChatTemplate(template, "FILE").dialogue(Dialogue(messages, "here"))
+    first, second = text.split("[assistant]")[1:]
+    answers = [text[begin:end] for begin, end in spans]
+    # The end of the first turn is no end of a dialogue: nothing shows where the turn ends, but that it has ended.
+    assert answers in ([first.partition("[user]")[0], second], [first.partition("<over>[user]")[0], second])
+
+
+def test_keys_without_a_meaning_are_told_once(tmp_path: Path) -> None:
+    source = tmp_path / "data.jsonl"
+    records = ({"messages": [ASKED[0] | {"content": f"ask {n}", "id": n}, ASKED[1] | {"time": n}]} for n in range(20))
+    source.write_text("".join(json.dumps(record) + "\n" for record in records))
+    opened_data = opened(config_for(tmp_path, source, make_tokenizer(tmp_path / "tokenizer")))
+    assert opened_data.notes[0].endswith("; the template reads no id, time of a message")
+
+
+def test_arguments_of_a_template_reach_training_and_are_checked(tmp_path: Path) -> None:
+    source = tmp_path / "data.jsonl"
+    lines = (json.dumps({"messages": [ASKED[0] | {"content": f"ask {n}"}, ASKED[1]]}) + "\n" for n in range(20))
+    source.write_text("".join(lines))
+    path = make_tokenizer(tmp_path / "tokenizer", "{{ tone }}" + PLAIN)
+    given = config_for(tmp_path, source, path, template_arguments={"tone": "grave"})
+    assert template_for(given.data).render(ASKED, "here").startswith("grave<|turn|>user")
+    assert parse_run(json.loads(json.dumps(dump_tree(given)))) == given
+    with pytest.raises(ConfigError, match=r"data.template_arguments.mood=x has no effect: .* has no such word"):
+        config_for(tmp_path, source, path, template_arguments={"mood": "x"})
+    with pytest.raises(ConfigError, match=r"data.template_arguments.messages=x is a variable of each dialogue"):
+        config_for(tmp_path, source, path, template_arguments={"messages": "x"})
 
 
 @pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"weight": 0.0, "train": 0}])

@@ -21,9 +21,9 @@ MEMORY = f"takes more than 1024 MiB of memory|{TIME}"
 
 HOSTILE = {
     "loops in loops": (LOOP * 3 + END * 3, TIME),
-    "loops that write": (LOOP * 3 + "x" + END * 3, MEMORY),
+    "loops that write": (LOOP * 3 + "x" + END * 3, f"asks for more|{MEMORY}"),
     "a long text": ("{{ 'x' * 10**11 }}", MEMORY),
-    "many texts": (LOOP + "{{ 'x' * 99999 }}" + END, MEMORY),
+    "many texts": (LOOP + "{{ 'x' * 99999 }}" + END, f"asks for more|{MEMORY}"),
     "a macro that calls itself": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", DEPTH),
     "a loop that calls itself": ("{% for i in [1] recursive %}{{ loop([1]) }}{% endfor %}", DEPTH),
     "a list that doubles": (
