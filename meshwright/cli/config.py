@@ -12,6 +12,7 @@ from typer import Argument, Option
 from meshwright.cli.app import OPERATE, AsJson, app
 from meshwright.cli.completion import complete_field
 from meshwright.errors import ConfigError
+from meshwright.streams import say
 
 
 @app.command(rich_help_panel=OPERATE)
@@ -43,9 +44,7 @@ def config(
 
     if page:
         # docs/config.md is this output, which a test compares.
-        print(reference_page.page(), end="")
+        say(reference_page.page(), end="")
         return
     topic = reference.topic_of(field)
-    print(
-        json.dumps(asdict(topic)) if as_json else reference_page.topic_text(topic, shutil.get_terminal_size().columns)
-    )
+    say(json.dumps(asdict(topic)) if as_json else reference_page.topic_text(topic, shutil.get_terminal_size().columns))

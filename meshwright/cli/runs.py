@@ -31,6 +31,7 @@ from meshwright.cli.app import (
 )
 from meshwright.drawing import require_matplotlib
 from meshwright.errors import ConfigError
+from meshwright.streams import say
 
 if TYPE_CHECKING:
     from meshwright.config import Config
@@ -163,7 +164,7 @@ def explain(
     explained = explain_run(config, None if trace is None else planned_trace([str(trace)]))
     if page is not None:
         write_page(explained, forecast(explained), page, run.stem)
-        print(f"written: {page}")
+        say(f"written: {page}")
 
 
 @app.command(rich_help_panel=PROVE)
@@ -411,7 +412,7 @@ def submit(
 
     # Before anything is checked: settings that must be set are what is asked about.
     if job.HELP in (settings or ()):
-        print(job.settings_table(job.engine_class(on)))
+        say(job.settings_table(job.engine_class(on)))
         return
     engine = job.engine_of(on, settings or ())
     # Where folders are shared a relative path is this shell's; elsewhere it is the nodes'.
@@ -424,10 +425,10 @@ def submit(
     if as_json:
         print(json.dumps({"written": str(file), "command": command, "answer": answer}))
         return
-    print(f"written: {file}")
-    print(answer if go else f"submit it with: {shlex.join(command)}")
+    say(f"written: {file}")
+    say(answer if go else f"submit it with: {shlex.join(command)}")
     if again:
-        print(f"a changed run of the same name: {shlex.join(again)}")
+        say(f"a changed run of the same name: {shlex.join(again)}")
 
 
 @app.command(rich_help_panel=PREDICT)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.parity.check import CHECK_PRECISIONS, ParityResult, collect, run_check
+from meshwright.streams import escape_unknown_characters, say
 
 PROGRAM = __package__.replace(".", " ").replace("_", "-")
 """How a user calls it: `meshwright parity`."""
@@ -59,7 +60,7 @@ def check_file(arguments: argparse.Namespace) -> int:
     results = []
     for number, check in enumerate(checks, 1):
         if sys.stderr.isatty():
-            print(f"{number} of {len(checks)}: {check.title}", file=sys.stderr)
+            say(f"{number} of {len(checks)}: {check.title}", file=sys.stderr)
         # Every check runs even if another has failed, so that one run reports all mistakes.
         results.append(run_check(check, precision))
     return tell(results, arguments.json, arguments.page)
@@ -152,15 +153,16 @@ def tell(results: Sequence[ParityResult], as_json: bool, page: Path | None) -> i
     else:
         report.render(results)
         if written is not None:
-            print(f"written: {written}")
+            say(f"written: {written}")
     return 0 if all(result.holds for result in results) else 1
 
 
 def main() -> None:
     """The package's own command. A user's mistake is its text on stderr, never a traceback."""
+    escape_unknown_characters()
     try:
         code = run_words(sys.argv[1:])
     except MeshwrightError as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        say(f"{PROGRAM}: {error}", file=sys.stderr)
         code = error.exit_code
     sys.exit(code)

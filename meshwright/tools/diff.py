@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
+from meshwright import terminal
 from meshwright.checkpoint.reader import Checkpoint, steps_in
 from meshwright.errors import DataError, MismatchError
 from meshwright.parameters.shard import Box
@@ -125,7 +125,7 @@ def as_dict(found: Difference) -> dict[str, Any]:
 
 def render(found: Difference) -> None:
     """Print that two runs are equal, or where they part."""
-    console = Console(highlight=False)
+    console = terminal.console()
     checkpoints = ", ".join(f"step {step}" for step in found.checkpoints) or "none"
     compared = f"{found.steps} steps and the checkpoints that both have ({checkpoints})"
     if found.equal:

@@ -20,13 +20,14 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from meshwright import terminal
 from meshwright.environment import cache_folder
 from meshwright.imports import python_words
 from meshwright.machine import find_mpiexec, memory_bytes, usable_cores
+from meshwright.streams import visible
 from meshwright.tensor.widened import product_rates
 
 Plain = str | int | bool | list[str] | None
@@ -103,14 +104,14 @@ def as_dict(report: Diagnosis) -> dict[str, object]:
 
 def render(report: Diagnosis, width: int | None = None) -> None:
     """Print a table of the findings, and a command for what is missing."""
-    console = Console(highlight=False, width=width)
+    console = terminal.console(width=width)
     table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     section = ""
     for finding in report.findings:
         heading, section = (finding.section if finding.section != section else ""), finding.section
         style = "yellow" if finding.missing else ""
         name = finding.name.removesuffix("_bytes").replace("_", " ")
-        table.add_row(Text(heading, style="bold"), Text(name), Text(finding.text, style=style))
+        table.add_row(Text(heading, style="bold"), Text(name), Text(visible(finding.text), style=style))
     if not report.missing:
         console.print(table, Text("\nNothing is missing.", style="green"), sep="\n")
         return
