@@ -29,6 +29,8 @@ EARLY_ERRORS = "MESHWRIGHT_EARLY_ERRORS"
 """Our own launcher says in it where workers of its fork server leave their first errors."""
 OWN_PATH = "MESHWRIGHT_OWN_PYTHONPATH"
 """Our own launcher keeps the user's PYTHONPATH in it while a rank starts; a rank puts the value back."""
+SECRET = "MESHWRIGHT_SECRET"
+"""The user says in it, the same on all hosts, what a process must know to reach a job's store."""
 ENTRIES = "MESHWRIGHT_ENTRIES"
 """The strategies that a script has registered, as JSON: all processes that it starts inherit it."""
 
@@ -42,6 +44,7 @@ PLACE_VARIABLES: Mapping[str, tuple[str, ...]] = {
 """The variables in which each launcher says a process's place. srun says the tasks of each node more exactly."""
 
 _LOOPBACK = "127.0.0.1"
+_SECRET_LENGTH = 16
 _SLURM_SPECIAL_STEPS = 0xFFFFFFF0
 """Step numbers from here on are Slurm's own (batch script, interactive shell): no srun started them."""
 _DERIVED_PORTS = range(20000, 32000)
@@ -125,6 +128,15 @@ def rendezvous(variables: Mapping[str, str] = os.environ, job: str = "") -> Rend
     if "MASTER_PORT" in variables:
         return Rendezvous(address, _number(variables, "MASTER_PORT"), hosted, job)
     return Rendezvous(address, _derived_port(environment, variables), hosted, job)
+
+
+def job_secret(variables: Mapping[str, str] = os.environ) -> str:
+    """The secret of MESHWRIGHT_SECRET; empty without one. Raises LaunchError for one that can be guessed."""
+    secret = variables.get(SECRET, "")
+    if 0 < len(secret) < _SECRET_LENGTH or "\n" in secret:
+        rule = f"{SECRET} has {len(secret)} characters, or several lines: give {_SECRET_LENGTH} or more on one"
+        raise LaunchError(f"{rule}, such as those of `openssl rand -hex 16`")
+    return secret
 
 
 def starts_mpi(variables: Mapping[str, str] = os.environ) -> bool:

@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.streams import visible
+
 WORDS = re.compile(r"\s+|[^\s./,:]+[./,:]*|[./,:]+")
 """Blanks, or a word with the separators behind it, at the end of which a line may be broken."""
 
@@ -48,7 +50,8 @@ def print_table(console: Console, table: Table) -> None:
 
 
 def plain(cell: object) -> str:
-    return cell.plain if isinstance(cell, Text) else str(cell)
+    """Return a cell's text with visible control characters."""
+    return visible(cell.plain if isinstance(cell, Text) else str(cell))
 
 
 def longest_word(cell: str) -> int:

@@ -25,6 +25,7 @@ from pydantic.dataclasses import dataclass
 
 from meshwright import __version__
 from meshwright.errors import CheckpointError, DamagedError
+from meshwright.foreign import open_plain, parse_json, read_text
 from meshwright.parameters.shard import Box
 
 FORMAT_VERSION = 3
@@ -205,7 +206,7 @@ class Manifest:
 
 def stored_file(path: Path) -> StoredFile:
     """The entry of an existing file, with its size and SHA-256."""
-    with path.open("rb") as stream:
+    with open_plain(path) as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     return StoredFile(path.name, path.stat().st_size, digest)
 
@@ -217,11 +218,11 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        text = path.read_bytes().decode()
-        body = json.loads(text)
+        text = read_text(path)
+        body = parse_json(text)
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}") from error
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise DamagedError(f"{path} cannot be read: {error}; {GET_ANOTHER}") from error
     if not isinstance(body, dict) or "checksum" not in body or "format" not in body:
         raise DamagedError(f"{path} is damaged: it has no checksum or no format; {GET_ANOTHER}")

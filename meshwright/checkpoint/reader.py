@@ -18,6 +18,7 @@ from meshwright.config import Config
 from meshwright.config.load import model_names
 from meshwright.config.messages import problems_of
 from meshwright.errors import CheckpointError, DamagedError
+from meshwright.foreign import plain, plain_folder
 from meshwright.parameters.shard import Box
 
 STEP = re.compile(r"step-(\d+)")
@@ -90,7 +91,7 @@ class Checkpoint:
         for file in self.manifest.files:
             if file.file == name:
                 self._check(file)
-        return self.folder / name if (self.folder / name).is_file() else None
+        return plain(self.folder / name) if (self.folder / name).is_file() else None
 
     def check_files(self) -> None:
         """Check every file. Raises DamagedError."""
@@ -198,7 +199,7 @@ def find_checkpoint(path: Path) -> Path:
     Raises CheckpointError with what was looked for.
     """
     if (path / MANIFEST).is_file():
-        return path
+        return plain_folder(path)
     if path.name == BEST and not path.exists():
         last = find_checkpoint(path.parent)
         best = read_manifest(last).progress.best
@@ -206,8 +207,8 @@ def find_checkpoint(path: Path) -> Path:
             raise CheckpointError(f"{last} tells of no best validation: checkpoint.best=true keeps one")
         if not (last.with_name(f"step-{best.step}") / MANIFEST).is_file():
             raise CheckpointError(f"{last} says that step-{best.step} is the best, and it is not there any more")
-        return last.with_name(f"step-{best.step}")
+        return plain_folder(plain(last.with_name(f"step-{best.step}"), path.parent))
     for folder in (path / "checkpoints", path):
         if (newest := newest_step(folder)) is not None:
-            return newest
+            return plain_folder(plain(newest, path))
     raise CheckpointError(f"{path} holds no checkpoint: neither {MANIFEST} nor checkpoints/step-N nor step-N")

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from meshwright.checkpoint.manifest import GET_ANOTHER, MANIFEST, StoredFile, StoredRun, stored_file
 from meshwright.errors import DamagedError
+from meshwright.foreign import open_plain, open_unbuffered, parse_json
 
 BLOCK_BYTES = 2**18
 """Bytes of a block: a reader of a few rows reads at most so much more at each end. Digests add 1/4096 to a shard."""
@@ -37,7 +38,7 @@ def write_shard(path: Path, tensors: dict[str, Tensor]) -> StoredFile:
     flat = {key: tensor.as_strided((tensor.numel(),), (1,)) for key, tensor in tensors.items()}
     digests = {key: "".join(_digests(values.view(torch.uint8).numpy())) for key, values in flat.items()}
     save_file(tensors, path, metadata={_DIGESTS: json.dumps(digests)})  # safetensors orders several keys at random
-    with path.open("rb") as stream:
+    with open_plain(path) as stream:
         start = stream.read(_LENGTH_BYTES)
         header = start + stream.read(int.from_bytes(start, "little"))
     return StoredFile(path.name, path.stat().st_size, hashlib.sha256(header).hexdigest(), len(header))
@@ -74,7 +75,7 @@ class StoredShard:
             # Formats 1 and 2: the whole file is hashed before a byte of it is used.
             if file.header_bytes is None and stored_file(path) != file:
                 raise DamagedError(self._damaged)
-            with path.open("rb") as stream:
+            with open_plain(path) as stream:
                 start = stream.read(_LENGTH_BYTES)
                 # A damaged length could ask for more memory than there is.
                 length = min(int.from_bytes(start, "little"), file.size_bytes)
@@ -85,9 +86,9 @@ class StoredShard:
             raise DamagedError(self._damaged)
         self._data = _LENGTH_BYTES + len(header)
         try:
-            self._header = dict(json.loads(header))
-            digests = dict(json.loads(dict(self._header.pop("__metadata__", {})).get(_DIGESTS, "{}")))
-        except (ValueError, TypeError, RecursionError) as error:
+            self._header = dict(parse_json(header))
+            digests = dict(parse_json(dict(self._header.pop("__metadata__", {})).get(_DIGESTS, "{}")))
+        except (ValueError, TypeError) as error:
             raise DamagedError(f"{path} holds no header that can be read: {error}; {GET_ANOTHER}") from error
         self._digests = digests if file.header_bytes is not None else None
 
@@ -126,7 +127,7 @@ class StoredShard:
         # Digests are of whole blocks, so whole blocks are read.
         start = begin // BLOCK_BYTES * BLOCK_BYTES
         stop = min(-(-end // BLOCK_BYTES) * BLOCK_BYTES, size)
-        with self.path.open("rb", buffering=0) as stream:
+        with open_unbuffered(self.path) as stream:
             for position in range(start, stop, READ_BYTES):
                 content = bytearray(min(READ_BYTES, stop - position))
                 try:

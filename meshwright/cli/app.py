@@ -22,7 +22,7 @@ from meshwright import __version__
 from meshwright.cli.completion import complete_shipped, complete_word
 from meshwright.errors import ConfigError, MeshwrightError, Problem
 from meshwright.imports import leave_unnamed_folder
-from meshwright.streams import PatientStream, flush, open_closed_streams
+from meshwright.streams import PatientStream, escape_unknown_characters, flush, open_closed_streams, say, visible
 
 HELP = "Meshwright trains Transformers with any mixture of the published parallel strategies."
 FIRST = """\b
@@ -150,6 +150,7 @@ def main() -> None:
     """Run the command line. A user's mistake is its text on stderr, never a traceback; in what was asked, code 2."""
     leave_unnamed_folder()
     open_closed_streams()
+    escape_unknown_characters()
     try:
         app()
     except MeshwrightError as error:
@@ -157,7 +158,7 @@ def main() -> None:
         if isinstance(error, ConfigError) and len(error.problems) > 1:
             # All mistakes at once, each on its line: nobody should have to start a run as often as it has mistakes.
             text = "\n  ".join([f"{len(error.problems)} mistakes", *map(str, error.problems)])
-        print(f"meshwright: {text}", file=PatientStream(sys.stderr))
+        say(f"meshwright: {text}", file=sys.stderr)
         sys.exit(error.exit_code)
     finally:
         flush(sys.stdout, sys.stderr)
@@ -172,7 +173,7 @@ def progress_lines(stream: TextIO, now: Callable[[], float]) -> Callable[[str, f
         nonlocal last
         if now() - last >= LINE_SECONDS:
             last = now()
-            print(f"{last - start:.0f} s: {text}", file=stream, flush=True)
+            say(f"{last - start:.0f} s: {text}", file=stream, flush=True)
 
     return show
 
@@ -185,15 +186,16 @@ def progress() -> Iterator[Callable[[str, float | None], None]]:
         yield progress_lines(cast(TextIO, PatientStream(sys.stderr)), time.monotonic)
         return
     # rich is imported where a bar is drawn: help and completion are asked often, and must answer at once.
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(file=cast(TextIO, PatientStream(sys.stderr))), transient=True) as bar:
+    from meshwright import terminal
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=terminal.console(sys.stderr), transient=True) as bar:
         task = bar.add_task("", total=None)
 
         def show(text: str, done: float | None) -> None:
-            bar.update(task, description=text, total=None if done is None else 1.0, completed=done or 0.0)
+            bar.update(task, description=visible(text), total=None if done is None else 1.0, completed=done or 0.0)
 
         yield show
 
@@ -212,7 +214,7 @@ def print_result(report: _ResultModule, result: object, as_json: bool, written: 
         return
     report.render(result)
     if written:
-        print("written: " + ", ".join(map(str, written)))
+        say("written: " + ", ".join(map(str, written)))
 
 
 def print_version(asked: bool) -> None:

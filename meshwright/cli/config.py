@@ -12,6 +12,7 @@ from typer import Argument, Option
 from meshwright.cli.app import OPERATE, AsJson, app
 from meshwright.cli.completion import complete_field
 from meshwright.errors import ConfigError
+from meshwright.streams import say
 
 
 @app.command(rich_help_panel=OPERATE)
@@ -43,7 +44,7 @@ def config(
 
     if page:
         # docs/config.md is this output, which a test compares.
-        print(reference_page.page(), end="")
+        say(reference_page.page(), end="")
         return
     if field.partition(".")[0] == "cluster":
         from meshwright.tools.plan.cluster_topic import cluster_topic
@@ -52,11 +53,11 @@ def config(
     else:
         topic = reference.topic_of(field)
     if as_json:
-        print(json.dumps(asdict(topic)))
+        say(json.dumps(asdict(topic)))
         return
     columns = shutil.get_terminal_size().columns
     # A cluster file's sections one after the other: who writes one wants all of them.
     whole = [reference.Topic(each.name, (), (each,)) for each in topic.sections] if field == "cluster" else [topic]
     heads = [f"{each.name}: {each.sections[0].about}\n" if field == "cluster" else "" for each in whole]
     texts = [reference_page.topic_text(each, columns) for each in whole]
-    print("\n\n".join(map("".join, zip(heads, texts, strict=True))))
+    say("\n\n".join(map("".join, zip(heads, texts, strict=True))))

@@ -33,7 +33,7 @@ from meshwright.drawing import require_matplotlib
 from meshwright.environment import read_environment
 from meshwright.errors import ConfigError
 from meshwright.outputs import new_path, refuse_existing
-from meshwright.streams import PatientStream
+from meshwright.streams import PatientStream, say
 
 if TYPE_CHECKING:
     from meshwright.config import Config
@@ -171,7 +171,7 @@ def explain(
     explained = explain_run(config, None if trace is None else planned_trace([str(trace)]))
     if page is not None:
         write_page(explained, forecast(explained), page, run.stem)
-        print(f"written: {page}")
+        say(f"written: {page}")
 
 
 @app.command(rich_help_panel=PROVE)
@@ -426,7 +426,7 @@ def submit(
 
     # Before anything is checked: settings that must be set are what is asked about.
     if job.HELP in (settings or ()):
-        print(job.settings_table(job.engine_class(on)))
+        say(job.settings_table(job.engine_class(on)))
         return
     engine = job.engine_of(on, settings or ())
     submission = job.submission_of(engine, run, overrides or (), engine.out_of(out, run), nodes)
@@ -438,10 +438,10 @@ def submit(
     if as_json:
         print(json.dumps({"written": str(file), "command": command, "answer": answer, "notes": notes}))
         return
-    print("\n".join([f"written: {file}", *notes]))
-    print(answer if go else f"submit it with: {shlex.join(command)}")
+    say("\n".join([f"written: {file}", *notes]))
+    say(answer if go else f"submit it with: {shlex.join(command)}")
     if again:
-        print(f"a changed run of the same name: {shlex.join(again)}")
+        say(f"a changed run of the same name: {shlex.join(again)}")
 
 
 @app.command(rich_help_panel=PREDICT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,6 +31,7 @@ from meshwright.cli.app import (
 )  # fmt: skip
 from meshwright.errors import ConfigError, DataError
 from meshwright.outputs import free_path
+from meshwright.streams import PatientStream, say, visible
 
 if TYPE_CHECKING:
     from meshwright.data.section import TokenSection
@@ -84,13 +86,13 @@ def data_prepare(
     if as_json:
         print(json.dumps(corpus.header.model_dump()))
         return
-    print("\n".join(read_lines(corpus)))
+    say("\n".join(read_lines(corpus)))
     for part in ("train", "validation"):
         facts = corpus.header.facts(part)
         paired = corpus.header.kind == "pairs"
         count = f"{facts.documents // 2:,} pairs" if paired else f"{facts.documents:,} documents"
-        print(f"{part}: {facts.tokens:,} tokens, {count}, {facts.words:,} words")
-    print(f"{out}: vocabulary {corpus.tokenizer.vocabulary_size}; train on it with data.source={out}")
+        say(f"{part}: {facts.tokens:,} tokens, {count}, {facts.words:,} words")
+    say(f"{out}: vocabulary {corpus.tokenizer.vocabulary_size}; train on it with data.source={out}")
 
 
 def _asked_texts(
@@ -130,7 +132,7 @@ def _prepare_run(run: Path, overrides: Sequence[str], out: Path, as_json: bool) 
     if as_json:
         print(json.dumps({"out": str(out), "kind": config.data.kind, "notes": notes}))
         return
-    print("\n".join((*notes, f"{out}: {config.data.kind}; train on it with data.source={out}")))
+    say("\n".join((*notes, f"{out}: {config.data.kind}; train on it with data.source={out}")))
 
 
 @app.command(rich_help_panel=OPERATE)
@@ -240,10 +242,10 @@ def generate(
         print(json.dumps({"checkpoint": str(generated.folder), "prompt": prompt, "text": "".join(generated.parts)}))
         return
     # Flushed: text is read as it comes, and a pipe would hold it back.
-    print(generated.begun, end="", flush=True)
-    for part in generated.parts:
-        print(part, end="", flush=True)
-    print()
+    # A terminal obeys control characters, and a model may have learned any; a file and a pipe get the text as it is.
+    show = visible if sys.stdout.isatty() else str
+    for part in chain([generated.begun], generated.parts, ["\n"]):
+        print(show(part), file=PatientStream(sys.stdout), end="", flush=True)
 
 
 @convert_app.command("import")
@@ -267,10 +269,10 @@ def convert_import(
     if as_json:
         print(json.dumps({**facts, "model": model}))
         return
-    print(f"{out}: {imported.parameters:,} parameters")
+    say(f"{out}: {imported.parameters:,} parameters")
     if imported.reads_text and not imported.has_tokenizer:
-        print(f"{source} has no tokenizer.json: copy the model's into {out}, or eval and generate will refuse it")
-    print(f"to train from it, a run file says `model: {{from: {source}}}`; that is")
+        say(f"{source} has no tokenizer.json: copy the model's into {out}, or eval and generate will refuse it")
+    say(f"to train from it, a run file says `model: {{from: {source}}}`; that is")
     print("model: {" + ", ".join(f"{key}: {json.dumps(value)}" for key, value in model.items()) + "}")
 
 
@@ -303,7 +305,7 @@ def convert_export(
         # The export is whole without it, so that this is a remark and no failure.
         Checkpoint(folder).config.data.chat_template(folder)
     except DataError as error:
-        print(f"the run's chat template is not in it, since it cannot be read any more: {error}", file=sys.stderr)
+        say(f"the run's chat template is not in it, since it cannot be read any more: {error}", file=sys.stderr)
 
 
 app.add_typer(data_app, name="data", rich_help_panel=RUN)

@@ -5,7 +5,6 @@ Folders are untrusted: settings that our models cannot compute are refused by na
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from meshwright.config.messages import problems_of
 from meshwright.errors import CheckpointError
+from meshwright.foreign import open_plain, plain, read_json
 from meshwright.models.section import Transformer
 from meshwright.parts import DTYPES
 from meshwright.section import shown
@@ -61,10 +61,10 @@ class Settings:
             self.values = values
             return
         try:
-            settings = json.loads(path.read_text(encoding="utf-8"))
+            settings = read_json(path)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointError(f"{path.parent} is no Hugging Face folder: it has no {path.name}") from error
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         if not isinstance(settings, dict):
             raise CheckpointError(f"{path} holds no settings")
@@ -142,7 +142,7 @@ class Source:
             raise CheckpointError(f"{self.folder} has no tensor {name}")
         path, stored = self._places[name]
         try:
-            with safe_open(path, framework="pt") as file:
+            with safe_open(plain(path), framework="pt") as file:
                 tensor: Tensor = file.get_tensor(stored)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path}: {stored} cannot be read: {error}") from error
@@ -170,9 +170,9 @@ class Source:
 def _indexed(folder: Path) -> dict[str, Path]:
     path = folder / INDEX
     try:
-        listed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        listed = read_json(path)["weight_map"]
         files = {name: shown(file) for name, file in listed.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is no index of safetensors files: {error!r}") from error
     names: dict[str, set[str]] = {}
     for file in sorted(set(files.values())):
@@ -191,10 +191,10 @@ def _indexed(folder: Path) -> dict[str, Path]:
 
 def _names_in(path: Path) -> dict[str, Path]:
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(plain(path), framework="pt") as file:
             return dict.fromkeys(file.keys(), path)
     except (OSError, SafetensorError) as error:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             # A clone without git-lfs has pointers of about 100 bytes instead of weights.
             if file.read(len(_POINTER)) == _POINTER:
                 raise CheckpointError(

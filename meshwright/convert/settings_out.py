@@ -7,7 +7,6 @@ added to `eos_token_id`: the end token (data.end), and the token with which a ch
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from meshwright.convert.family import Family, as_text
 from meshwright.convert.folder import Settings
 from meshwright.data.marks import GENERATION, MODEL, SETTINGS, ids_of
 from meshwright.data.tokenizer import Tokenizer
+from meshwright.foreign import parse_json
 
 DTYPE_KEYS = ("dtype", "torch_dtype")
 """transformers' key of the weights' dtype, and the key's older name."""
@@ -47,7 +47,7 @@ def settings_texts(
     `published`: texts of the files that the weights were imported with; `same_family`: whether they are of a model of
     this family; `names`: the exported tensors; `dtype`: torch's name of the weights' dtype.
     """
-    kept = json.loads(published[MODEL]) if MODEL in published else None
+    kept = parse_json(published[MODEL]) if MODEL in published else None
     settings = family.settings(model)
     if kept is not None:
         # Settings are compared as we write them, for the published model and for the run's. A key on which both agree
@@ -71,7 +71,7 @@ def settings_texts(
         if SETTINGS not in published:
             texts[SETTINGS] = as_text(about)
         elif kept is None or text != tokenizer.text:  # the model's special tokens were appended
-            texts[SETTINGS] = as_text(about | json.loads(published[SETTINGS]))
+            texts[SETTINGS] = as_text(about | parse_json(published[SETTINGS]))
     return texts | {MODEL: as_text(settings)}
 
 
@@ -80,7 +80,7 @@ def _with_ends(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """config.json's settings and the files' texts with every `eos_token_id` that transformers' generate needs in order
     to stop where `generate` here does."""
-    generation, end = json.loads(texts[GENERATION]) if GENERATION in texts else None, tokenizer.tokenizer.end
+    generation, end = parse_json(texts[GENERATION]) if GENERATION in texts else None, tokenizer.tokenizer.end
     # Generation stops at these ids, the end token first.
     ends = [end, *sorted(tokenizer.tokenizer.marks.stops.union(tokenizer.closing) - {end})]
     # Without an eos_token_id in generation_config.json, transformers' generate reads config.json's.

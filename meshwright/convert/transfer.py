@@ -48,6 +48,7 @@ from meshwright.data.marks_section import NO_BEGIN, AskedMarks
 from meshwright.data.published import FILES, with_template
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import CheckpointError, DataError, PluginError
+from meshwright.foreign import open_plain, plain, read_text
 from meshwright.outputs import free_path
 from meshwright.parameters.shard import Box, first_values
 from meshwright.parts import DTYPES
@@ -175,14 +176,15 @@ def import_folder(
     _check_names(stored, family, pairs, family.copies(model))
     has_tokenizer = family.reads_text and (source / TOKENIZER_FILE).is_file()
     if has_tokenizer:
-        size = load_tokenizer(source / TOKENIZER_FILE, UNASKED).vocabulary_size
+        size = load_tokenizer(plain(source / TOKENIZER_FILE), UNASKED).vocabulary_size
         if size > model.num_tokens:
             has = f"has {size:,} tokens, and config.json's table {model.num_tokens:,}"
             raise CheckpointError(f"{source / TOKENIZER_FILE} {has}: it is another model's")
     with new_folder(out) as folder:
         for name in (*((TOKENIZER_FILE,) if has_tokenizer else ()), *FILES):
             if (source / name).is_file():
-                (folder / name).write_bytes((source / name).read_bytes())
+                with open_plain(source / name) as file:
+                    (folder / name).write_bytes(file.read())
 
         def read() -> Iterator[tuple[str, Tensor]]:
             for index, pair in enumerate(pairs):
@@ -338,7 +340,7 @@ def export_folder(
     family = known[model.family]
     pairs = family.pairs(model)
     found = {name: checkpoint.file(name) for name in FILES}
-    published = {name: file.read_text(encoding="utf-8") for name, file in found.items() if file is not None}
+    published = {name: read_text(file) for name, file in found.items() if file is not None}
     kept = Settings(checkpoint.folder / MODEL) if MODEL in published else None
     template: ChatTemplate | None = None
     # The template's file may be missing on this machine: the export goes on without it, and the command says so.
@@ -351,7 +353,7 @@ def export_folder(
     if file is not None:
         read_tokenizer = load_tokenizer(file, AskedMarks() if data.begins else NO_BEGIN)
         closing = None if template is None else closing_token(template, read_tokenizer)
-        text = file.read_text(encoding="utf-8")
+        text = read_text(file)
         tokenizer = TokenizerOut(text, read_tokenizer, () if closing is None else (closing,))
     texts = settings_texts(
         family, model, published, tokenizer, str(wanted).removeprefix("torch."),

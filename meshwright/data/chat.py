@@ -28,6 +28,7 @@ from meshwright.data.spans import Reading, Spans, read_dialogue
 from meshwright.data.template_forms import Forms
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import DataError
+from meshwright.foreign import read_named, read_text
 
 TEMPLATE = "chat_template.jinja"
 """The file beside a tokenizer.json that holds its template, where tokenizer_config.json does not."""
@@ -191,7 +192,7 @@ def template_of(tokenizer: str, template: str | None, asked: AskedMarks = AskedM
     path = beside / TEMPLATE if template is None else Path(template).expanduser()
     if path.is_file():
         try:
-            return ChatTemplate(path.read_bytes().decode(), str(path), tokens)
+            return ChatTemplate(read_text(path) if template is None else read_named(path), str(path), tokens)
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"{path}: cannot be read as a template: {error}") from error
     text = settings.get("chat_template")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from meshwright.errors import DataError, Problem
+from meshwright.foreign import read_json
 from meshwright.section import rule
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ def read_settings(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        settings = read_json(path)
+    except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
     return settings if isinstance(settings, dict) else {}
 

@@ -32,6 +32,7 @@ from meshwright.data.tokenizer import BPE_PREFIX, make_tokenizer
 from meshwright.data.told import read_lines
 from meshwright.environment import cache_folder
 from meshwright.errors import DataError
+from meshwright.foreign import read_json
 
 if TYPE_CHECKING:  # the launcher needs no torch
     from meshwright.model import Batch, Samples
@@ -97,7 +98,7 @@ def _common_tokenizer(data: MixedSection, cache: Path, progress: ShowProgress) -
 def open_mixture(folder: Path) -> list[MixturePart]:
     """The parts of a mixture's folder. Raises DataError where one is not what it was when they were mixed."""
     parts = []
-    for part in json.loads((folder / MIXTURE).read_text(encoding="utf-8"))["parts"]:
+    for part in read_json(folder / MIXTURE)["parts"]:
         packed = open_packed(folder.parent / part["folder"])
         if packed.header.sha256 != part["sha256"]:
             raise DataError(f"{packed.folder}: holds other tokens than when it was mixed; {DAMAGE_REMEDY}")

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,6 +21,7 @@ from meshwright.data.marks import Marks
 from meshwright.data.split import SPLITS, Split
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer
 from meshwright.errors import ConfigError, DataError
+from meshwright.foreign import plain, read_json
 from meshwright.section import Count, Positive, Section
 
 IDS, DIALOGUE, SAID = 2**30 - 1, 2**30, 2**31
@@ -159,7 +159,7 @@ def open_packed(folder: Path, verify: bool = False) -> PackedCorpus:
     """
     header = _read_header(folder)
     for split in SPLITS:
-        path = folder / TOKEN_FILES[split]
+        path = plain(folder / TOKEN_FILES[split])
         wanted = header.facts(split).tokens * header.numpy_dtype.itemsize
         if not path.is_file():
             raise DataError(f"{path}: is missing; {DAMAGE_REMEDY}")
@@ -171,7 +171,7 @@ def open_packed(folder: Path, verify: bool = False) -> PackedCorpus:
             raise DataError(f"{folder / name}: is missing; {DAMAGE_REMEDY}")
         check_file(folder / name, header.sha256[name], header.regions.get(name, ()))
     marks = Marks(header.begin, header.end, frozenset((header.end,)))
-    tokenizer = load_tokenizer(folder / TOKENIZER, marks)
+    tokenizer = load_tokenizer(plain(folder / TOKENIZER), marks)
     packed = PackedCorpus(folder, header, tokenizer)
     # Cheap signs of files that were mixed from two folders, without reading either: the vocabulary's size, and whether
     # the first document begins, and the last one ends, as the header says.
@@ -203,8 +203,8 @@ def _read_header(folder: Path) -> Header:
     if not path.is_file():
         raise DataError(f"{folder}: is no prepared folder (it has no {HEADER})")
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        tree = read_json(path)
+    except (OSError, ValueError) as error:
         raise DataError(f"{path}: is damaged ({error}); {DAMAGE_REMEDY}") from error
     # The format before the fields: of another format the fields mean something else.
     if isinstance(tree, dict) and tree.get("format", FORMAT) != FORMAT:

@@ -21,6 +21,7 @@ from meshwright.data.chat import TEMPLATE
 from meshwright.data.marks import GENERATION, MODEL, SETTINGS, SPECIAL_TOKENS
 from meshwright.data.section import DataSection, TokenSection
 from meshwright.errors import DataError
+from meshwright.foreign import parse_json, read_text
 
 FILES = (MODEL, GENERATION, SETTINGS, SPECIAL_TOKENS, TEMPLATE)
 _OF_TOKENIZER = (SETTINGS, SPECIAL_TOKENS, TEMPLATE)
@@ -36,7 +37,7 @@ def read_published(folder: Path) -> dict[str, str]:
         path = folder / name
         if path.is_file():
             try:
-                texts[name] = path.read_bytes().decode()  # with the ends of lines that the file has
+                texts[name] = read_text(path)
             except (OSError, UnicodeDecodeError) as error:
                 raise DataError(f"{path}: cannot be read: {error}") from error
     return texts
@@ -59,7 +60,7 @@ def published_for(data: DataSection, weights: Path | None) -> dict[str, str]:
 
 def with_template(texts: dict[str, str], template: str) -> dict[str, str]:
     """The texts with another chat template, which is in them once."""
-    settings = json.loads(texts.get(SETTINGS, "{}"))
+    settings = parse_json(texts.get(SETTINGS, "{}"))
     named = settings.get("chat_template")
     if texts.get(TEMPLATE, named) == template or (TEMPLATE not in texts and isinstance(named, list)):
         return texts

@@ -27,6 +27,7 @@ from pydantic import Field
 
 from meshwright.data.marks_section import NO_BEGIN, AskedMarks, marks_are_tokens
 from meshwright.errors import ConfigError, Problem
+from meshwright.foreign import read_json
 from meshwright.registry import entries, load_entry
 from meshwright.section import Positive, Rule, Section, at_most, rule
 
@@ -151,7 +152,7 @@ class DataSection(Section):
 
     def contents(self, folder: Path) -> object:
         """Words and numbers that tell this data from other: a folder's checksums, by the files that have them."""
-        return json.loads((folder / self.header).read_text(encoding="utf-8"))["sha256"]
+        return read_json(folder / self.header)["sha256"]
 
 
 @rule("data.source", "data.mixture", "model.family")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -12,6 +11,7 @@ from pydantic import BeforeValidator, Field
 from meshwright.data.marks_section import AUTO, NONE
 from meshwright.data.records_section import Picks, RecordSection
 from meshwright.errors import ConfigError, Problem
+from meshwright.foreign import read_json
 from meshwright.registry import entries
 from meshwright.section import Rule, rule
 
@@ -93,7 +93,7 @@ class MixedSection(RecordSection):
     def contents(self, folder: Path) -> object:
         if not self.mixture:
             return super().contents(folder)
-        parts = json.loads((folder / MIXTURE).read_text(encoding="utf-8"))["parts"]
+        parts = read_json(folder / MIXTURE)["parts"]
         return [[part["share"], part["sha256"]] for part in parts]
 
 

@@ -24,6 +24,7 @@ from meshwright.data.files import ShowProgress
 from meshwright.data.marks import BESIDE, SETTINGS, SPECIAL_TOKENS, Beside, Marks, marks_of
 from meshwright.data.marks_section import END, AskedMarks, read_settings
 from meshwright.errors import DataError
+from meshwright.foreign import parse_json, read_named
 
 BYTES = "bytes"
 BPE_PREFIX = "bpe:"
@@ -104,7 +105,7 @@ class Tokenizer:
 
         They are changed where a run has named other marks alone.
         """
-        beside = {name: json.loads(text) for name, text in texts.items() if name.endswith(".json")}
+        beside = {name: parse_json(text) for name, text in texts.items() if name.endswith(".json")}
         if marks_of(self._library, "tokenizer.json", beside)[:2] == self.marks[:2]:
             return dict(texts)
         # `auto` of a later run, and transformers, read these files: they must find the marks that the model was trained
@@ -155,7 +156,7 @@ def train_bpe(texts: Iterable[str], size: int, asked: AskedMarks = AskedMarks())
 def load_tokenizer(path: Path, asked: AskedMarks | Marks = AskedMarks()) -> Tokenizer:
     """Read a tokenizer.json, and its marks as a run asks for them. Raises DataError naming the file."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_named(path)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as a tokenizer.json: {error}") from error
     names = () if isinstance(asked, Marks) else BESIDE

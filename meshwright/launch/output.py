@@ -22,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from meshwright.errors import LaunchError
+from meshwright.streams import escape_unknown_characters
 
 SOCKET = "output"
 """The socket's name in the launch folder."""
@@ -107,6 +108,7 @@ class OutputServer:
 
 def receive_output(path: Path, rank: int) -> None:
     """A worker's side: replace this process's stdout by the launcher's, and its stderr by a pipe to the launcher's."""
+    escape_unknown_characters()  # before: Python asks a stream for its place then, which a new pipe has none of
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as launcher:
         launcher.settimeout(_TIMEOUT_SECONDS)
         launcher.connect(str(path))

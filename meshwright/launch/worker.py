@@ -23,7 +23,7 @@ from meshwright.launch.failure import LINGER_SECONDS, Report, allow_open_files
 from meshwright.launch.signals import STOPPED_EXIT_CODE, FileStop, SignalStop, attempt_folder
 from meshwright.launch.tether import die_with_parent
 from meshwright.machine import keep_freed_memory
-from meshwright.streams import PatientStream, flush
+from meshwright.streams import flush, say
 
 Entry = Callable[..., object]
 """Called as entry(environment, stop, **arguments); its return value is the rank's result, and must be JSON."""
@@ -98,7 +98,7 @@ def run_worker(job: Job, threads: int) -> Any:
         if isinstance(error, SystemExit) and error.code in (None, 0, STOPPED_EXIT_CODE):
             raise  # no failure: the rank was asked to leave
         report = replace(Report.of(environment.rank, error), host=socket.gethostname())
-        print(report, file=PatientStream(sys.stderr))
+        say(report, file=sys.stderr)
         flush(sys.stdout, sys.stderr)
         time.sleep(LINGER_SECONDS)
         os._exit(1)  # without exit handlers, which may wait for peers

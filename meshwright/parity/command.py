@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.parity.check import CHECK_PRECISIONS, PROGRAM, ParityResult, collect, run_check
+from meshwright.streams import escape_unknown_characters, say
 
 if TYPE_CHECKING:
     from meshwright.parity.report import PageHead
@@ -71,7 +72,7 @@ def check_file(arguments: argparse.Namespace, command: str) -> int:
     results = []
     for number, check in enumerate(checks, 1):
         if sys.stderr.isatty():
-            print(f"{number} of {len(checks)}: {check.title}", file=sys.stderr)
+            say(f"{number} of {len(checks)}: {check.title}", file=sys.stderr)
         # Every check runs even if another has failed, so that one run reports all mistakes.
         results.append(run_check(check, precision))
     return tell(results, arguments, report.PageHead(arguments.file.name, command))
@@ -170,15 +171,16 @@ def tell(results: Sequence[ParityResult], arguments: argparse.Namespace, head: P
         if arguments.summary is not None:
             summary.annotate(results)
         if written is not None:
-            print(f"written: {written}")
+            say(f"written: {written}")
     return 0 if all(result.holds for result in results) else 1
 
 
 def main() -> None:
     """The package's own command. A user's mistake is its text on stderr, never a traceback."""
+    escape_unknown_characters()
     try:
         code = run_words(sys.argv[1:])
     except MeshwrightError as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        say(f"{PROGRAM}: {error}", file=sys.stderr)
         code = error.exit_code
     sys.exit(code)

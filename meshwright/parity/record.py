@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from meshwright.foreign import read_json
 from meshwright.parity.tensors import TensorFile, write_tensors
 from meshwright.parity.trace import Trace
 
@@ -125,7 +126,7 @@ class SideRecord(Generic[SideFacts]):
     """One side's record, read: its facts, and its tensors in float64."""
 
     def __init__(self, folder: Path, name: str, facts: type[SideFacts]) -> None:
-        self.facts: SideFacts = facts(**json.loads((folder / f"{name}.json").read_text()))
+        self.facts: SideFacts = facts(**read_json(folder / f"{name}.json"))
         self._file = TensorFile(folder / f"{name}.safetensors")
         self._keys = self._file.keys
 

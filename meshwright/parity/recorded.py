@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import ParityError
+from meshwright.foreign import read_json
 from meshwright.parity.recorder import RunFacts, StepFacts
 from meshwright.parity.sampling import Strides, are_aligned, coarser
 from meshwright.parity.tensors import TensorFile
@@ -47,7 +47,7 @@ class RecordedRank:
     """One rank's folder. `steps`: those that were finished."""
 
     def __init__(self, folder: Path) -> None:
-        tree = json.loads((folder / "run.json").read_text())
+        tree = read_json(folder / "run.json")
         self.facts = RunFacts(**tree | {"axes": [(name, size) for name, size in tree["axes"]]})
         self.steps = {int(path.stem.removeprefix("step-")) for path in folder.glob("step-*.json")}
         self._folder = folder
@@ -59,7 +59,7 @@ class RecordedRank:
         return {name: file.get(name) for name in self.facts.names}
 
     def step(self, number: int) -> RecordedStep:
-        facts = StepFacts(**json.loads((self._folder / f"step-{number}.json").read_text()))
+        facts = StepFacts(**read_json(self._folder / f"step-{number}.json"))
         return RecordedStep(facts, TensorFile(self._folder / f"step-{number}.safetensors"))
 
 

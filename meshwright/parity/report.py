@@ -15,6 +15,7 @@ from meshwright.parity.explain import COPY, CUT, PARTIAL, WRONG, Explanation
 from meshwright.parity.gradients import owner_of
 from meshwright.parity.judge import ModuleLine
 from meshwright.parity.remedies import REMEDIES
+from meshwright.streams import say
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -76,19 +77,19 @@ def render(results: Sequence[ParityResult]) -> None:
         cells.append([f"  {result.precision}", *allowed, f"{result.seconds:.1f} s"])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for line in cells:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        say("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
     for result in results:
         if not result.holds:
-            print(f"\n{result.check.title}: {result.error or result.verdict}")
+            say(f"\n{result.check.title}: {result.error or result.verdict}")
             for row in result.failed[:MOST_ROWS]:
-                print(f"  {row.kind} of {row.label}: {row.error:.1e} > {row.allowed:.1e}")
+                say(f"  {row.kind} of {row.label}: {row.error:.1e} > {row.allowed:.1e}")
             if len(result.failed) > MOST_ROWS:
-                print(f"  ... and {len(result.failed) - MOST_ROWS} more (--json lists all)")
+                say(f"  ... and {len(result.failed) - MOST_ROWS} more (--json lists all)")
             for word, text in (("remedy: ", result.remedy), ("", result.seen_by_losses)):
                 if text:
-                    print(f"  {word}{text}")
+                    say(f"  {word}{text}")
         for note in result.notes:
-            print(f"{result.check.title}: {note}")
+            say(f"{result.check.title}: {note}")
 
 
 @dataclass(frozen=True)

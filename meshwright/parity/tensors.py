@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from meshwright.foreign import open_plain, parse_json
+
 TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -53,11 +55,11 @@ class TensorFile:
     """A file of tensors, mapped into memory: each is read when it is asked for."""
 
     def __init__(self, path: Path) -> None:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             # Copied on write: torch takes no memory that cannot be written to.
             self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self._begin = 8 + int.from_bytes(self._bytes[:8], "little")
-        self._header = json.loads(self._bytes[8 : self._begin])
+        self._header = parse_json(self._bytes[8 : self._begin])
         self.keys = set(self._header) - {"__metadata__"}
 
     def get(self, key: str) -> Tensor:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import DataError, MeshwrightError
+from meshwright.foreign import parse_json, read_named
 from meshwright.pipeline.span import Span, Timeline
 
 TASK_ROW = "tasks"
@@ -45,7 +46,7 @@ def read_trace(path: Path) -> Timeline:
     Raises DataError where the file cannot be read, or is no such trace.
     """
     try:
-        events = json.loads(path.read_text())["traceEvents"]
+        events = parse_json(read_named(path))["traceEvents"]
         # A stage that did nothing has a name and no span, so the names are what is counted.
         num_stages = sum(event["name"] == "process_name" for event in events)
         spans = tuple(

@@ -1,6 +1,7 @@
 """The store at which the ranks of a job meet, before there is a process group: who has come, and who belongs here.
 
-    rank 0, or torchrun's agent, opens a TCPStore at (address, port); everybody else connects
+    rank 0, or torchrun's agent, opens a TCPStore at (address, port); everybody else connects, from other hosts with
+                   a proof of the job's secret (relay.py)
     leader         rank 0 says which job this is, and a name of its own, under which the others now come to it
     NAME/came/R    a rank says that it is here, on which host and at which address; once
     NAME/all       rank 0, when all have come: who they are
@@ -29,9 +30,10 @@ import torch.distributed as dist
 
 from meshwright.environment import Environment, Rendezvous, starts_mpi
 from meshwright.errors import LaunchError
+from meshwright.ranks import relay
 from meshwright.ranks.hang import names_of
-from meshwright.ranks.listening import address_to_listen, listening_store
-from meshwright.ranks.peers import Peer, Peers
+from meshwright.ranks.listening import address_to_listen, known_secret, listener_at, listening_store, new_secret
+from meshwright.ranks.peers import LOOPBACK, Peer, Peers
 
 _PAUSE_SECONDS = 0.1
 """Seconds between two attempts to reach a store that is not open yet."""
@@ -46,13 +48,15 @@ def join_job(
 ) -> tuple[dist.Store, Peers]:
     """The job's store and where its ranks stand, when all have come. Raises LaunchError that names who has not, and who
     computes on another type of `device`."""
-    me = _Comer(environment, point, seconds, device)
     try:
         # Asked first: `connect` would take an unknown name for a host that is not up yet, and wait.
         socket.getaddrinfo(point.address, point.port)
     except OSError as error:
         rule = f"MASTER_ADDR={point.address} is not a host that {socket.gethostname()} knows ({error.strerror})"
         raise LaunchError(f"{rule}: set it to the name or address of rank 0's host") from error
+    if environment.local_world_size == environment.world_size and not point.hosted:
+        point = replace(point, address=LOOPBACK)  # all ranks are here, and nobody else is to come
+    me = _Comer(environment, point, seconds, device)
     if environment.rank == 0 and not point.hosted:
         shared, mine = me.open_store(), Peer.connected(environment.rank, None)
     else:
@@ -92,12 +96,22 @@ class _Comer:
             return ""
         return ". A rank that finds no GPU waits in MPI instead: set device, and see that every host shows its GPUs"
 
+    @property
+    def guarded(self) -> bool:
+        """Whether other hosts come to a store of ours: an agent of torchrun's opens its store itself."""
+        return self.environment.local_world_size < self.environment.world_size and not self.point.hosted
+
     def open_store(self) -> dist.Store:
         """Listen at the address that the other ranks connect to, and at no other one."""
-        local = self.environment.local_world_size == self.environment.world_size
-        address = address_to_listen(self.point.address, local)
+        patience = timedelta(seconds=self.seconds)
         try:
-            return listening_store(address, self.point.port, timedelta(seconds=self.seconds))
+            if not (self.guarded and (secret := new_secret(self.environment.status_folder))):
+                address = address_to_listen(self.point.address) if self.guarded else self.point.address
+                return listening_store(address, self.point.port, patience)
+            listener = listener_at(address_to_listen(self.point.address), self.point.port)
+            store = listening_store(LOOPBACK, 0, patience)
+            relay.start("gate", listener, LOOPBACK, store.port, secret)
+            return store
         except (OSError, dist.DistNetworkError) as error:
             taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
             reason = "is taken, perhaps by another job" if taken else str(error)
@@ -111,21 +125,36 @@ class _Comer:
             try:
                 with socket.create_connection((self.point.address, self.point.port), timeout=self.seconds) as way:
                     mine = Peer.connected(self.environment.rank, way)
-                break
+                    secret = known_secret(self.environment.status_folder) if self.guarded else None
+                    # A secret of a rank 0 that has died is refused: the next one leaves another.
+                    if secret is None or relay.knows_us(way, secret):
+                        break
+                cause: object = "it has another secret than rank 0"
+                asks = "is MESHWRIGHT_SECRET the same on all hosts, or do all see the run's folder"
+            except relay.NoGateError as error:
+                raise self._stranger() from error
             except OSError as error:
-                if time.monotonic() > end:
-                    cause = error.strerror or error
-                    text = f"{self} found nobody at {self.place} within {self.seconds:g} s ({cause})"
-                    rule = "has rank 0 started, and do MASTER_ADDR and MASTER_PORT name its host and a port it can open"
-                    raise LaunchError(f"{text}: {rule}?{self.elsewhere}") from error
-                time.sleep(_PAUSE_SECONDS)
+                cause = error.strerror or error
+                asks = "has rank 0 started, and do MASTER_ADDR and MASTER_PORT name its host and a port it can open"
+            if time.monotonic() > end:
+                text = f"{self} found nobody at {self.place} within {self.seconds:g} s ({cause})"
+                raise LaunchError(f"{text}: {asks}?{self.elsewhere}")
+            time.sleep(_PAUSE_SECONDS)
+        address, port = self.point.address, self.point.port
         try:
+            if secret is not None:
+                listener = listener_at(LOOPBACK, 0)
+                here = listener.getsockname()[1]
+                relay.start("client", listener, address, port, secret)
+                address, port = LOOPBACK, here
             patience = timedelta(seconds=self.seconds)
-            store = dist.TCPStore(self.point.address, self.point.port, timeout=patience, wait_for_workers=False)
-            return store, mine
+            return dist.TCPStore(address, port, timeout=patience, wait_for_workers=False), mine
         except (dist.DistNetworkError, dist.DistStoreError) as error:
-            text = f"what listens at {self.place} does not answer {self} as a job's rank 0 would"
-            raise LaunchError(f"{text}: set MASTER_PORT to a free port, the same for all ranks") from error
+            raise self._stranger() from error
+
+    def _stranger(self) -> LaunchError:
+        text = f"what listens at {self.place} does not answer {self} as a job's rank 0 would"
+        return LaunchError(f"{text}: set MASTER_PORT to a free port, the same for all ranks")
 
     def lead(self, shared: dist.Store, mine: Peer) -> tuple[dist.Store, list[Peer]]:
         """Rank 0's part: all come to it."""

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from meshwright.errors import DataError
+from meshwright.foreign import read_json, write_fresh
 from meshwright.ranks.flight_recorder import CONNECT, Waiting, Whereabouts
 
 State = Literal["running", "hung", "ended"]
@@ -44,14 +46,17 @@ class Record:
         """Replace the rank's record; readers see the old one or the new one."""
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f"rank-{self.rank}.partial"
-        partial.write_text(json.dumps(asdict(self)))
+        write_fresh(partial, json.dumps(asdict(self)))
         # A rename is one step on one file system, so that no reader meets half a record.
         partial.rename(partial.with_suffix(".json"))
 
     @classmethod
     def read(cls, path: Path) -> Record:
-        tree: dict[str, Any] = json.loads(path.read_text())
-        return cls(**{**tree, "where": Whereabouts.from_json(tree["where"])})
+        try:
+            tree: dict[str, Any] = read_json(path)
+            return cls(**{**tree, "where": Whereabouts.from_json(tree["where"])})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"{path} is no record of a rank ({error!r:.80}): remove the file") from error
 
 
 def read_records(folder: Path, attempt: int | None = None) -> list[Record]:

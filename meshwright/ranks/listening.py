@@ -1,21 +1,30 @@
-"""A job's store at one address of this host: TCPStore itself listens on all of them.
+"""A job's store at one address of this host, and its secret: TCPStore itself listens on all of them, for everybody.
 
-| ranks                        | the store listens at                                      |
-|------------------------------|-----------------------------------------------------------|
-| of one machine               | loopback                                                  |
-| of several, MASTER_ADDR ours | that address alone                                        |
-| of several, else             | all addresses: a NAT's or a service's address is no host's |
+| ranks                        | the store listens at                                        | asks for a secret |
+|------------------------------|-------------------------------------------------------------|-------------------|
+| of one host                  | loopback                                                    | no                |
+| of several, MASTER_ADDR ours | that address alone                                          | yes (relay.py)    |
+| of several, else             | all addresses: a NAT's or a service's address is no host's  | yes               |
+
+The secret is MESHWRIGHT_SECRET, or one that rank 0 leaves in the run's folder, for its user alone. A job of several
+hosts that has neither (`nodes`, `verify`) asks for none.
 """
 
 from __future__ import annotations
 
+import secrets
 import socket
 from contextlib import closing
 from datetime import timedelta
 from ipaddress import ip_address
+from pathlib import Path
 
 import torch.distributed as dist
 
+from meshwright.environment import job_secret
+from meshwright.foreign import read_text, write_fresh
+
+_FILE = "store.secret"
 _BACKLOG = 2048
 """Connections that wait to be accepted: a thousand ranks may connect in the same moment."""
 
@@ -53,16 +62,13 @@ def listener_at(address: str, port: int) -> socket.socket:
     return listener
 
 
-def address_to_listen(address: str, local: bool) -> str:
-    """Return the address at which rank 0 listens; empty for all of this host's.
+def address_to_listen(address: str) -> str:
+    """Return the address at which rank 0 listens for other hosts; empty for all of this host's.
 
     Args:
         address: MASTER_ADDR, at which other ranks connect.
-        local: Whether all ranks are on this host.
     """
     found = str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
-    if local:
-        return address
     # Debian writes `127.0.1.1 HOST` into a host's own /etc/hosts: other hosts find the name at another address.
     if ip_address(found.partition("%")[0]).is_loopback:
         return ""
@@ -71,3 +77,32 @@ def address_to_listen(address: str, local: bool) -> str:
     except OSError:
         return ""
     return address
+
+
+def new_secret(shared: Path | None) -> bytes:
+    """Return the secret of a job that starts: the user's, else one of its own; empty without a folder to share it in.
+
+    Args:
+        shared: A folder that all ranks see, and of other users nobody reads files of ours in.
+    """
+    if own := job_secret():
+        return own.encode()
+    if shared is None:
+        return b""
+    secret = secrets.token_hex(16)
+    shared.mkdir(parents=True, exist_ok=True)
+    partial = shared / f".{_FILE}.partial"
+    write_fresh(partial, secret, 0o600)
+    partial.rename(shared / _FILE)
+    return secret.encode()
+
+
+def known_secret(shared: Path | None) -> bytes | None:
+    """Return the secret that rank 0 knows as well; None if the job has none.
+
+    Raises:
+        OSError: Rank 0 has not left one in the folder yet.
+    """
+    if own := job_secret():
+        return own.encode()
+    return None if shared is None else read_text(shared / _FILE).encode()

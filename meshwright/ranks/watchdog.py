@@ -28,6 +28,7 @@ from meshwright.errors import LaunchError
 from meshwright.ranks.flight_recorder import FlightRecorder
 from meshwright.ranks.hang import Record, State, absent, explain_hang, process_state, read_records
 from meshwright.ranks.section import Timeout
+from meshwright.streams import say
 
 EXIT_CODE = 124
 """The exit code of a rank that gave up, the same as the command `timeout` has."""
@@ -60,7 +61,7 @@ class Watchdog:
         recorder: FlightRecorder,
         timeout: Timeout,
         give_up: Callable[[int], object] = os._exit,
-        tell: Callable[[str], object] = lambda text: print(text, file=sys.stderr, flush=True),
+        tell: Callable[[str], object] = lambda text: say(text, file=sys.stderr, flush=True),
     ) -> None:
         self.environment = environment
         self.recorder = recorder

@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from meshwright import terminal
 from meshwright.checkpoint.reader import steps_in
 from meshwright.errors import DataError, MismatchError, UndecidedError
 from meshwright.tables import print_table
@@ -160,7 +160,7 @@ def as_dict(found: Difference) -> dict[str, Any]:
 
 def render(found: Difference) -> None:
     """Print that two runs are equal, or where they part, and what was looked at."""
-    console = Console(highlight=False)
+    console = terminal.console()
     looked = _looked(found.looked)
     if found.equal:
         compared = f"{found.steps} steps and the checkpoints that both have ({_steps(found.checkpoints)}); {looked}"

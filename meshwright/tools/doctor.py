@@ -20,13 +20,14 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from meshwright import terminal
 from meshwright.environment import cache_folder
 from meshwright.imports import python_words
 from meshwright.machine import find_mpiexec, memory_bytes, usable_cores
+from meshwright.streams import visible
 from meshwright.tables import broken
 from meshwright.tensor.widened import product_rates
 
@@ -104,7 +105,7 @@ def as_dict(report: Diagnosis) -> dict[str, object]:
 
 def render(report: Diagnosis, width: int | None = None) -> None:
     """Print a table of the findings, and a command for what is missing."""
-    console = Console(highlight=False, width=width)
+    console = terminal.console(width=width)
     table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     names = [finding.name.removesuffix("_bytes") for finding in report.findings]
     sections = [finding.section for finding in report.findings]
@@ -114,7 +115,7 @@ def render(report: Diagnosis, width: int | None = None) -> None:
         heading, section = (finding.section if finding.section != section else ""), finding.section
         style = "yellow" if finding.missing else ""
         name = finding.name.removesuffix("_bytes").replace("_", " ")
-        table.add_row(Text(heading, style="bold"), Text(name), Text(broken(finding.text, room), style=style))
+        table.add_row(Text(heading, style="bold"), Text(name), Text(broken(visible(finding.text), room), style=style))
     if not report.missing:
         console.print(table, Text("\nNothing is missing.", style="green"), sep="\n")
         return

@@ -19,12 +19,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
+from meshwright import terminal
 from meshwright.checkpoint.reader import newest_whole
 from meshwright.config import load_config
 from meshwright.config.schema import Logging
 from meshwright.errors import ConfigError, MismatchError
+from meshwright.foreign import plain
 from meshwright.launch.session import temporary_folder
 from meshwright.section import with_field
 from meshwright.tools.diff import NUMBERS
@@ -65,7 +65,7 @@ def replay(out: Path, step: int, words: Sequence[str] = ()) -> Replayed:
     checkpoint = newest_whole(out / CHECKPOINTS, step)
     first = 1 if checkpoint is None else int(checkpoint.name.removeprefix("step-")) + 1
     config = with_field(
-        load_config(out / CONFIG, words), "logging", Logging(level="error")
+        load_config(plain(out / CONFIG), words), "logging", Logging(level="error")
     )  # the answer is its only output
 
     def again() -> Lines:
@@ -74,7 +74,7 @@ def replay(out: Path, step: int, words: Sequence[str] = ()) -> Replayed:
                 # In a folder of its own, from a copy: a replay does not touch the run's checkpoints.
                 shutil.copytree(checkpoint, folder / CHECKPOINTS / checkpoint.name)
                 for file in (IDENTITY, CONFIG):
-                    shutil.copy(out / file, folder / file)
+                    shutil.copy(plain(out / file), folder / file)
             train(config, folder, resume=checkpoint is not None, each=lambda line: line["step"] >= step)
             return {int(line["step"]): line for line in read_history(folder / METRICS)}
 
@@ -105,7 +105,7 @@ def as_dict(found: Replayed) -> dict[str, Any]:
 
 def render(found: Replayed) -> None:
     """Print the verdict, and the numbers in which the replays differ from the run."""
-    console = Console(highlight=False)
+    console = terminal.console()
     steps = f"steps {found.first} to {found.last}"
     if found.verdict == "equal":
         console.print(f"equal: {steps} have the run's losses, norms and roots; program and machine are sound")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping
-from typing import Any, Literal, TextIO, cast
+from typing import Any, Literal
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from meshwright.streams import PatientStream
+from meshwright import terminal
 from meshwright.training.step_report import Straggler
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -28,7 +26,7 @@ class RunDisplay:
 
     def __init__(self, first_step: int, steps: int, *, speaks: bool, live: bool, level: LogLevel = "info") -> None:
         self._least = LEVELS.index(level)
-        self.console = Console(file=cast(TextIO, PatientStream(sys.stdout)), highlight=False, quiet=not speaks)
+        self.console = terminal.console(quiet=not speaks)
         self.steps = steps
         self._first_shown: tuple[int, float] | None = None
         """The first step that was shown, and when: from there the time left is reckoned."""
@@ -36,10 +34,10 @@ class RunDisplay:
         self._last_straggler = -SECONDS_BETWEEN_STRAGGLERS
         self._draws = live and self.console.is_terminal and level == "info"
         self.bar = Progress(
-            TextColumn("training"),
+            TextColumn("training", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[facts]}"),
+            TextColumn("{task.fields[facts]}", markup=False),
             console=self.console,
             disable=not speaks or not self._draws,
         )
@@ -78,7 +76,7 @@ class RunDisplay:
     def say(self, *lines: str, level: LogLevel = "info") -> None:
         """Print lines of a level beside the bar."""
         for line in lines if LEVELS.index(level) >= self._least else ():
-            self.console.print(line, markup=False, soft_wrap=True)
+            self.console.print(line, soft_wrap=True)
 
 
 def duration(seconds: float) -> str:

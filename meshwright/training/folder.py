@@ -28,8 +28,11 @@ from typing import Any
 from meshwright.config import Config, run_text
 from meshwright.data.published import SOURCE, published_for
 from meshwright.errors import CheckpointError, ConfigError
+from meshwright.foreign import open_to_write, parse_json, plain_folder, read_json, write_fresh
 
 LOCK, IDENTITY, CONFIG, CHECKPOINTS = "run.lock", "run.json", "config.yaml", "checkpoints"
+OF_TRACKERS = ("wandb", "tensorboard", "mlruns", "mlartifacts")
+"""Folders of trackers in a run's: W&B keeps links there, and Meshwright opens no file of them."""
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 TOUCH_SECONDS = 4.0
@@ -41,14 +44,16 @@ WATCH_SECONDS = 3 * TOUCH_SECONDS
 def locked(out: Path) -> Iterator[list[str]]:
     """Hold the right to write the folder, which is made; yields what a user should know.
 
-    Raises ConfigError at once where another run holds it, and where it cannot be written to. Where the lock itself says
+    Raises ConfigError at once where another run holds it, where it cannot be written to, and where it has a link, by
+    which a folder of somebody else would have other files written. Where the lock itself says
     little (Lustre's and NFS's may hold on one host only, or be none at all), a run that has not ended in order is
     watched for some seconds: if it still touches its lock, it lives.
     """
     notes = []
     try:
         out.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(out / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        plain_folder(out, OF_TRACKERS)
+        descriptor = open_to_write(out / LOCK, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise not_writable(out, error) from error
     over = threading.Event()
@@ -113,7 +118,7 @@ def _is_touched(descriptor: int) -> bool:
 def _facts_in(descriptor: int) -> dict[str, Any]:
     """The facts that the last holder wrote into the lock; nothing where it ended in order."""
     with suppress(OSError, ValueError):  # it may be writing this very file
-        facts = json.loads(os.pread(descriptor, 4096, 0))
+        facts = parse_json(os.pread(descriptor, 4096, 0))
         return facts if isinstance(facts, dict) and {"host", "pid", "since"} <= facts.keys() else {}
     return {}
 
@@ -159,14 +164,14 @@ def write_identity(out: Path, run: str, steps: int) -> None:
 def steps_of(out: Path) -> int | None:
     """The number of steps that the run in a folder is to make; None where its run.json does not say so."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        return int(json.loads((out / IDENTITY).read_text())["steps"])
+        return int(read_json(out / IDENTITY)["steps"])
     return None
 
 
 def identity_of(out: Path) -> str:
     """The run's name for itself; of a folder without one a new name."""
     try:
-        return str(json.loads((out / IDENTITY).read_text())["run"])
+        return str(read_json(out / IDENTITY)["run"])
     except FileNotFoundError:
         return secrets.token_hex(8)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -179,7 +184,7 @@ def write_whole(out: Path, name: str, text: str) -> None:
     """Write a file whole or not at all."""
     try:
         partial = out / f".{name}.partial"
-        partial.write_text(text, encoding="utf-8")
+        write_fresh(partial, text)
         partial.rename(out / name)
     except OSError as error:
         raise not_writable(out, error) from error

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import DataError
+from meshwright.foreign import parse_json, read_text
 from meshwright.launch.session import temporary_folder
 
 Each = Callable[[dict[str, Any]], object]
@@ -102,14 +103,14 @@ def read_history(metrics_file: Path) -> list[dict[str, Any]]:
     Raises DataError where the file cannot be read, or a line of it is no step with a loss.
     """
     try:
-        lines = metrics_file.read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = read_text(metrics_file).splitlines(keepends=True)
     except (OSError, UnicodeDecodeError) as error:
         cause = error.strerror if isinstance(error, OSError) else error
         raise DataError(f"{metrics_file} cannot be read: {cause}") from error
     steps: dict[int, dict[str, Any]] = {}
     for number, line in enumerate(lines, 1):
         try:
-            record = {key: _NOT_FINITE.get(str(value), value) for key, value in json.loads(line).items()}
+            record = {key: _NOT_FINITE.get(str(value), value) for key, value in parse_json(line).items()}
             steps[int(record["step"])] = record | {"loss": float(record["loss"])}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if number == len(lines) and not line.endswith("\n"):

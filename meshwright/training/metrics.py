@@ -19,6 +19,7 @@ from meshwright.bits.root import root_text
 from meshwright.config import Config
 from meshwright.config.schema import Precision
 from meshwright.errors import MeshwrightError
+from meshwright.foreign import open_plain, open_to_write, parse_json
 from meshwright.machine import release_freed_memory
 from meshwright.model import Costs
 from meshwright.models.chain import chain_of
@@ -188,7 +189,7 @@ class MetricsWriter:
             os.close(self._descriptor)
             self._descriptor = None
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._descriptor = open_to_write(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         return self._losing  # it was said before
 
     def _append(self, content: bytes) -> None:
@@ -222,11 +223,13 @@ def _drop_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for number, line in enumerate(path.read_bytes().decode(errors="replace").splitlines(keepends=True), start=1):
+    with open_plain(path) as file:
+        content = file.read()
+    for number, line in enumerate(content.decode(errors="replace").splitlines(keepends=True), start=1):
         if not line.endswith("\n"):
             break
         try:
-            if int(json.loads(line)["step"]) > step:
+            if int(parse_json(line)["step"]) > step:
                 break
         except (ValueError, KeyError, TypeError) as error:
             raise MeshwrightError(

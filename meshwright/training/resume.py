@@ -13,6 +13,7 @@ from meshwright.checkpoint.restore import misfit_of
 from meshwright.config import Config, run_text
 from meshwright.decisions import as_before
 from meshwright.errors import CheckpointError, ConfigError, DamagedError, Problem
+from meshwright.foreign import read_text
 from meshwright.section import leaves_of
 from meshwright.training.folder import CHECKPOINTS, CONFIG, IDENTITY, begin, identity_of, write_identity, write_whole
 
@@ -60,7 +61,7 @@ def go_on(out: Path, config: Config, data: str, step: int | None, *, accept_chan
     # A config.yaml that says something else is kept under the step until which it held.
     path, text, until = out / CONFIG, run_text(config), checkpoint.manifest.progress.step
     kept = out / f"config-{until}.yaml"
-    said = path.read_text(encoding="utf-8") if path.is_file() else text
+    said = read_text(path) if path.is_file() else text
     # Comments say nothing of the run: where its schema lies, another installation says otherwise.
     old, new = ([line for line in each.splitlines() if not line.startswith("#")] for each in (said, text))
     if old != new and not kept.exists():

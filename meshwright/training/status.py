@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
 from rich.table import Table
 
+from meshwright import terminal
 from meshwright.ranks.hang import Record, explain_hang, read_records
 from meshwright.tables import print_table
 from meshwright.training.folder import steps_of
@@ -100,8 +100,8 @@ def as_dict(status: RunStatus) -> dict[str, Any]:
 
 def render(status: RunStatus) -> None:
     """The table of ranks, and what there is to say."""
-    console = Console(highlight=False)
-    console.print(status.summary, markup=False, soft_wrap=True)
+    console = terminal.console()
+    console.print(status.summary, soft_wrap=True)
     if status.records:
         table = Table("rank", "host", "process", "step", "phase", "task", "waits in", "for", "last sign of life")
         for record in status.records:
@@ -123,4 +123,4 @@ def render(status: RunStatus) -> None:
             )
         print_table(console, table)
     if status.waits:
-        console.print(status.waits, markup=False, soft_wrap=True)
+        console.print(status.waits, soft_wrap=True)

@@ -17,12 +17,13 @@ from tests.people.case import PATIENCE_SECONDS, Case, Outcome, last_line
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-RUN = """\
-model: {layers: 2, hidden: 32, heads: 4, positions: 32, vocabulary: 257}
-data: {source: unicode, tokenizer: bytes, sequence: 32}
-batch: {global: 8}
-layout: {data: 2, transport: torch}
-checkpoint: {every: 2}
+MODEL = "model: {layers: 2, hidden: 32, heads: 4, positions: 32, vocabulary: 257}"
+RUN = f"""\
+{MODEL}
+data: {{source: unicode, tokenizer: bytes, sequence: 32}}
+batch: {{global: 8}}
+layout: {{data: 2, transport: torch}}
+checkpoint: {{every: 2}}
 bits: layout-free
 steps: 4
 """
@@ -192,4 +193,181 @@ CASES += [
         slow=name in SLOW,
     )
     for name, run in PLANTED_CASES.items()
+]
+
+
+def linked(
+    name: str, *words: str, target: str = "../victim", before: Sequence[str] = TRAINED
+) -> Callable[[Path], Outcome]:
+    """A case of a run's folder with a link of a name, which a resume must neither empty nor overwrite."""
+
+    def run(folder: Path) -> Outcome:
+        here = inside(folder)
+        if command(here, *TRAINED)[0]:
+            return Outcome("the first run did not end", False)
+        path, victim = here / "o" / name, here / "victim"
+        victim.write_text("my thesis, only copy")
+        (here / "elsewhere").mkdir()
+        if path.is_dir():
+            path.rename(here / "moved")
+        path.unlink(missing_ok=True)
+        path.symlink_to("../victim")
+        code, text = command(here, "train", "r.yaml", "steps=6", "--accept-changes", "--resume", "--out", "o")
+        kept = victim.read_text() == "my thesis, only copy" and not list((here / "elsewhere").iterdir())
+        named = path.name in text and "is a link to" in text
+        return Outcome(f"code {code}, kept: {kept}; {last_line(text)}", code == 2 and kept and named)
+
+    return run
+
+
+WRITTEN = (
+    "run.lock", ".config.yaml.partial", ".run.json.partial", "metrics.jsonl", ".metrics.jsonl.partial", "loss.png",
+    "run.json", "config.yaml", "checkpoints", "source", "checkpoints/step-4/manifest.json",
+)  # fmt: skip
+
+
+def stolen(name: str) -> Callable[[Path], Outcome]:
+    """A case of a Hugging Face folder with a link to a file of its reader's, imported and exported."""
+
+    def run(folder: Path) -> Outcome:
+        here = inside(folder)
+        (here / "id_rsa").write_text('{"sekrit": 1}')
+        for words in (TRAINED, ("convert", "export", "o", "--out", "hf")):
+            code, text = command(here, *words)
+            if code:
+                return Outcome(last_line(text), False)
+        path = here / "hf" / name
+        path.unlink(missing_ok=True)
+        path.symlink_to("../id_rsa")
+        code, text = command(here, "convert", "import", "hf", "--out", "hfi")
+        read = any(b"sekrit" in file.read_bytes() for file in here.glob("hfi/*"))
+        return Outcome(
+            f"code {code}, read: {read}; {last_line(text)}", code != 0 and not read and "is a link to" in text
+        )
+
+    return run
+
+
+def piped(folder: Path) -> Outcome:
+    here = inside(folder, RUN.replace(MODEL, "model: {from: hf}"))
+    (here / "hf").mkdir()
+    os.mkfifo(here / "hf" / "config.json")
+    code, text = command(here, "explain", "r.yaml")
+    return Outcome(f"code {code}: {last_line(text)}", code != 0 and "is a pipe" in text and "Traceback" not in text)
+
+
+DEEP = "[" * 100_000
+
+
+def nested(name: str, *words: str) -> Callable[[Path], Outcome]:
+    """A case of JSON that nests deep in a file of a run's or a corpus's folder."""
+
+    def run(folder: Path) -> Outcome:
+        here = inside(folder)
+        code, text = command(here, *TRAINED)
+        if code:
+            return Outcome(last_line(text), False)
+        if name.startswith("p/"):
+            (here / "t.txt").write_text("a text of a line\n" * 400)
+            code, text = command(here, "data", "prepare", "--source", "t.txt", "--tokenizer", "bytes", "--out", "p")
+            if code:
+                return Outcome(last_line(text), False)
+        (here / name).write_text(DEEP + "\n")
+        code, text = command(here, *words)
+        holds = code != 0 and "Traceback" not in text and Path(name).name in text
+        return Outcome(f"code {code}: {last_line(text)[:160]}", holds)
+
+    return run
+
+
+RESUMED = ("train", "r.yaml", "--resume", "--out", "o")
+NESTED = {
+    "o/metrics.jsonl": ("diff", "o", "o"),
+    "o/run.json": RESUMED,
+    "o/checkpoints/step-4/manifest.json": ("eval", "o", "--task", "perplexity"),
+    "o/checkpoints/step-4/tokenizer.json": ("generate", "o", "--prompt", "a"),
+    "p/header.json": ("train", "r.yaml", "data.source=p", "--out", "o2"),
+}
+
+
+def marked(name: str) -> Callable[[Path], Outcome]:
+    """A case of a run's folder whose name is markup, compared with another."""
+
+    def run(folder: Path) -> Outcome:
+        here = inside(folder)
+        for words in (TRAINED, ("train", "r.yaml", "seed=4", "--out", f"./{name}")):
+            code, text = command(here, *words)
+            if code:
+                return Outcome(last_line(text), False)
+        code, text = command(here, "diff", "o", f"./{name}", env={"COLUMNS": "160"})
+        last = name.rpartition("/")[2]
+        return Outcome(f"code {code}: {text[:300]}", code == 1 and "Traceback" not in text and last in text)
+
+    return run
+
+
+def ascii_only(*words: str) -> Callable[[Path], Outcome]:
+    """A case of a stream that knows ASCII alone, and words that are none."""
+
+    def run(folder: Path) -> Outcome:
+        here, ascii_ = inside(folder), {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+        code, text = command(here, "train", "r.yaml", "--out", "out_ü", env=ascii_)
+        if code == 0 and words:
+            code, text = command(here, *words, env=ascii_)
+        return Outcome(f"code {code}: {last_line(text)}", code == 0 and "UnicodeEncodeError" not in text)
+
+    return run
+
+
+CASES += [
+    Case(
+        f"a link is not written: {name}",
+        "A downloaded run's folder with a link to a file of its user's",
+        "the resume is refused with code 2 by the link's name, and the file stays",
+        linked(name),
+        slow=name != "run.lock",
+    )
+    for name in WRITTEN
+]
+READ = ("chat_template.jinja", "tokenizer_config.json", "config.json", "tokenizer.json", "model.safetensors")
+CASES += [
+    Case(
+        f"a link is not read: {name}",
+        "A clone of a model's repository with a link to a file of its user's",
+        "the import is refused by the link's name, and nothing of the file is written",
+        stolen(name),
+        slow=True,
+    )
+    for name in READ
+]
+CASES += [
+    Case(
+        f"deep JSON: {name}",
+        "Five readers ended in a traceback",
+        "a sentence that names the file",
+        nested(name, *words),
+        slow=True,
+    )
+    for name, words in NESTED.items()
+]
+CASES += [
+    Case(
+        f"a name that is markup: {name}",
+        "MarkupError with its traceback, or a name shown in part",
+        "the table has the whole name",
+        marked(name),
+        slow=True,
+    )
+    for name in ("o4[/x]", "o3[red]", "[bold]b")
+]
+CASES += [
+    Case("a pipe in a model's folder", "explain waited for ever", "refused as a pipe", piped),
+    Case("ASCII alone: train", "UnicodeEncodeError, no step made", "the run ends with code 0", ascii_only()),
+    Case(
+        "ASCII alone: generate",
+        "UnicodeEncodeError instead of a text",
+        "the text, with escapes",
+        ascii_only("generate", "out_ü", "--prompt", "the é", "--tokens", "4"),
+        slow=True,
+    ),
 ]

@@ -6,7 +6,6 @@ the passage would teach the wrong words without a sound.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from meshwright.data.records import checked_text
 from meshwright.data.source_files import plain_files
 from meshwright.errors import DataError
+from meshwright.foreign import parse_json, read_named
 
 LETTERS = "ABCDEFGH"
 
@@ -182,8 +182,8 @@ def race_questions(folder: Path, choices: int) -> Iterator[RaceQuestion]:
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
+        return parse_json(read_named(path))
+    except ValueError as error:
         raise DataError(f"{path}: is no JSON: {error}") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error

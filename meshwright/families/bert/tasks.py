@@ -41,6 +41,7 @@ from meshwright.families.bert.task_files import (
     race_questions,
     squad_questions,
 )
+from meshwright.foreign import read_json
 from meshwright.outputs import free_path
 
 if TYPE_CHECKING:
@@ -180,14 +181,14 @@ def prepare_task(data: TaskSection, config: Config, progress: ShowProgress) -> P
         out = cache / f"task-{hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:16]}"
         if not (out / _HEADER).is_file():
             _pack(config, data, out, progress)
-    check_once(out, json.loads((out / _HEADER).read_text())["sha256"], {}, cache)
+    check_once(out, read_json(out / _HEADER)["sha256"], {}, cache)
     data.open(config, out)
     return out
 
 
 def open_task(data: TaskSection, config: Config, folder: Path) -> Opened:
     """The splits of a prepared folder. Raises DataError where they are too small."""
-    tokenizer, counts = load_tokenizer(folder / TOKENIZER, NO_BEGIN), json.loads((folder / _HEADER).read_text())
+    tokenizer, counts = load_tokenizer(folder / TOKENIZER, NO_BEGIN), read_json(folder / _HEADER)
     return open_splits(
         config,
         lambda split: (TaskSamples(folder, split, data, config.seed), f"{counts['samples'][split]} samples"),
@@ -228,7 +229,7 @@ def _check_prepared(config: Config, data: TaskSection, folder: Path) -> None:
     """Raises ConfigError where a folder was prepared with other fields than the run's, DataError where it is
     damaged."""
     try:
-        header = json.loads((folder / _HEADER).read_text(encoding="utf-8"))
+        header = read_json(folder / _HEADER)
         if header["format"] != _FORMAT:
             raise DataError(f"{folder}: has format {header['format']}, this version reads {_FORMAT}; {DAMAGE_REMEDY}")
         missing = [name for name in header["sha256"] if not (folder / name).is_file()]

@@ -42,6 +42,7 @@ from meshwright.environment import cache_folder
 from meshwright.errors import ConfigError, DataError
 from meshwright.families.vision.data_section import ImageData
 from meshwright.families.vision.section import ImageNetwork
+from meshwright.foreign import read_text
 from meshwright.model import Batch
 from meshwright.section import Positive, Section
 
@@ -271,7 +272,7 @@ def open_images(folder: Path, verify: bool = False) -> PackedImages:
     """Open a packed folder; with `verify` every file's checksum is compared. Raises DataError naming the file."""
     path = folder / HEADER
     try:
-        header = ImagesHeader.model_validate_json(path.read_text(encoding="utf-8"))
+        header = ImagesHeader.model_validate_json(read_text(path))
     except (OSError, ValidationError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: is no header of packed images ({error}); {_REMEDY}") from error
     if header.sha256.keys() != _FILES:

@@ -189,7 +189,7 @@ def sentences(comparison: Comparison) -> list[str]:
 def render(comparison: Comparison) -> None:
     """Print times, memory and losses; bytes by part and by axis; and what follows from them."""
     console = table_console()
-    console.print(f"{comparison.title}, on {comparison.device}: {comparison.effort}", markup=False)
+    console.print(f"{comparison.title}, on {comparison.device}: {comparison.effort}")
     for place, table in enumerate((times_table(comparison), held_table(comparison), sent_table(comparison))):
         first, *others = table.columns
         shown = RichTable(Column(first, overflow="fold"), *others, title=table.title)
@@ -198,7 +198,7 @@ def render(comparison: Comparison) -> None:
             shown.add_row(first, *(cell.text for cell in cells))
         print_table(console, shown)
     for sentence in sentences(comparison):
-        console.print(sentence, markup=False)
+        console.print(sentence)
 
 
 def html_of(comparison: Comparison, picture: bytes) -> str:

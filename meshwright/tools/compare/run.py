@@ -26,6 +26,7 @@ from torch import Tensor
 
 from meshwright.config import Config, run_text
 from meshwright.decisions import resolve, this_machine
+from meshwright.foreign import parse_json, read_text
 from meshwright.launch import Rank, Ranks, run
 from meshwright.memory.offload import Offloaded
 from meshwright.model import Samples
@@ -88,7 +89,7 @@ def measure_run(config: Config, data: Path, folder: Path, steps: int) -> Measure
     ranks = Ranks.of(config, name="compare")
     # Resolved before ranks start, by the launcher's own view of the machine, as train does.
     facts = run(run_on_rank, ranks, config=config, data=data, folder=folder.absolute(), steps=steps)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = [parse_json(line) for line in read_text(folder / "metrics.jsonl").splitlines()]
     return MeasuredRun(
         losses=tuple(float(line["loss"]) for line in lines),
         seconds=tuple(float(line["step_seconds"]) for line in lines),

@@ -12,9 +12,9 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Column, Table
 
+from meshwright import terminal
 from meshwright.config import Config
 from meshwright.decisions import resolve_layout
 from meshwright.drawing import require_matplotlib
@@ -109,7 +109,7 @@ def explain(config: Config, trace: Path | None = None) -> Explained:
     if trace is not None:
         write_trace(predicted.chosen, trace)
         draw_timelines(predicted.timelines, trace.with_suffix(".png"), UNIT)
-        Console(highlight=False).print(f"written: {trace}, {trace.with_suffix('.png')}", soft_wrap=True)
+        terminal.console().print(f"written: {trace}, {trace.with_suffix('.png')}", soft_wrap=True)
     return explained
 
 
@@ -172,7 +172,7 @@ def forecast(explained: Explained) -> Forecast:
 
 def render(explained: Explained) -> None:
     """Print tables of the run, the weights and the traffic."""
-    console = Console(highlight=False)
+    console = terminal.console()
     run, config = explained.run, explained.run.config
     specs = {parameter.name: parameter.spec for stage in run.stages for parameter in stage.parameters}
     console.print(f"{config.layout.world_size} ranks: {config.layout.summary}; the innermost axis is the closest")
@@ -197,7 +197,7 @@ def render(explained: Explained) -> None:
 
 def render_stages(explained: Explained, predicted: Forecast) -> None:
     """Print two tables: each stage's parts and work; a step under each schedule."""
-    console, stages = Console(highlight=False), explained.run.stages
+    console, stages = terminal.console(), explained.run.stages
     table = Table(
         "stage", "holds", "parameters on a rank", "work", "microbatches held", "MB to neighbours", "to other nodes",
         "idle",

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from rich.console import Console
 from rich.table import Column, Table
 
+from meshwright import terminal
 from meshwright.config import Config, dump_tree, run_text
 from meshwright.config.yaml_text import yaml_text
 from meshwright.drawing import require_matplotlib
@@ -21,7 +21,7 @@ from meshwright.models.chain import chain_of
 from meshwright.outputs import new_path, refuse_existing
 from meshwright.pipeline.trace import write_trace
 from meshwright.registry import entries
-from meshwright.streams import PatientStream
+from meshwright.streams import PatientStream, say
 from meshwright.tables import print_table
 from meshwright.tools.plan.answer import (
     NO_DIFFERENCE,
@@ -62,7 +62,7 @@ class BestSoFar:
         seconds = time.monotonic() - self._start
         told = answer(best, layout_text(best.config), Training())
         # Asked for anew each time: while a bar is drawn, stderr is one that prints above it.
-        print(f"{seconds:.0f} s: so far {told}", file=cast(TextIO, PatientStream(cast(TextIO, sys.stderr))), flush=True)
+        say(f"{seconds:.0f} s: so far {told}", file=cast(TextIO, PatientStream(cast(TextIO, sys.stderr))), flush=True)
 
 
 def checked_output(out: Path | None, page: Path | None, trace: Path | None) -> Path:
@@ -139,7 +139,7 @@ def as_dict(result: SearchResult) -> dict[str, Any]:
 
 def render(result: SearchResult) -> None:
     """Print the answer, how sure it is, what would change it; the fastest, and why other strategies lose."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
+    console = terminal.console(width=None if sys.stdout.isatty() else _WIDTH)
     best = result.predictions[0]
     for sentence in plan_sentences(result):
         console.print(sentence)
@@ -153,10 +153,10 @@ def render(result: SearchResult) -> None:
     console.print(looked_at(result))
     if result.program and (theirs := foreign_words(result.program, best.config)):
         console.print(f"the first, in the words of {result.program.title}:")
-        print(theirs)
+        say(theirs)
     if words := words_to_paste(best.config, result.job.run):
         console.print("the first, in words behind any command on this run:")
-        print(words)  # on one line, to be pasted
+        say(words)  # on one line, to be pasted
 
 
 def plan_sentences(result: SearchResult) -> list[str]:

@@ -27,9 +27,9 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Column, Table
 
+from meshwright import terminal
 from meshwright.config import Config
 from meshwright.config.layout import Layout
 from meshwright.data.files import ShowProgress, silent
@@ -267,7 +267,7 @@ def render(scaling: Scaling) -> None:
                 cells += [f"{best.worst_memory / 1e9:.2f}", layout_text(best.config)]
             table.add_row("" if index else point.strategy, f"{point.devices:,}", f"{point.samples:,}", *cells)
         table.add_section()
-    print_table(Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH), table)
+    print_table(terminal.console(width=None if sys.stdout.isatty() else _WIDTH), table)
 
 
 def write(scaling: Scaling, folder: Path) -> list[Path]:

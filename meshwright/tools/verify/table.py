@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
 from rich.table import Column, Table
 
+from meshwright import terminal
 from meshwright.tables import print_table
 from meshwright.tools.verify.job import Verdict
 
@@ -51,13 +51,13 @@ def render(verdict: Verdict) -> None:
         worst = verdict.worst(kind)
         mark = "holds" if all(row.holds for row in rows) else "FAILS"
         table.add_row(label, str(len(rows)), worst.name, f"{worst.error:.1e}", f"{worst.allowed:.0e}", mark)
-    console = Console(highlight=False)
+    console = terminal.console()
     print_table(console, table)
     for row in verdict.failed[:MOST_FAILURES]:
         # Bits are equal or not: an error of 1 is no measure of anything.
         if row.kind == "bits":
-            console.print(f"{row.name}: not the bits of one device", markup=False)
+            console.print(f"{row.name}: not the bits of one device")
             continue
-        console.print(f"{row.kind} of {row.name}: relative error {row.error:.2e} > {row.allowed:.0e}", markup=False)
+        console.print(f"{row.kind} of {row.name}: relative error {row.error:.2e} > {row.allowed:.0e}")
     if len(verdict.failed) > MOST_FAILURES:
-        console.print(f"... and {len(verdict.failed) - MOST_FAILURES} more (--json lists all)", markup=False)
+        console.print(f"... and {len(verdict.failed) - MOST_FAILURES} more (--json lists all)")
