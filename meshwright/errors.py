@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from meshwright.remedies import Remedy, remedies_of
+if TYPE_CHECKING:
+    from meshwright.remedies import Remedy
 
 NOTHING = "nothing"
 """The value of a field that must be given and is not."""
@@ -30,7 +31,7 @@ class Problem:
     """One mistake in a config: the field, what it holds, the rule it breaks, and what would work.
 
     `reads`: further fields that it rests on. Where one of them is mistaken itself, it is not reported. `mend`: its
-    remedies, if the text of `valid` has them for people alone.
+    remedies, if the text of `valid` has them for people alone; `remedies.of_problem` has all.
     """
 
     field: str
@@ -44,11 +45,6 @@ class Problem:
         hint = f"; valid: {self.valid}" if self.valid else ""
         value = "" if self.value == NOTHING and self.rule.startswith("is missing") else f"={self.value}"
         return f"{self.field}{value} {self.rule}{hint}"
-
-    @property
-    def remedies(self) -> tuple[Remedy, ...]:
-        """Fields and values that mend it, as a program can follow them; the first is the plainest."""
-        return self.mend or remedies_of(self.field, self.valid)
 
 
 class ConfigError(MeshwrightError):

@@ -17,7 +17,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from enum import Enum
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from meshwright.errors import Problem
 
 
 class Left(Enum):
@@ -38,6 +41,11 @@ _RANGE = re.compile(r"(-?\d+) to (-?\d+)")
 _BOUND = re.compile(r"(?:a whole number|a number) (>=|>|<=|<) (-?[\d.]+)(?: and (?:<=|<) [\d.]+)?")
 _VALUE = re.compile(r"(\S+|\[.*\]|\{.*\})(?: or (?:more|less))?")
 _KINDS = {"a whole number": "1", "a number": "1"}
+
+
+def of_problem(problem: Problem) -> tuple[Remedy, ...]:
+    """Return the fields and values that mend a problem; the first is the plainest."""
+    return problem.mend or remedies_of(problem.field, problem.valid)
 
 
 def remedies_of(field: str, valid: str) -> tuple[Remedy, ...]:

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, replace
 
 from meshwright.errors import Problem
+from meshwright.remedies import of_problem
 from meshwright.section import shown
 
 PAGE = "docs/scope.md"
@@ -156,9 +157,7 @@ def answered(problem: Problem, *, unknown: bool) -> Problem:
         return problem
     # The guess of a near word would lead elsewhere.
     rule = re.sub(r" \(did you mean .*\?\)", "", problem.rule)
-    return replace(
-        problem, rule=f"{rule}: {topic.sentence} ({PAGE})", valid=topic.remedy, mend=problem.mend or problem.remedies
-    )
+    return replace(problem, rule=f"{rule}: {topic.sentence} ({PAGE})", valid=topic.remedy, mend=of_problem(problem))
 
 
 def _plain(word: str) -> str:

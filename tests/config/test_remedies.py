@@ -14,7 +14,7 @@ from meshwright.config.load import parse_run
 from meshwright.config.shorthand import spell_out
 from meshwright.config.yaml_text import plain_values
 from meshwright.errors import ConfigError, Problem
-from meshwright.remedies import LEFT_OUT, Remedy, remedies_of
+from meshwright.remedies import LEFT_OUT, Remedy, of_problem, remedies_of
 from tests.fuzz.axes import AXES, tree_of
 
 ROUNDS = 8
@@ -175,8 +175,8 @@ def follow(tree: dict[str, Any], means: Any) -> list[list[Problem]]:
         else:
             return messages
         for problem in messages[-1]:
-            assert problem.remedies, f"{problem} has no remedy"
-            means(tree, words, problem.remedies[0])
+            assert of_problem(problem), f"{problem} has no remedy"
+            means(tree, words, of_problem(problem)[0])
     raise AssertionError("in a circle:\n" + "\n".join(str(problem) for each in messages[-2:] for problem in each))
 
 
@@ -202,7 +202,7 @@ def test_a_followed_remedy_loads_where_its_mistake_is_alone() -> None:
         problems = mistakes_of(tree, [])
         if len(problems) != 1:
             continue
-        for remedy in problems[0].remedies:
+        for remedy in of_problem(problems[0]):
             other, words = deepcopy(tree), list[str]()
             as_edits(other, words, remedy)
             assert problems[0] not in mistakes_of(other, words), (str(problems[0]), remedy)
@@ -226,14 +226,14 @@ def test_remedies_of_the_reported_refusals() -> None:
     tesseract = {"layout": {"tensor": {"kind": "tesseract", "q": 1, "d": 2}}}
     (problem,) = mistakes_of(tesseract, [])
     assert str(problem).endswith("; valid: 1")
-    assert problem.remedies == ({"layout.tensor.d": "1"},)
+    assert of_problem(problem) == ({"layout.tensor.d": "1"},)
     (problem,) = mistakes_of({"layout": {"tensor": {"kind": "megatron"}}}, [])
     assert str(problem) == "layout.tensor.size is missing; valid: a whole number >= 1"
     (problem,) = mistakes_of({}, ["tp=2"])
-    assert problem.remedies[0] == {"tp": LEFT_OUT, "layout.tensor": "megatron", "layout.tensor.size": "2"}
+    assert of_problem(problem)[0] == {"tp": LEFT_OUT, "layout.tensor": "megatron", "layout.tensor.size": "2"}
 
 
 def test_a_field_is_left_out_in_another_process_as_well() -> None:
     (problem,) = mistakes_of({"lora": 8}, [])
     (copied,) = copy(ConfigError([problem])).problems
-    assert deepcopy(copied.remedies)[0]["lora"] is LEFT_OUT
+    assert deepcopy(of_problem(copied))[0]["lora"] is LEFT_OUT
