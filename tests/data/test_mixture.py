@@ -91,7 +91,7 @@ def test_sources_are_packed_once_with_one_tokenizer(texts: tuple[Path, Path]) ->
     opened = config.data.open(config, folder)
     assert opened.held_out is not None
     told = [note.split(" epochs")[0] for note in opened.notes if " epochs" in note]
-    assert told == ["train: letters.txt 75 % (3.2"], opened.notes
+    assert told == ["train: letters.txt 75 % (12"], opened.notes
     batch = opened.train.samples(0, 400)
     spelled = [packs[0].tokenizer.decode(row.tolist()) for row in batch["tokens"]]
     share = sum(any(letter.isalpha() for letter in text) for text in spelled) / 400
