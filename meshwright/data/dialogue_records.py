@@ -18,13 +18,13 @@ nothing of the dialogue and are left aside.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from meshwright.data.records import checked_text
 from meshwright.errors import DataError
+from meshwright.foreign import parse_json
 
 SPEAKER, TOOL, DEVELOPER = "assistant", "tool", "developer"
 ROLES = ("system", "user", SPEAKER, TOOL, DEVELOPER)
@@ -215,7 +215,7 @@ def _calls(given: Mapping[str, Any], where: str) -> list[dict[str, Any]] | None:
         told = given[CALL]
         if isinstance(told, str):
             try:
-                told = json.loads(told)
+                told = parse_json(told)
             except (ValueError, RecursionError) as error:
                 raise DataError(f"{where}: its {CALL} is no JSON: {error}") from error
         calls = told if isinstance(told, list) else [told]
@@ -274,7 +274,7 @@ def _parsed(value: object, where: str) -> object:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value) if value.strip() else None
+        return parse_json(value) if value.strip() else None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: its tools are no JSON: {error}") from error
 

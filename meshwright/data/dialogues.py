@@ -12,6 +12,7 @@ from meshwright.data.records_section import Picks
 from meshwright.data.section import DIGITS, HUB, PREPARED, STDLIB, UNICODE
 from meshwright.data.source_files import choose_files
 from meshwright.errors import DataError
+from meshwright.foreign import read_text
 
 
 def claims_dialogues(data: Mapping[str, Any]) -> bool:
@@ -22,7 +23,7 @@ def claims_dialogues(data: Mapping[str, Any]) -> bool:
     header = Path(source).expanduser() / PREPARED
     if header.is_file():
         # By its text: a header is parsed, and refused, where the folder is opened.
-        return '"kind": "messages"' in header.read_text(encoding="utf-8")
+        return '"kind": "messages"' in read_text(header)
     split, column = data.get("split"), data.get("column")
     first = first_record(source, split if isinstance(split, str) else None)
     if isinstance(column, str):

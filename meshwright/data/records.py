@@ -28,6 +28,7 @@ from typing import IO, Any, cast
 from meshwright.data.forms_section import compression_of
 from meshwright.data.source_files import Chosen, choose_files
 from meshwright.errors import DataError
+from meshwright.foreign import open_named, parse_json
 
 Record = tuple[str, Any]
 """The place of a record, for messages, and the value: a text, or an object."""
@@ -57,18 +58,21 @@ def read_records(chosen: Chosen, wanted: Wanted = None) -> Iterator[Record]:
 
 def open_file(path: Path) -> IO[bytes]:
     """Open a file's bytes, unpacked if the name ends in a compression's suffix."""
-    match compression_of(path):
+    compression = compression_of(path)
+    file = open_named(path)  # refuses a pipe and a device; a link in a folder is refused when its files are listed
+    if not compression:
+        return file
+    file.close()
+    match compression:
         case ".gz":
             return cast(IO[bytes], gzip.open(path))
         case ".bz2":
             return cast(IO[bytes], bz2.open(path))
         case ".xz":
             return cast(IO[bytes], lzma.open(path))
-        case ".zst":
-            pyarrow = library("pyarrow", path)
-            # pyarrow's stream has no lines; the buffer has.
-            return cast(IO[bytes], io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd")))
-    return path.open("rb")
+    pyarrow = library("pyarrow", path)
+    # pyarrow's stream has no lines; the buffer has.
+    return cast(IO[bytes], io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd")))
 
 
 def first_record(source: str, split: str | None = None) -> dict[str, Any]:
@@ -135,8 +139,8 @@ def read_list(path: Path, wanted: Wanted) -> Iterator[Record]:
     with open_file(path) as file:
         data = file.read().removeprefix(codecs.BOM_UTF8)
     try:
-        tree = json.loads(data.decode())
-    except (ValueError, RecursionError) as error:
+        tree = parse_json(data.decode())
+    except ValueError as error:
         if not data.lstrip().startswith(b"{"):
             raise DataError(f"{path}: is no JSON: {error}") from error
         # Many .json files of the Hub have a JSON object a line.

@@ -7,7 +7,6 @@ folder with several splits is read if one is named.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from meshwright.data.forms_section import (
 )
 from meshwright.data.section import STDLIB
 from meshwright.errors import DataError
+from meshwright.foreign import plain, read_json
 
 SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"
 """The files that make a folder a data set that `datasets` saved, of one split or of several."""
@@ -129,7 +129,12 @@ def existing(source: str) -> Path:
 
 
 def folder_files(folder: Path) -> list[Path]:
-    """List all files in a folder but hidden ones, sorted by relative path. Raises DataError for links and pipes."""
+    """List all files in a folder but hidden ones, sorted by relative path.
+
+    Raises:
+        DataError: A link to a folder, a pipe, a device.
+        RefusedError: A link to a file; in the Hub's cache one out of the snapshot and its blobs.
+    """
     files = {}
     for path in folder.rglob("*"):
         name = path.relative_to(folder)
@@ -140,7 +145,7 @@ def folder_files(folder: Path) -> list[Path]:
         if not path.is_dir() and not path.is_file():
             raise DataError(f"{path}: is a pipe, a device or a link to nothing; move it out of the source")
         if path.is_file():
-            files[name.as_posix()] = path
+            files[name.as_posix()] = plain(path, folder)
     return [files[name] for name in sorted(files)]
 
 
@@ -194,8 +199,8 @@ def show_splits(shown: dict[Path, str | None]) -> bool:
 def saved_splits(folder: Path) -> list[str]:
     path = folder / SAVED_SPLITS
     try:
-        splits = [str(name) for name in json.loads(path.read_text(encoding="utf-8"))["splits"]]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        splits = [str(name) for name in read_json(path)["splits"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: does not list the dataset's splits") from error
     if missing := [name for name in splits if PurePath(name).name != name or not (folder / name).is_dir()]:
         raise DataError(f"{path}: lists the split {missing[0]}, which has no folder there")

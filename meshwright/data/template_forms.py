@@ -32,6 +32,7 @@ from meshwright.data.dialogue_records import (
 )
 from meshwright.data.renderer import Renderer
 from meshwright.errors import DataError
+from meshwright.foreign import parse_json
 
 _ABSENT = object()
 """A key that is not there."""
@@ -141,7 +142,7 @@ def _with_arguments(call: dict[str, Any], as_text: bool, where: str) -> dict[str
     arguments = function["arguments"]
     if isinstance(arguments, str) and not as_text:
         try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
+            arguments = parse_json(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError) as error:
             raise DataError(f"{where}: the arguments of {function['name']} are no JSON: {error}") from error
         if not isinstance(arguments, dict):

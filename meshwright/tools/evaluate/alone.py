@@ -21,7 +21,7 @@ import torch
 from meshwright.data.chat import kept_template
 from meshwright.data.dialogues import read_dialogues
 from meshwright.data.files import ShowProgress
-from meshwright.data.messages import flagged
+from meshwright.data.messages import flagged, samples_of
 from meshwright.data.messages_section import MessagesData
 from meshwright.data.packed import DIALOGUE, IDS, SAID, PackedCorpus, is_prepared
 from meshwright.data.section import TokenSection
@@ -125,8 +125,9 @@ def dialogue_perplexity(
     if data is not None and not is_prepared(Path(data).expanduser()):
         template = kept_template(loaded.folder, section.asked) or section.chat_template()
         assert template is not None, section
-        rendered = map(template.dialogue, read_dialogues(data, loaded.tokenizer.special_tokens, section.picks))
-        each = [flagged(loaded.tokenizer, text, spans) for text, spans in rendered]
+        records = read_dialogues(data, loaded.tokenizer.special_tokens, section.picks)
+        samples = (sample for record in records for sample in samples_of(record, section.turns))
+        each = [flagged(loaded.tokenizer, *template.dialogue(sample)) for sample in samples]
         if not each:
             raise DataError(f"{data}: holds no dialogue")
         tokens, name = np.concatenate(each), data
