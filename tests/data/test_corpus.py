@@ -15,6 +15,7 @@ from meshwright.data import corpus
 from meshwright.data.corpus import documents, source_identity, source_name
 from meshwright.data.records_section import Picks
 from meshwright.errors import ConfigError, DataError
+from meshwright.foreign import RefusedError
 
 
 def test_stdlib_is_python_source_without_tests() -> None:
