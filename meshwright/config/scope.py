@@ -1,7 +1,7 @@
-"""Words for things that Meshwright does not do, each answered in a sentence, and with what does them.
+"""Words for features that Meshwright does not have, each answered in a sentence with another tool.
 
 `docs/scope.md` is the page. A word may be a key, an option, or a value: capitals, and dashes or dots for underscores,
-make no difference. A topic that is built later loses its row here, and its paragraph there.
+make no difference. A topic that is built later loses the row and the paragraph.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ PAGE = "docs/scope.md"
 
 @dataclass(frozen=True)
 class Topic:
-    """Something that other tools do: the forms of its words, a sentence about Meshwright, and the remedy.
+    """A feature of other tools: the forms of words, a sentence about Meshwright, and the remedy.
 
-    `values`: the forms of values; empty where they are those of keys.
+    `values`: the forms of values; empty for the forms of keys.
     """
 
     words: str
@@ -121,7 +121,7 @@ _VALUED = (
     "optimizer.name",
     "data.kind",
 )
-"""Fields of choices, among which another tool's word may be a topic's."""
+"""Fields of choices that may hold a word of a topic."""
 _PATHS = (
     "data.source",
     "data.mixture",
@@ -135,7 +135,7 @@ _STORAGE = TOPICS["remote storage"]
 
 
 def topic_of_key(key: str) -> Topic | None:
-    """The topic of an unknown key or option, by its whole name or a part of it: `--push-to-hub`, `lora.rank`."""
+    """Find the topic of an unknown key or option, or of a part: `--push-to-hub`, `lora.rank`."""
     parts = key.lstrip("-").split(".")
     return next((topic for part in parts for topic in TOPICS.values() if topic.answers_key(part)), None)
 
@@ -146,7 +146,7 @@ def topic_of_address(value: str) -> Topic | None:
 
 
 def answered(problem: Problem, *, unknown: bool) -> Problem:
-    """The problem with the sentence of its topic, if it has one. `unknown`: its field is what nobody knows."""
+    """Add the sentence of a topic to a problem. `unknown`: the field is an unknown key."""
     value = shown(problem.value)
     topic = topic_of_key(problem.field) if unknown else None
     if not unknown and problem.field in _VALUED:

@@ -1,6 +1,6 @@
-"""A colleague's look at a run that is legal: what nobody means, one line each, with numbers and the field to change.
+"""A colleague's look at a legal run: one line for each oddity, with numbers and the field to change.
 
-A check is a function of the run and the `Facts` that are known where it is asked. It says nothing if it lacks a fact.
+A check is a function of the run and of the known `Facts`. A check that lacks a fact returns None.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from meshwright.section import shown
 Check = Callable[[Config, "Facts"], "str | None"]
 
 SPARE_ROWS = 256
-"""Rows of a vocabulary that nobody misses."""
+"""Unused rows of a vocabulary that cost too little for a line."""
 BEGIN_ANEW = frozenset(("base", "from", "family", "kind", "name"))
 """Keys that say which section it is."""
 OFTEN = 100
-"""Passes over the same samples after which a run learns them by heart."""
+"""Passes over the same samples that are too many."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class Facts:
 
 
 def remarks(config: Config, facts: Facts = Facts()) -> list[str]:
-    """Every line that a colleague would say of the run; none for one that makes sense."""
+    """Return the lines of all checks; an empty list for a run that makes sense."""
     return [line for line in (check(config, facts) for check in CHECKS) if line is not None]
 
 
 def vocabulary_is_the_tokenizers(config: Config, facts: Facts) -> str | None:
-    """The published table of a folder's weights is left as it is."""
+    """Compare the vocabulary with the tokenizer; a published table of weights is left."""
     tokenizer, rows = config.data.model_dump().get("tokenizer", ""), config.model.num_tokens
     named = tokenizer.removeprefix("bpe:")
     # The size that the run names goes first: a small text fills fewer tokens of bpe:SIZE, and the rule asks for SIZE.
@@ -134,8 +134,8 @@ def moments_forget_in_order(config: Config, facts: Facts) -> str | None:
     if "betas" not in config.optimizer.update.fields or first <= second:
         return None
     return (
-        f"optimizer.betas=[{first:g}, {second:g}]: the mean of gradients is remembered longer than that of their "
-        f"squares, by which it is divided; optimizer.betas=[{second:g}, {first:g}]"
+        f"optimizer.betas=[{first:g}, {second:g}]: the mean of gradients is remembered longer than the mean of "
+        f"their squares; optimizer.betas=[{second:g}, {first:g}]"
     )
 
 
@@ -166,12 +166,12 @@ def stages_have_microbatches(config: Config, facts: Facts) -> str | None:
 
 
 def padding_is_at_rest(config: Config, facts: Facts) -> str | None:
-    """transformers' Embedding(padding_idx=...) gives the row no gradient where it is looked up."""
+    """Name the row to which transformers' Embedding(padding_idx=...) gives no gradient."""
     if facts.padding is None or config.weights is None:
         return None
     return (
         f"pad_token_id={facts.padding} of {config.weights}: transformers leaves this row of the embedding without a "
-        f"gradient, and a run here trains it where the data has the token"
+        f"gradient, and a run here trains the row if the data has the token"
     )
 
 
@@ -193,10 +193,9 @@ CHECKS: tuple[Check, ...] = (
 
 
 def lost_by_braces(tree: dict[str, Any], words: tuple[str, ...]) -> Iterator[str]:
-    """A line for each word in braces that replaces a section of the run file, with the fields that are lost.
+    """Yield a line for each word in braces that replaces a section of the run file, with the lost fields.
 
-    A dotted word changes one field and leaves the others. Braces that name another kind, base or folder begin anew,
-    which is meant.
+    A dotted word changes one field. Braces with another kind, base or folder replace a section on purpose.
     """
     for word in words:
         field, _, text = word.partition("=")

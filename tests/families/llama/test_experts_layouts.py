@@ -187,12 +187,12 @@ def test_half_precision_trains_as_on_one_device(level: str, name: str, memory: d
             {"experts": {"count": 4, "per_token": 1}},
             {},
             "model.experts.renormalise=true makes the one weight of model.experts.per_token=1 a 1, by which a router "
-            "learns nothing; valid: false, model.experts.per_token=2, or a balance",
+            "learns nothing; valid: false, model.experts.per_token=2, or a model.experts.balance",
         ),
         (
             {"experts": {"count": 4, "per_token": 5}},
             {},
-            "model.experts.per_token=5 is more than model.experts.count=4; valid: 1 to 4",
+            "model.experts.per_token=5 is more than model.experts.count=4; valid: 4 or less",
         ),
         (
             {"biases": ["feed-forward"]},
