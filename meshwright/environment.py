@@ -2,8 +2,7 @@
 
 Every function takes the variables as a mapping, so that a test hands in a dict. Nothing here imports torch.
 
-A launcher is recognised by what it sets: torchrun by RANK and WORLD_SIZE, Open MPI by OMPI_COMM_WORLD_RANK, MPICH by
-PMI_RANK and MPI_LOCALRANKID, srun by SLURM_STEP_ID of a step of several tasks. Without any, a process is alone.
+A launcher is recognised by its variables (launchers.py has the table). Without any, a process is alone.
 """
 
 from __future__ import annotations
@@ -15,15 +14,10 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 from zlib import crc32
 
 from meshwright.errors import LaunchError
-
-LauncherName = Literal["none", "torchrun", "slurm", "mpi"]
-
-ATTEMPT = "MESHWRIGHT_ATTEMPT"
-"""Our own mpiexec launcher says in it how often the job was restarted."""
+from meshwright.launchers import ATTEMPT, Environment, number_of, place_of, text_of
 
 EARLY_ERRORS = "MESHWRIGHT_EARLY_ERRORS"
 """Our own launcher says in it where workers of its fork server leave their first errors."""
@@ -34,39 +28,10 @@ SECRET = "MESHWRIGHT_SECRET"
 ENTRIES = "MESHWRIGHT_ENTRIES"
 """The strategies that a script has registered, as JSON: all processes that it starts inherit it."""
 
-PLACE_VARIABLES: Mapping[str, tuple[str, ...]] = {
-    # rank, world size, local rank, local world size, attempt
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"),
-    "openmpi": (*(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")), ATTEMPT),
-    "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ATTEMPT),
-    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", "SLURM_RESTART_COUNT"),
-}
-"""The variables in which each launcher says a process's place. srun says the tasks of each node more exactly."""
-
 _LOOPBACK = "127.0.0.1"
 _SECRET_LENGTH = 16
-_SLURM_SPECIAL_STEPS = 0xFFFFFFF0
-"""Step numbers from here on are Slurm's own (batch script, interactive shell): no srun started them."""
 _DERIVED_PORTS = range(20000, 32000)
 """Below Linux's ephemeral ports, so that an outgoing connection does not happen to hold the port."""
-
-
-@dataclass(frozen=True)
-class Environment:
-    """This process's place in its job. `attempt` counts restarts, from 0.
-
-    `status_folder`: where the job's ranks tell each other and the launcher where they are, if anywhere. `launched`: by
-    our own launcher, which says why a job ended.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    attempt: int
-    launcher: LauncherName
-    status_folder: Path | None = None
-    launched: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,30 +47,12 @@ class Rendezvous:
     job: str = ""
 
 
-def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
-    """This process's rank and launcher. Raises LaunchError on a variable that is missing or no number."""
-    if "RANK" in variables and "WORLD_SIZE" in variables:
-        environment = _place("torchrun", "torchrun", variables)
-    elif "OMPI_COMM_WORLD_RANK" in variables:
-        environment = _place("mpi", "openmpi", variables)
-    elif "PMI_RANK" in variables and ("MPI_LOCALRANKID" in variables or not _in_slurm_step(variables)):
-        # MPICH's mpiexec starts its proxies with srun: Slurm's numbers are then the proxy's, not ours.
-        environment = _place("mpi", "mpich", variables)
-    elif _in_slurm_step(variables):
-        environment = _place("slurm", "slurm", variables)
-    else:
-        environment = Environment(0, 1, 0, 1, 0, "none")
-    if not 0 <= environment.rank < environment.world_size:
-        raise LaunchError(f"the launcher's variables say rank {environment.rank} of {environment.world_size} ranks")
-    return environment
+def read_environment(variables: Mapping[str, str] = os.environ, *, terminal: bool | None = None) -> Environment:
+    """This process's rank and launcher. `terminal`: whether a person types to this process; None: asks stdin.
 
-
-def _place(launcher: LauncherName, names: str, variables: Mapping[str, str]) -> Environment:
-    *place, local_size, attempt = PLACE_VARIABLES[names]
-    rank, world_size, local_rank = (_number(variables, name) for name in place)
-    counted = launcher == "slurm" and "SLURM_STEP_TASKS_PER_NODE" in variables
-    here = _slurm_tasks_here(variables) if counted else _number(variables, local_size)
-    return Environment(rank, world_size, local_rank, here, _number(variables, attempt, 0), launcher)
+    Raises LaunchError on a variable that is missing, no number, or contradicts another one.
+    """
+    return place_of(variables, terminal=os.isatty(0) if terminal is None else terminal)
 
 
 def rendezvous(variables: Mapping[str, str] = os.environ, job: str = "") -> Rendezvous:
@@ -122,11 +69,18 @@ def rendezvous(variables: Mapping[str, str] = os.environ, job: str = "") -> Rend
     if not address and environment.local_world_size == environment.world_size:
         address = _LOOPBACK  # all ranks are here, and no other host can reach them
     elif not address and environment.launcher == "slurm":
-        address = first_host(_text(variables, "SLURM_STEP_NODELIST"))
+        address = first_host(text_of(variables, "SLURM_STEP_NODELIST"))
     elif not address:
         raise LaunchError("MASTER_ADDR is not set: set it, and MASTER_PORT, to rank 0's host and a free port there")
     if "MASTER_PORT" in variables:
-        return Rendezvous(address, _number(variables, "MASTER_PORT"), hosted, job)
+        port = number_of(variables, "MASTER_PORT")
+        if not 1 <= port < 2**16:
+            raise LaunchError(
+                f"MASTER_PORT={port} is no port: set it to one from 1 to {2**16 - 1}, free on rank 0's host"
+            )
+        return Rendezvous(address, port, hosted, job)
+    if environment.world_size == 1:
+        return Rendezvous(_LOOPBACK, 0, hosted=False, job=job)  # nobody else needs to know the port
     return Rendezvous(address, _derived_port(environment, variables), hosted, job)
 
 
@@ -291,34 +245,10 @@ def mpi_worker_variables(
     return {**variables, **own}
 
 
-def _in_slurm_step(variables: Mapping[str, str]) -> bool:
-    """Whether srun started this process as one of several tasks. A step of one task is an ordinary shell."""
-    if "SLURM_STEP_ID" not in variables or "SLURM_PROCID" not in variables:
-        return False
-    srun = _number(variables, "SLURM_STEP_ID") < _SLURM_SPECIAL_STEPS
-    # A shell inside of salloc or srun --pty has Slurm's variables as well, and is no rank.
-    return srun and _number(variables, "SLURM_NTASKS", 1) > 1
-
-
-def _slurm_tasks_here(variables: Mapping[str, str]) -> int:
-    """Tasks on this node, from `2(x3),1`: nodes in order."""
-    text = variables["SLURM_STEP_TASKS_PER_NODE"]
-    tasks: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if match is None:
-            raise LaunchError(f"SLURM_STEP_TASKS_PER_NODE={text} is not of the form 2(x3),1")
-        tasks += [int(match[1])] * int(match[2] or 1)
-    node = _number(variables, "SLURM_NODEID", 0)
-    if node >= len(tasks):
-        raise LaunchError(f"SLURM_NODEID={node}, but SLURM_STEP_TASKS_PER_NODE={text} has {len(tasks)} nodes")
-    return tasks[node]
-
-
 def _derived_port(environment: Environment, variables: Mapping[str, str]) -> int:
     """A port that all ranks of a job agree on and that two jobs on a host seldom share."""
     if environment.launcher == "slurm":
-        job = f"{_text(variables, 'SLURM_JOB_ID')}.{_text(variables, 'SLURM_STEP_ID')}"
+        job = f"{text_of(variables, 'SLURM_JOB_ID')}.{text_of(variables, 'SLURM_STEP_ID')}"
     elif "PMIX_NAMESPACE" in variables:
         job = variables["PMIX_NAMESPACE"]
     else:
@@ -331,18 +261,3 @@ def first_host(node_list: str) -> str:
     """The first host of a Slurm node list: `node[07-09,12]-ib,gpu1` -> `node07-ib`."""
     first = re.split(r",(?![^\[]*\])", node_list)[0]
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
-
-
-def _text(variables: Mapping[str, str], name: str) -> str:
-    if name not in variables:
-        raise LaunchError(f"{name} is not set, though this process's launcher should set it")
-    return variables[name]
-
-
-def _number(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
-    if default is not None and name not in variables:
-        return default
-    text = _text(variables, name)
-    if not text.isdigit():
-        raise LaunchError(f"{name}={text} is not a count")
-    return int(text)

@@ -28,7 +28,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from meshwright.environment import LauncherName, read_environment, starts_mpi
+from meshwright.environment import read_environment, starts_mpi
+from meshwright.launchers import LauncherName
 
 ROOT = Path("/")
 

@@ -76,6 +76,79 @@ def test_each_launcher(variables: dict[str, str], expected: Environment) -> None
     assert read_environment(variables) == expected
 
 
+def without(variables: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if name not in names}
+
+
+PAIR = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    "variables, expected",
+    [
+        # one rank a node: nothing speaks of other ranks of this node
+        (PAIR, (2, 4, 0, 1)),
+        ({**PAIR, "LOCAL_WORLD_SIZE": "1"}, (2, 4, 0, 1)),
+        ({**PAIR, "GROUP_RANK": "2", "GROUP_WORLD_SIZE": "4"}, (2, 4, 0, 1)),
+        ({**PAIR, "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "4"}, (2, 4, 0, 1)),
+        (without(PAIR, "MASTER_ADDR"), (2, 4, 0, 1)),
+        # all ranks are here
+        ({**PAIR, "MASTER_ADDR": "localhost"}, (2, 4, 2, 4)),
+        ({**PAIR, "MASTER_ADDR": "127.0.0.1"}, (2, 4, 2, 4)),
+        ({**PAIR, "MASTER_ADDR": "::1", "LOCAL_RANK": "2"}, (2, 4, 2, 4)),
+        ({**PAIR, "LOCAL_WORLD_SIZE": "4"}, (2, 4, 2, 4)),
+        ({**PAIR, "GROUP_WORLD_SIZE": "1"}, (2, 4, 2, 4)),
+        # alone
+        ({"WORLD_SIZE": "1"}, (0, 1, 0, 1)),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, (0, 1, 0, 1)),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, (0, 1, 0, 1)),
+        # a script exports the names that torch reads, and srun or mpirun knows the rest
+        ({**SLURM, "RANK": "6", "WORLD_SIZE": "7"}, (6, 7, 0, 1)),
+        ({**SLURM, "WORLD_SIZE": "7"}, (6, 7, 0, 1)),
+        ({**SLURM, "RANK": "6"}, (6, 7, 0, 1)),
+        ({**SLURM, "LOCAL_RANK": "0"}, (6, 7, 0, 1)),
+        ({**OPEN_MPI, "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0"}, (1, 2, 1, 2)),
+        ({**OPEN_MPI, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, (1, 2, 1, 2)),
+        # Slurm's own variables that follow from others
+        (without(SLURM, "SLURM_LOCALID"), (6, 7, 0, 1)),
+        ({**without(SLURM, "SLURM_STEP_TASKS_PER_NODE"), "SLURM_STEP_NUM_NODES": "7"}, (6, 7, 0, 1)),
+        (
+            {**without(SLURM, "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID"), "SLURM_STEP_NUM_NODES": "1"},
+            (6, 7, 6, 7),
+        ),
+        # MPI's
+        (without(OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK"), (1, 2, 1, 2)),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, (0, 1, 0, 1)),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, (0, 1, 0, 1)),
+        # names that shells and batch scripts export
+        ({"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}, (0, 1, 0, 1)),
+        ({"GROUP_RANK": "1"}, (0, 1, 0, 1)),
+    ],
+)
+def test_a_missing_variable_is_derived_where_one_value_is_possible(
+    variables: dict[str, str], expected: tuple[int, int, int, int]
+) -> None:
+    place = read_environment(variables, terminal=False)
+    assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == expected
+
+
+def test_the_shell_of_a_pty_is_alone_and_what_it_starts_is_not() -> None:
+    shell = {**SLURM, "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_PTY_PORT": "40001"}
+    assert read_environment(shell, terminal=True) == Environment(0, 1, 0, 1, 0, "none")
+    assert read_environment(shell, terminal=False).world_size == 7
+    assert read_environment(SLURM, terminal=True).world_size == 7
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "x", "-1"])
+def test_a_port_that_is_none_is_named(port: str) -> None:
+    with pytest.raises(LaunchError, match=f"MASTER_PORT={port} is no"):
+        rendezvous({**TORCHRUN, "MASTER_PORT": port})
+
+
+def test_a_lone_rank_of_a_launcher_needs_no_port() -> None:
+    assert rendezvous({"RANK": "0", "WORLD_SIZE": "1"}) == Rendezvous("127.0.0.1", 0, hosted=False)
+
+
 def test_slurm_falls_back_on_the_requested_tasks_per_node() -> None:
     variables = {k: v for k, v in SLURM.items() if k != "SLURM_STEP_TASKS_PER_NODE"}
     assert read_environment({**variables, "SLURM_NTASKS_PER_NODE": "2"}).local_world_size == 2
@@ -86,7 +159,43 @@ def test_slurm_falls_back_on_the_requested_tasks_per_node() -> None:
     [
         ({**TORCHRUN, "RANK": "x"}, "RANK=x is not a count"),
         ({**TORCHRUN, "RANK": "8"}, "rank 8 of 8 ranks"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK is not set"),
+        ({**TORCHRUN, "WORLD_SIZE": "-8"}, "WORLD_SIZE=-8 is not a count"),
+        ({**TORCHRUN, "LOCAL_RANK": "1.0"}, r"LOCAL_RANK=1\.0 is not a count"),
+        ({**TORCHRUN, "RANK": ""}, "RANK= is not a count"),
+        ({**TORCHRUN, "RANK": "\u0663"}, "is not a count"),
+        ({**TORCHRUN, "RANK": "9"}, r"rank 9 of 8 ranks \(RANK, WORLD_SIZE\): set RANK to 0 to 7"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE=0 is no number of ranks"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 is no number of ranks"),
+        (
+            {**TORCHRUN, "LOCAL_RANK": "7", "LOCAL_WORLD_SIZE": "2"},
+            r"LOCAL_RANK=7 is no rank of this host's 2 \(LOCAL_WORLD_SIZE\): set LOCAL_RANK to 0 to 1, or ",
+        ),
+        ({**TORCHRUN, "LOCAL_RANK": "4"}, "LOCAL_RANK=4 is no rank of this host's 4"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_RANK=1 is no rank of this host's 0"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9 is more than all ranks, WORLD_SIZE=8"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "2"}, "OMPI_COMM_WORLD_LOCAL_RANK=2 is no rank of this host's 2"),
+        ({**MPICH, "MPI_LOCALRANKID": "1"}, "MPI_LOCALRANKID=1 is no rank of this host's 1"),
+        ({**SLURM, "SLURM_LOCALID": "1"}, "SLURM_LOCALID=1 is no rank of this host's 1"),
+        (
+            {"WORLD_SIZE": "4"},
+            "WORLD_SIZE=4 is set, and RANK is not: set RANK to each process's number, 0 to 3, or unset",
+        ),
+        ({"WORLD_SIZE": "4", "LOCAL_RANK": "0"}, "WORLD_SIZE=4 is set, and RANK is not"),
+        ({"RANK": "0"}, "RANK=0 is set, and WORLD_SIZE is not"),
+        ({"RANK": "3", "WORLD_SIZE": "1"}, "rank 3 of 1 ranks"),
+        ({"LOCAL_RANK": "0"}, "LOCAL_RANK=0 is set, and RANK and WORLD_SIZE are not"),
+        ({"LOCAL_WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE=2 is set, and RANK and WORLD_SIZE are not"),
+        (
+            {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"},
+            "LOCAL_RANK is not set, and LOCAL_WORLD_SIZE=2: set LOCAL_RANK to the process's number on its host, 0 to 1",
+        ),
+        ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, "LOCAL_RANK=1 is set, and LOCAL_WORLD_SIZE is not"),
+        (
+            {"RANK": "1", "WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"},
+            "GROUP_WORLD_SIZE=2 is set, and LOCAL_WORLD_SIZE is",
+        ),
+        ({**SLURM, "WORLD_SIZE": "8"}, "WORLD_SIZE=8, and slurm says 7 for this process: unset WORLD_SIZE"),
+        ({**OPEN_MPI, "RANK": "0"}, "RANK=0, and mpi says 1 for this process: unset RANK"),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "MPI_LOCALRANKID is not set"),
         ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "two"}, "is not of the form"),
         ({**SLURM, "SLURM_NODEID": "4"}, "has 4 nodes"),

@@ -232,18 +232,28 @@ def replay(
     out: Annotated[Path, Argument(metavar="OUT", help="A run's folder.")],
     step: Annotated[int, Option(min=1, help="The step to make again.")],
     overrides: Overrides = None,
+    start: Annotated[
+        int | None, Option("--from", metavar="STEP", min=0, help="From that checkpoint, not the last before; 0: all.")
+    ] = None,
+    accept_changes: Annotated[
+        bool, Option("--accept-changes", help="Also with another seed, data, sequence or global batch.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Make a step again: tell the program from the machine.
 
     From the checkpoint before it, here, with the run's layout or another one (bits=layout-free). Equal numbers: program
-    and machine are sound. Else it is made a second time, which tells the machine from the program. Exit code 1.
+    and machine are sound. Else it is made a second time, which tells the machine from the program. Exit code 1. A
+    damaged checkpoint before the step is refused; --from says from which one to go.
 
     Example: meshwright replay out/first --step 1200 layout.data=2
     """
     from meshwright.tools import replay as tool
 
-    found = tool.replay(out, step, overrides or ())
+    def say(text: str) -> None:
+        print(text, file=sys.stderr if as_json else sys.stdout, flush=True)
+
+    found = tool.replay(out, step, overrides or (), start=start, accept_changes=accept_changes, say=say)
     print_result(tool, found, as_json)
     found.check()
 

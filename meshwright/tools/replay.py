@@ -1,7 +1,8 @@
 """`meshwright replay OUT --step N [words]`: repeat a run's step from the checkpoint before it, and compare.
 
-On this machine, with the run's layout or, if its bits are layout-free, with any other. Equal numbers show that program
-and machine are sound. If they differ, the step is repeated once more:
+On this machine, with the run's layout or, if its bits are layout-free, with any other. The start and the number of
+steps are said before the first one. A damaged checkpoint is no reason to go further back unasked: `--from` says from
+which step to go. Equal numbers show that program and machine are sound. If they differ, the step is repeated once more:
 
 | the second replay                   | verdict | what is wrong                                                    |
 |-------------------------------------|---------|------------------------------------------------------------------|
@@ -14,16 +15,17 @@ and machine are sound. If they differ, the step is repeated once more:
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from meshwright import terminal
-from meshwright.checkpoint.reader import newest_whole
+from meshwright.checkpoint.reader import Checkpoint, newest_whole, steps_in
 from meshwright.config import load_config
 from meshwright.config.schema import Logging
-from meshwright.errors import ConfigError, MismatchError
+from meshwright.data.files import silent
+from meshwright.errors import CheckpointError, ConfigError, MeshwrightError, MismatchError
 from meshwright.foreign import plain
 from meshwright.launch.session import temporary_folder
 from meshwright.section import with_field
@@ -53,20 +55,48 @@ class Replayed:
             raise MismatchError(f"step {self.step} is not what the run had: {self.verdict}")
 
 
-def replay(out: Path, step: int, words: Sequence[str] = ()) -> Replayed:
-    """Repeat the steps from the newest checkpoint before `step` up to `step`. `words`: another layout's fields.
+def replay(
+    out: Path,
+    step: int,
+    words: Sequence[str] = (),
+    *,
+    start: int | None = None,
+    accept_changes: bool = False,
+    say: Callable[[str], object] = lambda text: None,
+) -> Replayed:
+    """Repeat the steps from the newest checkpoint before `step`, or from that of `start`, up to `step`.
 
-    Raises ConfigError where the run has not made that step, and as `train`.
+    Args:
+        out: The run's folder.
+        step: The last step to repeat.
+        words: Another layout's fields.
+        start: The step of a checkpoint; 0 is the run's beginning.
+        accept_changes: Also with another seed, data, sequence or global batch, as `train --resume`.
+        say: Gets a line on the start and the number of steps, before the first one.
+
+    Raises:
+        ConfigError: The run has not made that step, or has no such checkpoint; and as `train`.
+        CheckpointError: The checkpoint is damaged.
     """
     run = {int(line["step"]): line for line in read_history(out / METRICS)}
     if step not in run:
         rule = "is no step whose numbers the run has"
         raise ConfigError.of("--step", step, rule, f"{min(run, default=0)} to {max(run, default=0)}")
-    checkpoint = newest_whole(out / CHECKPOINTS, step)
+    checkpoint = _checkpoint(out / CHECKPOINTS, step, start)
     first = 1 if checkpoint is None else int(checkpoint.name.removeprefix("step-")) + 1
     config = with_field(
         load_config(plain(out / CONFIG), words), "logging", Logging(level="error")
     )  # the answer is its only output
+    if checkpoint is None and not accept_changes:
+        # From a checkpoint `train` checks this.
+        for _, path in steps_in(out / CHECKPOINTS)[-1:]:
+            origin = Checkpoint(path).manifest.origin
+            if origin.data and origin.data != config.data.fingerprint(config.data.prepare(config, silent)):
+                rule = f"holds other tokens or samples than those that {path} was trained on"
+                raise ConfigError.of("data.source", config.data.source, rule, "the same data, or --accept-changes")
+    where = "the beginning" if checkpoint is None else checkpoint.name
+    count = step - first + 1
+    say(f"repeats steps {first} to {step} from {where} of {out}: {count} step{'s' if count > 1 else ''}")
 
     def again() -> Lines:
         with temporary_folder() as folder:
@@ -75,7 +105,28 @@ def replay(out: Path, step: int, words: Sequence[str] = ()) -> Replayed:
                 shutil.copytree(checkpoint, folder / CHECKPOINTS / checkpoint.name)
                 for file in (IDENTITY, CONFIG):
                     shutil.copy(plain(out / file), folder / file)
-            train(config, folder, resume=checkpoint is not None, each=lambda line: line["step"] >= step)
+            resume = checkpoint is not None
+            try:
+                train(
+                    config, folder, resume=resume, accept_changes=resume and accept_changes,
+                    each=lambda line: line["step"] >= step,
+                )  # fmt: skip
+            except ConfigError as error:
+                # The copy is nothing that a user could mend.
+                mine, theirs = str(folder), str(out)
+                raise ConfigError(
+                    [
+                        replace(
+                            problem,
+                            value=theirs if str(problem.value) == mine else problem.value,
+                            rule=problem.rule.replace(mine, theirs),
+                        )
+                        for problem in error.problems
+                    ]
+                ) from error
+            except MeshwrightError as error:
+                error.args = (str(error).replace(str(folder), str(out)),)
+                raise
             return {int(line["step"]): line for line in read_history(folder / METRICS)}
 
     one = again()
@@ -88,6 +139,26 @@ def replay(out: Path, step: int, words: Sequence[str] = ()) -> Replayed:
     numbers = {name: [lines[parted].get(name) for lines in (run, one, two)] for name in names}
     alike = _first_difference(one, two, first, step) is None
     return Replayed("program" if alike else "machine", first, step, parted, numbers)
+
+
+def _checkpoint(folder: Path, step: int, start: int | None) -> Path | None:
+    """The checkpoint that a replay of `step` goes on from; None: the run's beginning."""
+    before = {number: path for number, path in steps_in(folder) if number < step}
+    if start is None:
+        start = max(before, default=0)
+    if start and start not in before:
+        valid = ", ".join(map(str, sorted({0, *before}, reverse=True)))
+        raise ConfigError.of("--from", start, f"is no checkpoint before step {step} in {folder}", valid)
+    path = before.get(start)
+    if path is not None:
+        try:
+            Checkpoint(path).check_files()
+        except CheckpointError as error:
+            older = newest_whole(folder, start)
+            number = 0 if older is None else int(older.name.removeprefix("step-"))
+            offer = f"--from {number} repeats steps {number + 1} to {step} instead"
+            raise type(error)(f"{error}; {offer}, from {'the beginning' if older is None else older.name}") from error
+    return path
 
 
 def _first_difference(one: Lines, other: Lines, first: int, last: int) -> int | None:

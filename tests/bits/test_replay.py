@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 
 from meshwright.bits.fixed import FixedPoint
 from meshwright.cli import app
-from meshwright.errors import ConfigError, MismatchError
+from meshwright.errors import ConfigError, DamagedError, MismatchError
 from meshwright.tools.replay import replay
 from tests.training.runs import config_for, make_corpus, run
 
@@ -63,3 +64,49 @@ def test_a_bit_that_flips_once_is_the_machines(out: Path, monkeypatch: pytest.Mo
 def test_a_step_that_was_not_made_is_refused(out: Path) -> None:
     with pytest.raises(ConfigError, match="--step=9 is no step whose numbers the run has; valid: 1 to 6"):
         replay(out, 9)
+
+
+@pytest.fixture
+def damaged(out: Path, tmp_path: Path) -> Path:
+    """The run with a flipped bit in the checkpoint of step 3."""
+    folder = Path(shutil.copytree(out, tmp_path / "damaged"))
+    shard = sorted((folder / "checkpoints" / "step-3").glob("*.safetensors"))[0]
+    content = bytearray(shard.read_bytes())
+    content[-9] ^= 1
+    shard.write_bytes(content)
+    return folder
+
+
+def test_a_damaged_checkpoint_before_the_step_is_named_and_not_passed_over(damaged: Path) -> None:
+    said: list[str] = []
+    with pytest.raises(DamagedError, match=r"step-3/rank-\d.safetensors is damaged") as caught:
+        replay(damaged, 5, say=said.append)
+    assert str(caught.value).endswith("; --from 0 repeats steps 1 to 5 instead, from the beginning")
+    assert str(damaged) in str(caught.value)
+    assert said == [], "nothing was begun"
+    assert replay(damaged, 5, start=0, say=said.append).first == 1
+    assert said == [f"repeats steps 1 to 5 from the beginning of {damaged}: 5 steps"]
+    with pytest.raises(ConfigError, match=r"--from=2 is no checkpoint before step 5 in .*; valid: 3, 0"):
+        replay(damaged, 5, start=2)
+
+
+def test_the_start_and_the_cost_are_said_before_the_first_step(out: Path) -> None:
+    result = CliRunner().invoke(app, ["replay", str(out), "--step", "4"])
+    first, second = result.stdout.splitlines()[:2]
+    assert first == f"repeats steps 4 to 4 from step-3 of {out}: 1 step"
+    assert second.startswith("equal: ")
+
+
+@pytest.mark.parametrize("start", [None, 0])
+def test_changed_data_are_refused_by_the_runs_own_paths_and_accepted_by_a_word(
+    out: Path, tmp_path: Path, start: int | None
+) -> None:
+    words = [f"data.source={make_corpus(tmp_path, seed=2)}"]
+    with pytest.raises(ConfigError) as caught:
+        replay(out, 5, words, start=start)
+    assert f"that {out / 'checkpoints'}/step-" in str(caught.value)
+    assert "or --accept-changes" in str(caught.value)
+    assert "/meshwright-" not in str(caught.value), "a temporary folder"
+    options = ["--accept-changes", *(() if start is None else ("--from", "0")), *words]
+    result = CliRunner().invoke(app, ["replay", str(out), "--step", "5", "--json", *options])
+    assert json.loads(result.stdout.splitlines()[-1])["verdict"] == "program"
