@@ -17,8 +17,9 @@ from rich.table import Table
 from meshwright import terminal
 from meshwright.checkpoint.reader import Checkpoint, steps_in
 from meshwright.errors import DataError, MismatchError
+from meshwright.foreign import plain_folder
 from meshwright.parameters.shard import Box
-from meshwright.training.folder import CHECKPOINTS
+from meshwright.training.folder import CHECKPOINTS, OF_TRACKERS
 from meshwright.training.follow import METRICS, read_history
 
 NUMBERS = ("loss", "grad_norm", "root")
@@ -65,6 +66,8 @@ class Difference:
 
 def difference(one: Path, other: Path) -> Difference:
     """Compare two runs' folders. Raises DataError where they have no step in common."""
+    for run in (one, other):
+        plain_folder(run, OF_TRACKERS)
     histories = [{line["step"]: line for line in read_history(run / METRICS)} for run in (one, other)]
     common = sorted(histories[0].keys() & histories[1].keys())
     if not common:

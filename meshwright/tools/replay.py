@@ -24,11 +24,11 @@ from meshwright.checkpoint.reader import newest_whole
 from meshwright.config import load_config
 from meshwright.config.schema import Logging
 from meshwright.errors import ConfigError, MismatchError
-from meshwright.foreign import plain
+from meshwright.foreign import plain, plain_folder
 from meshwright.launch.session import temporary_folder
 from meshwright.section import with_field
 from meshwright.tools.diff import NUMBERS
-from meshwright.training.folder import CHECKPOINTS, CONFIG, IDENTITY
+from meshwright.training.folder import CHECKPOINTS, CONFIG, IDENTITY, OF_TRACKERS
 from meshwright.training.follow import METRICS, read_history
 from meshwright.training.job import train
 
@@ -58,6 +58,7 @@ def replay(out: Path, step: int, words: Sequence[str] = ()) -> Replayed:
 
     Raises ConfigError where the run has not made that step, and as `train`.
     """
+    plain_folder(out, OF_TRACKERS)
     run = {int(line["step"]): line for line in read_history(out / METRICS)}
     if step not in run:
         rule = "is no step whose numbers the run has"
