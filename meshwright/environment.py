@@ -204,7 +204,7 @@ def use_interface(name: str, local: bool, variables: MutableMapping[str, str] = 
     """
     variables.setdefault("GLOO_SOCKET_IFNAME", name)
     if local:
-        variables.setdefault("NCCL_SOCKET_IFNAME", name)
+        variables.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # without `=`, all whose names begin so
 
 
 def chosen_interface(variables: Mapping[str, str] = os.environ) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import ParityError
-from meshwright.foreign import read_json
+from meshwright.foreign import plain_folder, read_json
 from meshwright.parity.recorder import RunFacts, StepFacts
 from meshwright.parity.sampling import Strides, are_aligned, coarser
 from meshwright.parity.tensors import TensorFile
@@ -74,6 +74,7 @@ class RecordedRun:
     @classmethod
     def read(cls, folder: Path) -> RecordedRun:
         """Raises ParityError where the folder holds no record, or not that of all ranks."""
+        plain_folder(folder)
         found = {int(path.parent.name.removeprefix("rank-")): path.parent for path in folder.glob("rank-*/run.json")}
         if not found:
             raise ParityError(f"{folder} holds no record: make one with `parity record --out {folder} SCRIPT`")

@@ -22,9 +22,10 @@ from rich.table import Table
 from meshwright import terminal
 from meshwright.checkpoint.reader import steps_in
 from meshwright.errors import DataError, MismatchError, UndecidedError
+from meshwright.foreign import plain_folder
 from meshwright.tables import print_table
 from meshwright.tools.differing import Compared, Damage, Part, by_bytes, by_roots
-from meshwright.training.folder import CHECKPOINTS
+from meshwright.training.folder import CHECKPOINTS, OF_TRACKERS
 from meshwright.training.follow import METRICS, read_history
 
 NUMBERS = ("loss", "grad_norm", "root")
@@ -87,6 +88,8 @@ def difference(one: Path, other: Path, *, roots: bool = False) -> Difference:
 
     Raises DataError if the runs have no step in common.
     """
+    for run in (one, other):
+        plain_folder(run, OF_TRACKERS)
     histories = [{line["step"]: line for line in read_history(run / METRICS)} for run in (one, other)]
     common = sorted(histories[0].keys() & histories[1].keys())
     if not common:

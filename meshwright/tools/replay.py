@@ -26,11 +26,11 @@ from meshwright.config import load_config
 from meshwright.config.schema import Logging
 from meshwright.data.files import silent
 from meshwright.errors import CheckpointError, ConfigError, MeshwrightError, MismatchError
-from meshwright.foreign import plain
+from meshwright.foreign import plain, plain_folder
 from meshwright.launch.session import temporary_folder
 from meshwright.section import with_field
 from meshwright.tools.diff import NUMBERS
-from meshwright.training.folder import CHECKPOINTS, CONFIG, IDENTITY
+from meshwright.training.folder import CHECKPOINTS, CONFIG, IDENTITY, OF_TRACKERS
 from meshwright.training.follow import METRICS, read_history
 from meshwright.training.job import train
 
@@ -78,6 +78,7 @@ def replay(
         ConfigError: The run has not made that step, or has no such checkpoint; and as `train`.
         CheckpointError: The checkpoint is damaged.
     """
+    plain_folder(out, OF_TRACKERS)
     run = {int(line["step"]): line for line in read_history(out / METRICS)}
     if step not in run:
         rule = "is no step whose numbers the run has"

@@ -248,6 +248,32 @@ def stolen(name: str) -> Callable[[Path], Outcome]:
     return run
 
 
+def followed(name: str, *words: str) -> Callable[[Path], Outcome]:
+    """A case of a run's folder that is read, with a link of a name to the same file or folder elsewhere."""
+
+    def run(folder: Path) -> Outcome:
+        here = inside(folder)
+        if command(here, *TRAINED)[0]:
+            return Outcome("the first run did not end", False)
+        path = here / "o" / name
+        path.rename(folder / "elsewhere")
+        path.symlink_to(folder / "elsewhere")
+        code, text = command(here, *words)
+        refused = code != 0 and f"{path.name} is a link to" in text and "Traceback" not in text
+        return Outcome(f"code {code}: {last_line(text)}", refused)
+
+    return run
+
+
+FOLLOWED = {
+    "eval": ("checkpoints", "eval", "o", "--task", "perplexity"),
+    "generate": ("checkpoints/step-4/tokenizer.json", "generate", "o", "--prompt", "a"),
+    "diff": ("metrics.jsonl", "diff", "o", "o"),
+    "replay": ("checkpoints/step-2", "replay", "o", "--step", "3"),
+    "export": ("checkpoints/step-4/manifest.json", "convert", "export", "o", "--out", "hf"),
+}
+
+
 def piped(folder: Path) -> Outcome:
     here = inside(folder, RUN.replace(MODEL, "model: {from: hf}"))
     (here / "hf").mkdir()
@@ -339,6 +365,16 @@ CASES += [
         slow=True,
     )
     for name in READ
+]
+CASES += [
+    Case(
+        f"a link in a run is not followed: {name}",
+        "A downloaded run whose files are links",
+        "refused by the link's name",
+        followed(*words),
+        slow=True,
+    )
+    for name, words in FOLLOWED.items()
 ]
 CASES += [
     Case(
