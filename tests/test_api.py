@@ -78,10 +78,13 @@ def test_layouts_of_two_tasks_are_not_compared(tmp_path: Path) -> None:
 
 def test_the_history_of_a_run_that_goes_on(tmp_path: Path) -> None:
     """Half a line is being written; of a step that is there twice the last counts; what is not finite is a number."""
-    lines = ['{"step": 1, "loss": 2.0, "mfu": "unknown"}', '{"step": 2, "loss": "nan"}', '{"step": 2, "loss": 1.5}']
+    earlier = (
+        '{"step": 1, "loss": 2.0, "mfu": "unknown", "utilisation": ["unknown", 0.5], "phase_seconds": {"pipeline": 1}}'
+    )
+    lines = [earlier, '{"step": 2, "loss": "nan"}', '{"step": 2, "loss": 1.5}']
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 3, "grad_norm": "inf", "loss": 1.0}', '{"st']))
     assert mw.history(tmp_path) == [
-        {"step": 1, "loss": 2.0, "mfu": "unknown"},
+        {"step": 1, "loss": 2.0, "mfu": None, "utilisation": [None, 0.5], "phase_seconds": {"passes": 1}},
         {"step": 2, "loss": 1.5},
         {"step": 3, "grad_norm": float("inf"), "loss": 1.0},
     ]

@@ -13,7 +13,7 @@ from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.memory import Memory
 from meshwright.tools.plan.predict import Prediction
 from meshwright.tools.plan.software import Software
-from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE
+from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PASSES
 from validation import axonn, paper, tesseract
 from validation.__main__ import COMPARE
 from validation.case import Row
@@ -34,7 +34,7 @@ class QuickPlanner:
 
     def predict(self, config: Config) -> Prediction:
         forward, backward = (task_span(0, Task(kind, 0), 0.0, 1.0) for kind in (TaskKind.FORWARD, TaskKind.BACKWARD))
-        phases = dict.fromkeys((PIPELINE, DATA_PARALLEL, OPTIMIZER), 1.0)
+        phases = dict.fromkeys((PASSES, DATA_PARALLEL, OPTIMIZER), 1.0)
         memory = (Memory(1, 1, 1, 1, 1, 1),) * config.layout.pipeline.size
         return Prediction(config, self.cluster, 3.0, phases, memory, (), Timeline(1, (forward, backward)), 1.0, 1.0)
 

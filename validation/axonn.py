@@ -10,7 +10,7 @@ from meshwright.errors import ConfigError
 from meshwright.memory.recompute import best_group
 from meshwright.section import divisors, with_field
 from meshwright.tools.plan.predict import Planner, Prediction
-from meshwright.training.phases import DATA_PARALLEL, PIPELINE
+from meshwright.training.phases import DATA_PARALLEL, PASSES
 from validation.case import Claim, Finding, Row
 from validation.measure import total_memory_bytes
 from validation.paper import Line, Paper
@@ -36,7 +36,7 @@ def _rows(paper: Paper, line: Line, planner: Planner) -> Iterator[Row]:
     label = f"G_inter {stages} x G_data {replicas}" + (", offload" if offload else "")
     if line["pipeline_phase_s"]:
         yield Row(
-            label, PIPELINE_SECONDS, float(line["pipeline_phase_s"]), prediction.phases[PIPELINE], fitted=paper.has_fit
+            label, PIPELINE_SECONDS, float(line["pipeline_phase_s"]), prediction.phases[PASSES], fitted=paper.has_fit
         )
     if line["data_parallel_phase_s"]:
         yield Row(

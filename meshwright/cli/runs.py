@@ -513,7 +513,8 @@ def compare(
 
     words, files = split_words(overrides or (), layouts or ())
     facts = cluster_of(cluster)
-    order = Order(run.stem, out or new_path(Path("out") / f"{run.stem}-compared"), steps, rounds)
+    folder = out or new_path(Path("out") / f"{run.stem}-compared")
+    order = Order(run.stem, folder, steps, rounds, shlex.join(["meshwright", *sys.argv[1:]]))
     with progress() as show:
         contenders = contenders_of(LayoutRequest(run, words, files, top, devices), facts, show)
         comparison = run_comparison(contenders, order, facts, show)

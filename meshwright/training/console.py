@@ -47,7 +47,7 @@ class RunDisplay:
         """Show a step that was made, by its metrics."""
         facts = f"loss {line['loss']:.4f}  gradient norm {line['grad_norm']:.3f}  rate {line['learning_rate']:.2e}"
         facts += f"  {line['peak_memory_bytes'] / 2**20:,.0f} MiB  {line['tokens_per_second']:,.0f} tokens/s"
-        if not isinstance(line["mfu"], str):  # else the device's peak is unknown
+        if line["mfu"] is not None:  # else the device's peak is unknown
             facts += f"  {100 * line['mfu']:.3g} % MFU"
         if "validation_loss" in line:
             facts += f"  validation loss {line['validation_loss']:.4f}"

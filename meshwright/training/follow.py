@@ -96,6 +96,16 @@ class StepTeller:
         return (self.folder / _STOP).exists()
 
 
+def named_as_now(line: dict[str, Any]) -> dict[str, Any]:
+    """A step's numbers with today's names: earlier files call the passes `pipeline`, and what is not known a text."""
+    known = {key: None if value == "unknown" else value for key, value in line.items()}
+    if isinstance(known.get("utilisation"), list):
+        known["utilisation"] = [None if share == "unknown" else share for share in known["utilisation"]]
+    if isinstance(phases := known.get("phase_seconds"), dict):
+        known["phase_seconds"] = {"passes" if name == "pipeline" else name: value for name, value in phases.items()}
+    return known
+
+
 def read_history(metrics_file: Path) -> list[dict[str, Any]]:
     """The numbers of each step, in order. A step that is there twice (the run was resumed) counts as written last; a
     last line that is being written is left out.
@@ -110,7 +120,7 @@ def read_history(metrics_file: Path) -> list[dict[str, Any]]:
     steps: dict[int, dict[str, Any]] = {}
     for number, line in enumerate(lines, 1):
         try:
-            record = {key: _NOT_FINITE.get(str(value), value) for key, value in parse_json(line).items()}
+            record = {key: _NOT_FINITE.get(str(value), value) for key, value in named_as_now(parse_json(line)).items()}
             steps[int(record["step"])] = record | {"loss": float(record["loss"])}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if number == len(lines) and not line.endswith("\n"):

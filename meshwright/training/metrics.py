@@ -105,7 +105,7 @@ def work_of(config: Config, device: torch.device) -> StepWork:
 
 
 def metrics_line(step_seconds: float, work: StepWork, reports: StepReports, grid: Grid) -> dict[str, Any]:
-    """The metrics of a step that are of all ranks' reports, for rank 0. mfu is 'unknown' without a known peak.
+    """The metrics of a step that are of all ranks' reports, for rank 0. mfu is None without a known peak.
 
     sent_bytes: over each axis, and over those sets of axes (`data+depth`) that were used; the sender's that sent most.
     dropped_share: of pairs of a token and an expert those over the capacity, where there is one.
@@ -126,9 +126,9 @@ def metrics_line(step_seconds: float, work: StepWork, reports: StepReports, grid
         "sent_bytes": {axes: count for axes, count in sent.items() if count or axes in grid.names},
         "flops_per_second": rate,
         "paper_flops_per_second": work.paper_flops / step_seconds,
-        "mfu": rate / (work.peak_flops * len(reports["busy_seconds"])) if work.peak_flops else "unknown",
+        "mfu": rate / (work.peak_flops * len(reports["busy_seconds"])) if work.peak_flops else None,
         "utilisation": [
-            "unknown" if math.isnan(busy) else min(1.0, busy / step_seconds) for busy in reports["busy_seconds"]
+            None if math.isnan(busy) else min(1.0, busy / step_seconds) for busy in reports["busy_seconds"]
         ],
         **({"dropped_share": reports.reduced("dropped_pairs") / pairs} if pairs else {}),
         **({"root": root_text(part for parts in roots for part in parts)} if any(roots) else {}),

@@ -2,7 +2,7 @@
 
 | phase | from | to |
 |---|---|---|
-| pipeline | the first microbatch's forward pass | the last task of the last backward pass |
+| passes | the first microbatch's forward pass | the last task of the last backward pass |
 | data_parallel | then, waits for the gradients' sums | until all are there |
 | optimizer | norm, clipping, the step | the new parameters are published |
 
@@ -19,9 +19,9 @@ import torch
 from meshwright.pipeline.span import Moment, Span, Watch, seconds_between
 from meshwright.ranks.flight_recorder import FlightRecorder
 
-PIPELINE, DATA_PARALLEL, OPTIMIZER = PHASES = ("pipeline", "data_parallel", "optimizer")
-PHASE_WORDS = {PIPELINE: "forward and backward", DATA_PARALLEL: "sums of gradients", OPTIMIZER: "optimizer"}
-"""The words for people: a run without stages has no pipeline."""
+PASSES, DATA_PARALLEL, OPTIMIZER = PHASES = ("passes", "data_parallel", "optimizer")
+PHASE_WORDS = {PASSES: "forward and backward", DATA_PARALLEL: "sums of gradients", OPTIMIZER: "optimizer"}
+"""The words for people."""
 BETWEEN = "between phases"
 
 
@@ -70,5 +70,5 @@ class PhaseClock:
         return totals
 
     def spans(self, stage: int) -> list[Span]:
-        """Every time that the step was in a phase, but for the pipeline's, which its tasks show."""
-        return [Span(stage, phase, phase, start(), end()) for phase, start, end in self._ended if phase != PIPELINE]
+        """Every time that the step was in a phase, but for the passes, which the pipeline's tasks show."""
+        return [Span(stage, phase, phase, start(), end()) for phase, start, end in self._ended if phase != PASSES]

@@ -21,7 +21,7 @@ from meshwright.parameters.shard import seed_generators, seed_of
 from meshwright.parts import Parts
 from meshwright.ranks.grid import DATA_AXES, PIPE
 from meshwright.tensor.router import counted_loads
-from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE, PhaseClock
+from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PASSES, PhaseClock
 from meshwright.training.record import StepRecord
 
 Beside = Callable[[StepRecord], Callable[[], object]]
@@ -88,7 +88,7 @@ def begin_step(
     """
     strategy, optimizer, started = parts.strategy, parts.optimizer, time.perf_counter()
     phases = PhaseClock(parts.mesh.device, parts.mesh.recorder)
-    phases.begin(PIPELINE)
+    phases.begin(PASSES)
     # Full buckets leave in the last microbatch's backward pass, as their gradients become whole.
     loss = replica_backward(parts, batch.rows, batch.counts, batch.samples)
     record = StepRecord(parts, number, loss, optimizer.scaler.scale, started, phases, late)

@@ -40,7 +40,7 @@ from meshwright.registry import entries, load_entry
 from meshwright.tensor.experts import dropped_pairs
 from meshwright.training.checks import hashes_due, root_due
 from meshwright.training.metric import KEYS, Metric
-from meshwright.training.phases import PIPELINE
+from meshwright.training.phases import PASSES
 
 TABLE: Mapping[str, Metric] = {
     "loss": Metric("sum", lambda step: step.loss, shown=False),  # a rank's share; the sum is in the line of every rank
@@ -48,7 +48,7 @@ TABLE: Mapping[str, Metric] = {
     "next_counts": Metric("each", dtype="int64", shown=False),  # valid elements of each label in the next step's rows
     "busy_seconds": Metric("each", lambda step: step.lap.busy_seconds, shown=False),
     "own_seconds": Metric("each", lambda step: step.lap.own_seconds),
-    "pipeline_seconds": Metric("max", lambda step: lambda: step.phases.seconds()[PIPELINE], shown=False),
+    "pipeline_seconds": Metric("max", lambda step: lambda: step.phases.seconds()[PASSES], shown=False),
     "task_seconds": Metric("each", lambda step: partial(task_seconds, step.parts.pipeline.done), shown=False),
     "peak_memory_bytes": Metric("max", lambda step: peak_memory_bytes(step.parts.mesh.device), "int64"),
     "dropped_pairs": Metric("sum", lambda step: dropped_pairs(step.parts.model, step.loss.device), shown=False),

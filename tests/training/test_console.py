@@ -12,8 +12,8 @@ from meshwright.training.console import RunDisplay, duration
 def line(step: int, **numbers: Any) -> dict[str, Any]:
     return {
         "step": step, "loss": 2.0, "grad_norm": 1.0, "learning_rate": 1e-3, "peak_memory_bytes": 2**20,
-        "mfu": "unknown", "tokens_per_second": 10.0, "applied": True, "loss_scale": 1.0, "straggler": None,
-        "step_seconds": 1.0, "phase_seconds": {"pipeline": 1.0}, "validation_loss": 2.5,
+        "mfu": None, "tokens_per_second": 10.0, "applied": True, "loss_scale": 1.0, "straggler": None,
+        "step_seconds": 1.0, "phase_seconds": {"passes": 1.0}, "validation_loss": 2.5,
     } | numbers  # fmt: skip
 
 

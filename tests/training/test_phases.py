@@ -26,7 +26,7 @@ def test_waits_are_told_from_the_work_between_them() -> None:
     """Two waits of one nap, two naps of work on each."""
     recorder = FlightRecorder()
     start, clock = time.monotonic(), PhaseClock(torch.device("cpu"), recorder)
-    clock.begin("pipeline")
+    clock.begin("passes")
     assert recorder.phase == "forward and backward"
     time.sleep(NAP)
     clock.begin(None)
@@ -35,15 +35,15 @@ def test_waits_are_told_from_the_work_between_them() -> None:
         time.sleep(2 * NAP)
     clock.begin(None)
     seconds = clock.seconds()
-    assert list(seconds) == ["pipeline", "data_parallel", "optimizer"]
+    assert list(seconds) == ["passes", "data_parallel", "optimizer"]
     elsewhere = time.monotonic() - start - (1 + 4 + 2 + 4) * NAP  # naps last longer on a busy machine
-    for phase, naps in {"pipeline": 1, "data_parallel": 2, "optimizer": 4}.items():
+    for phase, naps in {"passes": 1, "data_parallel": 2, "optimizer": 4}.items():
         assert naps * NAP <= seconds[phase] <= naps * NAP + elsewhere, phase
 
 
 def test_spans_do_not_overlap() -> None:
     clock = PhaseClock(torch.device("cpu"), FlightRecorder())
-    clock.begin("pipeline")
+    clock.begin("passes")
     assert list(clock.waiting(slow(2))) == [0, 1]
     clock.begin(None)
     spans = clock.spans(3)

@@ -50,7 +50,7 @@ def test_every_task_of_every_stage_once(corpus: Path, tmp_path: Path) -> None:
     line = lines_of(tmp_path)[2]
     assert len(line["idle_shares"]) == 2
     assert all(0 < share < 1 for share in line["idle_shares"])
-    assert timeline.total_seconds <= line["phase_seconds"]["pipeline"] * 1.5
+    assert timeline.total_seconds <= line["phase_seconds"]["passes"] * 1.5
     assert sum(line["phase_seconds"].values()) <= line["step_seconds"] + 1e-4
     assert (tmp_path / "trace-step-3.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 

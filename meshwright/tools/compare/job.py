@@ -35,12 +35,16 @@ NO_CLUSTER = f"Nothing was predicted: no --cluster, and no {CALIBRATED} here, wh
 
 @dataclass(frozen=True)
 class Order:
-    """The run's name, the folder to write, the steps of each run, and the rounds, which run every layout once."""
+    """The run's name, the folder to write, the steps of each run, and the rounds, which run every layout once.
+
+    `command`: the command line for the page, if one asked.
+    """
 
     title: str
     out: Path
     steps: int
     rounds: int
+    command: str = ""
 
 
 def cluster_of(name: str | None) -> Cluster | None:
@@ -96,7 +100,9 @@ def compare_layouts(
     )
     if comparison.measured:
         draw(comparison, order.out / PICTURE)
-        (order.out / PAGE).write_text(html_of(comparison, (order.out / PICTURE).read_bytes()), encoding="utf-8")
+        (order.out / PAGE).write_text(
+            html_of(comparison, (order.out / PICTURE).read_bytes(), order.command), encoding="utf-8"
+        )
         (order.out / NUMBERS).write_text(json.dumps(as_dict(comparison), indent=1) + "\n", encoding="utf-8")
     if stopped is not None:
         kept = f"what was begun, in {order.out}"

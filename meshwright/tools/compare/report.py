@@ -10,6 +10,7 @@ import math
 from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rich.table import Table as RichTable
 
 from meshwright.config import dump_tree
 from meshwright.config.yaml_text import yaml_text
+from meshwright.parity.report import as_marks
 from meshwright.tables import print_table
 from meshwright.tools.compare.layouts import OWN
 from meshwright.tools.compare.result import WARMUP_STEPS, Comparison, Measurement, StageBytes
@@ -62,7 +64,7 @@ def times_table(comparison: Comparison) -> Table:
     predicted = bool(comparison.predicted)
     columns = ["layout", "ranks", "ms a step", "a half between", *["predicted", "error"] * predicted]
     columns += ["of the fastest", "peak MB", *["predicted MB"] * predicted, "losses differ by"]
-    best = comparison.rows.index(comparison.fastest) if comparison.measured else None
+    best = None if comparison.clear_fastest is None else comparison.rows.index(comparison.clear_fastest)
     table = Table("Time and memory", columns, best=best)
     slowest = max((row.seconds for row in comparison.measured), default=0.0)
     for row in comparison.rows:
@@ -155,11 +157,11 @@ def sentences(comparison: Comparison) -> list[str]:
     said = []
     rows = comparison.measured
     if len(rows) > 1:
-        fastest, slowest = comparison.fastest, max(rows, key=lambda row: row.seconds)
-        ratio = slowest.seconds / fastest.seconds
-        said.append(f"The fastest is {fastest.name}; {slowest.name} takes {ratio:.2f} times as long.")
+        said.append(order_sentence(comparison))
     if (predicted := comparison.predicted_fastest) is not None:
-        right = "and it is" if predicted is comparison.fastest else "but it is not"
+        near = comparison.within_noise
+        unsure = "and no other is faster by more than the noise" if predicted in near else "but it is not"
+        right = "and it is" if predicted is comparison.clear_fastest else unsure
         said.append(f"{predicted.name} was predicted to be the fastest, {right}.")
     if comparison.mean_error is not None:
         said.append(f"Predicted steps ({comparison.cluster}) are off by {comparison.mean_error:.1%} on average.")
@@ -186,6 +188,17 @@ def sentences(comparison: Comparison) -> list[str]:
     return [*said, comparison.interrupted] if comparison.interrupted else said
 
 
+def order_sentence(comparison: Comparison) -> str:
+    """The fastest of several layouts, if the noise leaves one."""
+    near, slowest = comparison.within_noise, max(comparison.measured, key=lambda row: row.seconds)
+    ratio = slowest.seconds / comparison.fastest.seconds
+    if len(near) == 1:
+        return f"The fastest is {near[0].name}; {slowest.name} takes {ratio:.2f} times as long."
+    names = ", ".join(row.name for row in near)
+    said = f"No difference above the noise between {names}: the middle halves of their steps overlap"
+    return f"{said}." if slowest in near else f"{said}; {slowest.name} takes {ratio:.2f} times as long."
+
+
 def render(comparison: Comparison) -> None:
     """Print times, memory and losses; bytes by part and by axis; and what follows from them."""
     console = table_console()
@@ -201,9 +214,10 @@ def render(comparison: Comparison) -> None:
         console.print(sentence)
 
 
-def html_of(comparison: Comparison, picture: bytes) -> str:
-    """The whole page. `picture`: a PNG."""
+def html_of(comparison: Comparison, picture: bytes, command: str = "") -> str:
+    """The whole page. `picture`: a PNG; `command`: the command line that asked, if one did."""
     templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
+    templates.filters["marks"] = as_marks
     kinds = (times_table, phases_table, held_table, sent_table, losses_table)
     layouts = []
     for row in comparison.rows:
@@ -212,6 +226,8 @@ def html_of(comparison: Comparison, picture: bytes) -> str:
         layouts.append((row, yaml_text(own)))
     return templates.get_template("page.html").render(
         comparison=comparison,
+        command=command,
+        date=datetime.now().astimezone().strftime("%-d %B %Y, %H:%M %Z"),
         tables=[kind(comparison) for kind in kinds],
         said=sentences(comparison),
         layouts=layouts,
@@ -249,7 +265,8 @@ def as_dict(comparison: Comparison) -> dict[str, Any]:
         "rounds": comparison.rounds,
         "interrupted": comparison.interrupted or None,
         "unpredicted": comparison.unpredicted or None,
-        "fastest": comparison.fastest.name if comparison.measured else None,
+        "fastest": None if comparison.clear_fastest is None else comparison.clear_fastest.name,
+        "within_noise": [row.name for row in comparison.within_noise] if comparison.measured else [],
         "predicted_fastest": comparison.predicted_fastest.name if comparison.predicted_fastest is not None else None,
         "mean_error": comparison.mean_error,
         "layouts": [_row_dict(comparison, row) for row in comparison.rows],

@@ -154,12 +154,26 @@ class Comparison:
         errors = [abs(row.error) for row in self.measured if row.error is not None]
         self.mean_error = statistics.mean(errors) if errors else None
         """The mean of the predicted steps' absolute errors."""
-        self.drops_out = any(row.contender.config.model.dropout > 0 for row in self.measured)
-        """Whether the losses need not agree: no two layouts share the masks of dropout."""
+        configs = [row.contender.config for row in self.measured]
+        self.drops_out = any(one.model.dropout > 0 and not one.bits.layout_free for one in configs)
+        """Whether the losses need not agree: no two layouts share the masks of dropout, but for layout-free bits."""
 
     @property
     def fastest(self) -> Measurement:
         return min(self.measured, key=lambda row: row.seconds)
+
+    @property
+    def within_noise(self) -> list[Measurement]:
+        """The layouts whose middle half of steps overlaps that of the fastest median; the latter is the first."""
+        first = self.fastest
+        low, high = first.quartiles
+        near = [row for row in self.measured if row.quartiles[0] <= high and row.quartiles[1] >= low]
+        return [first, *(row for row in near if row is not first)]
+
+    @property
+    def clear_fastest(self) -> Measurement | None:
+        """The layout that is faster than all others by more than the noise."""
+        return self.fastest if self.measured and len(self.within_noise) == 1 else None
 
     @property
     def predicted_fastest(self) -> Measurement | None:

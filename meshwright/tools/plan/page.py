@@ -30,7 +30,7 @@ from meshwright.tools.plan.report import (
     words_to_paste,
 )
 from meshwright.tools.plan.search import SearchResult, layout_text
-from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE
+from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PASSES
 
 _TASKS, _IDLE, _SUMS = "forward and backward", "idle in the pipeline", "waits for gradients' sums"
 _PHASES = {_TASKS: "#4c8bd0", _IDLE: "#dfe5ec", _SUMS: "#e8833a", OPTIMIZER: "#58a868"}
@@ -176,8 +176,8 @@ def _scatter(result: SearchResult) -> Scatter:
 def _seconds(predictions: tuple[Prediction, ...]) -> StackedBars:
     most, bars = max(one.seconds for one in predictions), []
     for one in predictions:
-        idle = one.idle_share * one.phases[PIPELINE]
-        parts = {_TASKS: one.phases[PIPELINE] - idle, _IDLE: idle}
+        idle = one.idle_share * one.phases[PASSES]
+        parts = {_TASKS: one.phases[PASSES] - idle, _IDLE: idle}
         parts |= {_SUMS: one.phases[DATA_PARALLEL], OPTIMIZER: one.phases[OPTIMIZER]}
         bars.append(_bar(one, parts, most, {name: seconds_text(part) for name, part in parts.items()}))
     return StackedBars("A step's seconds, by part", _PHASES, tuple(bars))

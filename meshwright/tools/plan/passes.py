@@ -37,7 +37,7 @@ from meshwright.pipeline.span import Span, Timeline
 from meshwright.pipeline.task import Task, TaskKind
 from meshwright.tools.plan.memory import Peak
 from meshwright.tools.plan.recorder import Cost, PieceCosts, place
-from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE
+from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PASSES
 
 WHOLE_TASKS = 3_000
 """A step of at most this many tasks is simulated whole."""
@@ -401,7 +401,7 @@ def finish(
     ]
     timeline = Timeline(passes.timeline.num_stages, (*passes.timeline.spans, *spans))
     phases = {
-        PIPELINE: passes.seconds + seconds - over,
+        PASSES: passes.seconds + seconds - over,
         DATA_PARALLEL: all_summed - passes.seconds,
         OPTIMIZER: over - all_summed,
     }

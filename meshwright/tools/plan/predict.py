@@ -34,7 +34,7 @@ from meshwright.tools.plan.recordings import Recordings, check
 from meshwright.tools.plan.software import OWN_SOFTWARE, Software
 from meshwright.tools.plan.timed_run import TimedRun
 from meshwright.tools.plan.timing import Timer
-from meshwright.training.phases import PIPELINE
+from meshwright.training.phases import PASSES
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Planner:
         every = [sums[like] for like in run.like]
         beside = {"overlaps": run.overlap("sums"), "publishes": run.overlap("gathers")}
         step, counting = finish(passes, every, run.norm(), streams=streams(run.config), **beside), run.counting()
-        phases = step.phases | {PIPELINE: step.phases[PIPELINE] + counting}
+        phases = step.phases | {PASSES: step.phases[PASSES] + counting}
         return replace(step, seconds=step.seconds + counting, phases=phases)
 
     def least_memory(self, config: Config) -> Memory:

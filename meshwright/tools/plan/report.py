@@ -40,7 +40,7 @@ from meshwright.tools.plan.predict import Prediction
 from meshwright.tools.plan.search import SearchResult, layout_text
 from meshwright.tools.plan.software import OWN
 from meshwright.tools.plan.space import CHOICES, is_fixed
-from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PHASES, PIPELINE
+from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PASSES, PHASES
 from meshwright.training.pictures import draw_timelines
 
 STOPPED = "stopped by Ctrl-C or SIGTERM: there may be faster ones among those that were not predicted"
@@ -283,7 +283,7 @@ def strategy_text(strategy: str) -> str:
 
 
 _PHASE_WORDS = {
-    PIPELINE: "forward and backward", DATA_PARALLEL: "waits for gradients' sums", OPTIMIZER: "the optimizer's step",
+    PASSES: "forward and backward", DATA_PARALLEL: "waits for gradients' sums", OPTIMIZER: "the optimizer's step",
 }  # fmt: skip
 
 
@@ -308,7 +308,7 @@ def why(runner_up: RunnerUp, best: Prediction) -> str:
     later = {phase: own.phases.get(phase, 0.0) - best.phases.get(phase, 0.0) for phase in PHASES}
     phase = max(later, key=lambda name: later[name])
     stages = runner_up.config.layout.pipeline.size > 1
-    place = "forward and backward through stages" if stages and phase == PIPELINE else _PHASE_WORDS[phase]
+    place = "forward and backward through stages" if stages and phase == PASSES else _PHASE_WORDS[phase]
     idle = f", idle {own.idle_share:.1%} of it" if stages else ""
     return f"{told}: most in {place}, {seconds_text(later[phase])} more{idle}" if later[phase] > 0 else told
 

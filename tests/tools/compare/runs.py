@@ -33,7 +33,7 @@ def rank(
 
 
 def run(seconds: Sequence[float], losses: Sequence[float], ranks: Sequence[RankFacts]) -> MeasuredRun:
-    phases = tuple({"pipeline": s / 2, "data_parallel": s / 4, "optimizer": s / 4} for s in seconds)
+    phases = tuple({"passes": s / 2, "data_parallel": s / 4, "optimizer": s / 4} for s in seconds)
     return MeasuredRun(tuple(losses), tuple(seconds), phases, tuple(ranks))
 
 
@@ -41,7 +41,7 @@ def predicted(seconds: float, *stages: tuple[int, dict[str, int]]) -> Prediction
     """A prediction. `stages`: the bytes of a stage's weights, and those that it sends by axis."""
     memory = tuple(Memory(w, w, 2 * w, activations=5, temporaries=1, context=500) for w, _ in stages)
     traffic = tuple({(axis, "send"): Traffic(1, size) for axis, size in sent.items()} for _, sent in stages)
-    phases = {"pipeline": seconds, "data_parallel": 0.0, "optimizer": 0.0}
+    phases = {"passes": seconds, "data_parallel": 0.0, "optimizer": 0.0}
     here = load_cluster("two-cores")
     return Prediction(contender().config, here, seconds, phases, memory, traffic, Timeline(len(stages), ()), 0.0, 1.0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.tools.compare.report import sentences
+from meshwright.tools.compare.report import as_dict, sentences, times_table
 from meshwright.tools.compare.result import Measurement, StageBytes
 from tests.tools.compare.runs import STAGES, comparison, contender, predicted, rank, run
 
@@ -17,7 +17,7 @@ def test_the_first_steps_are_not_timed_and_rounds_count_together() -> None:
     assert row.timed == [0.1, 0.3, 0.2, 0.8]
     assert row.seconds == pytest.approx(0.25)
     assert row.quartiles == pytest.approx((0.175, 0.425))
-    assert row.phases["pipeline"] == pytest.approx(0.125)
+    assert row.phases["passes"] == pytest.approx(0.125)
     assert row.peak_bytes == 3000
 
 
@@ -51,6 +51,7 @@ def test_errors_and_the_fastest() -> None:
     assert [row.error for row in made.measured] == [pytest.approx(0.5), pytest.approx(-0.8)]
     assert made.mean_error == pytest.approx(0.65)
     assert made.fastest.name == "fast"
+    assert made.clear_fastest is made.fastest
     assert made.predicted_fastest is not None
     assert "slow was predicted to be the fastest, but it is not." in sentences(made)
 
@@ -95,3 +96,45 @@ def test_masks_of_dropout_are_no_disagreement() -> None:
 def test_several_threads_are_said() -> None:
     said = sentences(comparison(Measurement(contender("wide"), (FAST,), predicted(1.0, (1, {})), threads=2)))
     assert any("wide has several threads" in line for line in said)
+
+
+def timed(name: str, *seconds: float, **fields: object) -> Measurement:
+    return Measurement(contender(name, **fields), (run((9, 9, *seconds), (1.0,) * (2 + len(seconds)), [rank(0)]),))
+
+
+@pytest.mark.parametrize(
+    "rows, clear, sentence",
+    [
+        ([("a", 1.0, 1.1), ("b", 2.0, 2.1)], "a", "The fastest is a; b takes 1.95 times as long."),
+        (
+            [("a", 1.0, 2.0, 1.5), ("b", 1.2, 2.1, 1.6)],
+            None,
+            "No difference above the noise between a, b: the middle halves of their steps overlap.",
+        ),
+        (
+            [("c", 4.0, 4.0, 4.0), ("b", 1.2, 2.1, 1.6), ("a", 1.0, 2.0, 1.5)],
+            None,
+            "No difference above the noise between a, b: the middle halves of their steps overlap; "
+            "c takes 2.67 times as long.",
+        ),
+        ([("a", 1.0, 1.0, 1.0), ("b", 0.9, 3.0, 3.0)], "a", "The fastest is a; b takes 3.00 times as long."),
+    ],
+)
+def test_no_layout_is_the_fastest_inside_of_the_noise(
+    rows: list[tuple[str, float]], clear: str | None, sentence: str
+) -> None:
+    made = comparison(*(timed(name, *seconds) for name, *seconds in rows))
+    assert sentence in sentences(made)
+    told = as_dict(made)
+    assert told["fastest"] == clear
+    assert told["within_noise"][0] == made.fastest.name
+    assert times_table(made).best == (None if clear is None else [name for name, *_ in rows].index(clear))
+
+
+def test_dropout_is_no_excuse_for_layout_free_bits() -> None:
+    free = [timed(name, 1.0, 1.0, dropout=0.1) for name in "ab"]
+    for row in free:
+        bits = row.contender.config.bits.model_copy(update={"kind": "layout-free"})
+        object.__setattr__(row.contender, "config", row.contender.config.model_copy(update={"bits": bits}))
+    assert not comparison(*free).drops_out
+    assert comparison(*(timed(name, 1.0, 1.0, dropout=0.1) for name in "ab")).drops_out

@@ -110,7 +110,7 @@ class MadeUp:
     def predict(self, config: Config) -> Prediction:
         self.predicted.append(config)
         memory = memory_of(self.bytes(config), self.bytes(config) // 2)
-        phases = {"pipeline": self.seconds(config), "data_parallel": 0.0, "optimizer": 0.0}
+        phases = {"passes": self.seconds(config), "data_parallel": 0.0, "optimizer": 0.0}
         return Prediction(
             config, self.cluster, self.seconds(config), phases, (memory,), ({},), Timeline(1, ()), 0.0, 1.0
         )

@@ -18,7 +18,7 @@ from meshwright.tools.plan.software import (
     Software,
     load_program,
 )
-from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PIPELINE
+from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PASSES
 from tests.tools.plan.clusters import NODES
 
 EVERY: frozenset[Communication] = frozenset(("sums", "gathers", "layers"))
@@ -41,7 +41,7 @@ def test_sums_wait_for_the_backward_pass() -> None:
     config = run(data={"size": 4})
     under, after = predicted(config), predicted(config, Software(overlapped=EVERY - {"sums"}))
     assert after.phases[DATA_PARALLEL] > under.phases[DATA_PARALLEL]
-    assert after.phases[PIPELINE] == pytest.approx(under.phases[PIPELINE], rel=1e-12)
+    assert after.phases[PASSES] == pytest.approx(under.phases[PASSES], rel=1e-12)
     assert after.memory == under.memory
 
 
@@ -52,14 +52,14 @@ def test_sums_wait_for_the_backward_pass() -> None:
 def test_what_is_not_overlapped_takes_longer(communication: Communication, layout: dict[str, object]) -> None:
     config = run(**layout)
     own, apart = predicted(config), predicted(config, Software(overlapped=EVERY - {communication}))
-    assert apart.phases[PIPELINE] > own.phases[PIPELINE]
+    assert apart.phases[PASSES] > own.phases[PASSES]
     assert apart.traffic == own.traffic
 
 
 def test_an_optimizer_in_steps_takes_longer_and_nothing_else_does() -> None:
     own, steps = predicted(run()), predicted(run(), Software(optimizer="steps"))
     assert steps.phases[OPTIMIZER] > own.phases[OPTIMIZER]
-    assert steps.phases[PIPELINE] == pytest.approx(own.phases[PIPELINE], rel=1e-12)
+    assert steps.phases[PASSES] == pytest.approx(own.phases[PASSES], rel=1e-12)
 
 
 def test_one_process_issues_the_forward_kernels_of_all_devices_in_turn() -> None:
@@ -85,7 +85,7 @@ def test_heads_that_are_kernels_of_their_own_issue_as_many() -> None:
         Planner(hosts, Software(attention="steps", heads=heads)).predict(run()) for heads in ("together", "apart")
     )
     assert apart.flops == together.flops
-    assert apart.phases[PIPELINE] > 1.3 * together.phases[PIPELINE]
+    assert apart.phases[PASSES] > 1.3 * together.phases[PASSES]
 
 
 def test_heads_of_their_own_have_biases_of_their_own() -> None:
@@ -177,18 +177,18 @@ def test_element_kernels_in_a_row_are_one() -> None:
     """Less traffic, the same products, nothing sent otherwise."""
     apart, fused = on_gpus(llama()), on_gpus(llama(), fuses_elements=True)
     assert fused.flops == apart.flops
-    assert fused.phases[PIPELINE] < 0.95 * apart.phases[PIPELINE]
+    assert fused.phases[PASSES] < 0.95 * apart.phases[PASSES]
     assert fused.traffic == apart.traffic
 
 
 def test_norms_take_longer_in_steps_than_in_kernels_and_than_in_tuned_ones() -> None:
-    steps, own, fast = (on_gpus(llama(), norms=norms).phases[PIPELINE] for norms in ("steps", "torch", "fast"))
+    steps, own, fast = (on_gpus(llama(), norms=norms).phases[PASSES] for norms in ("steps", "torch", "fast"))
     assert fast < own < steps
 
 
 def test_attention_of_an_older_generation_takes_longer() -> None:
     first, second = (on_gpus(llama(), attention_kernel=kernel) for kernel in ("flash-1", "flash-2"))
-    assert first.phases[PIPELINE] > second.phases[PIPELINE]
+    assert first.phases[PASSES] > second.phases[PASSES]
     assert second.seconds == on_gpus(llama()).seconds
 
 
@@ -196,7 +196,7 @@ def test_split_messages_are_shorter_and_gathered() -> None:
     """Two tensor ranks on each of two stages, on a node each: half goes between nodes, the gather stays inside."""
     layout = {"tensor": {"kind": "megatron", "size": 8}, "pipeline": {"size": 2, "schedule": "1f1b"}}
     whole, split = on_gpus(llama(**layout)), on_gpus(llama(**layout), messages="split")
-    assert split.phases[PIPELINE] < whole.phases[PIPELINE]
+    assert split.phases[PASSES] < whole.phases[PASSES]
     by_sequence = {**layout, "tensor": {"kind": "megatron", "size": 8, "sequence_parallel": True}}
     assert on_gpus(llama(**by_sequence), messages="split").seconds == on_gpus(llama(**by_sequence)).seconds
 
@@ -242,7 +242,7 @@ def test_products_in_fp8_are_faster_and_need_a_peak() -> None:
         Planner(hopper, Software.model_validate({"products": name})).predict(big) for name in ("stored", "fp8")
     )
     assert low.flops == half.flops
-    assert low.phases[PIPELINE] < half.phases[PIPELINE]
+    assert low.phases[PASSES] < half.phases[PASSES]
     with pytest.raises(ConfigError, match="fp8 is no dtype of which dgx-a100 says how fast it multiplies"):
         on_gpus(llama(), products="fp8")
 

@@ -22,7 +22,7 @@ def test_buckets_travel_beside_the_last_task() -> None:
     early = Sum(ready=1.0, reduce=2.0, publish=0.0, steps=0.5, lane=0.0)
     late = Sum(ready=4.0, reduce=2.0, publish=0.0, steps=0.5, lane=0.0)
     made = finish(passes(), [[early, late]], 0.0, streams=False, overlaps=1.0, publishes=1.0)
-    assert made.phases == {"pipeline": 10.0, "data_parallel": pytest.approx(2.0), "optimizer": pytest.approx(1.0)}
+    assert made.phases == {"passes": 10.0, "data_parallel": pytest.approx(2.0), "optimizer": pytest.approx(1.0)}
     alone = finish(passes(), [[early, late]], 0.0, streams=False, overlaps=0.0, publishes=0.0)
     assert alone.phases["data_parallel"] == pytest.approx(4.0)
     half = finish(passes(), [[early, late]], 0.0, streams=False, overlaps=0.5, publishes=0.5)
@@ -45,7 +45,7 @@ def test_published_values_travel_under_the_next_forward_pass() -> None:
     head, embeddings = (Sum(1.0, 0.0, 2.0, 0.5, 0.0, read) for read in (3.0, 0.0))
     hidden = finish(both, [[head, embeddings]], 0.0, streams=False, overlaps=1.0, publishes=1.0)
     assert hidden.seconds == pytest.approx(10 + 1 + 2)
-    assert hidden.phases == {"pipeline": pytest.approx(12.0), "data_parallel": 0.0, "optimizer": pytest.approx(1.0)}
+    assert hidden.phases == {"passes": pytest.approx(12.0), "data_parallel": 0.0, "optimizer": pytest.approx(1.0)}
     alone = finish(both, [[head, embeddings]], 0.0, streams=False, overlaps=0.0, publishes=0.0)
     assert alone.seconds == pytest.approx(10 + 1 + 4)
 
