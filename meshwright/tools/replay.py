@@ -17,12 +17,13 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from meshwright import terminal
 from meshwright.checkpoint.reader import Checkpoint, newest_whole, steps_in
-from meshwright.config import load_config
+from meshwright.config import Config, load_config
 from meshwright.config.schema import Logging
 from meshwright.data.files import silent
 from meshwright.errors import CheckpointError, ConfigError, MeshwrightError, MismatchError
@@ -89,47 +90,12 @@ def replay(
         load_config(plain(out / CONFIG), words), "logging", Logging(level="error")
     )  # the answer is its only output
     if checkpoint is None and not accept_changes:
-        # From a checkpoint `train` checks this.
-        for _, path in steps_in(out / CHECKPOINTS)[-1:]:
-            origin = Checkpoint(path).manifest.origin
-            if origin.data and origin.data != config.data.fingerprint(config.data.prepare(config, silent)):
-                rule = f"holds other tokens or samples than those that {path} was trained on"
-                raise ConfigError.of("data.source", config.data.source, rule, "the same data, or --accept-changes")
+        _require_same_data(config, out)
     where = "the beginning" if checkpoint is None else checkpoint.name
     count = step - first + 1
     say(f"repeats steps {first} to {step} from {where} of {out}: {count} step{'s' if count > 1 else ''}")
 
-    def again() -> Lines:
-        with temporary_folder() as folder:
-            if checkpoint is not None:
-                # In a folder of its own, from a copy: a replay does not touch the run's checkpoints.
-                shutil.copytree(checkpoint, folder / CHECKPOINTS / checkpoint.name)
-                for file in (IDENTITY, CONFIG):
-                    shutil.copy(plain(out / file), folder / file)
-            resume = checkpoint is not None
-            try:
-                train(
-                    config, folder, resume=resume, accept_changes=resume and accept_changes,
-                    each=lambda line: line["step"] >= step,
-                )  # fmt: skip
-            except ConfigError as error:
-                # The copy is nothing that a user could mend.
-                mine, theirs = str(folder), str(out)
-                raise ConfigError(
-                    [
-                        replace(
-                            problem,
-                            value=theirs if str(problem.value) == mine else problem.value,
-                            rule=problem.rule.replace(mine, theirs),
-                        )
-                        for problem in error.problems
-                    ]
-                ) from error
-            except MeshwrightError as error:
-                error.args = (str(error).replace(str(folder), str(out)),)
-                raise
-            return {int(line["step"]): line for line in read_history(folder / METRICS)}
-
+    again = partial(_repeated, config, out, checkpoint, step, accept_changes=accept_changes)
     one = again()
     parted = _first_difference(run, one, first, step)
     if parted is None:
@@ -140,6 +106,47 @@ def replay(
     numbers = {name: [lines[parted].get(name) for lines in (run, one, two)] for name in names}
     alike = _first_difference(one, two, first, step) is None
     return Replayed("program" if alike else "machine", first, step, parted, numbers)
+
+
+def _require_same_data(config: Config, out: Path) -> None:
+    """Raise ConfigError if the newest checkpoint was trained on other data. From a checkpoint `train` checks this."""
+    for _, path in steps_in(out / CHECKPOINTS)[-1:]:
+        origin = Checkpoint(path).manifest.origin
+        if origin.data and origin.data != config.data.fingerprint(config.data.prepare(config, silent)):
+            rule = f"holds other tokens or samples than those that {path} was trained on"
+            raise ConfigError.of("data.source", config.data.source, rule, "the same data, or --accept-changes")
+
+
+def _repeated(config: Config, out: Path, checkpoint: Path | None, step: int, *, accept_changes: bool) -> Lines:
+    """Train from a copy of the checkpoint up to `step`, in a folder of its own; return the steps' lines.
+
+    Errors name the run's folder: the copy is nothing that a user could mend.
+    """
+    with temporary_folder() as folder:
+        if checkpoint is not None:
+            shutil.copytree(checkpoint, folder / CHECKPOINTS / checkpoint.name)
+            for file in (IDENTITY, CONFIG):
+                shutil.copy(plain(out / file), folder / file)
+        resume, mine, theirs = checkpoint is not None, str(folder), str(out)
+        try:
+            train(
+                config, folder, resume=resume, accept_changes=resume and accept_changes,
+                each=lambda line: line["step"] >= step,
+            )  # fmt: skip
+        except ConfigError as error:
+            told = [
+                replace(
+                    problem,
+                    value=theirs if str(problem.value) == mine else problem.value,
+                    rule=problem.rule.replace(mine, theirs),
+                )
+                for problem in error.problems
+            ]
+            raise ConfigError(told) from error
+        except MeshwrightError as error:
+            error.args = (str(error).replace(mine, theirs),)
+            raise
+        return {int(line["step"]): line for line in read_history(folder / METRICS)}
 
 
 def _checkpoint(folder: Path, step: int, start: int | None) -> Path | None:
