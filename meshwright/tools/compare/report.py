@@ -78,12 +78,13 @@ def times_table(comparison: Comparison) -> Table:
         # Losses of one task are equal but for rounding, unless dropout draws other masks in each layout.
         if row is comparison.measured[0]:
             losses = Cell("(the reference)")
-        elif comparison.drops_out:
-            losses = Cell(f"{comparison.difference(row):.1e} (dropout)")
         elif comparison.agrees(row):
             losses = Cell(f"{comparison.difference(row):.1e}")
+        elif comparison.drops_out:
+            losses = Cell(f"{comparison.difference(row):.1e} (dropout)")
         else:
-            losses = Cell(f"{comparison.difference(row):.1e}: MORE THAN ROUNDING", bad=True)
+            wrong = "MORE THAN ROUNDING" if comparison.allowed(row) else "NOT EQUAL"
+            losses = Cell(f"{comparison.difference(row):.1e}: {wrong}", bad=True)
         table.add(row, *cells, losses)
     return table
 
@@ -156,7 +157,14 @@ def sentences(comparison: Comparison) -> list[str]:
     if len(rows) > 1:
         fastest, slowest = comparison.fastest, max(rows, key=lambda row: row.seconds)
         ratio = slowest.seconds / fastest.seconds
-        said.append(f"The fastest is {fastest.name}; {slowest.name} takes {ratio:.2f} times as long.")
+        if fastest.quartiles[1] >= slowest.quartiles[0]:
+            # A ratio of two medians says nothing if each lies within the other's spread.
+            spread = f"a half of the steps of {fastest.name} and of {slowest.name} took the same time"
+            said.append(
+                f"No difference in time is above the spread of the steps: {spread} ({ratio:.2f} by the medians)."
+            )
+        else:
+            said.append(f"The fastest is {fastest.name}; {slowest.name} takes {ratio:.2f} times as long.")
     if (predicted := comparison.predicted_fastest) is not None:
         right = "and it is" if predicted is comparison.fastest else "but it is not"
         said.append(f"{predicted.name} was predicted to be the fastest, {right}.")
@@ -171,12 +179,19 @@ def sentences(comparison: Comparison) -> list[str]:
         said.append(f"A rank of {wide} has several threads, and was predicted on one core; threads=1 is alike.")
     if len(rows) > 1:
         first, *others = rows
-        if comparison.drops_out:
-            said.append("Losses need not agree: model.dropout is on, and no two layouts share its masks.")
-        elif names := ", ".join(row.name for row in others if not comparison.agrees(row)):
+        names = ", ".join(row.name for row in others if not comparison.agrees(row))
+        if names and comparison.drops_out:
+            why = "model.dropout is on, and layouts may draw other masks"
+            said.append(f"Losses of {names} differ from those of {first.name}, as they may: {why}.")
+        elif names and comparison.layout_free:
+            text = "and bits=layout-free promises equal bits in one precision"
+            said.append(f"Losses of {names} are not those of {first.name}, {text}: see `meshwright diff`.")
+        elif names:
             said.append(
                 f"Losses of {names} differ from those of {first.name} by more than rounding: see `meshwright verify`."
             )
+        elif not any(map(comparison.allowed, others)):
+            said.append(f"All losses are those of {first.name} to the bit, step by step, as bits=layout-free promises.")
         else:
             worst = max(map(comparison.difference, others))
             said.append(f"All losses agree with those of {first.name} to {worst:.1e}, step by step.")
@@ -285,6 +300,7 @@ def _row_dict(comparison: Comparison, row: Measurement) -> dict[str, Any]:
             "allowed": comparison.allowed(row),
             "agree": comparison.agrees(row),
             "dropout": comparison.drops_out,
+            "layout_free": comparison.layout_free,
         }
         facts["measured"] = {
             "seconds": row.seconds,
