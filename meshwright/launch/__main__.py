@@ -6,13 +6,14 @@ import sys
 from pathlib import Path
 
 from meshwright.environment import read_environment, restore_python_path
+from meshwright.launch.mpiexec import STARTER
 from meshwright.launch.output import SOCKET, receive_output
-from meshwright.launch.tether import die_with_parent
+from meshwright.launch.tether import die_with_starter
 from meshwright.launch.worker import run_launched
 
 if __name__ == "__main__":
-    die_with_parent(None)
+    folder, environment = Path(sys.argv[1]), read_environment()
+    die_with_starter(folder / STARTER.format(attempt=environment.attempt))
     restore_python_path()
-    folder = Path(sys.argv[1])
-    receive_output(folder / SOCKET, read_environment().rank)
+    receive_output(folder / SOCKET, environment.rank)
     run_launched(folder)

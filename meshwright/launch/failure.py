@@ -17,7 +17,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -117,12 +117,13 @@ class Interrupted(LaunchError):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an attempt failed. `lost`: a rank was lost, by no fault of the run; `certain`: another attempt would fail
-    too."""
+    """Why an attempt failed. `lost`: a process was lost, by no fault of the run; `certain`: another attempt would fail
+    too. `rank`: the lost process is a rank, without which `shrink` goes on."""
 
     text: str
     lost: bool
     certain: bool = False
+    rank: bool = False
 
     def again(self, before: Failure | None) -> bool:
         """Whether another attempt may succeed: not if the same exception was raised twice at the same place."""
@@ -172,22 +173,57 @@ class Report:
         return f"{text}\n{self.details}" if self.details else text
 
 
+SERVER = "the fork server that starts the ranks"
+STORE = "the process that holds the ranks' store"
+MPIEXEC = "mpiexec"
+_FIRST = (SERVER, MPIEXEC, STORE)
+"""The order in which dead processes are the cause of other deaths: ranks and store die with their parent."""
+_OWN_FAULTS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP)
+"""Signals that a process brings on itself; all others are sent from outside."""
+
+
 @dataclass(frozen=True)
 class Death:
-    """A rank's exit as its parent saw it; a negative `status` is the signal that killed it."""
+    """A process's exit as its parent saw it; a negative `status` is the signal that killed it, None is unknown.
 
-    rank: int
-    status: int
+    | who | seen by | taken along | another attempt |
+    |---|---|---|---|
+    | a rank, by number | its parent: the fork server or mpiexec | waiting ranks | with fewer ranks if `shrink` |
+    | SERVER | this process, whose child it is | all ranks, the store | the same ranks, from a new one |
+    | STORE | the fork server | ranks that need it | the same ranks, with a new one |
+    | MPIEXEC | this process, whose child it is | all ranks | the same ranks |
+    """
+
+    who: int | str
+    status: int | None
     words: str = ""
     """The last lines of its standard error."""
+    host: str = field(default_factory=socket.gethostname)
+
+    @property
+    def from_outside(self) -> bool:
+        """Whether somebody else ended it: a person, a scheduler, the kernel's out-of-memory killer."""
+        return self.status is None or (self.status < 0 and -self.status not in _OWN_FAULTS)
+
+    @property
+    def order(self) -> tuple[int, bool, int]:
+        """Sorts the deaths of an attempt: the first is the cause."""
+        if isinstance(self.who, str):
+            return _FIRST.index(self.who), False, 0
+        # Killed ranks before ranks that left by themselves, as their connections broke.
+        return len(_FIRST), self.status is not None and self.status > 0, self.who
 
     def __str__(self) -> str:
-        if self.status < 0:
+        name = f"rank {self.who}" if isinstance(self.who, int) else self.who
+        if self.status is None:
+            ended = f"{name} has died on {self.host}"
+        elif self.status < 0:
             # The kernel's out-of-memory killer sends SIGKILL, and tells only its log.
-            hint = "; if nobody killed it, the machine ran out of memory" if -self.status == signal.SIGKILL else ""
-            ended = f"rank {self.rank} was killed by {signal_name(-self.status)}{hint}"
+            memory = -self.status == signal.SIGKILL and isinstance(self.who, int)
+            hint = "; if nobody killed it, the machine ran out of memory" if memory else ""
+            ended = f"{name} was killed by {signal_name(-self.status)} on {self.host}{hint}"
         else:
-            ended = f"rank {self.rank} exited with code {self.status} and left no message"
+            ended = f"{name} exited with code {self.status} and left no message, on {self.host}"
         return f"{ended}; the end of its standard error:\n{self.words}" if self.words else ended
 
 
@@ -208,15 +244,17 @@ def read_reports(folder: Path, attempt: int) -> list[Report]:
 
 
 def explain_failure(death: Death, reports: list[Report]) -> Failure:
-    """Why a job failed. `death`: the first dead rank seen, named if it was killed; else the earliest exception is.
+    """Why a job failed. `death`: the first of those seen, named if it was killed; else the earliest exception is.
 
     An abort is no cause if another rank has reported: libraries abort on a lost peer.
     """
-    reported = any(report.rank == death.rank for report in reports)
+    rank = isinstance(death.who, int)
+    reported = any(report.rank == death.who for report in reports)
     aborted = death.status == -signal.SIGABRT
-    if reports and (reported or aborted):
+    if reports and (reported or aborted or not (rank or death.from_outside)):
         return Failure(str(reports[0]), lost=False, certain=reports[0].certain)
-    return Failure(str(death), lost=True)
+    # Whoever ends without a rank's fault may end in the same way twice, and is replaced each time.
+    return Failure(str(death), lost=rank or death.from_outside, rank=rank)
 
 
 def signal_name(number: int) -> str:

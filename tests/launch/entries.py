@@ -171,3 +171,25 @@ def lose_store(environment: Environment, stop: StopRequest, out: str) -> None:
     while environment.attempt == 0:
         time.sleep(0.1)
     Path(out, str(environment.rank)).touch()
+
+
+def lose(environment: Environment, stop: StopRequest, out: str, who: str, times: int) -> None:
+    """In each of the first `times` attempts rank 0 kills a process of the job; no rank would end by itself."""
+    Path(out, f"begun-{environment.attempt}-{environment.rank}").write_text(str(os.getpid()))
+    if environment.attempt < times:
+        if environment.rank == 0:
+            parent = psutil.Process(os.getppid())
+            ranks_and_store = sorted(parent.children(), key=lambda child: child.pid)
+            victims = {"store": ranks_and_store[0], "rank": ranks_and_store[-1], "server": parent, "mpiexec": parent}
+            victims[who].kill()
+        time.sleep(PATIENCE_SECONDS)
+    note(environment, stop, out)
+
+
+def last(environment: Environment, stop: StopRequest, out: str) -> None:
+    """Take steps until the test says that it is enough."""
+    Path(out, f"begun-{environment.attempt}-{environment.rank}").touch()
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not Path(out, "enough").exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    note(environment, stop, out)

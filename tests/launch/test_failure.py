@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import DataError, DivergedError, LaunchError, MeshwrightError
-from meshwright.launch.failure import Death, Failure, Report, explain_failure, read_reports
+from meshwright.launch.failure import (
+    MPIEXEC,
+    SERVER,
+    STORE,
+    Death,
+    Failure,
+    Report,
+    explain_failure,
+    read_reports,
+)
 
 
 def report(rank: int, nanoseconds: int, summary: str = "ValueError: x") -> Report:
@@ -24,24 +33,53 @@ def test_reports_come_back_in_the_order_of_time(tmp_path: Path) -> None:
     assert read_reports(tmp_path, attempt=2) == []
 
 
+MEMORY = "; if nobody killed it, the machine ran out of memory"
+ENDED = "rank 2 failed: ValueError: x\nTraceback of it"
+
+
 @pytest.mark.parametrize(
     "death, reports, message",
     [
-        (
-            Death(1, -9),
-            [],
-            "rank 1 was killed by signal 9 (SIGKILL); if nobody killed it, the machine ran out of memory",
-        ),
-        (Death(1, -11), [], "rank 1 was killed by signal 11 (SIGSEGV)"),
-        (Death(0, 3), [], "rank 0 exited with code 3 and left no message"),
-        (Death(1, -15), [report(0, 5)], "rank 1 was killed by signal 15 (SIGTERM)"),
-        (Death(0, 1), [report(2, 4), report(0, 5)], "rank 2 failed: ValueError: x\nTraceback of it"),
-        (Death(1, -6), [report(0, 5)], "rank 0 failed: ValueError: x\nTraceback of it"),
-        (Death(1, -6), [], "rank 1 was killed by signal 6 (SIGABRT)"),
+        (Death(1, -9, host="h"), [], f"rank 1 was killed by signal 9 (SIGKILL) on h{MEMORY}"),
+        (Death(1, -11, host="h"), [], "rank 1 was killed by signal 11 (SIGSEGV) on h"),
+        (Death(0, 3, host="h"), [], "rank 0 exited with code 3 and left no message, on h"),
+        (Death(1, -15, host="h"), [report(0, 5)], "rank 1 was killed by signal 15 (SIGTERM) on h"),
+        (Death(0, 1), [report(2, 4), report(0, 5)], ENDED),
+        (Death(1, -6), [report(2, 5)], ENDED),
+        (Death(1, -6, host="h"), [], "rank 1 was killed by signal 6 (SIGABRT) on h"),
+        # Ranks report lost connections where a process was killed that they need.
+        (Death(STORE, -9, host="h"), [report(2, 5)], f"{STORE} was killed by signal 9 (SIGKILL) on h"),
+        (Death(SERVER, -15, host="h"), [report(2, 5)], f"{SERVER} was killed by signal 15 (SIGTERM) on h"),
+        (Death(SERVER, None, host="h"), [report(2, 5)], f"{SERVER} has died on h"),
+        (Death(MPIEXEC, -9, host="h"), [report(2, 5)], "mpiexec was killed by signal 9 (SIGKILL) on h"),
+        (Death(MPIEXEC, -6), [report(2, 5)], ENDED),
+        (Death(STORE, 1), [report(2, 5)], ENDED),
+        (Death(STORE, 1, host="h"), [], f"{STORE} exited with code 1 and left no message, on h"),
     ],
 )
 def test_explain(death: Death, reports: list[Report], message: str) -> None:
     assert explain_failure(death, reports).text == message
+
+
+@pytest.mark.parametrize("who", [1, STORE, SERVER, MPIEXEC])
+@pytest.mark.parametrize("status", [-9, -15, -1, -2, None])
+def test_a_kill_from_outside_is_never_the_same_error_twice(who: int | str, status: int | None) -> None:
+    failure = explain_failure(Death(who, status), [])
+    assert failure.again(failure)
+    assert failure.rank == (who == 1)
+
+
+@pytest.mark.parametrize("who", [STORE, SERVER, MPIEXEC])
+@pytest.mark.parametrize("status", [-11, -6, 1])
+def test_a_process_that_ends_twice_by_its_own_fault_is_not_started_a_third_time(who: str, status: int) -> None:
+    failure = explain_failure(Death(who, status), [])
+    assert failure.again(None)
+    assert not failure.again(failure)
+
+
+def test_the_cause_of_several_deaths_is_the_one_that_takes_the_others_along() -> None:
+    deaths = [Death(1, 1), Death(0, 255), Death(3, -9), Death(STORE, -9), Death(SERVER, -9)]
+    assert [death.who for death in sorted(deaths, key=lambda death: death.order)] == [SERVER, STORE, 3, 0, 1]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import socket
 import subprocess
 import sys
 import tempfile
@@ -72,7 +73,8 @@ def test_a_rank_that_ends_without_a_report_has_said_why(
     with pytest.raises(LaunchError) as caught:
         launch(Job(f"{HERE}:fail", {"out": str(tmp_path), "how": "words"}), 2, transport, threads=1)
     first, *rest = str(caught.value).splitlines()
-    assert first == "rank 1 exited with code 3 and left no message; the end of its standard error:"
+    host = socket.gethostname()
+    assert first == f"rank 1 exited with code 3 and left no message, on {host}; the end of its standard error:"
     assert rest == ["first"] * 19 + ["the reason"]
     assert capfd.readouterr() == ("", "first\n" * 30 + "the reason\n")
 
@@ -98,7 +100,8 @@ def ran(script: Path, condition: str, function: str) -> subprocess.CompletedProc
 def test_a_script_without_a_main_guard_is_told_what_it_lacks(tmp_path: Path) -> None:
     """Ranks import the script, which starts ranks of its own: a rank dies before any line of ours."""
     error = ran(tmp_path / "script.py", "True", '"builtins:repr"').stderr.rpartition("LaunchError: rank ")[2]
-    assert "exited with code 1 and left no message; the end of its standard error:\n" in error
+    assert "exited with code 1 and left no message, on " in error
+    assert "; the end of its standard error:\n" in error
     assert "if __name__ == '__main__':" in error
     own = ran(tmp_path / "script.py", "True", "step").stderr
     assert "starts ranks while it is imported, as every rank imports it: put what starts ranks under `if __na" in own
@@ -135,7 +138,8 @@ def test_a_lost_store_ends_the_job_at_once_and_another_attempt_has_its_own(tmp_p
     job = Job(f"{HERE}:lose_store", {"out": str(tmp_path)})
     with pytest.raises(LaunchError) as caught:
         launch(job, 2, "torch", threads=1)
-    assert str(caught.value) == "the process that holds the ranks' store was killed by signal 9 (SIGKILL)"
+    killed = "the process that holds the ranks' store was killed by signal 9 (SIGKILL)"
+    assert str(caught.value) == f"{killed} on {socket.gethostname()}"
     launch(job, 2, "torch", restarts=1, threads=1)
     assert sorted(read(tmp_path)) == ["0", "1"]
 

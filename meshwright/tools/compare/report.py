@@ -81,12 +81,13 @@ def times_table(comparison: Comparison) -> Table:
         # Losses of one task are equal but for rounding, unless dropout draws other masks in each layout.
         if row is comparison.measured[0]:
             losses = Cell("(the reference)")
-        elif comparison.drops_out:
-            losses = Cell(f"{comparison.difference(row):.1e} (dropout)")
         elif comparison.agrees(row):
             losses = Cell(f"{comparison.difference(row):.1e}")
+        elif comparison.drops_out:
+            losses = Cell(f"{comparison.difference(row):.1e} (dropout)")
         else:
-            losses = Cell(f"{comparison.difference(row):.1e}: MORE THAN ROUNDING", bad=True)
+            wrong = "MORE THAN ROUNDING" if comparison.allowed(row) else "NOT EQUAL"
+            losses = Cell(f"{comparison.difference(row):.1e}: {wrong}", bad=True)
         table.add(row, *cells, losses)
     return table
 
@@ -174,12 +175,19 @@ def sentences(comparison: Comparison) -> list[str]:
         said.append(f"A rank of {wide} has several threads, and was predicted on one core; threads=1 is alike.")
     if len(rows) > 1:
         first, *others = rows
-        if comparison.drops_out:
-            said.append("Losses need not agree: model.dropout is on, and no two layouts share its masks.")
-        elif names := ", ".join(row.name for row in others if not comparison.agrees(row)):
+        names = ", ".join(row.name for row in others if not comparison.agrees(row))
+        if names and comparison.drops_out:
+            why = "model.dropout is on, and layouts may draw other masks"
+            said.append(f"Losses of {names} differ from those of {first.name}, as they may: {why}.")
+        elif names and comparison.layout_free:
+            text = "and bits=layout-free promises equal bits in one precision"
+            said.append(f"Losses of {names} are not those of {first.name}, {text}: see `meshwright diff`.")
+        elif names:
             said.append(
                 f"Losses of {names} differ from those of {first.name} by more than rounding: see `meshwright verify`."
             )
+        elif not any(map(comparison.allowed, others)):
+            said.append(f"All losses are those of {first.name} to the bit, step by step, as bits=layout-free promises.")
         else:
             worst = max(map(comparison.difference, others))
             said.append(f"All losses agree with those of {first.name} to {worst:.1e}, step by step.")
@@ -303,6 +311,7 @@ def _row_dict(comparison: Comparison, row: Measurement) -> dict[str, Any]:
             "allowed": comparison.allowed(row),
             "agree": comparison.agrees(row),
             "dropout": comparison.drops_out,
+            "layout_free": comparison.layout_free,
         }
         facts["measured"] = {
             "seconds": row.seconds,

@@ -155,8 +155,10 @@ class Comparison:
         self.mean_error = statistics.mean(errors) if errors else None
         """The mean of the predicted steps' absolute errors."""
         configs = [row.contender.config for row in self.measured]
-        self.drops_out = any(one.model.dropout > 0 and not one.bits.layout_free for one in configs)
-        """Whether the losses need not agree: no two layouts share the masks of dropout, but for layout-free bits."""
+        self.layout_free = bool(configs) and all(config.bits.layout_free for config in configs)
+        """Whether losses must be equal to the bit in all layouts of one precision, masks of dropout included."""
+        self.drops_out = not self.layout_free and any(config.model.dropout > 0 for config in configs)
+        """Whether losses need not agree: layouts may draw other masks of dropout."""
 
     @property
     def fastest(self) -> Measurement:
@@ -193,7 +195,9 @@ class Comparison:
         return max(math.inf if math.isnan(difference) else difference for difference in differences)
 
     def allowed(self, row: Measurement) -> float:
-        """How much two orders of summation may differ in these precisions (verify/tolerance.py)."""
+        """How much two orders of summation may differ in these precisions (verify/tolerance.py); 0 for equal bits."""
+        if self.layout_free and row.contender.config.precision == self.measured[0].contender.config.precision:
+            return 0.0
         return max(tolerance_of(one.contender.config).loss for one in (row, self.measured[0]))
 
     def agrees(self, row: Measurement) -> bool:

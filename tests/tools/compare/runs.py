@@ -20,7 +20,10 @@ STAGES = {"pipeline": {"size": 2}}
 
 
 def contender(name: str = "one", layout: dict[str, Any] | None = None, **model: Any) -> Contender:
+    bits = model.pop("bits", "usual")
+    precision = {"precision": "float32"} if bits == "layout-free" else {}
     tree = {"model": MODEL | model, "data": {"sequence": 16}, "batch": {"global": 4}, "layout": layout or {}}
+    tree |= {"bits": bits, **precision}
     return Contender(name, parse_config(tree), f"{name}.yaml")
 
 

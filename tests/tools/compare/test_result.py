@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from meshwright.tools.compare.report import as_dict, sentences, times_table
@@ -86,11 +88,27 @@ def test_what_is_no_number_does_not_agree() -> None:
     assert not comparison(reference, lost).agrees(lost)
 
 
-def test_masks_of_dropout_are_no_disagreement() -> None:
-    rows = [Measurement(contender(name, dropout=0.1), (run((1, 1, 1, 1), losses, [rank(0)]),)) for name, losses in
-            (("a", LOSSES), ("b", (6.0, 4.0, 3.0, 2.0)))]  # fmt: skip
-    said = sentences(comparison(*rows))
-    assert "Losses need not agree: model.dropout is on, and no two layouts share its masks." in said
+@pytest.mark.parametrize(
+    "model, losses, sentence, cell",
+    [
+        ({"dropout": 0.1}, (6.0, 4.0, 3.0, 2.0), "Losses of b differ from those of a, as they may: model.dropout is on",
+         "2.0e-01 (dropout)"),
+        # Layouts that cut replicas alone share the masks: nothing is said that the numbers deny.
+        ({"dropout": 0.1}, LOSSES, "All losses agree with those of a to 0.0e+00, step by step.", "0.0e+00"),
+        ({"dropout": 0.1, "bits": "layout-free"}, LOSSES, "All losses are those of a to the bit", "0.0e+00"),
+        ({"bits": "layout-free"}, LOSSES, "All losses are those of a to the bit, step by step", "0.0e+00"),
+        ({"dropout": 0.1, "bits": "layout-free"}, (5.0, 4.0, 3.0, 2.0 + 2**-51),
+         "Losses of b are not those of a, and bits=layout-free promises equal bits", "2.2e-16: NOT EQUAL"),
+    ],
+)  # fmt: skip
+def test_losses_by_dropout_and_bits(model: dict[str, Any], losses: tuple[float, ...], sentence: str, cell: str) -> None:
+    rows = [
+        Measurement(contender(name, **model), (run((1, 1, 1, 1), each, [rank(0)]),))
+        for name, each in (("a", LOSSES), ("b", losses))
+    ]
+    made = comparison(*rows)
+    assert any(line.startswith(sentence) for line in sentences(made)), sentences(made)
+    assert times_table(made).lines[1][-1].text == cell
 
 
 def test_several_threads_are_said() -> None:
