@@ -276,7 +276,7 @@ def named_checks(names: Mapping[str, Any]) -> list[ParityCheck]:
     Each function has a name of its own: the first of the module's names for it, or the function's own; a second
     function of one name is `check-2`.
     """
-    bound = {id(value): name for name, value in reversed(names.items()) if isinstance(value, FunctionType)}
+    bound = {id(value): name for name, value in reversed(list(names.items())) if isinstance(value, FunctionType)}
     own: Sequence[Any] = names.get(MARKED, ())
     imported = [value for value in names.values() if not any(value is function for function in own)]
     found, taken, seen = list[ParityCheck](), Counter[str](), set[int]()

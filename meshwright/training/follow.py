@@ -98,8 +98,8 @@ class StepTeller:
 def named_as_now(line: dict[str, Any]) -> dict[str, Any]:
     """A step's numbers with today's names: earlier files call the passes `pipeline`, and what is not known a text."""
     known = {key: None if value == "unknown" else value for key, value in line.items()}
-    if isinstance(known.get("utilisation"), list):
-        known["utilisation"] = [None if share == "unknown" else share for share in known["utilisation"]]
+    if isinstance(shares := known.get("utilisation"), list):
+        known["utilisation"] = [None if share == "unknown" else share for share in shares]
     if isinstance(phases := known.get("phase_seconds"), dict):
         known["phase_seconds"] = {"passes" if name == "pipeline" else name: value for name, value in phases.items()}
     return known
