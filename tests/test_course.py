@@ -32,7 +32,9 @@ def block_of(lesson: str, language: str) -> str:
 
 
 def command_of(lesson: str) -> list[str]:
-    return block_of(lesson, "sh").split()
+    """The command of the exercise; behind it may stand the one that marks the counted numbers."""
+    blocks = re.findall(r"```sh\n(.*?)```", (COURSE / f"{lesson}.md").read_text(), re.DOTALL)
+    return str([block for block in blocks if "count.py" not in block][-1]).split()
 
 
 def exercise_of(lesson: str) -> Path:
@@ -81,6 +83,40 @@ def test_a_lesson_has_an_idea_a_picture_and_an_exercise(lesson: str) -> None:
     assert text.count("<details") == 1
     assert len(text.split()) < 400, "a lesson is short"
     assert f"({lesson}.md)" in (COURSE / "index.md").read_text()
+
+
+COUNTED = [lesson for lesson in LESSONS if "count.py" in (COURSE / f"{lesson}.md").read_text()]
+
+
+@pytest.mark.parametrize("lesson", COUNTED)
+def test_numbers_are_marked_once_the_line_is_mended(lesson: str, tmp_path: Path) -> None:
+    """The solution's numbers are right, the zeros of the lesson's command are not, and no wrong answer tells them."""
+    text = (COURSE / f"{lesson}.md").read_text()
+    file = copied(lesson, tmp_path, solved=True)
+    for name in ("count.py", "4_stages.yaml"):
+        (tmp_path / name).write_text((COURSE / name).read_text())
+    asked = shlex.split(re.findall(r"count\.py (.+)", text)[0])
+    solution = re.findall(r"`((?:\w+=\d+ ?)+)`", text.split("<details")[1])[0]
+    answers = dict(word.split("=") for word in solution.split())
+    assert list(answers) == [word.split("=")[0] for word in asked[1:]]
+
+    def mark(words: list[str]) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(tmp_path / "count.py"), asked[0], *words]
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, cwd=COURSE.parent.parent
+        )
+
+    assert mark(solution.split()).returncode == 0
+    wrong = mark(asked[1:])
+    assert wrong.returncode == 1
+    for name, number in answers.items():
+        assert f"{name}=0 is not the number" in wrong.stdout
+        assert f"={number}" not in wrong.stdout
+    error = block_of(lesson, "text")
+    assert not any(re.search(rf"\b{number}\b", error) for number in answers.values() if len(number) > 1), "told already"
+    if file.suffix == ".yaml":
+        file.write_text((COURSE / file.name).read_text())
+        assert "mend the run file first" in mark(solution.split()).stdout
 
 
 @pytest.mark.parametrize("lesson", [lesson for lesson in LESSONS if exercise_of(lesson).suffix == ".yaml"])

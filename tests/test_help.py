@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +21,9 @@ from meshwright.cli.completion import complete_shipped
 from meshwright.config.words import KEYS
 from meshwright.configs import SCHEMA, shipped
 from meshwright.errors import ConfigError
+from meshwright.parity.command import run_words
 from tests.test_cli import environment_for, meshwright
+from tests.test_pages import read_as_typed
 
 LINE = 60
 
@@ -42,6 +46,28 @@ def test_every_command_says_in_a_line_what_it_does(name: str) -> None:
     assert "\n" not in first
     assert len(first) <= LINE
     assert first.endswith(".")
+
+
+EXAMPLE = re.compile(r"^Example: (meshwright .+(?:\n\S.*)*)", re.MULTILINE)
+RUNS_OF_EXAMPLES = {"run.yaml": "quickstart"}
+"""Files of the reader's in examples, and a run of ours to read in their place."""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_an_example_that_can_be_typed(name: str) -> None:
+    (example,) = EXAMPLE.findall(COMMANDS[name].help or "")
+    program, *words = shlex.split(example)
+    assert [program, *words[: len(name.split())]] == ["meshwright", *name.split()]
+    read_as_typed([RUNS_OF_EXAMPLES.get(word, word) for word in words])
+
+
+@pytest.mark.parametrize("words", [["parity"], ["parity", "record"], ["parity", "compare"]])
+def test_parity_has_an_example_for_each_of_its_commands(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run_words([*words[1:], "--help"])
+    (example,) = re.findall(r"Example: (meshwright .+)", capsys.readouterr().out)
+    assert shlex.split(example)[1 : len(words) + 1] == words
+    read_as_typed(shlex.split(example)[1:])
 
 
 def test_commands_stand_in_parts() -> None:

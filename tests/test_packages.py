@@ -178,6 +178,7 @@ def test_parity_alone_runs_where_meshwright_is_not(parity_wheel: Path, tmp_path:
     words = [str(python.with_name("meshwright-parity")), "checks.py", "--json", "--page", str(page)]
     ran = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert ran.returncode == 1, ran.stderr
+    assert ran.stdout.startswith("{"), ran.stderr
     right, wrong = json.loads(ran.stdout)["checks"]
     assert right["holds"], right["verdict"]
     assert wrong["finding"]["kind"] == "wrong data", wrong["verdict"]

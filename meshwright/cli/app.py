@@ -116,8 +116,13 @@ def _group(text: str, epilog: str | None = None) -> typer.Typer:
     )  # fmt: skip
 
 
-app, data_app = _group(HELP, FIRST), _group("Prepare corpora.")
-convert_app = _group("Read and write Hugging Face's folders.")
+app, data_app = (
+    _group(HELP, FIRST),
+    _group("Prepare corpora.\n\nExample: meshwright data prepare quickstart --out data/names"),
+)
+convert_app = _group(
+    "Read and write Hugging Face's folders.\n\nExample: meshwright convert export out/first --out first-hf"
+)
 
 _RUNS, _CLUSTERS, _PROGRAMS = map(complete_shipped, ("runs", "clusters", "software"))
 RUN_METAVAR, RUN_HELP = "RUN", "A run file, or one of our runs by its name, such as quickstart."

@@ -174,11 +174,17 @@ def explain(
         say(f"written: {page}")
 
 
+VERIFIED_STEPS = 5
+"""Steps that verify compares if nobody says how many, and the run is no shorter."""
+
+
 @app.command(rich_help_panel=PROVE)
 def verify(
     run: RunFile,
     overrides: Overrides = None,
-    steps: Annotated[int, Option(min=1, help="Optimizer steps to compare.")] = 5,
+    steps: Annotated[
+        int | None, Option(min=1, help="Optimizer steps to compare; 5, or all of a shorter run.", show_default=False)
+    ] = None,
     as_configured: Annotated[
         bool, Option("--as-configured", help="In the run's own precision, not in float64.")
     ] = False,
@@ -197,7 +203,8 @@ def verify(
     from meshwright.tools.verify.job import verify as run_verification
 
     with progress() as show:
-        verdict = run_verification(config, steps=steps, as_configured=as_configured, report=show)
+        compared = steps if steps is not None else min(VERIFIED_STEPS, config.steps)
+        verdict = run_verification(config, steps=compared, as_configured=as_configured, report=show)
     # Printed before check() raises: the table says what the error counts.
     print_result(table, verdict, as_json)
     verdict.check()

@@ -166,8 +166,9 @@ def parity_check(
     return mark
 
 
-MARKED = "__parity_checks__"
-"""The name, in a module that marks functions as checks, of the list of these functions in the order of marking."""
+MARKED = f"__{__package__.replace('.', '_')}_checks__"
+"""The name, in a module that marks functions as checks, of the list of these functions in the order of marking. The
+package of parity alone has a list of its own."""
 
 
 def module_frame() -> FrameType:

@@ -41,7 +41,9 @@ def check_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         description="Prove any parallel program equal to one process.",
-        epilog=f"Two real runs: {PROGRAM} record --help, {PROGRAM} compare --help",
+        epilog=f"Example: {PROGRAM} checks.py --page parity.html\n"
+        f"Two real runs: {PROGRAM} record --help, {PROGRAM} compare --help",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("file", type=Path, metavar="CHECKS.py", help="a file with functions under @parity.check")
     parser.add_argument("--precision", help="float64, float32, bf16 or own, instead of what each check says")
@@ -84,6 +86,7 @@ def record_parser() -> argparse.ArgumentParser:
         prog=f"{PROGRAM} record",
         description="Run a training script as it is, and keep what its modules gave. Under torchrun: "
         f"torchrun ... -m {__package__} record ...",
+        epilog=f"Example: {PROGRAM} record --out one train.py --steps 3",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where the record goes")
     parser.add_argument("--steps", default="1,2", help="numbers of the steps that are kept (1,2)")
@@ -130,8 +133,9 @@ def compare_parser() -> argparse.ArgumentParser:
     """The options of `compare`."""
     parser = argparse.ArgumentParser(
         prog=f"{PROGRAM} compare",
-        description="Compare two recorded runs: layouts, versions, or a run and one process. Exit code 1 where they "
+        description="Compare two recorded runs: layouts, versions, or a run and one process. Exit code 1 if they "
         "differ.",
+        epilog=f"Example: {PROGRAM} compare one two --page runs.html",
     )
     parser.add_argument("first", type=Path, metavar="A", help="the reference, recorded with --perturb as well")
     parser.add_argument("second", type=Path, metavar="B")

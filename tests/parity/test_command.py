@@ -39,7 +39,7 @@ def test_the_command_says_what_differs_and_where(tmp_path: Path) -> None:
     [marked] = re.findall(r'<tr class="first" id="first-2"><td title="([^"]+)"', page.read_text())
     assert marked == "(loss)", "a mean of means is no module's"
     assert "a mean of means" in page.read_text()
-    assert "| `mean_of_means[data2]` | **differs** | token counts at (loss)" in summary.read_text()
+    assert f"| `{wrong['check']}[data2]` | **differs** | token counts at (loss)" in summary.read_text()
 
 
 @pytest.mark.long
