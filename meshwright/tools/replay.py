@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 
 from meshwright.checkpoint.reader import Checkpoint, newest_whole, steps_in
-from meshwright.config import load_config
+from meshwright.config import Config, load_config
 from meshwright.config.schema import Logging
 from meshwright.data.files import silent
 from meshwright.errors import CheckpointError, ConfigError, MeshwrightError, MismatchError
@@ -75,8 +75,7 @@ def replay(
         say: Gets a line on the start and the number of steps, before the first one.
 
     Raises:
-        ConfigError: The run has not made that step, or has no such checkpoint; and as `train`.
-        CheckpointError: The checkpoint is damaged.
+        ConfigError, CheckpointError: No such step or checkpoint, or a damaged one; and as `train`.
     """
     run = {int(line["step"]): line for line in read_history(out / METRICS)}
     if step not in run:
@@ -84,16 +83,14 @@ def replay(
         raise ConfigError.of("--step", step, rule, f"{min(run, default=0)} to {max(run, default=0)}")
     checkpoint = _checkpoint(out / CHECKPOINTS, step, start)
     first = 1 if checkpoint is None else int(checkpoint.name.removeprefix("step-")) + 1
-    config = with_field(
-        load_config(out / CONFIG, words), "logging", Logging(level="error")
-    )  # the answer is its only output
-    if checkpoint is None and not accept_changes:
-        # From a checkpoint `train` checks this.
-        for _, path in steps_in(out / CHECKPOINTS)[-1:]:
-            origin = Checkpoint(path).manifest.origin
-            if origin.data and origin.data != config.data.fingerprint(config.data.prepare(config, silent)):
-                rule = f"holds other tokens or samples than those that {path} was trained on"
-                raise ConfigError.of("data.source", config.data.source, rule, "the same data, or --accept-changes")
+    config = load_config(out / CONFIG, words)
+    config = with_field(config, "logging", Logging(level="error"))  # the answer is its only output
+    # From a checkpoint `train` checks the data.
+    for _, path in steps_in(out / CHECKPOINTS)[-1:] if checkpoint is None and not accept_changes else ():
+        origin = Checkpoint(path).manifest.origin
+        if origin.data and origin.data != config.data.fingerprint(config.data.prepare(config, silent)):
+            rule = f"holds other tokens or samples than those that {path} was trained on"
+            raise ConfigError.of("data.source", config.data.source, rule, "the same data, or --accept-changes")
     where = "the beginning" if checkpoint is None else checkpoint.name
     count = step - first + 1
     say(f"repeats steps {first} to {step} from {where} of {out}: {count} step{'s' if count > 1 else ''}")
@@ -105,28 +102,7 @@ def replay(
                 shutil.copytree(checkpoint, folder / CHECKPOINTS / checkpoint.name)
                 for file in (IDENTITY, CONFIG):
                     shutil.copy(out / file, folder / file)
-            resume = checkpoint is not None
-            try:
-                train(
-                    config, folder, resume=resume, accept_changes=resume and accept_changes,
-                    each=lambda line: line["step"] >= step,
-                )  # fmt: skip
-            except ConfigError as error:
-                # The copy is nothing that a user could mend.
-                mine, theirs = str(folder), str(out)
-                raise ConfigError(
-                    [
-                        replace(
-                            problem,
-                            value=theirs if str(problem.value) == mine else problem.value,
-                            rule=problem.rule.replace(mine, theirs),
-                        )
-                        for problem in error.problems
-                    ]
-                ) from error
-            except MeshwrightError as error:
-                error.args = (str(error).replace(str(folder), str(out)),)
-                raise
+            _train_in(folder, config, out, step, resume=checkpoint is not None, accept_changes=accept_changes)
             return {int(line["step"]): line for line in read_history(folder / METRICS)}
 
     one = again()
@@ -139,6 +115,27 @@ def replay(
     numbers = {name: [lines[parted].get(name) for lines in (run, one, two)] for name in names}
     alike = _first_difference(one, two, first, step) is None
     return Replayed("program" if alike else "machine", first, step, parted, numbers)
+
+
+def _train_in(folder: Path, config: Config, out: Path, step: int, *, resume: bool, accept_changes: bool) -> None:
+    """Train up to `step` in a temporary folder; messages name `out`, since the copy is nothing a user could mend."""
+    mine, theirs = str(folder), str(out)
+    try:
+        accept = resume and accept_changes
+        train(config, folder, resume=resume, accept_changes=accept, each=lambda line: line["step"] >= step)
+    except ConfigError as error:
+        problems = [
+            replace(
+                problem,
+                value=theirs if str(problem.value) == mine else problem.value,
+                rule=problem.rule.replace(mine, theirs),
+            )
+            for problem in error.problems
+        ]
+        raise ConfigError(problems) from error
+    except MeshwrightError as error:
+        error.args = (str(error).replace(mine, theirs),)
+        raise
 
 
 def _checkpoint(folder: Path, step: int, start: int | None) -> Path | None:
