@@ -1,5 +1,5 @@
 """`python -m tests.people [WORD ...]`: every case, or each whose name has a word, with the right value next to the
-printed one. The exit code is 1 if a case fails."""
+printed one. The exit code is 1 if a case fails. `--page` prints docs/people.md."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tests.people.tables import all_cases
+from tests.people.tables import all_cases, page
 
 
 def main(words: list[str]) -> int:
+    if words == ["--page"]:
+        print(page(), end="")
+        return 0
     table = Table("case", "right", "printed", "holds")
     failed = 0
     cases = [case for case in all_cases() if not words or any(word in case.name for word in words)]

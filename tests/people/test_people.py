@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.people.case import Case
-from tests.people.tables import all_cases
+from tests.people.tables import all_cases, page
 
 
 @pytest.mark.parametrize(
@@ -15,3 +15,7 @@ from tests.people.tables import all_cases
 def test_case(case: Case, tmp_path: Path) -> None:
     outcome = case.run(tmp_path)
     assert outcome.holds, f"{case.right}\nwas wanted; printed was\n{outcome.got}"
+
+
+def test_the_page_names_every_case() -> None:
+    assert (Path(__file__).resolve().parents[2] / "docs/people.md").read_text(encoding="utf-8") == page()
