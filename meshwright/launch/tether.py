@@ -32,7 +32,7 @@ def die_with_parent(parent: int | None) -> None:
 
 
 def die_with_starter(file: Path) -> None:
-    """As `die_with_parent`; end at once if the process whose id is in `file` is dead.
+    """Die with the parent, as `die_with_parent`; end at once if the process whose id is in `file` is dead.
 
     A rank that mpiexec has just started may lose mpiexec before the rank has asked the kernel: it would wait for ever.
     """
