@@ -1,4 +1,4 @@
-"""A job's store at one address of this host, and its secret: TCPStore itself listens on all of them, for everybody.
+"""A job's store at one address of this host, and the store's secret. TCPStore alone listens at all addresses.
 
 | ranks                        | the store listens at                                        | asks for a secret |
 |------------------------------|-------------------------------------------------------------|-------------------|
@@ -6,8 +6,8 @@
 | of several, MASTER_ADDR ours | that address alone                                          | yes (relay.py)    |
 | of several, else             | all addresses: a NAT's or a service's address is no host's  | yes               |
 
-The secret is MESHWRIGHT_SECRET, or one that rank 0 leaves in the run's folder, for its user alone. A job of several
-hosts that has neither (`nodes`, `verify`) asks for none.
+The secret is MESHWRIGHT_SECRET, or a new one written by rank 0 into the run's folder, readable by the user alone. A
+job of several hosts without both (`nodes`, `verify`) has no secret.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ def address_to_listen(address: str) -> str:
 
 
 def new_secret(shared: Path | None) -> bytes:
-    """Return the secret of a job that starts: the user's, else one of its own; empty without a folder to share it in.
+    """Return the secret of a new job: the user's, else a random one; empty without a folder for sharing.
 
     Args:
-        shared: A folder that all ranks see, and of other users nobody reads files of ours in.
+        shared: A folder on a file system of all ranks.
     """
     if own := job_secret():
         return own.encode()
@@ -98,7 +98,7 @@ def new_secret(shared: Path | None) -> bytes:
 
 
 def known_secret(shared: Path | None) -> bytes | None:
-    """Return the secret that rank 0 knows as well; None if the job has none.
+    """Return the secret of the job's rank 0; None if the job has none.
 
     Raises:
         OSError: Rank 0 has not left one in the folder yet.

@@ -3,14 +3,13 @@
     rank 0's host                                   another host
     store at loopback <- relay `gate` <---------- relay `client` at loopback <- the rank's store client
 
-TCPStore asks nobody for a password, and its client sends none. So a process of our own stands at either end: the gate
-listens at the address that other hosts reach, sends a number that is new each time, and passes the connection on once
-the other end has answered with that number's HMAC under the secret. The secret itself is never sent. What follows is
-not encrypted.
+TCPStore has no password. A process of our own runs at either end: the gate listens at the address for other hosts,
+sends a new random number on each connection, and forwards the connection to the store after a correct answer: the
+number's HMAC under the secret. The secret is never sent. Later bytes are not encrypted.
 
-Runs as a script, `python -I -S relay.py gate|client ADDRESS PORT`, since a relay within a rank would wait for Python's
-lock while the rank waits for the relay. It listens at descriptor 3, reads the secret from stdin, and ends when stdin
-does: with the process that started it.
+Runs as a script, `python -I -S relay.py gate|client ADDRESS PORT`: a thread in the rank would need Python's lock, which
+a rank may hold while waiting for the store. The script listens at descriptor 3, reads the secret from stdin, and ends
+at the end of stdin: when the rank's process ends.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _PART_BYTES = 2**16
 
 
 class NoGateError(Exception):
-    """The other end sends no greeting: it is no gate."""
+    """A server without a gate's greeting."""
 
 
 def proof(secret: bytes, nonce: bytes) -> bytes:
@@ -58,7 +57,7 @@ def knows_us(connection: socket.socket, secret: bytes) -> bool:
 
 
 def start(role: str, listener: socket.socket, address: str, port: int, secret: bytes) -> None:
-    """Start a relay that lives as long as this process; it takes over the listener."""
+    """Start a relay for the life of this process; the listener is the relay's from now on."""
     reading, _alive = os.pipe()  # the second end stays open for the rest of this process's life
     os.write(_alive, secret + b"\n")
     os.posix_spawn(
@@ -72,7 +71,7 @@ def start(role: str, listener: socket.socket, address: str, port: int, secret: b
 
 
 class Relay:
-    """One end's process: `role`, and the place that a connection is passed on to."""
+    """One end's process: `role`, and the address and port to forward connections to."""
 
     def __init__(self, role: str, address: str, port: int, secret: bytes) -> None:
         self.role, self.place, self.secret = role, (address, port), secret
