@@ -23,8 +23,9 @@ import torch.distributed as dist
 
 from meshwright.environment import job_secret
 from meshwright.foreign import read_text, write_fresh
+from meshwright.ranks.relay import NO_FILE
 
-_FILE = "store.secret"
+_FILE = "store-{}.secret"
 _BACKLOG = 2048
 """Connections that wait to be accepted: a thousand ranks may connect in the same moment."""
 
@@ -79,30 +80,36 @@ def address_to_listen(address: str) -> str:
     return address
 
 
-def new_secret(shared: Path | None) -> bytes:
-    """Return the secret of a new job: the user's, else a random one; empty without a folder for sharing.
+def new_secret(shared: Path | None) -> tuple[bytes, str]:
+    """Return the secret of a new job and the name of its file: the user's secret without a file, else a random one.
 
     Args:
-        shared: A folder on a file system of all ranks.
+        shared: A folder on a file system of all ranks. Without a folder the secret is empty.
     """
     if own := job_secret():
-        return own.encode()
+        return own.encode(), NO_FILE
     if shared is None:
-        return b""
-    secret = secrets.token_hex(16)
+        return b"", NO_FILE
+    # A new name each time: a network's file system may remember a file's old content for seconds.
+    secret, name = secrets.token_hex(16), secrets.token_hex(len(NO_FILE) // 2)
     shared.mkdir(parents=True, exist_ok=True)
-    partial = shared / f".{_FILE}.partial"
-    write_fresh(partial, secret, 0o600)
-    partial.rename(shared / _FILE)
-    return secret.encode()
+    for old in shared.glob(_FILE.format("*")):
+        old.unlink(missing_ok=True)
+    write_fresh(shared / _FILE.format(name), secret, 0o600)
+    return secret.encode(), name
 
 
-def known_secret(shared: Path | None) -> bytes | None:
-    """Return the secret of the job's rank 0; None if the job has none.
+def has_secret(shared: Path | None) -> bool:
+    """Return whether a job's rank 0, started as this process, has a secret."""
+    return shared is not None or bool(job_secret())
+
+
+def known_secret(shared: Path | None, name: str) -> bytes:
+    """Return the secret of the job's rank 0, by the name of its file in the gate's greeting.
 
     Raises:
-        OSError: Rank 0 has not left one in the folder yet.
+        OSError: The folder has no such file.
     """
     if own := job_secret():
         return own.encode()
-    return None if shared is None else read_text(shared / _FILE).encode()
+    return b"" if shared is None else read_text(shared / _FILE.format(name)).encode()
