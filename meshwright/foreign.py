@@ -1,15 +1,15 @@
-"""Files of a folder that somebody else may have made: a run, a model, a corpus, downloaded or shared.
+"""Files of another person's folder: a run, a model, a corpus, downloaded or shared.
 
-tar, git and the Hub keep symbolic links, so that a folder can name any file of its reader: a link that is read sends
-that file into an export, a link that is written empties the file. A pipe or a device makes its reader wait for ever.
+tar, git and the Hub keep symbolic links, so a folder can name any file of the reader's machine. Reading a link copies
+the file into an export; writing to a link empties the file. Reading a pipe or a device may never end.
 
 | in such a folder                          | here                                                       |
 |-------------------------------------------|------------------------------------------------------------|
-| the folder itself, as the user names it   | may be a link: the user has named it                       |
-| a link in it                              | refused by its name and its target, with the remedy        |
+| the folder itself, named by the user      | may be a link                                              |
+| a link in the folder                      | refused; the error has name, target and remedy             |
 | a link of the Hub's cache to its blobs    | read: the snapshot and the blobs are one download          |
-| a pipe, a device, a socket                | refused by its kind                                        |
-| JSON of more than MOST_NESTED levels      | refused: readers that call themselves would end            |
+| a pipe, a device, a socket                | refused; the error has the kind                            |
+| JSON of more than MOST_NESTED levels      | refused: recursive readers would raise RecursionError      |
 | a file to write                           | made anew, or opened without following a link              |
 """
 
@@ -36,8 +36,8 @@ _WRITE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class RefusedError(MeshwrightError, OSError):
-    """A file of a folder that is not read or written: a link, a pipe, a device. An OSError as well, so that a reader of
-    damaged files names this reason as it names any other."""
+    """A link, a pipe or a device in a folder. An OSError as well, because readers of damaged files catch OSError and
+    print its reason."""
 
     exit_code = 2
 
@@ -54,11 +54,11 @@ class NestedError(ValueError):
 
 
 def plain(path: Path, root: Path | None = None) -> Path:
-    """Return `path` if it is no link and lies behind none, up to the folder that the user has named.
+    """Return `path` if neither the file nor a folder between `root` and the file is a link.
 
     Args:
         path: A file or folder, which may be missing.
-        root: The named folder, which may be a link; by default the folder that `path` is in.
+        root: The folder named by the user, possibly a link; by default the folder of `path`.
 
     Raises:
         RefusedError: A link, a pipe, a device or a socket.
@@ -71,11 +71,11 @@ def plain(path: Path, root: Path | None = None) -> Path:
 
 
 def plain_folder(root: Path, foreign: Collection[str] = ()) -> Path:
-    """Return `root` if it holds plain files and folders only, on every level.
+    """Return `root` if all entries on every level are plain files and folders.
 
     Args:
-        root: The folder that the user has named.
-        foreign: Names right under `root` that other libraries read and write alone; not looked at.
+        root: The folder named by the user.
+        foreign: Names directly under `root`, used by other libraries alone; not checked.
 
     Raises:
         RefusedError: A link, a pipe, a device or a socket in the folder.
@@ -129,7 +129,7 @@ def open_plain(path: Path, root: Path | None = None) -> io.BufferedReader:
 
 
 def open_unbuffered(path: Path, root: Path | None = None) -> io.FileIO:
-    """Open as `open_plain` a file of which large blocks are read, without a copy in between."""
+    """Open a file as `open_plain` does, without a buffer: for reads of large blocks."""
     return os.fdopen(_opened(path, root), "rb", buffering=0)
 
 
@@ -146,12 +146,12 @@ def read_text(path: Path, root: Path | None = None) -> str:
 
 
 def open_named(path: Path) -> io.BufferedReader:
-    """Open a file that the user has named, which may be a link; a pipe or a device is refused."""
+    """Open a file named by the user, possibly a link; a pipe or a device is refused."""
     return os.fdopen(_regular(os.open(path, _READ & ~os.O_NOFOLLOW), path), "rb")
 
 
 def read_named(path: Path) -> str:
-    """Read a file that the user has named as UTF-8; raises as `open_named`, and UnicodeDecodeError."""
+    """Read a file named by the user as UTF-8; raises as `open_named`, and UnicodeDecodeError."""
     with open_named(path) as file:
         return file.read().decode("utf-8")
 
@@ -168,7 +168,7 @@ def open_to_write(path: Path, flags: int, mode: int = 0o644) -> int:
 
 
 def write_fresh(path: Path, text: str, mode: int = 0o644) -> None:
-    """Write a file of a folder anew: a link of its name is removed, and the file that it leads to stays."""
+    """Remove a file of a folder and write a new one: the target of a link is left unchanged."""
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _WRITE, mode)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -189,7 +189,7 @@ def _regular(descriptor: int, path: Path) -> int:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse a JSON text that somebody else has written.
+    """Parse a JSON text of another person.
 
     Raises:
         NestedError: More than MOST_NESTED levels.

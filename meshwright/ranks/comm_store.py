@@ -19,10 +19,13 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import re
 import secrets
 import socket
 import time
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -32,13 +35,22 @@ from meshwright.environment import Environment, Rendezvous, starts_mpi
 from meshwright.errors import LaunchError
 from meshwright.ranks import relay
 from meshwright.ranks.hang import names_of
-from meshwright.ranks.listening import address_to_listen, known_secret, listener_at, listening_store, new_secret
+from meshwright.ranks.listening import (
+    address_to_listen,
+    has_secret,
+    known_secret,
+    listener_at,
+    listening_store,
+    new_secret,
+)
 from meshwright.ranks.peers import LOOPBACK, Peer, Peers
 
 _PAUSE_SECONDS = 0.1
 """Seconds between two attempts to reach a store that is not open yet."""
 _MOST_PAUSE_SECONDS = 0.25
 """Seconds between two polls for the last rank: a thousand ranks ask one store."""
+_NAMED = re.compile(r"rank (\d+) on ")
+_MOST_BYTES = 2**16
 _DOUBLE_SECONDS = 5.0
 """Seconds that a rank, finding its number already taken, waits for a rank 0 of its own attempt."""
 
@@ -81,6 +93,8 @@ class _Comer:
     point: Rendezvous
     seconds: float
     device: str
+    blind: list[int] = field(default_factory=list)
+    """The gate's descriptor, with ranks that do not see the folder of the job's secret."""
 
     def __str__(self) -> str:
         return f"rank {self.environment.rank} on {socket.gethostname()}"
@@ -97,20 +111,30 @@ class _Comer:
         return ". A rank that finds no GPU waits in MPI instead: set device, and see that every host shows its GPUs"
 
     @property
-    def guarded(self) -> bool:
+    def far(self) -> bool:
         """Whether other hosts come to a store of ours: an agent of torchrun's opens its store itself."""
         return self.environment.local_world_size < self.environment.world_size and not self.point.hosted
+
+    @property
+    def unshared(self) -> str:
+        """The remedy for ranks without the folder of the job's secret, which is in the run's."""
+        out = self.environment.status_folder
+        assert out is not None, "a secret without a file is MESHWRIGHT_SECRET's"
+        return (
+            f"not see what rank 0 writes to {out.parent}: --out must be a folder that all hosts share; no step was made"
+        )
 
     def open_store(self) -> dist.Store:
         """Listen at the address that the other ranks connect to, and at no other one."""
         patience = timedelta(seconds=self.seconds)
         try:
-            if not (self.guarded and (secret := new_secret(self.environment.status_folder))):
-                address = address_to_listen(self.point.address) if self.guarded else self.point.address
+            secret, name = new_secret(self.environment.status_folder) if self.far else (b"", "")
+            if not secret:
+                address = address_to_listen(self.point.address) if self.far else self.point.address
                 return listening_store(address, self.point.port, patience)
             listener = listener_at(address_to_listen(self.point.address), self.point.port)
             store = listening_store(LOOPBACK, 0, patience)
-            relay.start("gate", listener, LOOPBACK, store.port, secret)
+            self.blind.append(relay.start("gate", listener, LOOPBACK, store.port, secret, name))
             return store
         except (OSError, dist.DistNetworkError) as error:
             taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
@@ -120,29 +144,39 @@ class _Comer:
 
     def connect(self) -> tuple[dist.Store, Peer]:
         """Connect as soon as something listens there. torch's own wait prints a stack of C++ for each attempt."""
-        end = time.monotonic() + self.seconds
+        end, shared, blind = time.monotonic() + self.seconds, self.environment.status_folder, False
+        guarded, secret = self.far and has_secret(shared), b""
         while True:
             try:
                 with socket.create_connection((self.point.address, self.point.port), timeout=self.seconds) as way:
                     mine = Peer.connected(self.environment.rank, way)
-                    secret = known_secret(self.environment.status_folder) if self.guarded else None
-                    # A secret of a rank 0 that has died is refused: the next one leaves another.
-                    if secret is None or relay.knows_us(way, secret):
+                    if not guarded:
+                        break
+                    name, nonce = relay.greeted(way)
+                    try:
+                        secret = known_secret(shared, name)
+                    except OSError:
+                        blind = True
+                        relay.tell_blind(way, str(self))
+                        raise
+                    if relay.admitted(way, secret, nonce):
                         break
                 cause: object = "it has another secret than rank 0"
-                asks = "is MESHWRIGHT_SECRET the same on all hosts, or do all see the run's folder"
+                asks = "is MESHWRIGHT_SECRET the same on all hosts"
             except relay.NoGateError as error:
                 raise self._stranger() from error
             except OSError as error:
                 cause = error.strerror or error
                 asks = "has rank 0 started, and do MASTER_ADDR and MASTER_PORT name its host and a port it can open"
             if time.monotonic() > end:
+                if blind:
+                    raise LaunchError(f"{self} does {self.unshared}")
                 text = f"{self} found nobody at {self.place} within {self.seconds:g} s ({cause})"
                 raise LaunchError(f"{text}: {asks}?{self.elsewhere}")
             time.sleep(_PAUSE_SECONDS)
         address, port = self.point.address, self.point.port
         try:
-            if secret is not None:
+            if guarded:
                 listener = listener_at(LOOPBACK, 0)
                 here = listener.getsockname()[1]
                 relay.start("client", listener, address, port, secret)
@@ -214,6 +248,12 @@ class _Comer:
         ranks = range(self.environment.world_size)
         came = [rank for rank in ranks if store.check([f"came/{rank}"])]
         who = names_of(came, lambda rank: f"{rank} on {Peer.from_json(store.get(f'came/{rank}').decode()).host}")
+        for gate in self.blind:
+            with suppress(BlockingIOError):
+                told = {*os.read(gate, _MOST_BYTES).decode(errors="replace").splitlines()}
+                blind = sorted(name for name in told if (found := _NAMED.match(name)) and int(found[1]) not in came)
+                if blind:
+                    return LaunchError(f"{names_of(blind)} does {self.unshared}")
         missing = names_of([rank for rank in ranks if rank not in came])
         within = f"within {self.seconds:g} s (timeout.join)"
         counts = f"{len(came)} of {len(ranks)} ranks came to {self.place} {within}: rank {who}"

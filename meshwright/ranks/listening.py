@@ -1,4 +1,4 @@
-"""A job's store at one address of this host, and its secret: TCPStore itself listens on all of them, for everybody.
+"""A job's store at one address of this host, and the store's secret. TCPStore alone listens at all addresses.
 
 | ranks                        | the store listens at                                        | asks for a secret |
 |------------------------------|-------------------------------------------------------------|-------------------|
@@ -6,8 +6,8 @@
 | of several, MASTER_ADDR ours | that address alone                                          | yes (relay.py)    |
 | of several, else             | all addresses: a NAT's or a service's address is no host's  | yes               |
 
-The secret is MESHWRIGHT_SECRET, or one that rank 0 leaves in the run's folder, for its user alone. A job of several
-hosts that has neither (`nodes`, `verify`) asks for none.
+The secret is MESHWRIGHT_SECRET, or a new one written by rank 0 into the run's folder, readable by the user alone. A
+job of several hosts without both (`nodes`, `verify`) has no secret.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ import torch.distributed as dist
 
 from meshwright.environment import job_secret
 from meshwright.foreign import read_text, write_fresh
+from meshwright.ranks.relay import NO_FILE
 
-_FILE = "store.secret"
+_FILE = "store-{}.secret"
 _BACKLOG = 2048
 """Connections that wait to be accepted: a thousand ranks may connect in the same moment."""
 
@@ -79,30 +80,36 @@ def address_to_listen(address: str) -> str:
     return address
 
 
-def new_secret(shared: Path | None) -> bytes:
-    """Return the secret of a job that starts: the user's, else one of its own; empty without a folder to share it in.
+def new_secret(shared: Path | None) -> tuple[bytes, str]:
+    """Return the secret of a new job and the name of its file: the user's secret without a file, else a random one.
 
     Args:
-        shared: A folder that all ranks see, and of other users nobody reads files of ours in.
+        shared: A folder on a file system of all ranks. Without a folder the secret is empty.
     """
     if own := job_secret():
-        return own.encode()
+        return own.encode(), NO_FILE
     if shared is None:
-        return b""
-    secret = secrets.token_hex(16)
+        return b"", NO_FILE
+    # A new name each time: a network's file system may remember a file's old content for seconds.
+    secret, name = secrets.token_hex(16), secrets.token_hex(len(NO_FILE) // 2)
     shared.mkdir(parents=True, exist_ok=True)
-    partial = shared / f".{_FILE}.partial"
-    write_fresh(partial, secret, 0o600)
-    partial.rename(shared / _FILE)
-    return secret.encode()
+    for old in shared.glob(_FILE.format("*")):
+        old.unlink(missing_ok=True)
+    write_fresh(shared / _FILE.format(name), secret, 0o600)
+    return secret.encode(), name
 
 
-def known_secret(shared: Path | None) -> bytes | None:
-    """Return the secret that rank 0 knows as well; None if the job has none.
+def has_secret(shared: Path | None) -> bool:
+    """Return whether a job's rank 0, started as this process, has a secret."""
+    return shared is not None or bool(job_secret())
+
+
+def known_secret(shared: Path | None, name: str) -> bytes:
+    """Return the secret of the job's rank 0, by the name of its file in the gate's greeting.
 
     Raises:
-        OSError: Rank 0 has not left one in the folder yet.
+        OSError: The folder has no such file.
     """
     if own := job_secret():
         return own.encode()
-    return None if shared is None else read_text(shared / _FILE).encode()
+    return b"" if shared is None else read_text(shared / _FILE.format(name)).encode()

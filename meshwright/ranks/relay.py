@@ -3,14 +3,13 @@
     rank 0's host                                   another host
     store at loopback <- relay `gate` <---------- relay `client` at loopback <- the rank's store client
 
-TCPStore asks nobody for a password, and its client sends none. So a process of our own stands at either end: the gate
-listens at the address that other hosts reach, sends a number that is new each time, and passes the connection on once
-the other end has answered with that number's HMAC under the secret. The secret itself is never sent. What follows is
-not encrypted.
+TCPStore has no password. A process of our own runs at either end: the gate listens at the address for other hosts,
+sends a new random number on each connection, and forwards the connection to the store after a correct answer: the
+number's HMAC under the secret. The secret is never sent. Later bytes are not encrypted.
 
-Runs as a script, `python -I -S relay.py gate|client ADDRESS PORT`, since a relay within a rank would wait for Python's
-lock while the rank waits for the relay. It listens at descriptor 3, reads the secret from stdin, and ends when stdin
-does: with the process that started it.
+Runs as a script, `python -I -S relay.py gate|client ADDRESS PORT`: a thread in the rank would need Python's lock, which
+a rank may hold while waiting for the store. The script listens at descriptor 3, reads the secret from stdin, and ends
+at the end of stdin: when the rank's process ends.
 """
 
 from __future__ import annotations
@@ -27,7 +26,11 @@ from contextlib import suppress
 
 GREETING = b"meshwright store 1\n"
 """The gate's first bytes: a store or another program sends none of them."""
+NO_FILE = "0" * 16
+"""The file's name in a greeting if the secret is MESHWRIGHT_SECRET's."""
 _NONCE_BYTES, _PROOF_BYTES = 32, 32
+_GREETING_BYTES = len(GREETING) + len(NO_FILE) + _NONCE_BYTES
+_BLIND, _MOST_BLIND = b"blind ", 1000
 ACCEPTED = b"+"
 _LISTENER = 3
 _PATIENCE_SECONDS = 10.0
@@ -35,7 +38,7 @@ _PART_BYTES = 2**16
 
 
 class NoGateError(Exception):
-    """The other end sends no greeting: it is no gate."""
+    """A server without a gate's greeting."""
 
 
 def proof(secret: bytes, nonce: bytes) -> bytes:
@@ -43,39 +46,76 @@ def proof(secret: bytes, nonce: bytes) -> bytes:
     return hmac.new(secret, nonce, hashlib.sha256).digest()
 
 
-def knows_us(connection: socket.socket, secret: bytes) -> bool:
-    """Answer a gate; whether it takes the answer. Raises NoGateError, and OSError where the connection breaks."""
-    wanted = len(GREETING) + _NONCE_BYTES
+def greeted(connection: socket.socket) -> tuple[str, bytes]:
+    """Read a gate's greeting: the name of the secret's file, and the number to answer.
+
+    Raises:
+        NoGateError: The server's first bytes are no greeting.
+        OSError: The connection breaks.
+    """
     heard = b""
-    while len(heard) < wanted and (part := connection.recv(wanted - len(heard))):
+    while len(heard) < _GREETING_BYTES and (part := connection.recv(_GREETING_BYTES - len(heard))):
         heard += part
-    if not heard.startswith(GREETING) or len(heard) < wanted:
+    name, nonce = heard[len(GREETING) : -_NONCE_BYTES], heard[-_NONCE_BYTES:]
+    if len(heard) < _GREETING_BYTES or not heard.startswith(GREETING) or not name.isalnum():
         raise NoGateError
-    connection.sendall(proof(secret, heard[len(GREETING) :]))
-    with suppress(ConnectionError):  # a gate that hangs up has refused
+    return name.decode(), nonce
+
+
+def admitted(connection: socket.socket, secret: bytes, nonce: bytes) -> bool:
+    """Answer a gate's number; whether the answer is right. Raises OSError if the connection breaks."""
+    connection.sendall(proof(secret, nonce))
+    with suppress(ConnectionError):  # a gate closes after a wrong answer
         return connection.recv(1) == ACCEPTED
     return False
 
 
-def start(role: str, listener: socket.socket, address: str, port: int, secret: bytes) -> None:
-    """Start a relay that lives as long as this process; it takes over the listener."""
+def tell_blind(connection: socket.socket, who: str) -> None:
+    """Tell a gate that a rank does not see the secret's file. Not proved: rank 0 takes it for a reason, if a rank is
+    missing, and for nothing else."""
+    connection.sendall((_BLIND + who.encode("ascii", "replace"))[:_PROOF_BYTES].ljust(_PROOF_BYTES, b"\0"))
+
+
+def start(role: str, listener: socket.socket, address: str, port: int, secret: bytes, name: str = "") -> int:
+    """Start a relay for the life of this process; the listener is the relay's from now on.
+
+    Args:
+        role: `gate` or `client`.
+        listener: Where the relay takes connections.
+        address: The host to forward connections to, at `port`.
+        port: See `address`.
+        secret: The job's secret.
+        name: Of a gate: the name of the secret's file.
+
+    Returns:
+        A descriptor with a line for each rank that says it is blind.
+    """
     reading, _alive = os.pipe()  # the second end stays open for the rest of this process's life
+    blind, told = os.pipe()
+    os.set_blocking(blind, False)
     os.write(_alive, secret + b"\n")
     os.posix_spawn(
         sys.executable,
-        [sys.executable, "-I", "-S", __file__, role, address, str(port)],
+        [sys.executable, "-I", "-S", __file__, role, address, str(port), name or NO_FILE],
         {"PATH": os.defpath},
-        file_actions=[(os.POSIX_SPAWN_DUP2, reading, 0), (os.POSIX_SPAWN_DUP2, listener.fileno(), _LISTENER)],
+        file_actions=[
+            (os.POSIX_SPAWN_DUP2, reading, 0),
+            (os.POSIX_SPAWN_DUP2, told, 1),
+            (os.POSIX_SPAWN_DUP2, listener.fileno(), _LISTENER),
+        ],
     )
     os.close(reading)
+    os.close(told)
     listener.close()
+    return blind
 
 
 class Relay:
-    """One end's process: `role`, and the place that a connection is passed on to."""
+    """One end's process: `role`, and the address and port to forward connections to."""
 
-    def __init__(self, role: str, address: str, port: int, secret: bytes) -> None:
-        self.role, self.place, self.secret = role, (address, port), secret
+    def __init__(self, role: str, address: str, port: int, secret: bytes, name: str) -> None:
+        self.role, self.place, self.secret, self.name = role, (address, port), secret, name.encode()
+        self.blind: set[bytes] = set()
 
     async def run(self, listener: socket.socket) -> None:
         """Pass connections on until stdin ends."""
@@ -92,15 +132,17 @@ class Relay:
             async with asyncio.timeout(_PATIENCE_SECONDS):
                 if self.role == "gate":
                     nonce = secrets.token_bytes(_NONCE_BYTES)
-                    writer.write(GREETING + nonce)
+                    writer.write(GREETING + self.name + nonce)
                     answer = await reader.readexactly(_PROOF_BYTES)
+                    if answer.startswith(_BLIND) and answer not in self.blind and len(self.blind) < _MOST_BLIND:
+                        self.blind.add(answer)
+                        os.write(1, answer.removeprefix(_BLIND).rstrip(b"\0") + b"\n")
                     if not hmac.compare_digest(answer, proof(self.secret, nonce)):
                         raise ConnectionRefusedError
                     writer.write(ACCEPTED)
                 far, other = await asyncio.open_connection(*self.place)
                 if self.role == "client":
-                    greeted = await far.readexactly(len(GREETING) + _NONCE_BYTES)
-                    other.write(proof(self.secret, greeted[len(GREETING) :]))
+                    other.write(proof(self.secret, (await far.readexactly(_GREETING_BYTES))[-_NONCE_BYTES:]))
                     await far.readexactly(1)
             await asyncio.gather(_copy(reader, other), _copy(far, writer))
         for one in (writer, other):
@@ -117,7 +159,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         writer.close()  # an end that has left is gone for the other as well
 
 
-def main(role: str, address: str, port: str) -> None:
+def main(role: str, address: str, port: str, name: str) -> None:
     """Run one end's process."""
     # Launchers ask every process of a job to stop; the relay is needed until its rank has ended.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
@@ -126,7 +168,7 @@ def main(role: str, address: str, port: str) -> None:
     while not secret.endswith(b"\n") and (part := os.read(0, 1)):
         secret += part
     listener = socket.socket(fileno=_LISTENER)
-    asyncio.run(Relay(role, address, int(port), secret[:-1]).run(listener))
+    asyncio.run(Relay(role, address, int(port), secret[:-1], name).run(listener))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -138,11 +139,11 @@ def test_what_cannot_be_compared_is_said_with_a_remedy(folder: Path, tmp_path: P
     assert "record it once more, to the same folder, with --perturb 1" in refused(folder, "micro", "one")
     assert "holds no record: make one with" in refused(folder, "nothing", "one")
     (tmp_path / "half").mkdir()
-    (tmp_path / "half/rank-1").symlink_to(folder / "tp/rank-1")
+    shutil.copytree(folder / "tp/rank-1", tmp_path / "half/rank-1")  # a link would be refused
     assert "lacks rank 0 of 2" in refused(tmp_path, "half", "half")
     (tmp_path / "mixed").mkdir()
-    (tmp_path / "mixed/rank-0").symlink_to(folder / "one/rank-0")
-    (tmp_path / "mixed/perturbed-1").symlink_to(folder / "data")
+    shutil.copytree(folder / "one/rank-0", tmp_path / "mixed/rank-0")
+    shutil.copytree(folder / "data", tmp_path / "mixed/perturbed-1")
     assert "took other samples" in refused(tmp_path, "mixed", str(folder / "one"))
 
 

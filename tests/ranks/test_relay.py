@@ -8,6 +8,7 @@ import stat
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from meshwright.environment import SECRET
 from meshwright.errors import LaunchError
 from meshwright.ranks import relay
-from meshwright.ranks.listening import known_secret, listener_at, listening_store, new_secret
+from meshwright.ranks.listening import has_secret, known_secret, listener_at, listening_store, new_secret
 from tests.patience import PATIENCE_SECONDS
 
 HERE, PATIENCE = "127.0.0.1", timedelta(seconds=PATIENCE_SECONDS)
@@ -46,14 +47,14 @@ def test_ranks_of_the_job_share_a_store(guarded: tuple[dist.TCPStore, int]) -> N
     assert clients[1].add("count", 2) == 2
     store.set("late", "1")
     clients[2].wait(["late", "large"])
-    assert clients[1].clone().get("count") == b"2"  # a board's own connection
+    assert cast(Any, clients[1]).clone().get("count") == b"2"  # a board's own connection
 
 
 def test_a_stranger_reads_and_writes_nothing(guarded: tuple[dist.TCPStore, int]) -> None:
     store, port = guarded
     store.set("leader", "ours")
     with socket.create_connection((HERE, port), PATIENCE_SECONDS) as stranger:
-        assert not relay.knows_us(stranger, THEIRS)
+        assert not relay.admitted(stranger, THEIRS, relay.greeted(stranger)[1])
     for words in (b"", b"\x00" * 4, b"GET / HTTP/1.0\r\n\r\n" + b" " * 64, OURS + OURS):
         with socket.create_connection((HERE, port), PATIENCE_SECONDS) as stranger:
             stranger.sendall(words)
@@ -62,10 +63,10 @@ def test_a_stranger_reads_and_writes_nothing(guarded: tuple[dist.TCPStore, int])
             while part := stranger.recv(2**16):
                 heard += part
             assert heard.startswith(relay.GREETING)
-            assert len(heard) == len(relay.GREETING) + 32
+            assert len(heard) == len(relay.GREETING) + len(relay.NO_FILE) + 32
     # A number that was answered once is another one the next time.
     with socket.create_connection((HERE, port), PATIENCE_SECONDS) as ours:
-        assert relay.knows_us(ours, OURS)
+        assert relay.admitted(ours, OURS, relay.greeted(ours)[1])
     assert store.get("leader") == b"ours"
 
 
@@ -75,7 +76,7 @@ def test_what_is_no_gate_is_told_apart() -> None:
         with answering:
             answering.sendall(b"SSH-2.0-OpenSSH_9.6\r\n" + b"x" * 64)
             with pytest.raises(relay.NoGateError):
-                relay.knows_us(connection, OURS)
+                relay.greeted(connection)
 
 
 def test_a_relay_ends_with_the_process_that_started_it() -> None:
@@ -98,15 +99,30 @@ def test_a_relay_ends_with_the_process_that_started_it() -> None:
 
 def test_a_jobs_own_secret_is_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SECRET, raising=False)
+    folder = tmp_path / "status"
+    first, name = new_secret(folder)
+    assert known_secret(folder, name) == first
+    assert stat.S_IMODE((folder / f"store-{name}.secret").stat().st_mode) == 0o600
+    second, other = new_secret(folder)  # each start of rank 0 has another, under another name
+    assert (second != first, other != name) == (True, True)
     with pytest.raises(FileNotFoundError):
-        known_secret(tmp_path / "status")
-    first = new_secret(tmp_path / "status")
-    assert known_secret(tmp_path / "status") == first
-    assert stat.S_IMODE((tmp_path / "status" / "store.secret").stat().st_mode) == 0o600
-    assert new_secret(tmp_path / "status") != first  # each start of rank 0 has another
-    assert (new_secret(None), known_secret(None)) == (b"", None)
+        known_secret(folder, name)
+    assert (new_secret(None)[0], has_secret(None), has_secret(folder)) == (b"", False, True)
     monkeypatch.setenv(SECRET, OURS.decode())
-    assert new_secret(None) == known_secret(tmp_path) == OURS
+    assert new_secret(None)[0] == known_secret(folder, relay.NO_FILE) == OURS
+    assert has_secret(None)
     monkeypatch.setenv(SECRET, "short")
     with pytest.raises(LaunchError, match="16 or more"):
         new_secret(None)
+
+
+def test_rank_0_hears_of_ranks_that_see_no_folder() -> None:
+    gate = listener_at(HERE, 0)
+    port = gate.getsockname()[1]
+    told = relay.start("gate", gate, HERE, 1, OURS, "a" * 16)
+    for who in ("rank 1 on node1", "rank 1 on node1", "rank 2 on a-host-of-a-name-that-is-long"):
+        with socket.create_connection((HERE, port), PATIENCE_SECONDS) as way:
+            assert relay.greeted(way)[0] == "a" * 16
+            relay.tell_blind(way, who)
+            assert way.recv(1) == b""
+    assert os.read(told, 100).decode().splitlines() == ["rank 1 on node1", "rank 2 on a-host-of-a-name"]
