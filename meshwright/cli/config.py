@@ -29,7 +29,9 @@ def config(
     page: Annotated[bool, Option("--page", help="Print all of it as Markdown: docs/config.md.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a run's fields mean, and what they take; `cluster`: those of a cluster file.
+    """Say what the fields of runs and cluster files mean and take.
+
+    `config cluster` lists a cluster file's fields.
 
     Example: meshwright config layout.data
     """

@@ -239,7 +239,7 @@ def test_a_share_stands_for_a_curve_and_own_curves_stay(tmp_path: Path) -> None:
         ("bf16: 362e12", "bf16: quick", r"device\.peak"),
         ("kind: cuda", "kind: gpu", r"device\.kind=gpu"),
         ("bandwidth: 23e9", "bandwidth: 23e9, speed: 3", r"speed=3 is an unknown key"),
-        ("devices_per_node: 4", "", r"devices_per_node=nothing is missing"),
+        ("devices_per_node: 4", "", r"devices_per_node is missing"),
     ],
 )  # fmt: skip
 def test_mistakes_in_a_data_sheet_are_told_by_field(old: str, new: str, said: str, tmp_path: Path) -> None:
