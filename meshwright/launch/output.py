@@ -83,8 +83,9 @@ class OutputServer:
             with worker, suppress(OSError, ValueError):  # a worker that died meanwhile
                 worker.settimeout(_TIMEOUT_SECONDS)
                 rank = int(worker.recv(16))
-                tee = self._tees[rank] = _Tee()
+                tee = _Tee()
                 tee.thread.start()
+                self._tees[rank] = tee  # started: who asks for a rank's last words waits for the thread
                 try:
                     socket.send_fds(worker, [b"x"], [1, tee.writer])
                 finally:

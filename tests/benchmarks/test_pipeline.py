@@ -104,9 +104,9 @@ def test_all_schedules_meet_the_same_troubles(condition: str) -> None:
 
 def test_schedules_take_turns_and_equal_ones_run_once() -> None:
     runs = planned([16, 64], ["jitter"], ONE_CHUNK, rounds=2, repeats=3)
-    assert len(runs) == 2 * 3 * (5 + 6)
-    assert len(set(runs)) == 2 * (5 + 6)
-    assert [runs[0].schedule, runs[11].schedule] == ONE_CHUNK[:2]
+    assert len(runs) == 2 * 3 * (6 + 7)
+    assert len(set(runs)) == 2 * (6 + 7)
+    assert [runs[0].schedule, runs[13].schedule] == ONE_CHUNK[:2]
 
 
 def test_ratios_are_taken_within_a_round() -> None:

@@ -100,9 +100,9 @@ def touched(mesh: Mesh, config: Any, folder: Path) -> list[tuple[str, int]]:
     seen: list[tuple[str, int]] = []
     opened, read = StoredShard.__init__, StoredShard._read
 
-    def opening(shard: StoredShard, path: Path, file: Any) -> None:
+    def opening(shard: StoredShard, path: Path, *others: Any) -> None:
         seen.append((path.name, -1))
-        opened(shard, path, file)
+        opened(shard, path, *others)
 
     def reading(shard: StoredShard, *place: Any) -> Iterator[tuple[int, bytearray]]:
         for position, content in read(shard, *place):

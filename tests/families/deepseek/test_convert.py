@@ -49,6 +49,11 @@ def hugging_face(folder: Path, case: str, dtype: torch.dtype = torch.float64) ->
     return model
 
 
+def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of an exported folder, as its files have them."""
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_logits_here_and_there_and_back(tmp_path: Path, case: str) -> None:
     """Their norms and routers go through float32 whatever they are given, which the distance shows."""
@@ -59,9 +64,11 @@ def test_the_same_logits_here_and_there_and_back(tmp_path: Path, case: str) -> N
     export_folder(tmp_path / "run", tmp_path / "back", shard_bytes=5000)
     again, facts = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any(facts.values()), facts
-    before = model.state_dict()
+    before, stored = model.state_dict(), stored_tensors(tmp_path / "back")
     for name, tensor in again.state_dict().items():
-        assert torch.equal(tensor, before[name]), name
+        # From 5.24 on transformers loads routers in float32 whatever the folder has: what it has is compared as well.
+        assert torch.equal(tensor, before[name].to(tensor.dtype)), name
+        assert name not in stored or torch.equal(stored[name], before[name]), name
     torch.testing.assert_close(their_logits(again.eval()), their_logits(model), rtol=0, atol=0)
 
 

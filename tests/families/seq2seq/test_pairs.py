@@ -88,12 +88,12 @@ def test_every_short_pair_is_in_one_split(tsv: Path, family: str, tokenizer: str
 
 
 def test_pairs_too_long_are_counted(tsv: Path) -> None:
-    notes = opened(config_of(tsv)).notes
+    notes = [note for note in opened(config_of(tsv)).notes if "left out" in note]
     counts = [int(note.split(": ")[1].split()[0]) for note in notes]
     assert sum(counts) == sum(max(map(len, pair)) >= SEQUENCE for pair in TEXTS) > 0
     assert notes[0].startswith("train: ")
     assert notes[0].endswith(" pairs left out, longer than data.sequence=40 tokens on one side")
-    assert opened(config_of(tsv, sequence=80)).notes == ()
+    assert not any("left out" in note for note in opened(config_of(tsv, sequence=80)).notes)
     with pytest.raises(DataError, match=r"has no pair of at most data.sequence=20 tokens a side; the shortest of its"):
         prepared(config_of(tsv, sequence=20))
 
