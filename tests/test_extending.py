@@ -243,7 +243,7 @@ def test_documents_are_kept_apart_by_who_can(toys: Path) -> None:
         "layout.context.kind=keys attends over all of a sample, and its documents are separate; valid: ulysses" in told
     )
     told = python(toys, "-m", "meshwright", "verify", "cut.yaml", apart[0], status=2).stderr
-    assert "model.family=bigram attends over all of a sample, and its documents are separate; valid: model" in told
+    assert "model.family=bigram attends over all of a sample, and its documents are separate; valid: data" in told
 
 
 def test_a_cut_that_is_not_equal_is_a_mistake_with_the_sizes_that_work(toys: Path) -> None:
