@@ -56,7 +56,7 @@ class Record:
             tree: dict[str, Any] = read_json(path)
             return cls(**{**tree, "where": Whereabouts.from_json(tree["where"])})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{path} is no record of a rank ({error!r:.80}): remove the file") from error
+            raise DataError(f"{path} is no record of a rank ({error!r:.80}): move the file aside") from error
 
 
 def read_records(folder: Path, attempt: int | None = None) -> list[Record]:
