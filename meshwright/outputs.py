@@ -8,6 +8,7 @@ from itertools import chain, count
 from pathlib import Path
 
 from meshwright.errors import ConfigError
+from meshwright.streams import say
 
 
 def free_path(path: Path) -> Path:
@@ -21,7 +22,7 @@ def new_path(path: Path) -> Path:
     work of minutes, whose answer nobody should look for in an older file."""
     free = free_path(path)
     if free != path:
-        print(f"{path} is there already: this command writes {free}", file=sys.stderr)
+        say(f"{path} is there already: this command writes {free}", file=sys.stderr)
     return free
 
 

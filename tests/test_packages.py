@@ -27,7 +27,18 @@ import meshwright
 from tests.patience import PATIENCE_SECONDS
 
 ROOT = Path(__file__).resolve().parent.parent
-NOT_OURS = (".git", ".venv", "out", "build", "dist", "shared", "node_modules")
+NOT_OURS = (
+    ".git",
+    ".venv",
+    ".venv-cpu",
+    ".venv-oldest",
+    ".venv-newest",
+    "out",
+    "build",
+    "dist",
+    "shared",
+    "node_modules",
+)
 """Folders of the root that a build of the tests' copy does not need."""
 MADE = ("__pycache__", "*.pyc", "*.egg-info", ".*_cache", ".hypothesis", "meshwright_parity")
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from typer.testing import CliRunner
 
+from meshwright import terminal
 from meshwright.cli import app
 from meshwright.ranks.flight_recorder import Whereabouts
 from meshwright.ranks.hang import Record
@@ -94,7 +95,7 @@ def test_the_status_of_a_run_at_80_columns(monkeypatch: pytest.MonkeyPatch, caps
 def test_a_comparison_at_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from meshwright.tools.compare import report
 
-    monkeypatch.setattr(report, "table_console", lambda: Console(width=WIDTH, highlight=False))
+    monkeypatch.setattr(report, "table_console", lambda: terminal.console(width=WIDTH))
     fine = run((1, 1, 0.5, 0.5), (5.0, 4.0, 3.0, 2.0), [rank(0)])
     names = ("message-driven-experts", "zero3[/x]")
     report.render(comparison(*(report.Measurement(contender(name), (fine,)) for name in names)))

@@ -33,7 +33,7 @@ from meshwright.drawing import require_matplotlib
 from meshwright.environment import read_environment
 from meshwright.errors import ConfigError
 from meshwright.outputs import new_path, refuse_existing
-from meshwright.streams import PatientStream, say
+from meshwright.streams import say
 
 if TYPE_CHECKING:
     from meshwright.config import Config
@@ -48,7 +48,7 @@ def _load(run: Path, overrides: Sequence[str] | None) -> Config:
         from meshwright.config.sense import lost_by_braces
 
         for line in lost_by_braces(file.tree, file.words):
-            print(line, file=PatientStream(sys.stderr))
+            say(line, file=sys.stderr)
     # A run whose layout is decided must not wait for the planner's imports.
     if not file.auto:
         return parse_run(file.tree, file.words)
@@ -258,7 +258,7 @@ def replay(
     from meshwright.tools import replay as tool
 
     def say(text: str) -> None:
-        print(text, file=sys.stderr if as_json else sys.stdout, flush=True)
+        say(text, file=sys.stderr if as_json else sys.stdout, flush=True)
 
     found = tool.replay(out, step, overrides or (), start=start, accept_changes=accept_changes, say=say)
     print_result(tool, found, as_json)

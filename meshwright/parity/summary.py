@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshwright.parity.check import ParityResult
+from meshwright.streams import say
 
 
 def append_summary(results: Sequence[ParityResult], path: Path, command: str) -> None:
@@ -32,7 +33,7 @@ def annotate(results: Sequence[ParityResult]) -> None:
         if not result.holds:
             place = f"file={of_a_property(place_of(result.check.file))},line={max(1, result.check.line)}"
             told = f"{result.verdict}\n{result.remedy}".strip()
-            print(f"::error {place},title={of_a_property(result.check.title)}::{of_a_message(told)}")
+            say(f"::error {place},title={of_a_property(result.check.title)}::{of_a_message(told)}")
 
 
 def place_of(file: Path) -> str:
