@@ -257,10 +257,10 @@ def replay(
     """
     from meshwright.tools import replay as tool
 
-    def say(text: str) -> None:
+    def tell(text: str) -> None:
         say(text, file=sys.stderr if as_json else sys.stdout, flush=True)
 
-    found = tool.replay(out, step, overrides or (), start=start, accept_changes=accept_changes, say=say)
+    found = tool.replay(out, step, overrides or (), start=start, accept_changes=accept_changes, say=tell)
     print_result(tool, found, as_json)
     found.check()
 
