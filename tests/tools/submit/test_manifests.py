@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import yaml
@@ -204,7 +206,8 @@ def test_a_ray_job_has_a_worker_a_node_and_the_script(run: Path) -> None:
 
 def placement_in(script: str) -> Any:
     names: dict[str, Any] = {"__name__": "script"}
-    exec(compile(script, "script", "exec"), names)
+    with patch.object(sys, "path", list(sys.path)):  # the script drops the current folder
+        exec(compile(script, "script", "exec"), names)
     return names["PLACEMENT"]
 
 
