@@ -39,6 +39,16 @@ if TYPE_CHECKING:
     from meshwright.config import Config
 
 
+def _load_with_remarks(run: Path, overrides: Sequence[str] | None) -> Config:
+    """The checked run; what is legal and absurd in it is said on stderr. `train` says it once its data is known."""
+    from meshwright.config.sense import remarks
+
+    config = _load(run, overrides)
+    for line in remarks(config):
+        say(line, file=sys.stderr)
+    return config
+
+
 def _load(run: Path, overrides: Sequence[str] | None) -> Config:
     """The checked run. Only `layout: auto` goes to the planner, which reports how far its search is."""
     from meshwright.config.load import parse_run, read_run
@@ -163,7 +173,7 @@ def explain(
 
     Example: meshwright explain quickstart layout.tensor=megatron layout.tensor.size=2 --page layout.html
     """
-    config = _load(run, overrides)
+    config = _load_with_remarks(run, overrides)
     from meshwright.tools.explain.page import write_page
     from meshwright.tools.explain.tables import explain as explain_run
     from meshwright.tools.explain.tables import forecast
@@ -198,7 +208,7 @@ def verify(
 
     Example: meshwright verify run.yaml layout.data.size=4 layout.data.sync=ring
     """
-    config = _load(run, overrides)
+    config = _load_with_remarks(run, overrides)
     from meshwright.tools.verify import table
     from meshwright.tools.verify.job import verify as run_verification
 

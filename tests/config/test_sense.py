@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from meshwright.cli import app
 from meshwright.config import load_config
 from meshwright.config.load import parse_run, read_run
 from meshwright.config.sense import Facts, lost_by_braces, remarks
@@ -160,3 +162,10 @@ def test_braces_say_what_they_replace() -> None:
         "model.layers=2",
     ):
         assert not list(lost_by_braces(tree, (word,)))
+
+
+def test_explain_says_what_is_absurd_on_stderr() -> None:
+    result = CliRunner().invoke(app, ["explain", "quickstart", "model={layers: 2, hidden: 96, heads: 3}"])
+    assert result.exit_code == 0
+    assert "model.vocabulary=50257 is 24.5 times the tokenizer's 2048 tokens" in result.stderr
+    assert "times the tokenizer's" not in result.stdout

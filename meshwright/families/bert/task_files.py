@@ -14,7 +14,7 @@ from typing import Any
 from meshwright.data.records import checked_text
 from meshwright.data.source_files import plain_files
 from meshwright.errors import DataError
-from meshwright.foreign import parse_json, read_named
+from meshwright.foreign import open_named, parse_json, read_named
 
 LETTERS = "ABCDEFGH"
 
@@ -79,7 +79,7 @@ def labelled_pairs(path: Path) -> Iterator[LabelledPair]:
 def _lines(path: Path) -> Iterator[str]:
     """The file's lines; only a line feed ends one."""
     try:
-        with path.open("rb") as file:
+        with open_named(path) as file:
             for line in file:
                 # Not splitlines(): texts hold other line separators of Unicode, which end no record.
                 yield line.decode().rstrip("\r\n")

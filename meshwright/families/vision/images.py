@@ -42,7 +42,7 @@ from meshwright.environment import cache_folder
 from meshwright.errors import ConfigError, DataError
 from meshwright.families.vision.data_section import ImageData
 from meshwright.families.vision.section import ImageNetwork
-from meshwright.foreign import read_text
+from meshwright.foreign import plain, read_text
 from meshwright.model import Batch
 from meshwright.section import Positive, Section
 
@@ -154,10 +154,12 @@ def _class_files(folder: Path) -> dict[str, list[Path]]:
         raise DataError(f"{folder}: holds no class folders (FOLDER/CLASS/IMAGE.jpg, jpeg or png)")
     by_class = {}
     for path in classes:
+        plain(path, folder)
         files = sorted(file for file in path.iterdir() if not file.name.startswith("."))
         for file in files:
             if file.suffix.lower() not in (".jpg", ".jpeg", ".png") or not file.is_file():
                 raise DataError(f"{file}: is no image; a class folder holds jpg, jpeg and png files alone")
+            plain(file, folder)
         if not files:
             raise DataError(f"{path}: is a class without images")
         by_class[path.name] = files

@@ -74,7 +74,9 @@ class Measurement:
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        """A half of the timed steps took between these."""
+        """A half of the timed steps took between these; of one step, its seconds."""
+        if len(self.timed) == 1:
+            return self.timed[0], self.timed[0]
         low, _, high = statistics.quantiles(self.timed, n=4, method="inclusive")
         return low, high
 

@@ -21,6 +21,7 @@ import numpy as np
 from meshwright.data.files import ShowProgress
 from meshwright.data.tokenizer import pieces
 from meshwright.errors import DataError
+from meshwright.foreign import read_named
 from meshwright.tools.evaluate.load import Facts, LoadedText, load_text
 from meshwright.tools.evaluate.perplexity import text_perplexity
 from meshwright.tools.evaluate.tasks import Question, Task
@@ -61,7 +62,7 @@ def wikitext_stream(loaded: LoadedText, source: str) -> TokenStream:
     """A published file as a stream whose words are the corpus' tokens but the first. Raises DataError."""
     path = Path(source).expanduser()
     try:
-        published = path.read_text(encoding="utf-8")
+        published = read_named(path)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as a file of Wikitext: {error}") from error
     # Counted as in the published numbers: words between spaces, and each line end.

@@ -16,6 +16,7 @@ from meshwright.errors import ConfigError, DataError
 from meshwright.families.vision.data_section import ImageData
 from meshwright.families.vision.images import HEADER, ImageSamples, PackedImages, images_for, open_images, open_source
 from meshwright.families.vision.section import Vit
+from meshwright.foreign import RefusedError
 
 if find_spec("sklearn") is None:  # imported by the first test that reads digits: it takes three seconds
     pytest.skip("pip install 'meshwright[images]'", allow_module_level=True)
@@ -189,6 +190,19 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
     assert refusal(tmp_path / "none", cache).startswith(f"{tmp_path / 'none'}: no such folder")
     paint(tmp_path / "one" / "class" / "image.png", 3)
     assert refusal(tmp_path / "one", cache).startswith("one: leaves the validation split without images")
+
+
+@pytest.mark.parametrize("place", ["red/linked.png", "linked"])
+def test_links_of_an_image_folder_are_refused_by_name(tmp_path: Path, place: str) -> None:
+    source = paint_classes(tmp_path / "classes")
+    (tmp_path / "outside").mkdir()
+    paint(tmp_path / "outside" / "x.png", (1, 2, 3))
+    target = tmp_path / "outside" / "x.png" if place.endswith("png") else tmp_path / "outside"
+    (source / place).symlink_to(target)
+    with pytest.raises(
+        RefusedError, match=f"{place.rsplit('/', maxsplit=1)[-1]} is a link to .*copy the file into the folder"
+    ):
+        open_source(str(source))
 
 
 def test_too_many_classes(tmp_path: Path) -> None:

@@ -82,6 +82,14 @@ def test_losses_are_held_against_the_first_ones_step_by_step_in_every_round() ->
     assert any(line.startswith("Losses of c differ from those of a by more than rounding") for line in sentences(made))
 
 
+def test_one_timed_step_is_its_own_spread() -> None:
+    row = Measurement(contender("a"), (run((9, 9, 0.5), (3, 2, 1), [rank(0)]),))
+    assert row.quartiles == (0.5, 0.5)
+    assert any(
+        "takes" in line or "noise" in line for line in sentences(comparison(row, Measurement(contender("b"), row.runs)))
+    )
+
+
 def test_what_is_no_number_does_not_agree() -> None:
     reference = Measurement(contender("a"), (FAST,))
     lost = Measurement(contender("b"), (run((1, 1, 1, 1), (5.0, float("nan"), 3.0, 2.0), [rank(0)]),))
