@@ -178,9 +178,12 @@ def lose(environment: Environment, stop: StopRequest, out: str, who: str, times:
     Path(out, f"begun-{environment.attempt}-{environment.rank}").write_text(str(os.getpid()))
     if environment.attempt < times:
         if environment.rank == 0:
-            parent = psutil.Process(os.getppid())
-            ranks_and_store = sorted(parent.children(), key=lambda child: child.pid)
-            victims = {"store": ranks_and_store[0], "rank": ranks_and_store[-1], "server": parent, "mpiexec": parent}
+            parent, other = psutil.Process(os.getppid()), Path(out, f"begun-{environment.attempt}-1")
+            while not (other.exists() and other.read_text()):  # rank 1 may not have been forked yet
+                time.sleep(0.01)
+            rank = psutil.Process(int(other.read_text()))
+            store = min(parent.children(), key=lambda child: child.pid)
+            victims = {"store": store, "rank": rank, "server": parent, "mpiexec": parent}
             victims[who].kill()
         time.sleep(PATIENCE_SECONDS)
     note(environment, stop, out)
