@@ -7,10 +7,13 @@ before the config that is composed of all of them.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Annotated, Any, Self, Union
+from pathlib import Path
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Self, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationInfo, field_validator
 
@@ -109,6 +112,22 @@ Seconds = Annotated[float, Field(gt=0, le=10 * 365 * 86400)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
+_DIGITS = re.compile(r"[-+\s]*\d[\d_.,:\s]*([eE][-+]?[\d_]+)?\s*")
+_NUMBER = re.compile(r"[-+]?(0|[1-9]\d*)(\.\d*)?([eE][-+]?\d+)?")
+
+
+def _leaves(annotation: Any) -> Iterator[Any]:
+    """Yield the plain types of an annotation, through unions and `Annotated`."""
+    parts = get_args(annotation)
+    if get_origin(annotation) is Annotated:
+        parts = parts[:1]
+    elif get_origin(annotation) not in (Union, UnionType):
+        yield annotation
+        return
+    for part in parts:
+        yield from _leaves(part)
+
+
 class Section(BaseModel):
     """Base of all sections: frozen, and an unknown key is a mistake."""
 
@@ -125,10 +144,15 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def refuse_truth(cls, value: object, info: ValidationInfo) -> object:
-        """`steps: true` is a slip of the pen, not a 1."""
-        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+    def refuse_slips(cls, value: object, info: ValidationInfo) -> object:
+        """Refuse `steps: true`, which is no 1, and `steps: "010"`, which a reader may take for 8."""
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and annotation is not bool:
             raise ValueError("true and false are not numbers")
+        if isinstance(value, str) and _DIGITS.fullmatch(value) and not _NUMBER.fullmatch(value):
+            kinds = set(_leaves(annotation))
+            if kinds & {int, float} and not kinds & {str, Path}:
+                raise ValueError("is a text, and no number as YAML 1.2 writes it")
         return value
 
 

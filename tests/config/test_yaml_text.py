@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import yaml
@@ -11,6 +12,7 @@ import yaml
 from meshwright.config import load_config
 from meshwright.config.yaml_text import complaint, plain_values, yaml_text
 from meshwright.errors import ConfigError
+from meshwright.section import Section
 from meshwright.tools.plan.cluster import load_cluster
 from meshwright.tools.plan.software import load_program
 from meshwright.tools.plan.space import fixed_fields
@@ -122,6 +124,26 @@ def test_every_reader_refuses_them(text: str, tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match="in quotes for a text at line"):
             read()
+
+
+@pytest.mark.parametrize("field", ["steps", "optimizer.lr", "batch.micro", "layout.pipeline.limit"])
+@pytest.mark.parametrize("text", ["010", "1_0", " 10", "10 ", "0_1", "00.5", "1_0e3"])
+def test_a_field_of_numbers_refuses_them_in_quotes_too(text: str, field: str) -> None:
+    with pytest.raises(ConfigError, match=f"{field}={text} (is a text, and no number as YAML 1.2 writes it|is)"):
+        load_config("quickstart", [f"{field}='{text}'"])
+
+
+def test_a_plain_number_in_quotes_is_a_number_and_a_name_may_have_digits() -> None:
+    class Named(Section):
+        name: str | None
+        folder: Path
+        size: int | Literal["auto"]
+
+    config = load_config("quickstart", ["steps='40'", "optimizer.lr='3e-4'"])
+    assert (config.steps, config.optimizer.lr) == (40, 3e-4)
+    assert Named(name="010", folder="010", size="10").name == "010"  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="is a text, and no number"):
+        Named(name="010", folder="010", size="010")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("word", ["yes", "no", "on", "off", "true", "false"])
