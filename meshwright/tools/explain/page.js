@@ -3,6 +3,7 @@
 const facts = JSON.parse(document.getElementById("facts").textContent);
 const at = (id) => document.getElementById(id);
 const escaped = (text) => String(text).replace(/[&<>"]/g, (c) => "&#" + c.charCodeAt(0) + ";");
+const breakable = (name) => escaped(name).replace(/[_+.]/g, "$&<wbr>");
 const size = (bytes) => bytes >= 1e9 ? (bytes / 1e9).toFixed(2) + " GB" : bytes >= 1e6 ? (bytes / 1e6).toFixed(2) + " MB"
   : bytes >= 1e3 ? (bytes / 1e3).toFixed(1) + " kB" : bytes + " B";
 const many = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
@@ -62,7 +63,7 @@ function weightSaid(weight) {
   const cuts = Object.entries(weight.cut).map(([axis, dim]) => `dim ${dim} over ${axis}`);
   if (weight.owner) cuts.push(`whole at one rank of ${weight.owner}`);
   const holders = copies.size === 1 ? [...copies][0] : `${Math.min(...copies)} to ${Math.max(...copies)}`;
-  return `<b>${escaped(weight.name)}</b> [${weight.shape.join(", ")}]: ${cuts.length ? "cut, " + cuts.join(", ") : "not cut"}; `
+  return `<b>${breakable(weight.name)}</b> [${weight.shape.join(", ")}]: ${cuts.length ? "cut, " + cuts.join(", ") : "not cut"}; `
     + `${many(weight.blocks.length, "block")},${weight.blocks.length > 1 ? " each" : ""} held by ${holders === 1 ? "one rank" : holders + " ranks"}. `
     + (weight.summed.length ? `Its gradient is summed over ${weight.summed.join(", ")}` : "Its gradient is whole where it is made")
     + (weight.slices > 1 ? `; each rank steps 1/${weight.slices} of it.` : ".");
@@ -102,8 +103,18 @@ function arrow([from, to], own, text) {
   const [ax, ay] = middle(ranks[from]), [bx, by] = middle(ranks[to]);
   const far = Math.hypot(bx - ax, by - ay) || 1, bend = 16 + far * 0.12, inset = Math.min(22, far / 3);
   const ux = (bx - ax) / far, uy = (by - ay) / far, cx = (ax + bx) / 2 - uy * bend, cy = (ay + by) / 2 + ux * bend;
+  const [lx, ly] = text ? labelPlace(text, [(ax + bx) / 2, (ay + by) / 2], [-uy, ux], bend) : [];
   return `<path class="arrow${own ? "" : " other"}" marker-end="url(#tip)" d="M${ax + ux * inset} ${ay + uy * inset} Q${cx} ${cy} ${bx - ux * inset} ${by - uy * inset}"/>`
-    + (text ? `<text class="bytes" text-anchor="middle" x="${cx}" y="${cy + 4}">${escaped(text)}</text>` : "");
+    + (text ? `<text class="bytes" text-anchor="middle" x="${lx}" y="${ly}">${escaped(text)}</text>` : "");
+}
+
+// The nearest place beside the arrow's middle at which a label covers no text of a rank or of a box.
+function labelPlace(text, [x, y], [nx, ny], bend) {
+  const { cell, ranks, boxes } = facts.grid, half = 4 * text.length, free = ([a, b]) =>
+    ranks.every((rank) => a + half < rank.x + 4 || a - half > rank.x + cell[0] - 4 || b < rank.y + 8 || b - 12 > rank.y + 38)
+    && boxes.every((box) => a - half > box.x + 8 + 6 * box.title.length || a + half < box.x || b < box.y || b - 12 > box.y + 14);
+  const places = [1, 0.5, 1.5, 2, -0.5, -1, 2.5, -1.5, 3].map((far) => [x + nx * bend * far, y + ny * bend * far + 4]);
+  return places.find(free) ?? places[0];
 }
 
 // `row`: a line of the table, or a collective of a pass, which has no bytes of a step.
@@ -136,7 +147,7 @@ function drawSent() {
   const rows = facts.sendings.filter((row) => row.stage === Number(at("stage").value)).sort((a, b) => b.bytes - a.bytes);
   const whole = rows.reduce((sum, row) => sum + row.bytes, 0);
   at("sent").innerHTML = rows.map((row, index) => `<tr data-row="${index}" tabindex="0"><td>${escaped(inWords(row))}</td>`
-    + `<td>${escaped(row.verb)}</td><td>${escaped(row.axes)}</td><td class="number">${row.calls.toLocaleString("en")}</td><td class="number">${size(row.bytes)}</td></tr>`).join("")
+    + `<td>${breakable(row.verb)}</td><td>${breakable(row.axes)}</td><td class="number">${row.calls.toLocaleString("en")}</td><td class="number">${size(row.bytes)}</td></tr>`).join("")
     + `<tr><td>in all</td><td></td><td></td><td class="number">${rows.reduce((sum, row) => sum + row.calls, 0).toLocaleString("en")}</td><td class="number">${size(whole)}</td></tr>`;
   const choose = (index) => {
     at("sent").querySelectorAll("tr").forEach((line) => line.setAttribute("aria-selected", line.dataset.row === String(index)));
@@ -241,7 +252,7 @@ function drawStep() {
     + (chosen.stages > 1 ? ` (${idle.map((share, stage) => `stage ${stage} ${percent(share)}`).join(", ")}).` : ". One stage waits for nobody: give it neighbours with the slider.");
   const all = Object.keys(SCHEDULES).filter((name) => goes(name, chosen.chunks, chosen.shape)).map((name) => [name, lasts(spansOf({ ...chosen, schedule: name }))]);
   const most = Math.max(...all.map(([, time]) => time));
-  at("schedules").innerHTML = all.map(([name, time]) => `<span>${escaped(name)}</span><div style="width:${(100 * time / most).toFixed(1)}%"></div><span>${time.toFixed(2)}</span>`).join("");
+  at("schedules").innerHTML = all.map(([name, time]) => `<span${name === chosen.schedule ? ' class="chosen"' : ""}>${escaped(name)}</span><div${name === chosen.schedule ? ' class="chosen"' : ""} style="width:${(100 * time / most).toFixed(1)}%"></div><span>${time.toFixed(2)}</span>`).join("");
 }
 
 function setOwn() {
