@@ -31,7 +31,7 @@ CPU := $(VENV)-cpu/.made
 CPU_TORCH ?= torch==2.13.0
 
 VERSIONS ?= oldest
-INSTALL_oldest := -c constraints-oldest.txt
+INSTALL_oldest := -c packaging/constraints-oldest.txt
 INSTALL_newest := --upgrade --upgrade-strategy eager
 
 .PHONY: help quickstart test test-long test-versions rehearsal rehearsal-on-cpu check validate packages lock site site-serve format clean

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -112,7 +113,6 @@ Seconds = Annotated[float, Field(gt=0, le=10 * 365 * 86400)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
-_DIGITS = re.compile(r"[-+\s]*\d[\d_.,:\s]*([eE][-+]?[\d_]+)?\s*")
 _NUMBER = re.compile(r"[-+]?(0|[1-9]\d*)(\.\d*)?([eE][-+]?\d+)?")
 
 
@@ -149,9 +149,11 @@ class Section(BaseModel):
         annotation = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool) and annotation is not bool:
             raise ValueError("true and false are not numbers")
-        if isinstance(value, str) and _DIGITS.fullmatch(value) and not _NUMBER.fullmatch(value):
-            kinds = set(_leaves(annotation))
-            if kinds & {int, float} and not kinds & {str, Path}:
+        if isinstance(value, str) and not _NUMBER.fullmatch(value):
+            kinds, reads = set(_leaves(annotation)), False
+            with suppress(ValueError):
+                reads = math.isfinite(float(value))
+            if reads and kinds & {int, float} and not kinds & {str, Path}:
                 raise ValueError("is a text, and no number as YAML 1.2 writes it")
         return value
 

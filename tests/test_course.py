@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shlex
@@ -89,7 +90,9 @@ COUNTED = [lesson for lesson in LESSONS if "count.py" in (COURSE / f"{lesson}.md
 
 
 @pytest.mark.parametrize("lesson", COUNTED)
-def test_numbers_are_marked_once_the_line_is_mended(lesson: str, tmp_path: Path) -> None:
+def test_numbers_are_marked_once_the_line_is_mended(
+    lesson: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The solution's numbers are right, the zeros of the lesson's command are not, and no wrong answer tells them."""
     text = (COURSE / f"{lesson}.md").read_text()
     file = copied(lesson, tmp_path, solved=True)
@@ -100,23 +103,27 @@ def test_numbers_are_marked_once_the_line_is_mended(lesson: str, tmp_path: Path)
     answers = dict(word.split("=") for word in solution.split())
     assert list(answers) == [word.split("=")[0] for word in asked[1:]]
 
-    def mark(words: list[str]) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(tmp_path / "count.py"), asked[0], *words]
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, cwd=COURSE.parent.parent
-        )
+    spec = importlib.util.spec_from_file_location("count", tmp_path / "count.py")
+    assert spec
+    assert spec.loader
+    count = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(count)
 
-    assert mark(solution.split()).returncode == 0
-    wrong = mark(asked[1:])
-    assert wrong.returncode == 1
+    def mark(words: list[str]) -> tuple[int, str]:
+        code = count.main([asked[0], *words])
+        return code, capsys.readouterr().out
+
+    assert mark(solution.split())[0] == 0
+    code, wrong = mark(asked[1:])
+    assert code == 1
     for name, number in answers.items():
-        assert f"{name}=0 is not the number" in wrong.stdout
-        assert f"={number}" not in wrong.stdout
+        assert f"{name}=0 is not the number" in wrong
+        assert f"={number}" not in wrong
     error = block_of(lesson, "text")
     assert not any(re.search(rf"\b{number}\b", error) for number in answers.values() if len(number) > 1), "told already"
     if file.suffix == ".yaml":
         file.write_text((COURSE / file.name).read_text())
-        assert "mend the run file first" in mark(solution.split()).stdout
+        assert "mend the run file first" in mark(solution.split())[1]
 
 
 @pytest.mark.parametrize("lesson", [lesson for lesson in LESSONS if exercise_of(lesson).suffix == ".yaml"])

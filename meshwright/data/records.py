@@ -21,6 +21,7 @@ import lzma
 import sys
 import zlib
 from collections.abc import Callable, Collection, Iterator
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, cast
@@ -176,14 +177,8 @@ def read_csv(path: Path, wanted: Wanted) -> Iterator[Record]:
     csv.field_size_limit(sys.maxsize)
     try:
         with open_file(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
-            rows = csv.DictReader(text, strict=True)
-            _check_columns(path, list(rows.fieldnames or []), wanted)
-            for row in rows:
-                where = f"{path} line {rows.line_num}"
-                if None in row or None in row.values():
-                    fields = "more" if None in row else "fewer"
-                    raise DataError(f"{where}: has {fields} fields than the first line has names")
-                yield where, row
+            rows = csv.reader(text, strict=True)
+            yield from _table(path, ((rows.line_num, row) for row in rows if row), wanted)
     except csv.Error as error:
         raise DataError(f"{path}: is no csv table: {error}") from error
 
@@ -204,17 +199,38 @@ def text_lines(path: Path) -> Iterator[str]:
 
 
 def read_tsv(path: Path, wanted: Wanted) -> Iterator[Record]:
-    lines = text_lines(path)
-    columns = next(lines, "").split("\t")
+    rows = ((number, line.split("\t")) for number, line in enumerate(text_lines(path), start=1) if line.strip())
+    yield from _table(path, rows, wanted)
+
+
+def _table(path: Path, rows: Iterator[tuple[int, list[str]]], wanted: Wanted) -> Iterator[Record]:
+    """Yield the records of a table's rows, each with the number of its line.
+
+    A first row that holds a number, and lacks a wanted name, has no names: it is a record, and columns are named by
+    their places, 1, 2, ... If the column `text` is wanted, and one cell of that row alone is no number, its column is
+    the text.
+    """
+    number, columns = next(rows, (1, [""]))
+    texts = [place for place, cell in enumerate(columns) if not _is_number(cell)]
+    if wanted is not None and not set(wanted) <= set(columns) and len(texts) < len(columns):
+        rows = chain([(number, columns)], rows)
+        columns = [str(place) for place in range(1, len(columns) + 1)]
+        if "text" in wanted and len(texts) == 1:
+            columns[texts[0]] = "text"
     _check_columns(path, columns, wanted)
-    for number, line in enumerate(lines, start=2):
-        if not line.strip():
-            continue
-        fields = line.split("\t")
+    for number, fields in rows:
         if len(fields) != len(columns):
             many = "more" if len(fields) > len(columns) else "fewer"
-            raise DataError(f"{path} line {number}: has {many} fields than the first line has names")
+            raise DataError(f"{path} line {number}: has {many} fields than the first line")
         yield f"{path} line {number}", dict(zip(columns, fields, strict=True))
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
 
 
 def read_parquet(path: Path, wanted: Wanted) -> Iterator[Record]:

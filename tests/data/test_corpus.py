@@ -229,8 +229,8 @@ def test_json_lists_and_csv_tables(tmp_path: Path) -> None:
         ("a.json", '[{"txt": "one"}]', r"a.json record 1: has no key `text`; its keys: txt"),
         ("a.json", '["one", 2]', r"a.json record 2: is no JSON object; wanted"),
         ("a.csv", "id,txt\n1,one\n", r"a.csv: has no column `text`; its columns: id, txt"),
-        ("a.csv", "id,text\n1\n", r"a.csv line 2: has fewer fields than the first line has names"),
-        ("a.csv", "id,text\n1,one,two\n", r"a.csv line 2: has more fields than the first line has names"),
+        ("a.csv", "id,text\n1\n", r"a.csv line 2: has fewer fields than the first line"),
+        ("a.csv", "id,text\n1,one,two\n", r"a.csv line 2: has more fields than the first line"),
         ("a.csv", 'id,text\n1,"one\n', r"a.csv: is no csv table: unexpected end of data"),
     ],
 )

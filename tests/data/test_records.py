@@ -128,8 +128,9 @@ def test_unknown_suffixes_are_refused_alone_and_in_a_folder(name: str, reason: s
         ("a.jsonl", '{"text": "a"}'.encode("utf-16"), "line 1: is no JSON"),
         ("a.csv", b"\xff\xfe", "is no UTF-8 text"),
         ("a.csv", b"text,text\na,b\n", "has the column `text` twice; rename one"),
-        ("a.tsv", b"0\tone\n1\ttwo\n", "has no column `text`; its columns: 0, one; name one as data.column"),
-        ("a.tsv", b"id\ttext\n1\n", "line 2: has fewer fields than the first line has names"),
+        ("a.tsv", b"0\tone\tun\n1\ttwo\tdeux\n", "has no column `text`; its columns: 1, 2, 3; name one as data.column"),
+        ("a.csv", b"0,1\n2,3\n", "has no column `text`; its columns: 1, 2; name one as data.column"),
+        ("a.tsv", b"id\ttext\n1\n", "line 2: has fewer fields than the first line"),
         ("a.jsonl.gz", b"no gzip", "cannot be read"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 9, mtime=0)[:-9], "cannot be read"),
         ("a.jsonl.xz", b"no xz", "cannot be read"),
@@ -155,6 +156,18 @@ def test_a_column_by_name(tmp_path: Path) -> None:
     (tmp_path / "b.json").write_text('["one"]')
     with pytest.raises(DataError, match=r"record 1: is a text and has no keys: data.column=body has no effect"):
         list(documents(str(tmp_path / "b.json"), Picks(column="body")))
+
+
+@pytest.mark.parametrize("name, mark", [("a.csv", ","), ("a.tsv", "\t")])
+def test_a_table_whose_first_row_has_a_number_has_no_names(name: str, mark: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text("".join(f"{mark.join(row)}\n" for row in (("0", "one", "-1.5"), ("1", "two", "2e3"))))
+    assert list(documents(str(path))) == ["one", "two"]
+    assert list(documents(str(path), Picks(column="3"))) == ["-1.5", "2e3"]
+    with pytest.raises(DataError, match="has no column `4`; its columns: 1, 2, 3"):
+        list(documents(str(path), Picks(column="4")))
+    path.write_text("".join(f"{mark.join(row)}\n" for row in (("2023", "text"), ("1", "two"))))
+    assert list(documents(str(path))) == ["two"], "a wanted name is a name"
 
 
 def test_dialogues_of_every_form(tmp_path: Path) -> None:

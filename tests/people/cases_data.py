@@ -116,8 +116,12 @@ CASES = [
                  says="2 documents"),
     ),
     Case(
-        "data tsv without names", "a tsv is one text", "refused with the columns and data.column",
-        prepared("t.tsv", writes("t.tsv", "0\tone\n1\ttwo\n"), says="name one as data.column", code=1),
+        "data tsv without names", "a tsv is one text", "60 documents",
+        prepared("t.tsv", writes("t.tsv", "".join(f"{i}\tthe word {i}\n" for i in range(60))), says="60 documents"),
+    ),
+    Case(
+        "data tsv of two texts", "a tsv is one text", "refused with the columns and data.column",
+        prepared("t.tsv", writes("t.tsv", "0\tone\tun\n1\ttwo\tdeux\n"), says="name one as data.column", code=1),
     ),
     Case(
         "data column", "the texts are in the column `content`", "60 documents",
@@ -136,5 +140,8 @@ CASES = [
         "data text of one line", "text8's form is too small to hold out a validation split", "cut at a space",
         prepared("one.txt", writes("one.txt", WORDS), says="1 document of 1 file (one.txt): 252,002 tokens (12,602"),
     ),
-    Case("data nothing held out", "data.validation cannot be 0", "the run trains and says so", nothing_held_out),
+    Case(
+        "data nothing held out", "data.validation cannot be 0", "the run trains and says so", nothing_held_out,
+        slow=True,
+    ),
 ]  # fmt: skip

@@ -134,7 +134,6 @@ PLANTED_CASES = {
     "resume": planted(*TRAINED, "steps=6", "--resume", "--accept-changes", before=[TRAINED]),
     "doctor": planted("doctor"),
 }
-SLOW = {"verify", "compare", "generate", "eval", "replay", "resume", "parity", "train over mpi"}
 
 
 def listening(*words: str) -> Callable[[Path], Outcome]:
@@ -180,6 +179,7 @@ CASES: list[Case] = [
             "The store of a run on one machine listened on all interfaces, and asked nobody for a secret",
             "every listening socket of the run is at loopback",
             listening(*words),
+            slow=name != "data",
         )
         for name, words in LISTENING.items()
     ),
@@ -190,7 +190,7 @@ CASES += [
         "A folder with a random.py, torch.py, meshwright/ of its own, and a command started there",
         "the command ends with code 0 and imports none of them",
         run,
-        slow=name in SLOW,
+        slow=name != "train",
     )
     for name, run in PLANTED_CASES.items()
 ]
@@ -397,8 +397,8 @@ CASES += [
     for name in ("o4[/x]", "o3[red]", "[bold]b")
 ]
 CASES += [
-    Case("a pipe in a model's folder", "explain waited for ever", "refused as a pipe", piped),
-    Case("ASCII alone: train", "UnicodeEncodeError, no step made", "the run ends with code 0", ascii_only()),
+    Case("a pipe in a model's folder", "explain waited for ever", "refused as a pipe", piped, slow=True),
+    Case("ASCII alone: train", "UnicodeEncodeError, no step made", "the run ends with code 0", ascii_only(), slow=True),
     Case(
         "ASCII alone: generate",
         "UnicodeEncodeError instead of a text",

@@ -143,6 +143,7 @@ CASES: list[Case] = [
         "A check that is a method ended in a traceback on the ranks",
         "code 2 before any rank starts, a function of one argument is asked for",
         method,
+        slow=True,
     ),
     Case(
         "explain at 80 columns",

@@ -201,7 +201,7 @@ CASES: list[Case] = [
     ),
     *(
         Case(f"variables: {name}", "A wrong LOCAL_RANK was not noticed, a lone WORLD_SIZE was ignored",
-             "derived if one value is possible, else named", run)
+             "derived if one value is possible, else named", run, slow=name == "one rank of one")
         for name, run in VARIABLES.items()
     ),
     *(

@@ -12,7 +12,7 @@ HEAD = """# Reports of users, and the case for each
 
 Each row is a public report, or a habit of public users, with the right answer. `python -m tests.people` runs every
 case from files to the printed line and prints the right value next to the printed one; `python -m tests.people WORD`
-runs the cases whose name has the word. `make test` runs the cases of less than ten seconds, `make test-long` all.
+runs the cases whose name has the word. `make test` runs one case or more of each table, `make test-long` all.
 `python -m tests.people --page` prints this page.
 """
 
