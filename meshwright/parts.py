@@ -12,17 +12,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.bits.blocks import WHOLE, Blocks
-from meshwright.bits.fixed import FixedPoint
-from meshwright.bits.grains import SampleGrains
 from meshwright.config import Config
-from meshwright.context.context import WHOLE_SEQUENCES, Context, HeadParts
-from meshwright.context.runs import RunsOfQueries
+from meshwright.context.context import WHOLE_SEQUENCES, Context
 from meshwright.data_parallel.strategy import Synchroniser
 from meshwright.machine import available_memory_bytes
 from meshwright.memory.offload import Offloaded
@@ -33,7 +29,7 @@ from meshwright.models.chain import Chain, ChainPart, chain_of, make_chain
 from meshwright.models.spread_head import SpreadHead
 from meshwright.optim.optimizer import Optimizer
 from meshwright.optim.states import InPlace, StatesFactory
-from meshwright.parameters.bucket import VECTOR, make_buckets
+from meshwright.parameters.bucket import make_buckets
 from meshwright.parameters.gradients import Gradients
 from meshwright.parameters.shard import ShardSpec, draw_values, initialise, shard_specs, use_gradients
 from meshwright.pipeline.partition import ranges_of
@@ -41,20 +37,23 @@ from meshwright.pipeline.pieces import Exchanges, PieceStage, PiecewiseChunks
 from meshwright.pipeline.pipeline import Pipeline, message_forms
 from meshwright.pipeline.placement import ChunkPlacement
 from meshwright.pipeline.schedule import MESSAGE_DRIVEN, ONE_F_ONE_B, ScheduleRule
-from meshwright.pipeline.stage import Computing, Stage
+from meshwright.pipeline.stage import Computing, Portions, Stage
 from meshwright.ranks.grid import EXPERT, PIPE
 from meshwright.ranks.mailbox import MessageMeta, TensorMeta
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
 from meshwright.registry import load_entry
-from meshwright.tensor.dropout import BlockDropout, InnerDropout
-from meshwright.tensor.experts import Experts, GroupedLinear
 from meshwright.tensor.islands import UsesIslands, compiled_islands
 from meshwright.tensor.kit import Kit
 from meshwright.tensor.linear import autocast_device
-from meshwright.tensor.norms import Norm
-from meshwright.tensor.part_loss import PartHead
 from meshwright.tensor.widened import WidenedProducts
+
+if TYPE_CHECKING:
+    from meshwright.parameters.fixed import FixedPoint
+
+LAYOUT_FREE = "meshwright.bits.assembly:layout_free"
+EXACT_ARITHMETIC, EXACT_HEADS = "meshwright.bits.assembly:arithmetic_of", "meshwright.bits.assembly:heads_of"
+"""Entries of the room of equal bits, which a run without `bits: layout-free` does not import."""
 
 ALONE_IN_FLIGHT = 2
 """Microbatches in flight without pipeline stages where rows travel to experts under another microbatch's tasks."""
@@ -114,8 +113,8 @@ class Parts:
     strategy: Synchroniser
     pipeline: Pipeline
     optimizer: Optimizer
-    grains: SampleGrains | None = None
-    """The grains of samples under `bits: layout-free`, else None."""
+    portions: Portions | None = None
+    """The portions in which a microbatch is computed (`bits: layout-free`); None: at once."""
 
     @property
     def specs(self) -> dict[str, ShardSpec]:
@@ -149,105 +148,18 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
         for module in model.modules():
             if isinstance(module, UsesIslands):
                 module.islands = islands
-    grains, fixed = exactly(config, mesh, model.inside)
+    exact = load_entry(LAYOUT_FREE)(config, mesh, model.inside) if config.bits.layout_free else None
+    fixed = None if exact is None else exact.fixed
     strategy = _build_strategy(config, mesh, model, stages.specs, chunks, fixed)
     # After the strategy, which made the buckets that layers write gradients into.
     use_gradients(model, strategy.gradients)
-    if grains is not None:
-        if mesh.device.type != "meta" and not vectors_are_whole(config, stages.specs):
-            # Threads split odd sizes inside of a vector, whose elements are then rounded differently.
-            torch.set_num_threads(1)
-        free_of_layout(config, mesh, model, fixed, grains)
-        model.run_part, model.run_group = (
-            grains.seeded(model.run_part, mesh.device), grains.remembered(model.run_group)
-        )  # fmt: skip
+    if exact is not None:
+        exact.apply(config, mesh, model, stages.specs)
+    portions = None if exact is None else exact.portions
     to = config.memory.offload.to if mesh.device.type != "meta" else "none"  # a plan has nothing to keep
     optimizer = Optimizer(config, strategy.slots, mesh, STATES[to](mesh, folder), fixed)
-    pipeline = build_pipeline(config, mesh, model, stages, strategy, grains)
-    return Parts(config, mesh, kit, model, stages, strategy, pipeline, optimizer, grains)
-
-
-def exactly(config: Config, mesh: Mesh, inside: Sequence[str]) -> tuple[SampleGrains | None, FixedPoint | None]:
-    """(Grains, fixed-point format of gradients) under `bits: layout-free`, else (None, None). `inside`: entries of a
-    batch that branches read."""
-    if not config.bits.layout_free:
-        return None, None
-    tensor = config.layout.tensor
-    rows = tensor.rows
-    share = mesh.index(*tensor.batch_axes) if rows.parts > 1 else 0
-    grains = SampleGrains(
-        config.bits.samples,
-        config.micro,
-        config.seed,
-        shares=rows.parts,
-        share=share,
-        at_once=rows.at_once,
-        inside=inside,
-    )
-    uses = 2 * config.bits.sequence * config.bits.tensor  # of a tied table; by runs; of heads that parts share
-    return grains, FixedPoint(uses * config.batch.global_ // config.bits.samples, mesh.device)
-
-
-def free_of_layout(
-    config: Config, mesh: Mesh, model: Chain, fixed: FixedPoint | None, grains: SampleGrains
-) -> None:  # fmt: skip
-    """Make a model's norms, masks and losses independent of the layout to the bit."""
-    blocks = blocks_of(config, mesh)
-    if isinstance(model.context.heads, HeadParts):
-        model.context.heads = replace(model.context.heads, draw=grains.draw)
-    for module in tuple(model.modules()):
-        match module:
-            case Norm(kind="layer"):
-                module.affine_apart = True
-            case Experts() | GroupedLinear():
-                module.rows_apart = True
-            case PartHead():
-                module.fixed = fixed
-            case InnerDropout() if blocks.exact:
-                module.by_block = BlockDropout(module.rate, module.blocks, grains.draw)
-            case AttentionCore():
-                module.run = grains.remembered(module.run)
-        for name, child in module.named_children():
-            if isinstance(child, nn.Dropout) and blocks.exact:
-                setattr(module, name, BlockDropout(child.p, blocks.between, grains.draw))
-
-
-def blocks_of(config: Config, mesh: Mesh) -> Blocks:
-    """This rank's parts and runs of each dim that the run cuts; without cuts one part."""
-    bits, tensor = config.bits, config.layout.tensor
-    if not bits.cuts:
-        return WHOLE
-    axis = (tensor.inner_axis,) if tensor.inner_axis else ()
-    ranks, rank = mesh.size(*axis), mesh.index(*axis)
-    holders, holder = (mesh.size("context"), mesh.index("context")) if config.layout.context.size > 1 else (1, 0)
-    again, own = (ranks, rank) if tensor.cuts_sequences else (1, 0)
-    parts, runs = bits.tensor // ranks, bits.sequence // holders
-    own_hidden = bits.hidden // ranks if tensor.cuts_hidden else bits.hidden
-    dealt = holders if config.layout.context.strategy.by_heads else 1
-    heads = bits.head_parts(config.model) // (ranks * dealt)
-    return Blocks(
-        parts, rank * parts, bits.tensor,
-        runs, holder * runs,
-        runs // again, holder * runs + own * (runs // again),
-        heads, (rank * dealt + holder % dealt) * heads,
-        grains=tensor.rows.at_once,
-        hidden=bits.hidden, own_hidden=own_hidden, first_hidden=rank * own_hidden if tensor.cuts_hidden else 0,
-        exact=True,
-    )  # fmt: skip
-
-
-def vectors_are_whole(config: Config, specs: dict[str, ShardSpec]) -> bool:
-    """Whether the number of threads changes no product's bits: measured for MKL and oneDNN with 1, 2 and 4 threads
-    where rows and columns are multiples of 16. Experts have any number of rows: False."""
-    if config.model.routing.num_experts:
-        return False
-    bits = config.bits
-    tokens = bits.samples * chain_of(config).tokens_per_sample(config)
-    sizes = {spec.shape[-1] for spec in specs.values() if spec.matrix and not spec.table}
-    heads = {spec.shape[0] for name, spec in specs.items() if spec.table and name.startswith(("tokens.", "head."))}
-    # Tables of positions and segments take part in no product.
-    parts = max(bits.tensor, bits.hidden)
-    return tokens % (VECTOR * bits.sequence) == 0 and all(size % (VECTOR * parts) == 0 for size in sizes | heads)
+    pipeline = build_pipeline(config, mesh, model, stages, strategy, portions)
+    return Parts(config, mesh, kit, model, stages, strategy, pipeline, optimizer, portions)
 
 
 def plan_stages(config: Config, mesh: Mesh) -> Stages:
@@ -280,7 +192,7 @@ def plan_stages(config: Config, mesh: Mesh) -> Stages:
         with torch.no_grad():
             # A forward pass on meta tensors gives the shapes and dtypes of messages.
             hidden = model.hidden_states(empty_batch(config, kit, model, torch.device("meta"), rows), hidden, chunk)
-        # A tensor for all samples is sent once by each grain.
+        # A tensor for all samples is sent once by each portion.
         passing.append(tuple(TensorMeta((x.shape[0] * (config.micro // rows), *x.shape[1:]), x.dtype) for x in hidden))
     states = passing.pop()[0] if settings.head == "spread" else None
     return replace(stages, specs=specs, passing=tuple(passing), states=states)
@@ -314,8 +226,8 @@ def chunks_of(partition: Sequence[int], head_over: tuple[str, ...] = ()) -> tupl
 
 def build_kit(config: Config, mesh: Mesh) -> Kit:
     """This rank's kit, by which the model builds its layers."""
-    tensor, blocks = config.layout.tensor, blocks_of(config, mesh)
-    return tensor.kit(config, mesh, blocks) if blocks.exact else tensor.kit(config, mesh)
+    arithmetic = load_entry(EXACT_ARITHMETIC)(config, mesh) if config.bits.layout_free else None
+    return config.layout.tensor.kit(config, mesh, arithmetic)
 
 
 def open_context(config: Config, mesh: Mesh) -> Context:
@@ -327,8 +239,7 @@ def open_context(config: Config, mesh: Mesh) -> Context:
     entry = strategy.layout_free if exact else strategy.context
     opened = Context() if context.size == 1 else cast(Context, load_entry(entry)(mesh))
     if exact:
-        blocks, by_runs = blocks_of(config, mesh), config.bits.attention == "runs"
-        opened.heads = RunsOfQueries(blocks, config.bits.sequence) if by_runs else HeadParts(blocks)
+        opened.heads = load_entry(EXACT_HEADS)(config, mesh)
     return opened
 
 
@@ -425,7 +336,7 @@ def multiplies_in(config: Config) -> Computing:
 
 
 def build_pipeline(
-    config: Config, mesh: Mesh, model: Chain, stages: Stages, strategy: Synchroniser, grains: SampleGrains | None = None
+    config: Config, mesh: Mesh, model: Chain, stages: Stages, strategy: Synchroniser, portions: Portions | None = None
 ) -> Pipeline:
     """The stage's chunks with their schedule, mailboxes and context."""
     index, placement = mesh.index(PIPE), stages.placement
@@ -439,7 +350,7 @@ def build_pipeline(
             autocasts=autocasts_of(config, mesh),
             multiplies=multiplies_in(config),
             number=number,
-            grains=grains,
+            portions=portions,
         )
         for number, part in enumerate(models)
     ]

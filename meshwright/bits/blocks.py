@@ -9,22 +9,19 @@ ranks hold whole parts and whole runs, so that a kernel's shape says nothing abo
 | parts    | a contract's output, an expand's dx, a head's dh | a balanced tree over the part's index, float32   |
 | runs     | gradients of weights                             | each run's, rounded, as an integer (fixed.py)    |
 
-A tree over a power of two of parts: ranks hold aligned subtrees, add up their own, and the ranks' sums go on as leaves
-of what is left. Blocks lie in memory of their own that begins at a cache line: some libraries choose a kernel by that.
+Trees: ranks/trees.py. Ranks hold aligned subtrees, add up their own, and the ranks' sums go on as leaves of the tree
+that is left. Blocks lie in memory of their own that begins at a cache line: some libraries choose a kernel by that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from meshwright.parameters.shard import seed_generators, seed_of
-from meshwright.ranks.collectives import Moving, here, start_all_reduce, start_reduce_scatter
-from meshwright.ranks.comm import Comm
+from meshwright.ranks.trees import tree_sum
 
 LINE_BYTES = 64
 """A cache line, and the widest vectors."""
@@ -118,76 +115,10 @@ def parts_of(x: Tensor, count: int, dim: int) -> list[Tensor]:
     return [x] if count == 1 else [apart(part) for part in x.chunk(count, dim)]
 
 
-def side_by_side(parts: list[Tensor]) -> Tensor:
-    """The parts of a tensor along its last dim."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-
-
 def sum_of_products(rows: Iterable[Tensor], owns: Iterable[Tensor]) -> Tensor:
     """The sum of the products of parts, [n, k] and [k, m], in float32 and in the order of a tree."""
     return tree_sum((part @ own).float() for part, own in zip(rows, owns, strict=True))
 
 
-def tree_sum(addends: Iterable[Tensor]) -> Tensor:
-    """The sum of a power of two of tensors in the order of a balanced tree: two neighbours, then two of their sums, and
-    so on. The first tensors of each sum are overwritten."""
-    waiting: list[tuple[int, Tensor]] = []  # as many as a binary counter has ones
-    for addend in addends:
-        height, total = 0, addend
-        while waiting and waiting[-1][0] == height:
-            total = waiting.pop()[1].add_(total)
-            height += 1
-        waiting.append((height, total))
-    assert len(waiting) == 1, "parts are a power of two"
-    return waiting[0][1]
-
-
-def start_tree_all_reduce(x: Tensor, comm: Comm) -> Moving:
-    """The sum of every rank's x [..., H] in the order of a balanced tree, contiguous. Sends the bytes of a ring."""
-    if comm.size == 1:
-        return here(x)
-    if comm.size == 2:
-        return start_all_reduce(x, comm)  # two addends have one order
-    pieces = x.view(comm.size, -1)
-    received = torch.empty_like(pieces)
-    work = comm.all_to_all(received, pieces, wait=False)
-
-    def gathered() -> Tensor:
-        comm.all_gather(x, tree_sum(received.unbind()).contiguous())
-        return x
-
-    return Moving(work, gathered)
-
-
-def start_tree_reduce(x: Tensor, comm: Comm) -> Moving:
-    """The sum of every rank's x in the order of a balanced tree, at the first; elsewhere x, which is overwritten."""
-    received = x.new_empty(comm.size if comm.index == 0 else 0, *x.shape)
-    work = comm.gather(received, x, 0, wait=False)
-    return Moving(work, lambda: tree_sum(received.unbind()) if comm.index == 0 else x)
-
-
-def start_tree_reduce_scatter(x: Tensor, comm: Comm, dim: int) -> Moving:
-    """This rank's part along `dim` of the sum of every rank's x in the order of a balanced tree."""
-    if comm.size <= 2:
-        return start_reduce_scatter(x, comm, dim)
-    panels = x.unflatten(dim, (comm.size, -1)).movedim(dim % x.dim(), 0).contiguous()
-    received = torch.empty_like(panels)
-    work = comm.all_to_all(received, panels, wait=False)
-    return Moving(work, lambda: tree_sum(received.unbind()))
-
-
-def added(total: Tensor | None, more: Tensor | None) -> Tensor | None:
-    """The gradients of blocks that autograd adds up; None where their layer adds them by itself."""
-    return more if total is None or more is None else total + more
-
-
 Draw = Callable[[int], list[int]]
 """draw(grains): a number for the next masks of each of so many grains (bits/grains.py)."""
-
-
-@contextmanager
-def own_stream(label: str, device: torch.device) -> Iterator[None]:
-    """Random numbers from a stream that a label begins; the common one goes on as if nothing had been drawn."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        seed_generators(seed_of(label), device)
-        yield

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.bits.fixed import rounded_loss
 from meshwright.model import Batch, Hidden
+from meshwright.parameters.fixed import rounded_loss
 from meshwright.parameters.shard import seed_generators, seed_of
 
 RunPart = Callable[..., Any]

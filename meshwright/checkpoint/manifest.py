@@ -167,8 +167,8 @@ class Origin:
 
 @dataclass(frozen=True, config=_CLOSED)
 class Roots:
-    """Hashes that do not depend on the layout that wrote a checkpoint (bits/root.py): of all its tensors, and of the
-    order of data behind its cursor. None: the checkpoint's writer had no roots, or an import no data."""
+    """Hashes that do not depend on the layout that wrote a checkpoint (parameters/root.py): of all its tensors, and of
+    the order of data behind its cursor. None: the checkpoint's writer had no roots, or an import no data."""
 
     state: Root | None = None
     data: Root | None = None

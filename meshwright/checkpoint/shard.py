@@ -1,7 +1,7 @@
 """A rank's shard: a safetensors file whose header holds a SHA-256 of every block of its tensors.
 
 The header's own SHA-256 is in the manifest. So a reader checks only the header and the blocks it reads: a rank that
-reads a thousandth of a checkpoint hashes about as much. Blocks are read once, into memory, so that the checked bytes
+reads a thousandth of a checkpoint hashes about as much. Each block is read once, into memory, so that the checked bytes
 are the used ones. Shards of formats 1 and 2 have no such digests; they are hashed whole before the first byte is used.
 """
 

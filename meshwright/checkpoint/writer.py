@@ -21,7 +21,6 @@ from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from torch import Tensor
 
-from meshwright.bits.root import elements_hash, root_text
 from meshwright.checkpoint.manifest import (
     Groups,
     Listing,
@@ -39,6 +38,7 @@ from meshwright.checkpoint.restore import Piece
 from meshwright.checkpoint.shard import BLOCK_BYTES, write_shard
 from meshwright.data.files import sync
 from meshwright.errors import CheckpointError, MeshwrightError
+from meshwright.parameters.root import elements_hash, root_text
 from meshwright.ranks.agreement import all_texts
 from meshwright.ranks.board import await_path
 from meshwright.ranks.mesh import Mesh
@@ -88,7 +88,7 @@ class CheckpointWriter:
 
     def save(self, progress: Progress, pieces: Iterable[Piece], data_root: str | None = None) -> list[str]:
         """Copy the pieces, then write them in the background; first wait for the checkpoint before. `data_root`: of
-        the order of data (bits/root.py), as rank 0 knows it.
+        the order of data (parameters/root.py), as rank 0 knows it.
 
         Returns notes to the user on that one and on this one: the first of several failures, and their end; on rank 0
         also that the folder had to be made again.

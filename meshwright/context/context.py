@@ -18,17 +18,12 @@ sequence on one rank, so masks, documents, causality and dropout are those of on
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Collection
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from meshwright.bits.blocks import Blocks, Draw, apart, own_stream, tree_sum
 from meshwright.context.documents import attend_at_once, attend_by_document, flash_takes, keeps_documents
 from meshwright.model import IGNORED, Batch
 from meshwright.ranks.collectives import all_to_all
@@ -70,89 +65,6 @@ class Heads:
             flash = torch.ops.aten._flash_attention_forward
             return attend_at_once(flash, mask, query, key, value, dropout, scale)
         return attend_by_document(attend, mask, query, key, value)
-
-
-@dataclass(frozen=True)
-class HeadParts(Heads):
-    """Heads that attend in equal parts: each part is one call of one shape with random numbers of its own, so that
-    neither kernels nor masks depend on which rank holds which heads (bits/blocks.py)."""
-
-    blocks: Blocks
-    draw: Draw = field(default=lambda grains: [0] * grains, kw_only=True)
-    """By default the numbers of a model that is planned and not trained."""
-
-    def shared(self, key: Tensor, value: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
-        parts = self.blocks.head_parts * ranks
-        if (heads := key.shape[HEADS]) < parts:
-            key, value = (_Repeat.apply(x, parts // heads) for x in (key, value))
-        return key, value
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
-        scale: float | None,
-    ) -> Tensor:  # fmt: skip
-        outs = [
-            self._attend_grain(q, k, v, own, dropout, causal, scale, seed)
-            for (q, k, v), own, seed in self.by_grain((query, key, value), mask, dropout)
-        ]
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
-
-    def by_grain(
-        self, operands: Sequence[Tensor], mask: Tensor | None, dropout: float
-    ) -> Iterator[tuple[tuple[Tensor, ...], Tensor | None, int]]:
-        """Each grain's rows of the operands and of the mask, unless all have the same; its number for what is drawn."""
-        count = self.blocks.grains
-        masks: Sequence[Tensor | None] = [mask] * count
-        if count > 1 and mask is not None and mask.shape[0] > 1:
-            masks = mask.chunk(count)
-        seeds = self.draw(count) if dropout else [0] * count
-        yield from zip(zip(*(x.chunk(count) for x in operands), strict=True), masks, seeds, strict=True)
-
-    def _attend_grain(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
-        scale: float | None, seed: int,
-    ) -> Tensor:  # fmt: skip
-        count = self.blocks.head_parts
-        parts = zip(*(x.chunk(count, HEADS) for x in (query, key, value)), strict=True)
-        masks: Sequence[Tensor | None] = [mask] * count
-        if mask is not None and not keeps_documents(mask) and mask.shape[HEADS] > 1:  # biases by head
-            masks = [apart(own) for own in mask.chunk(count, HEADS)]
-        outs = []
-        for number, (operands, own) in enumerate(zip(parts, masks, strict=True), self.blocks.first_head_part):
-            q, k, v = (Apart.apply(x) for x in operands)
-            with own_stream(f"{seed}/{number}", query.device) if dropout else nullcontext():
-                out = super().attend(q, k, v, own, dropout, causal, scale)
-            outs.append(Apart.apply(out))
-        return torch.cat(outs, HEADS)
-
-
-class Apart(torch.autograd.Function):
-    """A contiguous copy of x, and of its gradient: kernels' choices then do not depend on strides."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        lies_apart = apart(x)
-        return x.view_as(x) if lies_apart is x else lies_apart
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return apart(gradient)
-
-
-class _Repeat(torch.autograd.Function):
-    """x.repeat_interleave(copies, HEADS), whose gradient is a sum in the order of a tree."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, copies: int) -> Tensor:
-        ctx.copies = copies
-        return x.repeat_interleave(copies, HEADS)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        each = gradient.unflatten(HEADS, (-1, ctx.copies)).unbind(HEADS + 1)
-        return tree_sum(x.float() for x in (one.clone() for one in each)).to(gradient.dtype), None
 
 
 class Context:

@@ -106,6 +106,6 @@ ULYSSES = ContextKind(
 """Whole sequences of some heads a rank inside of attention, by all-to-all (DeepSpeed-Ulysses)."""
 RING_ATTENTION = ContextKind(
     "meshwright.context.ring:RingAttention", chunks=2, documents=True,
-    layout_free="meshwright.context.runs:GatheredRing", rules=(*CUTTING, rings_drop_nothing),
+    layout_free="meshwright.bits.runs:GatheredRing", rules=(*CUTTING, rings_drop_nothing),
 )  # fmt: skip
 """Blocks of keys and values go round, with a partial softmax each: any number of heads (Ring Attention)."""

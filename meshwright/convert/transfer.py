@@ -22,7 +22,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from meshwright.bits.root import elements_hash, root_text
 from meshwright.checkpoint import Checkpoint, find_checkpoint
 from meshwright.checkpoint.manifest import (
     TOKENIZER_FILE,
@@ -50,6 +49,7 @@ from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import CheckpointError, DataError, PluginError
 from meshwright.foreign import open_plain, plain, read_text
 from meshwright.outputs import free_path
+from meshwright.parameters.root import elements_hash, root_text
 from meshwright.parameters.shard import Box, first_values
 from meshwright.parts import DTYPES
 from meshwright.registry import entries
@@ -301,7 +301,7 @@ def _write(folder: Path, shards: Iterator[dict[str, Tensor]], model: Model) -> N
                     f"weight/{name}", group=group, start=0, length=tensor.numel(),
                 )
             )  # fmt: skip
-            # The root equals the one that a run under any layout computes of these weights (bits/root.py).
+            # The root equals the one that a run under any layout computes of these weights (parameters/root.py).
             hashes.append(int(elements_hash(f"weight of {name}", run.shape, run.box, 0, tensor.flatten())))
         keys = [f"weight/{name}" for name in tensors]
         path = folder / f"rank-{group}.safetensors"

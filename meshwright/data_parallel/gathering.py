@@ -30,11 +30,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.bits.fixed import FixedPoint
 from meshwright.data_parallel.sharded import Sharded, SlicedSum, Zero2, allocate, free
 from meshwright.data_parallel.strategy import BucketBytes, HeldBytes, Policy, RunsParts
 from meshwright.model import EMBEDDINGS, HEAD, Batch, Chunk, Hidden, Model, Scales
 from meshwright.parameters.bucket import Bucket, FlatWeights, PartsUsing
+from meshwright.parameters.fixed import FixedPoint
 from meshwright.ranks.agreement import make_equal
 from meshwright.ranks.mesh import Mesh
 

@@ -15,10 +15,10 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import nn
 
-from meshwright.bits.fixed import FixedPoint
-from meshwright.bits.gradients import ExactGradients
 from meshwright.model import Batch, Chunk, Hidden, LoadRows, Model, Scales
 from meshwright.parameters.bucket import Bucket, FlatWeights, PartsUsing
+from meshwright.parameters.exact_gradients import ExactGradients
+from meshwright.parameters.fixed import FixedPoint
 from meshwright.parameters.gradients import Gradients, OnFirst, OnGradient
 from meshwright.ranks.agreement import make_equal, same_everywhere
 from meshwright.ranks.comm import DONE, Comm, Later, Work, size_bytes

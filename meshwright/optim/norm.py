@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from meshwright.bits.fixed import SQUARE_DIGITS, FixedPoint, exact_squares, joined_squares
 from meshwright.parameters.bucket import Slot
+from meshwright.parameters.fixed import SQUARE_DIGITS, FixedPoint, exact_squares, joined_squares
 from meshwright.ranks.grid import ENDS, HEAD_COPIES, PIPE
 from meshwright.ranks.mesh import Mesh
 
@@ -29,8 +29,8 @@ def gradient_norm(slots: Sequence[Slot], mesh: Mesh) -> Tensor:
 def squares_of(slots: Sequence[Slot], fixed: FixedPoint | None = None) -> tuple[Tensor, ...]:
     """The sum of squares of each slot's gradient on this rank, float64 scalars; one launch for all on a GPU.
 
-    `fixed`: sums of digits, equal in any order (bits/fixed.py). Always in float64: a float32 sum of 2^24 squares is
-    7e-4 off on a CPU, since a square below the sum's last bit is lost, and layouts would differ in what they clip.
+    `fixed`: sums of digits, equal in any order (parameters/fixed.py). Always in float64: a float32 sum of 2^24 squares
+    is 7e-4 off on a CPU, since a square below the sum's last bit is lost, and layouts would differ in what they clip.
     """
     gradients = [slot.parameter.grad for slot in slots if slot.parameter.grad is not None]
     assert len(gradients) == len(slots), "a slot without a gradient"

@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from meshwright.bits.fixed import FixedPoint
 from meshwright.config.schema import ScheduleSection
 from meshwright.errors import DivergedError
 from meshwright.optim.norm import norm_of_squares, squares_of
 from meshwright.optim.states import InPlace, StatesFactory
 from meshwright.parameters.bucket import Slot, StepWeights
+from meshwright.parameters.fixed import FixedPoint
 from meshwright.ranks.agreement import make_equal
 from meshwright.ranks.mesh import Mesh
 from meshwright.registry import load_entry

@@ -223,7 +223,7 @@ def make_buckets(
     sizes = [(name, parameter.numel(), parameter.dtype) for name, parameter in members.items()]
     for kind, names in arranged(sizes, specs, mesh, bucket_bytes, parts, chunks):
         group, dtype = [(name, members[name]) for name in names], gradient_dtype(kind.dtype, widens)
-        # Sums of integers do not depend on order and layout (bits/fixed.py).
+        # Sums of integers do not depend on order and layout (parameters/fixed.py).
         dtype = torch.int64 if exact else dtype
         length = padded(
             sum(parameter.numel() for _, parameter in group),

@@ -60,7 +60,7 @@ class Gradients:
         """The index of the last deferred work, by parameter."""
         self.user = 0
         """The rank's chunk whose backward pass or work runs."""
-        self.last_grain = True
+        self.last_portion = True
         """Whether the backward pass or work that runs is the last of its microbatch."""
         self.apart: dict[nn.Parameter, dict[int, Tensor]] = {}
         """Parameters that several chunks use, with the memory of each but the first, whose gradient comes last."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -279,7 +280,7 @@ def first_values(name: str, spec: ShardSpec, seed: int) -> Tensor:
 
 def _blocks(shape: tuple[int, ...], initial: Initial, wanted: Box, label: str) -> Iterator[tuple[Box, Tensor]]:
     """The blocks of the global tensor that meet `wanted`, with their values."""
-    # Blocks follow from the global shape alone, never from the layout: so every layout draws the same model.
+    # The blocks follow from the global shape alone, never from the layout: so every layout draws the same model.
     rows = max(1, BLOCK_ELEMENTS // max(1, math.prod(shape[1:])))
     first, last = wanted.offsets[0] // rows, (wanted.offsets[0] + wanted.lengths[0] - 1) // rows
     for index in range(first, last + 1):
@@ -303,3 +304,11 @@ def seed_of(label: str) -> int:
     """A 63-bit seed made of a text: the same on every machine and in every Python process."""
     # Python's own hash() of a text differs from process to process. 63 bits: the seed stays a positive int64.
     return int.from_bytes(hashlib.blake2b(label.encode(), digest_size=8).digest(), "little") >> 1
+
+
+@contextmanager
+def own_stream(label: str, device: torch.device) -> Iterator[None]:
+    """Draw random numbers from a stream that a label begins; the common one goes on as if nothing had been drawn."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        seed_generators(seed_of(label), device)
+        yield

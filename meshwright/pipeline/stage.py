@@ -12,15 +12,15 @@ A rank has one `Stage` for each of its chunks. A model on one device is one stag
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from meshwright.bits.grains import SampleGrains
 from meshwright.model import Batch, Hidden, Model, Scales
 from meshwright.parameters.gradients import Gradients, WeightWork
 
@@ -44,6 +44,19 @@ class Graph:
     outgoing: tuple[GradientEdge, ...]
 
 
+class Portions(Protocol):
+    """Equal portions of a microbatch's samples, computed one after another."""
+
+    def of(self, batch: Batch, incoming: Hidden, microbatch: int | None = None) -> Iterator[tuple[Batch, Hidden]]:
+        """Yield each portion's rows. `microbatch`: its number in the step, if a forward pass begins."""
+
+    def begin_step(self, first: int, scale: float) -> None:
+        """Begin a step. `first`: number of this replica's first sample in the run; `scale`: of the loss."""
+
+    def total_loss(self, losses: Sequence[Hidden]) -> Hidden:
+        """Return (the sum of the portions' losses,)."""
+
+
 class Stage:
     """A chunk of the model on a rank, with the graphs of its microbatches in flight."""
 
@@ -56,11 +69,11 @@ class Stage:
         autocasts: tuple[str, torch.dtype] | None = None,
         multiplies: Computing = nullcontext,
         number: int = 0,
-        grains: SampleGrains | None = None,
+        portions: Portions | None = None,
     ) -> None:
         """`run`: None: the model's own forward pass. `number`: the chunk's among its rank's. `autocasts`: (device type,
         dtype) of autocast in forward passes (O1) or None. `multiplies`: makes the context of all passes, by which a CPU
-        multiplies half precision. `grains`: None: a microbatch is computed at once."""
+        multiplies half precision. `portions`: None: a microbatch is computed at once."""
         self.model, self.is_last = model, model.chunk.last
         self.gradients = gradients
         self.run_forward: RunForward = run or operator.call
@@ -68,22 +81,22 @@ class Stage:
         self.autocast: Computing = nullcontext if autocasts is None else partial(torch.autocast, *autocasts)
         """Makes the context of forward passes."""
         self.number = number
-        self.grains = grains
+        self.portions = portions
         self._graphs: dict[int, list[Graph]] = {}
         self._works: dict[int, list[list[WeightWork]]] = {}
 
     def forward(self, index: int, incoming: Hidden, batch: Batch, scales: Scales) -> Hidden:
         """F: returns the activation for the next stage, or (loss,)."""
-        if self.grains is None:
+        if self.portions is None:
             graph, outgoing = self._forward(incoming, batch, scales)
             self._graphs[index] = [graph]
             return outgoing
         self._graphs[index], outgoings = [], []
-        for grain, rows in self.grains.of(batch, incoming, index):
-            graph, outgoing = self._forward(rows, grain, scales)
+        for portion, rows in self.portions.of(batch, incoming, index):
+            graph, outgoing = self._forward(rows, portion, scales)
             self._graphs[index].append(graph)
             outgoings.append(outgoing)
-        return self.grains.total_loss(outgoings) if self.is_last else joined(outgoings)
+        return self.portions.total_loss(outgoings) if self.is_last else joined(outgoings)
 
     def _forward(self, incoming: Hidden, batch: Batch, scales: Scales) -> tuple[Graph, Hidden]:
         for x in incoming:
@@ -103,12 +116,12 @@ class Stage:
         afters = [None] * len(graphs) if self.is_last else split(gradients, len(graphs))  # a loss's own gradient is 1
         works: list[list[WeightWork]] = []
         for number, (graph, after) in enumerate(zip(graphs, afters, strict=True)):
-            self.gradients.last_grain = number == len(graphs) - 1
+            self.gradients.last_portion = number == len(graphs) - 1
             with self.multiplies():
                 if defers:
-                    with self.gradients.deferred() as of_grain:
+                    with self.gradients.deferred() as of_portion:
                         torch.autograd.backward(graph.outgoing, after)
-                    works.append(of_grain)
+                    works.append(of_portion)
                 else:
                     torch.autograd.backward(graph.outgoing, after)
         if defers:
@@ -125,9 +138,9 @@ class Stage:
     def weights(self, index: int, *, final: bool) -> None:
         """W. `final`: the gradients are summed over ranks before another microbatch's are added."""
         self.gradients.user = self.number
-        grains = self._works.pop(index)
-        for number, works in enumerate(grains):
-            self.gradients.last_grain = number == len(grains) - 1
+        portions = self._works.pop(index)
+        for number, works in enumerate(portions):
+            self.gradients.last_portion = number == len(portions) - 1
             with self.multiplies():
                 for work in works:
                     work(final)
@@ -136,9 +149,10 @@ class Stage:
     def evaluate(self, incoming: Hidden, batch: Batch) -> Hidden:
         """Forward without gradients: the activation for the next stage, or (normed hidden states,)."""
         with self.multiplies(), self.autocast():
-            if self.grains is None:
+            if self.portions is None:
                 return self.model.hidden_states(batch, incoming)
-            return joined([self.model.hidden_states(grain, rows) for grain, rows in self.grains.of(batch, incoming)])
+            portions = self.portions.of(batch, incoming)
+            return joined([self.model.hidden_states(portion, rows) for portion, rows in portions])
 
 
 def split(hidden: Hidden, parts: int) -> list[Hidden]:

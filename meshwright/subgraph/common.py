@@ -6,20 +6,14 @@ with no rows, and carry activations [0, T, H] through them: in both passes they 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
-from meshwright.bits.blocks import WHOLE, Blocks
-from meshwright.parameters.shard import Initial, ShardedModule, ShardSpec
+from meshwright.parameters.shard import Initial, ShardedModule
 from meshwright.subgraph.segment import Segment
-from meshwright.tensor.boundary import UNCUT
-from meshwright.tensor.copies import Columns
-from meshwright.tensor.kit import Role
 from meshwright.tensor.linear import autocast_dtype
-from meshwright.tensor.pair import CutContract, CutExpand
-from meshwright.tensor.serial import LinearByParts, SerialLinear
+from meshwright.tensor.products import PLAIN, Products
+from meshwright.tensor.serial import SerialLinear
 
 
 class _Common(ShardedModule):
@@ -51,56 +45,14 @@ class CommonLinear(_Common, SerialLinear):
 
     def __init__(
         self, segment: Segment, inputs: int, outputs: tuple[int, ...], initial: Initial, *, bias: bool,
-        blocks: Blocks = WHOLE, joins: bool = False, slices: bool = False,
+        products: Products = PLAIN, joins: bool = False, slices: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(segment.mesh, inputs, outputs, initial, bias=bias, blocks=blocks)
+        super().__init__(segment.mesh, inputs, outputs, initial, bias=bias, products=products)
         self.segment, self.joins, self.slices = segment, joins, slices
         self.set_owner(segment.owner)
 
-
-class CommonExpand(_Common, CutExpand):
-    """The first linear of a common pair, by the parts of all branches. `slices`: to each rank its branches' part."""
-
-    def __init__(
-        self, segment: Segment, inputs: int, outputs: tuple[int, ...], initial: Initial, *, bias: bool,
-        columns: Sequence[Columns], groups: int, blocks: Blocks, slices: bool,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            segment.mesh, inputs, outputs, initial, UNCUT, bias=bias, columns=columns, groups=groups, blocks=blocks
-        )
-        self.segment, self.slices = segment, slices
-        self.set_owner(segment.owner)
-
     def of_no_rows(self, x: Tensor, *width: int) -> Tensor:
-        if len(width) == 1:  # parts that share a key-value head have a copy each
-            width = (sum(those.num_of(width[0]) for those in self.columns),)
-        return super().of_no_rows(x, *width)
-
-
-class CommonByParts(_Common, LinearByParts):
-    """A common linear by parts of the hidden width."""
-
-    def __init__(
-        self, segment: Segment, role: Role, inputs: int, outputs: int, initial: Initial, *, bias: bool, blocks: Blocks
-    ) -> None:
-        super().__init__(segment.mesh, role, inputs, outputs, initial, bias=bias, blocks=blocks)
-        self.segment = segment
-        self.set_owner(segment.owner)
-
-    def of_no_rows(self, x: Tensor, *width: int) -> Tensor:
-        return super().of_no_rows(x if x.requires_grad else x.float().requires_grad_(), *width)
-
-
-class CommonContract(_Common, CutContract):
-    """The second linear of a common pair, by the parts of all branches. `joins`: each rank brings its branches'."""
-
-    def __init__(
-        self, segment: Segment, inputs: int, outputs: int, initial: Initial, *, bias: bool, blocks: Blocks, joins: bool
-    ) -> None:
-        spec = ShardSpec((outputs,), matrix=False) if bias else None
-        super().__init__(segment.mesh, inputs, outputs, initial, UNCUT, bias=spec, blocks=blocks)
-        self.segment, self.joins = segment, joins
-        self.set_owner(segment.owner)
+        return super().of_no_rows(x, *width[:-1], self.products.outputs_of(width[-1]))
 
 
 class Absent(ShardedModule):

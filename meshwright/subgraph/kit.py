@@ -20,21 +20,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.bits.blocks import WHOLE, Blocks
 from meshwright.parameters.shard import Initial, ShardedModule, ShardSpec
 from meshwright.ranks.mesh import Mesh
 from meshwright.subgraph.common import (
     AbsentHead,
     AbsentNorm,
     AbsentTable,
-    CommonByParts,
-    CommonContract,
-    CommonExpand,
     CommonLinear,
 )
 from meshwright.subgraph.section import Subgraph
 from meshwright.subgraph.segment import Segment
-from meshwright.tensor.copies import HeadGroups, columns_of_parts
+from meshwright.tensor.arithmetic import AT_ONCE, Arithmetic
+from meshwright.tensor.copies import HeadGroups
 from meshwright.tensor.head import TableHead
 from meshwright.tensor.kit import LinearPair, Role, Where
 from meshwright.tensor.pair import CutContract, CutExpand
@@ -43,14 +40,10 @@ from meshwright.tensor.serial import Embedding, KitBase, SerialLinear, grouped
 
 @dataclass(frozen=True)
 class CommonPair:
-    """A pair of common linears. `core`: the layers between them are branches; else they are common, too.
-
-    Where `blocks` are exact it is computed by the parts of all branches: kernels get one part at a time, on whichever
-    rank it is (bits/blocks.py).
-    """
+    """A pair of common linears. `core`: the layers between them are branches; else they are common, too."""
 
     segment: Segment
-    blocks: Blocks
+    arithmetic: Arithmetic
     core: bool
 
     def expand(
@@ -58,18 +51,16 @@ class CommonPair:
         heads: HeadGroups | None = None,
     ) -> nn.Module:  # fmt: skip
         outputs = grouped(inner, groups)
-        if not self.blocks.exact:
-            return CommonLinear(self.segment, hidden, outputs, initial, bias=bias, slices=self.core)
-        columns = columns_of_parts(outputs, heads, 1, 0, self.blocks)
-        return CommonExpand(
-            self.segment, hidden, outputs, initial, bias=bias, columns=columns, groups=groups, blocks=self.blocks,
-            slices=self.core,
+        products, _ = self.arithmetic.expand(outputs, heads, 1, 0)
+        return CommonLinear(
+            self.segment, hidden, outputs, initial, bias=bias, products=products, slices=self.core
         )  # fmt: skip
 
     def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
-        if not self.blocks.exact:
-            return CommonLinear(self.segment, inner, (hidden,), initial, bias=bias, joins=self.core)
-        return CommonContract(self.segment, inner, hidden, initial, bias=bias, blocks=self.blocks, joins=self.core)
+        products = self.arithmetic.contract(hidden)
+        return CommonLinear(
+            self.segment, inner, (hidden,), initial, bias=bias, products=products, joins=self.core
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -77,38 +68,39 @@ class BranchPair:
     """The linears belong to the branches: each rank has its columns of the first, its rows of the second."""
 
     segment: Segment
-    blocks: Blocks
+    arithmetic: Arithmetic
 
     def expand(
         self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True,
         heads: HeadGroups | None = None,
     ) -> nn.Module:  # fmt: skip
         mesh, axis, outputs = self.segment.mesh, self.segment.axis, grouped(inner, groups)
-        columns = columns_of_parts(outputs, heads, mesh.size(axis), mesh.index(axis), self.blocks)
-        return CutExpand(
-            mesh, hidden, outputs, initial, self.segment, bias=bias, columns=columns, groups=groups, blocks=self.blocks
-        )
+        products, copies = self.arithmetic.expand(outputs, heads, mesh.size(axis), mesh.index(axis))
+        return CutExpand(mesh, hidden, outputs, initial, self.segment, bias=bias, products=products, copies=copies)
 
     def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
         # Added after the branches' outputs are summed, so the bias is a common layer's: its owner computes it.
         spec = ShardSpec((hidden,), matrix=False, owner=self.segment.owner) if bias else None
-        return CutContract(self.segment.mesh, inner, hidden, initial, self.segment, bias=spec, blocks=self.blocks)
+        products = self.arithmetic.contract(hidden)
+        return CutContract(self.segment.mesh, inner, hidden, initial, self.segment, bias=spec, products=products)
 
 
 class SubgraphKit(KitBase):
     """Branches over the `branch` axis."""
 
-    def __init__(self, mesh: Mesh, settings: Subgraph, num_rows: int, blocks: Blocks = WHOLE) -> None:
-        """`num_rows`: of a replica's microbatch, or of what is computed of it at a time."""
+    def __init__(
+        self, mesh: Mesh, settings: Subgraph, num_rows: int, arithmetic: Arithmetic = AT_ONCE
+    ) -> None:  # fmt: skip
+        """`num_rows`: of a replica's microbatch, or the number computed at a time."""
         alone = num_rows if settings.common == "one" else None
-        self.segment = Segment(mesh, num_rows=alone, by_tree=blocks.exact)
-        super().__init__(mesh, self.segment, blocks)
-        branches = BranchPair(self.segment, blocks)
-        core, common = (CommonPair(self.segment, blocks.uncut, core) for core in (True, False))
+        self.segment = Segment(mesh, num_rows=alone, in_order=arithmetic.in_order)
+        super().__init__(mesh, self.segment, arithmetic)
+        branches = BranchPair(self.segment, arithmetic)
+        core, common = (CommonPair(self.segment, arithmetic.common, core) for core in (True, False))
         self._branches: LinearPair = core if settings.branch == "attention-core" else branches
         # Attention takes `branches`, every other pair of linears the kit's own words: only `block` cuts these.
         self._slices: LinearPair = branches if settings.branch == "block" else common
-        self.inner = blocks if settings.branch == "block" else blocks.uncut
+        self.inner = arithmetic if settings.branch == "block" else arithmetic.common
 
     @property
     def branches(self) -> LinearPair:
@@ -128,13 +120,11 @@ class SubgraphKit(KitBase):
                 return AbsentNorm(layer)
 
     def linear(self, role: Role, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
-        if self.blocks.hidden > 1:
-            biased, blocks = bias and role == "transform", self.blocks.between
-            return CommonByParts(self.segment, role, inputs, outputs, initial, bias=biased, blocks=blocks)
+        products = self.arithmetic.between(role, outputs)
         if role == "patches":
-            return self.outside(SerialLinear(self.mesh, inputs, (outputs,), initial, bias=False, blocks=self.blocks))
+            return self.outside(SerialLinear(self.mesh, inputs, (outputs,), initial, bias=False, products=products))
         biased = bias and role == "transform"
-        return CommonLinear(self.segment, inputs, (outputs,), initial, bias=biased, blocks=self.blocks)
+        return CommonLinear(self.segment, inputs, (outputs,), initial, bias=biased, products=products)
 
     def expand(self, *sizes: Any, **options: Any) -> nn.Module:
         return self._slices.expand(*sizes, **options)

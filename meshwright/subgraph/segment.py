@@ -19,9 +19,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from meshwright.bits.blocks import start_tree_reduce, start_tree_reduce_scatter
 from meshwright.ranks.collectives import Moving, cross, start_all_gather, start_all_to_all, start_reduce_scatter
 from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.trees import start_tree_reduce, start_tree_reduce_scatter
 from meshwright.tensor.boundary import Boundary
 
 ROWS = 0
@@ -35,13 +35,15 @@ class Segment(Boundary):
     # for a third of the bytes.
     keeps = True
 
-    def __init__(self, mesh: Mesh, axis: str = "branch", *, num_rows: int | None = None, by_tree: bool = False) -> None:
+    def __init__(
+        self, mesh: Mesh, axis: str = "branch", *, num_rows: int | None = None, in_order: bool = False
+    ) -> None:
         """`num_rows`: B where the first rank alone computes the common layers, since the others cannot see it from the
-        batches of no rows that they carry; None: all ranks do. `by_tree`: sums have the order of a balanced tree
-        (bits/blocks.py)."""
+        batches of no rows that they carry; None: all ranks do. `in_order`: sums have the order of a balanced tree
+        (ranks/trees.py)."""
         self.mesh = mesh
         self.axis = axis
-        self.num_rows, self.by_tree = num_rows, by_tree
+        self.num_rows, self.in_order = num_rows, in_order
         self.split_axes = (axis,)
         self.owner = None if num_rows is None else (axis, 0)
         self.holds = num_rows is None or mesh.index(axis) == 0
@@ -57,9 +59,9 @@ class Segment(Boundary):
     def start_leave(self, x: Tensor) -> Moving:
         comm = self.mesh.comm(self.axis)
         if self.num_rows is None:
-            start_sum = start_tree_reduce_scatter if self.by_tree else start_reduce_scatter
+            start_sum = start_tree_reduce_scatter if self.in_order else start_reduce_scatter
             return start_sum(x, comm, ROWS)
-        total = start_tree_reduce(x, comm) if self.by_tree else Moving(comm.reduce(x, 0, wait=False), lambda: x)
+        total = start_tree_reduce(x, comm) if self.in_order else Moving(comm.reduce(x, 0, wait=False), lambda: x)
         return Moving(total.work, lambda: self.rows(total.result()))
 
     def start_slice(self, x: Tensor, dim: int) -> Moving:

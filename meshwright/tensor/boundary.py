@@ -15,24 +15,16 @@ backward pass does again instead of keeping it.
 
 What all heads share comes into branches by no linear: a rotary key (multi-head latent attention, arXiv 2405.04434,
 section 2.1.2). It enters as activations do, and each head of a rank gets a copy (`start_copies`); its gradient is the
-sum over the heads of all ranks, which leaves (`start_sum_of_heads`).
+sum over the heads of all ranks, which leaves (arithmetic.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.bits.blocks import (
-    Blocks,
-    apart,
-    start_tree_all_reduce,
-    start_tree_reduce_scatter,
-    tree_sum,
-)
 from meshwright.parameters.shard import Placements, Shard
 from meshwright.ranks.collectives import (
     Moving,
@@ -46,6 +38,7 @@ from meshwright.ranks.collectives import (
     start_reduce_scatter,
 )
 from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.trees import start_tree_all_reduce, start_tree_reduce_scatter
 
 
 class Boundary:
@@ -93,15 +86,15 @@ UNCUT = Boundary()
 
 @dataclass
 class WholeActivations(Boundary):
-    """Every rank of the axis holds the whole activation. `by_tree`: sums in the order of a balanced tree
-    (bits/blocks.py); `enter` and `leave` need no order, since with `by_tree` they only add zeros."""
+    """Every rank of the axis holds the whole activation. `in_order`: sums in the order of a balanced tree
+    (ranks/trees.py); `enter` and `leave` need no order, since with `in_order` they only add zeros."""
 
     mesh: Mesh
     axis: str
-    by_tree: bool = False
+    in_order: bool = False
 
     def start_leave(self, x: Tensor) -> Moving:
-        start_sum = start_tree_all_reduce if self.by_tree else start_all_reduce
+        start_sum = start_tree_all_reduce if self.in_order else start_all_reduce
         return start_sum(x, self.mesh.comm(self.axis))
 
     def enter(self, x: Tensor) -> Tensor:
@@ -116,12 +109,12 @@ SEQUENCE, HIDDEN = -2, -1
 
 
 class CutActivations(Boundary):
-    """Rank r of the axis holds the r-th part of an activation along `dim`. `by_tree`: as above."""
+    """Rank r of the axis holds the r-th part of an activation along `dim`. `in_order`: as above."""
 
-    def __init__(self, mesh: Mesh, axis: str, dim: int, *, by_tree: bool = False) -> None:
+    def __init__(self, mesh: Mesh, axis: str, dim: int, *, in_order: bool = False) -> None:
         self.mesh, self.axis, self.dim = mesh, axis, dim
         self.split_axes = (axis,)
-        self.start_sum = start_tree_reduce_scatter if by_tree else start_reduce_scatter
+        self.start_sum = start_tree_reduce_scatter if in_order else start_reduce_scatter
 
     def start_enter(self, x: Tensor) -> Moving:
         return start_all_gather(x, self.mesh.comm(self.axis), self.dim)
@@ -149,17 +142,3 @@ def start_copies(x: Tensor, heads: int, boundary: Boundary) -> Moving:
     """Begin to make a copy of x, held as between pairs, for each of this rank's `heads`: [B, T, heads, N]."""
     entering = boundary.start_enter(x)
     return Moving(entering.work, lambda: entering.result().unsqueeze(2).expand(-1, -1, heads, -1))
-
-
-def start_sum_of_heads(x: Tensor, boundary: Boundary, blocks: Blocks) -> Moving:
-    """Begin to sum x [B, T, heads, N] over all ranks' heads, held as between pairs; in the order of a tree over parts
-    where bits are layout-free."""
-    if not blocks.exact:
-        return boundary.start_leave(x.sum(2))
-    # Each part is summed over heads in separate memory: one shape, whichever rank computes it.
-    runs = [
-        tree_sum(apart(part).flatten(0, 1).sum(1, dtype=torch.float32) for part in run.chunk(blocks.parts, 2))
-        for run in blocks.cut(x)
-    ]
-    leaving = boundary.start_leave(blocks.joined(runs, x.shape[0]))
-    return Moving(leaving.work, lambda: leaving.result().to(x.dtype))

@@ -18,13 +18,15 @@ Alternative (Megatron-LM): cut the columns into p equal runs and gather the prod
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshwright.bits.blocks import Blocks
 from meshwright.parameters.shard import WriteGradient
+from meshwright.tensor.products import Products
 
 
 @dataclass(frozen=True)
@@ -66,14 +68,19 @@ def part_columns(groups: int, width: int, parts: int) -> tuple[Columns, ...]:
     )
 
 
-def columns_of_parts(
-    outputs: tuple[int, ...], heads: HeadGroups | None, ranks: int, rank: int, blocks: Blocks
-) -> tuple[Columns, ...]:
-    """The columns of each of a rank's parts of a linear with outputs (N,) or (groups, N/groups). `heads`: whose
-    queries, keys and values they are, if they are; several ranks, or parts of all ranks, may share one."""
-    if heads is not None and heads.count < max(ranks, blocks.all_parts):
-        return tuple(heads.shared_by(ranks, rank, blocks.parts, part) for part in range(blocks.parts))
-    return part_columns(1 if len(outputs) == 1 else outputs[0], outputs[-1] // ranks, blocks.parts)
+def columns_of(
+    outputs: tuple[int, ...], heads: HeadGroups | None, ranks: int, rank: int, parts: int = 1, all_parts: int = 1
+) -> tuple[Columns, ...]:  # fmt: skip
+    """Return the columns of each of a rank's parts of a linear with outputs (N,) or (groups, N/groups).
+
+    Args:
+        heads: the heads whose queries, keys and values the outputs are, if they are; several ranks, or parts of all
+            ranks, may share one.
+        parts: of this rank; all_parts: of all ranks.
+    """
+    if heads is not None and heads.count < max(ranks, all_parts):
+        return tuple(heads.shared_by(ranks, rank, parts, part) for part in range(parts))
+    return part_columns(1 if len(outputs) == 1 else outputs[0], outputs[-1] // ranks, parts)
 
 
 @dataclass(frozen=True)
@@ -113,3 +120,22 @@ class Columns:
 
 
 ALL_COLUMNS = Columns()
+
+
+@dataclass(frozen=True)
+class ColumnProducts(Products):
+    """Products with some of the columns that a rank holds."""
+
+    columns: Columns
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return super().forward(x, self.columns.of(weight), None if bias is None else self.columns.of(bias))
+
+    def input_gradient(self, dy: Any, weight: Tensor) -> Tensor:
+        return super().input_gradient(dy, self.columns.of(weight))
+
+    def weight_gradients(self, x: Callable[[], Tensor], dy: Any) -> Iterable[WriteGradient]:
+        return map(self.columns.write, super().weight_gradients(x, dy))
+
+    def bias_gradients(self, dy: Any) -> Iterable[WriteGradient]:
+        return map(self.columns.write, super().bias_gradients(dy))

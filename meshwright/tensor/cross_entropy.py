@@ -46,7 +46,8 @@ from meshwright.parameters.shard import WriteGradient
 from meshwright.ranks.agreement import all_rows
 from meshwright.ranks.comm import Comm
 from meshwright.tensor.islands import Islands
-from meshwright.tensor.linear import autocast_device, cast, write_product
+from meshwright.tensor.linear import autocast_device, cast
+from meshwright.tensor.products import write_product
 
 CHUNK_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
 """Bytes of a chunk's float32 logits [C, V]."""

@@ -1,55 +1,21 @@
-"""Dropout where a rank holds a part: of a pair's inner width, or of what blocks decide (bits/blocks.py).
-
-| layer | activations | masks |
-|-------|-------------|-------|
-| inner | [B, T, N/p], between the two linears of a pair | each rank draws for its own columns |
-| block | [B, T, N], anywhere | each block's are drawn from a seed of its number in the whole |
-"""
+"""Dropout between the two linears of a pair, of which a rank holds a part of the width."""
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.bits.blocks import Blocks, Draw, side_by_side
-from meshwright.parameters.shard import seed_of
 from meshwright.tensor.kit import Kit
 
 
-class BlockDropout(nn.Module):
-    """Dropout of activations [B, T, N] by blocks of grains, runs and parts, each with a mask that its numbers in the
-    whole decide, whichever rank holds it."""
-
-    def __init__(self, rate: float, blocks: Blocks, draw: Draw) -> None:
-        super().__init__()
-        self.rate, self.blocks, self.draw = rate, blocks, draw
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training or not self.rate:
-            return x
-        blocks, masks = self.blocks, []
-        for seed, grain in zip(self.draw(blocks.grains), x.detach().chunk(blocks.grains), strict=True):
-            rows = []
-            for run, tokens in enumerate(grain.chunk(blocks.runs, 1), blocks.first_run):
-                parts = []
-                for part, block in enumerate(tokens.chunk(blocks.parts, -1), blocks.first_part):
-                    generator = torch.Generator(block.device).manual_seed(seed_of(f"{seed}/{run}/{part}"))
-                    mask = torch.empty(block.shape, dtype=block.dtype, device=block.device)
-                    parts.append(mask.bernoulli_(1 - self.rate, generator=generator).div_(1 - self.rate))
-                rows.append(side_by_side(parts))
-            masks.append(torch.cat(rows, 1))
-        return x * (masks[0] if len(masks) == 1 else torch.cat(masks))
-
-
 class InnerDropout(nn.Module):
-    """Dropout between the two linears of a pair, where each rank draws for its own part of the width."""
+    """Dropout of [B, T, N/p] between the two linears of a pair, where each rank draws for its own part of the width."""
 
     def __init__(self, kit: Kit, rate: float) -> None:
         super().__init__()
-        self.rate, self.own_randomness, self.blocks = rate, kit.own_randomness, kit.inner
-        self.by_block: BlockDropout | None = None
-        """Draws instead, where masks are free of the layout."""
+        self.rate, self.own_randomness, self.inner = rate, kit.own_randomness, kit.inner
+        self.by_block: nn.Module | None = None
+        """Draws instead, if masks are free of the layout."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.by_block is not None:

@@ -32,7 +32,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,16 +44,13 @@ from meshwright.ranks.collectives import start_all_reduce, trade_rows
 from meshwright.ranks.grid import EXPERT
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.boundary import UNCUT, Boundary
-from meshwright.tensor.linear import cast, write_part, write_product
+from meshwright.tensor.linear import cast
+from meshwright.tensor.products import write_product
 from meshwright.tensor.router import ExpertsShape, Router
 from meshwright.tensor.swiglu import swiglu
 
-ALIGNED_BYTES = 64
-"""Bytes of a cache line and of the widest vector, at which torch aligns allocations."""
-
-
 Runs = Sequence[Sequence[int]]
-"""Rows of each expert, by run: one run, or one per sending rank (Experts.rows_apart)."""
+"""Rows of each expert, by run: one run, or one of each sending rank (bits/experts.py)."""
 
 
 class _Grouped(torch.autograd.Function):
@@ -90,9 +87,6 @@ class GroupedLinear(ShardedModule):
     def __init__(self, mesh: Mesh, shape: tuple[int, ...], placements: Placements, initial: Initial) -> None:
         super().__init__(mesh)
         self.weight = self.declare("weight", ShardSpec(shape, placements, initial))
-        self.rows_apart = False
-        """Whether operands of an expert's products are aligned as if allocated separately, where those of `Experts`
-        are apart."""
 
     def forward(self, x: Tensor, runs: Runs) -> Tensor:
         """x [R, in], of which each expert has so many rows in each run; [R, ..., out]."""
@@ -101,17 +95,13 @@ class GroupedLinear(ShardedModule):
         return y.unflatten(-1, self.weight.shape[2:])
 
     def operand(self, x: Tensor) -> Tensor:
-        """x, part of a larger tensor, as a product reads it. With rows apart it is copied to aligned memory: some
-        libraries choose kernels by address, and a part's address depends on the parts before it."""
-        return x.clone() if self.rows_apart and (not x.is_contiguous() or x.data_ptr() % ALIGNED_BYTES) else x
+        """Return x, a part of a larger tensor, as a product reads it."""
+        return x
 
     def write_run(self, rows: Sequence[int], x: Tensor, dy: Tensor, out: Tensor, beta: int) -> None:
-        """A run's xᵀ dy + beta · out by expert, in `out`."""
+        """Write a run's xᵀ dy + beta · out by expert to `out`."""
         for part, gradient, own in zip(x.split(rows), dy.split(rows), out, strict=True):
-            if self.rows_apart:
-                write_part(self.operand(part).t() @ self.operand(gradient), own, beta)
-            else:
-                write_product(part.t(), gradient, own, beta)
+            write_product(part.t(), gradient, own, beta)
 
 
 @dataclass(frozen=True)
@@ -201,20 +191,18 @@ def dropped_pairs(model: nn.Module, device: torch.device) -> Tensor:
 class Experts(nn.Module):
     """The router and its experts. `boundary`: which axis cuts their inner width, and how activations cross it."""
 
+    linear: ClassVar[type[GroupedLinear]] = GroupedLinear
+
     def __init__(self, mesh: Mesh, shape: ExpertsShape, boundary: Boundary = UNCUT) -> None:
         super().__init__()
         self.mesh, self.shape, self.boundary = mesh, shape, boundary
         self.router = Router(mesh, shape, boundary)
         self.travels = EXPERT in mesh.grid.names and mesh.size(EXPERT) > 1
         self.dropped: Tensor | None = None
-        self.rows_apart = False
-        """Whether rows that different ranks send to an expert are products of their own, as they are where each rank
-        has all experts: a kernel's shape, and so its bits, then depend on no layout (bits/)."""
-
         apart: Placements = {EXPERT: Shard(0)} if self.travels else {}
         up, down = (shape.count, shape.hidden, 2, shape.inner), (shape.count, shape.inner, shape.hidden)
-        self.expand = GroupedLinear(mesh, up, {**apart, **boundary.inner(3)}, shape.initial)
-        self.contract = GroupedLinear(mesh, down, {**apart, **boundary.inner(1)}, shape.last)
+        self.expand = self.linear(mesh, up, {**apart, **boundary.inner(3)}, shape.initial)
+        self.contract = self.linear(mesh, down, {**apart, **boundary.inner(1)}, shape.last)
 
     def forward(self, h: Tensor, places: Tensor | None = None) -> tuple[Tensor, ...]:
         """[B, T, H] -> ([B, T, H],), and where the router has losses each sequence's [B], or this rank's part of it
@@ -222,7 +210,7 @@ class Experts(nn.Module):
         dispatched, plan = self.dispatch(h, places)
         x = dispatched.rows
         if not self.travels:
-            y = self._outputs(x, [plan.rows])
+            y = self.outputs(x, [plan.rows])
         else:
             trade = self.trade_of(plan, x.device)
             y = self.outputs_here(self.traded(x, trade.given, trade.taken), trade)
@@ -275,14 +263,10 @@ class Experts(nn.Module):
         whole = start_all_reduce(whole, self.mesh.comm("context")).wait()
         return earlier_tokens(whole, self.shape.count)[:, places]
 
-    def _outputs(self, x: Tensor, runs: Runs) -> Tensor:
-        """The outputs of this rank's experts, in each run for so many rows of x [R, H], in order."""
-        gates = self.expand(x, runs)
-        if not self.rows_apart:
-            return self.contract(swiglu(gates), runs)
-        # Element-wise vectors begin at an expert's first row: the remainder at the end may be rounded differently.
-        parts = [swiglu(part.clone()) for part in gates.split([*chain(*runs)])]
-        return self.contract(torch.cat(parts), runs)
+    def outputs(self, x: Tensor, runs: Runs) -> Tensor:
+        """Return the outputs of this rank's experts, in each run for these numbers of rows of x [R, H], in order."""
+        y: Tensor = self.contract(swiglu(self.expand(x, runs)), runs)
+        return y
 
     def trade_of(self, plan: Dispatch, device: torch.device) -> Trade:
         """Which rows travel between the ranks that hold experts. Dropless they tell each other how many, in an
@@ -305,19 +289,17 @@ class Experts(nn.Module):
     def outputs_here(self, x: Tensor, trade: Trade) -> Tensor:
         """The outputs of this rank's experts for the rows x that have come, which are by rank and in it by expert."""
         coming = trade.coming
-        if self.rows_apart:
-            return self._outputs(x, coming.tolist())
         size, here = coming.shape
         if trade.evenly:
             rows = int(coming[0, 0])
             own = x.view(size, here, rows, -1).transpose(0, 1).flatten(0, 2)
-            y = self._outputs(own, [[size * rows] * here])
+            y = self.outputs(own, [[size * rows] * here])
             return y.view(here, size, rows, -1).transpose(0, 1).flatten(0, 2)
         # Reorder from (rank, expert) to (expert, rank).
         order = torch.arange(here).repeat(size).repeat_interleave(coming.flatten()).argsort(stable=True)
         order, inverse = order.to(x.device), order.argsort().to(x.device)
         own = gather_rows(x, order, inverse.unsqueeze(1))
-        return gather_rows(self._outputs(own, [coming.sum(0).tolist()]), inverse, order.unsqueeze(1))
+        return gather_rows(self.outputs(own, [coming.sum(0).tolist()]), inverse, order.unsqueeze(1))
 
 
 def rows_of_experts(ids: Tensor, count: int) -> list[int]:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from meshwright.parameters.shard import Initial
 
 if TYPE_CHECKING:
-    from meshwright.bits.blocks import Blocks
     from meshwright.tensor.copies import HeadGroups
     from meshwright.tensor.head import HeadShape
     from meshwright.tensor.router import ExpertsShape
@@ -65,13 +64,13 @@ class Kit(LinearPair, Protocol):
     that their dropout masks must differ; on all others they must be the same.
 
     `parts`: those of its inner width that a rank multiplies one by one, each with a key-value head of its own.
-    `inner`: what it holds between the two linears of its own pairs. `kept`: what was derived from weights, to be
-    cleared when a step has changed them.
+    `inner`: the arithmetic between the two linears of its own pairs; None: torch's. `kept`: tensors derived from
+    weights, to be cleared when a step has changed these.
     """
 
     split_axes: tuple[str, ...]
     parts: int
-    inner: Blocks
+    inner: Any
     kept: dict[Any, Tensor]
 
     @property

@@ -16,7 +16,7 @@ backward: dtable[ids] += dy          [V, H], in the table's room: only the rows 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,15 +25,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.bits.blocks import WHOLE, Blocks, added
 from meshwright.parameters.shard import ShardedModule, ShardSpec
-from meshwright.tensor.copies import ALL_COLUMNS, Columns
+from meshwright.tensor.products import PLAIN, Products, add_gradients
 
 if TYPE_CHECKING:
     from meshwright.ranks.mesh import Mesh
 
-ADDS_WIDE = torch.__version__ >= "2.13"
-"""Earlier versions of torch add a product of halves only to a half."""
+Addends = Callable[[Tensor, Tensor], Iterable[tuple[Tensor, Tensor]]]
+"""addends(ids, dy): the ids and rows of dy of each addend of a table's gradient."""
 
 
 class Local(ShardedModule):
@@ -50,69 +49,24 @@ class Local(ShardedModule):
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ShardedModule, blocks: Blocks
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ShardedModule, products: Products
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.layer, ctx.biased, ctx.blocks = layer, bias is not None, blocks
-        own, runs = blocks.own(weight), blocks.rows(x)
-        ys = [torch.mm(rows, own) if bias is None else torch.addmm(bias, rows, own) for rows in runs]
-        return blocks.joined(ys, x.shape[0])
+        ctx.layer, ctx.bias, ctx.products = layer, bias, products
+        return products.forward(x, weight, bias).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        blocks: Blocks = ctx.blocks
-        incoming, dweight, dbias, dx = blocks.rows(dy), None, None, None
-        for rows, drows in zip(blocks.rows(x), incoming, strict=True):
-            dweight = added(dweight, ctx.layer.add_gradient("weight", weight, partial(write_product, rows.t(), drows)))
-            if ctx.biased:
-                dbias = added(dbias, bias_gradient([drows], ctx.layer))
+        products, layer, dbias, dx = ctx.products, ctx.layer, None, None
+        dy = products.read(dy)
+        dweight = add_gradients(layer, "weight", weight, products.weight_gradients(lambda: x, dy))
+        if ctx.bias is not None:
+            dbias = add_gradients(layer, "bias", ctx.bias, products.bias_gradients(dy))
         if ctx.needs_input_grad[0]:
-            own = blocks.own(weight).t()
-            dx = blocks.joined([rows @ own for rows in incoming], x.shape[0]).view(x.shape)
+            dx = products.input_gradient(dy, weight).view(x.shape).to(x.dtype)
         return dx, dweight, dbias, None, None
-
-
-def write_product(a: Tensor, b: Tensor, out: Tensor, beta: int) -> None:
-    """a b + beta · out, in `out`. Where factors are narrower a GPU's kernel adds without rounding; a CPU has none that
-    does, and multiplies first. With a and b bound it writes a gradient, as `write_part` and `write_sum` do."""
-    if out.dtype == a.dtype:
-        torch.addmm(out, a, b, beta=beta, out=out)
-    elif out.device.type == "cuda" and ADDS_WIDE:
-        torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, out=out)
-    else:
-        write_part(a @ b, out, beta)
-
-
-def write_part(part: Tensor, out: Tensor, beta: int) -> None:
-    """part + beta · out, in `out`, which may be wider: sums of rounded parts, not rounded sums."""
-    if beta:
-        out.add_(part)
-    else:
-        out.copy_(part)
-
-
-def write_sum(rows: Tensor, out: Tensor, beta: int) -> None:
-    """The sum of rows [n, N] + beta · out, in `out`, which may be wider."""
-    if beta or out.dtype != rows.dtype:
-        write_part(rows.sum(0), out, beta)
-    else:
-        torch.sum(rows, 0, out=out)
-
-
-def bias_gradient(
-    parts: Sequence[Tensor], layer: ShardedModule, columns: Sequence[Columns] = (ALL_COLUMNS,)
-) -> Tensor | None:
-    """The sums of dy [B·T, out] over its rows, of one or several parts: the gradients of their columns of the layer's
-    `bias`, none of which two have."""
-
-    def write(out: Tensor, beta: int) -> None:
-        for number, (dy, those) in enumerate(zip(parts, columns, strict=True)):
-            those.write(partial(write_sum, dy))(out, beta if number == 0 else 1)
-
-    like, held = parts[0][0], columns[0].held
-    return layer.add_gradient("bias", like if held is None else like.new_empty(held), write)
 
 
 def autocast_device(device: torch.device) -> str:
@@ -135,35 +89,38 @@ def cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: ShardedModule, blocks: Blocks = WHOLE) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, layer: ShardedModule, products: Products = PLAIN
+) -> Tensor:  # fmt: skip
     """[B, ..., in] x [in, out] + [out] -> [B, ..., out]; under autocast in its dtype.
 
-    `weight` and `bias` are the `layer`'s parameters of these names, or views of them. `blocks`: whose outer runs are
-    multiplied one by one.
+    `weight` and `bias` are the `layer`'s parameters of these names, or views of them.
     """
     x, weight, bias = cast(x, weight, bias)
-    y: Tensor = _Linear.apply(x, weight, bias, layer, blocks.outer)
+    y: Tensor = _Linear.apply(x, weight, bias, layer, products)
     return y.view(*x.shape[:-1], weight.shape[1])
+
+
+def at_once(ids: Tensor, dy: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    """The addends of a table whose gradient is one sum."""
+    return ((ids, dy),)
 
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, layer: ShardedModule, runs: int, grains: int) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, layer: ShardedModule, addends: Addends) -> Tensor:
         ctx.save_for_backward(ids)  # not the weight itself, which zero3 may have released by then
-        ctx.layer, ctx.runs, ctx.grains = layer, runs, grains
+        ctx.layer, ctx.addends = layer, addends
         return F.embedding(ids, weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
-        dweight = None
-        cut = [run for grain in ids.chunk(ctx.grains) for run in grain.chunk(ctx.runs, -1)]
-        incoming = [run for grain in dy.chunk(ctx.grains) for run in grain.chunk(ctx.runs, -2)]
-        for own, rows in zip(cut, incoming, strict=True):
-            write = partial(write_rows, own, rows, ctx.layer.mesh.device_type)
-            dweight = added(dweight, ctx.layer.add_gradient("weight", ctx.layer.get_parameter("weight"), write))
-        return None, dweight, None, None, None
+        layer: ShardedModule = ctx.layer
+        device = layer.mesh.device_type
+        writes = (partial(write_rows, own, rows, device) for own, rows in ctx.addends(ids, dy))
+        return None, add_gradients(layer, "weight", layer.get_parameter("weight"), writes), None, None
 
 
 def write_rows(ids: Tensor, rows: Tensor, device_type: str, out: Tensor, beta: int) -> None:
@@ -182,8 +139,7 @@ def write_rows(ids: Tensor, rows: Tensor, device_type: str, out: Tensor, beta: i
         out.index_add_(0, ids, rows)
 
 
-def lookup(ids: Tensor, layer: ShardedModule, runs: int = 1, grains: int = 1) -> Tensor:
-    """ids [..., T] -> [..., T, H]: rows of the layer's `weight` [V, H], whose gradient is added run by run of each of
-    so many parts of the first dim."""
-    y: Tensor = _Lookup.apply(ids, layer.weight, layer, runs, grains)
+def lookup(ids: Tensor, layer: ShardedModule, addends: Addends = at_once) -> Tensor:
+    """ids [..., T] -> [..., T, H]: rows of the layer's `weight` [V, H], whose gradient is the sum of the addends."""
+    y: Tensor = _Lookup.apply(ids, layer.weight, layer, addends)
     return y

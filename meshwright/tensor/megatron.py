@@ -23,55 +23,55 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
-from meshwright.bits.blocks import WHOLE, Blocks, own_stream
-from meshwright.parameters.shard import Initial, Shard, ShardSpec
+from meshwright.parameters.shard import Initial, Shard, ShardSpec, own_stream
 from meshwright.ranks.mesh import Mesh
+from meshwright.tensor.arithmetic import AT_ONCE, Arithmetic
 from meshwright.tensor.boundary import SEQUENCE, CutActivations, WholeActivations
-from meshwright.tensor.copies import HeadGroups, columns_of_parts
+from meshwright.tensor.copies import HeadGroups
 from meshwright.tensor.head import HeadShape, TableHead
 from meshwright.tensor.pair import CutContract, CutExpand
-from meshwright.tensor.part_loss import PartHead
 from meshwright.tensor.serial import Embedding, SerialKit, grouped
 
 
 class MegatronKit(SerialKit):
     """1-D tensor parallelism over the `tensor` axis; what it does not cut is as on one device."""
 
-    def __init__(self, mesh: Mesh, *, sequence_parallel: bool = False, blocks: Blocks = WHOLE) -> None:
+    def __init__(
+        self, mesh: Mesh, *, sequence_parallel: bool = False, arithmetic: Arithmetic = AT_ONCE
+    ) -> None:  # fmt: skip
         boundary = (
-            CutActivations(mesh, "tensor", SEQUENCE, by_tree=blocks.exact)
+            CutActivations(mesh, "tensor", SEQUENCE, in_order=arithmetic.in_order)
             if sequence_parallel
-            else WholeActivations(mesh, "tensor", by_tree=blocks.exact)
+            else WholeActivations(mesh, "tensor", in_order=arithmetic.in_order)
         )
-        super().__init__(mesh, boundary, blocks)
+        super().__init__(mesh, boundary, arithmetic)
 
     def embedding(self, num_rows: int, hidden: int, initial: Initial) -> nn.Module:
-        placements, runs = {"tensor": Shard(0)}, self.blocks.runs
-        return Embedding(self.mesh, num_rows, hidden, initial, placements, after=self.boundary.leave, runs=runs)
+        addends = self.arithmetic.lookup(inside=True)
+        return Embedding(
+            self.mesh, num_rows, hidden, initial, {"tensor": Shard(0)}, after=self.boundary.leave, addends=addends
+        )
 
     def expand(
         self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True,
         heads: HeadGroups | None = None,
     ) -> nn.Module:  # fmt: skip
         outputs = grouped(inner, groups)
-        columns = columns_of_parts(outputs, heads, self.mesh.size("tensor"), self.mesh.index("tensor"), self.blocks)
+        ranks, rank = self.mesh.size("tensor"), self.mesh.index("tensor")
+        products, copies = self.arithmetic.expand(outputs, heads, ranks, rank)
         return CutExpand(
-            self.mesh, hidden, outputs, initial, self.boundary, bias=bias, columns=columns, groups=groups,
-            blocks=self.blocks,
+            self.mesh, hidden, outputs, initial, self.boundary, bias=bias, products=products, copies=copies
         )  # fmt: skip
 
     def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
-        spec = ShardSpec((hidden,), matrix=False) if bias else None
-        return CutContract(self.mesh, inner, hidden, initial, self.boundary, bias=spec, blocks=self.blocks)
+        spec, products = ShardSpec((hidden,), matrix=False) if bias else None, self.arithmetic.contract(hidden)
+        return CutContract(self.mesh, inner, hidden, initial, self.boundary, bias=spec, products=products)
 
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
-        if self.blocks.exact:
-            return PartHead(self.mesh, shape, tied, self.boundary, self.blocks)
-        classes = {"tensor": Shard(0)}
-        return TableHead(self.mesh, shape, tied, classes, classes, self.boundary)
+        return self.arithmetic.head(self.mesh, shape, tied, self.boundary, TableHead)
 
     def own_randomness(self, rate: float) -> AbstractContextManager[None]:
-        if rate == 0 or self.split_axes or self.blocks.exact:  # blocks have masks of their own
+        if rate == 0 or self.split_axes or self.arithmetic.draws_masks:
             return nullcontext()
         drawn = int(torch.randint(2**62, ()))  # by all ranks of a replica alike
         return own_stream(f"{drawn}/{self.mesh.index('tensor')}", self.mesh.device)

@@ -17,8 +17,7 @@ is large. Sums are written where they travel, and worked on there: a GPU pays su
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -26,11 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.bits.blocks import WHOLE, Blocks, added, apart, parts_of
 from meshwright.parameters.shard import ONES, ZEROS, Placements, ShardedModule, ShardSpec
 from meshwright.ranks.comm import Comm
 from meshwright.ranks.mesh import Mesh
-from meshwright.tensor.linear import write_sum
 
 
 def kernel_operands(h: Tensor, device_type: str, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -45,72 +42,17 @@ def kernel_operands(h: Tensor, device_type: str, *weights: Tensor) -> tuple[Tens
     return h.to(weights[0].dtype), *weights
 
 
-class _ByBlock(torch.autograd.Function):
-    """x · weight + bias, whose gradients are a sum by block of rows: each is added by itself."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ShardedModule, cut: _Cut) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.layer, ctx.biased, ctx.cut = layer, bias is not None, cut
-        return x * weight if bias is None else (x * weight).add_(bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        dweight = ctx.cut.add_sums(ctx.layer, "weight", weight, dy * x)
-        dbias = ctx.cut.add_sums(ctx.layer, "bias", weight, dy) if ctx.biased else None
-        return dy * weight, dweight, dbias, None, None
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """The blocks of x [B, T, ..., E] in which gradients are summed: runs of tokens, of these parts of heads, or of the
-    columns."""
-
-    blocks: Blocks
-    parts: int
-    columns: int
-
-    def add_sums(self, layer: ShardedModule, name: str, like: Tensor, x: Tensor) -> Tensor | None:
-        """Add the sum of each block's rows [n, E] of x to the gradient of the layer's parameter of that name."""
-        total = None
-        for run in self.blocks.cut(x):
-            for part in run.chunk(self.parts, 2) if self.parts > 1 else (run,):
-                write = partial(self.write_sums, apart(part).flatten(0, -2))
-                total = added(total, layer.add_gradient(name, like, write))
-        return total
-
-    def write_sums(self, rows: Tensor, out: Tensor, beta: int) -> None:
-        """A block's sum + beta · out, in `out`, by parts of the columns."""
-        for part, own in zip(parts_of(rows, self.columns, -1), out.chunk(self.columns), strict=True):
-            write_sum(part, own, beta)
-
-
-def scaled_by_block(
-    x: Tensor, layer: ShardedModule, bias: Tensor | None, blocks: Blocks, parts: int = 1, columns: int = 1
-) -> Tensor:
-    """x [B, T, ..., E] times the layer's `weight` [E], plus its `bias`, by runs of tokens and `parts` of heads, or of
-    `columns`."""
-    y: Tensor = _ByBlock.apply(x, layer.get_parameter("weight"), bias, layer, _Cut(blocks, parts, columns))
-    return y
-
-
 class Norm(ShardedModule):
     """Layer norm over the last dim, or x / sqrt(mean(x^2) + epsilon) · weight (rms); computed in float32 or better,
     whatever the precision of the input, which is the output's."""
 
     def __init__(
         self, mesh: Mesh, width: int, epsilon: float, kind: Literal["layer", "rms"] = "layer", *, bias: bool = True,
-        heads_over: tuple[str, ...] = (), blocks: Blocks = WHOLE,
+        heads_over: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         """`heads_over`: the axes that cut the heads, of a norm over a head's width."""
         super().__init__(mesh)
-        self.kind, self.epsilon, self.blocks = kind, epsilon, blocks
-        self.cut = (blocks, blocks.parts) if heads_over else (blocks.outer, 1)
-        self.affine_apart = False
-        """Whether weight and bias are applied by operations of their own, whose gradients are sums over rows: those of
-        torch's layer norm are added thread by thread, and end with other bits where threads are more."""
+        self.kind, self.epsilon = kind, epsilon
         spec = ShardSpec((width,), initial=ONES, matrix=False, full_precision=True, partial_over=heads_over)
         self.weight = self.declare("weight", spec)
         self.bias = self.declare("bias", replace(spec, initial=ZEROS)) if bias else None
@@ -118,16 +60,19 @@ class Norm(ShardedModule):
     def forward(self, h: Tensor) -> Tensor:
         biases = () if self.bias is None else (self.bias,)
         x, weight, *cast = kernel_operands(h, self.mesh.device_type, self.weight, *biases)
-        scale, bias = (None, None) if self.blocks.exact or self.affine_apart else (weight, cast[0] if cast else None)
+        return self.normed(x, weight, cast[0] if cast else None).to(h.dtype)
+
+    def normed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Norm x, scale it by the weight and add the bias; all of one dtype."""
+        return self.of_unit_scale(x, weight.shape, weight, bias)
+
+    def of_unit_scale(
+        self, x: Tensor, shape: torch.Size, weight: Tensor | None = None, bias: Tensor | None = None
+    ) -> Tensor:
+        """Norm x over its last dim, of this shape."""
         if self.kind == "rms":
-            y = F.rms_norm(x, weight.shape, scale, self.epsilon)
-        else:
-            y = F.layer_norm(x, weight.shape, scale, bias, self.epsilon)
-        if self.blocks.exact:
-            y = scaled_by_block(y, self, self.bias, *self.cut)
-        elif self.affine_apart:
-            y = y * weight + cast[0] if cast else y * weight
-        return y.to(h.dtype)
+            return F.rms_norm(x, shape, weight, self.epsilon)
+        return F.layer_norm(x, shape, weight, bias, self.epsilon)
 
 
 class GroupNorm(ShardedModule):

@@ -43,7 +43,8 @@ from meshwright.parameters.shard import ZEROS, Initial, ShardedModule, ShardSpec
 from meshwright.ranks.collectives import all_reduce, start_all_reduce
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.boundary import Boundary
-from meshwright.tensor.linear import linear, write_part
+from meshwright.tensor.linear import linear
+from meshwright.tensor.products import write_part
 
 LEAST = 1e-20
 """Added to the sum of a token's sigmoids before it divides, as transformers does: all may be zero in float32."""

@@ -15,16 +15,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from inspect import signature
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, cast
 
-from meshwright.errors import Problem
+from meshwright.errors import ConfigError, Problem
 from meshwright.registry import load_entry
 from meshwright.section import Positive, Rule, Section, at_most, can_share, divisors, field_of, listed, rule
 
 if TYPE_CHECKING:
-    from meshwright.bits.blocks import Blocks
     from meshwright.config import Config
     from meshwright.ranks.mesh import Mesh
+    from meshwright.tensor.arithmetic import Arithmetic
     from meshwright.tensor.kit import Kit
 
 
@@ -186,12 +187,19 @@ class TensorSection(Section):
         """The values of these arguments, and of others that are no fields."""
         return {name: field_of(config, field) for name, field in self.kit_fields.items()}
 
-    def kit(self, config: Config, mesh: Mesh, blocks: Blocks | None = None) -> Kit:
-        """The words that models are written in, for a rank. `blocks`: of a run whose kernels get blocks of one shape in
-        every layout (bits/blocks.py). The kit's room and torch are imported here, not before."""
-        if blocks is None:
-            return cast("Kit", load_entry(self.kit_class)(mesh, **self.kit_settings(config)))
-        return cast("Kit", load_entry(self.by_parts)(mesh, blocks=blocks, **self.kit_settings(config)))
+    def kit(self, config: Config, mesh: Mesh, arithmetic: Arithmetic | None = None) -> Kit:
+        """Make the words that models are written in, for a rank. The kit's room and torch are imported here, not
+        before. `arithmetic`: None: all that a rank holds is computed at once.
+
+        Raises ConfigError if the kit is another package's and takes no arithmetic.
+        """
+        computes = {} if arithmetic is None else {"arithmetic": arithmetic}
+        make = load_entry(self.by_parts if arithmetic is not None and arithmetic.in_order else self.kit_class)
+        takes = signature(make).parameters.values()
+        if computes and not any(each.name == "arithmetic" or each.kind is each.VAR_KEYWORD for each in takes):
+            rule = f"is a kit that takes no arithmetic, which bits={config.bits.kind} needs"
+            raise ConfigError.of("layout.tensor", self.kind, rule, "`arithmetic`, or **computes, in its __init__")
+        return cast("Kit", make(mesh, **computes, **self.kit_settings(config)))
 
 
 def whole_layers(config: Config, by: str, parts: int) -> Iterator[Cut]:
@@ -289,7 +297,7 @@ class Tesseract(TensorSection):
     heads_axis: ClassVar[str] = "col"
     batch_axes: ClassVar[tuple[str, ...]] = ("depth", "row")
     by_size: ClassVar[bool] = True
-    by_parts: ClassVar[str] = "meshwright.tensor.tesseract_parts:TesseractByParts"
+    by_parts: ClassVar[str] = "meshwright.bits.tesseract:ExactTesseract"
     inner_axis: ClassVar[str] = "col"
     inner_field: ClassVar[str] = "layout.tensor.q"
     cuts_hidden: ClassVar[bool] = True

@@ -23,21 +23,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.bits.blocks import WHOLE, Blocks
-from meshwright.parameters.shard import UNPLACED, ZEROS, Initial, Placements, Shard, ShardedModule, ShardSpec
+from meshwright.parameters.shard import UNPLACED, ZEROS, Initial, Placements, ShardedModule, ShardSpec
 from meshwright.ranks.collectives import cross
 from meshwright.ranks.mesh import Mesh
-from meshwright.tensor.boundary import UNCUT, Boundary, start_copies, start_sum_of_heads
-from meshwright.tensor.copies import ALL_COLUMNS, HeadGroups, part_columns
+from meshwright.tensor.arithmetic import AT_ONCE, Arithmetic
+from meshwright.tensor.boundary import UNCUT, Boundary, start_copies
+from meshwright.tensor.copies import HeadGroups
 from meshwright.tensor.cross_entropy import chunked_token_losses
-from meshwright.tensor.experts import Experts
 from meshwright.tensor.head import HeadShape, TableHead
 from meshwright.tensor.kit import LinearPair, NormKind, Role, Where
-from meshwright.tensor.linear import Local, linear, lookup
-from meshwright.tensor.norms import GroupNorm, Norm
-from meshwright.tensor.pair import CutExpand
-from meshwright.tensor.part_loss import PartHead
-from meshwright.tensor.part_norm import PartNorm
+from meshwright.tensor.linear import Addends, Local, at_once, linear, lookup
+from meshwright.tensor.norms import GroupNorm
+from meshwright.tensor.products import PLAIN, Products
 from meshwright.tensor.router import ExpertsShape
 
 TensorFunction = Callable[[Tensor], Tensor]
@@ -45,24 +42,24 @@ TensorFunction = Callable[[Tensor], Tensor]
 
 
 class Embedding(ShardedModule):
-    """Rows of a table. Where an axis cuts it by rows, each rank looks up its own of `before`'s ids, the others add
-    nothing, and `after` sums. `runs`: of tokens, whose gradients are added one by one, of each of `grains`."""
+    """Rows of a table. If an axis cuts it by rows, each rank looks up its own of `before`'s ids, the others add
+    nothing, and `after` sums. `addends`: of the table's gradient."""
 
     def __init__(
         self, mesh: Mesh, num_rows: int, hidden: int, initial: Initial, placements: Placements = UNPLACED, *,
-        before: TensorFunction = UNCUT.part, after: TensorFunction = UNCUT.whole, runs: int = 1, grains: int = 1,
+        before: TensorFunction = UNCUT.part, after: TensorFunction = UNCUT.whole, addends: Addends = at_once,
     ) -> None:  # fmt: skip
         super().__init__(mesh)
-        self.before, self.after, self.runs, self.grains = before, after, runs, grains
+        self.before, self.after, self.addends = before, after, addends
         self.axes = [axis for axis, shard in placements.items() if shard.dim == 0]
         self.weight = self.declare("weight", ShardSpec((num_rows, hidden), placements, initial, table=True))
 
     def forward(self, ids: Tensor) -> Tensor:
         if not self.axes:
-            return lookup(ids, self, self.runs)  # [B, T, H]
+            return lookup(ids, self, self.addends)  # [B, T, H]
         rows = self.before(ids) - self.mesh.index(*self.axes) * self.weight.shape[0]
         mine = (rows >= 0) & (rows < self.weight.shape[0])
-        found = lookup(torch.where(mine, rows, 0), self, self.runs, self.grains)
+        found = lookup(torch.where(mine, rows, 0), self, self.addends)
         return self.after(found * mine.unsqueeze(-1))
 
 
@@ -71,17 +68,17 @@ class SerialLinear(ShardedModule):
 
     def __init__(
         self, mesh: Mesh, inputs: int, outputs: tuple[int, ...], initial: Initial, placements: Placements = UNPLACED,
-        *, bias: bool = True, blocks: Blocks = WHOLE, before: TensorFunction = UNCUT.part,
+        *, bias: bool = True, products: Products = PLAIN, before: TensorFunction = UNCUT.part,
         after: TensorFunction = UNCUT.whole,
     ) -> None:  # fmt: skip
         super().__init__(mesh)
-        self.blocks, self.before, self.after = blocks, before, after
+        self.products, self.before, self.after = products, before, after
         self.weight = self.declare("weight", ShardSpec((inputs, *outputs), placements, initial))
         self.bias = self.declare("bias", ShardSpec(outputs, initial=ZEROS, matrix=False)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.flatten()
-        y = linear(self.before(x), self.weight.flatten(1), bias, self, self.blocks)
+        y = linear(self.before(x), self.weight.flatten(1), bias, self, self.products)
         return self.after(y.unflatten(-1, self.weight.shape[1:]) if self.weight.dim() > 2 else y)
 
 
@@ -101,26 +98,6 @@ class SerialHead(TableHead):
         return F.linear(h, self.block[: self.classes.vocabulary], bias)
 
 
-class LinearByParts(CutExpand):
-    """A linear between pairs by parts of the hidden width, which lies at both of its ends or at one: patches have none
-    at their inputs, scores none at their outputs."""
-
-    def __init__(
-        self, mesh: Mesh, role: Role, inputs: int, outputs: int, initial: Initial, boundary: Boundary = UNCUT, *,
-        bias: bool, blocks: Blocks, before: TensorFunction = UNCUT.part, after: TensorFunction = UNCUT.whole,
-    ) -> None:  # fmt: skip
-        own = outputs // mesh.size(*boundary.inner(0))
-        columns = (ALL_COLUMNS,) if role == "scores" else part_columns(1, own, blocks.parts)
-        parts = 1 if role == "patches" else blocks.hidden
-        super().__init__(
-            mesh, inputs, (outputs,), initial, boundary, bias=bias, columns=columns, blocks=blocks, inputs_in=parts
-        )
-        self.before, self.after = before, after
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.after(super().forward(self.before(x)))
-
-
 def grouped(inner: int, groups: int) -> tuple[int, ...]:
     """The output dims of a linear whose groups are each split by themselves."""
     return (inner,) if groups == 1 else (groups, inner // groups)
@@ -132,9 +109,9 @@ class KitBase:
     hidden: ClassVar[Placements] = UNPLACED
     """The placements of a vector [H] outside of pairs."""
 
-    def __init__(self, mesh: Mesh, boundary: Boundary = UNCUT, blocks: Blocks = WHOLE) -> None:
-        """`blocks`: what a rank multiplies at a time, and in which order sums over parts are made."""
-        self.mesh, self.blocks, self.parts, self.inner = mesh, blocks, blocks.parts, blocks
+    def __init__(self, mesh: Mesh, boundary: Boundary = UNCUT, arithmetic: Arithmetic = AT_ONCE) -> None:
+        """`arithmetic`: of what a rank holds inside of pairs."""
+        self.mesh, self.arithmetic, self.parts, self.inner = mesh, arithmetic, arithmetic.parts, arithmetic
         self.boundary, self.split_axes = boundary, boundary.split_axes
         self.kept: dict[Any, Tensor] = {}
 
@@ -143,7 +120,7 @@ class KitBase:
         return layer
 
     def embedding(self, num_rows: int, hidden: int, initial: Initial) -> nn.Module:
-        return self.outside(Embedding(self.mesh, num_rows, hidden, initial, runs=self.blocks.outer_runs))
+        return self.outside(Embedding(self.mesh, num_rows, hidden, initial, addends=self.arithmetic.lookup()))
 
     def norm(
         self, width: int, epsilon: float, *, kind: NormKind = "layer", groups: int = 1, bias: bool = True,
@@ -153,27 +130,21 @@ class KitBase:
         if kind == "group":
             placements = self.boundary.inner(0) if inside else self.hidden
             layer = GroupNorm(self.mesh, width, groups, epsilon, placements)
-        elif self.blocks.hidden > 1 and not inside:
-            biased, blocks = bias and kind == "layer", self.blocks.between
-            layer = PartNorm(self.mesh, width, epsilon, kind, self.hidden, bias=biased, blocks=blocks)
         else:
             # One weight for the heads of all ranks: each rank's gradient is of its heads alone, hence summed over them.
             heads_over = tuple(self.boundary.inner(0)) if inside else ()
-            biased = bias and kind == "layer"
-            layer = Norm(self.mesh, width, epsilon, kind, bias=biased, heads_over=heads_over, blocks=self.blocks)
+            layer = self.arithmetic.norm(
+                self.mesh, width, epsilon, kind, bias=bias and kind == "layer", placements=self.hidden,
+                heads_over=heads_over, inside=inside,
+            )  # fmt: skip
         return layer if inside else self.outside(layer)
 
     def linear(self, role: Role, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
-        biased, blocks = bias and role == "transform", self.blocks
         before, after = (self.boundary if role == end else UNCUT for end in ("patches", "scores"))
-        if blocks.hidden > 1:
-            return LinearByParts(
-                self.mesh, role, inputs, outputs, initial, bias=biased, blocks=blocks.between, before=before.part,
-                after=after.whole,
-            )  # fmt: skip
         return SerialLinear(
-            self.mesh, inputs, (outputs,), initial, bias=biased, blocks=blocks, before=before.part, after=after.whole
-        )
+            self.mesh, inputs, (outputs,), initial, bias=bias and role == "transform",
+            products=self.arithmetic.between(role, outputs), before=before.part, after=after.whole,
+        )  # fmt: skip
 
     @property
     def branches(self) -> LinearPair:
@@ -189,25 +160,21 @@ class KitBase:
         return self.expand(inner, hidden, initial, bias=bias)  # alike, where no axis cuts pairs
 
     def enter(self, x: Tensor, heads: int) -> Tensor:
-        boundary, blocks, own = self.boundary, self.blocks, self.local_heads(heads)
-        return cross(x, lambda x: start_copies(x, own, boundary), lambda dy: start_sum_of_heads(dy, boundary, blocks))
+        boundary, own, start_sum = self.boundary, self.local_heads(heads), self.arithmetic.start_sum_of_heads
+        return cross(x, lambda x: start_copies(x, own, boundary), lambda dy: start_sum(dy, boundary))
 
     def leave(self, x: Tensor) -> Tensor:
-        boundary, blocks, own = self.boundary, self.blocks, x.shape[2]
-        return cross(x, lambda x: start_sum_of_heads(x, boundary, blocks), lambda dy: start_copies(dy, own, boundary))
+        boundary, own, start_sum = self.boundary, x.shape[2], self.arithmetic.start_sum_of_heads
+        return cross(x, lambda x: start_sum(x, boundary), lambda dy: start_copies(dy, own, boundary))
 
     def local(self, shape: tuple[int, ...], dim: int, initial: Initial, *, matrix: bool) -> nn.Module:
         return Local(self.mesh, ShardSpec(shape, self.boundary.inner(dim), initial, matrix=matrix))
 
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
-        if self.blocks.exact:
-            return self.outside(PartHead(self.mesh, shape, tied, UNCUT, self.blocks.uncut))
-        classes = {axis: Shard(0) for axis in shape.over}
-        return self.outside(SerialHead(self.mesh, shape, tied, classes, classes))
+        return self.outside(self.arithmetic.head(self.mesh, shape, tied, UNCUT, SerialHead))
 
     def local_heads(self, heads: int) -> int:
-        # Where heads are fewer than the parts that kernels get, several parts share one.
-        return heads // self.mesh.size(*self.boundary.inner(0)) if heads >= self.blocks.all_parts else 0
+        return self.arithmetic.heads_of(heads, self.mesh.size(*self.boundary.inner(0)))
 
     def slice(self, x: Tensor, where: Where) -> Tensor:
         return self.boundary.part(x) if where == "hidden" else x
@@ -220,4 +187,4 @@ class SerialKit(KitBase):
     """One device."""
 
     def experts(self, shape: ExpertsShape) -> nn.Module:
-        return Experts(self.mesh, shape, self.boundary)
+        return self.arithmetic.experts(self.mesh, shape, self.boundary)

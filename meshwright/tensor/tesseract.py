@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.bits.blocks import WHOLE, Blocks
 from meshwright.parameters.shard import (
     ONES,
     ZEROS,
@@ -40,13 +39,15 @@ from meshwright.parameters.shard import (
 )
 from meshwright.ranks.collectives import all_gather, all_reduce, all_reduce_gradient, cross, here, reduce_scatter
 from meshwright.ranks.mesh import Mesh
+from meshwright.tensor.arithmetic import AT_ONCE, Arithmetic
 from meshwright.tensor.boundary import HIDDEN, Boundary, CutActivations
-from meshwright.tensor.copies import ALL_COLUMNS, Columns, HeadGroups, columns_of_parts
+from meshwright.tensor.copies import ALL_COLUMNS, Columns, HeadGroups, columns_of
 from meshwright.tensor.gathered import Weights
 from meshwright.tensor.head import HeadShape, TableHead
 from meshwright.tensor.kit import NormKind, Role, Where
-from meshwright.tensor.linear import bias_gradient, cast, write_part
+from meshwright.tensor.linear import cast
 from meshwright.tensor.norms import SplitLayerNorm
+from meshwright.tensor.products import PLAIN, add_gradients, write_part
 from meshwright.tensor.serial import Embedding, KitBase, SerialLinear, grouped
 from meshwright.tensor.summa import Panels, Sizes, Stationary, Summa, W, X, Y, best_stationary
 
@@ -55,7 +56,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: TesseractLinear) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.layer, ctx.biased = layer, bias is not None
+        ctx.layer, ctx.bias = layer, bias
         stays = layer.choice(x.shape[0]).forward
         operands = layer.operands(stays, {X: x, W: layer.columns.of(weight)})
         y = layer.weights.summa.multiply(Y, stays, operands, None).wait()
@@ -80,7 +81,10 @@ class _Linear(torch.autograd.Function):
                 write_part(product, out, beta)
 
         dweight = layer.add_gradient("weight", weight, layer.columns.write(write))
-        dbias = bias_gradient([dy], layer, [layer.columns]) if ctx.biased else None
+        dbias = None
+        if ctx.bias is not None:
+            addends = map(layer.columns.write, PLAIN.bias_gradients(dy))
+            dbias = add_gradients(layer, "bias", ctx.bias, addends)
         return dx.wait(), dweight, dbias, None
 
 
@@ -172,13 +176,13 @@ class TesseractHead(TableHead):
 
 
 class TesseractKit(KitBase):
-    """Blocks on [depth, row, col]; depth 1 is 2-D."""
+    """The kit of blocks on [depth, row, col]; depth 1 is 2-D."""
 
     hidden: ClassVar[Placements] = {"col": Shard(0)}
 
-    def __init__(self, mesh: Mesh, policy: str, blocks: Blocks = WHOLE) -> None:
-        """`policy`: gather, whole, stream or auto (gathered.py); with blocks gather or whole."""
-        super().__init__(mesh, CutActivations(mesh, "col", HIDDEN, by_tree=blocks.exact), blocks)
+    def __init__(self, mesh: Mesh, policy: str, arithmetic: Arithmetic = AT_ONCE) -> None:
+        """`policy`: gather, whole, stream or auto (gathered.py); if sums are in order, gather or whole."""
+        super().__init__(mesh, CutActivations(mesh, "col", HIDDEN, in_order=arithmetic.in_order), arithmetic)
         self.split_axes = ("depth", "row", "col")
         self.weights = Weights(mesh, policy, self.kept)
 
@@ -186,16 +190,16 @@ class TesseractKit(KitBase):
         # A row of ranks looks its ids [B/depth, T] up together, and each keeps its own rows of the sum.
         before, after = (partial(verb, mesh=self.mesh, axis="row", dim=0) for verb in (all_gather, reduce_scatter))
         placements = {"row": Shard(0), "col": Shard(1)}
+        addends = self.arithmetic.lookup(shares=self.mesh.size("row"))
         return Embedding(
-            self.mesh, num_rows, hidden, initial, placements, before=before, after=after, runs=self.blocks.outer_runs,
-            grains=self.mesh.size("row") if self.blocks.exact else 1,
+            self.mesh, num_rows, hidden, initial, placements, before=before, after=after, addends=addends
         )  # fmt: skip
 
     def norm(
         self, width: int, epsilon: float, *, kind: NormKind = "layer", groups: int = 1, bias: bool = True,
         inside: bool = False,
     ) -> nn.Module:  # fmt: skip
-        if inside or kind == "group" or self.blocks.exact:  # of what a rank has whole, or by parts
+        if inside or kind == "group":  # of a width that a rank has whole
             return super().norm(width, epsilon, kind=kind, groups=groups, bias=bias, inside=inside)
         return TesseractNorm(self.mesh, width, epsilon, kind, bias=bias and kind == "layer")
 
@@ -204,7 +208,7 @@ class TesseractKit(KitBase):
         heads: HeadGroups | None = None,
     ) -> nn.Module:  # fmt: skip
         outputs = grouped(inner, groups)
-        (columns,) = columns_of_parts(outputs, heads, self.mesh.size("col"), self.mesh.index("col"), self.blocks)
+        (columns,) = columns_of(outputs, heads, self.mesh.size("col"), self.mesh.index("col"))
         return TesseractLinear(self.mesh, hidden, outputs, initial, self.weights, bias=bias, columns=columns)
 
     def linear(self, role: Role, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:

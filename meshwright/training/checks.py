@@ -22,9 +22,9 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from meshwright.bits.root import held_hashes
 from meshwright.errors import CorruptionError, DivergedError
 from meshwright.parameters.bucket import FlatWeights
+from meshwright.parameters.root import held_hashes
 from meshwright.parts import Parts
 from meshwright.ranks.agreement import FACTOR, all_rows, hash_bits
 from meshwright.ranks.grid import PIPE, Grid

@@ -16,10 +16,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from meshwright.bits.fixed import SUMMED_LOSS, rounded_loss
 from meshwright.errors import DivergedError
 from meshwright.launch.signals import StopRequest
 from meshwright.model import Batch, Samples, counts_of, to_device
+from meshwright.parameters.fixed import SUMMED_LOSS, rounded_loss
 from meshwright.parts import Parts
 from meshwright.pipeline.span import Moment, Span
 from meshwright.ranks.grid import DATA_AXES, PIPE
@@ -52,13 +52,13 @@ def validate(parts: Parts, held_out: Samples, num_batches: int) -> dict[str, flo
     mine, head = mesh.index(*DATA_AXES) * config.replica_batch, parts.pipeline.stages[-1]
 
     def add(h: Tensor, batch: Batch) -> None:
-        for grain, (rows,) in parts.grains.of(batch, (h,)) if parts.grains is not None else [(batch, (h,))]:
+        for portion, (rows,) in parts.portions.of(batch, (h,)) if parts.portions is not None else [(batch, (h,))]:
             with head.multiplies(), head.autocast():
-                losses = [model.loss(rows, grain, {other: float(other == name) for other in names}) for name in names]
-                right = model.num_correct(rows, grain)
-            if parts.grains is not None:
+                losses = [model.loss(rows, portion, {other: float(other == name) for other in names}) for name in names]
+                right = model.num_correct(rows, portion)
+            if parts.portions is not None:
                 losses = [rounded_loss(loss, SUMMED_LOSS) for loss in losses]
-            numbers = [[float(loss) for loss in losses], counts_of(grain, names), right]
+            numbers = [[float(loss) for loss in losses], counts_of(portion, names), right]
             if model.chunk.last:  # other stages have a part of the head at most, and the same numbers of it
                 sums.add_(torch.tensor(numbers, device=h.device, dtype=torch.float64))
 

@@ -149,9 +149,9 @@ def replica_backward(parts: Parts, rows: Batch, counts: list[int], samples: int)
     split = (DATA_AXES, (PIPE,), *((axis,) for axis in (*config.layout.context.token_axes, *parts.kit.split_axes)))
     place = "/".join(str(mesh.index(*axes)) for axes in split)
 
-    if parts.grains is not None and parts.optimizer.fixed is not None:
+    if parts.portions is not None and parts.optimizer.fixed is not None:
         parts.optimizer.fixed.begin(scale)
-        parts.grains.begin_step(samples + mesh.index(*DATA_AXES) * config.replica_batch, scale)
+        parts.portions.begin_step(samples + mesh.index(*DATA_AXES) * config.replica_batch, scale)
 
     def seed(index: int, chunk: int) -> None:
         own = f"/{chunk}" if chunk else ""

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from meshwright.bits.root import order_root
 from meshwright.checkpoint import Checkpoint, CheckpointWriter, pieces_of, restore
 from meshwright.checkpoint.manifest import TOKENIZER_FILE, Best, Origin, Progress
 from meshwright.checkpoint.reader import BEST
@@ -24,6 +23,7 @@ from meshwright.drawing import PictureError
 from meshwright.errors import DamagedError, LaunchError
 from meshwright.launch import Rank, StopRequest
 from meshwright.machine import Machine
+from meshwright.parameters.root import order_root
 from meshwright.parts import Parts, build
 from meshwright.ranks.agreement import all_rows, text_of_root
 from meshwright.ranks.hang import names_of

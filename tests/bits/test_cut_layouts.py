@@ -14,13 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright import parts
-from meshwright.bits import blocks
-from meshwright.bits.blocks import tree_sum
+from meshwright.bits import assembly, blocks
 from meshwright.bits.grains import SampleGrains
 from meshwright.config import Config, parse_config
 from meshwright.errors import ConfigError
 from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.trees import tree_sum
 from meshwright.tools.diff import difference
 from tests.bits.runs import Ended, ended
 from tests.training.runs import config_for, make_corpus, run
@@ -159,8 +158,8 @@ def adds_from_the_end(mesh: Mesh) -> None:
 
 def multiplies_other_rows(mesh: Mesh) -> None:
     """A rank's runs are one: kernels get its shape."""
-    right = parts.blocks_of
-    parts.blocks_of = lambda config, mesh: replace(right(config, mesh), runs=1, outer_runs=1)
+    right = assembly.blocks_of
+    assembly.blocks_of = lambda config, mesh: replace(right(config, mesh), runs=1, outer_runs=1)
 
 
 def draws_by_rank(mesh: Mesh) -> None:

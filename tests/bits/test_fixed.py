@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from meshwright.bits.fixed import FixedPoint, exact_squares, joined_squares, rounded_loss
+from meshwright.parameters.fixed import FixedPoint, exact_squares, joined_squares, rounded_loss
 
 CPU = torch.device("cpu")
 

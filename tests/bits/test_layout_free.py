@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.bits.fixed import FixedPoint
 from meshwright.config import Config, parse_config
 from meshwright.config.load import parse_run
 from meshwright.errors import ConfigError
+from meshwright.parameters.fixed import FixedPoint
 from meshwright.ranks.mesh import Mesh
 from tests.bits.runs import Ended, ended
 from tests.fuzz.axes import AXES, Case, tree_of

@@ -10,9 +10,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from meshwright.bits.fixed import FixedPoint
 from meshwright.cli import app
 from meshwright.errors import ConfigError, DamagedError, MismatchError
+from meshwright.parameters.fixed import FixedPoint
 from meshwright.tools.replay import replay
 from tests.training.runs import config_for, make_corpus, run
 

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.bits import runs
 from meshwright.bits.blocks import Blocks
-from meshwright.context import runs
-from meshwright.context.context import HeadParts
-from meshwright.context.runs import RunsOfQueries, leaf_of
+from meshwright.bits.heads import HeadParts
+from meshwright.bits.runs import RunsOfQueries, leaf_of
 from meshwright.errors import ConfigError
 from meshwright.ranks.mesh import Mesh
 from tests.bits.runs import Ended, ended

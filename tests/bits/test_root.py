@@ -13,12 +13,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from meshwright.bits import root
-from meshwright.bits.root import box_hash, elements_hash, order_root, root_text
 from meshwright.checkpoint.manifest import read_manifest
 from meshwright.checkpoint.reader import steps_in
 from meshwright.cli import app
 from meshwright.machine import find_mpiexec
+from meshwright.parameters import root
+from meshwright.parameters.root import box_hash, elements_hash, order_root, root_text
 from meshwright.parameters.shard import Box
 from meshwright.tools.diff import difference
 from tests.training.runs import config_for, lines_of, make_corpus, run

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.bits.blocks import start_tree_reduce
 from meshwright.bits.grains import SampleGrains
 from meshwright.errors import ConfigError
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.trees import start_tree_reduce
 from meshwright.subgraph import segment
 from meshwright.tools.diff import difference
 from tests.bits.runs import ended

@@ -3,16 +3,17 @@ as every other layout does with `bits.hidden`."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from meshwright.bits import tesseract as tesseract_parts
+from meshwright.bits.tesseract import GatheredLinear
 from meshwright.config import Config
 from meshwright.errors import ConfigError
 from meshwright.ranks.mesh import Mesh
-from meshwright.tensor import tesseract_parts
-from meshwright.tensor.tesseract_parts import GatheredLinear
 from tests.bits.runs import ended
 from tests.bits.test_cut_layouts import CUT, M2, M4, U2, config_of, on_one_device
 from tests.bits.test_rings import RUNS
@@ -87,7 +88,7 @@ def multiplies_whole_widths(mesh: Mesh) -> None:
     right = GatheredLinear.__init__
 
     def make(self: GatheredLinear, *operands: Any, **how: Any) -> None:
-        right(self, *operands, **{**how, "inputs_in": 1})
+        right(self, *operands, **{**how, "products": replace(how["products"], inputs=1)})
 
     GatheredLinear.__init__ = make  # type: ignore[method-assign]
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.bits.blocks import Blocks
+from meshwright.bits.runs import GatheredRing, RunsOfQueries
 from meshwright.context import kernels
 from meshwright.context.context import Context, Ulysses
 from meshwright.context.documents import (
@@ -24,7 +25,6 @@ from meshwright.context.documents import (
 )
 from meshwright.context.kernels import CpuKernel, Efficient, Flash, Kernel, kernel_of
 from meshwright.context.ring import RingAttention
-from meshwright.context.runs import GatheredRing, RunsOfQueries
 from meshwright.data.sampler import document_entries
 from meshwright.memory.recompute import LiveBytes
 from meshwright.on_device import AsOnDevice

@@ -16,7 +16,7 @@ from meshwright.parameters.bucket import Bucket
 from meshwright.parameters.shard import ShardSpec
 from meshwright.ranks.comm import Comm, Work
 from meshwright.ranks.mesh import Mesh
-from meshwright.tensor import linear
+from meshwright.tensor import products
 from tests.fuzz.axes import AXES, Case, Value, tree_of
 from tests.fuzz.check import Plant, mistakes
 from tests.tools.verify.mistakes import decayed_vectors, wrong_bias_correction, wrong_clipping
@@ -37,8 +37,8 @@ def halved_zero1() -> None:
 
 def dropped_weight() -> None:
     """A linear's weight has a gradient of zeros."""
-    right = linear.write_product
-    linear.write_product = lambda a, b, out, beta: right(a, torch.zeros_like(b), out, beta)
+    right = products.write_product
+    products.write_product = lambda a, b, out, beta: right(a, torch.zeros_like(b), out, beta)
 
 
 def wrong_axis() -> None:

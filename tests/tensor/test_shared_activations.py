@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.bits import arithmetic
 from meshwright.config import Config
 from meshwright.ranks.grid import Grid, grid_of_run
 from meshwright.ranks.mesh import Mesh
-from meshwright.tensor import boundary
 from meshwright.tensor.serial import SerialKit
 from meshwright.tools.plan.predict import Planner
 from meshwright.tools.verify.reference_kit import ReferenceKit
@@ -106,5 +106,5 @@ def test_the_order_of_parts_matters(monkeypatch: pytest.MonkeyPatch) -> None:
         return functools.reduce(torch.add, addends)
 
     wanted = bits_of_one_device("float32")
-    monkeypatch.setattr(boundary, "tree_sum", in_turn)
+    monkeypatch.setattr(arithmetic, "tree_sum", in_turn)
     assert in_layout("float32", "batch.micro=4").differing(wanted) != []

@@ -12,7 +12,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from meshwright.bits.root import held_hashes
 from meshwright.bits.section import Bits
 from meshwright.config import Config
 from meshwright.config.layout import Layout
@@ -24,6 +23,7 @@ from meshwright.errors import DivergedError, LaunchError, MismatchError, ZeroGra
 from meshwright.launch import Interrupted, Rank, Ranks, StopRequest, joined, run
 from meshwright.launch.session import temporary_folder
 from meshwright.model import Samples
+from meshwright.parameters.root import held_hashes
 from meshwright.parity.compare import Row
 from meshwright.parity.gradients import Mistake
 from meshwright.parity.judge import Evidence, explain_modules

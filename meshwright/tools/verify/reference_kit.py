@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.bits.blocks import WHOLE
 from meshwright.model import IGNORED
 from meshwright.parameters.shard import ONES, Initial
 from meshwright.tensor.copies import HeadGroups
@@ -53,7 +52,7 @@ class ReferenceKit:
 
     split_axes: tuple[str, ...] = ()
     parts = 1
-    inner = WHOLE
+    inner = None
 
     def __init__(self) -> None:
         self.kept: dict[Any, Tensor] = {}

@@ -26,7 +26,6 @@ from tests.tools.verify.cases import MODELS, Drawn, batches, config_for, run_ref
 from tests.workers import run_ranks
 
 ALLOWED = {
-    "meshwright.bits.blocks.WHOLE",
     "meshwright.model.Batch", "meshwright.model.IGNORED", "meshwright.model.SAMPLES",
     "meshwright.config.Config", "meshwright.config.schema.ScheduleSection",
     "meshwright.models.chain.make_chain",

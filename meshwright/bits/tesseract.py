@@ -18,24 +18,26 @@ the ranks of its column, which add what comes as integers. The table goes to its
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable
 from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.bits.blocks import Blocks, added
+from meshwright.bits.arithmetic import ExactArithmetic
+from meshwright.bits.blocks import Blocks
+from meshwright.bits.head import PartHead
+from meshwright.bits.products import ExactProducts
 from meshwright.parameters.shard import Initial, Shard, WriteGradient
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.boundary import Boundary, WholeActivations
-from meshwright.tensor.copies import Columns, HeadGroups, columns_of_parts, part_columns
+from meshwright.tensor.copies import HeadGroups, part_columns
 from meshwright.tensor.gathered import Weights
 from meshwright.tensor.head import HeadShape
-from meshwright.tensor.kit import Role
-from meshwright.tensor.linear import write_part
+from meshwright.tensor.kit import NormKind, Role
 from meshwright.tensor.pair import CutContract, CutExpand
-from meshwright.tensor.part_loss import PartHead
-from meshwright.tensor.serial import LinearByParts, grouped
+from meshwright.tensor.products import Products, add_gradients, added, write_part
+from meshwright.tensor.serial import KitBase, SerialLinear, grouped
 from meshwright.tensor.summa import X, Y
 from meshwright.tensor.tesseract import TesseractKit
 
@@ -53,11 +55,11 @@ class GatheredLinear(CutExpand):
 
     def __init__(
         self, mesh: Mesh, inputs: int, outputs: tuple[int, ...], initial: Initial, boundary: Boundary, weights: Weights,
-        *, bias: bool, columns: tuple[Columns, ...], blocks: Blocks, groups: int = 1, inputs_in: int,
+        *, bias: bool, products: Products, copies: int = 1,
     ) -> None:  # fmt: skip
         super().__init__(
-            mesh, inputs, outputs, initial, boundary, bias=bias, columns=columns, groups=groups, blocks=blocks,
-            rows={"row": Shard(0)}, inputs_in=inputs_in,
+            mesh, inputs, outputs, initial, boundary, bias=bias, products=products, copies=copies,
+            rows={"row": Shard(0)},
         )  # fmt: skip
         self.weights = weights
         weights.blocks.append(self.weight)
@@ -67,7 +69,14 @@ class GatheredLinear(CutExpand):
         assert isinstance(panels, Tensor), "the config's rules let no weight stream here"
         return panels.flatten(0, 1)
 
-    def add_weight_gradient(self, weight: Tensor, write: WriteGradient) -> Tensor | None:
+    def add_weight_gradients(self, weight: Tensor, addends: Iterable[WriteGradient]) -> Tensor | None:
+        total = None
+        for write in addends:
+            total = added(total, self._add_rows(weight, write))
+        return total
+
+    def _add_rows(self, weight: Tensor, write: WriteGradient) -> Tensor | None:
+        """Add this rank's rows of what each rank of the column writes for the whole weight."""
         q = self.mesh.size("row")
 
         @cache  # one collective, whichever addend comes first
@@ -76,14 +85,10 @@ class GatheredLinear(CutExpand):
             write(whole, 0)
             return dealt(self.mesh, whole.unflatten(0, (q, -1)))
 
-        total = None
-        for row in range(q):
+        def add(row: int, out: Tensor, beta: int) -> None:
+            write_part(addends(out.dtype)[row], out, beta)
 
-            def add(out: Tensor, beta: int, row: int = row) -> None:
-                write_part(addends(out.dtype)[row], out, beta)
-
-            total = added(total, self.add_gradient("weight", weight, add))
-        return total
+        return add_gradients(self, "weight", weight, (partial(add, row) for row in range(q)))
 
 
 class GatheredHead(PartHead):
@@ -112,38 +117,53 @@ class GatheredHead(PartHead):
         return total
 
 
-class TesseractByParts(TesseractKit):
+class ExactTesseract(TesseractKit):
     """Blocks on [depth, row, col], by parts."""
+
+    arithmetic: ExactArithmetic
+
+    def norm(
+        self, width: int, epsilon: float, *, kind: NormKind = "layer", groups: int = 1, bias: bool = True,
+        inside: bool = False,
+    ) -> nn.Module:  # fmt: skip
+        return KitBase.norm(self, width, epsilon, kind=kind, groups=groups, bias=bias, inside=inside)
 
     def expand(
         self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True,
         heads: HeadGroups | None = None,
     ) -> nn.Module:  # fmt: skip
         outputs = grouped(inner, groups)
-        columns = columns_of_parts(outputs, heads, self.mesh.size("col"), self.mesh.index("col"), self.blocks)
+        products, copies = self.arithmetic.expand(outputs, heads, self.mesh.size("col"), self.mesh.index("col"))
         return GatheredLinear(
-            self.mesh, hidden, outputs, initial, self.boundary, self.weights, bias=bias, columns=columns, groups=groups,
-            blocks=self.blocks, inputs_in=self.blocks.hidden,
+            self.mesh, hidden, outputs, initial, self.boundary, self.weights, bias=bias, products=products,
+            copies=copies,
         )  # fmt: skip
 
     def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
-        return self._between(inner, hidden, initial, bias=bias, inputs_in=self.blocks.all_parts)
+        return self._between(inner, hidden, initial, bias=bias, parts=self.arithmetic.blocks.all_parts)
 
-    def _between(self, inputs: int, outputs: int, initial: Initial, *, bias: bool, inputs_in: int) -> GatheredLinear:
-        """A linear whose outputs are as activations between pairs."""
-        own = self.blocks.own_hidden
+    def _between(self, inputs: int, outputs: int, initial: Initial, *, bias: bool, parts: int) -> GatheredLinear:
+        """A linear whose outputs are as activations between pairs. `parts`: of its inputs' width."""
+        blocks = self.arithmetic.blocks
+        columns = part_columns(1, outputs // self.mesh.size("col"), blocks.own_hidden)
         return GatheredLinear(
             self.mesh, inputs, (outputs,), initial, self.boundary, self.weights, bias=bias,
-            columns=part_columns(1, outputs // self.mesh.size("col"), own), blocks=self.blocks, inputs_in=inputs_in,
+            products=ExactProducts(blocks, inputs=parts, columns=columns),
         )  # fmt: skip
 
     def linear(self, role: Role, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+        blocks = self.arithmetic.blocks
         if role == "transform":
-            return self._between(inputs, outputs, initial, bias=bias, inputs_in=self.blocks.hidden)
-        between, boundary = self.blocks.between, WholeActivations(self.mesh, "col", by_tree=True)
+            return self._between(inputs, outputs, initial, bias=bias, parts=blocks.hidden)
         if role == "patches":  # that every rank of a row has whole
-            return LinearByParts(self.mesh, role, inputs, outputs, initial, boundary, bias=False, blocks=between)
-        return CutContract(self.mesh, inputs, outputs, initial, boundary, bias=None, blocks=replace(between, hidden=1))
+            own = outputs // self.mesh.size("col")
+            products = self.arithmetic.between(role, own)
+            return SerialLinear(
+                self.mesh, inputs, (outputs,), initial, {"col": Shard(1)}, bias=False, products=products
+            )  # fmt: skip
+        boundary = WholeActivations(self.mesh, "col", in_order=True)
+        products = ExactProducts(blocks.between, inputs=blocks.own_hidden, contracts=True)
+        return CutContract(self.mesh, inputs, outputs, initial, boundary, bias=None, products=products)
 
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
-        return GatheredHead(self.mesh, shape, tied, self.boundary, self.blocks, self.weights)
+        return GatheredHead(self.mesh, shape, tied, self.boundary, self.arithmetic.blocks, self.weights)

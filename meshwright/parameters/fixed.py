@@ -2,8 +2,8 @@
 
 | sum                    | addends                             | quantum             | added in | exact while          |
 |------------------------|-------------------------------------|---------------------|----------|----------------------|
-| gradients              | one of each grain and use           | 2^-52               | int64    | |sum| < 2^11         |
-| loss                   | one of each grain                   | 2^-40               | float64  | sum < 2^12           |
+| gradients              | one of each portion and use         | 2^-52               | int64    | |sum| < 2^11         |
+| loss                   | one of each portion                 | 2^-40               | float64  | sum < 2^12           |
 | squares, for the norm  | one of each element, in five digits | 1, 2^-22, ... 2^-88 | float64  | elements < 2^31      |
 
 All of them times the loss scale S, or its square, a power of two. 2^-52 beside Adam's epsilon of 1e-8 is 2^-25, a

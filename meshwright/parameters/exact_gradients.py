@@ -1,4 +1,4 @@
-"""A rank's gradients as sums of integers (fixed.py): equal bits in any order of grains, microbatches and chunks."""
+"""A rank's gradients as sums of integers (fixed.py): equal bits in any order of portions, microbatches and chunks."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from meshwright.bits.fixed import FixedPoint
+from meshwright.parameters.fixed import FixedPoint
 from meshwright.parameters.gradients import Gradients, OnFirst, OnGradient, Views, WriteGradient
 
 
 class ExactGradients(Gradients):
     """`views`: int64. Each gradient is computed by itself, in float32, and added to its view as integers.
 
-    A microbatch is several grains, each with a backward pass of its own. The strategy is told of a gradient in the
-    last of them alone (`last_grain`): its bucket may leave then.
+    A microbatch is several portions, each with a backward pass of its own. The strategy is told of a gradient in the
+    last of them alone (`last_portion`): its bucket may leave then.
     """
 
     def __init__(
@@ -47,15 +47,15 @@ class ExactGradients(Gradients):
         addend = torch.empty(shape, dtype=torch.float32, device=self._views[parameter].device)
         write(addend, 0)
         self._add(parameter, addend)
-        if final and self.on_gradient and self.last_grain:
+        if final and self.on_gradient and self.last_portion:
             self.on_gradient(parameter)
 
     def _accumulated(self, parameter: nn.Parameter) -> None:
-        """Autograd's own sum is of one grain: it is taken from .grad before the next comes."""
+        """Autograd's own sum is of one portion: it is taken from .grad before the next comes."""
         gradient, parameter.grad = parameter.grad, None
         if gradient is not None:
             self._add(parameter, gradient.to(torch.float32))
-        if self.on_gradient and self.last_grain and parameter not in self._last_work:
+        if self.on_gradient and self.last_portion and parameter not in self._last_work:
             self.on_gradient(parameter)
 
     def _add(self, parameter: nn.Parameter, addend: Tensor) -> None:

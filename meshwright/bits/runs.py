@@ -25,10 +25,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.bits.blocks import apart, own_stream, start_tree_reduce_scatter, tree_sum
-from meshwright.context.context import HEADS, TOKENS, Apart, HeadParts, Heads
+from meshwright.bits.blocks import apart
+from meshwright.bits.heads import Apart, HeadParts
+from meshwright.context.context import HEADS, TOKENS, Heads
 from meshwright.context.documents import keeps_documents
 from meshwright.context.ring import RingAttention
+from meshwright.parameters.shard import own_stream
+from meshwright.ranks.trees import start_tree_reduce_scatter, tree_sum
 
 
 def leaf_of(run: int, count: int) -> int:

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.bits.blocks import Blocks, added, parts_of, side_by_side, sum_of_products, tree_sum
-from meshwright.bits.fixed import SUMMED_LOSS, FixedPoint, rounded_loss
+from meshwright.bits.blocks import Blocks, parts_of, sum_of_products
 from meshwright.model import IGNORED
+from meshwright.parameters.fixed import SUMMED_LOSS, FixedPoint, rounded_loss
 from meshwright.parameters.shard import Placements, WriteGradient
 from meshwright.ranks.agreement import all_rows
 from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.trees import tree_sum
 from meshwright.tensor.boundary import Boundary
 from meshwright.tensor.cross_entropy import (
     CHUNK_BYTES,
@@ -35,7 +36,8 @@ from meshwright.tensor.cross_entropy import (
     wide_dtype,
 )
 from meshwright.tensor.head import HeadShape, TableHead
-from meshwright.tensor.linear import autocast_device, cast, write_part, write_product
+from meshwright.tensor.linear import autocast_device, cast
+from meshwright.tensor.products import added, side_by_side, write_part, write_product
 
 
 class PartHead(TableHead):

@@ -1,0 +1,63 @@
+"""Sums in the order of a balanced tree over a power of two of addends: equal bits, whichever rank holds which addend.
+
+Two neighbours are added, then two of their sums, and so on. A rank that holds an aligned run of addends adds its own
+first; the ranks' sums are the leaves of the tree that is left. Bytes are those of a ring's reduce-scatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from meshwright.ranks.collectives import Moving, here, start_all_reduce, start_reduce_scatter
+from meshwright.ranks.comm import Comm
+
+
+def tree_sum(addends: Iterable[Tensor]) -> Tensor:
+    """The sum of a power of two of tensors in the order of a balanced tree: two neighbours, then two of their sums, and
+    so on. The first tensors of each sum are overwritten."""
+    waiting: list[tuple[int, Tensor]] = []  # as many as a binary counter has ones
+    for addend in addends:
+        height, total = 0, addend
+        while waiting and waiting[-1][0] == height:
+            total = waiting.pop()[1].add_(total)
+            height += 1
+        waiting.append((height, total))
+    assert len(waiting) == 1, "parts are a power of two"
+    return waiting[0][1]
+
+
+def start_tree_all_reduce(x: Tensor, comm: Comm) -> Moving:
+    """The sum of every rank's x [..., H] in the order of a balanced tree, contiguous. Sends the bytes of a ring."""
+    if comm.size == 1:
+        return here(x)
+    if comm.size == 2:
+        return start_all_reduce(x, comm)  # two addends have one order
+    pieces = x.view(comm.size, -1)
+    received = torch.empty_like(pieces)
+    work = comm.all_to_all(received, pieces, wait=False)
+
+    def gathered() -> Tensor:
+        comm.all_gather(x, tree_sum(received.unbind()).contiguous())
+        return x
+
+    return Moving(work, gathered)
+
+
+def start_tree_reduce(x: Tensor, comm: Comm) -> Moving:
+    """The sum of every rank's x in the order of a balanced tree, at the first; elsewhere x, which is overwritten."""
+    received = x.new_empty(comm.size if comm.index == 0 else 0, *x.shape)
+    work = comm.gather(received, x, 0, wait=False)
+    return Moving(work, lambda: tree_sum(received.unbind()) if comm.index == 0 else x)
+
+
+def start_tree_reduce_scatter(x: Tensor, comm: Comm, dim: int) -> Moving:
+    """This rank's part along `dim` of the sum of every rank's x in the order of a balanced tree."""
+    if comm.size <= 2:
+        return start_reduce_scatter(x, comm, dim)
+    panels = x.unflatten(dim, (comm.size, -1)).movedim(dim % x.dim(), 0).contiguous()
+    received = torch.empty_like(panels)
+    work = comm.all_to_all(received, panels, wait=False)
+    return Moving(work, lambda: tree_sum(received.unbind()))
