@@ -13,7 +13,7 @@ leave_current_folder(__name__)
 import importlib  # noqa: E402 - not from the current folder
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
-__version__ = "0.3.0"
+from meshwright.version import __version__ as __version__  # noqa: E402
 
 if TYPE_CHECKING:
     from meshwright import launch

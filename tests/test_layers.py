@@ -18,6 +18,7 @@ FLOORS: dict[str, int] = {
     # 0: facts. No torch.
     "errors": 0, "section": 0, "registry": 0, "config": 0, "environment": 0, "launchers": 0, "machine": 0, "streams": 0,
     "imports": 0, "configs": 0, "drawing": 0, "outputs": 0, "remedies": 0, "tables": 0, "foreign": 0, "terminal": 0,
+    "version": 0,
     # 1: ranks and what they hold.
     "model": 1, "ranks": 1, "parameters": 1,
     # 2: rooms that never import each other.

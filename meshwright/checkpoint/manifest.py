@@ -23,10 +23,10 @@ import torch
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from meshwright import __version__
 from meshwright.errors import CheckpointError, DamagedError
 from meshwright.foreign import open_plain, parse_json, read_text
 from meshwright.parameters.shard import Box
+from meshwright.version import __version__
 
 FORMAT_VERSION = 3
 """3: runs, and digests in the shards. 2 had an entry for every box of every rank; 1 (version 0.1.0) listed shards only,

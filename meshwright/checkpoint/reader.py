@@ -11,7 +11,6 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from meshwright import __version__
 from meshwright.checkpoint.manifest import GET_ANOTHER, MANIFEST, StoredFile, StoredRun, read_manifest, stored_file
 from meshwright.checkpoint.shard import BadBlock, StoredShard
 from meshwright.config import Config
@@ -20,6 +19,7 @@ from meshwright.config.messages import problems_of
 from meshwright.errors import CheckpointError, DamagedError
 from meshwright.foreign import plain, plain_folder
 from meshwright.parameters.shard import Box
+from meshwright.version import __version__
 
 STEP = re.compile(r"step-(\d+)")
 

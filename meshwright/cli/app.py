@@ -18,11 +18,11 @@ import typer
 from typer import Argument, Option
 from typer.core import TyperCommand, TyperGroup
 
-from meshwright import __version__
 from meshwright.cli.completion import complete_shipped, complete_word
 from meshwright.errors import ConfigError, MeshwrightError, Problem
 from meshwright.imports import leave_unnamed_folder
 from meshwright.streams import PatientStream, escape_unknown_characters, flush, open_closed_streams, say, visible
+from meshwright.version import __version__
 
 HELP = "Meshwright trains Transformers with any mixture of the published parallel strategies."
 FIRST = """\b

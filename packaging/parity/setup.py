@@ -63,7 +63,7 @@ def place_of(module: str) -> Path:
 def make() -> None:
     """Write the package beside this file."""
     shutil.rmtree(TARGET, ignore_errors=True)
-    version = re.search(r'^__version__ = "(.+)"', (ROOT / "meshwright/__init__.py").read_text(), re.MULTILINE)
+    version = re.search(r'^__version__ = "(.+)"', (ROOT / "meshwright/version.py").read_text(), re.MULTILINE)
     assert version is not None
     for module, path in needed().items():
         place = place_of(module)
