@@ -29,7 +29,6 @@ def serial() -> tuple[list[float], dict[str, dict[tuple[int, ...], Tensor]]]:
     return run_ranks(train, Grid((("data", 1),)), config_for("allreduce", 1, steps=STEPS))[0]
 
 
-@pytest.mark.few(5)
 @pytest.mark.parametrize("size", [pytest.param(n, marks=pytest.mark.long if n == ODD else ()) for n in SIZES])
 @pytest.mark.parametrize("sync", SYNCS)
 def test_equals_serial_over_mpi(

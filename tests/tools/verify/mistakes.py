@@ -23,7 +23,8 @@ from meshwright.parameters.bucket import Bucket, StepWeights
 from meshwright.parameters.gradients import Gradients
 from meshwright.parts import Parts
 from meshwright.ranks.comm import DONE, Comm, Work
-from meshwright.tensor import cross_entropy, linear, serial
+from meshwright.tensor import cross_entropy, serial
+from meshwright.tensor.products import Products
 from meshwright.training import step as step_module
 from tests.tools.verify.cases import Plant
 
@@ -173,8 +174,8 @@ def forgotten_smoothing() -> None:
 
 def lost_bias_gradient() -> None:
     """A linear's bias has a gradient of zeros."""
-    right = linear.bias_gradient
-    linear.bias_gradient = lambda parts, layer: right([torch.zeros_like(dy) for dy in parts], layer)
+    right = Products.bias_gradients
+    Products.bias_gradients = lambda self, dy: right(self, torch.zeros_like(dy))  # type: ignore[method-assign]
 
 
 def half_sums() -> None:
