@@ -128,11 +128,12 @@ def killed(who: str) -> Callable[[Path], Outcome]:
         (folder / "r.yaml").write_text(RUN)
         repository = str(Path(__file__).resolve().parents[2])
         words = ["layout={data: 2, transport: torch}", "restarts=60", "steps=60"]
-        run = psutil.Popen(
-            [sys.executable, "-m", "meshwright", "train", "r.yaml", "--out", "o", *words], cwd=folder,
-            env={**os.environ, "PYTHONPATH": repository}, stdin=subprocess.DEVNULL,
-            stdout=(folder / "said").open("wb"), stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        with (folder / "said").open("wb") as said:
+            run = psutil.Popen(
+                [sys.executable, "-m", "meshwright", "train", "r.yaml", "--out", "o", *words], cwd=folder,
+                env={**os.environ, "PYTHONPATH": repository}, stdin=subprocess.DEVNULL,
+                stdout=said, stderr=subprocess.STDOUT,
+            )  # fmt: skip
         done, end = list[int](), time.monotonic() + PATIENCE_SECONDS
         while run.poll() is None and time.monotonic() < end:
             with suppress(psutil.Error):
