@@ -117,13 +117,13 @@ _NUMBER = re.compile(r"[-+]?(0|[1-9]\d*)(\.\d*)?([eE][-+]?\d+)?")
 
 
 def _leaves(annotation: Any) -> Iterator[Any]:
-    """Yield the plain types of an annotation, through unions and `Annotated`."""
+    """Yield the plain types of an annotation, through unions, `Annotated`, tuples and lists."""
     parts = get_args(annotation)
     if get_origin(annotation) is Annotated:
         parts = parts[:1]
-    elif get_origin(annotation) not in (Union, UnionType):
+    elif get_origin(annotation) not in (Union, UnionType, tuple, list):
+        parts = ()
         yield annotation
-        return
     for part in parts:
         yield from _leaves(part)
 
@@ -149,12 +149,13 @@ class Section(BaseModel):
         annotation = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool) and annotation is not bool:
             raise ValueError("true and false are not numbers")
-        if isinstance(value, str) and not _NUMBER.fullmatch(value):
-            kinds, reads = set(_leaves(annotation)), False
-            with suppress(ValueError):
-                reads = math.isfinite(float(value))
-            if reads and kinds & {int, float} and not kinds & {str, Path}:
-                raise ValueError("is a text, and no number as YAML 1.2 writes it")
+        for part in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(part, str) and not _NUMBER.fullmatch(part):
+                kinds, reads = set(_leaves(annotation)), False
+                with suppress(ValueError):
+                    reads = math.isfinite(float(part))
+                if reads and kinds & {int, float} and not kinds & {str, Path}:
+                    raise ValueError("is a text, and no number as YAML 1.2 writes it")
         return value
 
 

@@ -29,7 +29,7 @@ FLOORS: dict[str, int] = {
     "parts": 4, "on_device": 4, "stage_costs": 4, "decisions": 4, "checkpoint": 4, "convert": 4, "data": 4, "launch": 4,
     # 4 too: a rank's sums, followed before it starts.
     "typed": 4,
-    # 4 too: equal bits. The registry of what computes so names it as a text, and nobody imports it.
+    # 4 too: equal bits. parts.py and sections name it as a text, and nobody imports it.
     "bits": 4,
     # 5: the run. The core ends here.
     "training": 5,

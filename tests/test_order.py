@@ -74,7 +74,6 @@ def serial() -> Any:
 ONLY_LONG = ("col-data-row", "row:2-col:2-row-col")
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "order", [pytest.param(order, marks=pytest.mark.long) if order in ONLY_LONG else order for order in LAYOUTS]
 )

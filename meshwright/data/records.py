@@ -18,6 +18,7 @@ import importlib
 import io
 import json
 import lzma
+import re
 import sys
 import zlib
 from collections.abc import Callable, Collection, Iterator
@@ -38,6 +39,7 @@ Wanted = Collection[str] | None
 
 _UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 _FIRST_BYTES = 2**16
+_NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*", re.ASCII)
 _MOST_BYTES = 2**24
 """The most bytes in which the first record of a JSON list is searched."""
 
@@ -207,15 +209,14 @@ def _table(path: Path, rows: Iterator[tuple[int, list[str]]], wanted: Wanted) ->
     """Yield the records of a table's rows, each with the number of its line.
 
     A first row that holds a number, and lacks a wanted name, has no names: it is a record, and columns are named by
-    their places, 1, 2, ... If the column `text` is wanted, and one cell of that row alone is no number, its column is
-    the text.
+    their places, 1, 2, ... Of two columns of which one begins with a number the other one is the text.
     """
     number, columns = next(rows, (1, [""]))
-    texts = [place for place, cell in enumerate(columns) if not _is_number(cell)]
+    texts = [place for place, cell in enumerate(columns) if not _NUMBER.fullmatch(cell)]
     if wanted is not None and not set(wanted) <= set(columns) and len(texts) < len(columns):
         rows = chain([(number, columns)], rows)
         columns = [str(place) for place in range(1, len(columns) + 1)]
-        if "text" in wanted and len(texts) == 1:
+        if "text" in wanted and (len(columns), len(texts)) == (2, 1):
             columns[texts[0]] = "text"
     _check_columns(path, columns, wanted)
     for number, fields in rows:
@@ -223,14 +224,6 @@ def _table(path: Path, rows: Iterator[tuple[int, list[str]]], wanted: Wanted) ->
             many = "more" if len(fields) > len(columns) else "fewer"
             raise DataError(f"{path} line {number}: has {many} fields than the first line")
         yield f"{path} line {number}", dict(zip(columns, fields, strict=True))
-
-
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell)
-    except ValueError:
-        return False
-    return True
 
 
 def read_parquet(path: Path, wanted: Wanted) -> Iterator[Record]:

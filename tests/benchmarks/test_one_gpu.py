@@ -18,7 +18,6 @@ ROWS = [row for row in json.loads(MEASURED.read_text()) if row["name"] in RUNS]
 WITHOUT_ISLANDS = "small, no islands"
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize("row", ROWS, ids=[f"{row['gpu']}: {row['name']}" for row in ROWS])
 def test_a_measured_step_is_predicted(row: dict[str, Any]) -> None:
     """Data sheets alone: time to 8 %, what torch allocates to 2 %, the device to 6 %. Islands are in no prediction."""

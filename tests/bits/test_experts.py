@@ -52,7 +52,6 @@ def on_one_device(*words: str) -> Ended:
     return ended(run(*words))
 
 
-@pytest.mark.few(4)
 @pytest.mark.diagonal
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("words", WORDS)

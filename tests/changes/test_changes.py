@@ -1,8 +1,8 @@
 """Files per change: each folder here is a change that people ask for, as edits of a copy of the package, and its test.
 
 `change.yaml` has `adds` (path: text) and `edits` (path: a list of old and new texts, each there once); `try.py` is run
-with the changed copy as the package, in an empty folder. What is counted is files of the package that a change adds or
-edits. A bound in FILES may only fall.
+next to `trained.py` in an empty folder, with the changed copy as the package. The test counts the files of the package
+that a change adds or edits. A bound in FILES may only fall.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def test_a_change_does_what_it_says(name: str, tmp_path: Path) -> None:
             assert text.count(edit["old"]) == 1, f"{path} has changed: find another place in {name}/change.yaml"
             text = text.replace(edit["old"], edit["new"])
         (copy / path).write_text(text)
-    shutil.copy(HERE / name / "try.py", folder / "try.py")
+    for file in (HERE / name / "try.py", HERE / "trained.py"):
+        shutil.copy(file, folder)
     environment = os.environ | {"PYTHONPATH": str(copy.parent), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "try.py"], cwd=folder, env=environment, capture_output=True, text=True,

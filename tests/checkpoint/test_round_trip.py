@@ -53,7 +53,6 @@ def serial() -> list[float]:
     return legs("allreduce", 1, None, None, range(LAST))[0][0]
 
 
-@pytest.mark.few(5)
 @pytest.mark.diagonal
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("sync", SYNCS)

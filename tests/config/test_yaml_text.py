@@ -133,6 +133,13 @@ def test_a_field_of_numbers_refuses_them_in_quotes_too(text: str, field: str) ->
         load_config("quickstart", [f"{field}='{text}'"])
 
 
+@pytest.mark.parametrize("word", ["optimizer.betas=['0_9', 0.95]", "optimizer.betas=[0.9, '00.95']"])
+def test_a_list_of_numbers_refuses_them_too(word: str) -> None:
+    with pytest.raises(ConfigError, match=r"is a text, and no number as YAML 1\.2 writes it"):
+        load_config("quickstart", [word])
+    assert load_config("quickstart", ["optimizer.betas=['0.9', '0.95']"]).optimizer.betas == (0.9, 0.95)
+
+
 def test_a_plain_number_in_quotes_is_a_number_and_a_name_may_have_digits() -> None:
     class Named(Section):
         name: str | None

@@ -89,7 +89,6 @@ def test_equals_serial_with_stages(kind: str, schedule: str) -> None:
     check(run(config), serial("gpt2"))
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize("sync", [sync for sync in SYNCS if sync != "fsdp"])
 def test_equals_serial_with_every_sync(sync: str) -> None:
     layout = {"data": {"size": 2, "sync": sync, "bucket": 8192}}

@@ -161,13 +161,24 @@ def test_a_column_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name, mark", [("a.csv", ","), ("a.tsv", "\t")])
 def test_a_table_whose_first_row_has_a_number_has_no_names(name: str, mark: str, tmp_path: Path) -> None:
     path = tmp_path / name
-    path.write_text("".join(f"{mark.join(row)}\n" for row in (("0", "one", "-1.5"), ("1", "two", "2e3"))))
-    assert list(documents(str(path))) == ["one", "two"]
-    assert list(documents(str(path), Picks(column="3"))) == ["-1.5", "2e3"]
-    with pytest.raises(DataError, match="has no column `4`; its columns: 1, 2, 3"):
-        list(documents(str(path), Picks(column="4")))
-    path.write_text("".join(f"{mark.join(row)}\n" for row in (("2023", "text"), ("1", "two"))))
+
+    def write(*rows: tuple[str, ...]) -> None:
+        path.write_text("".join(f"{mark.join(row)}\n" for row in rows))
+
+    for rows in ((("0", "one"), ("1", "two")), (("one", "-1.5"), ("two", "2e3")), (("5 ", "one"), ("x", "two"))):
+        write(*rows)
+        assert list(documents(str(path))) == ["one", "two"]
+    write(("0", "one", "un"), ("1", "two", "deux"))
+    assert list(documents(str(path), Picks(column="3"))) == ["un", "deux"]
+    for picks, lacks in ((Picks(), "text"), (Picks(column="4"), "4")):
+        with pytest.raises(DataError, match=f"has no column `{lacks}`; its columns: 1, 2, 3"):
+            list(documents(str(path), picks))
+    write(("2023", "text"), ("1", "two"))
     assert list(documents(str(path))) == ["two"], "a wanted name is a name"
+    for names in (("name", "inf"), ("nan", "body"), ("infinity", "1_0")):  # numbers of Python's, and of nobody's table
+        write(names, ("one", "two"))
+        with pytest.raises(DataError, match=f"has no column `text`; its columns: {names[0]}, {names[1]}"):
+            list(documents(str(path)))
 
 
 def test_dialogues_of_every_form(tmp_path: Path) -> None:

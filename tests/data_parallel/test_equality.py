@@ -163,7 +163,6 @@ def serial() -> tuple[list[float], dict[str, dict[tuple[int, ...], torch.Tensor]
     return run_ranks(train, Grid((("data", 1),)), config_for("allreduce", 1))[0]
 
 
-@pytest.mark.few(6)
 @pytest.mark.diagonal
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("sync", SYNCS)

@@ -12,7 +12,6 @@ from tests.fuzz.bits import AXES, config_of, differing, numbered
 COVERING = [json.loads(line) for line in COVERING_BITS.read_text().splitlines()]
 
 
-@pytest.mark.few(12)
 @pytest.mark.parametrize("case", COVERING, ids=lambda case: case["run"])
 def test_a_covering_set_of_layouts_ends_with_the_bits_of_one_device(case) -> None:
     kind = case["run"], case["precision"]

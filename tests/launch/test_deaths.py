@@ -122,7 +122,6 @@ def wait_for(condition: Callable[[], bool], launcher: BaseProcess) -> None:
         time.sleep(0.002)
 
 
-@pytest.mark.few(2)
 @each_kind
 def test_kills_at_random_moments_and_before_the_first_step(tmp_path: Path, kind: str) -> None:
     choose, killed, before = random.Random(kind), list[psutil.Process](), 0

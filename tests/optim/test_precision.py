@@ -77,7 +77,6 @@ def half_precision(sync: str) -> list[dict[tuple[str, str], list[float]]]:
     return run_ranks(all_losses, Grid((("data", 2),)), sync)
 
 
-@pytest.mark.few(6)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("sync", ["allreduce", "zero1", "fsdp"])

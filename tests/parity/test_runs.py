@@ -70,7 +70,6 @@ def compared(folder: Path, first: str, second: str) -> list[ParityResult]:
     return compare_runs(RecordedRun.read(folder / first), RecordedRun.read(folder / second))
 
 
-@pytest.mark.few(7)
 @pytest.mark.parametrize(
     "first, second",
     [("one", "micro"), ("one", "tp"), ("one", "data"), ("one", "ddp"), ("one", "fsdp2"), ("one", "both"),

@@ -2,31 +2,11 @@
 
 from pathlib import Path
 
+from trained import losses
+
 import meshwright as mw
 
-RUN = {
-    "model": {"layers": 2, "hidden": 16, "heads": 2, "positions": 16, "vocabulary": 257, "dropout": 0.0},
-    "data": {"source": "text.txt", "sequence": 16},
-    "batch": {"global": 8, "micro": 2},
-    "layout": {"transport": "threads"},
-    "optimizer": {"lr": 1e-2},
-    "steps": 3,
-    "validation": "none",
-    "device": "cpu",
-    "threads": 1,
-    "metrics": {"sinks": []},
-    "compile": "none",
-}
-
-
-def losses(out, *words):
-    """The losses of a run with these words."""
-    mw.train(mw.load(RUN, words), out)
-    return [line["loss"] for line in mw.history(out) if "loss" in line]
-
-
 if __name__ == "__main__":
-    Path("text.txt").write_text("A text of some words to learn by heart.\n" * 40)
     words = ["optimizer.name=lion", "optimizer.lr=1e-3"]
     alone = losses("alone", *words)
     assert alone[-1] < alone[0], alone

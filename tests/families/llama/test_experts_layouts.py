@@ -81,7 +81,6 @@ def serial() -> Any:
     return run(experts({}))[0]
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long) if name in ONLY_LONG else name for name in LAYOUTS]
 )

@@ -88,7 +88,6 @@ def few(heads: int, layout: dict[str, Any], **changes: Any) -> Config:
                  "positions": 48, "key_value_heads": heads}, **changes)  # fmt: skip
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long) if name in SHARED_ONLY_LONG else name for name in SHARED]
 )

@@ -242,7 +242,6 @@ def label(tensor: dict[str, Any]) -> str:
     return "-".join(map(str, tensor.values()))
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "tensor",
     [*SUBGRAPHS, ONE_D, BLOCKS[0], *(pytest.param(tensor, marks=pytest.mark.long) for tensor in ONLY_LONG)],

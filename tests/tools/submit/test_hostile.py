@@ -188,7 +188,6 @@ def test_the_run_s_words_reach_the_ranks_as_they_are(
     assert word in check(engine, text, folder)
 
 
-@pytest.mark.few(60)
 @pytest.mark.parametrize("engine", OURS["submit"])
 @pytest.mark.parametrize("number", range(len(WORDS)))
 def test_the_run_s_folder_and_file_reach_the_ranks_as_they_are(
