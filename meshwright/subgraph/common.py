@@ -52,7 +52,9 @@ class CommonLinear(_Common, SerialLinear):
         self.set_owner(segment.owner)
 
     def of_no_rows(self, x: Tensor, *width: int) -> Tensor:
-        return super().of_no_rows(x, *width[:-1], self.products.outputs_of(width[-1]))
+        if len(width) == 1:  # parts that share a key-value head have a copy each; groups are whole
+            width = (self.products.outputs_of(width[0]),)
+        return super().of_no_rows(x, *width)
 
 
 class Absent(ShardedModule):

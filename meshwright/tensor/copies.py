@@ -128,6 +128,9 @@ class ColumnProducts(Products):
 
     columns: Columns
 
+    def outputs_of(self, held: int) -> int:
+        return self.columns.num_of(held)
+
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return super().forward(x, self.columns.of(weight), None if bias is None else self.columns.of(bias))
 
