@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 from itertools import pairwise, product
 
 from meshwright.config import Config
@@ -28,10 +28,11 @@ from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.grid import PIPE, grid_of_run
 from meshwright.ranks.ledger import MESSAGE, Ledger, Traffic
 from meshwright.ranks.mailbox import Side
-from meshwright.tools.plan.buckets import Buckets, PlannedBucket, loads_program
+from meshwright.tools.plan.buckets import Buckets, HeldParameters, PlannedBucket, loads_program
 from meshwright.tools.plan.memory import Parameter
 from meshwright.tools.plan.recorder import Cost, Program, Seconds, place
 from meshwright.tools.plan.recordings import Forms, Recording, Recordings, bytes_of
+from meshwright.tools.plan.remembered import remembered
 
 Sent = dict[tuple[str, str], Traffic]
 Gathered = Mapping[tuple[TaskKind, int], Sequence[int]]
@@ -229,6 +230,7 @@ class Composition:
         known: dict[int, list[PlannedBucket]] | None = None,
     ) -> None:
         self.config, self.stages = config, stages
+        self._buckets, self._known = buckets, known
         self.grid, self.placement = grid_of_run(config), placement_of(config)
         self.tasks = self.placement
         """The placement whose numbers tasks have as their chunk."""
@@ -249,7 +251,7 @@ class Composition:
         """The first rank of each stage."""
         names = [{parameter.name for parameter in stage.parameters} for stage in stages]
         # Embeddings and head at the two ends: with one stage their gradients are added up locally, not sent.
-        self.tied = tied = names[0] & names[-1] if len(stages) > 1 else set()
+        self.tied = tied = frozenset(names[0] & names[-1] if len(stages) > 1 else ())
         # Stages of equal work run the same recordings as often, and have or lack a tied parameter alike: their costs,
         # buckets and memory are counted once, since most stages of a long pipeline are alike.
         first: dict[Hashable, int] = {}
@@ -260,11 +262,16 @@ class Composition:
             )
             shared = any(parameter.name in tied for parameter in own.parameters)
             self.like.append(first.setdefault((work, shared), stage))
-        self.buckets: dict[int, list[PlannedBucket]] = known or {
-            stage: buckets.of(config, self.ranks[stage], stages[stage].parameters, tied) for stage in first.values()
-        }
 
-        self._gathers: dict[int, list[Gathered]] = {}
+    @cached_property
+    def buckets(self) -> dict[int, list[PlannedBucket]]:
+        """The buckets of the stages in `like`."""
+        return self._known or {
+            stage: self._buckets.of(
+                self.config, self.ranks[stage], HeldParameters(self.stages[stage].parameters, self.tied)
+            )
+            for stage in dict.fromkeys(self.like)
+        }
 
     def chunk(self, position: int) -> ChunkPlan:
         """The chunk at a position of the chain."""
@@ -293,7 +300,7 @@ class Composition:
                 yield Sending(f"gather for {COUNTING}", BUCKETS, buckets[index].gather, times)
             yield Sending(COUNTING, "experts' loads", self.loads(stage))
         for bucket in buckets:
-            yield Sending("sum of gradients", BUCKETS, bucket.reduce, bucket.sums)
+            yield Sending("sum of gradients", BUCKETS, bucket.reduce, bucket.sums(self.config.num_microbatches))
             yield Sending("new weights", BUCKETS, bucket.publish)
             yield Sending("sum of gradients", BUCKETS, bucket.across)
 
@@ -356,13 +363,13 @@ class Composition:
         """The buckets that the tasks of a microbatch at a place of the step gather (data_parallel/gathering.py)."""
         if not self.config.layout.data.strategy.gathers:
             return {}
-        like = self.like[stage]
-        if like not in self._gathers:
-            groups = self.groups(like)
-            recomputes = self.config.memory.recompute not in ("none", "selective")
-            # Weights that a part left gathered are found by the next, so the walk depends on the order of parts.
-            self._gathers[like] = gathered_buckets(self.buckets[like], groups, len(self.counts), recomputes)
-        return self._gathers[like][which]
+        return self._gathers(self.like[stage])[which]
+
+    @remembered()
+    def _gathers(self, stage: int) -> list[Gathered]:
+        recomputes = self.config.memory.recompute not in ("none", "selective")
+        # Weights that a part left gathered are found by the next, so the walk depends on the order of parts.
+        return gathered_buckets(self.buckets[stage], self.groups(stage), len(self.counts), recomputes)
 
     def groups(self, stage: int) -> list[list[list[int]]]:
         """The layers of each unit of each chunk of a stage, in the order of the forward pass."""
@@ -377,7 +384,7 @@ class Composition:
             sum(times * chunk.cost(kind, which).flops
                 for which, times in enumerate(self.counts)
                 for kind, chunk in product((*self.kinds, *again), self.stages[stage].chunks))
-            for stage in self.buckets
+            for stage in dict.fromkeys(self.like)
         )  # fmt: skip
 
 

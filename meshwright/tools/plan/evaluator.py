@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.config import Config
 from meshwright.config.layout import ContextParallel, Layout
+from meshwright.ranks.transports_section import TransportName
 from meshwright.registry import entries
 from meshwright.section import divisors, field_of, with_field
 from meshwright.tensor.section import Whole
 from meshwright.tools.plan.buckets import streams
 from meshwright.tools.plan.memory import Memory, verdict
+from meshwright.tools.plan.remembered import PARTS, remembered
+from meshwright.tools.plan.site import transport_on
 from meshwright.tools.plan.space import (
+    CHUNKS,
     OFFLOAD,
     SAVINGS,
     Refused,
@@ -115,7 +119,6 @@ class Evaluator:
     def __init__(self, job: SearchJob, models: Estimates, keep: Keep) -> None:
         self.job, self.models, self.keep = job, models, keep
         self.device_bytes = job.cluster.device.memory_bytes
-        self._bounds: dict[Hashable, float] = {}
 
     def evaluate_family(self, family: Config, found: SearchState, cutoff: float = math.inf) -> None:
         """Estimate into `found` a family's layouts whose bounds fit; a bound of `cutoff` seconds or more ends a
@@ -209,16 +212,23 @@ class Evaluator:
 
     def _may_be_fast(self, config: Config, found: SearchState, cutoff: float) -> bool:
         """Whether the lower bound of a layout's seconds, over all orders of its axes, is below `cutoff`."""
-        key = config.layout.layer, config.layout.axes, config.batch, config.memory.recompute, config.widens_gradients
-        if key not in self._bounds:
-            # Orders of axes differ in which ranks share a node.
-            self._bounds[key] = min(self.models.least_seconds(one) for one in orders_of(config, self.job))
-        seconds = self._bounds[key]
+        chunks, transport = max(CHUNKS, config.layout.pipeline.chunks), transport_on(self.job.cluster, config)
+        seconds = self._bound(config, chunks, transport)
         found.least[config.layout.layer] = min(seconds, found.least.get(config.layout.layer, seconds))
         if seconds < cutoff:
             return True
         found.count(config, slow=True)
         return False
+
+    @remembered(
+        *PARTS, "batch", "memory.recompute", "layout.data.size", "layout.data.shard", "layout.pipeline.size",
+        "layout.ranks_per_node",
+    )  # fmt: skip
+    def _bound(self, config: Config, chunks: int, transport: TransportName) -> float:
+        """The lower bound of a layout's seconds, over all orders of its axes."""
+        config = with_field(with_field(config, "layout.pipeline.chunks", chunks), "layout.transport", transport)
+        # Orders of axes differ in the ranks that share a node.
+        return min(self.models.least_seconds(one) for one in orders_of(config, self.job))
 
     def _room(
         self, config: Config, found: SearchState, cutoff: float, full: Collection[Config] = ()

@@ -29,7 +29,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import dropwhile
 from math import ceil, log2
 
@@ -38,6 +38,7 @@ from meshwright.ranks.grid import ENDS, HEAD_COPIES, PIPE, Grid
 from meshwright.ranks.ledger import VERBS, Traffic
 from meshwright.ranks.transports_section import TransportName
 from meshwright.tools.plan.cluster import Cluster, Curve, Level, interpolated
+from meshwright.tools.plan.remembered import remembered
 
 
 @dataclass(frozen=True)
@@ -228,20 +229,19 @@ class ClusterNetwork:
         self._measured: dict[tuple[str, int], Curve] = {
             (entry.verb, entry.ranks): entry.points for entry in links.measured
         }
-        self._shapes = cache(lambda axes: tiers.shapes(grid, axes.split("+")))
-        self._seconds: dict[tuple[str, str, int], float] = {}
-        self._shapes_of_steps: dict[tuple[int, int], _Shape] = {}
         outermost = tiers.sizes[-1]
         # On one node all ranks share its cores; between nodes only those of one do.
         self._slowdown = cluster.oversubscription(min(grid.world_size, outermost) if outermost > 1 else grid.world_size)
 
+    @remembered()
     def collective(self, axes: str, verb: str, payload_bytes: int) -> float:
         """Seconds of a collective over `axes` (`data`, `row+depth`) of the slowest group, while all groups over these
         axes do the same. `payload_bytes`: of the whole tensor, as in ledger.py."""
-        key = (axes, verb, payload_bytes)
-        if key not in self._seconds:
-            self._seconds[key] = max(self._group(shape, verb, payload_bytes) for shape in self._shapes(axes))
-        return self._seconds[key]
+        return max(self._group(shape, verb, payload_bytes) for shape in self._shapes(axes))
+
+    @remembered()
+    def _shapes(self, axes: str) -> list[_Shape]:
+        return self._tiers.shapes(self._grid, axes.split("+"))
 
     def ranks(self, axes: str) -> int:
         """The number of ranks in a group over `axes`."""
@@ -249,10 +249,11 @@ class ClusterNetwork:
 
     def message(self, sender: int, receiver: int, payload_bytes: int) -> float:
         """Seconds of a pipeline's message, while all who share links with the sender send as far along the pipe."""
-        key = (sender, receiver)
-        if key not in self._shapes_of_steps:
-            self._shapes_of_steps[key] = self._tiers.step(self._grid, sender, receiver)
-        return self._group(self._shapes_of_steps[key], "message", payload_bytes)
+        return self._group(self._step(sender, receiver), "message", payload_bytes)
+
+    @remembered()
+    def _step(self, sender: int, receiver: int) -> _Shape:
+        return self._tiers.step(self._grid, sender, receiver)
 
     def _group(self, shape: _Shape, verb: str, payload_bytes: int) -> float:
         if shape.size == 1:

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 
 from meshwright.config import Config
+from meshwright.config.layout import DataParallel, PipelineSection
+from meshwright.config.schema import BatchSection
 from meshwright.errors import ConfigError
 from meshwright.model import SAMPLES, Chunk, Costs, links
 from meshwright.models.chain import at_once, chain_of, make_chain, parameters_of, split_name
@@ -36,13 +38,15 @@ from meshwright.parts import (
 )
 from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.task import TaskKind
-from meshwright.ranks.grid import PIPE, REPLICA_AXES, Grid
+from meshwright.ranks.grid import Grid
 from meshwright.ranks.mailbox import TensorMeta
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.registry import entries, load_entry
+from meshwright.section import with_field
 from meshwright.tensor.serial import SerialKit
 from meshwright.tools.plan.memory import Parameter
 from meshwright.tools.plan.recorder import DISTINCT, Program, Recorder
+from meshwright.tools.plan.remembered import remembered
 from meshwright.tools.plan.software import OWN_SOFTWARE, Software
 
 Forms = tuple[TensorMeta, ...]
@@ -132,13 +136,11 @@ class Recordings:
 
     kind: str = "cpu"
     software: Software = OWN_SOFTWARE
-    recorded: dict[Hashable, Recording] = field(default_factory=dict)
-    _outlines: dict[Hashable, Outline] = field(default_factory=dict)
+    recorded: list[Recording] = field(default_factory=list)
+    """All that have been made."""
 
+    @remembered("model", "data")
     def outline(self, config: Config) -> Outline:
-        key = config.model, config.data
-        if key in self._outlines:
-            return self._outlines[key]
         # Whole parameters, so that the outline is the same under every layout.
         kit, costs = SerialKit(solo_mesh(torch.device("meta"))), chain_of(config).products(config)
         model = make_chain(config, kit)
@@ -154,8 +156,7 @@ class Recordings:
             goes_on = layer > 0 and parts[layer - 1] == part
             alike.append(alike[-1] if goes_on else layer)
         specs = [shard_specs(make_chain(config, kit, link)) for link in links(config.model.num_blocks)]
-        self._outlines[key] = Outline(tuple(alike), order, parameters_of(*specs))
-        return self._outlines[key]
+        return Outline(tuple(alike), order, parameters_of(*specs))
 
     def of(self, config: Config, chunk: Chunk, incoming: Forms) -> Recording:
         """The beginning, the end, or some layers, which are recomputed together where any are. `incoming`: what it is
@@ -168,13 +169,46 @@ class Recordings:
                 # The programs of like layers are one; only the parameters' names differ.
                 further = chunk.layers[0] - first
                 chunk = replace(chunk, layers=range(first, first + len(chunk.layers)))
-        key = (chunk, incoming, *_recording_key(config))
-        if key not in self.recorded:
-            software = self.software
-            # The embeddings' and the head's products stay in the run's format, as Transformer Engine leaves them.
-            recorder, on_device = software.recorder(layers=bool(chunk.layers)), software.on_device(self.kind)
-            self.recorded[key] = _record(config, recorder, on_device, chunk, incoming, software)
-        return self.recorded[key].moved(further)
+        recording = self._record(as_recorded(config, chunk), chunk, incoming, rule_of(config).splits)
+        return recording.moved(further)
+
+    @remembered(
+        "model", "data", "bits", "precision", "batch", "memory.recompute", "memory.summa",
+        "layout.data", "layout.context", "layout.tensor", "layout.order",
+    )  # fmt: skip
+    def _record(self, config: Config, chunk: Chunk, incoming: Forms, splits: bool) -> Recording:
+        # Numbers of stages change no part, and meta tensors have no values: one recording serves all stages and seeds.
+        config = with_field(config.model_copy(update={"seed": 0}), "layout.pipeline", _ONE_STAGE)
+        software = self.software
+        # The embeddings' and the head's products stay in the run's format, as Transformer Engine leaves them.
+        recorder, on_device = software.recorder(layers=bool(chunk.layers)), software.on_device(self.kind)
+        self.recorded.append(_record(config, recorder, on_device, chunk, incoming, software, splits=splits))
+        return self.recorded[-1]
+
+
+def as_recorded(config: Config, chunk: Chunk) -> Config:
+    """Return the config of the same part in the recorded run: few microbatches, and replicas only if forward passes
+    wait for each other on them."""
+    layout, recompute, data = config.layout, config.memory.recompute, config.layout.data
+    count = min(config.num_microbatches, DISTINCT if layout.tensor.by_size else 2)
+    exchange = data.exchange
+    if recompute not in ("none", "selective", "ops"):
+        recompute = max(1, len(chunk.layers))  # a recomputed part is one group, whichever size was asked for
+    if recompute in ("none", "selective"):
+        exchange = "blocking"  # rows that were received are kept by recomputed layers only
+    if not data.strategy.unplanned:
+        data = _ONE_REPLICA.model_copy(update={"size": data.expert, "expert": data.expert, "exchange": exchange})
+    layout = layout.model_copy(update={"data": data, "pipeline": _ONE_STAGE})
+    if layout.order != "auto":  # of an order the layer's axes count, which name groups
+        usual = tuple(name for name, _ in layout.layer_axes)
+        own = tuple(name for name, _ in layout.axes if name in usual)
+        layout = layout.model_copy(update={"order": "auto" if own == usual else own})
+    batch = _BATCH.model_copy(update={"global_": count * config.micro * data.size, "micro": config.micro})
+    memory = config.memory.model_copy(update={"recompute": recompute})
+    return config.model_copy(update={"layout": layout, "batch": batch, "memory": memory})
+
+
+_ONE_REPLICA, _ONE_STAGE, _BATCH = DataParallel(), PipelineSection(), BatchSection()
 
 
 def parameters_in(model: nn.Module) -> tuple[Parameter, ...]:
@@ -186,23 +220,6 @@ def parameters_in(model: nn.Module) -> tuple[Parameter, ...]:
     )
 
 
-def _recording_key(config: Config) -> tuple[Hashable, ...]:
-    """All of a config that changes a part's programs."""
-    layout, recompute = config.layout, config.memory.recompute
-    replicas = layout.data if layout.data.strategy.unplanned else None  # whose forward passes wait for each other
-    # Numbers of replicas and of stages change no part: one recording serves them all, which makes a search possible.
-    axes = tuple(axis for axis in layout.axes if axis[0] not in (*REPLICA_AXES, PIPE))
-    # The size of recomputed groups is in the chunk already.
-    groups = recompute if recompute in ("none", "selective", "ops") else "groups"
-    # Of a layer that is recomputed rows that came are kept where they come as messages.
-    keeps_rows = layout.data.in_pieces and groups in ("ops", "groups")
-    return (
-        config.model, config.data, layout.layer, axes, config.micro, config.precision.level, config.precision.dtype,
-        config.widens_gradients, groups, keeps_rows, config.memory.summa, rule_of(config).splits, _places(config),
-        replicas,
-    )  # fmt: skip
-
-
 def _places(config: Config) -> tuple[int, ...]:
     """For each place of a microbatch in the step, which of those that are recorded stands there."""
     count = min(config.num_microbatches, DISTINCT)  # one is first and last at once, of two none lies between
@@ -212,13 +229,12 @@ def _places(config: Config) -> tuple[int, ...]:
 
 
 def _record(
-    config: Config, recorder: Recorder, on_device: AsOnDevice, chunk: Chunk, incoming: Forms, software: Software
-) -> Recording:
+    config: Config, recorder: Recorder, on_device: AsOnDevice, chunk: Chunk, incoming: Forms, software: Software,
+    *, splits: bool,
+) -> Recording:  # fmt: skip
     """Run a part's tasks for each place of a microbatch, on one replica and stage: compose.py adds what these send."""
     layout = config.layout
-    alone = (PIPE,) if layout.data.strategy.unplanned else (*REPLICA_AXES, PIPE)
-    grid = Grid(tuple((name, 1 if name in alone else size) for name, size in layout.axes), config.copies)
-    mesh = software.mesh(grid, layout.token_axes, on_device.device_type, recorder)
+    mesh = software.mesh(Grid(layout.axes, config.copies), layout.token_axes, on_device.device_type, recorder)
     kit = build_kit(config, mesh)
     model = build_model(config, kit, mesh, chunk)
     recompute_in(config, model, (chunk,))
@@ -240,7 +256,7 @@ def _record(
     stage = Stage(model, gradients, run=run, autocasts=autocasts_of(config, mesh), multiplies=multiplies_in(config))
     programs: dict[TaskKind, list[Program]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}
     leaving: dict[TaskKind, list[frozenset[int]]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}
-    scales, places, splits = dict.fromkeys((*model.labels, SAMPLES), 1.0), _places(config), rule_of(config).splits
+    scales, places = dict.fromkeys((*model.labels, SAMPLES), 1.0), _places(config)
     for index in range(places[-1] + 1):
         batch = empty_batch(config, kit, model, mesh.device)
         given = tuple(torch.empty(form.shape, dtype=form.dtype, device="meta") for form in incoming)

@@ -154,7 +154,7 @@ def search(
 ) -> SearchResult:
     """The `top` fastest layouts of a run that fit on `devices`, among layouts for which `keep` is true.
 
-    `fixed`: fields that keep the run's values (space.py). `models`: shared by searches of one model on one cluster.
+    `fixed`: fields that keep the run's values (space.py). `models`: shared by searches on one cluster.
     `partial`: whether Ctrl-C ends the search with the best so far. `program`: searches this program's layouts alone.
     `improved`: called with each new fastest prediction that fits.
 

@@ -10,11 +10,13 @@ weight gradients wait.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshwright.config import Config
+from meshwright.config.layout import DataParallel, PipelineSection
 from meshwright.memory.offload import SINGLE
 from meshwright.model import Chunk
 from meshwright.parts import placement_of, recomputed_group, rule_of
@@ -25,9 +27,11 @@ from meshwright.ranks.mailbox import AHEAD
 from meshwright.tools.plan.memory import Parameter
 from meshwright.tools.plan.recorder import Kernel, Program, between, interpolated_program
 from meshwright.tools.plan.recordings import Forms, Recording, bytes_of
+from meshwright.tools.plan.remembered import PARTS, remembered
 
 if TYPE_CHECKING:
     from meshwright.tools.plan.predict import Planner
+    from meshwright.tools.plan.site import Links
 
 _SIZES = 2, 4
 """Samples of the two recordings, in multiples of the smallest microbatch that the tensor section can cut."""
@@ -61,15 +65,15 @@ class TimedPart:
     weights: float
 
 
+StageShape = tuple[tuple[int, int], ...]
+"""A stage as (position of the distinct part, number of such parts)."""
+
+
 @dataclass
 class TimedParts:
-    """The parts for layouts on one cluster. Caches what layouts share."""
+    """The parts for layouts on one cluster."""
 
     planner: Planner
-    _parts: dict[Hashable, dict[int, EstimatedPart]] = field(default_factory=dict)
-    _timed: dict[Hashable, dict[int, TimedPart]] = field(default_factory=dict)
-    _kept_shares: dict[Hashable, float] = field(default_factory=dict)
-    _attention_again: dict[Hashable, float] = field(default_factory=dict)
 
     def distinct(self, config: Config) -> Iterator[tuple[int, Chunk]]:
         """The chain's distinct parts by position, in the order of the forward pass."""
@@ -78,21 +82,31 @@ class TimedParts:
             yield first, Chunk(range(first, first + 1), False, False)
         yield config.model.num_blocks, Chunk(range(0), False, True)
 
-    def of(self, config: Config) -> dict[int, TimedPart]:
-        """By position: -1 the embeddings, i the first of each run of equal layers, num_blocks the head."""
-        key = config.layout.layer, config.micro, strides(config), config.widens_gradients
-        if key not in self._timed:
-            self._timed[key] = {place: self._time(config, part) for place, part in self.untimed(config).items()}
-        return self._timed[key]
+    @remembered("model", "data")
+    def shapes(self, config: Config, partition: tuple[int, ...]) -> list[StageShape]:
+        """By position of the chain, (distinct part, number of such parts)."""
+        alike, last = self.planner.recordings.outline(config).alike, len(partition) - 1
+        shapes = []
+        for stage, run in enumerate(ranges_of(partition)):
+            parts = Counter(alike[layer] for layer in run)
+            parts.update([-1] * (stage == 0) + [len(alike)] * (stage == last))
+            shapes.append(tuple(sorted(parts.items())))
+        return shapes
 
-    def _time(self, config: Config, part: EstimatedPart) -> TimedPart:
+    @remembered(*PARTS, "micro", "widens_gradients")
+    def of(self, config: Config, links: Links) -> dict[int, TimedPart]:
+        """By position: -1 the embeddings, i the first of each run of equal layers, num_blocks the head. `links`: of the
+        axes that cut a layer."""
+        return {place: self._time(config, part, links) for place, part in self.untimed(config).items()}
+
+    def _time(self, config: Config, part: EstimatedPart, links: Links) -> TimedPart:
         """The part's seconds at its quickest place in the step. Half of a backward pass's kernels count for weights,
         with the widening of a layer's gradients, which a recording of one microbatch lacks."""
-        timer, network = self.planner.timer(config), self.planner.network(config)
-        overlaps = network.overlaps if "layers" in self.planner.software.overlapped else 0.0
+        timer = self.planner.site.timer_of(links.world_size, config.precision.tf32)
+        overlaps = links.overlaps if "layers" in self.planner.software.overlapped else 0.0
 
         def seconds(mix: _Mix, overlaps: float) -> float:
-            return max(0.0, sum(times * timer.seconds(program, network, overlaps) for times, program in mix))
+            return max(0.0, sum(times * timer.seconds(program, links, overlaps) for times, program in mix))
 
         forward, backward = (
             # Most microbatches neither gather (the first) nor sum (the last): the quickest place.
@@ -111,50 +125,60 @@ class TimedParts:
         each = forward[0], backward[0] + widened, inputs, weights + widened
         return TimedPart(part, *(timer.part + seconds for seconds in each))
 
+    @remembered(*PARTS, "micro")
     def untimed(self, config: Config) -> dict[int, EstimatedPart]:
         """The parts without seconds, equal in every order of axes."""
-        key = config.layout.layer, config.micro
-        if key not in self._parts:
-            smallest = smallest_micro(config)
-            by_size = config.layout.tensor.by_size  # what stays, what travels: recorded at each size
-            sizes = (config.micro,) * 2 if by_size else tuple(size * smallest for size in _SIZES)
-            share = (config.micro / smallest - _SIZES[0]) / (_SIZES[1] - _SIZES[0])
-            ends, parts = (-1, config.model.num_blocks), {}
-            before: tuple[Forms, Forms] = (), ()
-            small, large = (_alone(config, size) for size in sizes)
-            for place, chunk in self.distinct(config):
-                # A part's input is the output of the part before, at the same size of microbatch.
-                one, other = (
-                    self.planner.recordings.of(alone, chunk, forms)
-                    for alone, forms in zip((small, large), before, strict=True)
-                )
-                before = one.outgoing, other.outgoing
-                parts[place] = _interpolated(one, other, share, is_layer=place not in ends)
-            self._parts[key] = parts
-        return self._parts[key]
+        smallest, micro = smallest_micro(config), config.micro
+        by_size = config.layout.tensor.by_size  # what stays, what travels: recorded at each size
+        sizes = (micro,) * 2 if by_size else tuple(size * smallest for size in _SIZES)
+        share = (micro / smallest - _SIZES[0]) / (_SIZES[1] - _SIZES[0])
+        ends, parts = (-1, config.model.num_blocks), {}
+        before: tuple[Forms, Forms] = (), ()
+        small, large = (_alone(config, size) for size in sizes)
+        for place, chunk in self.distinct(config):
+            # A part's input is the output of the part before, at the same size of microbatch.
+            one, other = (
+                self.planner.recordings.of(alone, chunk, forms)
+                for alone, forms in zip((small, large), before, strict=True)
+            )
+            before = one.outgoing, other.outgoing
+            programs = {
+                kind: tuple(_mixed(*both, share) for both in zip(one.programs[kind], other.programs[kind], strict=True))
+                for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
+            }
+            kept = between(_kept(one), _kept(other), share)
+            sent = round(between(bytes_of(one.outgoing), bytes_of(other.outgoing), share))
+            parts[place] = EstimatedPart(programs, kept, sent, _without_schedule(one), place not in ends)
+        return parts
 
+    @remembered(*PARTS)
+    def parameters(self, config: Config) -> dict[int, tuple[Parameter, ...]]:
+        """The parameters of each part, which no size of microbatch changes."""
+        alone, parts = _alone(config, _SIZES[0] * smallest_micro(config)), {}
+        forms: Forms = ()
+        for place, chunk in self.distinct(config):
+            recording = self.planner.recordings.of(alone, chunk, forms)
+            forms, parts[place] = recording.outgoing, _without_schedule(recording)
+        return parts
+
+    @remembered(*PARTS)
     def kept_share(self, config: Config) -> float:
         """The share of the first layer's kept bytes that remains where attention is recomputed."""
-        layer = config.layout.layer
-        if layer not in self._kept_shares:
-            kept, still = (_kept(recording) for recording in self._with_attention_again(config))
-            # One layer stands for all, which are cut alike.
-            self._kept_shares[layer] = still / kept
-        return self._kept_shares[layer]
+        kept, still = (_kept(recording) for recording in self._with_attention_again(config))
+        # One layer stands for all, which are cut alike.
+        return still / kept
 
-    def attention_again(self, config: Config) -> float:
+    @remembered(*PARTS, "micro")
+    def attention_again(self, config: Config, links: Links) -> float:
         """Seconds that recomputed attention adds to the first layer's backward pass."""
-        key = config.layout.layer, config.micro, strides(config)
-        if key not in self._attention_again:
-            timer, network = self.planner.timer(config), self.planner.network(config)
-            once, twice = (
-                timer.seconds(recording.programs[TaskKind.BACKWARD][-1], network, 1.0)
-                for recording in self._with_attention_again(config)
-            )
-            # In proportion to the samples; attention grows at least as fast, except for kernel launches.
-            share = config.micro / (_SIZES[0] * smallest_micro(config))
-            self._attention_again[key] = max(0.0, twice - once) * share
-        return self._attention_again[key]
+        timer = self.planner.site.timer_of(links.world_size, config.precision.tf32)
+        once, twice = (
+            timer.seconds(recording.programs[TaskKind.BACKWARD][-1], links, 1.0)
+            for recording in self._with_attention_again(config)
+        )
+        # In proportion to the samples; attention grows at least as fast, except for kernel launches.
+        share = config.micro / (_SIZES[0] * smallest_micro(config))
+        return max(0.0, twice - once) * share
 
     def _with_attention_again(self, config: Config) -> tuple[Recording, Recording]:
         """Recordings of the first layer for a small microbatch: (without, with) recomputed attention."""
@@ -166,27 +190,19 @@ class TimedParts:
         return once, twice
 
 
-def strides(config: Config, *more: str) -> Hashable:
-    """Strides of the axes that cut a layer, and of `more`; they determine the links between these ranks."""
-    axes, names = config.layout.nesting, {*(name for name, _ in config.layout.layer_axes), *more}
-    return tuple(
-        (name, size, math.prod(after for _, after in axes[index + 1 :]))
-        for index, (name, size) in enumerate(axes)
-        if name in names
-    )
-
-
 def smallest_micro(config: Config) -> int:
     """Least samples of a microbatch with which every rank has one."""
-    sizes = dict(config.layout.axes)
+    sizes = dict(config.layout.tensor.axes)
     return math.prod(sizes[axis] for axis in config.layout.tensor.batch_axes)
 
 
 def _alone(config: Config, micro: int) -> Config:
     """One replica of one stage, with few microbatches of `micro` samples a step."""
+    data = config.layout.data
     one = {
-        "data": config.layout.data.model_copy(update={"size": 1, "shard": None}),
-        "pipeline": config.layout.pipeline.model_copy(update={"size": 1}),
+        "data": DataParallel(expert=data.expert, exchange=data.exchange),
+        "pipeline": PipelineSection(),
+        "order": "auto",
     }
     count = 2 if config.layout.tensor.by_size else 1  # the first microbatch gathers weights
     batch = config.batch.model_copy(update={"global_": count * micro, "micro": micro})
@@ -202,20 +218,9 @@ def _kept(recording: Recording) -> int:
     return recording.programs[TaskKind.FORWARD][-1].kept_bytes
 
 
-def _interpolated(small: Recording, large: Recording, share: float, *, is_layer: bool) -> EstimatedPart:
-    """A part for a microbatch at `share` of the way from the small recording's to the large one's, or beyond."""
-
-    programs = {
-        kind: tuple(
-            _mixed(one, other, share) for one, other in zip(small.programs[kind], large.programs[kind], strict=True)
-        )
-        for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
-    }
-    outgoing = [bytes_of(recording.outgoing) for recording in (small, large)]
-    # A recording has the schedule of the first layout that asked; facts of the schedule are left out here.
-    parameters = tuple(Parameter(each.name, each.shape, each.dtype, each.spec) for each in small.parameters)
-    kept = between(_kept(small), _kept(large), share)
-    return EstimatedPart(programs, kept, round(between(outgoing[0], outgoing[1], share)), parameters, is_layer)
+def _without_schedule(recording: Recording) -> tuple[Parameter, ...]:
+    """A recording's parameters without facts of the schedule under which it was recorded."""
+    return tuple(Parameter(each.name, each.shape, each.dtype, each.spec) for each in recording.parameters)
 
 
 def _mixed(small: Program, large: Program, share: float) -> _Mix:
@@ -233,30 +238,17 @@ MIN_DEFERRED_SHARE = 0.5
 """Lower bound of the activations of deferred weight gradients, as a share of the estimate: which stage defers how many
 W is uncertain."""
 
-StageShape = tuple[tuple[int, int], ...]
-"""A stage as (position of the distinct part, number of such parts)."""
-
 
 @dataclass
 class HeldActivations:
-    """Bytes of activations by layout. Caches what layouts share."""
+    """Bytes of activations by layout."""
 
     parts: TimedParts
-    _deferrals: dict[Hashable, dict[int, float]] = field(default_factory=dict)
-    _known: dict[Hashable, tuple[float, float]] = field(default_factory=dict)
 
-    def of(self, config: Config, partition: tuple[int, ...], shapes: Sequence[StageShape]) -> tuple[float, float]:
+    @remembered(*PARTS, "micro", "num_microbatches", "memory.recompute", "layout.pipeline")
+    def of(self, config: Config, partition: tuple[int, ...]) -> tuple[float, float]:
         """(Bytes that the fullest stage keeps, its peak bytes of all microbatches), independent of sync and states."""
-        layout = config.layout
-        key = (
-            layout.layer, layout.pipeline, partition, config.micro, config.num_microbatches, config.memory.recompute,
-            layout.data.in_pieces,
-        )  # fmt: skip
-        if key not in self._known:
-            self._known[key] = self._find(config, partition, shapes)
-        return self._known[key]
-
-    def _find(self, config: Config, partition: tuple[int, ...], shapes: Sequence[StageShape]) -> tuple[float, float]:
+        shapes = self.parts.shapes(config, partition)
         parts, placement = self.parts.untimed(config), placement_of(config)
         kept, total, deferring = 0.0, 0.0, self._deferring(config, partition, placement)
         # Candidates for the fullest: the first (most microbatches), the longest (most layers), deferring ones (most W).
@@ -292,6 +284,10 @@ class HeldActivations:
             total = max(total, keeps + beside + recomputed)
         return kept, total
 
+    @remembered(
+        "model", "data", "micro", "num_microbatches", "memory.recompute", "layout.pipeline", "layout.data.expert",
+        "layout.data.exchange",
+    )  # fmt: skip
     def _deferring(self, config: Config, partition: tuple[int, ...], placement: ChunkPlacement) -> dict[int, float]:
         """By stage, the share of microbatches whose W of recomputed layers waits for the in-flight limit. A stage takes
         microbatches at the slowest stage's pace without W, and its remaining time is too short for all W. Of stages
@@ -299,24 +295,21 @@ class HeldActivations:
         rule, in_groups = rule_of(config), config.memory.recompute not in ("none", "selective")
         if rule.fixed or config.layout.pipeline.limit_by_memory or not (rule.splits and in_groups):
             return {}
-        key = partition, placement, config.micro, config.num_microbatches
-        if key not in self._deferrals:
-            costs = self.parts.planner.work(config)
-            layers = [sum(costs.layers[layer] for layer in layers) for layers in ranges_of(partition)]
-            ends = [0.0] * len(layers)
-            ends[0] += costs.embedding
-            ends[-1] += costs.head
-            own = [placement.positions[stage] for stage in range(placement.num_stages)]
-            # A recomputed layer's F, second F, B and W take equal seconds; embeddings and head have one F.
-            weights = [sum(layers[at] + ends[at] for at in positions) / 3 for positions in own]
-            passes = [sum(layers[at] + ends[at] * 2 / 3 for at in positions) for positions in own]
-            alike = {tuple(partition[at] for at in positions): stage for stage, positions in enumerate(own)}
-            self._deferrals[key] = {
-                stage: max(0.0, 1 - (max(passes) - passes[stage]) / weights[stage])
-                for stage in alike.values()
-                if weights[stage]
-            }
-        return self._deferrals[key]
+        costs = self.parts.planner.work(config)
+        layers = [sum(costs.layers[layer] for layer in layers) for layers in ranges_of(partition)]
+        ends = [0.0] * len(layers)
+        ends[0] += costs.embedding
+        ends[-1] += costs.head
+        own = [placement.positions[stage] for stage in range(placement.num_stages)]
+        # A recomputed layer's F, second F, B and W take equal seconds; embeddings and head have one F.
+        weights = [sum(layers[at] + ends[at] for at in positions) / 3 for positions in own]
+        passes = [sum(layers[at] + ends[at] * 2 / 3 for at in positions) for positions in own]
+        alike = {tuple(partition[at] for at in positions): stage for stage, positions in enumerate(own)}
+        return {
+            stage: max(0.0, 1 - (max(passes) - passes[stage]) / weights[stage])
+            for stage in alike.values()
+            if weights[stage]
+        }
 
     def _kept_bytes(self, config: Config, stage: Sequence[tuple[EstimatedPart, int]]) -> float:
         """Bytes that a forward pass keeps on a stage; a recomputed group keeps its input."""

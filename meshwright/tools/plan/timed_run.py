@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from functools import cached_property
 
 from meshwright.config import Config
 from meshwright.memory.offload import SINGLE
@@ -13,37 +12,35 @@ from meshwright.pipeline.clock import Pace
 from meshwright.pipeline.schedule import FORWARD_ONLY
 from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.mailbox import AHEAD
-from meshwright.tools.plan.buckets import PlannedBucket, memory_of
+from meshwright.tools.plan.buckets import Buckets, PlannedBucket, memory_of
 from meshwright.tools.plan.compose import Composition, StagePlan
-from meshwright.tools.plan.memory import Footprint, Memory
+from meshwright.tools.plan.memory import Memory
 from meshwright.tools.plan.passes import Passes, PipelinePhase, Sum, phase_of
 from meshwright.tools.plan.pieces import piece_costs
 from meshwright.tools.plan.recorder import Cost, Kernel, PieceCosts, Program, Start
 from meshwright.tools.plan.recordings import bytes_of
+from meshwright.tools.plan.remembered import remembered
+from meshwright.tools.plan.site import Site
 from meshwright.tools.plan.software import STEPPED_BYTES, STEPS_OF_ADAMW, Communication
-
-if TYPE_CHECKING:
-    from meshwright.tools.plan.predict import Planner
 
 
 class TimedRun(Composition):
-    """A resolved run on a planner's cluster: how long what it is composed of takes there."""
+    """A resolved run at a site: how long its tasks, sums and optimizer take there."""
 
     def __init__(
         self,
-        planner: Planner,
+        site: Site,
+        buckets: Buckets,
         config: Config,
         stages: list[StagePlan],
         known: dict[int, list[PlannedBucket]] | None = None,
     ) -> None:
-        super().__init__(config, stages, planner.buckets, known)
-        self.cluster, self.known_passes, self.software = planner.cluster, planner.passes, planner.software
-        self.shared = planner.buckets.share(config)
-        self.network, self.timer, self.context = planner.network(config), planner.timer(config), planner.context(config)
-        self.message = partial(planner.message_seconds, config)
+        super().__init__(config, stages, buckets, known)
+        self.site, self.cluster, self.software = site, site.cluster, site.software
+        self.network, self.timer = site.network(config), site.timer(config)
         self.devices_per_host = self.timer.ranks_per_node if self.software.one_process else 1
         # One process issues forward kernels of all devices in turn; backward passes have threads of their own.
-        self.forward_timer = planner.timer(config, self.devices_per_host)
+        self.forward_timer = site.timer(config, self.devices_per_host)
         self.agreement = self.network.collective(self.peers, "broadcast", 8) if self.agrees else 0.0
         """Seconds until a stage's ranks agree on a task."""
         self.pace: Pace | None = None
@@ -51,10 +48,6 @@ class TimedRun(Composition):
             # Stages that wait leave their cores to the others; where every rank has a device, nobody can.
             ranks, timer = self.grid.world_size // len(stages), self.timer
             self.pace = lambda busy: timer.gain(busy * ranks)
-        self.costs: dict[tuple[int, int, TaskKind, int], Cost] = {}
-        self.in_pieces: dict[tuple[int, int, TaskKind, int], PieceCosts] = {}
-        self.footprints: dict[int, Footprint] = {}
-        """The memory of stages, by number, as their allocators hold it (process.py)."""
 
     def seconds(self, program: Program) -> float:
         return self.timer.seconds(program, self.network, self.overlap("layers"))
@@ -70,7 +63,7 @@ class TimedRun(Composition):
         for stage, (peak, plan) in enumerate(zip(passes.peaks, self.stages, strict=True)):
             beside = self.awaited_bytes(stage) + plan.apart_bytes(self.config) + self.software.buffers_bytes
             most, buckets = replace(peak, total_bytes=peak.total_bytes + beside), self.buckets[self.like[stage]]
-            memory.append(memory_of(self.config, buckets, most, self.context, self.software))
+            memory.append(memory_of(self.config, buckets, most, self.site.context(self.config), self.software))
         return tuple(memory)
 
     def awaited_bytes(self, stage: int) -> int:
@@ -79,20 +72,6 @@ class TimedRun(Composition):
         most, count = AHEAD[self.cluster.device.kind], self.config.num_microbatches
         sides = [sizes for sizes in self.messages(stage).values() if sizes]
         return sum(min(most, count * len(sizes)) * max(sizes) for sizes in sides)
-
-    def passes(self, *, brief: bool = False) -> Passes:
-        """The pipeline phase, which other ways to sum gradients and to keep states have in common. `brief`: its
-        beginning alone."""
-        config, layout = self.config, self.config.layout
-        key = (
-            config.model, config.data, config.precision, config.memory.recompute, config.memory.summa, config.micro,
-            config.num_microbatches, layout.layer, layout.nesting, layout.pipeline, layout.transport,
-            # Sums and states come after the phase, unless slices travel beside its tasks.
-            (layout.data, config.memory.offload) if layout.data.strategy.slices else layout.data.in_pieces, brief,
-        )  # fmt: skip
-        if key not in self.known_passes:
-            self.known_passes[key] = self.phase.beginning.shown() if brief else self.phase.whole
-        return self.known_passes[key]
 
     @cached_property
     def phase(self) -> PipelinePhase:
@@ -110,41 +89,43 @@ class TimedRun(Composition):
     def pieces(self, position: int, kind: TaskKind, which: int) -> PieceCosts:
         """A task at a position of the chain in pieces, where rows travel to experts as messages."""
         stage = self.placement.stage_of[position]
-        key = self.like[stage], position // self.placement.num_stages, kind, which
-        if key not in self.in_pieces:
-            whole = self.cost(position, kind, which)
-            self.in_pieces[key] = piece_costs(
-                self.chunk(position), kind, which, whole, self.seconds,
-                lambda start: start.times * self.network.collective(start.axes, start.verb, start.payload_bytes),
-            )  # fmt: skip
-        return self.in_pieces[key]
+        return self._pieces(self.like[stage], position // self.placement.num_stages, kind, which)
+
+    @remembered()
+    def _pieces(self, stage: int, chunk: int, kind: TaskKind, which: int) -> PieceCosts:
+        return piece_costs(
+            self.stages[stage].chunks[chunk], kind, which, self._cost(stage, chunk, kind, which), self.seconds,
+            lambda start: start.times * self.network.collective(start.axes, start.verb, start.payload_bytes),
+        )  # fmt: skip
 
     def cost(self, position: int, kind: TaskKind, which: int) -> Cost:
         """The cost of a task at a position of the chain, with what its ranks tell each other before it."""
         stage = self.placement.stage_of[position]
-        key = self.like[stage], position // self.placement.num_stages, kind, which
-        if key not in self.costs:
-            timer = self.forward_timer if kind is TaskKind.FORWARD else self.timer
-            cost = self.chunk(position).cost(
-                kind,
-                which,
-                lambda program: timer.part + timer.seconds(program, self.network, self.overlap("layers")),
-            )
-            seconds = self.agreement + cost.seconds + self.moved_beside(position, kind, which, cost.seconds)
-            self.costs[key] = Cost(seconds, cost.kept_bytes, cost.peak_bytes, cost.flops)
-        return self.costs[key]
+        return self._cost(self.like[stage], position // self.placement.num_stages, kind, which)
 
-    def moved_beside(self, position: int, kind: TaskKind, which: int, seconds: float) -> float:
-        """Seconds that a task at a position of the chain takes longer as slices travel beside it: weights that are
-        gathered, the first of them before it begins, and gradients that are summed in every microbatch; the step's last
-        has its own account (`sums`)."""
-        stage, chunk = self.placement.stage_of[position], position // self.placement.num_stages
-        buckets = self.buckets[self.like[stage]]
+    @remembered()
+    def _cost(self, stage: int, chunk: int, kind: TaskKind, which: int) -> Cost:
+        timer, overlap = self.forward_timer if kind is TaskKind.FORWARD else self.timer, self.overlap("layers")
+        cost = (
+            self.stages[stage]
+            .chunks[chunk]
+            .cost(kind, which, lambda program: timer.part + timer.seconds(program, self.network, overlap))
+        )
+        seconds = self.agreement + cost.seconds + self.moved_beside(stage, chunk, kind, which, cost.seconds)
+        return Cost(seconds, cost.kept_bytes, cost.peak_bytes, cost.flops)
+
+    def moved_beside(self, stage: int, chunk: int, kind: TaskKind, which: int, seconds: float) -> float:
+        """Seconds that a task of a stage's chunk takes longer as slices travel under it: weights that are gathered, the
+        first of them before it begins, and gradients that are summed in every microbatch; the step's last has its own
+        account (`sums`)."""
+        if not self.config.layout.data.strategy.slices:
+            return 0.0
+        buckets = self.buckets[stage]
         gathered = [self.seconds(buckets[index].gather) for index in self.gathers(stage, which).get((kind, chunk), ())]
         summed = 0.0
         if kind is self.kinds[-1] and which < len(self.counts) - 1:
             own = [bucket for bucket in buckets if bucket.kind.chunks in ((), (chunk,))]
-            summed = sum(self.seconds(bucket.reduce) for bucket in own if bucket.sums > 1)
+            summed = sum(self.seconds(bucket.reduce) for bucket in own if not bucket.waits)
         # The first gather of a task has no kernels before it that it could hide under.
         before = sum(gathered) if not self.overlap("gathers") else max(gathered[:1], default=0.0)
         after = 0.0 if self.overlap("sums") else summed
@@ -155,7 +136,8 @@ class TimedRun(Composition):
     def latency(self, start: int, end: int) -> float:
         """Seconds of a message from a position of the chain to the one beside it, on another stage."""
         sender, receiver = (self.ranks[self.placement.stage_of[position]] for position in (start, end))
-        return self.message(sender, receiver, bytes_of(self.chunk(min(start, end)).outgoing))
+        size = bytes_of(self.chunk(min(start, end)).outgoing)
+        return self.site.message_seconds(self.config, self.network, sender, receiver, size)
 
     def norm(self) -> float:
         """Seconds of what ranks tell each other between backward pass and optimizer: the next batch's rows, where a
@@ -164,7 +146,7 @@ class TimedRun(Composition):
         # A lone rank tells nobody anything.
         if self.grid.world_size == 1:
             return 0.0
-        shared = self.seconds(self.shared)
+        shared = self.seconds(self._buckets.share(self.config))
         return (
             shared
             # The norm's square, then a row of every rank's step report (training/step_report.py).

@@ -28,13 +28,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import reduce
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from meshwright.errors import ConfigError
 from meshwright.ranks.ledger import VERBS
 from meshwright.tools.plan.cluster import AttentionKernel, Cluster, interpolated
-from meshwright.tools.plan.network import ClusterNetwork
 from meshwright.tools.plan.recorder import Kernel, Program, Start, WaitFor
+from meshwright.tools.plan.remembered import remembered
+
+
+class Collectives(Protocol):
+    """The links between ranks (network.py, site.py)."""
+
+    def collective(self, axes: str, verb: str, payload_bytes: int) -> float:
+        """Seconds of a collective over `axes`."""
 
 
 class Kernels(NamedTuple):
@@ -70,7 +77,6 @@ class Timer:
         self._cluster, self._attention = cluster, attention
         self._issue = devices_per_host * cluster.device.issue_seconds
         self._tf32 = tf32
-        self._seconds: dict[Kernel, float] = {}
         self._steps: dict[int, tuple[Program, tuple[Step, ...]]] = {}
         self.ranks_per_node = ranks_per_node
         self.slowdown = cluster.oversubscription(ranks_per_node)
@@ -81,12 +87,10 @@ class Timer:
         """The speed-up while only so many of the node's ranks compute: the others leave them their cores."""
         return self.slowdown / self._cluster.oversubscription(ranks)
 
+    @remembered()
     def kernel_seconds(self, kernel: Kernel) -> float:
         """Seconds of one of its `times`. Raises ConfigError where the device's peak in its dtype is not known."""
-        known = self._seconds.get(kernel)
-        if known is None:
-            known = self._seconds[kernel] = self.slowdown * (self._cluster.device.launch_seconds + self._work(kernel))
-        return known
+        return self.slowdown * (self._cluster.device.launch_seconds + self._work(kernel))
 
     def _work(self, kernel: Kernel) -> float:
         device = self._cluster.device
@@ -123,7 +127,7 @@ class Timer:
             "precision.dtype", kernel.dtype, rule, ", ".join(self._cluster.device.peak_flops_per_second)
         )
 
-    def seconds(self, program: Program, network: ClusterNetwork, overlaps: float) -> float:
+    def seconds(self, program: Program, network: Collectives, overlaps: float) -> float:
         """Seconds from a program's beginning to its last kernel or wait, where the part `overlaps` of a collective goes
         on under kernels."""
         return play(
