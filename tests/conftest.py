@@ -32,6 +32,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # processor time. Before torch is imported, and for all that tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# Comparisons stand in modules that are no test files; a failed one says the values of both sides.
+pytest.register_assert_rewrite("tests.oracle")
+
 # The same examples each time, and no deadline: a busy machine is not a mistake.
 settings.register_profile("meshwright", deadline=None, derandomize=True, max_examples=60, database=None)
 settings.load_profile("meshwright")

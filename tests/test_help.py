@@ -22,8 +22,8 @@ from meshwright.config.words import KEYS
 from meshwright.configs import SCHEMA, shipped
 from meshwright.errors import ConfigError
 from meshwright.parity.command import run_words
-from tests.test_cli import environment_for, meshwright
-from tests.test_pages import read_as_typed
+from tests.command_line import environment_for, meshwright
+from tests.typed_commands import read_as_typed
 
 LINE = 60
 

@@ -11,6 +11,7 @@ import pytest
 from meshwright.config import Config
 from meshwright.registry import BASES, OURS, load_entry
 from meshwright.section import Section
+from tests.sources import imported_names
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -51,6 +52,28 @@ def test_functions_are_short() -> None:
     }
     assert len(sizes) > 1000
     assert {name: lines for name, lines in sizes.items() if lines > FUNCTION_LINES} == {}
+
+
+def imports_of_tests(source: str) -> Iterator[str]:
+    """Yield the test modules that a source imports."""
+    for name in imported_names(ast.walk(ast.parse(source))):
+        yield from (part for part in name.split(".") if part.startswith("test_") and name.startswith("tests."))
+
+
+def test_test_files_are_no_libraries() -> None:
+    """A reader of a test opens modules of helpers (tests/oracle/, ROOM/*.py), and no second test file."""
+    paths = [path for folder in ("tests", "benchmarks", "validation") for path in (ROOT / folder).rglob("*.py")]
+    assert len(paths) > 400
+    found = {str(path.relative_to(ROOT)): [*imports_of_tests(path.read_text())] for path in paths}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["from tests.ranks.test_mesh import run", "from tests.ranks import test_mesh", "import tests.ranks.test_mesh"],
+)
+def test_an_imported_test_file_is_found(source: str) -> None:
+    assert list(imports_of_tests(source)) == ["test_mesh"]
 
 
 ROOMS = {

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.sources import imported_names, tree_of
+
 PACKAGE = Path(__file__).resolve().parent.parent / "meshwright"
 
 FLOORS: dict[str, int] = {
@@ -62,11 +64,6 @@ def room_of(path: Path) -> str:
     return SECTION if is_section(path.stem) else path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
 def nodes_of(path: Path) -> Iterator[ast.AST]:
     """All of a module; on floor 0 without what is for a type checker."""
     tree = tree_of(path)
@@ -81,14 +78,7 @@ def nodes_of(path: Path) -> Iterator[ast.AST]:
 @cache
 def imports_of(path: Path) -> list[str]:
     """The dotted names of everything that a module imports, at its top or inside a function."""
-    names: list[str] = []
-    for node in nodes_of(path):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            names += [f"{node.module}.{alias.name}" for alias in node.names]
-    return names
+    return imported_names(nodes_of(path))
 
 
 def rooms_imported(path: Path) -> Iterator[str]:

@@ -18,7 +18,7 @@ from meshwright.ranks.grid import grid_of_run
 from meshwright.ranks.ledger import Ledger
 from meshwright.ranks.planned import planned_mesh
 from meshwright.tools.plan.recorder import Kernel, Program, Recorder
-from tests.tensor.test_equality import MODELS, config_for
+from tests.oracle.tensor import MODELS, config_for
 
 B, A, T, E = 2, 3, 8, 4
 SCORES = B * A * T * T

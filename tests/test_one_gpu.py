@@ -22,8 +22,9 @@ from meshwright.context.kernels import Efficient, Flash, Kernel, kernel_of
 from meshwright.context.ring import RingAttention
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from tests.context.test_documents import LENGTHS, SOLO, starts_of
-from tests.tensor.test_equality import MODELS, check, run
+from tests.context.documents import LENGTHS, SOLO, starts_of
+from tests.oracle.run import check, run
+from tests.oracle.tensor import MODELS
 from tests.workers import run_ranks
 
 pytestmark = [

@@ -17,9 +17,8 @@ from meshwright.ranks.planned import planned_mesh
 from meshwright.stage_costs import BuiltStages
 from meshwright.tensor.serial import SerialKit
 from tests.harness import build, resolved
-from tests.pipeline.test_equality import WHOLE, pipelined
-from tests.pipeline.test_partition import laid_out
-from tests.tensor.test_equality import BLOCKS, ONE_D, SEQUENCE
+from tests.oracle.pipeline import WHOLE, laid_out, pipelined
+from tests.oracle.tensor import BLOCKS, ONE_D, SEQUENCE
 from tests.workers import run_ranks
 
 

@@ -14,8 +14,8 @@ from meshwright.config import Config
 from meshwright.ranks.grid import grid_of_run
 from meshwright.ranks.mesh import Mesh
 from meshwright.training.step import train_step
-from tests.data_parallel.test_equality import BATCHES
 from tests.harness import build, resolved
+from tests.oracle.batches import BATCHES
 from tests.workers import run_ranks
 
 Plant = Callable[[Mesh], None]

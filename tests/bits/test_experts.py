@@ -12,8 +12,8 @@ from meshwright.config import Config, parse_config
 from meshwright.config.load import parse_run
 from meshwright.errors import ConfigError
 from meshwright.ranks.mesh import Mesh
+from tests.bits.layout_free import FIXED, PLAIN, PRECISIONS, LayoutFree, tree
 from tests.bits.runs import Ended, ended
-from tests.bits.test_layout_free import FIXED, PLAIN, PRECISIONS, LayoutFree, tree
 
 MODEL: dict[str, Any] = {
     "family": "llama", "layers": 2, "hidden": 24, "heads": 4, "key_value_heads": 2, "feed_forward": 12,

@@ -8,8 +8,8 @@ from functools import cache
 import pytest
 
 from meshwright.config import Config, parse_config
+from tests.bits.cut_layouts import CUT, M2, U2
 from tests.bits.runs import Ended, ended
-from tests.bits.test_cut_layouts import CUT, M2, U2
 
 RING = (*U2, "layout.context.kind=ring")
 Q2 = ("layout.tensor=tesseract", "layout.tensor.q=2")

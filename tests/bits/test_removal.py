@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.families.test_removal import PACKAGE, REST
+from tests.families.removal import PACKAGE, REST
 from tests.patience import PATIENCE_SECONDS
 
 KEPT = {"__init__.py", "section.py"}

@@ -16,10 +16,9 @@ from meshwright.bits.heads import HeadParts
 from meshwright.bits.runs import RunsOfQueries, leaf_of
 from meshwright.errors import ConfigError
 from meshwright.ranks.mesh import Mesh
+from tests.bits.cut_layouts import CUT, M2, RUNS, U2, config_of
 from tests.bits.runs import Ended, ended
-from tests.bits.test_cut_layouts import CUT, M2, U2, config_of
 
-RUNS = ("bits.attention=runs", "model.dropout=0.0")
 RING = ("layout.context.kind=ring",)
 R2 = (*U2, *RING)
 R4 = ("layout.context=4", "bits.sequence=8", *RING)

@@ -15,19 +15,11 @@ from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.trees import start_tree_reduce
 from meshwright.subgraph import segment
 from meshwright.tools.diff import difference
+from tests.bits.cut_layouts import RUNS, check, config_of, on_one_device
+from tests.bits.cut_subgraphs import BLOCK, CORE, ONE, subgraph
 from tests.bits.runs import ended
-from tests.bits.test_cut_layouts import check, config_of, on_one_device
-from tests.bits.test_rings import RUNS
 from tests.training.runs import config_for, make_corpus, run
 from tests.workers import run_ranks
-
-
-def subgraph(size: int, **how: str) -> tuple[str, ...]:
-    words = (f"layout.tensor.{name}={value}" for name, value in how.items())
-    return ("layout.tensor=subgraph", f"layout.tensor.size={size}", *words)
-
-
-CORE, BLOCK, ONE = {"branch": "attention-core"}, {"branch": "block"}, {"common": "one"}
 
 
 @pytest.mark.few(2)

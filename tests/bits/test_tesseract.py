@@ -14,10 +14,9 @@ from meshwright.bits.tesseract import GatheredLinear
 from meshwright.config import Config
 from meshwright.errors import ConfigError
 from meshwright.ranks.mesh import Mesh
+from tests.bits.cut_layouts import CUT, M2, M4, RUNS, U2, config_of, on_one_device
+from tests.bits.cut_subgraphs import ONE, subgraph
 from tests.bits.runs import ended
-from tests.bits.test_cut_layouts import CUT, M2, M4, U2, config_of, on_one_device
-from tests.bits.test_rings import RUNS
-from tests.bits.test_subgraphs import ONE, subgraph
 
 Q2 = ("layout.tensor=tesseract", "layout.tensor.q=2")
 DEEP = (*Q2, "layout.tensor.d=2", "batch.micro=4")

@@ -15,8 +15,8 @@ from meshwright.config import Config
 from meshwright.data.tokenizer import byte_tokenizer
 from meshwright.parts import Parts
 from meshwright.ranks.mesh import Mesh
-from tests.data_parallel.test_equality import train_step
 from tests.harness import build
+from tests.oracle.run import train_step
 
 States = dict[tuple[str, str], Tensor]
 """Whole tensors by kind and parameter."""

@@ -25,8 +25,8 @@ from meshwright.parameters.shard import Box
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.checkpoint.states import run_leg
-from tests.data_parallel.test_equality import config_for
 from tests.harness import build
+from tests.oracle.data_parallel import config_for
 from tests.workers import run_ranks
 
 ONE, TWO = Grid((("data", 1),)), Grid((("data", 2),))

@@ -8,44 +8,19 @@ import pytest
 import torch
 
 from meshwright.checkpoint import Checkpoint
-from meshwright.parameters.shard import Box
 from meshwright.ranks.grid import Grid
-from tests.checkpoint.states import Leg, States, run_leg, whole
-from tests.data_parallel.test_equality import SYNCS, config_for
+from tests.checkpoint.round_trip import KINDS, assert_same_bits, read_whole, taken_up, written
+from tests.checkpoint.states import Leg, run_leg
+from tests.oracle.data_parallel import SYNCS, config_for
 from tests.workers import run_ranks
 
 FIRST, LAST = 3, 5
 NEXT = dict(zip(SYNCS, [*SYNCS[1:], SYNCS[0]], strict=True))
-KINDS = {"weight", "exp_avg", "exp_avg_sq"}
 
 
 def legs(sync: str, size: int, source: Path | None, target: Path | None, span: range, **changes: object) -> list[Leg]:
     config = config_for(sync, size, **changes)
     return run_ranks(run_leg, Grid((("data", size),)), config, source, target, span.start, span.stop)
-
-
-def taken_up(ranks: list[Leg]) -> States:
-    return whole([held for _, held, _ in ranks])
-
-
-def written(ranks: list[Leg]) -> States:
-    return whole([held for _, _, held in ranks])
-
-
-def assert_same_bits(actual: States, expected: States) -> None:
-    assert actual.keys() == expected.keys()
-    for key, tensor in expected.items():
-        assert actual[key].dtype == tensor.dtype, key
-        assert torch.equal(actual[key], tensor), key
-
-
-def read_whole(checkpoint: Checkpoint, kinds: set[str]) -> States:
-    shapes = checkpoint.shapes
-    return {
-        (kind, name): checkpoint.read(name, kind, Box(tuple(0 for _ in shape), shape))
-        for name, shape in shapes.items()
-        for kind in kinds
-    }
 
 
 @pytest.fixture(scope="module")

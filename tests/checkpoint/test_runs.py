@@ -21,8 +21,8 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
 from tests.checkpoint.states import run_leg
-from tests.data_parallel.test_equality import config_for
 from tests.harness import build
+from tests.oracle.data_parallel import config_for
 from tests.workers import run_ranks
 
 

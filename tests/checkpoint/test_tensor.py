@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from meshwright.ranks.grid import grid_of_run
+from tests.checkpoint.round_trip import assert_same_bits, taken_up, written
 from tests.checkpoint.states import Leg, run_leg
-from tests.checkpoint.test_round_trip import assert_same_bits, taken_up, written
-from tests.tensor.test_equality import config_for
+from tests.oracle.tensor import config_for
 from tests.workers import run_ranks
 
 FIRST, LAST = 2, 4

@@ -34,7 +34,7 @@ from meshwright.parameters.shard import Box
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh, open_mesh
 from tests.checkpoint.states import open_writer
-from tests.data_parallel.test_equality import config_for
+from tests.oracle.data_parallel import config_for
 from tests.patience import PATIENCE_SECONDS
 from tests.workers import run_ranks as run_threads
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from meshwright.ranks.grid import Grid
+from tests.checkpoint.round_trip import assert_same_bits, taken_up, written
 from tests.checkpoint.states import Leg, run_leg
-from tests.checkpoint.test_round_trip import assert_same_bits, taken_up, written
-from tests.context.test_equality import ONE_D, config_for
+from tests.oracle.context import ONE_D, config_for
 from tests.workers import run_ranks
 
 LOOP = {"size": 2, "schedule": "1f1b", "chunks": 2}

@@ -25,25 +25,15 @@ from meshwright.context.documents import (
 )
 from meshwright.context.kernels import CpuKernel, Efficient, Flash, Kernel, kernel_of
 from meshwright.context.ring import RingAttention
-from meshwright.data.sampler import document_entries
 from meshwright.memory.recompute import LiveBytes
 from meshwright.on_device import AsOnDevice
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
+from tests.context.documents import LENGTHS, SOLO, starts_of
 from tests.workers import run_ranks
 
 A, K, T, E = 4, 2, 48, 8
-LENGTHS = [(5, 1, 42), (48,), (2, 7, 7, 8, 24), (1,) * 48, (20, 4, 4, 4, 16)]
-"""Tokens of the documents of each row: across many chunks, whole rows, chunk by chunk, one by one, at their edges."""
-SOLO = Grid((("context", 1),))
-
-
-def starts_of(rows: Sequence[Sequence[int]]) -> Tensor:
-    begins = np.zeros((len(rows), sum(rows[0])), dtype=bool)
-    for begun, lengths in zip(begins, rows, strict=True):
-        begun[np.cumsum(lengths)[:-1]] = True
-    return document_entries(begins)["documents"]
 
 
 def operands(dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Tensor]:

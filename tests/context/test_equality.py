@@ -2,46 +2,17 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
-from meshwright.config import Config, parse_config
-from tests.data_parallel.test_equality import SYNCS
-from tests.tensor.test_equality import MODELS, check, run
-
-STEPS = 3
+from tests.oracle.context import BLOCKS, CUT, KINDS, ONE_D, config_for, serial
+from tests.oracle.data_parallel import SYNCS
+from tests.oracle.run import check, run
+from tests.oracle.tensor import MODELS
 
 SERIAL: dict[str, Any] = {"kind": "none"}
-ONE_D = {"kind": "megatron", "size": 2}
-CUT = ONE_D | {"sequence_parallel": True}
-BLOCKS = {"kind": "tesseract", "q": 2, "d": 1}
-
-
-def config_for(name: str, context: dict[str, Any], **changes: Any) -> Config:
-    shape = {"layers": 2, "hidden": 24, "heads": 12, "vocabulary_multiple": 12, "dropout": 0.0}
-    layout = {"context": context, "data": {"bucket": 8192}} | changes.pop("layout", {})
-    tree = {
-        "model": shape | MODELS[name] | {"positions": 48},
-        "data": {"sequence": 24},
-        "batch": {"global": 8, "micro": 4},
-        "layout": layout,
-        "precision": {"level": "O0", "dtype": "float64"},
-        "optimizer": {"lr": 1e-2, "clip": 0.5, "schedule": {"warmup": 3}},
-        "steps": STEPS,
-    }
-    return parse_config(tree | changes)
-
-
-@cache
-def serial(model: str) -> Any:
-    """One device's losses and gradients."""
-    return run(config_for(model, {}))[0]
-
-
-KINDS = ["ulysses", "ring"]
 
 
 SIZES = [

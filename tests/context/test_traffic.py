@@ -15,9 +15,9 @@ from meshwright.ranks.ledger import Ledger
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
 from meshwright.tools.plan.recorder import Kernel, Recorder, Start, WaitFor
-from tests.context.test_equality import CUT, ONE_D, config_for
-from tests.data_parallel.test_equality import global_batch
 from tests.harness import build, counted_step, forward_and_backward
+from tests.oracle.batches import global_batch
+from tests.oracle.context import CUT, ONE_D, config_for
 from tests.workers import run_ranks
 
 B, T, H, E, L = 4, 24, 24, 8, 2

@@ -16,7 +16,7 @@ from meshwright.config import Config, parse_run
 from meshwright.config.load import load_config
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.training.job import train
-from tests.families.llama.test_convert import hugging_face
+from tests.families.llama.logits import hugging_face
 from tests.training.runs import lines_of, make_corpus
 
 transformers = pytest.importorskip("transformers")

@@ -14,7 +14,7 @@ from meshwright.config import parse_config
 from meshwright.convert.folder import Settings
 from meshwright.convert.transfer import family_of
 from meshwright.families.llama.section import Llama
-from tests.families.llama.test_model import COUNTS
+from tests.families.llama.models import COUNTS
 
 transformers = pytest.importorskip("transformers")
 

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from tests.data_parallel.test_equality import assembled, config_for, train
 from tests.mpi_cases import ODD, SIZES, SYNCS
 from tests.mpi_workers import Answer, flat, unflat
+from tests.oracle.data_parallel import config_for
+from tests.oracle.run import assembled, train
 from tests.workers import run_ranks
 
 STEPS = 8

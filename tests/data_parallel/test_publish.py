@@ -21,9 +21,9 @@ from meshwright.ranks.comm import Comm, Later, Work
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.training.loop import Trainer, validate
-from tests.data_parallel.test_equality import config_for
 from tests.harness import build
-from tests.training.test_replicas import Rows
+from tests.oracle.data_parallel import config_for
+from tests.training.replicas import Rows
 from tests.workers import run_ranks
 
 STEPS = 4

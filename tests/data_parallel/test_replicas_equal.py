@@ -14,8 +14,8 @@ from meshwright.parts import build_model
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.serial import SerialKit
-from tests.data_parallel.test_equality import config_for
 from tests.harness import build
+from tests.oracle.data_parallel import config_for
 from tests.workers import run_ranks
 
 WRONG = "blocks.1.feed_forward.expand.weight"

@@ -21,9 +21,10 @@ from meshwright.ranks.comm import Later
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh, solo_mesh
 from meshwright.tensor.serial import SerialKit
-from tests.data_parallel.test_equality import config_for, global_batch
 from tests.harness import build, forward_and_backward
-from tests.pipeline.test_equality import WHOLE, V, pipelined
+from tests.oracle.batches import global_batch
+from tests.oracle.data_parallel import config_for
+from tests.oracle.pipeline import WHOLE, V, pipelined
 from tests.workers import run_ranks
 
 MICRO = 2

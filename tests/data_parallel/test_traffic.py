@@ -10,8 +10,9 @@ import pytest
 from meshwright.model import rows_of
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from tests.data_parallel.test_equality import config_for, global_batch
 from tests.harness import build, forward_and_backward
+from tests.oracle.batches import global_batch
+from tests.oracle.data_parallel import config_for
 from tests.workers import run_ranks
 
 SYNCS = ("server-loss", "server-gradient", "rooted", "allreduce", "ring", "zero1")

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from meshwright.ranks.grid import Grid
-from tests.data_parallel.test_equality import SYNCS, assembled, config_for, train
+from tests.oracle.data_parallel import SYNCS, config_for
+from tests.oracle.run import assembled, train
 from tests.workers import run_ranks
 
 

@@ -45,8 +45,8 @@ from meshwright.tools.verify.outcome import Outcome, reference_run
 from meshwright.tools.verify.reference import Reference
 from meshwright.tools.verify.tolerance import TOLERANCES, tolerance_of
 from meshwright.training.loop import Trainer
-from tests.data_parallel.test_equality import BATCHES
 from tests.harness import build, resolved
+from tests.oracle.batches import BATCHES
 from tests.workers import run_ranks
 
 FURTHER = 6

@@ -18,8 +18,9 @@ from meshwright.parts import Parts
 from meshwright.ranks.mesh import Mesh
 from meshwright.training.step import train_step as step_on
 from tests.checkpoint.states import Held, held_by
-from tests.data_parallel.test_equality import config_for, global_batch
 from tests.harness import build
+from tests.oracle.batches import global_batch
+from tests.oracle.data_parallel import config_for
 
 STEPS = 10
 OVERFLOWS = (2, 3, 7)

@@ -22,7 +22,6 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh, solo_mesh
 from meshwright.tools.compare.run import resident_bytes
 from tests.checkpoint.states import open_writer
-from tests.data_parallel.test_equality import config_for
 from tests.memory.runs import (
     BUCKET,
     STEPS,
@@ -36,6 +35,7 @@ from tests.memory.runs import (
     run,
     train_step,
 )
+from tests.oracle.data_parallel import config_for
 from tests.workers import run_ranks
 
 CASES = [

@@ -16,10 +16,10 @@ from meshwright.ranks.comm import size_bytes
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
-from tests.data_parallel.test_equality import train_step
 from tests.harness import build
-from tests.pipeline.test_equality import WHOLE, pipelined
-from tests.tensor.test_equality import BLOCKS, ONE_D, SEQUENCE
+from tests.oracle.pipeline import WHOLE, pipelined
+from tests.oracle.run import train_step
+from tests.oracle.tensor import BLOCKS, ONE_D, SEQUENCE
 from tests.workers import run_ranks
 
 SETTINGS = ("auto", 1, 3, "selective", "ops")

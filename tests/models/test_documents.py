@@ -25,10 +25,10 @@ from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.serial import SerialKit
 from meshwright.tools.verify.reference_kit import ReferenceKit
 from meshwright.training.step import train_step as step_on
-from tests.context.test_equality import BLOCKS, CUT, ONE_D, config_for
-from tests.data_parallel.test_equality import global_batch
 from tests.harness import build
-from tests.tensor.test_equality import check, run
+from tests.oracle.batches import global_batch
+from tests.oracle.context import BLOCKS, CUT, ONE_D, config_for
+from tests.oracle.run import check, run
 from tests.workers import run_ranks
 
 APART = {"sequence": 24, "documents": "separate"}

@@ -11,8 +11,9 @@ from meshwright.config import Config, parse_config
 from meshwright.model import Batch
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from tests.data_parallel.test_equality import global_batch, train_step
 from tests.harness import build
+from tests.oracle.batches import global_batch
+from tests.oracle.run import train_step
 from tests.workers import run_ranks
 
 TERMS = 400

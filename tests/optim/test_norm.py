@@ -14,8 +14,9 @@ from meshwright.parameters.bucket import Slot
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.training.step import backward
-from tests.data_parallel.test_equality import config_for, global_batch
 from tests.harness import build
+from tests.oracle.batches import global_batch
+from tests.oracle.data_parallel import config_for
 from tests.workers import run_ranks
 
 SYNCS = ("allreduce", "zero1", "server-gradient", "fsdp")

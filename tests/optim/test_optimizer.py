@@ -15,8 +15,9 @@ from meshwright.optim.states import InPlace
 from meshwright.parts import Parts
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from tests.data_parallel.test_equality import config_for, global_batch
 from tests.harness import build, forward_and_backward
+from tests.oracle.batches import global_batch
+from tests.oracle.data_parallel import config_for
 from tests.workers import run_ranks
 
 STEPS = 6

@@ -10,14 +10,11 @@ import torch
 
 from meshwright.checkpoint import Checkpoint
 from meshwright.config import Config, parse_config
-from meshwright.ranks.grid import Grid
-from tests.checkpoint.states import Leg, run_leg
-from tests.checkpoint.test_round_trip import KINDS, assert_same_bits, read_whole, taken_up, written
-from tests.pipeline.test_equality import LOOP_OF_THREE, WHOLE, V, pipelined
-from tests.tensor.test_equality import BLOCKS, ONE_D
-from tests.workers import run_ranks
+from tests.checkpoint.round_trip import KINDS, assert_same_bits, read_whole, taken_up, written
+from tests.oracle.pipeline import LOOP_OF_THREE, WHOLE, V, pipelined
+from tests.oracle.tensor import BLOCKS, ONE_D
+from tests.pipeline.legs import FIRST, LAST, legs, losses_of
 
-FIRST, LAST = 2, 4
 LAYOUTS: dict[str, tuple[Any, ...]] = {
     "serial": (1, "gpipe", WHOLE, 1, "allreduce"),
     "2 stages": (2, "message-driven", WHOLE, 1, "allreduce"),
@@ -38,16 +35,6 @@ def config_of(layout: str, **changes: Any) -> Config:
     tree = config.model_dump(mode="json", by_alias=True)
     tree["layout"]["data"]["sync"] = sync
     return parse_config(tree | changes)
-
-
-def legs(config: Config, source: Path | None, target: Path | None, span: range) -> list[Leg]:
-    arguments = (config, source, target, span.start, span.stop)
-    return run_ranks(run_leg, Grid(config.layout.axes), *arguments, token_axes=config.layout.token_axes)
-
-
-def losses_of(ranks: list[Leg]) -> list[float]:
-    """The losses of the rank that holds the chain's end: every other one's are 0."""
-    return [max(losses) for losses in zip(*(rank[0] for rank in ranks), strict=True)]
 
 
 @pytest.fixture(scope="module")

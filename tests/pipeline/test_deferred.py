@@ -16,9 +16,9 @@ from meshwright.model import counts_of, scales_of, to_device
 from meshwright.parts import Parts
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from tests.data_parallel.test_equality import BATCHES
 from tests.harness import build
-from tests.tensor.test_equality import BLOCKS, MODELS, ONE_D, SEQUENCE, config_for
+from tests.oracle.batches import BATCHES
+from tests.oracle.tensor import BLOCKS, MODELS, ONE_D, SEQUENCE, config_for
 from tests.workers import run_ranks
 
 KITS: dict[str, tuple[dict[str, Any], str]] = {

@@ -2,42 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
 
-from meshwright.config import Config
-from tests.tensor.test_equality import BLOCKS, ONE_D, SEQUENCE, check, config_for, run
-
-SCHEDULES = ("gpipe", "1f1b", "axonn", "message-driven")
-WHOLE = {"kind": "none"}
-LAYERS = {"gpt2": 4, "untied": 4, "bert": 3, "megatron-bert": 3, "vit": 3}
-
-
-LOOP, LOOP_OF_THREE, V = {"chunks": 2}, {"chunks": 3}, {"chunks": 2, "placement": "v"}
-
-
-def pipelined(
-    model: str,
-    stages: int,
-    schedule: str,
-    tensor: dict[str, Any],
-    data: int = 1,
-    placed: dict[str, Any] | None = None,
-    **changes: Any,
-) -> Config:
-    """Four microbatches a replica. `placed`: chunks and their placement."""
-    config = config_for(model, tensor, data, **({"steps": 3, "batch": {"global": 24, "micro": 6 // data}} | changes))
-    layout = config.layout.model_dump() | {"pipeline": {"size": stages, "schedule": schedule} | (placed or {})}
-    tree = config.model_dump(mode="json", by_alias=True) | {"layout": layout}
-    tree["model"]["layers"] = LAYERS[model]
-    return Config.model_validate(tree)
-
-
-@cache
-def serial(model: str, **changes: Any) -> Any:
-    return run(pipelined(model, 1, "gpipe", WHOLE, **changes))[0]
+from tests.oracle.pipeline import CHUNKED, SCHEDULES, WHOLE, pipelined, serial
+from tests.oracle.run import check, run
+from tests.oracle.tensor import BLOCKS, ONE_D, SEQUENCE
 
 
 @pytest.mark.diagonal
@@ -45,19 +16,6 @@ def serial(model: str, **changes: Any) -> Any:
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_equals_serial(stages: int, schedule: str) -> None:
     check(run(pipelined("gpt2", stages, schedule, WHOLE)), serial("gpt2"))
-
-
-CHUNKED: list[tuple[int, str, dict[str, Any]]] = [
-    (2, "1f1b", LOOP),
-    (2, "1f1b", LOOP_OF_THREE),
-    (3, "1f1b", LOOP),
-    (2, "message-driven", LOOP_OF_THREE),
-    (3, "message-driven", LOOP),
-    (2, "message-driven", V),
-    (3, "message-driven", V),
-    (2, "message-driven", V | {"chunks": 3}),
-    (2, "gpipe", V),
-]
 
 
 @pytest.mark.parametrize("stages, schedule, placed", CHUNKED)

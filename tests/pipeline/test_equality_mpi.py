@@ -9,11 +9,10 @@ import pytest
 from torch import Tensor
 
 from meshwright.ranks.mesh import Mesh
-from tests.data_parallel.test_equality import train
 from tests.mpi_cases import ODD, PIPELINES
 from tests.mpi_workers import Answer, flat, unflat
-from tests.pipeline.test_equality import pipelined, serial
-from tests.tensor.test_equality import check
+from tests.oracle.pipeline import pipelined, serial
+from tests.oracle.run import check, train
 
 
 def train_for_files(

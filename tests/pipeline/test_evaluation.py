@@ -17,7 +17,7 @@ from meshwright.tools.verify import job
 from meshwright.tools.verify.job import verify
 from meshwright.training.loop import validate
 from tests.harness import build
-from tests.tensor.test_equality import BLOCKS, ONE_D
+from tests.oracle.tensor import BLOCKS, ONE_D
 from tests.training.runs import config_for, lines_of, make_corpus, run
 from tests.workers import run_ranks
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from meshwright.config import Config
-from tests.pipeline.test_equality import WHOLE, pipelined, run
+from tests.oracle.pipeline import WHOLE, pipelined
+from tests.oracle.run import run
 
 
 def config_for(to: str, sync: str) -> Config:

@@ -19,8 +19,8 @@ from meshwright.stage_costs import counted_costs
 from meshwright.tools.plan.cluster import load_cluster
 from meshwright.tools.plan.predict import Planner
 from tests.harness import resolved
-from tests.pipeline.test_equality import SCHEDULES, WHOLE, pipelined
-from tests.tensor.test_equality import check, run
+from tests.oracle.pipeline import SCHEDULES, WHOLE, laid_out, pipelined
+from tests.oracle.run import check, run
 
 
 def dearest(costs: Costs, partition: tuple[int, ...]) -> float:
@@ -120,14 +120,6 @@ def test_a_gpus_optimizer_weighs_more_beside_its_products() -> None:
 
 def test_ranges() -> None:
     assert ranges_of((0, 2, 1)) == (range(0), range(2), range(2, 3))
-
-
-def laid_out(config: Config, **changes: dict[str, Any]) -> Config:
-    """The config with other settings of its axes, each under its name: pipeline, data, context."""
-    tree = config.model_dump(mode="json", by_alias=True)
-    for axis, settings in changes.items():
-        tree["layout"][axis] |= settings
-    return parse_config(tree)
 
 
 @cache

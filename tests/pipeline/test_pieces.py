@@ -24,14 +24,14 @@ from meshwright.pipeline.schedule import MESSAGE_DRIVEN, ONE_F_ONE_B
 from meshwright.pipeline.task import Arrival, Task, TaskKind
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from tests.context.test_equality import CUT, ONE_D
-from tests.data_parallel.test_equality import global_batch
-from tests.families.deepseek.test_layouts import LATER, SHAPE, deepseek
-from tests.families.deepseek.test_layouts import serial as deepseek_serial
-from tests.families.llama.test_experts_layouts import BOUNDED, MODEL, bounded_serial, experts, serial
+from tests.families.deepseek.layouts import LATER, SHAPE, deepseek
+from tests.families.deepseek.layouts import serial as deepseek_serial
+from tests.families.llama.experts import BOUNDED, MODEL, bounded_serial, experts, serial
 from tests.harness import build
-from tests.pipeline.test_bits import Bits, assert_same_bits, seeded
-from tests.tensor.test_equality import check, run
+from tests.oracle.batches import global_batch
+from tests.oracle.context import CUT, ONE_D
+from tests.oracle.run import check, run
+from tests.pipeline.bits import Bits, assert_same_bits, seeded
 from tests.workers import run_ranks
 
 MESSAGES = {"size": 2, "expert": 2, "exchange": "messages", "bucket": 8192}

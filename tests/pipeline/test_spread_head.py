@@ -21,15 +21,14 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tools.plan.predict import Planner
 from meshwright.training.loop import validate
-from tests.checkpoint.test_round_trip import KINDS, read_whole, taken_up, written
-from tests.checkpoint.test_round_trip import assert_same_bits as assert_same_states
+from tests.checkpoint.round_trip import KINDS, read_whole, taken_up, written
+from tests.checkpoint.round_trip import assert_same_bits as assert_same_states
 from tests.fuzz.check import HeldOut
 from tests.harness import build
-from tests.pipeline.test_bits import assert_same_bits, runs_of, with_dropout
-from tests.pipeline.test_checkpoint import FIRST, LAST, legs, losses_of
-from tests.pipeline.test_equality import WHOLE, pipelined, serial
-from tests.pipeline.test_partition import laid_out
-from tests.tensor.test_equality import check, run
+from tests.oracle.pipeline import WHOLE, laid_out, pipelined, serial
+from tests.oracle.run import check, run
+from tests.pipeline.bits import assert_same_bits, runs_of, with_dropout
+from tests.pipeline.legs import FIRST, LAST, legs, losses_of
 from tests.tools.plan.clusters import FLAT
 from tests.workers import run_ranks
 

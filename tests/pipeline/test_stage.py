@@ -14,10 +14,10 @@ from meshwright.parts import Parts
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.training.step import train_step
-from tests.data_parallel.test_equality import BATCHES
 from tests.harness import build
-from tests.pipeline.test_equality import WHOLE, pipelined
-from tests.tensor.test_equality import BLOCKS, ONE_D
+from tests.oracle.batches import BATCHES
+from tests.oracle.pipeline import WHOLE, pipelined
+from tests.oracle.tensor import BLOCKS, ONE_D
 from tests.workers import run_ranks
 
 TIED = "tokens.weight"

@@ -19,6 +19,7 @@ from meshwright.ranks import window_comm
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.patience import PATIENCE_SECONDS
+from tests.ranks.runs import RUN
 from tests.workers import run_ranks
 
 
@@ -160,20 +161,6 @@ def test_a_rank_set_aside_lets_the_others_run() -> None:
         return True
 
     assert run(work, 2, transport="threads") == [True, True]
-
-
-RUN = """
-model: {base: gpt2-mini, layers: 2, hidden: 16, heads: 2, vocabulary: 300, vocabulary_multiple: 4, positions: 16}
-data: {source: unicode, sequence: 16}
-batch: {global: 8, micro: 2}
-layout: {data: {size: 2, sync: zero3}, pipeline: {size: 2}}
-steps: 4
-checkpoint: {every: 2}
-validation: {every: 2, batches: 1}
-device: cpu
-threads: 1
-metrics: {sinks: []}
-"""
 
 
 def test_a_run_has_the_bits_that_processes_give_it(tmp_path: Path) -> None:

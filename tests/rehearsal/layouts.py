@@ -11,13 +11,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from meshwright.config import Config, parse_config
-from tests.context import test_equality as context
-from tests.data_parallel import test_equality as data_parallel
 from tests.harness import resolved
-from tests.pipeline import test_equality as pipeline
+from tests.oracle import context, data_parallel, pipeline, subgraph, tensor
 from tests.rehearsal.step import Run
-from tests.subgraph import test_equality as subgraph
-from tests.tensor import test_equality as tensor
 
 CUTS: dict[str, dict[str, Any]] = {
     "serial": {"kind": "none"}, "1-D": tensor.ONE_D[0], "1-D cut": tensor.SEQUENCE[0], "2-D": tensor.BLOCKS[1],

@@ -16,10 +16,10 @@ from meshwright.tensor.cross_entropy import Classes, chunked_loss
 from meshwright.tensor.gelu import gelu
 from meshwright.tensor.islands import Islands, compiled_islands
 from meshwright.training.step import train_step
-from tests.data_parallel.test_equality import BATCHES
 from tests.harness import build
+from tests.oracle.batches import BATCHES
+from tests.oracle.tensor import ONE_D, config_for
 from tests.rehearsal.fake_cuda import compiler
-from tests.tensor.test_equality import ONE_D, config_for
 from tests.workers import run_ranks
 
 pytestmark = [

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from meshwright.config import Config
-from tests.tensor.test_equality import BLOCKS, ONE_D, SEQUENCE, check, config_for, run
+from tests.oracle.run import check, run
+from tests.oracle.tensor import BLOCKS, ONE_D, SEQUENCE, config_for
 
 WHOLE = {"kind": "none"}
 

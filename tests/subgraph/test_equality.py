@@ -12,43 +12,20 @@ from meshwright.optim.norm import gradient_norm
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.training.step import backward
-from tests.data_parallel.test_equality import global_batch, train
 from tests.harness import build
-from tests.tensor.test_equality import check, config_for, run, serial
+from tests.oracle.batches import global_batch
+from tests.oracle.run import check, run, train
+from tests.oracle.subgraph import CASES, SYNCS, Case, label, subgraph
+from tests.oracle.tensor import config_for, serial
 from tests.workers import run_ranks
 
 BRANCHES = ("attention-core", "attention", "block")
 COMMONS = ("all", "one")
-SYNCS = ("ring", "zero1", "rooted", "server-gradient", "server-loss")
 SHORT = 3
 
-Case = tuple[str, int, str, str, int]
-"""Model, sub-grids, common, branch, replicas."""
-
-CASES: list[Case] = [
-    ("gpt2", 2, "all", "attention", 1),
-    ("gpt2", 2, "one", "block", 2),
-    ("gpt2", 4, "all", "attention-core", 2),
-    ("untied", 2, "one", "attention-core", 1),
-    ("untied", 4, "all", "block", 1),
-    ("bert", 2, "all", "block", 1),
-    ("bert", 4, "one", "attention", 1),
-    ("vit", 2, "all", "attention-core", 1),
-    ("vit", 4, "one", "attention-core", 1),
-]
-"""Each pair of values of sub-grids, common, and branch or model; two, four and eight ranks."""
 
 MODELS = ("gpt2", "untied", "bert", "megatron-bert", "vit")
 ONLY_LONG = [case for case in product(MODELS, (2, 4), COMMONS, BRANCHES, (1, 2)) if case not in CASES]
-
-
-def subgraph(size: int, common: str, branch: str = "attention") -> dict[str, Any]:
-    return {"kind": "subgraph", "size": size, "common": common, "branch": branch}
-
-
-def label(case: Case) -> str:
-    model, size, common, branch, data = case
-    return f"{model}-{size}-{common}-{branch}-x{data}"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from meshwright.config import Config
-from tests.tensor.test_equality import config_for, run
+from tests.oracle.run import run
+from tests.oracle.tensor import config_for
 
 
 def half_precision(tensor: dict[str, object], sync: str, to: str) -> Config:

@@ -14,9 +14,10 @@ from meshwright.parameters.shard import Initial, ShardSpec, initialise
 from meshwright.parts import build_kit
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from tests.data_parallel.test_equality import global_batch
 from tests.harness import build, forward_and_backward
-from tests.tensor.test_equality import check, config_for, run
+from tests.oracle.batches import global_batch
+from tests.oracle.run import check, run
+from tests.oracle.tensor import config_for
 from tests.workers import run_ranks
 
 FLAT = {"kind": "tesseract", "q": 2, "d": 1}

@@ -9,8 +9,8 @@ import pytest
 
 from meshwright.config import parse_config
 from meshwright.ranks.grid import Grid
-from tests.subgraph.test_dropout import draws
-from tests.tensor.test_equality import config_for
+from tests.oracle.tensor import config_for
+from tests.subgraph.draws import draws
 from tests.workers import run_ranks
 
 WHOLE = {"kind": "megatron", "size": 2}

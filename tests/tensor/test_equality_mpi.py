@@ -9,10 +9,10 @@ import pytest
 from torch import Tensor
 
 from meshwright.ranks.mesh import Mesh
-from tests.data_parallel.test_equality import train
 from tests.mpi_cases import ODD, TENSOR
 from tests.mpi_workers import Answer, flat, unflat
-from tests.tensor.test_equality import check, config_for, serial
+from tests.oracle.run import check, train
+from tests.oracle.tensor import config_for, serial
 
 
 def train_for_files(mesh: Mesh, tensor: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:

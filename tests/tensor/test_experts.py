@@ -17,9 +17,9 @@ from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.experts import Experts, dropped_pairs
 from meshwright.tensor.router import ExpertsShape
 from meshwright.training.step import train_step
-from tests.data_parallel.test_equality import global_batch
-from tests.families.llama.test_experts_layouts import BOUNDED, BOUNDED_LAYOUTS, experts
+from tests.families.llama.experts import BOUNDED, BOUNDED_LAYOUTS, experts
 from tests.harness import build
+from tests.oracle.batches import global_batch
 from tests.workers import run_ranks
 
 ONE = Grid((("data", 1),))

@@ -12,9 +12,9 @@ from meshwright.model import rows_of
 from meshwright.parts import build_kit
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from tests.data_parallel.test_equality import global_batch
 from tests.harness import build, forward_and_backward
-from tests.tensor.test_equality import config_for
+from tests.oracle.batches import global_batch
+from tests.oracle.tensor import config_for
 from tests.workers import run_ranks
 
 B, T, H, E, L = 12, 12, 24, 8, 2

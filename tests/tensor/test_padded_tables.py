@@ -20,11 +20,11 @@ from meshwright.convert import export_folder
 from meshwright.errors import CheckpointError
 from meshwright.ranks.grid import grid_of_run
 from meshwright.ranks.mesh import solo_mesh
+from tests.checkpoint.round_trip import taken_up, written
 from tests.checkpoint.states import Leg, States, run_leg
-from tests.checkpoint.test_round_trip import taken_up, written
-from tests.data_parallel.test_equality import assembled
 from tests.harness import build
-from tests.tensor.test_equality import SHORT, config_for, run
+from tests.oracle.run import assembled, run
+from tests.oracle.tensor import SHORT, config_for
 from tests.workers import run_ranks
 
 FIRST, LAST = 2, 4

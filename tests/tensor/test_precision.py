@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.tensor.test_equality import config_for, run
+from tests.oracle.run import run
+from tests.oracle.tensor import config_for
 
 STEPS = 10
 TOLERANCE = 0.02

@@ -20,10 +20,11 @@ from meshwright.model import Batch, to_device
 from meshwright.parts import Parts
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from tests.data_parallel.test_equality import BATCHES, train_step
 from tests.harness import build
 from tests.mpi_cases import REAL_VOCABULARIES
 from tests.mpi_workers import Answer as MpiAnswer
+from tests.oracle.batches import BATCHES
+from tests.oracle.run import train_step
 from tests.workers import run_ranks
 
 MODELS: dict[str, dict[str, Any]] = {

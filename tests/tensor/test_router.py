@@ -20,11 +20,12 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.router import Router
 from meshwright.training.step import train_step
-from tests.data_parallel.test_equality import global_batch
-from tests.families.deepseek.test_layouts import CUT, LATER, RING, SHAPE, ULYSSES, deepseek
-from tests.families.llama.test_experts_layouts import MODEL, experts
+from tests.families.deepseek.layouts import LATER, RING, SHAPE, ULYSSES, deepseek
+from tests.families.llama.experts import MODEL, experts
 from tests.harness import build
-from tests.tensor.test_equality import check, run
+from tests.oracle.batches import global_batch
+from tests.oracle.context import CUT
+from tests.oracle.run import check, run
 from tests.workers import run_ranks
 
 LLAMA = MODEL["experts"] | {"router_z": 0.02}

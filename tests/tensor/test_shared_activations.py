@@ -19,13 +19,14 @@ from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.serial import SerialKit
 from meshwright.tools.plan.predict import Planner
 from meshwright.tools.verify.reference_kit import ReferenceKit
+from tests.bits.cut_layouts import CUT as BY_SEQUENCE
+from tests.bits.cut_layouts import M2, M4, U2, config_of
 from tests.bits.runs import Ended, ended
-from tests.bits.test_cut_layouts import CUT as BY_SEQUENCE
-from tests.bits.test_cut_layouts import M2, M4, U2, config_of
+from tests.oracle.run import check, run
+from tests.oracle.tensor import config_for
 from tests.tensor.latent import latent
-from tests.tensor.test_equality import check, config_for, run
+from tests.tools.plan.counted import CPU, CUT, DEEP, FLAT, GATHER, MEGATRON, SUBGRAPHS, counts
 from tests.tools.plan.measured import Measured, measured
-from tests.tools.plan.test_counts import CPU, CUT, DEEP, FLAT, GATHER, MEGATRON, SUBGRAPHS, counts
 from tests.workers import run_ranks
 
 

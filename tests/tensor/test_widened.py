@@ -16,10 +16,10 @@ from meshwright.ranks.mesh import Mesh
 from meshwright.section import with_field
 from meshwright.tensor.widened import Rates, WidenedProducts, product_rates
 from meshwright.training.loop import validate
-from tests.context.test_equality import config_for
-from tests.data_parallel.test_equality import train, train_step
 from tests.fuzz.check import HeldOut
 from tests.harness import build
+from tests.oracle.context import config_for
+from tests.oracle.run import train, train_step
 from tests.workers import run_ranks
 
 

@@ -17,7 +17,7 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.head import HeadShape
 from meshwright.tensor.kit import Kit
-from tests.tensor.test_equality import config_for
+from tests.oracle.tensor import config_for
 from tests.workers import run_ranks
 
 B, T, H, A, N = 12, 5, 24, 4, 32

@@ -16,8 +16,8 @@ from meshwright.optim.norm import gradient_norm
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.linear import write_rows
-from tests.data_parallel.test_equality import train_step
 from tests.harness import build
+from tests.oracle.run import train_step
 from tests.workers import run_ranks
 
 ONE = Grid((("data", 1),))

@@ -30,7 +30,7 @@ from meshwright.typed.check import check_sums
 from tests.fuzz.__main__ import COVERING
 from tests.fuzz.axes import TENSORS, read_cases, tree_of
 from tests.fuzz.draw import few_of
-from tests.fuzz.test_fuzz import numbered
+from tests.fuzz.fixed import numbered
 from tests.harness import resolved
 from tests.patience import PATIENCE_SECONDS
 

@@ -21,10 +21,10 @@ from meshwright.tools.evaluate.load import load_text
 from meshwright.tools.evaluate.tasks import Question, measure
 from meshwright.training.job import train
 from tests.convert.folders import saved
-from tests.data_parallel.test_equality import BATCHES
+from tests.families.bert.pretrained import hugging_face as pretrained
 from tests.families.bert.task_files import make_mnli, make_qqp, make_race, make_squad
-from tests.families.bert.test_convert import hugging_face as pretrained
-from tests.families.bert.test_tuned import config_for
+from tests.families.bert.tuned import config_for
+from tests.oracle.batches import BATCHES
 from tests.training.runs import lines_of
 
 transformers = pytest.importorskip("transformers")

@@ -26,7 +26,7 @@ from meshwright.tools.evaluate.load import LoadedText, load_text
 from meshwright.tools.evaluate.tasks import finite
 from meshwright.tools.evaluate.texts import stream_for
 from tests.harness import build
-from tests.tools.evaluate.test_commands import run, run_json
+from tests.tools.evaluate.commands import run, run_json
 from tests.tools.evaluate.tiny import lively, save, tiny_checkpoint
 
 TEXT = "".join(f"line {number} of {number * number} in all\n" for number in range(40))

@@ -19,7 +19,7 @@ from meshwright.data.tokenizer import byte_tokenizer
 from meshwright.errors import CheckpointError
 from meshwright.families.deepseek.section import DeepSeek
 from tests.convert.folders import check_refused, saved
-from tests.families.llama.test_convert import our_logits, their_logits
+from tests.families.llama.logits import our_logits, their_logits
 
 transformers = pytest.importorskip("transformers")
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshwright.families.llama.model import LlamaModel
 from meshwright.model import SAMPLES
 from meshwright.ranks.mesh import Mesh
-from tests.families.llama.test_model import ONE, as_theirs, batch, config_of, hugging_face
+from tests.families.llama.models import ONE, as_theirs, batch, config_of, hugging_face
 from tests.models.harness import random_model
 from tests.workers import run_ranks
 

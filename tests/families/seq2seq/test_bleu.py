@@ -18,7 +18,7 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.training.loop import Trainer
 from tests.harness import build
-from tests.tools.evaluate.test_commands import run, run_json
+from tests.tools.evaluate.commands import run, run_json
 from tests.tools.evaluate.tiny import save, sequence_config, tiny_checkpoint
 from tests.workers import run_ranks
 

@@ -24,7 +24,7 @@ from meshwright.ranks.planned import planned_mesh
 from meshwright.stage_costs import counted_costs, time_links
 from meshwright.tensor.serial import SerialKit
 from tests.models.harness import random_model
-from tests.tensor.test_equality import check, run
+from tests.oracle.run import check, run
 from tests.workers import run_ranks
 
 ONE = Grid((("data", 1),))

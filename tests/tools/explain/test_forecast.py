@@ -8,8 +8,7 @@ import pytest
 
 from meshwright.config import Config
 from meshwright.tools.explain.tables import Forecast, compose, forecast
-from tests.pipeline.test_equality import WHOLE, pipelined
-from tests.pipeline.test_partition import laid_out
+from tests.oracle.pipeline import WHOLE, laid_out, pipelined
 
 
 def forecast_of(config: Config) -> Forecast:

@@ -15,11 +15,10 @@ from meshwright.pipeline.trace import read_trace
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tools.explain.tables import compose, explain, render
-from tests.data_parallel.test_equality import config_for as data_config
 from tests.harness import build, counted_step, forward_and_backward
-from tests.pipeline.test_equality import pipelined
-from tests.pipeline.test_partition import laid_out
-from tests.tensor.test_equality import config_for
+from tests.oracle.data_parallel import config_for as data_config
+from tests.oracle.pipeline import laid_out, pipelined
+from tests.oracle.tensor import config_for
 from tests.tools.plan.measured import batch_of
 from tests.workers import run_ranks
 

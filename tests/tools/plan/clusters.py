@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.tools.plan.cluster import Cluster
+from meshwright.tools.plan.cluster import Cluster, Device, Level, Links
 
 INNER: dict[str, Any] = {"latency": 1e-6, "bandwidth": 1e11}
 OUTER: dict[str, Any] = {"latency": 1e-5, "bandwidth": 1e10}
@@ -32,3 +32,19 @@ FLAT = cluster(INNER)
 """All on one switch."""
 NODES = cluster({**INNER, "joins": 4}, OUTER)
 """Nodes of four."""
+
+
+DEVICE = Device(
+    kind="cpu",
+    memory=2**34,
+    peak={"float32": 1e11, "bf16": 1e11},
+    efficiency=((64, 0.5), (1024, 0.9)),
+    attention=0.3,
+    bandwidth=((1e3, 1e10),),
+    host_link=1e10,
+)
+
+
+CLUSTER = Cluster(
+    name="here", device=DEVICE, devices_per_node=4, links={"torch": Links(levels=(Level(latency=1e-4, bandwidth=1e9),))}
+)

@@ -25,7 +25,7 @@ from meshwright.tools.plan.estimate import Estimates
 from meshwright.tools.plan.memory import Memory, verdict
 from meshwright.tools.plan.predict import Planner
 from tests.tools.plan.clusters import NODES
-from tests.tools.plan.test_search import TREE
+from tests.tools.plan.questions import TREE
 
 
 def test_a_sentence_with_the_time_and_the_price_of_a_training() -> None:

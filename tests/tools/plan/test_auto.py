@@ -11,7 +11,7 @@ import yaml
 from meshwright.api import load
 from meshwright.config.load import load_undecided
 from meshwright.errors import ConfigError
-from tests.tools.plan.test_search import TREE
+from tests.tools.plan.questions import TREE
 
 WORDS = ("memory.recompute=none", "memory.offload.to=none", "layout.tensor.kind=none", "layout.pipeline.size=1")
 

@@ -18,46 +18,34 @@ from meshwright.tools.plan.buckets import held_of
 from meshwright.tools.plan.predict import Planner, Prediction
 from meshwright.tools.plan.recorder import place
 from meshwright.tools.plan.timed_run import TimedRun
-from tests.families.llama.test_experts_layouts import EXPERTS, MODEL, experts
-from tests.pipeline.test_equality import LOOP, SCHEDULES, V, pipelined
-from tests.pipeline.test_partition import laid_out
-from tests.tensor.test_equality import config_for
-from tests.tools.plan.clusters import FLAT as SWITCH
+from tests.families.llama.experts import EXPERTS, MODEL, experts
+from tests.oracle.pipeline import LOOP, SCHEDULES, V, laid_out, pipelined
+from tests.oracle.tensor import config_for
+from tests.tools.plan.counted import (
+    CPU,
+    CUT,
+    DEEP,
+    FLAT,
+    GATHER,
+    HALVES,
+    MEGATRON,
+    OFFLOADED,
+    SUBGRAPHS,
+    WHOLE,
+    batch,
+    counts,
+    summa,
+    synced,
+)
 from tests.tools.plan.measured import Measured, measured
 from tests.workers import run_ranks
 
-DTYPES = ("float32", "float64", "bf16", "fp16")
-DEVICE = {"kind": "cpu", "peak_flops_per_second": dict.fromkeys(DTYPES, 1e11)}
-CPU = SWITCH.model_copy(update={"device": SWITCH.device.model_copy(update=DEVICE)})
-
 SYNCS = ("allreduce", "ring", "rooted", "zero1", "zero2", "zero3")
 HYBRID = {"size": 4, "sync": "zero3", "shard": 2}
-WHOLE = {"kind": "none"}
-MEGATRON = {"kind": "megatron", "size": 2}
 MESSAGES = {"size": 2, "expert": 2, "exchange": "messages", "sync": "zero1", "bucket": 8192}
-CUT = MEGATRON | {"sequence_parallel": True}
-FLAT = {"kind": "tesseract", "q": 2, "d": 1}
-DEEP = {"kind": "tesseract", "q": 2, "d": 2}
-SUBGRAPHS = [
-    {"kind": "subgraph", "size": 2, "common": common, "branch": branch}
-    for common, branch in product(("all", "one"), ("attention-core", "attention", "block"))
-]
 TOLERANCE = 0.1
 
-HALVES = {"precision": {"level": "O2", "dtype": "bf16"}}
 CASTS = {"precision": {"level": "O1", "dtype": "bf16"}}
-GATHER = {"memory": {"summa": "gather"}}
-"""Decided beforehand: ranks that decide when they begin tell each other how much memory they have."""
-
-
-def batch(data: int) -> dict[str, int]:
-    return {"global": 24 * data, "micro": 8}
-
-
-def synced(sync: str, data: int = 2, tensor: dict[str, Any] = WHOLE, **changes: Any) -> Config:
-    """Three microbatches a replica."""
-    layout = {"data": {"size": data, "sync": sync, "bucket": 8192}, "tensor": tensor}
-    return config_for("gpt2", tensor, data, **({"batch": batch(data), "layout": layout} | changes))
 
 
 def sliced(sync: str, data: int, schedule: str = "message-driven", **changes: Any) -> Config:
@@ -65,14 +53,6 @@ def sliced(sync: str, data: int, schedule: str = "message-driven", **changes: An
     config = pipelined("gpt2", 2, schedule, WHOLE, data, **changes)
     return laid_out(config, data={"sync": sync, "shard": 2 if data > 2 else None})
 
-
-def summa(tensor: dict[str, Any], form: str, samples: int = 8, microbatches: int = 2) -> Config:
-    """A tied table's gradient is planned for, which a whole model has room for: it must be small beside the rest."""
-    sizes = {"global": microbatches * samples, "micro": samples}
-    return config_for("gpt2", tensor, memory={"summa": form}, batch=sizes)
-
-
-OFFLOADED = {"offload": {"to": "host", "bucket": 4096, "chunk": 2}}
 
 FEW = {
     "syncs": [synced(sync) for sync in SYNCS],
@@ -250,18 +230,6 @@ def check(configs: Sequence[Config]) -> None:
             lines = [*counts(predicted, stage, real), *held(planner, predicted, stage, real)]
             wrong += [f"{index} stage {stage}: {line}" for line in lines]
     assert not wrong, "\n".join(wrong)
-
-
-def counts(predicted: Prediction, stage: int, real: Measured) -> Iterator[str]:
-    """The differences where all must be equal."""
-    sent = {key: (entry.calls, entry.sent_bytes) for key, entry in predicted.traffic[stage].items()}
-    for key in sorted(sent.keys() | real.sent.keys()):
-        if sent.get(key) != real.sent.get(key):
-            yield f"sent {key}: predicted {sent.get(key)}, really {real.sent.get(key)}"
-    memory = predicted.memory[stage]
-    planned = memory.weights, memory.gradients, memory.states
-    if planned != (real.weights, real.gradients, real.states):
-        yield f"weights, gradients, states: predicted {planned}, really {real.weights, real.gradients, real.states}"
 
 
 def held(planner: Planner, predicted: Prediction, stage: int, real: Measured) -> Iterator[str]:

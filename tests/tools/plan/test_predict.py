@@ -9,24 +9,12 @@ import pytest
 from meshwright.config import Config, parse_config
 from meshwright.errors import ConfigError
 from meshwright.ranks.grid import PIPE, Grid
-from meshwright.tools.plan.cluster import Cluster, Device, Level, Links
 from meshwright.tools.plan.predict import Planner, Prediction
 from meshwright.tools.plan.software import OWN_SOFTWARE, with_imbalance
 from meshwright.tools.plan.timed_run import TimedRun
 from tests.harness import counted_step
+from tests.tools.plan.clusters import CLUSTER, DEVICE
 
-DEVICE = Device(
-    kind="cpu",
-    memory=2**34,
-    peak={"float32": 1e11, "bf16": 1e11},
-    efficiency=((64, 0.5), (1024, 0.9)),
-    attention=0.3,
-    bandwidth=((1e3, 1e10),),
-    host_link=1e10,
-)
-CLUSTER = Cluster(
-    name="here", device=DEVICE, devices_per_node=4, links={"torch": Links(levels=(Level(latency=1e-4, bandwidth=1e9),))}
-)
 MODEL = {
     "base": "gpt2-small",
     "layers": 5,

@@ -12,9 +12,9 @@ from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.memory import verdict
 from meshwright.tools.plan.predict import Planner
 from meshwright.tools.plan.process import DIRECT_CHANNEL, GROUP_CHANNEL, PAIR_CHANNEL
-from tests.pipeline.test_equality import pipelined
+from tests.oracle.pipeline import pipelined
 from tests.tools.plan.clusters import FLAT
-from tests.tools.plan.test_counts import MEGATRON, WHOLE, synced
+from tests.tools.plan.counted import MEGATRON, WHOLE, synced
 
 PEAK = FLAT.device.peak_flops_per_second | {"float64": 1e13}
 GPU = FLAT.model_copy(update={"device": FLAT.device.model_copy(update={"peak_flops_per_second": PEAK})})

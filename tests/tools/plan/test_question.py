@@ -23,7 +23,7 @@ from meshwright.tools.plan.cluster import load_cluster
 from meshwright.tools.plan.question import NamedRun, planned_run, stopped_by_signals
 from meshwright.tools.plan.report import words_to_paste
 from meshwright.tools.plan.search import layout_text, search
-from tests.tools.plan.test_search import TREE, made_up
+from tests.tools.plan.questions import TREE, made_up
 
 SMALL = ("layout.tensor.kind=none", "layout.pipeline.size=1", "memory.offload.to=none", "memory.recompute=none")
 

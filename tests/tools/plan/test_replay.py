@@ -15,8 +15,8 @@ from meshwright.tools.plan.predict import Planner, Prediction
 from meshwright.tools.plan.process import StageReplay
 from meshwright.tools.plan.software import OWN_SOFTWARE
 from meshwright.tools.plan.timed_run import TimedRun
-from tests.pipeline.test_equality import LOOP, V, pipelined
-from tests.tools.plan.test_counts import CPU, CUT, FLAT, HALVES, MEGATRON, OFFLOADED, WHOLE, summa, synced
+from tests.oracle.pipeline import LOOP, V, pipelined
+from tests.tools.plan.counted import CPU, CUT, FLAT, HALVES, MEGATRON, OFFLOADED, WHOLE, summa, synced
 
 CASES = {
     **{sync: synced(sync) for sync in ("allreduce", "ring", "zero1", "zero2", "zero3")},

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.config import Config, parse_config
+from meshwright.config import Config
 from meshwright.errors import ConfigError
 from meshwright.pipeline.span import Timeline
 from meshwright.tools.plan.evaluator import Keep
@@ -28,10 +28,7 @@ from meshwright.tools.plan.scale import (
     write,
 )
 from tests.tools.plan.clusters import FLAT
-
-RUN = parse_config(
-    {"model": {"layers": 2, "hidden": 32, "heads": 4, "dropout": 0.0}, "data": {"sequence": 16}, "batch": {"global": 8}}
-)
+from tests.tools.plan.questions import RUN
 
 
 def laid_out(config: Config, **layout: Any) -> Config:

@@ -17,7 +17,7 @@ from meshwright.tools.plan.predict import Planner
 from meshwright.tools.plan.scale import STRATEGIES
 from meshwright.tools.plan.space import SearchJob, legal_layouts
 from tests.tools.plan.clusters import FLAT
-from tests.tools.plan.test_scale import RUN
+from tests.tools.plan.questions import RUN
 
 
 @pytest.fixture(scope="module")

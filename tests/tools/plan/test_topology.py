@@ -27,7 +27,7 @@ from meshwright.tools.plan.network import Volume, volumes
 from meshwright.tools.verify.job import comparable
 from meshwright.training.step import backward
 from tests.harness import build, counted_step
-from tests.test_order import config_for
+from tests.orders import config_for
 from tests.workers import run_ranks
 
 MOST_RANKS = 64

@@ -22,8 +22,8 @@ from meshwright.cli import app
 from meshwright.errors import ConfigError, LaunchError, PluginError
 from meshwright.registry import OURS, _group
 from meshwright.tools.submit import job
+from tests.installed import install
 from tests.patience import PATIENCE_SECONDS
-from tests.test_extending import install
 from tests.tools.submit.asked import VOLUME, containers, documents, stub, task, text_of, with_stubs, written
 
 

@@ -13,8 +13,8 @@ from meshwright.model import Batch, rows_of
 from meshwright.ranks.grid import Grid, grid_of_run
 from meshwright.ranks.mesh import Mesh
 from meshwright.tools.verify.job import Verdict, compare_runs, leave_layout, leave_reference, one_device
-from tests.data_parallel.test_equality import BATCHES
 from tests.harness import build
+from tests.oracle.batches import BATCHES
 from tests.workers import run_ranks
 
 TEXT = {"positions": 12, "vocabulary": 300}

@@ -3,6 +3,7 @@ family, level and optimizer."""
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from meshwright.tensor.serial import SerialKit
 from meshwright.tools.verify import reference, reference_kit
 from meshwright.tools.verify.outcome import reference_run
 from meshwright.tools.verify.reference import Reference, rate_share
-from tests.test_layers import imports_of
+from tests.sources import imported_names, tree_of
 from tests.tools.verify.cases import MODELS, Drawn, batches, config_for, run_reference, verdict_of
 from tests.workers import run_ranks
 
@@ -41,7 +42,9 @@ SOLO = Grid((("data", 1),))
 
 def test_it_imports_facts_and_the_models_alone() -> None:
     paths = [Path(module.__file__) for module in (reference, reference_kit)]
-    names = {name for path in paths for name in imports_of(path) if name.startswith("meshwright")}
+    names = {
+        name for path in paths for name in imported_names(ast.walk(tree_of(path))) if name.startswith("meshwright")
+    }
     own = f"{reference_kit.__name__}."
     assert {name for name in names if not name.startswith(own)} == ALLOWED
     assert sum(len(path.read_text().splitlines()) for path in paths) <= 383
