@@ -219,7 +219,7 @@ def _transport(config: Config, machine: Machine, device: str) -> tuple[str, list
         if TRANSPORTS[asked].by_mpiexec and machine.launcher == "torchrun":
             raise ConfigError.of("layout.transport", asked, "cannot join a job of torchrun", "torch, or use mpirun")
         return asked, []
-    # Our MPI transport moves host memory only, and fsdp works on torch.distributed's groups.
+    # Our MPI transport moves host memory only, and nothing before it is waited for.
     if device != "cpu" or not config.layout.data.strategy.over_mpi or config.layout.world_size == 1:
         return "torch", []
     if not machine.has_mpi:

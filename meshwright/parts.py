@@ -139,8 +139,8 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
     stages = plan_stages(config, mesh)
     chunks = stages.of(mesh.index(PIPE))
     # Parameters stay on the meta device until buckets draw their values, so that no rank holds a model beside its
-    # buckets. fully_shard needs real tensors.
-    kit = build_kit(config, replace(mesh, empty=not config.layout.data.strategy.whole))
+    # buckets.
+    kit = build_kit(config, replace(mesh, empty=True))
     model = build_model(config, kit, mesh, Chunk.union(chunks))
     recompute_in(config, model, chunks)
     if config.compile == "islands" and mesh.device.type != "meta":
@@ -254,9 +254,8 @@ def build_model(config: Config, kit: Kit, mesh: Mesh, chunk: Chunk | None = None
     specs = shard_specs(model)
     dtype = DTYPES[config.precision.dtype]
     level = config.precision.level
-    sharded_masters = config.layout.data.strategy.whole  # its weights are the masters, and it casts what it gathers
     for name, parameter in model.named_parameters():
-        stores_half = level == "O2" and not specs[name].full_precision and not sharded_masters
+        stores_half = level == "O2" and not specs[name].full_precision
         if level == "O0" or stores_half:
             parameter.data = parameter.data.to(dtype)
     return model
@@ -418,12 +417,6 @@ def _build_strategy(
     fixed: FixedPoint | None,
 ) -> Synchroniser:
     sync = config.layout.data.strategy
-    if sync.whole:
-        half = DTYPES[config.precision.dtype] if config.precision.level == "O2" else None
-        units = list(model.blocks.children())
-        return cast(
-            Synchroniser, load_entry(sync.whole)(model, units, specs, mesh, half, widens=config.widens_gradients)
-        )
     policy = load_entry(sync.policy)()
     using = {} if policy.owners == "all" else parts_using(config, mesh, model.chunk)
     parts = using if sync.gathers else None

@@ -84,7 +84,6 @@ OURS: Mapping[str, Mapping[str, str]] = {
         "zero1": "meshwright.data_parallel.section:ZERO1",
         "zero2": "meshwright.data_parallel.section:ZERO2",
         "zero3": "meshwright.data_parallel.section:ZERO3",
-        "fsdp": "meshwright.data_parallel.section:FSDP",
     },
     "sinks": {
         "tensorboard": "meshwright.training.sinks:TENSORBOARD",

@@ -15,7 +15,7 @@ ODD = 3
 """The world size that waits for --long: each takes a start of mpiexec, which is half of its time."""
 
 SYNCS = ("server-loss", "server-gradient", "rooted", "allreduce", "ring", "zero1")
-"""Every sync but fsdp, which runs inside torch.distributed."""
+"""Every sync but zero2 and zero3, whose sums are under way while ranks compute."""
 
 SCHEDULES = ("gpipe", "1f1b", "axonn", "message-driven")
 

@@ -254,7 +254,7 @@ def test_mpi_is_seen_where_it_is_installed() -> None:
     "layout, device",
     [
         ({"data": {"size": 1}}, "cpu"),
-        ({"data": {"size": 2, "sync": "fsdp"}}, "cpu"),
+        ({"data": {"size": 2, "sync": "zero3"}}, "cpu"),
         ({"data": {"size": 2}}, "cuda"),
         ({"data": {"size": 2}, "transport": "torch"}, "cpu"),
     ],

@@ -158,7 +158,7 @@ def test_strategies_are_told_apart_in_their_own_rooms_alone() -> None:
 @pytest.mark.parametrize(
     "planted",
     [
-        'if config.layout.data.sync == "fsdp": pass',
+        'if config.layout.data.sync == "zero3": pass',
         'if config.layout.pipeline.schedule in ("gpipe", "1f1b"): pass',
         'match config.optimizer.name:\n  case "adamw": pass',
         'KITS = {"tesseract": None}',

@@ -179,8 +179,8 @@ def test_imports_go_down() -> None:
 
 
 def test_libraries_stay_in_their_rooms() -> None:
-    """No torch on floor 0. `torch.distributed` for ranks and the launcher, which uses its store, beside fully_shard,
-    which is of it, and doctor, which asks both what there is."""
+    """No torch on floor 0. `torch.distributed` for ranks and the launcher, which uses its store; doctor asks both
+    what there is."""
     mistakes = []
     for path in MODULES:
         room, doctor = room_of(path), path.stem == "doctor"
@@ -188,7 +188,7 @@ def test_libraries_stay_in_their_rooms() -> None:
         distributed = any(name.startswith("torch.distributed") for name in imports_of(path))
         if FLOORS[room] == 0 and "torch" in roots:
             mistakes.append(f"{path}: torch on floor 0")
-        if distributed and room not in ("ranks", "launch") and path.stem != "fsdp" and not doctor:
+        if distributed and room not in ("ranks", "launch") and not doctor:
             mistakes.append(f"{path}: torch.distributed")
         if "mpi4py" in roots and room != "ranks" and not doctor:
             mistakes.append(f"{path}: mpi4py")

@@ -30,7 +30,6 @@ import pytest
 import torch
 import torch._dynamo  # torch.optim imports it in every rank: a second each, unless the parent has it
 
-from meshwright.config import Config
 from meshwright.environment import Environment, Rendezvous
 from meshwright.errors import LaunchError
 from meshwright.launch.threads import run_threads
@@ -114,13 +113,10 @@ def _answers(context: Any, work: Callable[..., None], works: Sequence[tuple[Any,
 
 
 def needs_processes(argument: Any) -> bool:
-    """Whether an argument is a config, or the name, of a strategy that lives in torch's process groups; or a function,
-    which plants a mistake in a rank's process."""
+    """Whether an argument is, or holds, a function, which plants a mistake in a rank's process."""
     if isinstance(argument, (list, tuple)):
         return any(map(needs_processes, argument))
-    if isinstance(argument, FunctionType):
-        return True
-    return (argument.layout.data.sync if isinstance(argument, Config) else argument) == "fsdp"
+    return isinstance(argument, FunctionType)
 
 
 def _work_threads(

@@ -37,8 +37,7 @@ class Effect:
 
 def _by_layers(config: Config) -> bool:
     """Whether gradients are summed by the layer, whatever size a bucket is to have."""
-    sync = config.layout.data.strategy
-    return bool(sync.whole) or sync.gathers
+    return config.layout.data.strategy.gathers
 
 
 def _optimizer_effect(field: str) -> Effect:

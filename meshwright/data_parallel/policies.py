@@ -10,7 +10,7 @@ All-reduce is Bai's DPS and torch's DistributedDataParallel; it travels under th
 ranks of one node behind it: ranks/mpi.py, ranks/window_comm.py). The ring is Horovod's (Patarasuk and Yuan, 2009): a
 bucket, its tensor fusion, is cut into n blocks; in n-1 steps partial sums travel round until rank r holds block r+1
 whole, in n-1 more the whole blocks travel round. ZeRO-1 (arXiv 1910.02054, section 5.1) sends an all-reduce's bytes,
-with the optimizer's work in between done once instead of n times; the full sharding is torch's own (fsdp.py).
+with the optimizer's work in between done once instead of n times.
 """
 
 from __future__ import annotations

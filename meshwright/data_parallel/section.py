@@ -10,7 +10,6 @@
 | zero1           | reduce-scatter           | yes    | yes        | yes | yes           | yes     | yes     |
 | zero2           | the same, each microbatch | yes   | yes        |     | yes           | yes     | yes     |
 | zero3           | the same, weights sliced  | yes   | yes        |     | yes           | yes     | yes     |
-| fsdp            | torch's fully_shard      |        |            |     |               |         |         |
 
 One is added by a `Sync` and its line in the registry (docs/extending.md).
 """
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING
 from meshwright.errors import Problem
 from meshwright.ranks.transports_section import TRANSPORTS
 from meshwright.registry import entries
-from meshwright.section import Rule, divisors, field_of, listed, rule
+from meshwright.section import Rule, divisors, listed, rule
 
 if TYPE_CHECKING:
     from meshwright.config import Config
@@ -37,12 +36,11 @@ class Sync:
     """A strategy's facts. Its parts are named as `module:attribute`, since torch is not imported yet.
 
     `policy`: makes the `Policy` by which buckets travel (strategy.py). `synchroniser`: makes the strategy of
-    (buckets, mesh, policy). `whole`: instead of both makes a strategy that has no buckets, as fsdp.FullySharded.
+    (buckets, mesh, policy).
     """
 
-    policy: str = ""
+    policy: str
     synchroniser: str = "meshwright.data_parallel.strategy:Synchroniser"
-    whole: str = ""
     rules: tuple[Rule, ...] = ()
     """Rules on what it does not go with, and why; checked where it is chosen."""
     cuts_parameters: bool = False
@@ -66,11 +64,9 @@ class Sync:
     """Whether the sync only adds what the ranks' buckets hold, so that sums of integers are equal under any layout."""
 
 
-def _refused(
-    field: str, when: Callable[[Config], object], why: str, instead: str = "{others}", blamed: str = FIELD
-) -> Rule:
+def _refused(field: str, when: Callable[[Config], object], why: str, instead: str = "{others}") -> Rule:
     """A rule on what some strategies do not go with. `why`, `instead`: formats of `config`; `others`: the strategies
-    that the rule allows, the planner's candidates first. `blamed`: the field that is said to be mistaken."""
+    that the rule allows, the planner's candidates first."""
 
     @rule(FIELD, field)
     def refused(config: Config) -> Iterator[Problem]:
@@ -78,7 +74,7 @@ def _refused(
             left = [name for name, sync in reversed(entries("syncs").items()) if refused not in sync.rules]
             others = ", ".join(sorted(left, key=lambda name: not entries("syncs")[name].candidate))
             valid = instead.format(config=config, others=others)
-            yield Problem(blamed, field_of(config, blamed), why.format(config=config), valid)
+            yield Problem(FIELD, config.layout.data.sync, why.format(config=config), valid)
 
     return refused
 
@@ -88,26 +84,10 @@ needs_whole_models = _refused(
     lambda config: config.layout.pipeline.size > 1,
     "runs a whole model on every rank, and layout.pipeline.size={config.layout.pipeline.size} cuts it into stages",
 )
-needs_whole_layers = _refused(
-    "layout.tensor",
-    lambda config: config.layout.tensor.axes,
-    "shards whole layers, and layout.tensor.kind={config.layout.tensor.kind} has cut them already",
-)
-needs_whole_sequences = _refused(
-    "layout.context.size",
-    lambda config: config.layout.context.size > 1,
-    "sums gradients over replicas alone, and layout.context.size={config.layout.context.size} cuts their sequences",
-)
 needs_one_axis_of_replicas = _refused(
     EXPERT_FIELD,
     lambda config: config.layout.data.expert > 1,
     "knows replicas alone, and layout.data.expert={config.layout.data.expert} gives ranks different experts",
-)
-needs_one_forward_pass = _refused(
-    "memory.recompute",
-    lambda config: config.memory.recompute != "none",
-    "gathers weights in hooks of its own, which memory.recompute would call twice",
-    "zero1, allreduce, or memory.recompute=none",
 )
 needs_losses_of_the_head = _refused(
     "model",
@@ -116,27 +96,7 @@ needs_losses_of_the_head = _refused(
     "and {config.model.losses_in_layers} gives layers losses of their own",
     "{others}, or {config.model.losses_in_layers}=0",
 )
-needs_replicas = _refused(
-    "layout.data.size",
-    lambda config: config.layout.data.size == 1,
-    "leaves layout.data.sync={config.layout.data.sync} nothing to shard",
-    "layout.data.sync=allreduce, or layout.data.size=2 or more",
-    blamed="layout.data.size",
-)
-needs_masters_on_the_device = _refused(
-    "memory.offload.to",
-    lambda config: config.memory.offload.to != "none",
-    "does not go with layout.data.sync={config.layout.data.sync}, whose float32 shards are what torch gathers from",
-    "none, or layout.data.sync=zero1, allreduce, ...",
-    blamed="memory.offload.to",
-)
 # Of transports those that do not suit a strategy; `auto` takes one that suits (Sync.over_mpi).
-needs_process_groups = _refused(
-    "layout.transport",
-    lambda config: config.layout.transport != "auto" and not TRANSPORTS[config.layout.transport].process_groups,
-    "runs inside torch.distributed, which layout.transport={config.layout.transport} does not start",
-    "layout.transport=torch, auto, or layout.data.sync=zero1",
-)
 needs_verbs_under_way = _refused(
     "layout.transport",
     lambda config: config.layout.transport != "auto" and not TRANSPORTS[config.layout.transport].moves_alone,
@@ -201,15 +161,3 @@ ZERO3 = Sync(
     rules=(needs_verbs_under_way, shards_are_equal, needs_whole_parts), over_mpi=False, candidate=True, like="FSDP",
 )  # fmt: skip
 """Weights are slices, too, gathered part by part of the model (ZeRO-3, as FSDP)."""
-FSDP = Sync(
-    whole="meshwright.data_parallel.fsdp:FullySharded",
-    cuts_parameters=True,
-    rules=(
-        needs_process_groups, needs_replicas, needs_whole_layers, needs_whole_models, needs_whole_sequences,
-        needs_one_forward_pass, needs_masters_on_the_device, needs_one_axis_of_replicas,
-    ),
-    over_mpi=False,
-    unplanned="is laid out by torch (zero3 is the like of it)",
-    order_free=False,
-)  # fmt: skip
-"""torch's own fully_shard (FSDP2); goes with data parallelism alone, while zero3 goes with all."""

@@ -24,7 +24,7 @@ class TransportFacts:
     """`module`: the Python module that must be installed. `devices`: the types of device whose memory it moves.
 
     `by_mpiexec`: its ranks are started by an MPI launcher, which also brings them together. `in_process`: its ranks are
-    threads of one process, on one device. `process_groups`: ranks meet at a store and have process groups of torch.
+    threads of one process, on one device.
     `moves_alone`: a verb that nobody waits for yet makes progress.
     """
 
@@ -32,12 +32,11 @@ class TransportFacts:
     devices: tuple[str, ...]
     by_mpiexec: bool = False
     in_process: bool = False
-    process_groups: bool = False
     moves_alone: bool = True
 
 
 TRANSPORTS: Mapping[str, TransportFacts] = {
-    "torch": TransportFacts("torch", ("cpu", "cuda"), process_groups=True),
+    "torch": TransportFacts("torch", ("cpu", "cuda")),
     # GPU-aware MPI was never at hand.
     "mpi": TransportFacts("mpi4py", ("cpu",), by_mpiexec=True, moves_alone=False),
     "threads": TransportFacts("torch", ("cpu", "cuda"), in_process=True),

@@ -8,7 +8,7 @@ Replicas: a bit that flips in one replica's memory makes no error and no NaN: th
 replica still has the right one. Each rank hashes its weights as its backward pass has read them; that is before the
 optimizer writes and before owners publish, so that a flip under ZeRO-1 or a parameter server is seen before it is
 overwritten. The hashes travel in the step report. Of three replicas and more the odd one out is named, of two both.
-Where nothing is held twice (`fsdp`, one replica that is cut everywhere) there is nothing to compare.
+Where nothing is held twice (one replica that is cut everywhere) there is nothing to compare.
 """
 
 from __future__ import annotations

@@ -63,8 +63,7 @@ def check_sums(config: Config) -> None:
 def reduced(config: Config) -> Config:
     """The run as it is checked: one stage, two microbatches at most, no recomputation, no offload, in float32."""
     layout = config.layout
-    sync = layout.data if not layout.data.strategy.whole else layout.data.model_copy(update={"sync": "allreduce"})
-    layout = layout.model_copy(update={"pipeline": PipelineSection(), "data": sync})
+    layout = layout.model_copy(update={"pipeline": PipelineSection()})
     changes = {"layout": layout, "memory": MemorySection(), "precision": Precision(level="O0", dtype="float32")}
     return config.model_copy(update=changes)
 

@@ -136,7 +136,6 @@ def test_a_planted_mistake_is_seen(plant: Any) -> None:
     [
         (("layout.tensor=megatron", "layout.tensor.size=2"), "layout.tensor.size"),
         (("layout.context=2",), "layout.context.size"),
-        (("layout.data.sync=fsdp", "layout.data.size=2"), "layout.data.sync"),
         (("layout.data.sync=server-loss", "layout.data.size=2"), "layout.data.sync"),
         (("optimizer=muon",), "optimizer.name"),
         (("precision=float64",), "bits.kind"),

@@ -135,7 +135,7 @@ def test_model_by_name_and_by_base() -> None:
         ("layout.data.bucket=16X", "bucket=16X is not a whole number; valid: .*, or a size such as 16M"),
         (
             "layout.data.sync=alreduce",
-            r"is none of the choices \(did you mean allreduce\?\); valid: server-loss, .*fsdp",
+            r"is none of the choices \(did you mean allreduce\?\); valid: server-loss, .*zero3",
         ),
         (
             "layout=3",

@@ -26,11 +26,6 @@ def test_masters_are_what_is_offloaded() -> None:
     )
 
 
-def test_fsdp_has_no_buckets() -> None:
-    (told,) = mistakes({"to": "disk"}, precision=O2, layout={"data": {"size": 2, "sync": "fsdp"}, "transport": "torch"})
-    assert told.startswith("memory.offload.to=disk does not go with layout.data.sync=fsdp")
-
-
 @pytest.mark.parametrize("bucket, valid", [(100, "128, 1M"), (1000, "896, 1024, 1M")])
 def test_halves_of_whole_vectors(bucket: int, valid: str) -> None:
     (told,) = mistakes({"to": "host", "bucket": bucket}, precision=O2)

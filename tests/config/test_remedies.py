@@ -75,7 +75,7 @@ CHOICES: dict[str, list[Any]] = {
     "bits.attention": ["runs", "heads"],
     "layout.data.size": [1, 2, 3, 4],
     "layout.data.sync": [
-        "allreduce", "zero1", "zero2", "zero3", "ring", "rooted", "server-gradient", "server-loss", "fsdp",
+        "allreduce", "zero1", "zero2", "zero3", "ring", "rooted", "server-gradient", "server-loss",
     ],
     "layout.data.shard": [1, 2, 3],
     "layout.data.expert": [2, 3, 4],

@@ -112,14 +112,6 @@ def test_depth() -> None:
     assert told.endswith("valid: 2 or less")
 
 
-@pytest.mark.parametrize("kind", ["megatron", "subgraph"])
-def test_fully_sharded(kind: str) -> None:
-    tree = {"model": MODEL, "batch": {"global": 16}, "data": {"sequence": 64}}
-    layout = {"data": {"size": 2, "sync": "fsdp"}, "tensor": {"kind": kind, "size": 2}}
-    with pytest.raises(ConfigError, match=rf"kind={kind} has cut them already; valid: zero3, zero2, zero1, allreduce"):
-        parse_config(tree | {"layout": layout})
-
-
 def test_a_kind_that_is_none() -> None:
     (told,) = mistakes({"kind": "tesserakt", "q": 2})
     rule = "is none of the choices (did you mean tesseract?)"

@@ -60,7 +60,7 @@ def test_equals_serial_with_stages(kind: str, schedule: str) -> None:
     check(run(config), serial("gpt2"))
 
 
-@pytest.mark.parametrize("sync", [sync for sync in SYNCS if sync != "fsdp"])
+@pytest.mark.parametrize("sync", SYNCS)
 def test_equals_serial_with_every_sync(sync: str) -> None:
     layout = {"data": {"size": 2, "sync": sync, "bucket": 8192}}
     check(run(config_for("gpt2", {"size": 2}, layout=layout, batch={"global": 8, "micro": 2})), serial("gpt2"))

@@ -66,9 +66,3 @@ def test_families_that_look_at_whole_sequences(family: str) -> None:
     told = mistakes({"size": 2}, model={"family": family}, data=data)
     why = f"cuts sequences, and a {family} looks at whole ones elsewhere than in self-attention"
     assert f"layout.context.size=2 {why}; valid: 1" in told
-
-
-def test_fsdp_sums_over_replicas_alone() -> None:
-    layout = {"context": {"size": 2}, "data": {"size": 2, "sync": "fsdp"}}
-    (told,) = mistakes({}, layout=layout)
-    assert told.startswith("layout.data.sync=fsdp sums gradients over replicas alone, and layout.context.size=2")

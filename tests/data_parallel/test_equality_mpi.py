@@ -1,4 +1,4 @@
-"""Every sync but fsdp computes over MPI what one device computes, as test_equality says of gloo."""
+"""Every sync that MPI carries computes over it what one device computes, as test_equality says of gloo."""
 
 from __future__ import annotations
 

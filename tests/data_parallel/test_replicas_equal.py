@@ -5,11 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from meshwright.data_parallel.fsdp import FullySharded
 from meshwright.optim.optimizer import Optimizer
-from meshwright.parameters.shard import shard_specs
 from meshwright.parts import build_model
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
@@ -38,19 +35,6 @@ def plant_in_bucket(
     return found, again, weights, masters
 
 
-def plant_in_fsdp(mesh: Mesh) -> tuple[list[str], Tensor]:
-    """The same with fully_shard, which looks before it cuts."""
-    config = config_for("fsdp", mesh.size("data"))
-    model = build_model(config, SerialKit(mesh), mesh)
-    if mesh.rank == 1:
-        model.get_parameter(WRONG).data[-1, -1] += 1
-    blocks = list(model.get_submodule("blocks").children())
-    strategy = FullySharded(model, blocks, shard_specs(model), mesh, None, widens=False)
-    parameter = model.get_parameter(WRONG)
-    assert isinstance(parameter, DTensor)
-    return strategy.make_replicas_equal(), parameter.full_tensor().detach()
-
-
 def clean(mesh: Mesh, changes: dict) -> Tensor:
     return build_model(config_for("allreduce", 1, **changes), SerialKit(mesh), mesh).get_parameter(WRONG).detach()
 
@@ -68,10 +52,3 @@ def test_buckets(sync: str, changes: dict) -> None:
             assert torch.equal(weight, results[0][2][name])
         if sync == "allreduce":
             assert all(torch.equal(a, b) for a, b in zip(masters, results[0][3], strict=True))
-
-
-def test_fsdp() -> None:
-    (wanted,) = run_ranks(clean, Grid((("data", 1),)), {})
-    for found, weight in run_ranks(plant_in_fsdp, Grid((("data", 2),)), transport="torch"):
-        assert found == [WRONG]
-        assert torch.equal(weight, wanted)

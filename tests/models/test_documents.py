@@ -98,7 +98,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ring x 1-D x replicas": {
         "context": RING, "tensor": ONE_D, "data": {"size": 2, "sync": "zero1", "bucket": 8192},
     },
-    "fsdp": {"data": {"size": 2, "sync": "fsdp"}},
     "zero3": {"data": {"size": 2, "sync": "zero3"}},
 }  # fmt: skip
 HYBRID = {"size": 4, "sync": "zero3", "shard": 2}
@@ -118,7 +117,7 @@ CROSSED: dict[str, tuple[str, dict[str, Any]]] = {
     "ring x latents": ("deepseek", {"context": RING, "tensor": ONE_D}),
 }  # fmt: skip
 """Axes beside a cut sequence, each with the family that it is tested with."""
-ONLY_LONG = {("gpt2", "ring of 4"), ("llama", "zero3"), ("llama", "fsdp"), ("gpt2", "branches"), ("gpt2", "zero3")}
+ONLY_LONG = {("gpt2", "ring of 4"), ("llama", "zero3"), ("gpt2", "branches"), ("gpt2", "zero3")}
 
 
 @cache

@@ -48,7 +48,7 @@ def two_layers(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> list[f
 
 LAYOUTS = {
     "zero1": {"data": {"size": 4, "sync": "zero1"}},
-    "fsdp": {"data": {"size": 4, "sync": "fsdp"}},
+    "zero3": {"data": {"size": 4, "sync": "zero3"}},
     "stages": {"data": {"size": 2}, "pipeline": {"size": 2}},
     "tesseract": {"tensor": {"kind": "tesseract", "q": 2}},
 }

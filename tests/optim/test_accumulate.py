@@ -22,7 +22,7 @@ TERMS = 400
 LAYOUTS: dict[str, dict[str, Any]] = {
     "serial": {},
     "zero1": {"layout": {"data": {"size": 2, "sync": "zero1"}}},
-    "fsdp": {"layout": {"data": {"size": 2, "sync": "fsdp"}}},
+    "zero3": {"layout": {"data": {"size": 2, "sync": "zero3"}}},
     "stages": {"layout": {"pipeline": {"size": 2, "schedule": "message-driven"}}},
     "megatron": {"layout": {"tensor": {"kind": "megatron", "size": 2, "sequence_parallel": True}}},
     "offload": {"memory": {"offload": {"to": "host", "bucket": 1024}}},
@@ -30,7 +30,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "sub-graphs": {"layout": {"tensor": {"kind": "subgraph", "size": 2, "common": "one", "branch": "block"}}},
 }
 
-ONLY_LONG = {"zero1", "fsdp", "megatron", "offload", "tesseract", "sub-graphs"}
+ONLY_LONG = {"zero1", "zero3", "megatron", "offload", "tesseract", "sub-graphs"}
 CASES = [pytest.param(name, marks=pytest.mark.long) if name in ONLY_LONG else name for name in LAYOUTS]
 
 Gradients = dict[str, dict[tuple[int, ...], torch.Tensor]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshwright.config import Config, parse_config
 
-SYNCS = ["server-loss", "server-gradient", "rooted", "allreduce", "ring", "zero1", "zero2", "zero3", "fsdp"]
+SYNCS = ["server-loss", "server-gradient", "rooted", "allreduce", "ring", "zero1", "zero2", "zero3"]
 
 STEPS = 20
 

@@ -35,7 +35,7 @@ from tests.oracle.tensor import CASES, MODELS
 from tests.oracle.tensor import config_for as tensor_config
 from tests.workers import run_ranks
 
-IN_SLOTS = ("zero1", "zero2", "zero3", "fsdp", "server-loss", "server-gradient")
+IN_SLOTS = ("zero1", "zero2", "zero3", "server-loss", "server-gradient")
 """Under these a rank steps slices of flat memory, all of it, or nothing: so its slots are what is compared, and what it
 computes with by the outputs and losses. Under the others its parameters and their gradients are."""
 

@@ -179,9 +179,8 @@ def test_a_run_has_the_bits_that_processes_give_it(tmp_path: Path) -> None:
 
 def test_what_cannot_be_had_is_refused_before_a_thread_starts(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(RUN)
-    for word in ("layout.data.sync=fsdp", "restarts=1"):
-        with pytest.raises(ConfigError, match="threads"):
-            load_config(tmp_path / "run.yaml", ["layout.transport=threads", "layout.pipeline.size=1", word])
+    with pytest.raises(ConfigError, match="threads"):
+        load_config(tmp_path / "run.yaml", ["layout.transport=threads", "layout.pipeline.size=1", "restarts=1"])
 
 
 def test_a_request_to_stop_ends_in_who_asked() -> None:

@@ -102,8 +102,7 @@ def _words(cut: dict[str, Any]) -> str:
 def _data_parallelism() -> Iterator[tuple[str, Config]]:
     for sync in data_parallel.SYNCS:
         for size in (1, 2, 4):
-            if size > 1 or sync != "fsdp":  # it needs a process group, which one rank has not
-                yield f"{sync} x{size}", data_parallel.config_for(sync, size)
+            yield f"{sync} x{size}", data_parallel.config_for(sync, size)
 
 
 def _tensors() -> Iterator[tuple[str, Config]]:

@@ -76,7 +76,7 @@ def test_equals_serial(case: tuple[str, dict[str, Any], int, int]) -> None:
 
 
 def test_fully_sharded_equals_serial() -> None:
-    """Blocks are called as modules, whose hooks gather their weights."""
+    """Weights are slices, gathered part by part of both chains."""
     config = laid_out("t5", WHOLE, data=2)
-    layout = config.layout.model_dump() | {"data": {"size": 2, "sync": "fsdp"}}
+    layout = config.layout.model_dump() | {"data": {"size": 2, "sync": "zero3"}}
     check(run(Config.model_validate(config.model_dump(mode="json", by_alias=True) | {"layout": layout})), serial("t5"))

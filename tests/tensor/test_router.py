@@ -38,9 +38,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "stages x ring": {"pipeline": {"size": 2, "schedule": "message-driven"}, "context": RING},
     "chunks": {"pipeline": {"size": 2, "chunks": 2, "schedule": "1f1b"}, "data": {"size": 2}},
     "slices x ulysses": {"data": {"size": 2, "sync": "zero3"}, "context": ULYSSES},
-    "fsdp": {"data": {"size": 2, "sync": "fsdp"}},
 }
-ONLY_LONG = {"one microbatch a replica", "chunks", "fsdp"}
+ONLY_LONG = {"one microbatch a replica", "chunks"}
 NAMES = [pytest.param(name, marks=pytest.mark.long) if name in ONLY_LONG else name for name in LAYOUTS]
 
 

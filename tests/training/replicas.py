@@ -32,12 +32,11 @@ def ended(trainer: Trainer, turns: int, *, flushes: bool = False) -> tuple[int, 
 
 def spoil(trainer: Trainer, name: str, victim: int, bad: float) -> tuple[int, str, str, bool]:
     """One number of the victim's is bad before the third step; the error, and whether other weights were left alone."""
-    mesh, config = trainer.parts.mesh, trainer.parts.config
+    mesh = trainer.parts.mesh
     ended(trainer, 2)
     weights = trainer.parts.strategy.weights  # waits for those that travel still, which would mend the bad one
     if mesh.rank == victim:
         parameter = dict(trainer.parts.model.named_parameters())[name]
-        parameter = parameter.to_local() if config.layout.data.sync == "fsdp" else parameter
         parameter.data.view(-1)[1] = bad
     before = [flat.values.clone() for flat in weights]
     answer = ended(trainer, 2)

@@ -28,7 +28,6 @@ SPOILED: dict[str, tuple[dict[str, Any], str, int]] = {
     "subgraph": ({"data": {"size": 1}, "tensor": {"kind": "subgraph", "size": 2, "common": "one"}}, NORM, 0),
     "first stage": ({"data": {"size": 1}, "pipeline": {"size": 2}}, "positions.weight", 0),
     "last stage": ({"data": {"size": 1}, "pipeline": {"size": 2}}, NORM, 1),
-    "fsdp": ({"data": {"size": 2, "sync": "fsdp"}, "transport": "torch"}, EXPAND, 1),
 }
 
 

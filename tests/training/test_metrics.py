@@ -139,7 +139,7 @@ def test_the_peak_is_that_of_the_runs_products(gpu: str, precision: Precision, p
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("sync, size", [("allreduce", 3), ("zero1", 2), ("server-loss", 3), ("fsdp", 2)])
+@pytest.mark.parametrize("sync, size", [("allreduce", 3), ("zero1", 2), ("server-loss", 3), ("zero3", 2)])
 def test_loss_is_the_global_mean(
     sync: str, size: int, corpus: Path, whole_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,7 +214,7 @@ def plain_loss(mesh: Mesh, run_folder: Path, corpus: Path, num_windows: int) -> 
     return float(torch.stack(losses).mean())
 
 
-@pytest.mark.parametrize("sync", ["allreduce", "fsdp"])
+@pytest.mark.parametrize("sync", ["allreduce", "zero3"])
 def test_validation_loss(sync: str, corpus: Path, tmp_path: Path) -> None:
     """Whole global batches from the file's beginning, over two ranks, without the dropout that the run trains with."""
     model = config_of(corpus).model.model_dump() | {"dropout": 0.5}

@@ -137,10 +137,9 @@ def undisturbed(mesh: Mesh, config: Config) -> tuple[int, str]:
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("kind", [*SEVERAL_AXES, "fsdp"])
+@pytest.mark.parametrize("kind", SEVERAL_AXES)
 def test_replicas_agree_by_themselves(kind: str) -> None:
-    layout = SEVERAL_AXES.get(kind, {"data": {"size": 2, "sync": "fsdp"}, "transport": "torch"})
-    assert set(run_layout(undisturbed, config_of(layout))) == {(3, "")}
+    assert set(run_layout(undisturbed, config_of(SEVERAL_AXES[kind]))) == {(3, "")}
 
 
 @pytest.fixture(scope="module")

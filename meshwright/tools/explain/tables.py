@@ -116,7 +116,7 @@ def explain(config: Config, trace: Path | None = None) -> Explained:
 def compose(config: Config) -> Explained:
     """Resolve the run as it would be here, and compose it.
 
-    Raises ConfigError for fsdp, which torch alone lays out.
+    Raises ConfigError for a head that is spread over stages.
     """
     check_recorded(config)
     machine, recordings = Machine.here(), Recordings()

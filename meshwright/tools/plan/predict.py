@@ -105,7 +105,7 @@ class Planner:
         return other
 
     def predict(self, config: Config) -> Prediction:
-        """Raises ConfigError for what cannot be planned: sync fsdp and server-loss, O1, a partition that is
+        """Raises ConfigError for what cannot be planned: sync server-loss, O1, a partition that is
         measured when the run begins, a dtype or a transport that the cluster knows nothing about."""
         run = self._run(config)
         config, passes, step = run.config, run.passes(), self._step(run)

@@ -113,10 +113,6 @@ def check(config: Config) -> None:
 
 def check_recorded(config: Config) -> None:
     """Raises ConfigError for what cannot be recorded on meta tensors."""
-    data = config.layout.data
-    if data.strategy.whole:
-        recorded = ", ".join(name for name, entry in entries("syncs").items() if not entry.whole)
-        raise ConfigError.of(SYNC, data.sync, f"{data.strategy.unplanned}: it cannot be planned", recorded)
     if config.layout.pipeline.head == "spread":
         rule = "lets all stages wait for each other in every microbatch, which no plan and no clock counts"
         raise ConfigError.of("layout.pipeline.head", "spread", rule, "last")

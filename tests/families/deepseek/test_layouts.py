@@ -37,9 +37,9 @@ LATENT_LAYOUTS: dict[str, dict[str, Any]] = {
     "ulysses x 1-D": {"context": ULYSSES, "tensor": ONE_D},
     "ring x cut x stages x replicas": {"context": RING, "tensor": CUT, "pipeline": {"size": 2}, "data": ZERO1},
     "stages x 2-D": {"pipeline": {"size": 2, "schedule": "message-driven"}, "tensor": BLOCKS},
-    "fsdp": {"data": {"size": 2, "sync": "fsdp"}},
+    "slices": {"data": {"size": 2, "sync": "zero3"}},
 }
-LATENT_LONG = {"2.5-D", "branches", "common layers on one rank", "stages x 2-D", "fsdp", "ring"}
+LATENT_LONG = {"2.5-D", "branches", "common layers on one rank", "stages x 2-D", "slices", "ring"}
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1-D": {"tensor": ONE_D},

@@ -26,7 +26,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ulysses x 1-D": {"context": ULYSSES, "tensor": ONE_D},
     "ring x cut x stages x replicas": {"context": RING, "tensor": CUT, "pipeline": {"size": 2}, "data": ZERO1},
     "stages x 2-D": {"pipeline": {"size": 2, "schedule": "message-driven"}, "tensor": BLOCKS},
-    "fsdp": {"data": {"size": 2, "sync": "fsdp"}},
+    "slices": {"data": {"size": 2, "sync": "zero3"}},
 }
 
 

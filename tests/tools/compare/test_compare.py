@@ -160,7 +160,7 @@ def test_the_page_has_every_layout_and_escapes_its_name() -> None:
     rows = [
         Measurement(contender("a<b>"), (fine,), predicted(0.6, (100, {"data": 4000000}))),
         Measurement(contender("dead"), failure="rank 1 failed: <nothing> left\nmore"),
-        Measurement(contender("late"), (fine,), unpredicted="it is fsdp"),
+        Measurement(contender("late"), (fine,), unpredicted="it is server-loss"),
     ]
     page = html_of(comparison(*rows), b"\x89PNG")
     well_formed(page)
@@ -168,7 +168,7 @@ def test_the_page_has_every_layout_and_escapes_its_name() -> None:
     assert "4.00 / =" in page
     assert "+20.0%" in page
     assert "rank 1 failed: &lt;nothing&gt; left" in page
-    assert "late was not predicted: it is fsdp" in page
+    assert "late was not predicted: it is server-loss" in page
     assert "data:image/png;base64,iVBORw==" in page
     assert "`" not in page
     assert "prefers-color-scheme: dark" in page

@@ -168,8 +168,3 @@ def test_no_schedule_to_trace(tmp_path: Path) -> None:
         ConfigError, match=r"layout\.pipeline\.size=1 has no schedule to trace with --explain; valid: 2"
     ):
         explain(config_for("gpt2", {"kind": "none"}), tmp_path / "plan.json")
-
-
-def test_fully_sharded_is_torch_s() -> None:
-    with pytest.raises(ConfigError, match=r"is laid out by torch \(zero3 is the like of it\): it cannot be planned"):
-        compose(data_config("fsdp", 2))

@@ -176,7 +176,6 @@ def test_offload_leaves_the_staging_on_the_device() -> None:
     "more, field",
     [
         ({"sync": "server-loss"}, "layout.data.sync"),
-        ({"sync": "fsdp"}, "layout.data.sync"),
         ({"precision": {"level": "O0", "dtype": "float64"}}, "precision.dtype"),
     ],
 )
