@@ -15,9 +15,6 @@ from unittest.mock import patch
 
 import pytest
 
-from benchmarks.parity_cases import MISTAKES, RIGHT, PlantedMistake
-from benchmarks.parity_programs import Setting
-from benchmarks.types import WHY_NOT, refusal
 from meshwright.config import parse_config
 from meshwright.config.load import parse_run
 from meshwright.data_parallel.policies import AllReduce, Zero1
@@ -32,7 +29,10 @@ from tests.fuzz.axes import TENSORS, read_cases, tree_of
 from tests.fuzz.draw import few_of
 from tests.fuzz.fixed import numbered
 from tests.harness import resolved
+from tests.parity.cases import MISTAKES, RIGHT, PlantedMistake
+from tests.parity.programs import Setting
 from tests.patience import PATIENCE_SECONDS
+from tests.typed.__main__ import WHY_NOT, refusal
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXED = read_cases(COVERING)

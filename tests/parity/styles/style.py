@@ -1,4 +1,4 @@
-"""A program in one style of writing, right and with mistakes planted: what `benchmarks.parity_styles` tries."""
+"""A program in one style of writing, right and with mistakes planted: what `tests.parity.styles` tries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.types`: benchmarks/parity.py's 32 planted mistakes and 30 right programs, by types alone.
+"""`python -m tests.typed`: tests/parity/__main__.py's 32 planted mistakes and 30 right programs, by types alone.
 
 Each program's rank runs on meta tensors, its torch.distributed verbs told to meshwright/typed; no other rank is there,
 and no number. Prints a row a mistake: what is said of it, or why types cannot tell it; and the programs that are right
@@ -16,9 +16,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from benchmarks import parity_programs
-from benchmarks.parity_cases import MISTAKES, RIGHT
-from benchmarks.parity_programs import ROWS, TOKENS, Program, Setting, Transformer
 from meshwright.errors import SumError
 from meshwright.ranks.comm import Comm
 from meshwright.ranks.grid import Grid
@@ -27,6 +24,9 @@ from meshwright.typed.check import check_kind, refused
 from meshwright.typed.kinds import Kind, cut_at, uncut
 from meshwright.typed.verbs import typed_mesh
 from meshwright.typed.watch import Neighbour, Watch
+from tests.parity import programs
+from tests.parity.cases import MISTAKES, RIGHT
+from tests.parity.programs import ROWS, TOKENS, Program, Setting, Transformer
 
 FACTOR = "a factor: every sum is made, over the right axis"
 PART = "a part of the right size, but another"
@@ -114,7 +114,7 @@ def cut_dim(name: str, setting: Setting) -> int | None:
 def run_rank(setting: Setting, wrong: str, rank: int, watch: Watch) -> None:
     """A rank's step. Raises SumError."""
     mesh = typed_mesh(Grid(setting.axes), rank, (), watch)
-    with patch.object(parity_programs, "dist", Verbs(mesh)):
+    with patch.object(programs, "dist", Verbs(mesh)):
         program: Any = Program(Job(mesh, setting), setting, wrong)  # type: ignore[arg-type]
         if wrong == "tied-once":
             program.model.norm.register_forward_hook(lambda module, _, y: setattr(module, "output", y))

@@ -19,7 +19,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from benchmarks.parity_styles.models import (
+from meshwright.parity.job import ParityJob
+from tests.parity.styles.models import (
     HIDDEN,
     IGNORED,
     ROWS,
@@ -34,8 +35,7 @@ from benchmarks.parity_styles.models import (
     sum_of_losses,
     valid,
 )  # fmt: skip
-from benchmarks.parity_styles.style import ALL, CUT, DATA, PIPE, TENSOR, enter, leave, style, sum_over
-from meshwright.parity.job import ParityJob
+from tests.parity.styles.style import ALL, CUT, DATA, PIPE, TENSOR, enter, leave, style, sum_over
 
 
 class Branches(nn.Module):

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.parity`: planted mistakes and right programs through `meshwright parity`, in three precisions.
+"""`python -m tests.parity`: planted mistakes and right programs through `meshwright parity`, in three precisions.
 
 Prints how many of the mistakes are found, at the right module, of the right kind; the false alarms among right
 programs, and how near the worst of them came to what is allowed; the seconds of a check without the start of its
@@ -16,14 +16,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.parity_cases import MISTAKES, RIGHT, PlantedMistake
-from benchmarks.parity_programs import run_program
 from meshwright.launch import Rank, Ranks, run
 from meshwright.parity.check import ParityCheck, ParityResult, collect, judged, run_check
 from meshwright.parity.worker import call_check
+from tests.parity.cases import MISTAKES, RIGHT, PlantedMistake
+from tests.parity.programs import run_program
 
 PRECISIONS = ("float64", "float32", "bf16")
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def settings() -> list[tuple[str, Any, PlantedMistake | None]]:

@@ -2,7 +2,7 @@
 
 The programs are what people write: Megatron's column and row linears with f and g, sequence parallelism, a table cut by
 vocabulary, data parallelism by sums over valid tokens, an optimizer whose owners broadcast. `wrong` names one mistake;
-without it a program is right. Used by `python -m benchmarks.parity`.
+without it a program is right. Used by `python -m tests.parity`.
 """
 
 from __future__ import annotations

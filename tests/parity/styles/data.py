@@ -13,10 +13,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.parity_styles.models import IGNORED, Llama, adamw, batch_of, loss_of, momentum, sum_of_losses, valid
-from benchmarks.parity_styles.style import ALL, DATA, style, sum_over
 from meshwright import parity
 from meshwright.parity.job import ParityJob
+from tests.parity.styles.models import IGNORED, Llama, adamw, batch_of, loss_of, momentum, sum_of_losses, valid
+from tests.parity.styles.style import ALL, DATA, style, sum_over
 
 
 @style(

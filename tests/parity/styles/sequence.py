@@ -9,7 +9,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.parity_styles.models import (
+from meshwright.parity.job import ParityJob
+from tests.parity.styles.models import (
     IGNORED,
     ROWS,
     TOKENS,
@@ -21,8 +22,7 @@ from benchmarks.parity_styles.models import (
     sum_of_losses,
     valid,
 )  # fmt: skip
-from benchmarks.parity_styles.style import ALL, CUT, PIPE, style, sum_over
-from meshwright.parity.job import ParityJob
+from tests.parity.styles.style import ALL, CUT, PIPE, style, sum_over
 
 
 def packed(generator: torch.Generator) -> dict[str, Tensor]:

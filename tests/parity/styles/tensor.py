@@ -9,7 +9,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.parity_styles.models import (
+from meshwright.parity.job import ParityJob
+from tests.parity.styles.models import (
     IGNORED,
     TOKENS,
     Llama,
@@ -20,8 +21,7 @@ from benchmarks.parity_styles.models import (
     sum_of_losses,
     valid,
 )  # fmt: skip
-from benchmarks.parity_styles.style import ALL, BOTH, TENSOR, enter, leave, style, sum_over
-from meshwright.parity.job import ParityJob
+from tests.parity.styles.style import ALL, BOTH, TENSOR, enter, leave, style, sum_over
 
 
 def cut(linear: nn.Linear, index: int, dim: int, size: int = 2) -> None:

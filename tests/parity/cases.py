@@ -1,10 +1,10 @@
-"""The 32 planted mistakes and the 30 right programs of `python -m benchmarks.parity`."""
+"""The 32 planted mistakes and the 30 right programs of `python -m tests.parity`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.parity_programs import Setting
+from tests.parity.programs import Setting
 
 DATA, TENSOR, BOTH = (("data", 2),), (("tp", 2),), (("data", 2), ("tp", 2))
 ALL = "(all parameters)"

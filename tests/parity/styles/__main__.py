@@ -1,4 +1,4 @@
-"""`python -m benchmarks.parity_styles`: mistakes planted in programs of many styles, through `meshwright parity`.
+"""`python -m tests.parity.styles`: mistakes planted in programs of many styles, through `meshwright parity`.
 
 Prints a row a mistake (found, module, kind, the verdict), the right programs that alarm, and docs/parity.md's table.
 """
@@ -10,12 +10,12 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.parity_styles import data, frameworks, routed, sequence, tensor
-from benchmarks.parity_styles.style import STYLES, Plant, Style
 from meshwright.errors import MeshwrightError
 from meshwright.launch import Rank, Ranks, run
 from meshwright.parity.check import ParityCheck, ParityResult, behind_rounding, judged
 from meshwright.parity.worker import call_check
+from tests.parity.styles import data, frameworks, routed, sequence, tensor
+from tests.parity.styles.style import STYLES, Plant, Style
 
 MODULES = (tensor, data, sequence, routed, frameworks)
 """Imported for the programs that they register."""

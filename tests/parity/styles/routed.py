@@ -9,9 +9,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.parity_styles.models import HIDDEN, Llama, adamw, batch_of, momentum, sum_of_losses, valid
-from benchmarks.parity_styles.style import DATA, AllToAll, Reduce, exchange, style, sum_over
 from meshwright.parity.job import ParityJob
+from tests.parity.styles.models import HIDDEN, Llama, adamw, batch_of, momentum, sum_of_losses, valid
+from tests.parity.styles.style import DATA, AllToAll, Reduce, exchange, style, sum_over
 
 EXPERTS, TOP = 4, 2
 
