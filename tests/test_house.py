@@ -23,6 +23,14 @@ def test_the_glossary_is_short() -> None:
     assert len(rows) - 1 <= GLOSSARY_ROWS, f"{len(rows) - 1} coined words"
 
 
+DECISION_WORDS = 8000
+
+
+def test_decisions_are_short() -> None:
+    """Dates, alternatives and failed tries; explanations are in the other pages."""
+    assert len((ROOT / "docs/decisions.md").read_text().split()) < DECISION_WORDS
+
+
 PACKAGE = ROOT / "meshwright"
 
 FUNCTION_LINES = 60
