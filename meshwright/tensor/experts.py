@@ -43,6 +43,7 @@ from meshwright.parameters.shard import Initial, Placements, Shard, ShardedModul
 from meshwright.ranks.collectives import start_all_reduce, trade_rows
 from meshwright.ranks.grid import EXPERT
 from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.planned import PlannedMesh
 from meshwright.tensor.boundary import UNCUT, Boundary
 from meshwright.tensor.linear import cast
 from meshwright.tensor.products import write_product
@@ -174,17 +175,14 @@ class _CountDropped(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         (kept,) = ctx.saved_tensors
-        dropped = (~kept).sum()
-        ctx.layer.dropped = dropped if ctx.layer.dropped is None else ctx.layer.dropped + dropped
+        ctx.layer.count_dropped((~kept).sum())
         return dy, None, None
 
 
 def dropped_pairs(model: nn.Module, device: torch.device) -> Tensor:
     """How many pairs of a token and an expert this rank has dropped since the last call, a scalar on its device."""
     layers = [module for module in model.modules() if isinstance(module, Experts)]
-    counts = [layer.dropped for layer in layers if layer.dropped is not None]
-    for layer in layers:
-        layer.dropped = None
+    counts = [count for layer in layers if (count := layer.take_dropped()) is not None]
     return torch.stack(counts).sum() if counts else torch.zeros((), device=device)
 
 
@@ -203,6 +201,15 @@ class Experts(nn.Module):
         up, down = (shape.count, shape.hidden, 2, shape.inner), (shape.count, shape.inner, shape.hidden)
         self.expand = self.linear(mesh, up, {**apart, **boundary.inner(3)}, shape.initial)
         self.contract = self.linear(mesh, down, {**apart, **boundary.inner(1)}, shape.last)
+
+    def count_dropped(self, pairs: Tensor) -> None:
+        """Add to the number of dropped pairs."""
+        self.dropped = pairs if self.dropped is None else self.dropped + pairs
+
+    def take_dropped(self) -> Tensor | None:
+        """Return the number of dropped pairs since the last call; None: nothing was counted."""
+        dropped, self.dropped = self.dropped, None
+        return dropped
 
     def forward(self, h: Tensor, places: Tensor | None = None) -> tuple[Tensor, ...]:
         """[B, T, H] -> ([B, T, H],), and where the router has losses each sequence's [B], or this rank's part of it
@@ -278,8 +285,9 @@ class Experts(nn.Module):
         else:
             coming = torch.empty_like(sent)
             self.mesh.comm(EXPERT).all_to_all(coming, sent)
-            if device.type == "meta":  # a plan: all ranks send as many rows, and this rank is the busiest
-                coming = (sent[self.mesh.index(EXPERT)].expand(size, here) * self.mesh.imbalance).ceil().long()
+            if device.type == "meta":  # a plan: all ranks send equal numbers of rows, and this rank is the busiest
+                imbalance = self.mesh.imbalance if isinstance(self.mesh, PlannedMesh) else 1.0
+                coming = (sent[self.mesh.index(EXPERT)].expand(size, here) * imbalance).ceil().long()
         return Trade(sent.sum(1).tolist(), coming.sum(1).tolist(), coming, evenly=plan.drops)
 
     def traded(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from meshwright.parameters.shard import Initial, Placements, ShardedModule, ShardSpec, WriteGradient
 from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.planned import PlannedMesh
 from meshwright.tensor.boundary import UNCUT, Boundary
 from meshwright.tensor.cross_entropy import Classes, chunked_loss, give_to_autograd, num_correct
 from meshwright.tensor.islands import UsesIslands
@@ -54,9 +55,8 @@ class TableHead(ShardedModule, UsesIslands):
         super().__init__(mesh)
         self.boundary = boundary
         comm = mesh.comm(*classes)
-        self.classes = Classes(
-            shape.vocabulary, comm, shape.smoothing, mesh.device_type, shape.labelled, whole=mesh.whole_logits
-        )
+        whole = isinstance(mesh, PlannedMesh) and mesh.whole_logits
+        self.classes = Classes(shape.vocabulary, comm, shape.smoothing, mesh.device_type, shape.labelled, whole=whole)
         if tied is None:
             spec = ShardSpec((shape.padded, shape.hidden), table, shape.initial, table=True)
             self.weight = self.declare("weight", spec)
