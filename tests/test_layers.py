@@ -20,13 +20,14 @@ FLOORS: dict[str, int] = {
     "imports": 0, "configs": 0, "drawing": 0, "outputs": 0, "remedies": 0, "tables": 0, "foreign": 0, "terminal": 0,
     "version": 0,
     # 1: ranks and what they hold.
-    "model": 1, "ranks": 1, "parameters": 1,
+    "model": 1, "ranks": 1, "parameters": 1, "precision": 1,
     # 2: rooms that never import each other.
     "context": 2, "tensor": 2, "data_parallel": 2, "optim": 2, "pipeline": 2, "memory": 2,
     # 3: a kit made of the tensor room's layers; models, written against the kit.
     "subgraph": 3, "models": 3,
     # 4: what makes a run of the parts.
-    "parts": 4, "on_device": 4, "stage_costs": 4, "decisions": 4, "checkpoint": 4, "convert": 4, "data": 4, "launch": 4,
+    "parts": 4, "rank_model": 4, "all_stages": 4,
+    "on_device": 4, "stage_costs": 4, "decisions": 4, "checkpoint": 4, "convert": 4, "data": 4, "launch": 4,
     # 4 too: a rank's sums, followed before it starts.
     "typed": 4,
     # 4 too: equal bits. parts.py and sections name it as a text, and nobody imports it.

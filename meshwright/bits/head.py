@@ -54,6 +54,10 @@ class PartHead(TableHead):
         self.fixed: FixedPoint | None = None
         """Where the step's loss scale stands, of which losses are multiples in training."""
 
+    def round_by(self, fixed: FixedPoint) -> None:
+        """Round losses to multiples that the step's loss scale gives."""
+        self.fixed = fixed
+
     def forward(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:
         h, table, bias = cast(h, self.block, self.bias)
         with torch.autocast(autocast_device(h.device), enabled=False):

@@ -109,6 +109,14 @@ class Router(ShardedModule):
         """Tokens that took each expert [n]: this rank's so far while `counting`, then the mean sequence's of the global
         batch, until the step ends."""
 
+    def count(self) -> None:
+        """Let passes count loads alone, from zero."""
+        self.counting, self.loads = True, None
+
+    def balance_by(self, loads: Tensor) -> None:
+        """Take the loads [n] of the mean sequence of the global batch."""
+        self.counting, self.loads = False, loads
+
     def forward(self, h: Tensor) -> Tensor:
         return linear(h, self.weight, None, self)
 
@@ -179,7 +187,7 @@ def counted_loads(model: nn.Module, mesh: Mesh, sequences: int) -> Iterator[None
     all-reduce of [routers, n] over the axes that split tokens."""
     routers = [module for module in model.modules() if isinstance(module, Router)]
     for router in routers:
-        router.counting, router.loads = True, None
+        router.count()
     yield
     loads = [router.loads for router in routers if router.loads is not None]
     assert len(loads) == len(routers), "a router that no pass reached"
@@ -187,7 +195,7 @@ def counted_loads(model: nn.Module, mesh: Mesh, sequences: int) -> Iterator[None
         mean = torch.stack(loads) / sequences
         mesh.comm(*mesh.token_axes).all_reduce(mean)
         for router, own in zip(routers, mean, strict=True):
-            router.counting, router.loads = False, own
+            router.balance_by(own)
 
 
 class _CountLoads(torch.autograd.Function):

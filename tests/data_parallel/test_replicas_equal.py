@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.data_parallel.fsdp import FullySharded
 from meshwright.optim.optimizer import Optimizer
 from meshwright.parameters.shard import shard_specs
-from meshwright.parts import build_model
+from meshwright.rank_model import build_model
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.serial import SerialKit

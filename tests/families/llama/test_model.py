@@ -13,7 +13,7 @@ from meshwright.config import Config, parse_config
 from meshwright.families.llama.model import LlamaModel
 from meshwright.models.decoder import KeyValueCache
 from meshwright.parameters.shard import num_parameters, shard_specs
-from meshwright.parts import DTYPES
+from meshwright.precision import DTYPES
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.serial import SerialKit
