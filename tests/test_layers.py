@@ -189,6 +189,29 @@ def test_imports_go_down() -> None:
     assert not mistakes
 
 
+def face_imports(path: Path) -> list[str]:
+    """The imports of the package itself, whose names are those of every floor."""
+    return [
+        name for name in imports_of(path)
+        if name == "meshwright" or (name.startswith("meshwright.") and name.split(".")[1] not in FLOORS)
+    ]  # fmt: skip
+
+
+def test_nobody_below_imports_the_face() -> None:
+    top = max(FLOORS.values())
+    found = {str(path): face_imports(path) for path in MODULES if FLOORS[room_of(path)] < top}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize("planted", ["import meshwright", "from meshwright import build", "import meshwright as mw"])
+def test_a_planted_import_of_the_face_is_seen(planted: str, tmp_path: Path) -> None:
+    room = tmp_path / "parts.py"
+    room.write_text(f"def late():\n    {planted}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.test_layers.PACKAGE", tmp_path)
+        assert face_imports(room)
+
+
 def test_libraries_stay_in_their_rooms() -> None:
     """No torch on floor 0. `torch.distributed` for ranks and the launcher, which uses its store, beside fully_shard,
     which is of it, and doctor, which asks both what there is."""
