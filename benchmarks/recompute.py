@@ -25,7 +25,8 @@ from benchmarks.interleave import as_json, interleave, plan_arguments, plan_of, 
 from meshwright.config import Config, parse_config
 from meshwright.memory.recompute import LiveBytes
 from meshwright.on_device import AsOnDevice
-from meshwright.parts import Parts, build, empty_batch
+from meshwright.parts import Parts, build
+from meshwright.rank_model import empty_batch
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.ranks.planned import planned_mesh

@@ -23,7 +23,10 @@ from meshwright.optim.optimizer import Optimizer
 from meshwright.optim.states import InPlace
 from meshwright.parameters.bucket import make_buckets
 from meshwright.parameters.shard import Initial, initialise, shard_specs, use_gradients
-from meshwright.parts import Parts, Stages, build_kit, build_pipeline
+from meshwright.parts import Parts, stage_maker
+from meshwright.pipeline.assembly import build_pipeline
+from meshwright.pipeline.stages import Stages, placement_of
+from meshwright.rank_model import build_kit
 from meshwright.ranks.mesh import Mesh
 from meshwright.subgraph.branches import Branches
 from meshwright.subgraph.section import Subgraph
@@ -96,7 +99,7 @@ def _parts(config: Config, mesh: Mesh, kit: Kit, model: GPT) -> Parts:
     buckets = make_buckets(model.named_parameters(), specs, mesh, config.layout.data.bucket)
     strategy = Synchroniser(buckets, mesh, AllReduce())
     use_gradients(model, strategy.gradients)
-    stages = Stages((model.chunk,), specs, ())
-    pipeline = build_pipeline(config, mesh, model, stages, strategy)
+    stages = Stages((model.chunk,), specs, (), placement_of(config))
+    pipeline = build_pipeline(config, mesh, [model], stages, strategy, stage_maker(config, mesh))
     optimizer = Optimizer(config, strategy.slots, mesh, InPlace)
-    return Parts(config, (), mesh, kit, model, stages, strategy, pipeline, optimizer)
+    return Parts(config, mesh, kit, model, stages, strategy, pipeline, optimizer)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -93,6 +93,18 @@ class Crossing:
     given: Sequence[int]
     taken: Sequence[int]
     stays: Hidden = ()
+
+
+Run = Callable[..., Any]
+"""run(function, *arguments): the function's result; recomputation keeps less for the backward pass."""
+
+RunPart = Callable[..., Any]
+"""run_part(part, function, *arguments): the function's result. `part`: a layer's number, EMBEDDINGS or HEAD."""
+
+
+def at_once(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Run the function without recomputation."""
+    return function(*arguments)
 
 
 Pieces = Generator[Crossing, Hidden, Hidden]

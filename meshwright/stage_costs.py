@@ -19,9 +19,11 @@ from typing import Literal
 import torch
 from torch import nn
 
+from meshwright.all_stages import plan_stages
 from meshwright.config import Config
 from meshwright.launch import Rank, Ranks, joined, run
 from meshwright.machine import usable_cores
+from meshwright.memory import recompute
 from meshwright.memory.offload import state_bytes
 from meshwright.memory.recompute import LiveBytes
 from meshwright.model import SAMPLES, Batch, Chunk, Costs, Hidden, links
@@ -29,29 +31,21 @@ from meshwright.models.chain import Chain, chain_of, make_chain, parameters_of, 
 from meshwright.on_device import AsOnDevice, Attention
 from meshwright.parameters.gradients import Gradients
 from meshwright.parameters.shard import shard_specs, use_gradients
-from meshwright.parts import (
-    Parts,
-    autocasts_of,
-    build,
-    build_kit,
-    build_model,
-    empty_batch,
-    multiplies_in,
-    placement_of,
-    plan_stages,
-    recompute_in,
-    rule_of,
-)
+from meshwright.parts import Parts, build
 from meshwright.pipeline.partition import fastest
 from meshwright.pipeline.stage import Stage
+from meshwright.pipeline.stages import placement_of, rule_of
+from meshwright.rank_model import build_kit, build_model, empty_batch
 from meshwright.ranks.comm import size_bytes
 from meshwright.ranks.grid import PIPE, grid_of_run
 from meshwright.ranks.mailbox import TensorMeta
 from meshwright.ranks.mesh import Mesh, solo_mesh
 from meshwright.ranks.planned import planned_mesh
+from meshwright.tensor.linear import autocasts_of
 from meshwright.tensor.router import Router
 from meshwright.tensor.serial import SerialKit
 from meshwright.tensor.tesseract import TesseractKit
+from meshwright.tensor.widened import multiplies_in
 
 PRODUCTS_PER_PARAMETER = {"cpu": 200, "cuda": 2000}
 """Multiplications in the time of a step's work on a parameter: its gradient written, AdamW, some 40 bytes in all. Of a
@@ -118,7 +112,7 @@ def microbatch_bytes(config: Config, device: str, attention: Attention) -> list[
         mesh = meshes[stages.placement.stage_of[position]]
         kit = build_kit(config, mesh)
         model = build_model(config, kit, mesh, chunk)
-        recompute_in(config, model, (chunk,))
+        recompute.apply(config, model, (chunk,))
         inner = tuple((split_name(name)[1], x.shape) for name, x in model.named_parameters())
         key = inner, chunk.last  # chunks of the same layers hold the same
         if key not in known:
@@ -211,7 +205,7 @@ def time_links(config: Config, device: torch.device) -> list[float]:
             nn.init.normal_(parameter, std=0.02)
         for module in model.modules():
             if isinstance(module, Router):  # what a pass before has counted of the batch
-                module.loads = torch.ones(module.shape.count, device=device)
+                module.balance_by(torch.ones(module.shape.count, device=device))
         batch = empty_batch(config, kit, model, device)
         shapes = tuple(x.shape for x in (*hidden, *model.parameters()))
         if shapes not in known:

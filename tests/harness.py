@@ -11,9 +11,11 @@ from meshwright.config import Config
 from meshwright.decisions import resolve_layout
 from meshwright.machine import Machine
 from meshwright.model import SAMPLES, Batch, Costs, Scales, to_device
-from meshwright.parts import Parts, empty_batch, placement_of, rule_of
+from meshwright.parts import Parts
 from meshwright.parts import build as build_resolved
 from meshwright.pipeline.partition import fastest
+from meshwright.pipeline.stages import placement_of, rule_of
+from meshwright.rank_model import empty_batch
 from meshwright.ranks.grid import grid_of_run
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh

@@ -27,7 +27,7 @@ from meshwright.decisions import (
 from meshwright.environment import Environment
 from meshwright.errors import CheckpointError, ConfigError, LaunchError
 from meshwright.machine import RANK_BYTES, Machine, available_memory_bytes, find_mpiexec
-from meshwright.parts import empty_batch
+from meshwright.rank_model import empty_batch
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh, open_mesh, solo_mesh
 from meshwright.section import with_field

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -179,3 +180,94 @@ def test_strategies_are_told_apart_in_their_own_rooms_alone() -> None:
 def test_a_planted_comparison_is_seen(planted: str) -> None:
     seen = [*strategy_names(planted, "tools/plan/space.py"), *foreign_sections(planted, "tools/plan/space.py")]
     assert seen, planted
+
+
+BUILT = {"Module", "Context", "Heads", "Kit", "UsesIslands", "Gradients", "LossScaler", "KeyValueCache"}
+"""Classes whose attributes their own methods alone may write, with all that inherit from them."""
+
+OF_TORCH = {"data", "grad", "grad_dtype"}
+"""Attributes of a parameter, which torch has others write."""
+
+
+def declared_by(node: ast.ClassDef) -> set[str]:
+    """The attributes of a class: fields, and targets of assignments to `self`."""
+    fields = [inner for inner in node.body if isinstance(inner, ast.Assign | ast.AnnAssign)]
+    targets = [
+        each for field in fields for each in (field.targets if isinstance(field, ast.Assign) else [field.target])
+    ]
+    names = {inner.id for target in targets for inner in ast.walk(target) if isinstance(inner, ast.Name)}
+    return names | {attribute for base, attribute, _ in writes_of(node) if base == "self"}
+
+
+def bases_of(node: ast.ClassDef) -> set[str]:
+    """The names of a class's bases, without modules and arguments of types."""
+    return {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases}
+
+
+def writes_of(tree: ast.AST) -> Iterator[tuple[str, str, int]]:
+    """(Object, attribute, line) of every assignment to an attribute, by `setattr` as well."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield ast.unparse(node.value), node.attr, node.lineno
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
+            yield ast.unparse(node.args[0]), "setattr", node.lineno
+
+
+@cache
+def tree_of(file: str) -> ast.Module:
+    return ast.parse((PACKAGE / file).read_text())
+
+
+def classes_of(tree: ast.Module) -> list[ast.ClassDef]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+
+
+@cache
+def built_classes() -> dict[str, set[str]]:
+    """The attributes of each class of the package that BUILT names, or that inherits from one of them."""
+    classes = [node for file in FILES for node in classes_of(tree_of(file))]
+    built, known = set(BUILT), 0
+    while len(built) > known:
+        known = len(built)
+        built |= {node.name for node in classes if bases_of(node) & built}
+    attributes: dict[str, set[str]] = {name: set() for name in built}
+    for node in classes:
+        if node.name in built:
+            attributes[node.name] |= declared_by(node)
+    return attributes
+
+
+def written_from_outside(tree: ast.Module) -> list[str]:
+    """The assignments to attributes of finished modules, kits, contexts and their like, outside of their classes."""
+    attributes = set[str]().union(*built_classes().values()) - OF_TORCH | {"setattr"}
+    for node in classes_of(tree):
+        if node.name not in built_classes():  # another class, which may have an attribute of the same name
+            attributes -= declared_by(node)
+    return [
+        f"{line}: {base}.{attribute}"
+        for base, attribute, line in writes_of(tree)
+        if base not in ("self", "ctx") and attribute in attributes
+    ]
+
+
+def test_attributes_of_finished_modules_are_written_by_their_own_methods() -> None:
+    """Whoever reads a class then sees all that its attributes can be."""
+    found = {file: written_from_outside(tree_of(file)) for file in FILES}
+    assert {file: lines for file, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "for module in model.modules():\n    module.run = recomputed",
+        "model.groups = ()",
+        "model.context.heads = heads",
+        "setattr(module, name, child)",
+        "def build(kit):\n    model = make(kit)\n    model.run_group, model.keeps_rows = run, True",
+        "module.by_block: object = None",
+        "self.gradients.user = 0",
+        "router.loads += 1",
+    ],
+)
+def test_a_planted_write_is_seen(planted: str) -> None:
+    assert written_from_outside(ast.parse(planted))

@@ -22,13 +22,14 @@ FLOORS: dict[str, int] = {
     "imports": 0, "configs": 0, "drawing": 0, "outputs": 0, "remedies": 0, "tables": 0, "foreign": 0, "terminal": 0,
     "version": 0,
     # 1: ranks and what they hold.
-    "model": 1, "ranks": 1, "parameters": 1,
+    "model": 1, "ranks": 1, "parameters": 1, "precision": 1,
     # 2: rooms that never import each other.
     "context": 2, "tensor": 2, "data_parallel": 2, "optim": 2, "pipeline": 2, "memory": 2,
     # 3: a kit made of the tensor room's layers; models, written against the kit.
     "subgraph": 3, "models": 3,
     # 4: what makes a run of the parts.
-    "parts": 4, "on_device": 4, "stage_costs": 4, "decisions": 4, "checkpoint": 4, "convert": 4, "data": 4, "launch": 4,
+    "parts": 4, "rank_model": 4, "all_stages": 4,
+    "on_device": 4, "stage_costs": 4, "decisions": 4, "checkpoint": 4, "convert": 4, "data": 4, "launch": 4,
     # 4 too: a rank's sums, followed before it starts.
     "typed": 4,
     # 4 too: equal bits. parts.py and sections name it as a text, and nobody imports it.
@@ -176,6 +177,29 @@ def test_imports_go_down() -> None:
             if FLOORS[room] == FLOORS[imported] == ROOMS_APART:
                 mistakes.append(f"{path}: {room} imports {imported}: rooms of floor {ROOMS_APART} know each other")
     assert not mistakes
+
+
+def face_imports(path: Path) -> list[str]:
+    """The imports of the package itself, whose names are those of every floor."""
+    return [
+        name for name in imports_of(path)
+        if name == "meshwright" or (name.startswith("meshwright.") and name.split(".")[1] not in FLOORS)
+    ]  # fmt: skip
+
+
+def test_nobody_below_imports_the_face() -> None:
+    top = max(FLOORS.values())
+    found = {str(path): face_imports(path) for path in MODULES if FLOORS[room_of(path)] < top}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize("planted", ["import meshwright", "from meshwright import build", "import meshwright as mw"])
+def test_a_planted_import_of_the_face_is_seen(planted: str, tmp_path: Path) -> None:
+    room = tmp_path / "parts.py"
+    room.write_text(f"def late():\n    {planted}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.test_layers.PACKAGE", tmp_path)
+        assert face_imports(room)
 
 
 def test_libraries_stay_in_their_rooms() -> None:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.model import SAMPLES
 from meshwright.on_device import LOWERED, WIDENED, AsOnDevice, Attention
-from meshwright.parts import build_kit, build_model, empty_batch
+from meshwright.rank_model import build_kit, build_model, empty_batch
 from meshwright.ranks.grid import grid_of_run
 from meshwright.ranks.ledger import Ledger
 from meshwright.ranks.planned import planned_mesh

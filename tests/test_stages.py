@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from meshwright.all_stages import plan_stages
 from meshwright.config import Config
 from meshwright.decisions import resolve_layout
 from meshwright.machine import Machine
 from meshwright.parameters.shard import shard_specs
-from meshwright.parts import Stages, build_model, plan_stages
+from meshwright.pipeline.stages import Stages
+from meshwright.rank_model import build_model
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mailbox import CutForms, TensorMeta
 from meshwright.ranks.mesh import Mesh, solo_mesh

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -16,18 +17,18 @@ from meshwright.bits.head import PartHead
 from meshwright.bits.heads import HeadParts
 from meshwright.bits.runs import RunsOfQueries
 from meshwright.config import Config
-from meshwright.models.attention import AttentionCore
 from meshwright.models.chain import Chain, chain_of
 from meshwright.parameters.bucket import VECTOR
 from meshwright.parameters.fixed import FixedPoint
 from meshwright.parameters.shard import ShardSpec
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.dropout import InnerDropout
+from meshwright.tensor.products import Products
 
 
-def arithmetic_of(config: Config, mesh: Mesh) -> SeparateArithmetic:
-    """Return the arithmetic of this rank's kit."""
-    return ExactArithmetic(blocks_of(config, mesh)) if config.bits.cuts else SeparateArithmetic()
+def arithmetic_of(config: Config, mesh: Mesh, products: Products) -> SeparateArithmetic:
+    """Return the arithmetic of this rank's kit. `products`: of one part and one run."""
+    return ExactArithmetic(blocks_of(config, mesh), products) if config.bits.cuts else SeparateArithmetic(products)
 
 
 def heads_of(config: Config, mesh: Mesh) -> HeadParts:
@@ -81,21 +82,18 @@ class LayoutFree:
             torch.set_num_threads(1)
         grains = self.portions
         if isinstance(model.context.heads, HeadParts):
-            model.context.heads = replace(model.context.heads, draw=grains.draw)
+            model.context.attend_by(replace(model.context.heads, draw=grains.draw))
         for module in tuple(model.modules()):
             match module:
                 case PartHead():
-                    module.fixed = self.fixed
+                    module.round_by(self.fixed)
                 case InnerDropout() if config.bits.cuts:
-                    module.by_block = BlockDropout(module.rate, module.inner.blocks, grains.draw)
-                case AttentionCore():
-                    module.run = grains.remembered(module.run)
+                    module.draw_by(BlockDropout(module.rate, module.inner.blocks, grains.draw))
             for name, child in module.named_children():
                 if isinstance(child, nn.Dropout) and config.bits.cuts:
                     between = blocks_of(config, mesh).between
-                    setattr(module, name, BlockDropout(child.p, between, grains.draw))
-        model.run_part = grains.seeded(model.run_part, mesh.device)
-        model.run_group = grains.remembered(model.run_group)
+                    module.register_module(name, BlockDropout(child.p, between, grains.draw))
+        model.wrap_runs(grains.remembered, partial(grains.seeded, device=mesh.device))
 
 
 def layout_free(config: Config, mesh: Mesh, inside: Sequence[str]) -> LayoutFree:

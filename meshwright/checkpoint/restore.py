@@ -81,7 +81,7 @@ def restore(parts: Parts, checkpoint: Checkpoint) -> Progress:
                 values = _read(checkpoint, place.name, kind, place.box)
                 tensor[place.start : place.stop] = values.flatten().to(tensor)
     if optimizer.scaler.dynamic and checkpoint.config.precision.dtype == "fp16":
-        optimizer.scaler.scale, optimizer.scaler.good_steps = progress.loss_scale, progress.good_steps
+        optimizer.scaler.resume(progress.loss_scale, progress.good_steps)
     # Half-precision weights are cast again from the masters read, then sent to the ranks that step other slices.
     optimizer.held.refresh()
     parts.strategy.publish()

@@ -294,7 +294,7 @@ def convert_export(
     """
     from meshwright.checkpoint import Checkpoint
     from meshwright.convert import export_folder
-    from meshwright.parts import DTYPES
+    from meshwright.precision import DTYPES
 
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError.of("--dtype", dtype, "is no dtype of weights", ", ".join(DTYPES))

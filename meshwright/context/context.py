@@ -74,6 +74,10 @@ class Context:
     """How whole sequences attend."""
     size, index = 1, 0
 
+    def attend_by(self, heads: Heads) -> None:
+        """Let whole sequences attend by other heads."""
+        self.heads = heads
+
     def runs(self, length: int, index: int | None = None) -> tuple[range, ...]:
         """This rank's tokens of a sequence, or those of the rank `index`, in their order."""
         part = length // self.size

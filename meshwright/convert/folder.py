@@ -19,7 +19,7 @@ from meshwright.config.messages import problems_of
 from meshwright.errors import CheckpointError
 from meshwright.foreign import open_plain, plain, read_json
 from meshwright.models.section import Transformer
-from meshwright.parts import DTYPES
+from meshwright.precision import DTYPES
 from meshwright.section import shown
 
 AnyTransformer = TypeVar("AnyTransformer", bound=Transformer)

@@ -51,7 +51,7 @@ from meshwright.foreign import open_plain, plain, read_text
 from meshwright.outputs import free_path
 from meshwright.parameters.root import elements_hash, root_text
 from meshwright.parameters.shard import Box, first_values
-from meshwright.parts import DTYPES
+from meshwright.precision import DTYPES
 from meshwright.registry import entries
 from meshwright.section import shown
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import nn
 
-from meshwright.model import Batch, Chunk, Hidden, LoadRows, Model, Scales
+from meshwright.model import Batch, Chunk, Hidden, LoadRows, Model, RunPart, Scales
 from meshwright.parameters.bucket import Bucket, FlatWeights, PartsUsing
 from meshwright.parameters.exact_gradients import ExactGradients
 from meshwright.parameters.fixed import FixedPoint
@@ -74,9 +74,10 @@ class Policy:
 
 
 class RunsParts(Protocol):
-    """A chain, which has each of its parts run by `run_part(part, function, *arguments)`."""
+    """A chain that can be told how to run each of its parts."""
 
-    run_part: Callable[..., Any]
+    def run_parts_by(self, run: RunPart) -> None:
+        """Run each part by run(part, function, *arguments)."""
 
 
 class BucketBytes(NamedTuple):
@@ -285,7 +286,7 @@ class Synchroniser:
         readers = [{part for place in bucket.places for part in using[place.name]} for bucket in self.buckets]
         parts = [part for chunk in chunks for part in chunk.parts]
         self._of = {part: [index for index, those in enumerate(readers) if part in those] for part in parts}
-        model.run_part = self.run_part
+        model.run_parts_by(self.run_part)
 
     def run_part(self, part: int, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run a part of the model when its values have arrived."""

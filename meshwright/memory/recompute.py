@@ -14,13 +14,52 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
+
+from meshwright.model import Chunk, Run, at_once
+
+if TYPE_CHECKING:
+    from meshwright.config import Config
+
+
+class RunsGroups(Protocol):
+    """A chain whose attention cores and groups of layers a backward pass may run again."""
+
+    def run_attention_by(self, run: Run) -> None: ...
+
+    def run_in_groups(self, groups: Sequence[Sequence[int]], run: Run = at_once, *, keeps_rows: bool = False) -> None:
+        """Run each group of layers by run(function, *arguments)."""
+
+
+def apply(config: Config, model: RunsGroups, chunks: Sequence[Chunk]) -> None:
+    """Let a model recompute groups of its layers, or its attention cores (memory.recompute). `chunks`: the model's."""
+    setting = config.memory.recompute
+    if setting == "none":
+        return
+    if setting == "selective":
+        model.run_attention_by(recomputed)
+        return
+    groups = [
+        group for chunk in chunks for group in groups_of(chunk.layers, recomputed_group(config, len(chunk.layers)))
+    ]
+    run = partial(recomputed, keeps=True) if setting == "ops" else recomputed
+    model.run_in_groups(groups, run, keeps_rows=config.layout.data.in_pieces)
+
+
+def recomputed_group(config: Config, stage_layers: int) -> int:
+    """Return the number of layers recomputed together in a chunk of `stage_layers`."""
+    setting = config.memory.recompute
+    assert setting not in ("none", "selective"), f"memory.recompute={setting} has no groups"
+    if setting == "ops" or config.layout.data.in_pieces:
+        return 1
+    return best_group(stage_layers, config.model.num_blocks) if setting == "auto" else int(setting)
 
 
 class _Keeping(TorchDispatchMode):

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.context.context import WHOLE_SEQUENCES, Context
-from meshwright.models.chain import Run, at_once
+from meshwright.models.chain import RunsInContext
 from meshwright.parameters.shard import Initial
 from meshwright.tensor.gelu import gelu
 from meshwright.tensor.islands import UsesIslands
@@ -29,7 +28,7 @@ def split_heads(x: Tensor, heads: int) -> tuple[Tensor, ...]:
     return tuple(part.transpose(1, 2) for part in x.unflatten(-1, (heads, -1)).unbind(2))
 
 
-class AttentionCore(nn.Module):
+class AttentionCore(RunsInContext):
     """softmax(scale · Q Kᵀ + bias + mask) V with dropout on the weights. It has no parameters, and is cheap to compute
     again."""
 
@@ -38,8 +37,6 @@ class AttentionCore(nn.Module):
         super().__init__()
         self.dropout, self.scale = dropout, scale
         self.own_randomness = kit.own_randomness
-        self.run: Run = at_once
-        self.context: Context = WHOLE_SEQUENCES
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, bias: Tensor | None = None

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
 from meshwright.context.context import WHOLE_SEQUENCES, Context
-from meshwright.model import EMBEDDINGS, HEAD, Batch, Chunk, Costs, Hidden, Pieces, Scales
+from meshwright.model import EMBEDDINGS, HEAD, Batch, Chunk, Costs, Hidden, Pieces, Run, RunPart, Scales, at_once
 from meshwright.parameters.shard import ShardSpec, num_parameters
 from meshwright.registry import load_entry
 from meshwright.tensor.kit import Kit
@@ -19,22 +19,27 @@ if TYPE_CHECKING:
     from meshwright.config import Config
     from meshwright.tensor.head import TableHead
 
-Run = Callable[..., Any]
-"""run(function, *arguments): the function's result; recomputation keeps less for the backward pass."""
-
-
-RunPart = Callable[..., Any]
-"""run_part(part, function, *arguments): the function's result. `part`: a layer's number, EMBEDDINGS or HEAD."""
-
 
 def run_directly(part: int, function: Callable[..., Any], *arguments: Any) -> Any:
     """Run a part of the chain whose weights need not be gathered."""
     return function(*arguments)
 
 
-def at_once(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run the function without recomputation."""
-    return function(*arguments)
+class RunsInContext(nn.Module):
+    """An attention that reads the tokens of other ranks by a context, and that a backward pass may run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.run: Run = at_once
+        self.context: Context = WHOLE_SEQUENCES
+
+    def attend_in(self, context: Context) -> None:
+        """Read other ranks' tokens by a context."""
+        self.context = context
+
+    def run_by(self, run: Run) -> None:
+        """Compute the scores by run(function, *arguments)."""
+        self.run = run
 
 
 class Chain(nn.Module, ABC):
@@ -61,6 +66,37 @@ class Chain(nn.Module, ABC):
         """Whether a recomputed layer keeps the rows that other ranks have sent it, so that each part of it is computed
         again by itself."""
         self.run_part: RunPart = run_directly
+
+    def attention_cores(self) -> Iterator[RunsInContext]:
+        """Yield the cores of all attentions."""
+        return (module for module in self.modules() if isinstance(module, RunsInContext))
+
+    def attend_in(self, context: Context) -> None:
+        """Let a context cut batches and read other ranks' tokens in each attention."""
+        self.context = context
+        for core in self.attention_cores():
+            core.attend_in(context)
+
+    def run_attention_by(self, run: Run) -> None:
+        """Run each attention core by run(function, *arguments)."""
+        for core in self.attention_cores():
+            core.run_by(run)
+
+    def run_in_groups(
+        self, groups: Sequence[Sequence[int]], run: Run = at_once, *, keeps_rows: bool = False
+    ) -> None:  # fmt: skip
+        """Run each group of layers by run(function, *arguments). `keeps_rows`: as the attribute has it."""
+        self.groups, self.run_group, self.keeps_rows = tuple(groups), run, keeps_rows
+
+    def run_parts_by(self, run: RunPart) -> None:
+        """Run each part of the chain by run(part, function, *arguments)."""
+        self.run_part = run
+
+    def wrap_runs(self, again: Callable[[Run], Run], part: Callable[[RunPart], RunPart]) -> None:
+        """Wrap how the chain runs: groups and attention cores, which a backward pass may run again, and parts."""
+        self.run_group, self.run_part = again(self.run_group), part(self.run_part)
+        for core in self.attention_cores():
+            core.run_by(again(core.run))
 
     def forward(self, batch: Batch, scales: Scales, incoming: Hidden = (), chunk: Chunk | None = None) -> Hidden:
         """Compute the tensors for the next chunk or, at the chain's end, (the sum of the scaled losses,).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,6 +32,10 @@ class KeyValueCache:
             # A new tensor each token: cheap beside a pass's products, and no size need be known ahead.
             self.layers[layer] = (torch.cat([past_key, key], 2), torch.cat([past_value, value], 2))
         return self.layers[layer]
+
+    def select(self, rows: Tensor | Sequence[int]) -> None:
+        """Go on with these rows of the batch, in this order; a row may be named more than once."""
+        self.layers = [(key[rows], value[rows]) for key, value in self.layers]
 
 
 class Decoder(Chain):

@@ -32,3 +32,10 @@ class SpreadHead(ChainPart):
             nothing = torch.empty(0, *each, dtype=self.states.dtype, device=device, requires_grad=True)
             (h,) = yield Crossing(nothing, (0,) * self.stages, taken)
         return (self.chain.run_part(HEAD, self.chain.loss, h, batch, scales),)
+
+
+def with_spread_head(chain: Chain, stages: int, states: Tensor, *, last: bool) -> list[SpreadHead]:
+    """Return what one stage of `stages` runs in turn: its layers, then its part of the head; the last stage both at
+    once."""
+    whole = SpreadHead(chain, stages, states, layers=True, head=last)
+    return [whole] if last else [whole, SpreadHead(chain, stages, states, layers=False, head=True)]

@@ -90,6 +90,10 @@ class LossScaler:
         """Whether an overflow in the next step is skipped instead of ending the run."""
         return self.dynamic and self.scale > SMALLEST and self.skips + 1 < self.max_skips
 
+    def resume(self, scale: float, good_steps: int) -> None:
+        """Go on from a scale and the number of steps since it last changed."""
+        self.scale, self.good_steps = scale, good_steps
+
     def update(self, *, overflow: bool) -> None:
         if not self.dynamic:
             return

@@ -74,6 +74,10 @@ class Gradients:
         for parameter in self._views if on_gradient else ():
             parameter.register_post_accumulate_grad_hook(tell)
 
+    def begin_pass(self, user: int, *, last_portion: bool = True) -> None:
+        """Begin a backward pass, or its work, of one of the rank's chunks."""
+        self.user, self.last_portion = user, last_portion
+
     def add(
         self, parameter: nn.Parameter, like: Tensor, write: WriteGradient, *, may_wait: bool = True
     ) -> Tensor | None:

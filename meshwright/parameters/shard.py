@@ -172,6 +172,10 @@ class ShardedModule(nn.Module):
         self.specs: dict[str, ShardSpec] = {}
         self.gradients = Gradients()
 
+    def add_up_in(self, gradients: Gradients) -> None:
+        """Add gradients up where all layers of a rank do."""
+        self.gradients = gradients
+
     def add_gradient(self, name: str, like: Tensor, write: WriteGradient, *, may_wait: bool = True) -> Tensor | None:
         """Add to the named parameter's gradient; returns what the backward pass hands to autograd (Gradients.add)."""
         return self.gradients.add(self.get_parameter(name), like, write, may_wait=may_wait)
@@ -217,7 +221,7 @@ def use_gradients(model: nn.Module, gradients: Gradients) -> None:
     """Let all layers of a model add their gradients up in one place."""
     for module in model.modules():
         if isinstance(module, ShardedModule):
-            module.gradients = gradients
+            module.add_up_in(gradients)
 
 
 def shard_specs(model: nn.Module) -> dict[str, ShardSpec]:

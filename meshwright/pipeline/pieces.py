@@ -89,7 +89,7 @@ class PieceStage:
         graphs = self._graphs[index]
         graph = graphs.pop()
         assert len(graphs) == place, f"B of piece {place} with {len(graphs)} pieces before it"
-        self.stage.gradients.user = self.first + place
+        self.stage.gradients.begin_pass(self.first + place)
         stayed = tuple(x.grad for x in graph.stays)
         assert all(x is not None for x in stayed), "what stays on a rank and no later piece depends on"
         with self.stage.multiplies(), self.stage.gradients.deferred() as works:
@@ -107,7 +107,7 @@ class PieceStage:
 
     def weights(self, index: int, place: int, *, final: bool) -> None:
         """W of a piece. `final`: as of a stage's."""
-        self.stage.gradients.user = self.first + place
+        self.stage.gradients.begin_pass(self.first + place)
         with torch.no_grad(), self.stage.multiplies():
             for work in self._works.pop((index, place)):
                 work(final)

@@ -111,12 +111,11 @@ class Stage:
         """B: returns the gradients for the previous stage. `gradients`: of F's outputs; `defers`: a task W follows."""
         # Popped, so that activations are freed as soon as only deferred weight gradients need them.
         graphs = self._graphs.pop(index)
-        # A table that two chunks use has gradient memory for each, chosen here.
-        self.gradients.user = self.number
         afters = [None] * len(graphs) if self.is_last else split(gradients, len(graphs))  # a loss's own gradient is 1
         works: list[list[WeightWork]] = []
         for number, (graph, after) in enumerate(zip(graphs, afters, strict=True)):
-            self.gradients.last_portion = number == len(graphs) - 1
+            # A table that two chunks use has gradient memory for each, chosen here.
+            self.gradients.begin_pass(self.number, last_portion=number == len(graphs) - 1)
             with self.multiplies():
                 if defers:
                     with self.gradients.deferred() as of_portion:
@@ -137,10 +136,9 @@ class Stage:
     @torch.no_grad()
     def weights(self, index: int, *, final: bool) -> None:
         """W. `final`: the gradients are summed over ranks before another microbatch's are added."""
-        self.gradients.user = self.number
         portions = self._works.pop(index)
         for number, works in enumerate(portions):
-            self.gradients.last_portion = number == len(portions) - 1
+            self.gradients.begin_pass(self.number, last_portion=number == len(portions) - 1)
             with self.multiplies():
                 for work in works:
                     work(final)

@@ -17,6 +17,10 @@ class InnerDropout(nn.Module):
         self.by_block: nn.Module | None = None
         """Draws instead, if masks are free of the layout."""
 
+    def draw_by(self, by_block: nn.Module) -> None:
+        """Let a module draw the masks instead."""
+        self.by_block = by_block
+
     def forward(self, x: Tensor) -> Tensor:
         if self.by_block is not None:
             dropped: Tensor = self.by_block(x)

@@ -43,9 +43,10 @@ from meshwright.parameters.shard import Initial, Placements, Shard, ShardedModul
 from meshwright.ranks.collectives import start_all_reduce, trade_rows
 from meshwright.ranks.grid import EXPERT
 from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.planned import PlannedMesh
 from meshwright.tensor.boundary import UNCUT, Boundary
 from meshwright.tensor.linear import cast
-from meshwright.tensor.products import write_product
+from meshwright.tensor.products import PLAIN, Products
 from meshwright.tensor.router import ExpertsShape, Router
 from meshwright.tensor.swiglu import swiglu
 
@@ -60,7 +61,8 @@ class _Grouped(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, runs: Runs, layer: GroupedLinear) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.runs, ctx.layer = runs, layer
-        return torch.cat([layer.operand(part) @ layer.operand(own) for part, own in _pairs(x, weight, runs)])
+        multiply, operand = layer.products.multiply, layer.operand
+        return torch.cat([multiply(operand(part), operand(own)) for part, own in _pairs(x, weight, runs)])
 
     @staticmethod
     @once_differentiable
@@ -72,7 +74,8 @@ class _Grouped(torch.autograd.Function):
             # One addend a run: where sums are of integers, each addend is rounded separately.
             added = layer.add_gradient("weight", weight, partial(layer.write_run, run, rows, gradients))
             dweight = added if dweight is None or added is None else dweight + added
-        dx = [layer.operand(part) @ layer.operand(own).t() for part, own in _pairs(dy, weight, ctx.runs)]
+        multiply, operand = layer.products.multiply, layer.operand
+        dx = [multiply(operand(part), operand(own).t()) for part, own in _pairs(dy, weight, ctx.runs)]
         return torch.cat(dx), dweight, None, None
 
 
@@ -84,8 +87,11 @@ def _pairs(x: Tensor, weight: Tensor, runs: Runs) -> Iterator[tuple[Tensor, Tens
 class GroupedLinear(ShardedModule):
     """x W of the expert that each row is sorted to; W [n, in, ..., out]."""
 
-    def __init__(self, mesh: Mesh, shape: tuple[int, ...], placements: Placements, initial: Initial) -> None:
+    def __init__(
+        self, mesh: Mesh, shape: tuple[int, ...], placements: Placements, initial: Initial, products: Products = PLAIN
+    ) -> None:  # fmt: skip
         super().__init__(mesh)
+        self.products = products
         self.weight = self.declare("weight", ShardSpec(shape, placements, initial))
 
     def forward(self, x: Tensor, runs: Runs) -> Tensor:
@@ -101,7 +107,7 @@ class GroupedLinear(ShardedModule):
     def write_run(self, rows: Sequence[int], x: Tensor, dy: Tensor, out: Tensor, beta: int) -> None:
         """Write a run's xᵀ dy + beta · out by expert to `out`."""
         for part, gradient, own in zip(x.split(rows), dy.split(rows), out, strict=True):
-            write_product(part.t(), gradient, own, beta)
+            self.products.write_product(part.t(), gradient, own, beta)
 
 
 @dataclass(frozen=True)
@@ -174,17 +180,14 @@ class _CountDropped(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         (kept,) = ctx.saved_tensors
-        dropped = (~kept).sum()
-        ctx.layer.dropped = dropped if ctx.layer.dropped is None else ctx.layer.dropped + dropped
+        ctx.layer.count_dropped((~kept).sum())
         return dy, None, None
 
 
 def dropped_pairs(model: nn.Module, device: torch.device) -> Tensor:
     """How many pairs of a token and an expert this rank has dropped since the last call, a scalar on its device."""
     layers = [module for module in model.modules() if isinstance(module, Experts)]
-    counts = [layer.dropped for layer in layers if layer.dropped is not None]
-    for layer in layers:
-        layer.dropped = None
+    counts = [count for layer in layers if (count := layer.take_dropped()) is not None]
     return torch.stack(counts).sum() if counts else torch.zeros((), device=device)
 
 
@@ -193,16 +196,27 @@ class Experts(nn.Module):
 
     linear: ClassVar[type[GroupedLinear]] = GroupedLinear
 
-    def __init__(self, mesh: Mesh, shape: ExpertsShape, boundary: Boundary = UNCUT) -> None:
+    def __init__(
+        self, mesh: Mesh, shape: ExpertsShape, boundary: Boundary = UNCUT, products: Products = PLAIN
+    ) -> None:  # fmt: skip
         super().__init__()
         self.mesh, self.shape, self.boundary = mesh, shape, boundary
-        self.router = Router(mesh, shape, boundary)
+        self.router = Router(mesh, shape, boundary, products)
         self.travels = EXPERT in mesh.grid.names and mesh.size(EXPERT) > 1
         self.dropped: Tensor | None = None
         apart: Placements = {EXPERT: Shard(0)} if self.travels else {}
         up, down = (shape.count, shape.hidden, 2, shape.inner), (shape.count, shape.inner, shape.hidden)
-        self.expand = self.linear(mesh, up, {**apart, **boundary.inner(3)}, shape.initial)
-        self.contract = self.linear(mesh, down, {**apart, **boundary.inner(1)}, shape.last)
+        self.expand = self.linear(mesh, up, {**apart, **boundary.inner(3)}, shape.initial, products)
+        self.contract = self.linear(mesh, down, {**apart, **boundary.inner(1)}, shape.last, products)
+
+    def count_dropped(self, pairs: Tensor) -> None:
+        """Add to the number of dropped pairs."""
+        self.dropped = pairs if self.dropped is None else self.dropped + pairs
+
+    def take_dropped(self) -> Tensor | None:
+        """Return the number of dropped pairs since the last call; None: nothing was counted."""
+        dropped, self.dropped = self.dropped, None
+        return dropped
 
     def forward(self, h: Tensor, places: Tensor | None = None) -> tuple[Tensor, ...]:
         """[B, T, H] -> ([B, T, H],), and where the router has losses each sequence's [B], or this rank's part of it
@@ -278,8 +292,9 @@ class Experts(nn.Module):
         else:
             coming = torch.empty_like(sent)
             self.mesh.comm(EXPERT).all_to_all(coming, sent)
-            if device.type == "meta":  # a plan: all ranks send as many rows, and this rank is the busiest
-                coming = (sent[self.mesh.index(EXPERT)].expand(size, here) * self.mesh.imbalance).ceil().long()
+            if device.type == "meta":  # a plan: all ranks send equal numbers of rows, and this rank is the busiest
+                imbalance = self.mesh.imbalance if isinstance(self.mesh, PlannedMesh) else 1.0
+                coming = (sent[self.mesh.index(EXPERT)].expand(size, here) * imbalance).ceil().long()
         return Trade(sent.sum(1).tolist(), coming.sum(1).tolist(), coming, evenly=plan.drops)
 
     def traded(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 LINEAR = 2 * math.sqrt(2 / math.pi)
 CUBIC = 0.044715 * LINEAR
@@ -81,6 +81,18 @@ def compiled_islands() -> Islands:
 
 
 class UsesIslands:
-    """A module that uses compiled functions if it is given them (parts.py)."""
+    """A module that uses compiled functions if it is given them."""
 
     islands: Islands | None = None
+
+    def use_islands(self, islands: Islands) -> None:
+        """Use compiled functions from now on."""
+        self.islands = islands
+
+
+def apply(model: nn.Module) -> None:
+    """Let all modules of a model use compiled functions (`compile: islands`)."""
+    islands = compiled_islands()
+    for module in model.modules():
+        if isinstance(module, UsesIslands):
+            module.use_islands(islands)

@@ -26,9 +26,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.parameters.shard import ShardedModule, ShardSpec
+from meshwright.precision import DTYPES
 from meshwright.tensor.products import PLAIN, Products, add_gradients
 
 if TYPE_CHECKING:
+    from meshwright.config import Config
     from meshwright.ranks.mesh import Mesh
 
 Addends = Callable[[Tensor, Tensor], Iterable[tuple[Tensor, Tensor]]]
@@ -73,6 +75,11 @@ def autocast_device(device: torch.device) -> str:
     """The type of device whose autocast is on or off for tensors there. Torch has none for meta tensors: theirs is the
     CPU's, under which a plan casts them as the device that it is for would (on_device.py)."""
     return "cpu" if device.type == "meta" else device.type
+
+
+def autocasts_of(config: Config, mesh: Mesh) -> tuple[str, torch.dtype] | None:
+    """Return (device type, dtype) of autocast under O1; else None."""
+    return (autocast_device(mesh.device), DTYPES[config.precision.dtype]) if config.precision.level == "O1" else None
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

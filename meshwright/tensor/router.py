@@ -44,7 +44,7 @@ from meshwright.ranks.collectives import all_reduce, start_all_reduce
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.boundary import Boundary
 from meshwright.tensor.linear import linear
-from meshwright.tensor.products import write_part
+from meshwright.tensor.products import PLAIN, Products, write_part
 
 LEAST = 1e-20
 """Added to the sum of a token's sigmoids before it divides, as transformers does: all may be zero in float32."""
@@ -96,9 +96,9 @@ class Routed(NamedTuple):
 class Router(ShardedModule):
     """Scores of experts, x R; R [H, n], b [n]."""
 
-    def __init__(self, mesh: Mesh, shape: ExpertsShape, boundary: Boundary) -> None:
+    def __init__(self, mesh: Mesh, shape: ExpertsShape, boundary: Boundary, products: Products = PLAIN) -> None:
         super().__init__(mesh)
-        self.shape, self.boundary = shape, boundary
+        self.shape, self.boundary, self.products = shape, boundary, products
         self.weight = self.declare("weight", ShardSpec((shape.hidden, shape.count), initial=shape.initial))
         # Always float32: a step of 0.001 would be lost in half precision.
         spec = ShardSpec((shape.count,), initial=ZEROS, matrix=False, full_precision=True, nudged=True)
@@ -109,8 +109,16 @@ class Router(ShardedModule):
         """Tokens that took each expert [n]: this rank's so far while `counting`, then the mean sequence's of the global
         batch, until the step ends."""
 
+    def count(self) -> None:
+        """Let passes count loads alone, from zero."""
+        self.counting, self.loads = True, None
+
+    def balance_by(self, loads: Tensor) -> None:
+        """Take the loads [n] of the mean sequence of the global batch."""
+        self.counting, self.loads = False, loads
+
     def forward(self, h: Tensor) -> Tensor:
-        return linear(h, self.weight, None, self)
+        return linear(h, self.weight, None, self, self.products)
 
     def route(self, logits: Tensor) -> Routed:
         """The experts of tokens, logits [B, T, n]."""
@@ -179,7 +187,7 @@ def counted_loads(model: nn.Module, mesh: Mesh, sequences: int) -> Iterator[None
     all-reduce of [routers, n] over the axes that split tokens."""
     routers = [module for module in model.modules() if isinstance(module, Router)]
     for router in routers:
-        router.counting, router.loads = True, None
+        router.count()
     yield
     loads = [router.loads for router in routers if router.loads is not None]
     assert len(loads) == len(routers), "a router that no pass reached"
@@ -187,7 +195,7 @@ def counted_loads(model: nn.Module, mesh: Mesh, sequences: int) -> Iterator[None
         mean = torch.stack(loads) / sequences
         mesh.comm(*mesh.token_axes).all_reduce(mean)
         for router, own in zip(routers, mean, strict=True):
-            router.counting, router.loads = False, own
+            router.balance_by(own)
 
 
 class _CountLoads(torch.autograd.Function):

@@ -13,9 +13,10 @@ is what a bf16 product does that adds up in float32: weights, activations and gr
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from meshwright.machine import SLOW_SHARE
+
+if TYPE_CHECKING:
+    from meshwright.config import Config
 
 SIDE, TRIES = 128, 5
 """The side of the products that are timed, and how many are: 4 Mflop each, 6 ms at the slowest rate that was seen."""
@@ -65,6 +69,11 @@ def product_rates(half: str) -> Rates:
         rates.append(2 * SIDE**3 / min(seconds[1:]))
     torch.set_num_threads(threads)
     return Rates(*rates)
+
+
+def multiplies_in(config: Config) -> Callable[[], AbstractContextManager[object]]:
+    """Return what makes the context manager in which a stage computes (precision.products)."""
+    return WidenedProducts if config.precision.products == "float32" else nullcontext
 
 
 class WidenedProducts(TorchDispatchMode):

@@ -27,7 +27,8 @@ from meshwright.model import SAMPLES, Batch
 from meshwright.models.chain import chain_of
 from meshwright.on_device import AsOnDevice
 from meshwright.parameters.shard import ShardSpec
-from meshwright.parts import Parts, build, rank_part
+from meshwright.parts import Parts, build
+from meshwright.rank_model import rank_part
 from meshwright.ranks.grid import DATA_AXES, Grid, grid_of_run
 from meshwright.registry import brought
 from meshwright.typed.kinds import Kind, cut_at, uncut

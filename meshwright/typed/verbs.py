@@ -157,4 +157,4 @@ class TypedTransport(Transport):
 def typed_mesh(grid: Grid, rank: int, token_axes: tuple[str, ...], watch: Watch) -> Mesh:
     """A rank's mesh of a job that does not run, whose verbs tell `watch` the kinds of their results."""
     transport = TypedTransport(watch, grid)
-    return Mesh(grid, rank, torch.device("meta"), transport, token_axes, "cpu", grid.world_size)
+    return Mesh(grid, rank, torch.device("meta"), transport, token_axes, grid.world_size)

@@ -15,7 +15,7 @@ from tests.patience import PATIENCE_SECONDS
 KEPT = {"__init__.py", "section.py"}
 LACKING = """
 from meshwright.registry import load_entry
-from meshwright.parts import EXACT_ARITHMETIC
+from meshwright.rank_model import EXACT_ARITHMETIC
 try:
     load_entry(EXACT_ARITHMETIC)
 except ModuleNotFoundError:

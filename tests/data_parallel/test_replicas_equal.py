@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from meshwright.optim.optimizer import Optimizer
-from meshwright.parts import build_model
+from meshwright.rank_model import build_model
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.serial import SerialKit

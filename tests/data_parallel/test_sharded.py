@@ -16,7 +16,7 @@ from meshwright.data_parallel.gathering import GatheredSum, Gathering
 from meshwright.model import EMBEDDINGS, HEAD, rows_of, to_device
 from meshwright.parameters.bucket import Bucket, make_buckets
 from meshwright.parameters.shard import Box
-from meshwright.parts import build_model
+from meshwright.rank_model import build_model
 from meshwright.ranks.comm import Later
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh, solo_mesh
@@ -231,7 +231,7 @@ def first_slices(mesh: Mesh, config: Config) -> list[tuple[str, Box, Tensor]]:
             taken.append(bucket)
             yield bucket
 
-    with mock.patch("meshwright.parts.make_buckets", one_by_one):
+    with mock.patch("meshwright.data_parallel.assembly.make_buckets", one_by_one):
         slots = build(config, mesh).strategy.slots
     assert len(taken) > 3
     return [

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from meshwright.config import Config, parse_config
 from meshwright.memory.recompute import LiveBytes, best_group, groups_of
-from meshwright.parts import Parts, empty_batch
+from meshwright.parts import Parts
+from meshwright.rank_model import empty_batch
 from meshwright.ranks.comm import size_bytes
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config import Config
-from meshwright.parts import build_model
+from meshwright.rank_model import build_model
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.serial import SerialKit
 

@@ -19,7 +19,7 @@ from meshwright.data.sampler import TokenBatches, document_entries
 from meshwright.errors import ConfigError
 from meshwright.model import IGNORED, Batch, to_device
 from meshwright.models.chain import Chain, make_chain
-from meshwright.parts import build_model
+from meshwright.rank_model import build_model
 from meshwright.ranks.grid import Grid, grid_of_run
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.serial import SerialKit

@@ -120,7 +120,7 @@ def _mesh(config: Config, rank: int) -> Iterator[Mesh]:
     try:
         made = staticmethod(_on_real_tensors(DeviceMesh.from_group))
         with alone, patch.object(DeviceMesh, "from_group", made):
-            yield Mesh(grid, rank, device, transport, config.layout.token_axes, "cuda", timeout=Timeout())
+            yield Mesh(grid, rank, device, transport, config.layout.token_axes, timeout=Timeout())
     finally:
         if grid.world_size > 1:
             dist.destroy_process_group()

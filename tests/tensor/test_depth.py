@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshwright.config import Config
 from meshwright.model import rows_of
 from meshwright.parameters.shard import Initial, ShardSpec, initialise
-from meshwright.parts import build_kit
+from meshwright.rank_model import build_kit
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.harness import build, forward_and_backward

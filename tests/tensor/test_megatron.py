@@ -9,7 +9,7 @@ import torch
 
 from meshwright.config import Config
 from meshwright.model import rows_of
-from meshwright.parts import build_kit
+from meshwright.rank_model import build_kit
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.harness import build, forward_and_backward

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshwright.config import Config
 from meshwright.parameters.shard import Initial, seed_of, shard_specs
-from meshwright.parts import build_kit
+from meshwright.rank_model import build_kit
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.head import HeadShape

@@ -72,7 +72,7 @@ class DecoderCache:
     def select(self, rows: Tensor) -> None:
         """Go on with these rows [n] of the batch, in this order; a row may come again."""
         # Beam search keeps several continuations of one hypothesis, and drops others.
-        self.target.layers = [(key[rows], value[rows]) for key, value in self.target.layers]
+        self.target.select(rows)
         self.source = [(key[rows], value[rows]) for key, value in self.source]
 
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from meshwright.config import Config
 from meshwright.model import IGNORED, SAMPLES
 from meshwright.models.chain import make_chain
-from meshwright.parts import empty_batch
+from meshwright.rank_model import empty_batch
 from meshwright.ranks.mesh import Mesh, solo_mesh
 from meshwright.subgraph.branches import assign
 from meshwright.tensor.head import HeadShape

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from meshwright.parts import DTYPES
+from meshwright.precision import DTYPES
 from meshwright.tools.calibrate.kernels import product_shapes
 from meshwright.tools.calibrate.timing import CPU_BATCH_FLOPS, Points
 from meshwright.tools.plan.cluster import Curve, Device, Level, Links, Measured, interpolated

@@ -38,9 +38,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from meshwright.all_stages import plan_stages
 from meshwright.config import parse_config
 from meshwright.machine import forget_cached, peak_resident_bytes
-from meshwright.parts import DTYPES, plan_stages
+from meshwright.precision import DTYPES
 from meshwright.stage_costs import first_ranks
 from meshwright.tools.calibrate.timing import CallTimer, Effort, Points
 

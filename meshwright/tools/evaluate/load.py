@@ -18,7 +18,7 @@ from meshwright.data.tokenizer import Tokenizer, load_tokenizer
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.models.chain import make_chain
 from meshwright.parameters.shard import shard_specs
-from meshwright.parts import DTYPES
+from meshwright.precision import DTYPES
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.registry import entries
 from meshwright.tensor.serial import SerialHead, SerialKit

@@ -22,13 +22,14 @@ from meshwright.errors import ConfigError
 from meshwright.machine import Machine
 from meshwright.model import Chunk
 from meshwright.models.chain import chain_of, split_name
-from meshwright.parts import build_kit, build_model, rule_of
 from meshwright.pipeline.clock import simulate
 from meshwright.pipeline.partition import ranges_of
 from meshwright.pipeline.schedule import ScheduleRule
 from meshwright.pipeline.span import Timeline
+from meshwright.pipeline.stages import rule_of
 from meshwright.pipeline.task import Task, TaskKind
 from meshwright.pipeline.trace import write_trace
+from meshwright.rank_model import build_kit, build_model
 from meshwright.ranks.grid import PIPE
 from meshwright.ranks.ledger import MESSAGE, Traffic
 from meshwright.ranks.planned import planned_mesh

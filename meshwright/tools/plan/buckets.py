@@ -13,12 +13,13 @@ from typing import NamedTuple
 import torch
 
 from meshwright.config import Config
+from meshwright.data_parallel.assembly import bucket_bytes
 from meshwright.data_parallel.strategy import BucketBytes, HeldBytes, Policy, Synchroniser
 from meshwright.memory.offload import SINGLE, state_bytes
 from meshwright.models.chain import chain_of
 from meshwright.optim.states import stepped_together
 from meshwright.parameters.bucket import Bucket, BucketKey, arranged, gradient_dtype, padded
-from meshwright.parts import DTYPES, bucket_bytes
+from meshwright.precision import DTYPES
 from meshwright.ranks.comm import Comm
 from meshwright.ranks.grid import grid_of_run
 from meshwright.ranks.mesh import Mesh

@@ -17,13 +17,13 @@ from itertools import pairwise, product
 
 from meshwright.config import Config
 from meshwright.data_parallel.gathering import Walk
-from meshwright.memory.recompute import groups_of
+from meshwright.memory.recompute import groups_of, recomputed_group
 from meshwright.model import EMBEDDINGS, HEAD, Chunk
 from meshwright.models.chain import split_name
-from meshwright.parts import chunks_of, piece_placement_of, placement_of, recomputed_group, rule_of
 from meshwright.pipeline.pipeline import message_forms, sides_of
 from meshwright.pipeline.placement import ChunkPlacement
 from meshwright.pipeline.span import CATEGORIES
+from meshwright.pipeline.stages import chunks_of, piece_placement_of, placement_of, rule_of
 from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.grid import PIPE, grid_of_run
 from meshwright.ranks.ledger import MESSAGE, Ledger, Traffic

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from meshwright.config import Config
 from meshwright.model import EMBEDDINGS, HEAD
-from meshwright.parts import placement_of, rule_of
 from meshwright.pipeline.partition import balanced, ranges_of
 from meshwright.pipeline.placement import ChunkPlacement
+from meshwright.pipeline.stages import placement_of, rule_of
 from meshwright.ranks.grid import PIPE, grid_of_run
 from meshwright.tools.plan.buckets import PlannedBucket, held_of, memory_of, streams
 from meshwright.tools.plan.compose import StagePlan

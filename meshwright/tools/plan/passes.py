@@ -29,11 +29,11 @@ from functools import cache, cached_property
 from math import lcm
 
 from meshwright.config import Config
-from meshwright.parts import placement_of, rule_of
 from meshwright.pipeline.clock import Pace, simulate
 from meshwright.pipeline.placement import ChunkPlacement
 from meshwright.pipeline.schedule import ScheduleRule
 from meshwright.pipeline.span import Span, Timeline
+from meshwright.pipeline.stages import placement_of, rule_of
 from meshwright.pipeline.task import Task, TaskKind
 from meshwright.tools.plan.memory import Peak
 from meshwright.tools.plan.recorder import Cost, PieceCosts, place

@@ -15,9 +15,9 @@ from meshwright.machine import SLOW_SHARE, Machine
 from meshwright.memory.offload import state_bytes
 from meshwright.model import Costs
 from meshwright.models.chain import split_name
-from meshwright.parts import placement_of, rule_of
 from meshwright.pipeline.partition import fastest
 from meshwright.pipeline.span import Timeline
+from meshwright.pipeline.stages import placement_of, rule_of
 from meshwright.ranks.grid import REPLICA_AXES, Grid, grid_of_run
 from meshwright.ranks.ledger import Traffic
 from meshwright.ranks.transports_section import TransportName

@@ -19,28 +19,24 @@ from torch import nn
 
 from meshwright.config import Config
 from meshwright.errors import ConfigError
-from meshwright.model import SAMPLES, Chunk, Costs, links
-from meshwright.models.chain import at_once, chain_of, make_chain, parameters_of, split_name
+from meshwright.memory import recompute
+from meshwright.model import SAMPLES, Chunk, Costs, at_once, links
+from meshwright.models.chain import chain_of, make_chain, parameters_of, split_name
 from meshwright.on_device import AsOnDevice
 from meshwright.parameters.bucket import Bucket, make_buckets
 from meshwright.parameters.gradients import Gradients
 from meshwright.parameters.shard import shard_specs, use_gradients
-from meshwright.parts import (
-    autocasts_of,
-    build_kit,
-    build_model,
-    empty_batch,
-    multiplies_in,
-    recompute_in,
-    rule_of,
-)
 from meshwright.pipeline.stage import Stage
+from meshwright.pipeline.stages import rule_of
 from meshwright.pipeline.task import TaskKind
+from meshwright.rank_model import build_kit, build_model, empty_batch
 from meshwright.ranks.grid import PIPE, REPLICA_AXES, Grid
 from meshwright.ranks.mailbox import TensorMeta
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.registry import entries, load_entry
+from meshwright.tensor.linear import autocasts_of
 from meshwright.tensor.serial import SerialKit
+from meshwright.tensor.widened import multiplies_in
 from meshwright.tools.plan.memory import Parameter
 from meshwright.tools.plan.recorder import DISTINCT, Program, Recorder
 from meshwright.tools.plan.software import OWN_SOFTWARE, Software
@@ -217,7 +213,7 @@ def _record(
     mesh = software.mesh(grid, layout.token_axes, on_device.device_type, recorder)
     kit = build_kit(config, mesh)
     model = build_model(config, kit, mesh, chunk)
-    recompute_in(config, model, (chunk,))
+    recompute.apply(config, model, (chunk,))
     specs = shard_specs(model)
     buckets = list(make_buckets(model.named_parameters(), specs, mesh, _ALL, widens=config.widens_gradients))
     names = {parameter: name for name, parameter in model.named_parameters()}

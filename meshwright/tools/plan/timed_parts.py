@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 
 from meshwright.config import Config
 from meshwright.memory.offload import SINGLE
+from meshwright.memory.recompute import recomputed_group
 from meshwright.model import Chunk
-from meshwright.parts import placement_of, recomputed_group, rule_of
 from meshwright.pipeline.partition import ranges_of
 from meshwright.pipeline.placement import ChunkPlacement
+from meshwright.pipeline.stages import placement_of, rule_of
 from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.mailbox import AHEAD
 from meshwright.tools.plan.memory import Parameter

@@ -33,7 +33,8 @@ from meshwright.parity.record import PARALLEL, PASSES, REFERENCE, STATE, PartFac
 from meshwright.parity.reference import StepRecording, keep
 from meshwright.parity.rows import compare_all
 from meshwright.parity.trace import Trace
-from meshwright.parts import DTYPES, Parts, build
+from meshwright.parts import Parts, build
+from meshwright.precision import DTYPES
 from meshwright.section import with_field
 from meshwright.tools.verify.outcome import reference_run, trace_reference
 from meshwright.tools.verify.tolerance import TOGETHER, tolerance_of

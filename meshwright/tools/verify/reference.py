@@ -22,7 +22,6 @@ from meshwright.config import Config
 from meshwright.config.schema import ScheduleSection
 from meshwright.context.context import Context
 from meshwright.model import IGNORED, SAMPLES, Batch
-from meshwright.models.attention import AttentionCore
 from meshwright.models.chain import make_chain
 from meshwright.parameters.shard import Initial
 from meshwright.registry import load_entry
@@ -53,9 +52,7 @@ class Reference:
         precision, self.config, self.device = config.precision, config, device
         self.level, self.dtype = precision.level, _DTYPES[precision.dtype]
         self.model = make_chain(config, ReferenceKit())
-        for module in self.model.modules():
-            if isinstance(module, AttentionCore):
-                module.context = MaskedSequences()
+        self.model.attend_in(MaskedSequences())
         self.model.to(device, self.dtype if self.level == "O0" else torch.float32)
         self.parameters = dict(self.model.named_parameters())
         self.gradients: dict[str, Tensor] = {}  # each parameter's .grad, to which autograd adds
@@ -96,13 +93,12 @@ class Reference:
         experts = [module for module in self.model.modules() if isinstance(module, Experts)]
         if self.config.model.routing.counts_first:  # a balance over the batch hangs on all of it
             for module in experts:
-                module.counts = []
+                module.count()
             with torch.no_grad():
                 for rows in self._microbatches(batch):
                     self._loss(rows, scales)
             for module in experts:
-                assert module.counts, "experts that no pass reached"
-                module.counted, module.counts = torch.stack(module.counts).sum(0) * scales[SAMPLES], None
+                module.balance_by_counts(scales[SAMPLES])
         for rows in self._microbatches(batch):
             loss = self._loss(rows, scales)
             self.scaler.scale(loss).backward()

@@ -142,6 +142,15 @@ class Experts(nn.Module):
         self.counts: list[Tensor] | None = None
         """Left by a pass that counts: tokens of its rows that took each expert."""
 
+    def count(self) -> None:
+        """Let passes count the tokens that take each expert."""
+        self.counts = []
+
+    def balance_by_counts(self, factor: float) -> None:
+        """Balance by the sum of all counts times a factor; passes count no more."""
+        assert self.counts, "experts that no pass reached"
+        self.counted, self.counts = torch.stack(self.counts).sum(0) * factor, None
+
     def forward(self, h: Tensor, places: Tensor | None = None) -> tuple[Tensor, ...]:
         shape, count = self.shape, self.shape.count
         logits, bias = self.router(h), self.router.bias

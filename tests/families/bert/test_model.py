@@ -19,7 +19,7 @@ from meshwright.families.bert.model import BERT
 from meshwright.families.bert.section import Bert
 from meshwright.model import IGNORED, Batch, counts_of, scales_of
 from meshwright.parameters.shard import num_parameters, shard_specs
-from meshwright.parts import build_model
+from meshwright.rank_model import build_model
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.serial import SerialKit

@@ -14,7 +14,7 @@ from meshwright.config import Config, parse_config
 from meshwright.families.gpt.model import GPT
 from meshwright.models.decoder import KeyValueCache
 from meshwright.parameters.shard import num_parameters, shard_specs
-from meshwright.parts import build_model
+from meshwright.rank_model import build_model
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.serial import SerialKit

@@ -13,7 +13,7 @@ from meshwright.config import Config, parse_config
 from meshwright.families.seq2seq.encoder_decoder import EncoderDecoderChain
 from meshwright.families.seq2seq.t5 import T5Model, distance_buckets
 from meshwright.model import counts_of, scales_of
-from meshwright.parts import build_model
+from meshwright.rank_model import build_model
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.serial import SerialKit

@@ -11,12 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.all_stages import plan_stages
 from meshwright.config import Config, parse_config
 from meshwright.errors import ConfigError
 from meshwright.families.vision.resnext import BlockShape, ResNeXtModel, block_shapes
 from meshwright.models.chain import chain_of
 from meshwright.parameters.shard import num_parameters, shard_specs
-from meshwright.parts import build_model, plan_stages
+from meshwright.rank_model import build_model
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mailbox import CutForms, TensorMeta
 from meshwright.ranks.mesh import Mesh, solo_mesh

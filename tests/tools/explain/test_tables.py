@@ -10,8 +10,8 @@ import pytest
 
 from meshwright.config import Config
 from meshwright.errors import ConfigError
-from meshwright.parts import rank_part
 from meshwright.pipeline.trace import read_trace
+from meshwright.rank_model import rank_part
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tools.explain.tables import compose, explain, render

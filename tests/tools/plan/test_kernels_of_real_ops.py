@@ -21,13 +21,14 @@ from meshwright.on_device import AsOnDevice
 from meshwright.parameters.bucket import make_buckets
 from meshwright.parameters.gradients import Gradients
 from meshwright.parameters.shard import shard_specs, use_gradients
-from meshwright.parts import autocasts_of, build_kit, build_model, empty_batch
 from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.task import TaskKind
+from meshwright.rank_model import build_kit, build_model, empty_batch
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.ledger import Ledger
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import LedgerTransport
+from meshwright.tensor.linear import autocasts_of
 from meshwright.tools.plan.recorder import Kernel, Program, Recorder
 from meshwright.tools.plan.recordings import Recording, Recordings
 from meshwright.tools.plan.software import Software

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright import parts
+from meshwright.data_parallel import assembly
 from meshwright.data_parallel.policies import AllReduce
 from meshwright.families.gpt import model as gpt
 from meshwright.model import Batch, counts_of
@@ -192,14 +192,14 @@ def half_sums() -> None:
 
 def wrong_cut() -> None:
     """The second rank of the tensor axis holds its part of a cut parameter the other way round."""
-    right = parts.draw_values
+    right = assembly.draw_values
 
     def wrong(out: Tensor, name: str, spec: Any, mesh: Any, seed: int) -> None:
         right(out, name, spec, mesh, seed)
         if name == "blocks.0.feed_forward.expand.weight" and mesh.index("tensor") == 1:
             out.copy_(out.flip(-1))
 
-    parts.draw_values = wrong
+    assembly.draw_values = wrong
 
 
 def dead_block() -> None:
