@@ -6,7 +6,7 @@ stages; then this rank's chunks, with the strategies that the config names (regi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,11 +25,11 @@ from meshwright.memory.offload import Offloaded
 from meshwright.memory.recompute import best_group, groups_of, recomputed
 from meshwright.model import EMBEDDINGS, HEAD, Batch, Chunk, Hidden, Model, rows_of
 from meshwright.models.attention import AttentionCore
-from meshwright.models.chain import Chain, ChainPart, chain_of, make_chain
+from meshwright.models.chain import Chain, ChainPart, chain_of, first_trained, make_chain
 from meshwright.models.spread_head import SpreadHead
-from meshwright.optim.optimizer import Optimizer
+from meshwright.optim.optimizer import Optimizer, StoredState
 from meshwright.optim.states import InPlace, StatesFactory
-from meshwright.parameters.bucket import make_buckets
+from meshwright.parameters.bucket import Slot, make_buckets
 from meshwright.parameters.gradients import Gradients
 from meshwright.parameters.shard import ShardSpec, draw_values, initialise, shard_specs, use_gradients
 from meshwright.pipeline.partition import ranges_of
@@ -120,6 +120,13 @@ class Parts:
     def specs(self) -> dict[str, ShardSpec]:
         """The specs of all stages' parameters."""
         return self.stages.specs
+
+    def stored(self) -> Iterator[tuple[Slot, list[StoredState]]]:
+        """Yield the slots with their weights and states, as checkpoints hold them; then frozen weights."""
+        for index, slot in enumerate(self.strategy.slots):
+            yield slot, list(self.optimizer.stored(index))
+        for slot in (one.slot for one in self.strategy.frozen):
+            yield slot, [StoredState("weight", slot.parameter.detach(), slot.places, slot.slices)]
 
     def microbatches(self, batch: Batch) -> list[Batch]:
         """This rank's part of each microbatch of a replica's batch."""
@@ -256,7 +263,7 @@ def build_model(config: Config, kit: Kit, mesh: Mesh, chunk: Chunk | None = None
     level = config.precision.level
     sharded_masters = config.layout.data.strategy.whole  # its weights are the masters, and it casts what it gathers
     for name, parameter in model.named_parameters():
-        stores_half = level == "O2" and not specs[name].full_precision and not sharded_masters
+        stores_half = level == "O2" and specs[name].role.stored == "run" and not sharded_masters
         if level == "O0" or stores_half:
             parameter.data = parameter.data.to(dtype)
     return model
@@ -341,6 +348,7 @@ def build_pipeline(
     """The stage's chunks with their schedule, mailboxes and context."""
     index, placement = mesh.index(PIPE), stages.placement
     chunks = stages.of(index)
+    planned = planned_mesh(mesh.grid, mesh.rank, mesh.token_axes)
     models: Sequence[Model] = [model] if len(chunks) == 1 else [ChainPart(model, chunk) for chunk in chunks]
     own = [
         Stage(
@@ -351,6 +359,7 @@ def build_pipeline(
             multiplies=multiplies_in(config),
             number=number,
             portions=portions,
+            learns=first_trained(config, build_kit(config, planned)) < part.chunk.parts[0],
         )
         for number, part in enumerate(models)
     ]
@@ -397,7 +406,7 @@ def _share_tables(
     ends = (Chunk(range(0), True, False), Chunk(range(0), False, True))
     of_ends = [shard_specs(build_model(config, build_kit(config, there), there, end)) for end in ends]
     for name, parameter in model.named_parameters():
-        if all(name in specs for specs in of_ends):
+        if all(name in specs for specs in of_ends) and parameter.requires_grad:
             gradients.share(parameter, (0, last))
 
 
@@ -436,7 +445,7 @@ def _build_strategy(
 
     def fill(name: str, out: Tensor) -> nn.Parameter:
         draw_values(out, name, specs[name], mesh, config.seed)
-        parameter = nn.Parameter(out.new_empty(0))
+        parameter = nn.Parameter(out.new_empty(0), requires_grad=specs[name].role.rule.trained)
         parameter.data = out
         owner, _, own = name.rpartition(".")
         # Set by name: a meta tensor cannot get memory in place (swap_tensors fails under FakeTensorMode).
@@ -445,8 +454,8 @@ def _build_strategy(
 
     buckets = make_buckets(
         model.named_parameters(), specs, mesh, bucket_bytes(config), parts, by_chunk,
-        widens=config.widens_gradients, exact=fixed is not None, shares=sync.over_mpi,
-        fill=None if mesh.device.type == "meta" else fill,
+        rule_of=config.optimizer.update.rule_of, widens=config.widens_gradients, exact=fixed is not None,
+        shares=sync.over_mpi, fill=None if mesh.device.type == "meta" else fill,
     )  # fmt: skip
     strategy = load_entry(sync.synchroniser)(buckets, mesh, policy, fixed)
     if policy.owners != "all":

@@ -134,4 +134,4 @@ class FullySharded(Synchroniser):
         slices = Slices((whole,), ("data",), rows * math.prod(spec.shape[1:]))
         copies = tuple(axis for axis in self.mesh.grid.names if axis not in (PIPE, "data"))
         parameter = nn.Parameter(local.detach().view(-1))
-        return Slot(parameter, places, spec.matrix, ("data",), (), slices, spec.nudged, copies)
+        return Slot(parameter, places, spec.role.by_elements(), ("data",), (), slices, copies)

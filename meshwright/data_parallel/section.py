@@ -109,6 +109,12 @@ needs_one_forward_pass = _refused(
     "gathers weights in hooks of its own, which memory.recompute would call twice",
     "zero1, allreduce, or memory.recompute=none",
 )
+needs_trained_weights = _refused(
+    "model.frozen",
+    lambda config: config.model.frozen,
+    "expects a gradient of every parameter, and model.frozen leaves some without",
+    "{others}, or model.frozen=[]",
+)
 needs_losses_of_the_head = _refused(
     "model",
     lambda config: config.model.losses_in_layers,
@@ -167,7 +173,7 @@ def shards_are_equal(config: Config) -> Iterator[Problem]:
 SERVER_LOSS = Sync(
     "meshwright.data_parallel.parameter_server:Server",
     "meshwright.data_parallel.parameter_server:ServerLoss",
-    rules=(needs_whole_models, needs_losses_of_the_head, needs_one_axis_of_replicas),
+    rules=(needs_whole_models, needs_trained_weights, needs_losses_of_the_head, needs_one_axis_of_replicas),
     unplanned="is more than sums of gradients in buckets",
     order_free=False,
 )
@@ -206,7 +212,7 @@ FSDP = Sync(
     cuts_parameters=True,
     rules=(
         needs_process_groups, needs_replicas, needs_whole_layers, needs_whole_models, needs_whole_sequences,
-        needs_one_forward_pass, needs_masters_on_the_device, needs_one_axis_of_replicas,
+        needs_one_forward_pass, needs_masters_on_the_device, needs_one_axis_of_replicas, needs_trained_weights,
     ),
     over_mpi=False,
     unplanned="is laid out by torch (zero3 is the like of it)",

@@ -149,10 +149,12 @@ class BucketSum:
     @property
     def sizes(self) -> BucketBytes:
         bucket, own = self.bucket, self.slot.parameter.numel()
-        kind = bucket.values.dtype, bucket.matrix, bucket.sum_axes, bucket.cut_axes
-        value, gradient = bucket.values.element_size(), bucket.gradients.element_size()
-        every = bucket.values.numel()
-        return BucketBytes(kind, bucket.parts, every * value, every * gradient, own * value, own * gradient, self.waits)
+        kind = bucket.values.dtype, bucket.rule.decays, bucket.sum_axes, bucket.cut_axes
+        value, gradients = bucket.values.element_size(), bucket.gradients
+        return BucketBytes(
+            kind, bucket.parts, bucket.values.numel() * value, gradients.numel() * gradients.element_size(),
+            own * value, self.total.numel() * gradients.element_size(), self.waits,
+        )  # fmt: skip
 
     def refill(self) -> None:
         """Filling: all gradients are to come, but of what has no elements here, whose owner is another rank."""
@@ -233,10 +235,14 @@ class Synchroniser:
         self.mesh = mesh
         self.policy = policy
         # One after the other, so that a bucket that is not kept whole is given back before the next is made.
-        self.sums = [self.sum_of(bucket, mesh, policy) for bucket in buckets]
-        self.buckets = [one.bucket for one in self.sums]
+        made = [self.sum_of(bucket, mesh, policy) for bucket in buckets]
+        self.sums = [one for one in made if one.bucket.rule.trained]
+        self.frozen = [one for one in made if not one.bucket.rule.trained]
+        """Buckets of frozen parameters: values alone, which nobody sums, steps and publishes."""
+        self.every = [*self.sums, *self.frozen]
+        self.buckets = [one.bucket for one in self.every]
         self.slots = [one.slot for one in self.sums]
-        self._weights = [one.weights for one in self.sums]
+        self._weights = [one.weights for one in self.every]
         self._sum_of = {parameter: one for one in self.sums for parameter in one.bucket.views}
         self._final = False
         self._of: dict[int, list[int]] = {}
@@ -255,7 +261,7 @@ class Synchroniser:
     @property
     def most_bytes(self) -> tuple[int, int]:
         """The most bytes of weights, and of gradients, that a rank holds at a time."""
-        held = self.held([one.sizes for one in self.sums])
+        held = self.held([one.sizes for one in self.every])
         apart = sum(size_bytes(x) for users in self.gradients.apart.values() for x in users.values())
         gradients = held.gradients + held.passing_gradients + apart
         return held.weights + held.passing_weights, gradients
@@ -351,6 +357,13 @@ class Synchroniser:
         # would wait for each other: for a tied table's values, and for the hidden states before them.
         self._wait([index for index, one in enumerate(self.sums) if wait or one.comm.begins_when_waited_for])
 
+    def publish_frozen(self) -> None:
+        """Give every rank the frozen values that the others have read from a checkpoint."""
+        # As after a step, which publishes trained values alone.
+        for one in self.frozen:
+            one.publish()
+        self._wait()
+
     def whole_weights(self) -> AbstractContextManager[None]:
         """While entered, the model's halves may be called by themselves, without gradients."""
         self._wait()
@@ -359,9 +372,9 @@ class Synchroniser:
     def make_replicas_equal(self) -> list[str]:
         """Compare by hash the parameters that several ranks hold; broadcast the first's where they differ: which."""
         self._wait()
-        return [name for one in self.sums for name in one.make_equal()]
+        return [name for one in self.every for name in one.make_equal()]
 
     def _wait(self, indices: Collection[int] | None = None) -> None:
         """Return when these buckets' values have arrived; by default all buckets'."""
-        for index in range(len(self.sums)) if indices is None else sorted(indices):
-            self.sums[index].wait()
+        for index in range(len(self.every)) if indices is None else sorted(indices):
+            self.every[index].wait()

@@ -56,7 +56,7 @@ def _check_storage(parts: Parts, config: Config) -> None:
     if config.layout.data.sync == "fsdp":
         return
     for name, parameter in parts.model.named_parameters():
-        half = config.precision.level == "O2" and not parts.specs[name].full_precision
+        half = config.precision.level == "O2" and parts.specs[name].role.stored == "run"
         assert parameter.dtype == (wanted if half else torch.float32), name
     for slot, master in zip(held.slots, held.masters, strict=True):
         assert torch.equal(slot.parameter, master.to(slot.parameter.dtype))
