@@ -454,8 +454,8 @@ def _build_strategy(
 
     buckets = make_buckets(
         model.named_parameters(), specs, mesh, bucket_bytes(config), parts, by_chunk,
-        rule_of=config.optimizer.update.rule_of, widens=config.widens_gradients, exact=fixed is not None,
-        shares=sync.over_mpi, fill=None if mesh.device.type == "meta" else fill,
+        rule_of=config.optimizer.update.rule_of, dealt_over=policy.dealt_over(mesh), widens=config.widens_gradients,
+        exact=fixed is not None, shares=sync.over_mpi, fill=None if mesh.device.type == "meta" else fill,
     )  # fmt: skip
     strategy = load_entry(sync.synchroniser)(buckets, mesh, policy, fixed)
     if policy.owners != "all":

@@ -11,12 +11,13 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from functools import partial
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import nn
 
 from meshwright.model import Batch, Chunk, Hidden, LoadRows, Model, Scales
-from meshwright.parameters.bucket import Bucket, FlatWeights, PartsUsing
+from meshwright.parameters.bucket import Bucket, DealtOver, FlatWeights, PartsUsing
 from meshwright.parameters.exact_gradients import ExactGradients
 from meshwright.parameters.fixed import FixedPoint
 from meshwright.parameters.gradients import Gradients, OnFirst, OnGradient
@@ -34,6 +35,9 @@ class Policy:
     | all    | an all-reduce           | the whole bucket               | on every rank: nothing is published |
     | each   | a reduce-scatter        | the slice of the rank's index  | gathered                            |
     | first  | a reduce to the first   | all of it on the first, else 0 | broadcast by the first rank         |
+
+    Of `each`, matrices that are stepped whole (Bucket.segments) have an owner each, to which a reduce sums them, and
+    which broadcasts the new ones.
     """
 
     owners: Literal["all", "each", "first"] = "all"
@@ -47,16 +51,29 @@ class Policy:
     def owned(self, bucket: Bucket, comm: Comm) -> tuple[int, int]:
         """start, stop of the part that this rank's optimizer steps."""
         length = bucket.values.numel()
+        if self.owners == "each" and bucket.segments:
+            return bucket.segments[comm.index], bucket.segments[comm.index + 1]
         if self.owners == "each":
             part = length // comm.size
             return comm.index * part, (comm.index + 1) * part
         return 0, length if self.owners == "all" or comm.index == 0 else 0
+
+    def dealt_over(self, mesh: Mesh) -> DealtOver | None:
+        """Return how many ranks share out a bucket's matrices, by its axes; None if they are not shared out."""
+        if self.owners != "each":
+            return None
+        return lambda axes: mesh.comm(*(axis for axis in axes if axis not in self.apart)).size
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Work:
         """Sum the gradients over the comm into (at least) the owned part."""
         match self.owners:
             case "all":
                 return comm.all_reduce(bucket.gradients, wait=False)
+            case "each" if bucket.segments:
+                return _together(
+                    comm.reduce(bucket.gradients[start:stop], owner, wait=False)
+                    for owner, start, stop in _owned(bucket)
+                )
             case "each":
                 start, stop = self.owned(bucket, comm)
                 return comm.reduce_scatter(bucket.gradients[start:stop], bucket.gradients, wait=False)
@@ -69,8 +86,31 @@ class Policy:
             return DONE
         if self.owners == "first":
             return comm.broadcast(bucket.values, 0, wait=False)
+        if bucket.segments:
+            return _together(
+                comm.broadcast(bucket.values[start:stop], owner, wait=False) for owner, start, stop in _owned(bucket)
+            )
         start, stop = self.owned(bucket, comm)
         return comm.all_gather(bucket.values, bucket.values[start:stop], wait=False)
+
+
+def _owned(bucket: Bucket) -> Iterator[tuple[int, int, int]]:
+    """Yield each rank that owns matrices of a bucket, and where they begin and end.
+
+    Of ranks that sum the bucket, by their number.
+    """
+    for owner, (start, stop) in enumerate(pairwise(bucket.segments)):
+        if start < stop:
+            yield owner, start, stop
+
+
+def _together(works: Iterable[Work]) -> Work:
+    """Return the work that is done when all of `works` are.
+
+    They are begun now, in their order.
+    """
+    begun = list(works)
+    return Later(lambda: [work.wait() for work in begun])
 
 
 class RunsParts(Protocol):

@@ -36,7 +36,7 @@ class StateSpec:
     """A tensor of zeros that an optimizer keeps for each parameter, and its step reads and writes."""
 
     name: str
-    """Its name in checkpoints, and in the reference's `state`."""
+    """The name in checkpoints, and in the `state` of the reference."""
     of: tuple[By, ...] = ("elements", "matrices")
     """The rules whose parameters have the state."""
     shape: Callable[[tuple[int, ...]], tuple[int, ...]] | None = None
@@ -55,7 +55,7 @@ class StateSpec:
 
 @dataclass(frozen=True)
 class Update:
-    """An optimizer. `fields`: those of OWN_FIELDS that it reads; `states`: its tensors, in the order that steps take.
+    """An optimizer. `fields`: those of OWN_FIELDS that it reads; `states`: its tensors, in the order of a step's list.
 
     `step`: names the function that steps some weights at once, as updates.adamw_step. Element by element: an offloaded
     optimizer calls it for pieces. `reference`: names the torch.optim.Optimizer that `verify` holds it against, which is
@@ -124,8 +124,10 @@ def needs_whole_matrices(config: Config) -> Iterator[Problem]:
     why = f"cuts the matrices that optimizer.name={name} steps whole"
     others = ", ".join(other for other, update in entries("optimizers").items() if not update.matrix_step)
     instead = f"; or optimizer.name={others}"
-    if max(layout.data.size, layout.context.size) > 1 and layout.data.strategy.cuts_parameters:
-        whole = [other for other, entry in entries("syncs").items() if not entry.cuts_parameters]
+    strategy = layout.data.strategy
+    cuts = strategy.cuts_parameters and not strategy.deals_matrices
+    if max(layout.data.size, layout.context.size) > 1 and cuts:
+        whole = [name for name, entry in entries("syncs").items() if not entry.cuts_parameters or entry.deals_matrices]
         plain = sorted(whole, key=lambda name: not entries("syncs")[name].candidate)  # those that suit any layout first
         yield Problem("layout.data.sync", sync, why, ", ".join(plain) + instead)
     # One tensor [n, H, 2, N] of all experts is no matrix; its n matrices would each need a step of their own.

@@ -115,7 +115,8 @@ class InPlace:
                 [part for slot, flat in zip(slots, each, strict=True) for part in _matrices(slot, flat, spec)]
                 for each, spec in zip((weights, gradients, *moments), (None, None, *specs), strict=True)
             )
-        step(weights, gradients, moments, rule)
+        if weights:  # a rank may own no matrix
+            step(weights, gradients, moments, rule)
 
     def tensors(self, index: int) -> dict[str, Tensor]:
         return {"weight": self.masters[index].detach(), **self._moments[index]}

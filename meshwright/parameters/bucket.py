@@ -2,14 +2,16 @@
 
 A bucket's parameters have one dtype, one optimizer rule and one set of axes to sum over. They lie in the reverse order
 of registration, about the order in which a backward pass finishes gradients.
-A `Slot` is the part of a bucket that this rank's optimizer steps: the whole, a slice (ZeRO-1), or nothing (a worker of
-a parameter server). A `Place` is the position of a part of a parameter in a slot, from which checkpoints are written.
+A `Slot` is the part of a bucket that this rank's optimizer steps: the whole, a slice (ZeRO-1), nothing (a worker of a
+parameter server), or the matrices that the rank owns (Muon under ZeRO-1, since a slice would cut them). A `Place` is
+the position of a part of a parameter in a slot, from which checkpoints are written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -19,6 +21,11 @@ from meshwright.parameters.role import Role, RuleOf, StepRule
 from meshwright.parameters.shard import Box, ShardSpec
 from meshwright.ranks.grid import ENDS, HEAD_COPIES, PIPE
 from meshwright.ranks.mesh import Mesh
+
+Segments = tuple[int, ...]
+
+DealtOver = Callable[[tuple[str, ...]], int]
+"""dealt_over(axes): how many ranks share out the matrices of a bucket that is summed over these axes."""
 
 PartsUsing = Mapping[str, tuple[int, ...]]
 """By parameter name, the numbers of the chain's parts (Chunk.parts), or of the stage's chunks, that use it."""
@@ -125,6 +132,8 @@ class Bucket:
     """Names of groups whose ranks hold the same parameters, as in Slot.shared."""
     copy_axes: tuple[str, ...] = ()
     """Axes, and those groups, whose ranks hold the same parameters."""
+    segments: Segments = ()
+    """As in BucketKey."""
 
     def slot(self, start: int, stop: int, *, part_axes: tuple[str, ...]) -> Slot:
         """The slot of elements start..stop. `part_axes`: the sum axes whose ranks step the other parts, of equal length
@@ -136,7 +145,8 @@ class Bucket:
             parameter.grad_dtype = gradient.dtype
             parameter.grad = gradient
         places = tuple(part for place in self.places for part in place.clip(start, stop))
-        slices = Slices(self.places, part_axes, stop - start)
+        # Whole matrices have one owner, and their memory is no slice of the other ranks'.
+        slices = Slices(places) if self.segments else Slices(self.places, part_axes, stop - start)
         copies = tuple(axis for axis in self.copy_axes if axis not in part_axes)
         axes = (*self.cut_axes, *part_axes)
         return Slot(parameter, places, self.rule, axes, self.shared, slices, copies)
@@ -162,7 +172,10 @@ class FlatWeights:
 
 @dataclass(frozen=True)
 class BucketKey:
-    """Parameters with equal keys share a bucket. `parts`, `chunks`: as in Bucket."""
+    """Parameters with equal keys share a bucket. `parts`, `chunks`: as in Bucket.
+
+    `segments`: of matrices that are dealt out to ranks, where each rank's begin in the bucket, and where the last ends.
+    """
 
     dtype: torch.dtype
     rule: StepRule
@@ -170,6 +183,7 @@ class BucketKey:
     cut_axes: tuple[str, ...]
     parts: tuple[int, ...] = ()
     chunks: tuple[int, ...] = ()
+    segments: Segments = ()
 
 
 def arranged(
@@ -180,13 +194,15 @@ def arranged(
     parts: PartsUsing | None = None,
     chunks: PartsUsing | None = None,
     rule_of: RuleOf = Role.by_elements,
+    dealt_over: DealtOver | None = None,
 ) -> list[tuple[BucketKey, list[str]]]:
     """Deal parameters (name, elements on this rank, dtype) out to buckets of about `bucket_bytes`, in reverse order.
     `parts`: one bucket for each set of parts instead, of any size. `chunks`: parameters of different chunks of the
-    stage share no bucket."""
+    stage share no bucket. `dealt_over`: how many ranks share out the matrices of a bucket; None: each steps all."""
     axes: dict[int, tuple[tuple[str, ...], tuple[str, ...]]] = {}  # layers have specs in common
     open_groups: dict[BucketKey, list[str]] = {}
     sizes: dict[BucketKey, int] = {}
+    elements: dict[str, int] = {}
     full: list[tuple[BucketKey, list[str]]] = []
     # Backward passes finish gradients in about the reverse order of registration, so the first bucket to be full is the
     # first to leave.
@@ -198,6 +214,7 @@ def arranged(
         if id(spec) not in axes:
             axes[id(spec)] = spec.sum_axes(mesh), mesh.grid.ordered(spec.axes)
         kind = BucketKey(dtype, rule_of(spec.role), *axes[id(spec)], users, own)
+        elements[name] = num_elements
         open_groups.setdefault(kind, []).append(name)
         sizes[kind] = sizes.get(kind, 0) + num_elements * dtype.itemsize
         # A part's weights are gathered and freed together, so they are one bucket of any size.
@@ -205,7 +222,33 @@ def arranged(
             full.append((kind, open_groups.pop(kind)))
             del sizes[kind]
     # The last part's backward pass is first. Without parts the stable sort keeps the order.
-    return sorted([*full, *open_groups.items()], key=lambda group: -min(group[0].parts, default=0))
+    groups = sorted([*full, *open_groups.items()], key=lambda group: -min(group[0].parts, default=0))
+    return groups if dealt_over is None else dealt(groups, elements, dealt_over)
+
+
+def dealt(
+    groups: list[tuple[BucketKey, list[str]]], elements: Mapping[str, int], dealt_over: DealtOver
+) -> list[tuple[BucketKey, list[str]]]:
+    """Give each matrix of the groups an owner among the ranks that sum the matrix, with balanced loads.
+
+    The matrices of a bucket are dealt out from the largest to the smallest, each to the rank with the fewest elements
+    so far. In the bucket the matrices of an owner are neighbours.
+    """
+    loads: dict[tuple[str, ...], list[int]] = {}
+    result = []
+    for kind, names in groups:
+        if kind.rule.by != "matrices":
+            result.append((kind, names))
+            continue
+        load = loads.setdefault(kind.sum_axes, [0] * dealt_over(kind.sum_axes))
+        owned: list[list[str]] = [[] for _ in load]
+        for name in sorted(names, key=lambda name: -elements[name]):
+            owner = load.index(min(load))
+            owned[owner].append(name)
+            load[owner] += elements[name]
+        ends = accumulate((sum(elements[name] for name in own) for own in owned), initial=0)
+        result.append((replace(kind, segments=tuple(ends)), [name for own in owned for name in own]))
+    return result
 
 
 VECTOR = 16
@@ -228,6 +271,7 @@ def make_buckets(
     chunks: PartsUsing | None = None,
     *,
     rule_of: RuleOf = Role.by_elements,
+    dealt_over: DealtOver | None = None,
     widens: bool = False,
     exact: bool = False,
     shares: bool = False,
@@ -235,13 +279,14 @@ def make_buckets(
 ) -> Iterator[Bucket]:
     """Move parameters into buckets of about `bucket_bytes`, or by `parts` and `chunks`, in order of readiness.
 
-    `rule_of`: the optimizer's. `widens`: as in gradient_dtype. `exact`: gradients are sums of integers (bits/).
-    `shares`: gradients lie in memory that the ranks of a node share. `fill`: writes the initial values of meta
-    parameters (Mesh.empty). Lazy, so that a caller that keeps a slice of each bucket never holds all buckets.
+    `rule_of`: the optimizer's. `dealt_over`: as in `arranged`. `widens`: as in gradient_dtype. `exact`: gradients are
+    sums of integers (bits/). `shares`: gradients lie in memory that the ranks of a node share. `fill`: writes the
+    initial values of meta parameters (Mesh.empty). Lazy, so that a caller that keeps a slice of each bucket never holds
+    all buckets.
     """
     members = dict(parameters)
     sizes = [(name, parameter.numel(), parameter.dtype) for name, parameter in members.items()]
-    for kind, names in arranged(sizes, specs, mesh, bucket_bytes, parts, chunks, rule_of):
+    for kind, names in arranged(sizes, specs, mesh, bucket_bytes, parts, chunks, rule_of, dealt_over):
         group, dtype = [(name, members[name]) for name in names], gradient_dtype(kind.dtype, widens)
         # Sums of integers do not depend on order and layout (parameters/fixed.py).
         dtype = torch.int64 if exact else dtype
@@ -299,4 +344,16 @@ def _make_bucket(
     # No axes of the grid, but groups inside of one whose ranks hold the same. Stages hold different parameters.
     shared = tuple(axis for axis in kind.sum_axes if axis in (HEAD_COPIES, ENDS))
     copies = tuple(axis for axis in (*mesh.grid.names, *shared) if axis != PIPE and axis not in kind.cut_axes)
-    return Bucket(values, gradients, views, tuple(places), kind.rule, *axes, kind.parts, kind.chunks, shared, copies)
+    return Bucket(
+        values,
+        gradients,
+        views,
+        tuple(places),
+        kind.rule,
+        *axes,
+        kind.parts,
+        kind.chunks,
+        shared,
+        copies,
+        kind.segments,
+    )

@@ -1,4 +1,4 @@
-"""Roles: the purpose of a parameter, and the facts that follow from it. No torch.
+"""Roles: the purpose of a parameter, and the facts that follow from the purpose. No torch.
 
 | role          | a step changes it by           | weight decay | stored at O2 |
 |---------------|--------------------------------|--------------|--------------|
@@ -21,14 +21,14 @@ from typing import Literal
 By = Literal["matrices", "elements", "signs", "nothing"]
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class StepRule:
-    """How a step changes parameters. All parameters of a bucket have one rule."""
+    """The way in which a step changes parameters. All parameters of a bucket have one rule."""
 
     by: By
-    """matrices: the optimizer's step of whole matrices, if it has one. elements: its step of each element. signs: a
-    fixed amount against the sign of the gradient, whatever the optimizer; neither norm nor clipping counts it.
-    nothing: frozen."""
+    """matrices: the optimizer's step of whole matrices. elements: the optimizer's step of each element. signs: a fixed
+    amount against the sign of the gradient, under every optimizer; neither norm nor clipping counts these gradients.
+    nothing: the parameters are frozen."""
     decays: bool = False
     """Whether weight decay acts."""
 
@@ -56,7 +56,7 @@ class Role:
 
 
 HIDDEN_MATRIX = Role("hidden matrix", StepRule("matrices", decays=True))
-"""A matrix of a hidden layer: it multiplies activations."""
+"""A matrix of a hidden layer, which multiplies activations."""
 TABLE = Role("table", StepRule("elements", decays=True))
 """An embedding or output matrix: one row per token, position or class."""
 NORM = Role("norm", StepRule("elements"), stored="float32")

@@ -83,7 +83,6 @@ CASES: dict[str, Config] = {
     "bert": frozen(("blocks.*",), "bert", **replicas("zero2")),
     "pairs": frozen(("*.0.*", "tokens.*"), "t5", **replicas("zero3")),
     "images": frozen(("blocks.0.*",), "vit", layout={"tensor": MEGATRON}),
-    "muon": frozen(("blocks.0.*",), optimizer={"name": "muon", "lr": 0.02, "clip": 0.5}, **replicas("allreduce")),
 }
 
 

@@ -5,9 +5,11 @@ The programs are the data-parallel policies' own (data_parallel/), run on bucket
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -115,10 +117,11 @@ class Buckets:
         mesh = planned_mesh(grid_of_run(config), rank, layout.token_axes, "cpu", recorder.started)
         sync = layout.data.strategy
         policy = load_entry(sync.policy)()
-        # Of an axis only its name arranges parameters, not how many ranks it has.
+        # Of an axis only its name arranges parameters, not how many ranks it has, if no matrices are dealt out to them.
+        dealt = (layout.data, layout.axes) if config.optimizer.update.matrix_step else None
         key = (
             known, sync.gathers, sync.slices and layout.pipeline.chunks > 1, bucket_bytes(config), mesh.grid.names,
-            mesh.token_axes, config.optimizer.update.matrix_step,
+            mesh.token_axes, dealt,
         )  # fmt: skip
         groups = self._arranged.get(key) if known is not None else None
         if groups is None:
@@ -136,14 +139,17 @@ class Buckets:
             summed_in = gradient_dtype(kind.dtype, config.widens_gradients)
             # Not the order of axes: what a sum sends is the same in every order, only its seconds differ (network.py).
             # Its place among the ranks: a root does more than the others.
-            alike = layout.data.sync, kind.dtype, summed_in, kind.sum_axes, sizes, comm.index, num_elements
+            alike = (
+                layout.data.sync, kind.dtype, summed_in, kind.sum_axes, sizes, comm.index, num_elements, kind.segments,
+            )  # fmt: skip
             if alike not in self._programs:
                 axes = tuple(axis for axis in kind.sum_axes if axis not in policy.apart)
                 self._programs[alike] = _programs(policy, kind, axes, summed_in, num_elements, mesh, recorder)
             stepped, *programs = self._programs[alike]
             if not kind.rule.trained:  # gathered, and neither summed nor published
                 programs[:3] = [Program()] * 3
-            matrices = tuple(shapes[name] for name in names) if stepped and kind.rule.by == "matrices" else ()
+            summing = mesh.comm(*(axis for axis in kind.sum_axes if axis not in policy.apart))
+            matrices = _stepped_matrices(kind, [shapes[name] for name in names], summing.index if stepped else None)
             # A bucket whose gradients are late keeps them whole, and is summed once at the step's end.
             sums = config.num_microbatches if sync.slices and not waits else 1
             buckets.append(PlannedBucket(
@@ -195,9 +201,24 @@ def _groups(config: Config, mesh: Mesh, parameters: Sequence[Parameter], tied: s
             frozenset(part for name in names for part in back[name]), not late.isdisjoint(names),
         )
         for kind, names in arranged(
-            items, specs, mesh, bucket_bytes(config), using, chunks, config.optimizer.update.rule_of
+            items, specs, mesh, bucket_bytes(config), using, chunks, config.optimizer.update.rule_of,
+            load_entry(sync.policy)().dealt_over(mesh),
         )
     ]  # fmt: skip
+
+
+def _stepped_matrices(
+    kind: BucketKey, shapes: Sequence[tuple[int, ...]], rank: int | None
+) -> tuple[tuple[int, ...], ...]:  # fmt: skip
+    """Return the shapes of the matrices that a rank steps. `rank`: among those that sum the bucket; None: one that
+    steps nothing of it."""
+    if kind.rule.by != "matrices" or rank is None:
+        return ()
+    if not kind.segments:
+        return tuple(shapes)
+    begins = accumulate((math.prod(shape) for shape in shapes), initial=0)
+    first, last = kind.segments[rank : rank + 2]
+    return tuple(shape for shape, begin in zip(shapes, begins, strict=False) if first <= begin < last)
 
 
 def loads_program(config: Config, rank: int, routers: int) -> Program:
@@ -224,7 +245,9 @@ def _programs(
     over the others of the bucket's axes, and the one that gathers slices of weights."""
     values = torch.empty(num_elements, dtype=kind.dtype, device=mesh.device)
     gradients = torch.empty(num_elements, dtype=summed_in, device=mesh.device)  # empty_like is steps in Python there
-    bucket = Bucket(values, gradients, {}, (), kind.rule, kind.sum_axes, kind.cut_axes)
+    bucket = Bucket(
+        values, gradients, {}, (), kind.rule, kind.sum_axes, kind.cut_axes, segments=kind.segments
+    )  # fmt: skip
     comm = mesh.comm(*axes)
     # On meta tensors the policy sends nothing; its comm writes the program.
     start, stop = policy.owned(bucket, comm)
