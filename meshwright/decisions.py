@@ -136,6 +136,10 @@ def resolve_process(config: Config, machine: Machine) -> Resolved:
             if device == "cuda" and not config.bits.layout_free and find_spec("triton") is not None
             else "none"
         )
+    if config.model.frozen:
+        from meshwright.stage_costs import check_frozen  # which imports torch
+
+        check_frozen(config)
     for field, value in (
         ("device", device),
         ("compile", compiles),

@@ -18,7 +18,7 @@ Later passes wrap earlier ones: equal bits seed the parts of the chain that a st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,10 +34,11 @@ from meshwright.machine import available_memory_bytes
 from meshwright.memory import recompute
 from meshwright.memory.offload import Offloaded
 from meshwright.model import Batch, Chunk, Model, rows_of
-from meshwright.models.chain import Chain, ChainPart
+from meshwright.models.chain import Chain, ChainPart, first_trained
 from meshwright.models.spread_head import with_spread_head
-from meshwright.optim.optimizer import Optimizer
+from meshwright.optim.optimizer import Optimizer, StoredState
 from meshwright.optim.states import InPlace, StatesFactory
+from meshwright.parameters.bucket import Slot
 from meshwright.parameters.shard import ShardSpec, use_gradients
 from meshwright.pipeline.assembly import build_pipeline
 from meshwright.pipeline.pipeline import Pipeline
@@ -46,6 +47,7 @@ from meshwright.pipeline.stages import Stages
 from meshwright.rank_model import build_kit, build_model, parts_using, rank_part, tables_of_both_ends
 from meshwright.ranks.grid import PIPE
 from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.planned import planned_mesh
 from meshwright.registry import load_entry
 from meshwright.tensor import islands
 from meshwright.tensor.kit import Kit
@@ -86,6 +88,13 @@ class Parts:
         """The specs of all stages' parameters."""
         return self.stages.specs
 
+    def stored(self) -> Iterator[tuple[Slot, list[StoredState]]]:
+        """Yield the slots with their weights and states, as checkpoints hold them; then frozen weights."""
+        for index, slot in enumerate(self.strategy.slots):
+            yield slot, list(self.optimizer.stored(index))
+        for slot in (one.slot for one in self.strategy.frozen):
+            yield slot, [StoredState("weight", slot.parameter.detach(), slot.places, slot.slices)]
+
     def microbatches(self, batch: Batch) -> list[Batch]:
         """This rank's part of each microbatch of a replica's batch."""
         micro = self.config.micro
@@ -122,6 +131,7 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
     pipeline = build_pipeline(
         config, mesh, models_of(model, chunks), stages, strategy, stage_maker(config, mesh),
         portions=portions,
+        begins=first_trained(config, build_kit(config, planned_mesh(mesh.grid, mesh.rank, mesh.token_axes))),
         heads=spread_heads(model, stages, mesh),
         tables=partial(tables_of_both_ends, config, mesh, model),
     )  # fmt: skip

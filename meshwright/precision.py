@@ -25,7 +25,7 @@ def store(config: Config, model: nn.Module) -> None:
     dtype = DTYPES[config.precision.dtype]
     level = config.precision.level
     for name, parameter in model.named_parameters():
-        stores_half = level == "O2" and not specs[name].full_precision
+        stores_half = level == "O2" and specs[name].role.stored == "run"
         if level == "O0" or stores_half:
             parameter.data = parameter.data.to(dtype)
 

@@ -76,9 +76,13 @@ def parts_using(config: Config, mesh: Mesh, chunk: Chunk) -> dict[str, tuple[int
 
 
 def tables_of_both_ends(config: Config, mesh: Mesh, model: Chain) -> list[nn.Parameter]:
-    """Return the tied tables that a rank with both ends of the chain looks up and scores."""
+    """Return the trained tied tables that a rank with both ends of the chain looks up and scores."""
     if not (model.chunk.first and model.chunk.last):
         return []
     ends = Chunk((), first=True, last=True)
     using = parts_using(config, mesh, ends)
-    return [parameter for name, parameter in model.named_parameters() if using.get(name) == (EMBEDDINGS, HEAD)]
+    return [
+        parameter
+        for name, parameter in model.named_parameters()
+        if using.get(name) == (EMBEDDINGS, HEAD) and parameter.requires_grad
+    ]

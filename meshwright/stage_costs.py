@@ -30,7 +30,7 @@ from meshwright.model import SAMPLES, Batch, Chunk, Costs, Hidden, links
 from meshwright.models.chain import Chain, chain_of, make_chain, parameters_of, split_name
 from meshwright.on_device import AsOnDevice, Attention
 from meshwright.parameters.gradients import Gradients
-from meshwright.parameters.shard import shard_specs, use_gradients
+from meshwright.parameters.shard import check_patterns, shard_specs, use_gradients
 from meshwright.parts import Parts, build
 from meshwright.pipeline.partition import fastest
 from meshwright.pipeline.stage import Stage
@@ -83,7 +83,7 @@ class BuiltStages:
     def fixed_bytes(self, config: Config) -> Sequence[int]:
         sizes = []
         for parts in self._parts(config):
-            slots = [(slot.parameter.numel(), slot.parameter.dtype) for slot in parts.strategy.slots]
+            slots = [slot.size for slot in parts.strategy.slots]
             states = state_bytes(config, slots, on_cpu=config.device == "cpu")
             sizes.append(sum(parts.strategy.most_bytes) + states)
         return sizes
@@ -146,6 +146,16 @@ def held_bytes(
         # Messages go when B is done: what stays alive is W's.
         del given, coming
         return after_forward, live.live
+
+
+def check_frozen(config: Config) -> None:
+    """Check `model.frozen` against the names of the model's parameters.
+
+    Raises:
+        ConfigError: a pattern matches no parameter, or no parameter is left to train.
+    """
+    model = make_chain(config, SerialKit(solo_mesh(torch.device("meta"))))
+    check_patterns(config.model.frozen, shard_specs(model))
 
 
 def counted_costs(config: Config) -> Costs:

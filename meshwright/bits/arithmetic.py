@@ -29,7 +29,7 @@ from meshwright.tensor.boundary import Boundary
 from meshwright.tensor.copies import ALL_COLUMNS, HeadGroups, columns_of, part_columns
 from meshwright.tensor.experts import Experts
 from meshwright.tensor.head import HeadShape, TableHead
-from meshwright.tensor.kit import Role
+from meshwright.tensor.kit import LinearRole
 from meshwright.tensor.linear import Addends
 from meshwright.tensor.norms import Norm
 from meshwright.tensor.products import PLAIN, Products
@@ -87,7 +87,7 @@ class ExactArithmetic(SeparateArithmetic):
         columns = part_columns(1, outputs, blocks.hidden)
         return self.exact(blocks, inputs=blocks.parts, columns=columns, contracts=True)
 
-    def between(self, role: Role, outputs: int) -> Products:
+    def between(self, role: LinearRole, outputs: int) -> Products:
         blocks = self.blocks
         if blocks.hidden == 1:
             return self.exact(blocks.outer)

@@ -20,6 +20,7 @@ from meshwright.config import Config
 from meshwright.models.chain import Chain, chain_of
 from meshwright.parameters.bucket import VECTOR
 from meshwright.parameters.fixed import FixedPoint
+from meshwright.parameters.role import HIDDEN_MATRIX, TABLE
 from meshwright.parameters.shard import ShardSpec
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.dropout import InnerDropout
@@ -120,8 +121,9 @@ def _vectors_are_whole(config: Config, specs: dict[str, ShardSpec]) -> bool:
         return False
     bits = config.bits
     tokens = bits.samples * chain_of(config).tokens_per_sample(config)
-    sizes = {spec.shape[-1] for spec in specs.values() if spec.matrix and not spec.table}
-    heads = {spec.shape[0] for name, spec in specs.items() if spec.table and name.startswith(("tokens.", "head."))}
+    sizes = {spec.shape[-1] for spec in specs.values() if spec.role.name == HIDDEN_MATRIX.name}
+    tables = {name: spec.shape[0] for name, spec in specs.items() if spec.role.name == TABLE.name}
+    heads = {rows for name, rows in tables.items() if name.startswith(("tokens.", "head."))}
     # Tables of positions and segments take part in no product.
     parts = max(bits.tensor, bits.hidden)
     return tokens % (VECTOR * bits.sequence) == 0 and all(size % (VECTOR * parts) == 0 for size in sizes | heads)

@@ -88,7 +88,8 @@ class _PartLoss(torch.autograd.Function):
         wanted = labels.chunk(blocks.runs if count > 1 else 1, 1)
         rows_of_classes = head.own_classes(table)
         for rows, own in zip(blocks.rows(whole[:, :count]), wanted, strict=True):
-            loss, gradients = _run(rows, own, rows_of_classes, bias, scale, head, differentiates)
+            learns = differentiates and ctx.needs_input_grad[1]
+            loss, gradients = _run(rows, own, rows_of_classes, bias, scale, head, differentiates, learns)
             total += loss
             ctx.gradients.append(gradients)
         return total
@@ -105,7 +106,8 @@ class _PartLoss(torch.autograd.Function):
         leaving = head.boundary.start_leave(dh)
         dtable = dbias = None
         for run in runs:
-            dtable = added(dtable, head.give(run.dtable, _times(run.dtable, factor)))
+            if ctx.needs_input_grad[1]:
+                dtable = added(dtable, head.give(run.dtable, _times(run.dtable, factor)))
             if run.dbias is not None:
                 write = _times(run.dbias, factor)
                 dbias = added(dbias, head.add_gradient("bias", run.dbias, write, may_wait=False))
@@ -118,9 +120,9 @@ def _times(gradient: Tensor, factor: Tensor) -> WriteGradient:
 
 def _run(
     rows: Tensor, labels: Tensor, table: Tensor, bias: Tensor | None, scale: float, head: PartHead,
-    differentiates: bool,
+    differentiates: bool, learns: bool,
 ) -> tuple[Tensor, _RunGradients]:  # fmt: skip
-    """The loss of a run's rows [B·t, H], a float64 scalar, and its gradients."""
+    """The loss of a run's rows [B·t, H], a float64 scalar, and its gradients. `learns`: the table's, too."""
     blocks, classes, index = head.blocks, head.classes, chosen_rows(labels, head.classes)
     products = classes.products
     all_of, labels = rows, labels.flatten()
@@ -131,7 +133,7 @@ def _run(
     tables = [parts_of(own, blocks.hidden, -1) for own in parts_of(table, blocks.parts, 0)]
     biases = [None] * len(tables) if bias is None else parts_of(bias, blocks.parts, 0)
     dh = torch.empty(rows.shape if differentiates else (0,), dtype=torch.float32, device=rows.device)
-    dtable = torch.zeros_like(table if differentiates else table[:0], dtype=wide)
+    dtable = torch.zeros_like(table if learns else table[:0], dtype=wide)
     dbias = None if bias is None else torch.zeros_like(bias, dtype=wide)
     device, height = classes.device_type, tables[0][0].shape[0]
     for chunk in classes.alike(ranges(0, rows.shape[0], height, CHUNK_BYTES[device], CHUNK_ROWS[device]), rows):
@@ -143,7 +145,7 @@ def _run(
             dh[chunk] = side_by_side([
                 blocks.total(map(products.multiply, logits, column)) for column in columns
             ])  # fmt: skip
-            for part, own in zip(logits, dtable.chunk(blocks.parts), strict=True):
+            for part, own in zip(logits, dtable.chunk(blocks.parts), strict=True) if learns else ():
                 if len(those) == 1:
                     products.write_product(part.t(), those[0], own, beta=1)
                 else:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.bits.blocks import Blocks, apart, parts_of
+from meshwright.parameters.role import NORM
 from meshwright.parameters.shard import ONES, ZEROS, Placements, ShardedModule, ShardSpec
 from meshwright.ranks.agreement import all_rows
 from meshwright.ranks.mesh import Mesh
@@ -117,7 +118,7 @@ class PartNorm(ShardedModule):
         super().__init__(mesh)
         self.width, self.epsilon, self.centred, self.blocks = width, epsilon, kind == "layer", blocks
         self.comm = mesh.comm(*placements)
-        spec = ShardSpec((width,), placements, ONES, matrix=False, full_precision=True)
+        spec = ShardSpec((width,), placements, ONES, NORM)
         self.weight = self.declare("weight", spec)
         self.bias = self.declare("bias", replace(spec, initial=ZEROS)) if bias else None
 

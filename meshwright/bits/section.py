@@ -301,7 +301,7 @@ REFUSED: tuple[tuple[str, Callable[[Config], object], str], ...] = (
     ),
     (
         "optimizer.name",
-        lambda config: config.optimizer.name if config.optimizer.update.matrices else None,
+        lambda config: config.optimizer.name if config.optimizer.update.matrix_step else None,
         "adamw, sgd",
     ),
     (

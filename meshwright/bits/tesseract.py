@@ -33,7 +33,7 @@ from meshwright.tensor.boundary import Boundary, WholeActivations
 from meshwright.tensor.copies import HeadGroups, part_columns
 from meshwright.tensor.gathered import Weights
 from meshwright.tensor.head import HeadShape
-from meshwright.tensor.kit import NormKind, Role
+from meshwright.tensor.kit import LinearRole, NormKind
 from meshwright.tensor.pair import CutContract, CutExpand
 from meshwright.tensor.products import Products, add_gradients, added, write_part
 from meshwright.tensor.serial import KitBase, SerialLinear, grouped
@@ -152,7 +152,7 @@ class ExactTesseract(TesseractKit):
             products=self.arithmetic.exact(blocks, inputs=parts, columns=columns),
         )  # fmt: skip
 
-    def linear(self, role: Role, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+    def linear(self, role: LinearRole, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
         blocks = self.arithmetic.blocks
         if role == "transform":
             return self._between(inputs, outputs, initial, bias=bias, parts=blocks.hidden)

@@ -289,11 +289,10 @@ def _check(manifest: Manifest) -> None:
     for index, taken in _bytes_in_files(manifest).items():
         if taken > left[index]:
             raise ValueError(f"{manifest.files[index].file} is smaller than the parts that lie in it")
-    shapes: dict[str, tuple[int, ...]] = {}
     for (parameter, kind), runs in manifest.parts.items():
-        shape = shapes.setdefault(parameter, runs[0].shape)
+        shape = runs[0].shape  # an optimizer's states may have others than the weight
         if any(run.shape != shape for run in runs):
-            raise ValueError(f"the parts of {parameter} disagree on its shape")
+            raise ValueError(f"the parts of {parameter} ({kind}) disagree on its shape")
         if any(run.dtype != runs[0].dtype for run in runs):
             raise ValueError(f"the parts of {parameter} ({kind}) disagree on its dtype")
         if (wrong := _uncovered([run.box for run in runs], shape)) is not None:

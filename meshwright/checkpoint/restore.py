@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -38,16 +37,20 @@ class Piece:
 
 def pieces_of(parts: Parts) -> Iterator[Piece]:
     """This rank's slices of weights and optimizer states; of ranks with equal slices the first writes them."""
-    for index, slot in enumerate(parts.strategy.slots):
-        if parts.mesh.index(*slot.copy_axes) > 0:
-            continue
-        slices, number = slot.slices, parts.mesh.index(*slot.slices.axes)
-        start = number * slices.length
-        for (kind, tensor), place in product(parts.optimizer.held.tensors(index).items(), slices.places):
-            begin, end = max(place.start, start), min(place.stop, start + tensor.numel())
-            if place.start < place.stop and (begin < end or number == 0):
-                held = tensor[begin - start : end - start] if begin < end else tensor[:0]
-                yield Piece(kind, place, held, slices, begin - place.start)
+    for slot, states in parts.stored():
+        for state in states if parts.mesh.index(*slot.copy_axes) == 0 else ():
+            yield from _pieces(state.kind, state.values, state.slices, parts.mesh)
+
+
+def _pieces(kind: str, values: Tensor, slices: Slices, mesh: Mesh) -> Iterator[Piece]:
+    """The pieces of this rank's slice of flat memory."""
+    number = mesh.index(*slices.axes)
+    start = number * slices.length
+    for place in slices.places:
+        begin, end = max(place.start, start), min(place.stop, start + values.numel())
+        if place.start < place.stop and (begin < end or number == 0):
+            held = values[begin - start : end - start] if begin < end else values[:0]
+            yield Piece(kind, place, held, slices, begin - place.start)
 
 
 def progress_of(parts: Parts, step: int, samples: int, best: Best | None = None) -> Progress:
@@ -73,18 +76,24 @@ def restore(parts: Parts, checkpoint: Checkpoint) -> Progress:
     progress = checkpoint.manifest.progress
     optimizer = parts.optimizer
     optimizer.prepare_states(progress.steps_taken)
-    for index, slot in enumerate(parts.strategy.slots):
-        for kind, tensor in optimizer.held.tensors(index).items():
-            if kind not in kinds:
-                continue  # every step so far overflowed: torch has no states yet; they are zero
-            for place in slot.places:
-                values = _read(checkpoint, place.name, kind, place.box)
-                tensor[place.start : place.stop] = values.flatten().to(tensor)
+    for state in (state for _, states in parts.stored() for state in states):
+        # Without a step that did not overflow there are no states yet: they are zero.
+        for place in state.places if state.kind in kinds else ():
+            if (place.name, state.kind) not in checkpoint.manifest.parts:
+                name = place.name
+                raise CheckpointError(
+                    f"{checkpoint.folder} has no {state.kind} of {name}, which its run did not train: zeros would make "
+                    f"the first steps several times too long; keep {name} in model.frozen, or begin a new run from "
+                    "its weights (meshwright convert export, and weights=FOLDER)"
+                )
+            values = _read(checkpoint, place.name, state.kind, place.box)
+            state.values[place.start : place.stop] = values.flatten().to(state.values)
     if optimizer.scaler.dynamic and checkpoint.config.precision.dtype == "fp16":
         optimizer.scaler.resume(progress.loss_scale, progress.good_steps)
     # Half-precision weights are cast again from the masters read, then sent to the ranks that step other slices.
     optimizer.held.refresh()
     parts.strategy.publish()
+    parts.strategy.publish_frozen()
     return progress
 
 
@@ -99,7 +108,8 @@ def load_weights(model: nn.Module, specs: dict[str, ShardSpec], mesh: Mesh, chec
 
 def _read(checkpoint: Checkpoint, name: str, kind: str, box: Box) -> Tensor:
     """The box of a parameter's tensor, with zeros in rows of padding that the checkpoint lacks."""
-    shape = checkpoint.shapes[name]
+    runs = checkpoint.manifest.parts.get((name, kind))
+    shape = runs[0].shape if runs else checkpoint.shapes[name]
     if not shape or box.offsets[0] + box.lengths[0] <= shape[0]:
         return checkpoint.read(name, kind, box)
     rows = max(0, shape[0] - box.offsets[0])
@@ -121,8 +131,8 @@ def _check_shapes(specs: dict[str, ShardSpec], checkpoint: Checkpoint, model: Mo
 def _misfit(specs: dict[str, ShardSpec], checkpoint: Checkpoint, model: Model) -> str:
     shapes = checkpoint.shapes
     # Of a model that is this one but for the padding of its tables, rows that it has more, or less, are padding (older
-    # versions had none in positions). Under another dropout weights mean the same.
-    free = dict.fromkeys(("vocabulary_multiple", "dropout"))
+    # versions had none in positions). Under another dropout, and frozen or not, weights mean the same.
+    free = dict.fromkeys(("vocabulary_multiple", "dropout", "frozen"))
     for name, spec in specs.items():
         there = shapes.get(name)
         if there == spec.shape:

@@ -207,7 +207,7 @@ def import_folder(
 
 _OF_TRAINING = ("balance", "balance_over", "router_z", "capacity")
 """Fields of experts that affect training alone, not the meaning of a weight."""
-_FREE = ("dropout", "vocabulary_multiple", "positions", "later_weight")
+_FREE = ("dropout", "frozen", "vocabulary_multiple", "positions", "later_weight")
 """Fields in which a run may differ from the folder of its weights; positions only without a table of positions."""
 _HEAD_FIELDS = ("classes", "choices")
 """Fields in which a task's run may differ where the folder has no head of that task."""

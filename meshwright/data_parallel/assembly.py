@@ -55,7 +55,7 @@ def build_strategy(
 
     def fill(name: str, out: Tensor) -> nn.Parameter:
         draw_values(out, name, specs[name], mesh, config.seed)
-        parameter = nn.Parameter(out.new_empty(0))
+        parameter = nn.Parameter(out.new_empty(0), requires_grad=specs[name].role.rule.trained)
         parameter.data = out
         owner, _, own = name.rpartition(".")
         # Registered anew: a meta tensor cannot get memory in place (swap_tensors fails under FakeTensorMode).
@@ -64,8 +64,8 @@ def build_strategy(
 
     buckets = make_buckets(
         model.named_parameters(), specs, mesh, bucket_bytes(config), parts, by_chunk,
-        widens=config.widens_gradients, exact=fixed is not None, shares=sync.over_mpi,
-        fill=None if mesh.device.type == "meta" else fill,
+        rule_of=config.optimizer.update.rule_of, dealt_over=policy.dealt_over(mesh), widens=config.widens_gradients,
+        exact=fixed is not None, shares=sync.over_mpi, fill=None if mesh.device.type == "meta" else fill,
     )  # fmt: skip
     strategy = load_entry(sync.synchroniser)(buckets, mesh, policy, fixed)
     if policy.owners != "all":

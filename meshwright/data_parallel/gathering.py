@@ -162,7 +162,7 @@ class Gathering(Sharded):
     """Holds slices of all weights, and whole weights of two parts of the model."""
 
     sum_of = GatheredSum
-    sums: list[GatheredSum]  # type: ignore[assignment]
+    every: list[GatheredSum]  # type: ignore[assignment]
 
     def __init__(self, buckets: Iterable[Bucket], mesh: Mesh, policy: Policy, fixed: FixedPoint | None = None) -> None:
         super().__init__(buckets, mesh, policy, fixed)
@@ -206,13 +206,13 @@ class Gathering(Sharded):
         head = set(self._of[max(self._of)])
         # Sampling and evaluation call the head by itself, outside of any part that would gather for it.
         for index in sorted(head - self._walk.held):
-            self.sums[index].gather()
+            self.every[index].gather()
         self._wait(head)
         for index in head:
-            self.sums[index].pinned = True
+            self.every[index].pinned = True
         yield
         for index in head:
-            self.sums[index].pinned = False
+            self.every[index].pinned = False
         self._release(self._walk.held | head)
         self._walk.held = set()
 
@@ -249,14 +249,14 @@ class Gathering(Sharded):
         """Wait for the weights of the part that begins, and start those of the one ahead."""
         self._release(move.released)
         for index in move.gathered:
-            self.sums[index].gather()
+            self.every[index].gather()
         self._wait(set(self._of[part]) & self._walk.held)
         for index in move.started:
-            self.sums[index].gather()
+            self.every[index].gather()
 
     def _release(self, indices: Collection[int]) -> None:
         for index in sorted(indices):
-            self.sums[index].release()
+            self.every[index].release()
 
 
 class _Turn(torch.autograd.Function):

@@ -54,6 +54,8 @@ class Sync:
     in one order."""
     gathers: bool = False
     """Whether weights are slices as well, gathered part by part of the model: a bucket is then what a part needs."""
+    deals_matrices: bool = False
+    """Whether a rank steps the matrices that it owns whole, if the optimizer steps matrices (Bucket.segments)."""
     grouped: bool = False
     """Whether groups of ranks may each hold all slices (layout.data.shard)."""
     like: str = ""
@@ -88,6 +90,12 @@ needs_one_axis_of_replicas = _refused(
     EXPERT_FIELD,
     lambda config: config.layout.data.expert > 1,
     "knows replicas alone, and layout.data.expert={config.layout.data.expert} gives ranks different experts",
+)
+needs_trained_weights = _refused(
+    "model.frozen",
+    lambda config: config.model.frozen,
+    "expects a gradient of every parameter, and model.frozen leaves some without",
+    "{others}, or model.frozen=[]",
 )
 needs_losses_of_the_head = _refused(
     "model",
@@ -127,7 +135,7 @@ def shards_are_equal(config: Config) -> Iterator[Problem]:
 SERVER_LOSS = Sync(
     "meshwright.data_parallel.parameter_server:Server",
     "meshwright.data_parallel.parameter_server:ServerLoss",
-    rules=(needs_whole_models, needs_losses_of_the_head, needs_one_axis_of_replicas),
+    rules=(needs_whole_models, needs_trained_weights, needs_losses_of_the_head, needs_one_axis_of_replicas),
     unplanned="is more than sums of gradients in buckets",
     order_free=False,
 )
@@ -145,14 +153,14 @@ ALLREDUCE = Sync("meshwright.data_parallel.policies:AllReduce", candidate=True)
 RING = Sync("meshwright.data_parallel.policies:Ring")
 """Our own ring: reduce-scatter and all-gather over point-to-point messages; every rank steps."""
 ZERO1 = Sync(
-    "meshwright.data_parallel.policies:Zero1", cuts_parameters=True, grouped=True, rules=(shards_are_equal,),
-    candidate=True,
+    "meshwright.data_parallel.policies:Zero1", cuts_parameters=True, deals_matrices=True, grouped=True,
+    rules=(shards_are_equal,), candidate=True,
 )  # fmt: skip
 """Optimizer states are slices: reduce-scatter, each rank steps its 1/n, all-gather (ZeRO-1)."""
 ZERO2 = Sync(
     "meshwright.data_parallel.sharded:Zero2", "meshwright.data_parallel.sharded:Sharded", slices=True,
-    grouped=True, cuts_parameters=True, rules=(needs_verbs_under_way, shards_are_equal, needs_whole_parts),
-    over_mpi=False, candidate=True,
+    grouped=True, cuts_parameters=True, deals_matrices=True,
+    rules=(needs_verbs_under_way, shards_are_equal, needs_whole_parts), over_mpi=False, candidate=True,
 )  # fmt: skip
 """Gradients are slices, too: a reduce-scatter in every microbatch (ZeRO-2)."""
 ZERO3 = Sync(

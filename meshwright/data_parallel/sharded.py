@@ -55,7 +55,8 @@ class SlicedSum(BucketSum):
         self.arrived = self.total
         """The rank's part of the whole gradients, where the sum of a microbatch arrives."""
         self.total = torch.zeros_like(self.arrived)
-        self.slot.parameter.grad = floats_in(self.total)
+        if bucket.rule.trained:
+            self.slot.parameter.grad = floats_in(self.total)
         self.waits = len(bucket.chunks) > 1
         """Whether the bucket accumulates whole gradients until the step's end."""
         self.times_left = 0

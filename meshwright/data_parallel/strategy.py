@@ -11,12 +11,13 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from functools import partial
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import nn
 
 from meshwright.model import Batch, Chunk, Hidden, LoadRows, Model, RunPart, Scales
-from meshwright.parameters.bucket import Bucket, FlatWeights, PartsUsing
+from meshwright.parameters.bucket import Bucket, DealtOver, FlatWeights, PartsUsing
 from meshwright.parameters.exact_gradients import ExactGradients
 from meshwright.parameters.fixed import FixedPoint
 from meshwright.parameters.gradients import Gradients, OnFirst, OnGradient
@@ -34,6 +35,9 @@ class Policy:
     | all    | an all-reduce           | the whole bucket               | on every rank: nothing is published |
     | each   | a reduce-scatter        | the slice of the rank's index  | gathered                            |
     | first  | a reduce to the first   | all of it on the first, else 0 | broadcast by the first rank         |
+
+    Of `each`, matrices that are stepped whole (Bucket.segments) have an owner each, to which a reduce sums them, and
+    which broadcasts the new ones.
     """
 
     owners: Literal["all", "each", "first"] = "all"
@@ -47,16 +51,29 @@ class Policy:
     def owned(self, bucket: Bucket, comm: Comm) -> tuple[int, int]:
         """start, stop of the part that this rank's optimizer steps."""
         length = bucket.values.numel()
+        if self.owners == "each" and bucket.segments:
+            return bucket.segments[comm.index], bucket.segments[comm.index + 1]
         if self.owners == "each":
             part = length // comm.size
             return comm.index * part, (comm.index + 1) * part
         return 0, length if self.owners == "all" or comm.index == 0 else 0
+
+    def dealt_over(self, mesh: Mesh) -> DealtOver | None:
+        """Return how many ranks share out a bucket's matrices, by its axes; None if they are not shared out."""
+        if self.owners != "each":
+            return None
+        return lambda axes: mesh.comm(*(axis for axis in axes if axis not in self.apart)).size
 
     def reduce(self, bucket: Bucket, comm: Comm) -> Work:
         """Sum the gradients over the comm into (at least) the owned part."""
         match self.owners:
             case "all":
                 return comm.all_reduce(bucket.gradients, wait=False)
+            case "each" if bucket.segments:
+                return _together(
+                    comm.reduce(bucket.gradients[start:stop], owner, wait=False)
+                    for owner, start, stop in _owned(bucket)
+                )
             case "each":
                 start, stop = self.owned(bucket, comm)
                 return comm.reduce_scatter(bucket.gradients[start:stop], bucket.gradients, wait=False)
@@ -69,8 +86,31 @@ class Policy:
             return DONE
         if self.owners == "first":
             return comm.broadcast(bucket.values, 0, wait=False)
+        if bucket.segments:
+            return _together(
+                comm.broadcast(bucket.values[start:stop], owner, wait=False) for owner, start, stop in _owned(bucket)
+            )
         start, stop = self.owned(bucket, comm)
         return comm.all_gather(bucket.values, bucket.values[start:stop], wait=False)
+
+
+def _owned(bucket: Bucket) -> Iterator[tuple[int, int, int]]:
+    """Yield each rank that owns matrices of a bucket, and where they begin and end.
+
+    Of ranks that sum the bucket, by their number.
+    """
+    for owner, (start, stop) in enumerate(pairwise(bucket.segments)):
+        if start < stop:
+            yield owner, start, stop
+
+
+def _together(works: Iterable[Work]) -> Work:
+    """Return the work that is done when all of `works` are.
+
+    They are begun now, in their order.
+    """
+    begun = list(works)
+    return Later(lambda: [work.wait() for work in begun])
 
 
 class RunsParts(Protocol):
@@ -150,10 +190,12 @@ class BucketSum:
     @property
     def sizes(self) -> BucketBytes:
         bucket, own = self.bucket, self.slot.parameter.numel()
-        kind = bucket.values.dtype, bucket.matrix, bucket.sum_axes, bucket.cut_axes
-        value, gradient = bucket.values.element_size(), bucket.gradients.element_size()
-        every = bucket.values.numel()
-        return BucketBytes(kind, bucket.parts, every * value, every * gradient, own * value, own * gradient, self.waits)
+        kind = bucket.values.dtype, bucket.rule.decays, bucket.sum_axes, bucket.cut_axes
+        value, gradients = bucket.values.element_size(), bucket.gradients
+        return BucketBytes(
+            kind, bucket.parts, bucket.values.numel() * value, gradients.numel() * gradients.element_size(),
+            own * value, self.total.numel() * gradients.element_size(), self.waits,
+        )  # fmt: skip
 
     def refill(self) -> None:
         """Filling: all gradients are to come, but of what has no elements here, whose owner is another rank."""
@@ -234,10 +276,14 @@ class Synchroniser:
         self.mesh = mesh
         self.policy = policy
         # One after the other, so that a bucket that is not kept whole is given back before the next is made.
-        self.sums = [self.sum_of(bucket, mesh, policy) for bucket in buckets]
-        self.buckets = [one.bucket for one in self.sums]
+        made = [self.sum_of(bucket, mesh, policy) for bucket in buckets]
+        self.sums = [one for one in made if one.bucket.rule.trained]
+        self.frozen = [one for one in made if not one.bucket.rule.trained]
+        """Buckets of frozen parameters: values alone, which nobody sums, steps and publishes."""
+        self.every = [*self.sums, *self.frozen]
+        self.buckets = [one.bucket for one in self.every]
         self.slots = [one.slot for one in self.sums]
-        self._weights = [one.weights for one in self.sums]
+        self._weights = [one.weights for one in self.every]
         self._sum_of = {parameter: one for one in self.sums for parameter in one.bucket.views}
         self._final = False
         self._of: dict[int, list[int]] = {}
@@ -256,7 +302,7 @@ class Synchroniser:
     @property
     def most_bytes(self) -> tuple[int, int]:
         """The most bytes of weights, and of gradients, that a rank holds at a time."""
-        held = self.held([one.sizes for one in self.sums])
+        held = self.held([one.sizes for one in self.every])
         apart = sum(size_bytes(x) for users in self.gradients.apart.values() for x in users.values())
         gradients = held.gradients + held.passing_gradients + apart
         return held.weights + held.passing_weights, gradients
@@ -352,6 +398,13 @@ class Synchroniser:
         # would wait for each other: for a tied table's values, and for the hidden states before them.
         self._wait([index for index, one in enumerate(self.sums) if wait or one.comm.begins_when_waited_for])
 
+    def publish_frozen(self) -> None:
+        """Give every rank the frozen values that the others have read from a checkpoint."""
+        # As after a step, which publishes trained values alone.
+        for one in self.frozen:
+            one.publish()
+        self._wait()
+
     def whole_weights(self) -> AbstractContextManager[None]:
         """While entered, the model's halves may be called by themselves, without gradients."""
         self._wait()
@@ -360,9 +413,9 @@ class Synchroniser:
     def make_replicas_equal(self) -> list[str]:
         """Compare by hash the parameters that several ranks hold; broadcast the first's where they differ: which."""
         self._wait()
-        return [name for one in self.sums for name in one.make_equal()]
+        return [name for one in self.every for name in one.make_equal()]
 
     def _wait(self, indices: Collection[int] | None = None) -> None:
         """Return when these buckets' values have arrived; by default all buckets'."""
-        for index in range(len(self.sums)) if indices is None else sorted(indices):
-            self.sums[index].wait()
+        for index in range(len(self.every)) if indices is None else sorted(indices):
+            self.every[index].wait()

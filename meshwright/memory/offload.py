@@ -28,11 +28,12 @@ from torch import Tensor
 
 from meshwright.memory.staging import GRADIENT, Lane, Staging
 from meshwright.memory.store import PAGE_ELEMENTS, DiskStore, HostStore
-from meshwright.parameters.bucket import Slot, StepWeights
+from meshwright.parameters.bucket import Slot, SlotSize, StepWeights
 from meshwright.ranks.comm import Work
 
 if TYPE_CHECKING:
     from meshwright.config import Config
+    from meshwright.optim.section import Update
 
 WEIGHT = "weight"
 
@@ -41,22 +42,32 @@ SINGLE = 4
 """Bytes of a float32, in which masters are kept, and the moments of anything no wider."""
 
 
-def state_bytes(config: Config, slots: Sequence[tuple[int, torch.dtype]], *, on_cpu: bool = False) -> int:
+def moment_bytes(update: Update, slot: SlotSize) -> list[int]:
+    """The bytes of each of a slot's states."""
+    master = max(SINGLE, slot.dtype.itemsize)
+    return [
+        spec.elements(slot.elements, slot.matrices)
+        * (master if spec.dtype == "master" else vars(torch)[spec.dtype].itemsize)
+        for spec in update.states_of(slot.rule)
+    ]
+
+
+def state_bytes(config: Config, slots: Sequence[SlotSize], *, on_cpu: bool = False) -> int:
     """Masters and moments on the device: all of them, or with offload the two half-buckets of the staging.
 
-    `slots`: elements and type of what a rank's optimizer steps. `on_cpu`: the device's memory is the host's, where an
-    offloaded optimizer's store lies as well.
+    `slots`: those that a rank's optimizer steps. `on_cpu`: the device's memory is the host's, where an offloaded
+    optimizer's store lies as well.
     """
-    moments = len(config.optimizer.update.states)
+    update = config.optimizer.update
     if config.memory.offload.to == "none":
-        return sum(
-            count * (SINGLE * (dtype.itemsize < SINGLE) + moments * max(SINGLE, dtype.itemsize))
-            for count, dtype in slots
-        )
-    longest = max((count for count, _ in slots), default=0)
-    stored = sum(count for count, _ in slots) if on_cpu and config.memory.offload.to == "host" else 0
+        masters = sum(slot.elements * SINGLE for slot in slots if slot.dtype.itemsize < SINGLE)
+        return masters + sum(sum(moment_bytes(update, slot)) for slot in slots)
+    stored = 0
+    if on_cpu and config.memory.offload.to == "host":
+        stored = sum(slot.elements * (1 + len(update.states_of(slot.rule))) for slot in slots)
+    longest = max((slot.elements for slot in slots), default=0)
     staged = 2 * min(config.memory.offload.bucket // 2, longest)
-    return SINGLE * (stored * (moments + 1) + staged * (moments + 2))  # master, moments; and the gradient
+    return SINGLE * (stored + staged * (len(update.states) + 2))  # the store; master, moments and the gradient
 
 
 @dataclass(frozen=True)
@@ -76,7 +87,7 @@ class Offloaded:
     def __init__(self, config: Config, slots: Sequence[Slot], device: torch.device, place: Path | int) -> None:
         """`place`: the file of states on disk, or the bytes of host memory that there are for them. Raises ConfigError
         where the file cannot be written, or there is no room for all of it."""
-        self._kinds = config.optimizer.update.states
+        self._update = config.optimizer.update
         self.slots = slots
         self.device = device
         self._layout, num_elements = _layout(config, slots)
@@ -88,7 +99,8 @@ class Offloaded:
         half_bucket = config.memory.offload.bucket // 2
         # No piece is longer than a slot: a small model does not stage a whole bucket.
         longest = max((slot.parameter.numel() for slot in slots), default=0)
-        self.staging = Staging((WEIGHT, *self._kinds), min(half_bucket, longest), device)
+        kinds = WEIGHT, *(spec.name for spec in self._update.states)
+        self.staging = Staging(kinds, min(half_bucket, longest), device)
         self._pieces = list(_pieces(slots, self.staging.length))
         # Slots are walked in the order of their numbers, so what follows a piece is known before any gradient is there.
         walk = [(index, piece) for index, pieces in enumerate(self._pieces) for piece in pieces]
@@ -181,9 +193,10 @@ class Offloaded:
             weight = self.staging.room(piece.number, WEIGHT, length)
             gradient = self.staging.room(piece.number, GRADIENT, length)
             gradient.copy_(narrow)
-        moments = [[self.staging.room(piece.number, kind, length)] for kind in self._kinds]
-        if not slot.nudged:
-            step([weight], [gradient], moments, slot.matrix)
+        states = self._update.states_of(slot.rule)
+        moments = [[self.staging.room(piece.number, spec.name, length)] for spec in states]
+        if slot.rule.by != "signs":
+            step([weight], [gradient], moments, slot.rule)
         if staged:
             half.copy_(weight)
 
@@ -200,7 +213,7 @@ def _layout(config: Config, slots: Sequence[Slot]) -> tuple[list[dict[str, int]]
         own: dict[str, int] = {}
         # A float32 weight is its own master, stays on the device, and has its moments alone in the store.
         master = (WEIGHT,) if slot.parameter.element_size() < 4 else ()
-        for kind in (*master, *config.optimizer.update.states):
+        for kind in (*master, *(spec.name for spec in config.optimizer.update.states_of(slot.rule))):
             own[kind] = end
             end += -(-slot.parameter.numel() // PAGE_ELEMENTS) * PAGE_ELEMENTS
         starts.append(own)

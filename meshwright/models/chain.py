@@ -10,8 +10,21 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 
 from meshwright.context.context import WHOLE_SEQUENCES, Context
-from meshwright.model import EMBEDDINGS, HEAD, Batch, Chunk, Costs, Hidden, Pieces, Run, RunPart, Scales, at_once
-from meshwright.parameters.shard import ShardSpec, num_parameters
+from meshwright.model import (
+    EMBEDDINGS,
+    HEAD,
+    Batch,
+    Chunk,
+    Costs,
+    Hidden,
+    Pieces,
+    Run,
+    RunPart,
+    Scales,
+    at_once,
+    links,
+)
+from meshwright.parameters.shard import ShardSpec, freeze, num_parameters
 from meshwright.registry import load_entry
 from meshwright.tensor.kit import Kit
 
@@ -226,7 +239,20 @@ def chain_of(config: Config) -> type[Chain]:
 def make_chain(config: Config, kit: Kit, chunk: Chunk | None = None) -> Chain:
     """A run's model, or a chunk of it, in the words of a kit; its parameters have no values yet."""
     chain: Chain = load_entry(config.model.chain)(config.model, kit, chunk)
+    if config.model.frozen:
+        freeze(chain, config.model.frozen)
     return chain
+
+
+def first_trained(config: Config, kit: Kit) -> int:
+    """The number of the chain's first part (Chunk.parts) with a trained parameter: no gradient is needed before it."""
+    if not config.model.frozen:
+        return EMBEDDINGS
+    for link in links(config.model.num_blocks):
+        trained = [name for name, x in make_chain(config, kit, link).named_parameters() if x.requires_grad]
+        if trained:
+            return min(link.parts[0] if (layer := split_name(name)[0]) is None else layer for name in trained)
+    raise AssertionError("no parameter is trained")
 
 
 def split_name(name: str) -> tuple[int | None, str]:

@@ -111,6 +111,8 @@ class Network(Section):
     """The share of activations that training sets to zero."""
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
     """The addend to a norm's variance."""
+    frozen: tuple[str, ...] = ()
+    """Parameters that are not trained, by patterns of their names: blocks.0.*, *.bias, tokens.weight."""
     vocabulary_multiple: Positive = 64
     """The rows of every table are padded to a multiple of this; padding of classes is masked out of the softmax."""
 

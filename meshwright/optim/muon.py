@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from meshwright.config.schema import OptimizerSection
-from meshwright.optim.updates import adamw_step
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """The coefficients of a quintic whose five iterations bring every singular value near 1, as published."""
@@ -45,20 +44,14 @@ def muon_step(
     settings: OptimizerSection, weights: list[Tensor], gradients: list[Tensor], states: list[list[Tensor]], rate: float,
     weight_decay: float, steps_taken: int,
 ) -> None:  # fmt: skip
-    """Step matrices [rows, columns] by Muon, flat weights by AdamW. A matrix's momentum is in the first state."""
-    # States hand hidden matrices over as [rows, columns] and all else flat (states.py): the dim tells which is which.
-    flat = [index for index, weight in enumerate(weights) if weight.dim() == 1]
-    if flat:
-        lists = ([each[index] for index in flat] for each in (weights, gradients, *states))
-        some, their_gradients, *moments = lists
-        adamw_step(settings, some, their_gradients, moments, rate, weight_decay, steps_taken)
-    for weight, gradient, average in zip(weights, gradients, states[0], strict=True):
-        if weight.dim() == 2:
-            average.lerp_(gradient, 1 - settings.momentum)
-            # Nesterov's form of momentum: the gradient counts once more beside the running average.
-            direction = orthogonal(gradient.lerp(average, settings.momentum))
-            weight.mul_(1 - rate * weight_decay)
-            weight.add_(direction, alpha=-rate * AS_ADAMW * math.sqrt(max(weight.shape)))
+    """Step matrices [rows, columns] by their momentum, the only state."""
+    (averages,) = states
+    for weight, gradient, average in zip(weights, gradients, averages, strict=True):
+        average.lerp_(gradient, 1 - settings.momentum)
+        # Nesterov's form of momentum: the gradient counts once more beside the running average.
+        direction = orthogonal(gradient.lerp(average, settings.momentum))
+        weight.mul_(1 - rate * weight_decay)
+        weight.add_(direction, alpha=-rate * AS_ADAMW * math.sqrt(max(weight.shape)))
 
 
 class Muon(torch.optim.Optimizer):
@@ -75,8 +68,9 @@ class Muon(torch.optim.Optimizer):
         for group in (group for group in self.param_groups if group["hidden"]):
             for parameter in group["params"]:
                 gradient, state, kept = parameter.grad.flatten(1), self.state[parameter], group["momentum"]
-                before = state.get("average", torch.zeros_like(gradient))
-                average = state["average"] = kept * before + (1 - kept) * gradient
+                before = state.get("exp_avg", torch.zeros_like(parameter)).flatten(1)
+                average = kept * before + (1 - kept) * gradient
+                state["exp_avg"] = average.view_as(parameter)
                 x = kept * average + (1 - kept) * gradient
                 x = x / torch.linalg.matrix_norm(x)
                 for _ in range(ITERATIONS):  # from the right: the same polynomial of the singular values

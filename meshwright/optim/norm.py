@@ -54,7 +54,7 @@ def norm_of_squares(
     fixed-point sum on any rank, for which all ranks send 8 bytes more."""
     by_axes: defaultdict[tuple[str, ...], list[Tensor]] = defaultdict(list)
     for index, slot in enumerate(slots):
-        if slot.nudged:
+        if slot.rule.by == "signs":
             continue  # a router's bias, whose gradient counts tokens
         # A table on both ends of the pipeline and a head with copies count on the first rank that holds them.
         if all(mesh.index(axis) == 0 for axis in slot.shared if axis not in slot.part_axes):

@@ -31,8 +31,9 @@ from meshwright.config.schema import ScheduleSection
 from meshwright.errors import DivergedError
 from meshwright.optim.norm import norm_of_squares, squares_of
 from meshwright.optim.states import InPlace, StatesFactory
-from meshwright.parameters.bucket import Slot, StepWeights
+from meshwright.parameters.bucket import Place, Slices, Slot, StepWeights
 from meshwright.parameters.fixed import FixedPoint
+from meshwright.parameters.role import StepRule
 from meshwright.ranks.agreement import make_equal
 from meshwright.ranks.mesh import Mesh
 from meshwright.registry import load_entry
@@ -127,6 +128,19 @@ class PendingStep:
     norm: Tensor
 
 
+@dataclass(frozen=True)
+class StoredState:
+    """A slot's weights (`kind` weight) or one of its states: `values`, flat, with the places of its parameters.
+
+    `slices`: the flat memory of which the values are this rank's slice.
+    """
+
+    kind: str
+    values: Tensor
+    places: tuple[Place, ...]
+    slices: Slices
+
+
 class Optimizer:
     """torch's AdamW or SGD over slots, with clipping, a schedule and loss scaling around it."""
 
@@ -211,16 +225,17 @@ class Optimizer:
         `skip`: a scalar tensor on the device, 1 to write nothing; None: never skip.
         """
         settings, steps_taken = self.config.optimizer, self.steps_taken
-        step = load_entry(settings.update.step)
+        entries = {"elements": settings.update.step, "matrices": settings.update.matrix_step}
+        steps = {by: load_entry(entry) for by, entry in entries.items() if entry}
         # On a CPU the divisor's value is known, and dividing by 1 would be a pass over all gradients for nothing.
         divides = divisor is not None and (divisor.device.type != "cpu" or bool(divisor != 1))
         skips = () if skip is None else (skip,)
 
-        def update(weights: list[Tensor], gradients: list[Tensor], states: list[list[Tensor]], matrices: bool) -> None:
+        def update(weights: list[Tensor], gradients: list[Tensor], states: list[list[Tensor]], rule: StepRule) -> None:
             if divisor is not None and divides:
                 torch._foreach_div_(gradients, divisor.to(gradients[0].dtype))
-            decay = settings.weight_decay if matrices else 0.0
-            step(settings, weights, gradients, states, rate, decay, steps_taken, *skips)
+            decay = settings.weight_decay if rule.decays else 0.0
+            steps[rule.by](settings, weights, gradients, states, rate, decay, steps_taken, *skips)
 
         return update
 
@@ -231,7 +246,7 @@ class Optimizer:
         DeepSeek-V3 (arXiv 2412.19437), section 2.1.2.
         """
         for slot in self.slots if self.config.model.routing.bias_rate else ():
-            if slot.nudged:
+            if slot.rule.by == "signs":
                 # A sign needs neither unscaling nor clipping.
                 assert slot.parameter.grad is not None, "a slot without a gradient"
                 signs = slot.parameter.grad.sign()
@@ -243,6 +258,15 @@ class Optimizer:
         for index in arrivals:
             (squares[index],) = squares_of([self.slots[index]], self.fixed)
             yield index
+
+    def stored(self, index: int) -> Iterator[StoredState]:
+        """Yield slot `index`'s weights and states."""
+        slot = self.slots[index]
+        shapes = {spec.name: spec.shape for spec in self.config.optimizer.update.states_of(slot.rule)}
+        for kind, values in self.held.tensors(index).items():
+            shape_of = shapes.get(kind)
+            slices = slot.state_slices(shape_of)
+            yield StoredState(kind, values, slot.places if shape_of is None else slices.places, slices)
 
     def make_replicas_equal(self) -> list[str]:
         """Compare the replicas' states by hash and broadcast the first replica's where they differ.

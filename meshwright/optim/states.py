@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.parameters.bucket import Slot, StepWeights
+from meshwright.parameters.role import StepRule
 from meshwright.ranks.comm import size_bytes
 
 if TYPE_CHECKING:
     from meshwright.config import Config
+    from meshwright.optim.section import StateSpec
 
 
 class States(Protocol):
@@ -30,7 +32,7 @@ class States(Protocol):
         """Apply `step` to each slot once, in the order of `indices`, and update the half-precision weights."""
 
     def tensors(self, index: int) -> dict[str, Tensor]:
-        """Views of slot `index`'s master weights ("weight") and moments by name, each [n] as the slot."""
+        """Views of slot `index`'s master weights ("weight") [n], and its states by name, flat (StateSpec.shape)."""
 
     def prepare(self) -> None:
         """Allocate zero moments, as the first step would, so that a checkpoint's can be copied into them."""
@@ -71,8 +73,7 @@ class InPlace:
     streams = False
 
     def __init__(self, config: Config, slots: Sequence[Slot]) -> None:
-        self._kinds = config.optimizer.update.states
-        self._matrices = config.optimizer.update.matrices
+        self._update = config.optimizer.update
         self.slots = slots
         # A half-precision weight would round away updates below its last bit, so a float32 copy is stepped.
         self.masters = [
@@ -88,18 +89,17 @@ class InPlace:
             assert self.slots[index].parameter.grad is not None, "a slot without a gradient"
         if not self._has_moments:
             self.prepare()
-        # A call has one weight decay, and only matrices decay: at least two calls.
-        for matrix in (True, False):
-            members = [index for index, slot in enumerate(self.slots) if slot.matrix == matrix and not slot.nudged]
+        # A call steps by one rule.
+        for rule, members in by_rule([slot.rule for slot in self.slots]).items():
             # float32 copies of all half-precision gradients at once would take as much as the masters.
             pairs = [(self.slots[index].parameter.grad, self.masters[index]) for index in members]
             widened = [size_bytes(master) * (own is None or own.dtype != master.dtype) for own, master in pairs]
             for some in stepped_together(widened):
-                self._step_together([members[place] for place in some], matrix, step)
+                self._step_together([members[place] for place in some], rule, step)
         self.refresh()
 
-    def _step_together(self, members: list[int], matrix: bool, step: StepWeights) -> None:
-        """Step slots of one weight decay in one call."""
+    def _step_together(self, members: list[int], rule: StepRule, step: StepWeights) -> None:
+        """Step slots of one rule in one call."""
         masters = [self.masters[index] for index in members]
         weights = [master.detach() for master in masters]
         own = (self.slots[index].parameter.grad for index in members)
@@ -107,19 +107,25 @@ class InPlace:
             gradient.to(master.dtype) for gradient, master in zip(own, masters, strict=True) if gradient is not None
         ]
         assert len(gradients) == len(members), "a slot without a gradient"
-        moments = [[self._moments[index][kind] for index in members] for kind in self._kinds]
-        if self._matrices:
+        specs = self._update.states_of(rule)
+        moments = [[self._moments[index][spec.name] for index in members] for spec in specs]
+        if rule.by == "matrices":
+            slots = [self.slots[index] for index in members]
             weights, gradients, *moments = (
-                [part for index, flat in zip(members, each, strict=True) for part in _parts(self.slots[index], flat)]
-                for each in (weights, gradients, *moments)
+                [part for slot, flat in zip(slots, each, strict=True) for part in _matrices(slot, flat, spec)]
+                for each, spec in zip((weights, gradients, *moments), (None, None, *specs), strict=True)
             )
-        step(weights, gradients, moments, matrix)
+        if weights:  # a rank may own no matrix
+            step(weights, gradients, moments, rule)
 
     def tensors(self, index: int) -> dict[str, Tensor]:
         return {"weight": self.masters[index].detach(), **self._moments[index]}
 
     def prepare(self) -> None:
-        self._moments = [{kind: torch.zeros_like(master.detach()) for kind in self._kinds} for master in self.masters]
+        self._moments = [
+            {spec.name: _zeros(slot, spec, master.detach()) for spec in self._update.states_of(slot.rule)}
+            for slot, master in zip(self.slots, self.masters, strict=True)
+        ]
         self._has_moments = True
 
     def refresh(self) -> None:
@@ -136,8 +142,25 @@ class InPlace:
                 master.copy_(slot.parameter)
 
 
-def _parts(slot: Slot, flat: Tensor) -> Iterator[Tensor]:
-    """Views of `flat` [n] as the slot's parameters: matrices of hidden layers [rows, columns], all others flat."""
-    for place in slot.places:
-        part = flat[place.start : place.stop]
-        yield part.view(place.shape[0], -1) if place.is_hidden else part
+def _zeros(slot: Slot, spec: StateSpec, master: Tensor) -> Tensor:
+    """A slot's state before the first step, flat."""
+    dtype = master.dtype if spec.dtype == "master" else vars(torch)[spec.dtype]
+    return master.new_zeros(spec.elements(master.numel(), slot.size.matrices), dtype=dtype)
+
+
+def _matrices(slot: Slot, flat: Tensor, spec: StateSpec | None) -> Iterator[Tensor]:
+    """Views of `flat` as the slot's matrices [rows, columns], or as their states of the spec's shape."""
+    if spec is None or spec.shape is None:
+        for place in slot.places:
+            yield flat[place.start : place.stop].view(place.shape[0], -1)
+        return
+    for place in slot.state_slices(spec.shape).places:
+        yield flat[place.start : place.stop].view(place.shape)
+
+
+def by_rule(rules: Sequence[StepRule]) -> dict[StepRule, list[int]]:
+    """The indices of the slots that the optimizer steps by each rule, those that decay first."""
+    order = sorted(
+        {rule for rule in rules if rule.by in ("matrices", "elements")}, key=lambda rule: (not rule.decays, rule.by)
+    )
+    return {rule: [index for index, own in enumerate(rules) if own == rule] for rule in order}

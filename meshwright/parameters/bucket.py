@@ -2,21 +2,30 @@
 
 A bucket's parameters have one dtype, one optimizer rule and one set of axes to sum over. They lie in the reverse order
 of registration, about the order in which a backward pass finishes gradients.
-A `Slot` is the part of a bucket that this rank's optimizer steps: the whole, a slice (ZeRO-1), or nothing (a worker of
-a parameter server). A `Place` is the position of a part of a parameter in a slot, from which checkpoints are written.
+A `Slot` is the part of a bucket that this rank's optimizer steps: the whole, a slice (ZeRO-1), nothing (a worker of a
+parameter server), or the matrices that the rank owns (Muon under ZeRO-1, since a slice would cut them). A `Place` is
+the position of a part of a parameter in a slot, from which checkpoints are written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.parameters.role import Role, RuleOf, StepRule
 from meshwright.parameters.shard import Box, ShardSpec
 from meshwright.ranks.grid import ENDS, HEAD_COPIES, PIPE
 from meshwright.ranks.mesh import Mesh
+
+Segments = tuple[int, ...]
+
+DealtOver = Callable[[tuple[str, ...]], int]
+"""dealt_over(axes): how many ranks share out the matrices of a bucket that is summed over these axes."""
 
 PartsUsing = Mapping[str, tuple[int, ...]]
 """By parameter name, the numbers of the chain's parts (Chunk.parts), or of the stage's chunks, that use it."""
@@ -24,17 +33,13 @@ PartsUsing = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Place:
-    """Elements start..stop of flat memory hold the `box` of parameter `name` (global `shape`) in row-major order.
-
-    `is_hidden`: the box is a hidden layer's whole matrix.
-    """
+    """Elements start..stop of flat memory hold the `box` of parameter `name` (global `shape`) in row-major order."""
 
     name: str
     shape: tuple[int, ...]
     box: Box
     start: int
     stop: int
-    is_hidden: bool = False
 
     def clip(self, start: int, stop: int) -> Iterator[Place]:
         """The places of this place's elements in start..stop, with positions relative to start."""
@@ -42,8 +47,7 @@ class Place:
         # A slice of flat memory may begin and end inside of a row; checkpoints of any layout can read its boxes.
         for box in self.box.flat_parts(position - self.start, min(stop, self.stop) - self.start):
             stops = position - start + box.num_elements
-            # Muon must not orthogonalise a piece of a matrix.
-            yield Place(self.name, self.shape, box, position - start, stops, self.is_hidden and box == self.box)
+            yield Place(self.name, self.shape, box, position - start, stops)
             position += box.num_elements
 
 
@@ -57,9 +61,17 @@ class Slices:
     length: int = 0
 
 
-StepWeights = Callable[[list[Tensor], list[Tensor], list[list[Tensor]], bool], None]
-"""step(weights, gradients, states, matrices): updates weights in place. `states`: a list of tensors for each moment;
-`matrices`: whether the weights are matrices, which alone have weight decay."""
+StepWeights = Callable[[list[Tensor], list[Tensor], list[list[Tensor]], StepRule], None]
+"""step(weights, gradients, states, rule): updates weights in place. `states`: a list of tensors for each moment."""
+
+
+class SlotSize(NamedTuple):
+    """The size of a slot, from which the sizes of its states follow. `matrices`: the shape of each that it steps."""
+
+    elements: int
+    dtype: torch.dtype
+    rule: StepRule
+    matrices: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,14 +85,28 @@ class Slot:
 
     parameter: nn.Parameter
     places: tuple[Place, ...]
-    matrix: bool
+    rule: StepRule
     part_axes: tuple[str, ...]
     shared: tuple[str, ...] = ()
     slices: Slices = Slices()
-    nudged: bool = False
-    """Whether a step adds a multiple of the gradient's sign (ShardSpec.nudged)."""
     copy_axes: tuple[str, ...] = ()
     """Axes, and groups inside of one (`shared`), whose ranks hold the same part."""
+
+    @property
+    def size(self) -> SlotSize:
+        matrices = tuple(place.shape for place in self.places) if self.rule.by == "matrices" else ()
+        return SlotSize(self.parameter.numel(), self.parameter.dtype, self.rule, matrices)
+
+    def state_slices(self, shape_of: Callable[[tuple[int, ...]], tuple[int, ...]] | None) -> Slices:
+        """Return the memory of a state whose shape follows from each matrix's; None: that of the weights."""
+        if shape_of is None:
+            return self.slices
+        places, start = [], 0
+        for place in self.places:
+            whole = Box((0,) * len(shape := shape_of(place.shape)), shape)
+            places.append(Place(place.name, shape, whole, start, start + whole.num_elements))
+            start = places[-1].stop
+        return Slices(tuple(places))
 
 
 @dataclass(frozen=True)
@@ -97,30 +123,33 @@ class Bucket:
     gradients: Tensor
     views: Mapping[nn.Parameter, Tensor]
     places: tuple[Place, ...]
-    matrix: bool
+    rule: StepRule
     sum_axes: tuple[str, ...]
     cut_axes: tuple[str, ...]
     parts: tuple[int, ...] = ()
     chunks: tuple[int, ...] = ()
-    nudged: bool = False
     shared: tuple[str, ...] = ()
     """Names of groups whose ranks hold the same parameters, as in Slot.shared."""
     copy_axes: tuple[str, ...] = ()
     """Axes, and those groups, whose ranks hold the same parameters."""
+    segments: Segments = ()
+    """As in BucketKey."""
 
     def slot(self, start: int, stop: int, *, part_axes: tuple[str, ...]) -> Slot:
         """The slot of elements start..stop. `part_axes`: the sum axes whose ranks step the other parts, of equal length
         and in order; empty where all ranks step the same part."""
-        parameter = nn.Parameter(self.values[start:stop])
-        gradient = floats_in(self.gradients[start:stop])
-        # torch refuses a .grad of another dtype unless grad_dtype is set.
-        parameter.grad_dtype = gradient.dtype
-        parameter.grad = gradient
+        parameter = nn.Parameter(self.values[start:stop], requires_grad=self.rule.trained)
+        if self.rule.trained:
+            gradient = floats_in(self.gradients[start:stop])
+            # torch refuses a .grad of another dtype unless grad_dtype is set.
+            parameter.grad_dtype = gradient.dtype
+            parameter.grad = gradient
         places = tuple(part for place in self.places for part in place.clip(start, stop))
-        slices = Slices(self.places, part_axes, stop - start)
+        # Whole matrices have one owner, and their memory is no slice of the other ranks'.
+        slices = Slices(places) if self.segments else Slices(self.places, part_axes, stop - start)
         copies = tuple(axis for axis in self.copy_axes if axis not in part_axes)
         axes = (*self.cut_axes, *part_axes)
-        return Slot(parameter, places, self.matrix, axes, self.shared, slices, self.nudged, copies)
+        return Slot(parameter, places, self.rule, axes, self.shared, slices, copies)
 
 
 def floats_in(gradients: Tensor) -> Tensor:
@@ -143,15 +172,18 @@ class FlatWeights:
 
 @dataclass(frozen=True)
 class BucketKey:
-    """Parameters with equal keys share a bucket. `parts`, `chunks`: as in Bucket."""
+    """Parameters with equal keys share a bucket. `parts`, `chunks`: as in Bucket.
+
+    `segments`: of matrices that are dealt out to ranks, where each rank's begin in the bucket, and where the last ends.
+    """
 
     dtype: torch.dtype
-    matrix: bool
+    rule: StepRule
     sum_axes: tuple[str, ...]
     cut_axes: tuple[str, ...]
     parts: tuple[int, ...] = ()
     chunks: tuple[int, ...] = ()
-    nudged: bool = False
+    segments: Segments = ()
 
 
 def arranged(
@@ -161,13 +193,16 @@ def arranged(
     bucket_bytes: int,
     parts: PartsUsing | None = None,
     chunks: PartsUsing | None = None,
+    rule_of: RuleOf = Role.by_elements,
+    dealt_over: DealtOver | None = None,
 ) -> list[tuple[BucketKey, list[str]]]:
     """Deal parameters (name, elements on this rank, dtype) out to buckets of about `bucket_bytes`, in reverse order.
     `parts`: one bucket for each set of parts instead, of any size. `chunks`: parameters of different chunks of the
-    stage share no bucket."""
+    stage share no bucket. `dealt_over`: how many ranks share out the matrices of a bucket; None: each steps all."""
     axes: dict[int, tuple[tuple[str, ...], tuple[str, ...]]] = {}  # layers have specs in common
     open_groups: dict[BucketKey, list[str]] = {}
     sizes: dict[BucketKey, int] = {}
+    elements: dict[str, int] = {}
     full: list[tuple[BucketKey, list[str]]] = []
     # Backward passes finish gradients in about the reverse order of registration, so the first bucket to be full is the
     # first to leave.
@@ -178,7 +213,8 @@ def arranged(
         # Asked once for each spec object, which layers of one shape share: the axes cost a walk over the grid.
         if id(spec) not in axes:
             axes[id(spec)] = spec.sum_axes(mesh), mesh.grid.ordered(spec.axes)
-        kind = BucketKey(dtype, spec.matrix, *axes[id(spec)], users, own, spec.nudged)
+        kind = BucketKey(dtype, rule_of(spec.role), *axes[id(spec)], users, own)
+        elements[name] = num_elements
         open_groups.setdefault(kind, []).append(name)
         sizes[kind] = sizes.get(kind, 0) + num_elements * dtype.itemsize
         # A part's weights are gathered and freed together, so they are one bucket of any size.
@@ -186,7 +222,33 @@ def arranged(
             full.append((kind, open_groups.pop(kind)))
             del sizes[kind]
     # The last part's backward pass is first. Without parts the stable sort keeps the order.
-    return sorted([*full, *open_groups.items()], key=lambda group: -min(group[0].parts, default=0))
+    groups = sorted([*full, *open_groups.items()], key=lambda group: -min(group[0].parts, default=0))
+    return groups if dealt_over is None else dealt(groups, elements, dealt_over)
+
+
+def dealt(
+    groups: list[tuple[BucketKey, list[str]]], elements: Mapping[str, int], dealt_over: DealtOver
+) -> list[tuple[BucketKey, list[str]]]:
+    """Give each matrix of the groups an owner among the ranks that sum the matrix, with balanced loads.
+
+    The matrices of a bucket are dealt out from the largest to the smallest, each to the rank with the fewest elements
+    so far. In the bucket the matrices of an owner are neighbours.
+    """
+    loads: dict[tuple[str, ...], list[int]] = {}
+    result = []
+    for kind, names in groups:
+        if kind.rule.by != "matrices":
+            result.append((kind, names))
+            continue
+        load = loads.setdefault(kind.sum_axes, [0] * dealt_over(kind.sum_axes))
+        owned: list[list[str]] = [[] for _ in load]
+        for name in sorted(names, key=lambda name: -elements[name]):
+            owner = load.index(min(load))
+            owned[owner].append(name)
+            load[owner] += elements[name]
+        ends = accumulate((sum(elements[name] for name in own) for own in owned), initial=0)
+        result.append((replace(kind, segments=tuple(ends)), [name for own in owned for name in own]))
+    return result
 
 
 VECTOR = 16
@@ -208,6 +270,8 @@ def make_buckets(
     parts: PartsUsing | None = None,
     chunks: PartsUsing | None = None,
     *,
+    rule_of: RuleOf = Role.by_elements,
+    dealt_over: DealtOver | None = None,
     widens: bool = False,
     exact: bool = False,
     shares: bool = False,
@@ -215,13 +279,14 @@ def make_buckets(
 ) -> Iterator[Bucket]:
     """Move parameters into buckets of about `bucket_bytes`, or by `parts` and `chunks`, in order of readiness.
 
-    `widens`: as in gradient_dtype. `exact`: gradients are sums of integers (bits/). `shares`: gradients lie in memory
-    that the ranks of a node share. `fill`: writes the initial values of meta parameters (Mesh.empty). Lazy, so that a
-    caller that keeps a slice of each bucket never holds all buckets.
+    `rule_of`: the optimizer's. `dealt_over`: as in `arranged`. `widens`: as in gradient_dtype. `exact`: gradients are
+    sums of integers (bits/). `shares`: gradients lie in memory that the ranks of a node share. `fill`: writes the
+    initial values of meta parameters (Mesh.empty). Lazy, so that a caller that keeps a slice of each bucket never holds
+    all buckets.
     """
     members = dict(parameters)
     sizes = [(name, parameter.numel(), parameter.dtype) for name, parameter in members.items()]
-    for kind, names in arranged(sizes, specs, mesh, bucket_bytes, parts, chunks):
+    for kind, names in arranged(sizes, specs, mesh, bucket_bytes, parts, chunks, rule_of, dealt_over):
         group, dtype = [(name, members[name]) for name in names], gradient_dtype(kind.dtype, widens)
         # Sums of integers do not depend on order and layout (parameters/fixed.py).
         dtype = torch.int64 if exact else dtype
@@ -232,7 +297,10 @@ def make_buckets(
         )
         # Allocated in the window that ranks of a node share: a copy into it would cost what the window saves.
         comm = mesh.comm(*(kind.sum_axes if shares else ()))
-        yield _make_bucket(kind, group, specs, mesh, comm.zeros(length, dtype, mesh.device), fill)
+        # Frozen parameters have no gradients, and no memory for them.
+        trained = kind.rule.trained
+        gradients = comm.zeros(length, dtype, mesh.device) if trained else torch.empty(0, device=mesh.device)
+        yield _make_bucket(kind, group, specs, mesh, length, gradients, fill)
 
 
 def gradient_dtype(stored: torch.dtype, widens: bool) -> torch.dtype:
@@ -248,10 +316,11 @@ def _make_bucket(
     group: list[tuple[str, nn.Parameter]],
     specs: dict[str, ShardSpec],
     mesh: Mesh,
+    length: int,
     gradients: Tensor,
     fill: Fill | None,
 ) -> Bucket:
-    values = torch.zeros_like(gradients, dtype=kind.dtype)
+    values = torch.zeros(length, dtype=kind.dtype, device=gradients.device)
     places, views, start = [], {}, 0
     for name, declared in group:
         stop = start + declared.numel()
@@ -264,18 +333,27 @@ def _make_bucket(
             view.copy_(parameter.detach())
             # The same parameter object, to which layers and hooks refer.
             parameter.data = view
-        views[parameter] = gradients[start:stop].view(declared.shape)
-        parameter.grad_dtype = floats_in(gradients[:0]).dtype
+        if kind.rule.trained:
+            views[parameter] = gradients[start:stop].view(declared.shape)
+            parameter.grad_dtype = floats_in(gradients[:0]).dtype
         spec, box = specs[name], specs[name].box(mesh.grid, mesh.rank)
-        # Muon steps whole matrices of hidden layers only; AdamW steps tables and heads (optim/muon.py).
-        is_hidden = spec.matrix and not spec.table and box.lengths == spec.shape
-        places.append(Place(name, spec.shape, box, start, stop, is_hidden))
+        assert kind.rule.by != "matrices" or box.lengths == spec.shape, f"{name} is stepped whole, and cut into {box}"
+        places.append(Place(name, spec.shape, box, start, stop))
         start = stop
     axes = kind.sum_axes, kind.cut_axes
     # No axes of the grid, but groups inside of one whose ranks hold the same. Stages hold different parameters.
     shared = tuple(axis for axis in kind.sum_axes if axis in (HEAD_COPIES, ENDS))
     copies = tuple(axis for axis in (*mesh.grid.names, *shared) if axis != PIPE and axis not in kind.cut_axes)
     return Bucket(
-        values, gradients, views, tuple(places), kind.matrix, *axes, kind.parts, kind.chunks, kind.nudged,
-        shared, copies,
-    )  # fmt: skip
+        values,
+        gradients,
+        views,
+        tuple(places),
+        kind.rule,
+        *axes,
+        kind.parts,
+        kind.chunks,
+        shared,
+        copies,
+        kind.segments,
+    )

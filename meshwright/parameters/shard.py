@@ -12,6 +12,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import ConfigError
 from meshwright.parameters.gradients import Gradients, WriteGradient
+from meshwright.parameters.role import BIAS, FROZEN, HIDDEN_MATRIX, Role
 from meshwright.ranks.grid import ENDS, HEAD_COPIES, Grid
 
 if TYPE_CHECKING:
@@ -108,25 +111,19 @@ UNPLACED: Placements = {}
 class ShardSpec:
     """Which mesh axis shards which dim of a parameter of global `shape`, as DTensor writes it: {"row": Shard(0)}.
 
-    `matrix`: takes part in matrix products, so that weight decay acts on it. `table`: a matrix that has a row a token,
-    place or class, which is looked up or scored: of no hidden layer. `full_precision`: stays in float32 where O2 stores
-    weights in half. `tied`: the first and the last pipeline stage have a copy each, and its gradient is the sum of
-    both. `owner`: (axis, index) where the whole parameter lives; the axis's other ranks hold no
+    `role`: the purpose of the parameter. `tied`: the first and the last pipeline stage have a copy each, and its
+    gradient is the sum of both. `owner`: (axis, index) where the whole parameter lives; the axis's other ranks hold no
     row of it. `initial` None: the values that it was made with, which are the same on every rank. `partial_over`: axes
-    whose ranks feed it different inputs though they split no tokens, such as heads that one norm is for. `nudged`: a
-    step moves each element by the sign of its gradient, whatever the optimizer; no norm and no clipping counts it.
+    whose ranks feed it different inputs though they split no tokens, such as heads that one norm is for.
     """
 
     shape: tuple[int, ...]
     placements: Placements = field(default_factory=dict)
     initial: Initial | None = ZEROS
-    matrix: bool = True
-    table: bool = False
-    full_precision: bool = False
+    role: Role = HIDDEN_MATRIX
     tied: bool = False
     owner: tuple[str, int] | None = None
     partial_over: tuple[str, ...] = ()
-    nudged: bool = False
 
     @property
     def axes(self) -> frozenset[str]:
@@ -177,7 +174,10 @@ class ShardedModule(nn.Module):
         self.gradients = gradients
 
     def add_gradient(self, name: str, like: Tensor, write: WriteGradient, *, may_wait: bool = True) -> Tensor | None:
-        """Add to the named parameter's gradient; returns what the backward pass hands to autograd (Gradients.add)."""
+        """Add to the named parameter's gradient; returns what the backward pass hands to autograd (Gradients.add).
+        A frozen parameter's is not computed."""
+        if not self.specs[name].role.rule.trained:
+            return None
         return self.gradients.add(self.get_parameter(name), like, write, may_wait=may_wait)
 
     def declare(self, name: str, spec: ShardSpec) -> nn.Parameter:
@@ -211,10 +211,33 @@ class ShardedModule(nn.Module):
                 continue
             if parameter.dim() == 0:
                 raise ConfigError.of("branches", path, "is a parameter without a dim", "parameters of shape (1,)")
-            spec = ShardSpec(tuple(parameter.shape), initial=None, matrix=parameter.dim() > 1, owner=owner)
+            role = HIDDEN_MATRIX if parameter.dim() > 1 else BIAS
+            spec = ShardSpec(tuple(parameter.shape), initial=None, role=role, owner=owner)
             # A clone: a view of no rows would keep the whole parameter's memory alive.
             parameter.data = parameter.data[spec.box(self.mesh.grid, self.mesh.rank).slices].clone()
             self.specs[path] = spec
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Freeze each parameter of a model of which the full name matches one of the patterns (`*`, `?`, `[...]`)."""
+    for path, module in model.named_modules():
+        for name, spec in module.specs.items() if isinstance(module, ShardedModule) else ():
+            full = f"{path}.{name}" if path else name
+            if any(fnmatchcase(full, pattern) for pattern in patterns):
+                module.specs[name] = replace(spec, role=replace(spec.role, rule=FROZEN))
+                module.get_parameter(name).requires_grad_(False)
+
+
+def check_patterns(patterns: Sequence[str], specs: Mapping[str, ShardSpec]) -> None:
+    """Raise ConfigError for a pattern of `model.frozen` that matches no parameter, or if nothing is left to train."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in specs):
+            near = get_close_matches(pattern, specs, n=5, cutoff=0.3) or list(specs)[:5]
+            raise ConfigError.of("model.frozen", pattern, "matches no parameter", f"{', '.join(near)}, ...")
+    # Biases that signs step train nothing by themselves.
+    if patterns and not any(spec.role.rule.by in ("matrices", "elements") for spec in specs.values()):
+        rule = "freezes every parameter: nothing is left to train"
+        raise ConfigError.of("model.frozen", ", ".join(patterns), rule, "patterns of fewer parameters")
 
 
 def use_gradients(model: nn.Module, gradients: Gradients) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import nn
 
-from meshwright.model import Model
+from meshwright.model import EMBEDDINGS, Model
 from meshwright.parameters.gradients import Gradients
 from meshwright.pipeline.pieces import Exchanges, PieceStage, PiecewiseChunks
 from meshwright.pipeline.pipeline import Pipeline, Synchronises
@@ -39,19 +39,27 @@ class Trains(Synchronises, Protocol):
 
 def build_pipeline(
     config: Config, mesh: Mesh, models: Sequence[Model], stages: Stages, strategy: Trains, make: MakeStage = Stage,
-    *, portions: Portions | None = None, heads: Sequence[Model] = (), tables: Tables = list,
+    *, portions: Portions | None = None, begins: int = EMBEDDINGS, heads: Sequence[Model] = (), tables: Tables = list,
 ) -> Pipeline:  # fmt: skip
     """Build a rank's pipeline.
 
     Args:
         models: this rank's chunks.
+        begins: the first part of the chain with a trained parameter.
         heads: the pieces of a stage whose head is cut over stages, if the run trains with one.
         tables: returns the parameters that both ends of the chain use, if this rank holds both.
     """
     index, placement = mesh.index(PIPE), stages.placement
     own = [
-        make(model, strategy.gradients, run=strategy.forward, number=number, portions=portions)
-        for number, model in enumerate(models)
+        make(
+            model,
+            strategy.gradients,
+            run=strategy.forward,
+            number=number,
+            portions=portions,
+            learns=begins < chunk.parts[0],
+        )
+        for number, (model, chunk) in enumerate(zip(models, stages.of(index), strict=True))
     ]
     data = config.layout.data
     piecewise = None

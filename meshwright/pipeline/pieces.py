@@ -19,21 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshwright.model import Batch, Crossing, Hidden, Pieces, Scales
 from meshwright.parameters.gradients import WeightWork
 from meshwright.pipeline.placement import ChunkPlacement
+from meshwright.pipeline.stage import Edges, Stage, backward_from, edges_of
 from meshwright.pipeline.task import Arrival, Task
 from meshwright.ranks.comm import Comm, PieceSizes, Posted
 from meshwright.ranks.mailbox import TensorMeta
-
-if TYPE_CHECKING:
-    from meshwright.pipeline.stage import Stage
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,7 @@ class PieceGraph:
     backward pass begins; `stays`: leaves that later pieces read, in which the rest of its gradients will lie."""
 
     incoming: Hidden
-    outgoing: tuple[GradientEdge, ...]
+    outgoing: Edges
     stays: Hidden = ()
 
 
@@ -74,10 +70,10 @@ class PieceStage:
             except StopIteration as end:
                 del self._flows[index]
                 outgoing: Hidden = end.value
-                self._graphs[index].append(PieceGraph(incoming, tuple(map(get_gradient_edge, outgoing))))
+                self._graphs[index].append(PieceGraph(incoming, edges_of(outgoing)))
                 return tuple(x.detach() for x in outgoing)
         stays = tuple(x.detach().requires_grad_() for x in crossing.stays)
-        edges = tuple(map(get_gradient_edge, (crossing.rows, *crossing.stays)))
+        edges = edges_of((crossing.rows, *crossing.stays))
         self._graphs[index].append(PieceGraph(incoming, edges, stays))
         crossing = Crossing(crossing.rows.detach(), crossing.given, crossing.taken)
         self._trades[index].append(Crossing(crossing.rows[:0], crossing.given, crossing.taken))
@@ -93,7 +89,7 @@ class PieceStage:
         stayed = tuple(x.grad for x in graph.stays)
         assert all(x is not None for x in stayed), "what stays on a rank and no later piece depends on"
         with self.stage.multiplies(), self.stage.gradients.deferred() as works:
-            torch.autograd.backward(graph.outgoing, (*gradients, *stayed) if gradients or stayed else None)
+            backward_from(graph.outgoing, (*gradients, *stayed) or (None,))
         self._works[index, place] = works
         arrived = tuple(x.grad for x in graph.incoming if x.grad is not None)
         assert len(arrived) == len(graph.incoming), "a piece whose output does not depend on its input"

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Protocol
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshwright.model import Batch, Hidden, Model, Scales
@@ -33,6 +34,30 @@ Computing = Callable[[], AbstractContextManager[object]]
 """Makes the context manager in which a stage's passes run."""
 
 
+Edges = tuple[GradientEdge | None, ...]
+"""Where a backward pass begins, by output; None: an output that frozen parameters alone have made."""
+
+
+def edges_of(outputs: Sequence[Tensor]) -> Edges:
+    """Return the edges of outputs.
+
+    They keep the graph alive without the outputs' memory, of which the next stage has a copy.
+    """
+    return tuple(get_gradient_edge(x) if x.requires_grad else None for x in outputs)
+
+
+def backward_from(edges: Edges, gradients: Sequence[Tensor | None]) -> None:
+    """Run the backward pass of outputs that have edges.
+
+    Args:
+        edges: of the outputs.
+        gradients: of the outputs; None: of a loss, whose own is 1.
+    """
+    ends = [(edge, x) for edge, x in zip(edges, gradients, strict=True) if edge is not None]
+    if ends:
+        torch.autograd.backward([edge for edge, _ in ends], [x for _, x in ends])
+
+
 @dataclass(frozen=True)
 class Graph:
     """A microbatch between F and B: its input, and the autograd edges where its backward pass begins.
@@ -41,7 +66,7 @@ class Graph:
     """
 
     incoming: Hidden
-    outgoing: tuple[GradientEdge, ...]
+    outgoing: Edges
 
 
 class Portions(Protocol):
@@ -70,10 +95,12 @@ class Stage:
         multiplies: Computing = nullcontext,
         number: int = 0,
         portions: Portions | None = None,
+        learns: bool = True,
     ) -> None:
         """`run`: None: the model's own forward pass. `number`: the chunk's among its rank's. `autocasts`: (device type,
         dtype) of autocast in forward passes (O1) or None. `multiplies`: makes the context of all passes, by which a CPU
-        multiplies half precision. `portions`: None: a microbatch is computed at once."""
+        multiplies half precision. `portions`: None: a microbatch is computed at once. `learns`: whether a part before
+        the chunk is trained; if not, the gradients that B gives are zeros, and nothing is computed for them."""
         self.model, self.is_last = model, model.chunk.last
         self.gradients = gradients
         self.run_forward: RunForward = run or operator.call
@@ -81,7 +108,7 @@ class Stage:
         self.autocast: Computing = nullcontext if autocasts is None else partial(torch.autocast, *autocasts)
         """Makes the context of forward passes."""
         self.number = number
-        self.portions = portions
+        self.portions, self.learns = portions, learns
         self._graphs: dict[int, list[Graph]] = {}
         self._works: dict[int, list[list[WeightWork]]] = {}
 
@@ -101,17 +128,18 @@ class Stage:
     def _forward(self, incoming: Hidden, batch: Batch, scales: Scales) -> tuple[Graph, Hidden]:
         for x in incoming:
             # A received tensor becomes a leaf, whose x.grad is sent back.
-            x.requires_grad_()
+            x.requires_grad_(self.learns)
         with self.multiplies(), self.autocast():
             outgoing = self.run_forward(self.model, batch, scales, incoming)
-        # Edges keep the graph alive without the output's memory, which the next stage has.
-        return Graph(incoming, tuple(get_gradient_edge(x) for x in outgoing)), tuple(x.detach() for x in outgoing)
+        return Graph(incoming, edges_of(outgoing)), tuple(x.detach() for x in outgoing)
 
     def backward(self, index: int, gradients: Hidden, *, defers: bool) -> Hidden:
         """B: returns the gradients for the previous stage. `gradients`: of F's outputs; `defers`: a task W follows."""
         # Popped, so that activations are freed as soon as only deferred weight gradients need them.
         graphs = self._graphs.pop(index)
-        afters = [None] * len(graphs) if self.is_last else split(gradients, len(graphs))  # a loss's own gradient is 1
+        # A table that two chunks use has gradient memory for each, chosen here.
+        self.gradients.user = self.number
+        afters = [(None,)] * len(graphs) if self.is_last else split(gradients, len(graphs))
         works: list[list[WeightWork]] = []
         for number, (graph, after) in enumerate(zip(graphs, afters, strict=True)):
             # A table that two chunks use has gradient memory for each, chosen here.
@@ -119,14 +147,17 @@ class Stage:
             with self.multiplies():
                 if defers:
                     with self.gradients.deferred() as of_portion:
-                        torch.autograd.backward(graph.outgoing, after)
+                        backward_from(graph.outgoing, after)
                     works.append(of_portion)
                 else:
-                    torch.autograd.backward(graph.outgoing, after)
+                    backward_from(graph.outgoing, after)
         if defers:
             self._works[index] = works
         arrived = []
         for graph in graphs:
+            if not self.learns:
+                arrived.append(tuple(map(torch.zeros_like, graph.incoming)))
+                continue
             assert all(x.grad is not None for x in graph.incoming), "a stage whose output does not depend on its input"
             arrived.append(tuple(x.grad for x in graph.incoming if x.grad is not None))
             for x in graph.incoming:

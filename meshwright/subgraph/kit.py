@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from meshwright.parameters.role import BIAS
 from meshwright.parameters.shard import Initial, ShardedModule, ShardSpec
 from meshwright.ranks.mesh import Mesh
 from meshwright.subgraph.common import (
@@ -33,7 +34,7 @@ from meshwright.subgraph.segment import Segment
 from meshwright.tensor.arithmetic import AT_ONCE, Arithmetic
 from meshwright.tensor.copies import HeadGroups
 from meshwright.tensor.head import TableHead
-from meshwright.tensor.kit import LinearPair, Role, Where
+from meshwright.tensor.kit import LinearPair, LinearRole, Where
 from meshwright.tensor.pair import CutContract, CutExpand
 from meshwright.tensor.serial import Embedding, KitBase, SerialLinear, grouped
 
@@ -80,7 +81,7 @@ class BranchPair:
 
     def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
         # Added after the branches' outputs are summed, so the bias is a common layer's: its owner computes it.
-        spec = ShardSpec((hidden,), matrix=False, owner=self.segment.owner) if bias else None
+        spec = ShardSpec((hidden,), role=BIAS, owner=self.segment.owner) if bias else None
         products = self.arithmetic.contract(hidden)
         return CutContract(self.segment.mesh, inner, hidden, initial, self.segment, bias=spec, products=products)
 
@@ -119,7 +120,7 @@ class SubgraphKit(KitBase):
             case _:
                 return AbsentNorm(layer)
 
-    def linear(self, role: Role, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+    def linear(self, role: LinearRole, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
         products = self.arithmetic.between(role, outputs)
         if role == "patches":
             return self.outside(SerialLinear(self.mesh, inputs, (outputs,), initial, bias=False, products=products))

@@ -18,7 +18,7 @@ from meshwright.tensor.boundary import Boundary
 from meshwright.tensor.copies import ColumnProducts, HeadGroups, columns_of
 from meshwright.tensor.experts import Experts
 from meshwright.tensor.head import HeadShape, TableHead
-from meshwright.tensor.kit import Role
+from meshwright.tensor.kit import LinearRole
 from meshwright.tensor.linear import Addends, at_once
 from meshwright.tensor.norms import Norm
 from meshwright.tensor.products import PLAIN, Products
@@ -58,7 +58,7 @@ class Arithmetic:
         """Return the products of the second linear of a pair, with this number of outputs."""
         return self.products
 
-    def between(self, role: Role, outputs: int) -> Products:
+    def between(self, role: LinearRole, outputs: int) -> Products:
         """Return the products of a linear outside of pairs, of which a rank has this number of outputs."""
         return self.products
 

@@ -167,8 +167,10 @@ class _ChunkedLoss(torch.autograd.Function):
         losses = h.new_empty(h.shape[0], 1, dtype=wide_dtype(h))
         # Several chunks' table gradients are added in float32 at least: a half loses addends below the sum's last bit.
         adds = wide_dtype(h) if len([*islice(classes.chunks(h, weight), 2)]) > 1 else h.dtype
-        dh, dweight = (torch.empty_like(h), torch.empty_like(weight, dtype=adds)) if differentiates else (h, weight)
-        if differentiates and not h.shape[0]:
+        learns = differentiates and ctx.needs_input_grad[1]
+        dh = torch.empty_like(h) if differentiates else h
+        dweight = torch.empty_like(weight, dtype=adds) if learns else weight[:0]
+        if learns and not h.shape[0]:
             dweight.zero_()  # no chunk writes it
         dbias = None if bias is None else torch.zeros_like(bias, dtype=adds)
         for chunk in classes.alike(classes.chunks(h, weight), h):
@@ -178,7 +180,8 @@ class _ChunkedLoss(torch.autograd.Function):
                 losses[rows] = _to_gradients(part, targets[rows], factors[rows], classes, held)
             if differentiates:
                 products.multiply(logits, weight, out=dh[chunk])
-                products.write_product(logits.t(), h[chunk], dweight, beta=0 if chunk.start == 0 else 1)
+                if learns:
+                    products.write_product(logits.t(), h[chunk], dweight, beta=0 if chunk.start == 0 else 1)
                 if dbias is not None:
                     dbias += logits.sum(0, dtype=adds)
             del logits, part  # else two chunks' logits would exist at once, and neither stay in a cache
@@ -197,7 +200,7 @@ class _ChunkedLoss(torch.autograd.Function):
             else:
                 torch.mul(dweight, factor, out=out)
 
-        given = ctx.give(dweight, write)
+        given = ctx.give(dweight, write) if ctx.needs_input_grad[1] else None
         return dh.mul_(factor), given, None if dbias is None else dbias.mul_(factor), *[None] * 5
 
 

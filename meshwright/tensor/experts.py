@@ -59,7 +59,7 @@ class _Grouped(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, runs: Runs, layer: GroupedLinear) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.runs, ctx.layer = runs, layer
         multiply, operand = layer.products.multiply, layer.operand
         return torch.cat([multiply(operand(part), operand(own)) for part, own in _pairs(x, weight, runs)])
@@ -70,7 +70,9 @@ class _Grouped(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         layer, lengths = ctx.layer, [sum(run) for run in ctx.runs]
         dweight: Tensor | None = None
-        for run, rows, gradients in zip(ctx.runs, x.split(lengths), dy.split(lengths), strict=True):
+        learns = ctx.needs_input_grad[1]
+        parts = zip(ctx.runs, x.split(lengths), dy.split(lengths), strict=True) if learns else ()
+        for run, rows, gradients in parts:
             # One addend a run: where sums are of integers, each addend is rounded separately.
             added = layer.add_gradient("weight", weight, partial(layer.write_run, run, rows, gradients))
             dweight = added if dweight is None or added is None else dweight + added

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from meshwright.parameters.role import BIAS, TABLE
 from meshwright.parameters.shard import Initial, Placements, ShardedModule, ShardSpec, WriteGradient
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import PlannedMesh
@@ -61,11 +62,11 @@ class TableHead(ShardedModule, UsesIslands):
             shape.vocabulary, comm, shape.smoothing, mesh.device_type, shape.labelled, whole=whole, products=products
         )
         if tied is None:
-            spec = ShardSpec((shape.padded, shape.hidden), table, shape.initial, table=True)
+            spec = ShardSpec((shape.padded, shape.hidden), table, shape.initial, TABLE)
             self.weight = self.declare("weight", spec)
         else:
             self.tied = (tied,)  # in a tuple: the weight belongs to the embedding and is registered there once
-        spec = ShardSpec((shape.padded,), classes, matrix=False)
+        spec = ShardSpec((shape.padded,), classes, role=BIAS)
         self.bias = self.declare("bias", spec) if shape.bias else None
 
     @property

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import Tensor, nn
 
+from meshwright.parameters.role import Role
 from meshwright.parameters.shard import Initial
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ NormKind = Literal["layer", "rms", "group"]
 """layer: over H. rms: x / rms(x) times a weight, over H (Zhang and Sennrich, arXiv 1910.07467). group: over T and the
 channels of a group (Wu and He, arXiv 1803.08494)."""
 
-Role = Literal["transform", "patches", "scores"]
+LinearRole = Literal["transform", "patches", "scores"]
 """A linear outside of pairs, by where its input and output are. transform: [B, t, I] -> [B, t, N], both as the kit
 holds activations; for heads and shortcuts, elsewhere in blocks use a pair. patches: from rows of numbers that every
 rank has whole and that need no gradient, [B, T, I] -> [B, T, N]. scores: [B, t, I] -> [B, T, N], alike on all ranks
@@ -90,7 +91,7 @@ class Kit(LinearPair, Protocol):
         one weight for all heads, and a rank has whole groups.
         """
 
-    def linear(self, role: Role, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+    def linear(self, role: LinearRole, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
         """A linear outside of pairs. `bias`: of a transform; patches have none, nor have scores: a softmax over tokens
         or texts does not change by a number that all of them have."""
 
@@ -102,7 +103,7 @@ class Kit(LinearPair, Protocol):
         """The sum over all heads, of all ranks: [B, T, local heads, N] to [B, T, N] as the kit holds activations.
         Backward: `enter`."""
 
-    def local(self, shape: tuple[int, ...], dim: int, initial: Initial, *, matrix: bool) -> nn.Module:
+    def local(self, shape: tuple[int, ...], dim: int, initial: Initial, role: Role) -> nn.Module:
         """A parameter inside of `branches`, split along `dim` as their inner width is: call it for this rank's part."""
 
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:

@@ -53,8 +53,9 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ShardedModule, products: Products
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.layer, ctx.bias, ctx.products = layer, bias, products
+        # A frozen weight's gradient, the only product that reads x, is not computed.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.layer, ctx.bias, ctx.products, ctx.form = layer, bias, products, (x.shape, x.dtype)
         return products.forward(x, weight, bias).to(x.dtype)
 
     @staticmethod
@@ -67,7 +68,8 @@ class _Linear(torch.autograd.Function):
         if ctx.bias is not None:
             dbias = add_gradients(layer, "bias", ctx.bias, products.bias_gradients(dy))
         if ctx.needs_input_grad[0]:
-            dx = products.input_gradient(dy, weight).view(x.shape).to(x.dtype)
+            shape, dtype = ctx.form
+            dx = products.input_gradient(dy, weight).view(shape).to(dtype)
         return dx, dweight, dbias, None, None
 
 

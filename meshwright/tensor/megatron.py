@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
+from meshwright.parameters.role import BIAS
 from meshwright.parameters.shard import Initial, Shard, ShardSpec, own_stream
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.arithmetic import AT_ONCE, Arithmetic
@@ -64,7 +65,7 @@ class MegatronKit(SerialKit):
         )  # fmt: skip
 
     def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
-        spec, products = ShardSpec((hidden,), matrix=False) if bias else None, self.arithmetic.contract(hidden)
+        spec, products = ShardSpec((hidden,), role=BIAS) if bias else None, self.arithmetic.contract(hidden)
         return CutContract(self.mesh, inner, hidden, initial, self.boundary, bias=spec, products=products)
 
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:

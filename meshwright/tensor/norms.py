@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from meshwright.parameters.role import NORM
 from meshwright.parameters.shard import ONES, ZEROS, Placements, ShardedModule, ShardSpec
 from meshwright.ranks.comm import Comm
 from meshwright.ranks.mesh import Mesh
@@ -53,7 +54,7 @@ class Norm(ShardedModule):
         """`heads_over`: the axes that cut the heads, of a norm over a head's width."""
         super().__init__(mesh)
         self.kind, self.epsilon = kind, epsilon
-        spec = ShardSpec((width,), initial=ONES, matrix=False, full_precision=True, partial_over=heads_over)
+        spec = ShardSpec((width,), initial=ONES, role=NORM, partial_over=heads_over)
         self.weight = self.declare("weight", spec)
         self.bias = self.declare("bias", replace(spec, initial=ZEROS)) if bias else None
 
@@ -84,10 +85,8 @@ class GroupNorm(ShardedModule):
     def __init__(self, mesh: Mesh, channels: int, groups: int, epsilon: float, placements: Placements) -> None:
         super().__init__(mesh)
         self.groups, self.epsilon = groups // mesh.size(*placements), epsilon
-        self.weight = self.declare(
-            "weight", ShardSpec((channels,), placements, ONES, matrix=False, full_precision=True)
-        )
-        self.bias = self.declare("bias", ShardSpec((channels,), placements, ZEROS, matrix=False, full_precision=True))
+        self.weight = self.declare("weight", ShardSpec((channels,), placements, ONES, NORM))
+        self.bias = self.declare("bias", ShardSpec((channels,), placements, ZEROS, NORM))
 
     def forward(self, h: Tensor) -> Tensor:
         x, weight, bias = kernel_operands(h, self.mesh.device_type, self.weight, self.bias)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from meshwright.parameters.role import BIAS
 from meshwright.parameters.shard import (
     UNPLACED,
     ZEROS,
@@ -42,7 +43,8 @@ class _Expand(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: CutExpand) -> Tensor:
         boundary = layer.boundary
         whole = boundary.start_enter(x).wait()  # [B, T, H]
-        ctx.save_for_backward(whole if boundary.keeps else x, weight)
+        kept = whole if boundary.keeps else x
+        ctx.save_for_backward(kept if ctx.needs_input_grad[1] else None, weight)
         ctx.layer, ctx.bias = layer, bias
         return layer.products.forward(whole, layer.held(weight), bias).view(*whole.shape[:-1], -1)
 
@@ -52,14 +54,17 @@ class _Expand(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         layer: CutExpand = ctx.layer
         boundary, products = layer.boundary, layer.products
-        entering = here(x) if boundary.keeps else layer.gradients.start(lambda: boundary.start_enter(x))
+        entering: Moving | None = None
+        if ctx.needs_input_grad[1]:  # of a frozen weight nobody reads x
+            entering = here(x) if boundary.keeps else layer.gradients.start(lambda: boundary.start_enter(x))
         incoming = products.read(dy)  # x enters under dx's products
         leaving: Moving | None = None
         if ctx.needs_input_grad[0]:  # patches of pictures need no gradient
             dx = products.input_gradient(incoming, layer.held(weight)).view(*dy.shape[:-1], -1)
             leaving = boundary.start_leave(dx)  # under dW's product
-        dbias = None
-        dweight = layer.add_weight_gradients(weight, products.weight_gradients(entering.wait, incoming))
+        dbias = dweight = None
+        if entering is not None:
+            dweight = layer.add_weight_gradients(weight, products.weight_gradients(entering.wait, incoming))
         if ctx.bias is not None:
             dbias = add_gradients(layer, "bias", ctx.bias, products.bias_gradients(incoming))
         return None if leaving is None else leaving.wait().to(dy.dtype), dweight, dbias, None
@@ -70,8 +75,8 @@ class _Contract(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: CutContract) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.layer, ctx.bias = layer, bias
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.layer, ctx.bias, ctx.shape = layer, bias, x.shape
         term = layer.products.forward(x, weight).view(*x.shape[:-1], -1)  # [B, T, H], one of the sum's
         y = layer.boundary.start_leave(term).wait().to(x.dtype)
         return y if bias is None else y.add_(bias)
@@ -90,7 +95,7 @@ class _Contract(torch.autograd.Function):
             dbias = add_gradients(layer, "bias", ctx.bias, between.bias_gradients(between.read(dy)))
         incoming = products.read(entering.wait())
         dweight = add_gradients(layer, "weight", weight, products.weight_gradients(lambda: x, incoming))
-        return products.input_gradient(incoming, weight).view(x.shape), dweight, dbias, None
+        return products.input_gradient(incoming, weight).view(ctx.shape), dweight, dbias, None
 
 
 class CutExpand(ShardedModule):
@@ -117,7 +122,7 @@ class CutExpand(ShardedModule):
         placements = {axis: Shard(shard.dim, copies) for axis, shard in boundary.inner(last + 1).items()}
         self.weight = self.declare("weight", ShardSpec((inputs, *outputs), {**rows, **placements}, initial))
         placements = {axis: Shard(shard.dim, copies) for axis, shard in boundary.inner(last).items()}
-        spec = ShardSpec(outputs, placements, ZEROS, matrix=False)
+        spec = ShardSpec(outputs, placements, ZEROS, BIAS)
         self.bias = self.declare("bias", spec) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from meshwright.parameters.role import ROUTER_BIAS
 from meshwright.parameters.shard import ZEROS, Initial, ShardedModule, ShardSpec
 from meshwright.ranks.collectives import all_reduce, start_all_reduce
 from meshwright.ranks.mesh import Mesh
@@ -100,8 +101,7 @@ class Router(ShardedModule):
         super().__init__(mesh)
         self.shape, self.boundary, self.products = shape, boundary, products
         self.weight = self.declare("weight", ShardSpec((shape.hidden, shape.count), initial=shape.initial))
-        # Always float32: a step of 0.001 would be lost in half precision.
-        spec = ShardSpec((shape.count,), initial=ZEROS, matrix=False, full_precision=True, nudged=True)
+        spec = ShardSpec((shape.count,), initial=ZEROS, role=ROUTER_BIAS)
         self.bias = self.declare("bias", spec) if shape.biased else None
         self.counting = False
         """Whether the current pass only counts loads."""

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from meshwright.parameters.role import BIAS, TABLE, Role
 from meshwright.parameters.shard import UNPLACED, ZEROS, Initial, Placements, ShardedModule, ShardSpec
 from meshwright.ranks.collectives import cross
 from meshwright.ranks.mesh import Mesh
@@ -30,7 +31,7 @@ from meshwright.tensor.boundary import UNCUT, Boundary, start_copies
 from meshwright.tensor.copies import HeadGroups
 from meshwright.tensor.cross_entropy import chunked_token_losses
 from meshwright.tensor.head import HeadShape, TableHead
-from meshwright.tensor.kit import LinearPair, NormKind, Role, Where
+from meshwright.tensor.kit import LinearPair, LinearRole, NormKind, Where
 from meshwright.tensor.linear import Addends, Local, at_once, linear, lookup
 from meshwright.tensor.norms import GroupNorm
 from meshwright.tensor.products import PLAIN, Products
@@ -51,7 +52,7 @@ class Embedding(ShardedModule):
         super().__init__(mesh)
         self.before, self.after, self.addends = before, after, addends
         self.axes = [axis for axis, shard in placements.items() if shard.dim == 0]
-        self.weight = self.declare("weight", ShardSpec((num_rows, hidden), placements, initial, table=True))
+        self.weight = self.declare("weight", ShardSpec((num_rows, hidden), placements, initial, TABLE))
 
     def forward(self, ids: Tensor) -> Tensor:
         if not self.axes:
@@ -73,7 +74,7 @@ class SerialLinear(ShardedModule):
         super().__init__(mesh)
         self.products, self.before, self.after = products, before, after
         self.weight = self.declare("weight", ShardSpec((inputs, *outputs), placements, initial))
-        self.bias = self.declare("bias", ShardSpec(outputs, initial=ZEROS, matrix=False)) if bias else None
+        self.bias = self.declare("bias", ShardSpec(outputs, initial=ZEROS, role=BIAS)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.flatten()
@@ -141,7 +142,7 @@ class KitBase:
             )  # fmt: skip
         return layer if inside else self.outside(layer)
 
-    def linear(self, role: Role, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+    def linear(self, role: LinearRole, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
         before, after = (self.boundary if role == end else UNCUT for end in ("patches", "scores"))
         return SerialLinear(
             self.mesh, inputs, (outputs,), initial, bias=bias and role == "transform",
@@ -171,8 +172,8 @@ class KitBase:
         boundary, own, start_sum = self.boundary, x.shape[2], self.arithmetic.start_sum_of_heads
         return cross(x, lambda x: start_sum(x, boundary), lambda dy: start_copies(dy, own, boundary))
 
-    def local(self, shape: tuple[int, ...], dim: int, initial: Initial, *, matrix: bool) -> nn.Module:
-        return Local(self.mesh, ShardSpec(shape, self.boundary.inner(dim), initial, matrix=matrix))
+    def local(self, shape: tuple[int, ...], dim: int, initial: Initial, role: Role) -> nn.Module:
+        return Local(self.mesh, ShardSpec(shape, self.boundary.inner(dim), initial, role))
 
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
         return self.outside(self.arithmetic.head(self.mesh, shape, tied, UNCUT, SerialHead))

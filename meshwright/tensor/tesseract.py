@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from meshwright.parameters.role import BIAS, NORM
 from meshwright.parameters.shard import (
     ONES,
     ZEROS,
@@ -44,7 +45,7 @@ from meshwright.tensor.boundary import HIDDEN, Boundary, CutActivations
 from meshwright.tensor.copies import ALL_COLUMNS, Columns, HeadGroups, columns_of
 from meshwright.tensor.gathered import Weights
 from meshwright.tensor.head import HeadShape, TableHead
-from meshwright.tensor.kit import NormKind, Role, Where
+from meshwright.tensor.kit import LinearRole, NormKind, Where
 from meshwright.tensor.linear import cast
 from meshwright.tensor.norms import SplitLayerNorm
 from meshwright.tensor.products import Products, add_gradients, write_part
@@ -55,7 +56,7 @@ from meshwright.tensor.summa import Panels, Sizes, Stationary, Summa, W, X, Y, b
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: TesseractLinear) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.layer, ctx.bias = layer, bias
         stays = layer.choice(x.shape[0]).forward
         operands = layer.operands(stays, {X: x, W: layer.columns.of(weight)})
@@ -68,7 +69,7 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         layer: TesseractLinear = ctx.layer
         dy = dy.contiguous()
-        choice, summa = layer.choice(x.shape[0]), layer.weights.summa
+        choice, summa = layer.choice(dy.shape[0]), layer.weights.summa
         for_dx = layer.operands(choice.dx, {Y: dy, W: layer.columns.of(weight)})
         dx = summa.multiply(X, choice.dx, for_dx, None)  # travels under dW's product
         held = {Y: for_dx[Y]} if choice.dw == choice.dx and not summa.streams else {}
@@ -107,7 +108,7 @@ class TesseractLinear(ShardedModule):
         last, copies = len(outputs) - 1, columns.copies
         placements = {"row": Shard(0), "col": Shard(last + 1, copies)}
         self.weight = self.declare("weight", ShardSpec((inputs, *outputs), placements, initial))
-        spec = ShardSpec(outputs, {"col": Shard(last, copies)}, ZEROS, matrix=False)
+        spec = ShardSpec(outputs, {"col": Shard(last, copies)}, ZEROS, BIAS)
         self.bias = self.declare("bias", spec) if bias else None
         weights.blocks.append(self.weight)
 
@@ -142,7 +143,7 @@ class TesseractNorm(ShardedModule):
     def __init__(self, mesh: Mesh, hidden: int, epsilon: float, kind: NormKind, *, bias: bool) -> None:
         super().__init__(mesh)
         self.hidden, self.epsilon, self.kind = hidden, epsilon, kind
-        spec = ShardSpec((hidden,), {"col": Shard(0)}, ONES, matrix=False, full_precision=True)
+        spec = ShardSpec((hidden,), {"col": Shard(0)}, ONES, NORM)
         self.weight = self.declare("weight", spec)
         self.bias = self.declare("bias", replace(spec, initial=ZEROS)) if bias else None
 
@@ -213,7 +214,7 @@ class TesseractKit(KitBase):
         (columns,) = columns_of(outputs, heads, self.mesh.size("col"), self.mesh.index("col"))
         return TesseractLinear(self.mesh, hidden, outputs, initial, self.weights, bias=bias, columns=columns)
 
-    def linear(self, role: Role, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+    def linear(self, role: LinearRole, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
         if role == "transform":
             return self.contract(inputs, outputs, initial, bias=bias)
         if role == "patches":  # that every rank of a row has whole

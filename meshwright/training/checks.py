@@ -63,9 +63,9 @@ def root_due(parts: Parts, step: int) -> Tensor:
 def saved(parts: Parts) -> Iterator[FlatWeights]:
     """All that a checkpoint holds: weights, masters and moments."""
     yield from parts.strategy.weights
-    for index, slot in enumerate(parts.strategy.slots):
-        for tensor in parts.optimizer.held.tensors(index).values():
-            yield FlatWeights(tensor, slot.places, slot.copy_axes)
+    for slot, states in parts.stored():
+        for state in states:
+            yield FlatWeights(state.values, state.places, slot.copy_axes)
 
 
 def copy_hashes(parts: Parts, memory: Iterable[FlatWeights]) -> Tensor:

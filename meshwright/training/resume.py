@@ -19,7 +19,7 @@ from meshwright.training.folder import CHECKPOINTS, CONFIG, IDENTITY, begin, ide
 
 _DECISIVE = ("seed", "model.", "data.", "batch.global")
 """A resumed run shares these fields with the run that it goes on with, unless --accept-changes."""
-_FREE = ("model.dropout",)
+_FREE = ("model.dropout", "model.frozen")
 _OF_THE_SOURCE = (
     "data.source",
     "data.split",

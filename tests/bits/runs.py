@@ -55,14 +55,14 @@ def _steps(mesh: Mesh, config: Config, plant: Plant | None) -> tuple[tuple[str, 
         numbers.append(f"{result.loss.hex()} {result.gradient_norm.hex()}")
     pieces = [
         (
-            f"{kind} of {place.name}",
+            f"{state.kind} of {place.name}",
             place.shape,
             place.box.slices,
-            tensor[place.start : place.stop].view(place.box.lengths),
+            state.values[place.start : place.stop].view(place.box.lengths),
         )
-        for index, slot in enumerate(parts.optimizer.slots)
-        for kind, tensor in parts.optimizer.held.tensors(index).items()
-        for place in slot.places
+        for _, states in parts.stored()
+        for state in states
+        for place in state.places
     ]
     return tuple(numbers), [(*where, values.clone()) for *where, values in pieces]
 

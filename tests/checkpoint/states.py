@@ -40,16 +40,16 @@ def open_writer(mesh: Mesh, config: Config, folder: Path, keep: int = 9) -> Chec
 def held_by(parts: Parts) -> list[Held]:
     return [
         (
-            kind,
+            state.kind,
             place.name,
             place.shape,
             place.box.offsets,
-            tensor[place.start : place.stop].view(place.box.lengths).clone(),
+            state.values[place.start : place.stop].view(place.box.lengths).clone(),
         )
-        for index, slot in enumerate(parts.strategy.slots)
+        for slot, states in parts.stored()
         if parts.mesh.index(*slot.copy_axes) == 0
-        for kind, tensor in parts.optimizer.held.tensors(index).items()
-        for place in slot.places
+        for state in states
+        for place in state.places
     ]
 
 

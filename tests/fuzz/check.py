@@ -165,10 +165,7 @@ def _watched(parts: Parts, gradients: list[Pieces]) -> AbstractContextManager[An
 
 
 def _masters(parts: Parts) -> Pieces:
-    states = [parts.optimizer.held.tensors(index) for index in range(len(parts.strategy.slots))]
-    return [
-        piece for slot, own in zip(parts.strategy.slots, states, strict=True) for piece in _parts(slot, own["weight"])
-    ]
+    return [piece for slot, (weight, *_) in parts.stored() for piece in _parts(slot, weight.values)]
 
 
 def _parts(slot: Slot, x: Tensor) -> Pieces:

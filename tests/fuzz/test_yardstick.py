@@ -52,7 +52,7 @@ def wrong_axis() -> None:
 
     def wrong(self: ShardSpec, mesh: Mesh) -> tuple[str, ...]:
         axes = right(self, mesh)
-        return axes if self.matrix else tuple(axis for axis in axes if axis != "tensor")
+        return axes if self.role.rule.decays else tuple(axis for axis in axes if axis != "tensor")
 
     ShardSpec.sum_axes = wrong  # type: ignore[method-assign]
 
@@ -62,7 +62,7 @@ def forgotten_vectors() -> None:
     right = InPlace._step_together
 
     def wrong(self: InPlace, members: list[int], *numbers: Any) -> None:
-        if self.slots[members[0]].matrix:
+        if self.slots[members[0]].rule.decays:
             right(self, members, *numbers)
 
     InPlace._step_together = wrong  # type: ignore[method-assign]

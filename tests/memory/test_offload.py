@@ -18,6 +18,7 @@ from meshwright.errors import DivergedError
 from meshwright.memory.offload import Offloaded
 from meshwright.optim.optimizer import Optimizer
 from meshwright.parameters.bucket import Slot
+from meshwright.parameters.role import StepRule
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh, solo_mesh
 from meshwright.tools.compare.run import resident_bytes
@@ -48,6 +49,8 @@ CASES = [
     *(Case("allreduce", "bf16", optimizer, None) for optimizer in ("sgd", "momentum")),
     *(Case("zero1", "fp16", optimizer, 0.5) for optimizer in ("sgd", "momentum")),
 ]
+
+DECAYS = StepRule("elements", decays=True)
 
 
 def run_all(mesh: Mesh, cases: list[Case], folder: Path) -> dict[Case, Outcome]:
@@ -196,7 +199,7 @@ def step_one(mesh: Mesh, length: int, folder: Path) -> list[tuple[int, int, int]
         parameters = [nn.Parameter(x) for x in ones]
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
-        states = Offloaded(config, [Slot(parameter, (), True, ()) for parameter in parameters], mesh.device, place)
+        states = Offloaded(config, [Slot(parameter, (), DECAYS, ()) for parameter in parameters], mesh.device, place)
         states.step(range(2), Optimizer(config, [], mesh)._update(0.5))
         half, full = (states.tensors(index) for index in range(2))
         assert full["weight"].data_ptr() == parameters[1].data_ptr()  # float32 is its own master

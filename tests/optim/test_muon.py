@@ -8,10 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.config import parse_run
+from meshwright.config import Config, parse_run
 from meshwright.errors import ConfigError
 from meshwright.optim.muon import Muon, orthogonal
+from meshwright.parameters.bucket import BucketKey, dealt
+from meshwright.parameters.role import StepRule
+from meshwright.ranks.grid import grid_of_run
+from meshwright.section import with_field
+from tests.checkpoint.states import Leg, run_leg
+from tests.tools.plan.test_counts import check as check_counts
 from tests.tools.verify.cases import config_for, verdict_of
+from tests.workers import run_ranks
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (5, 12), (12, 5)])
@@ -54,19 +61,87 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "replicas": {"data": {"size": 2}},
     "stages": {"data": {"size": 2, "sync": "ring"}, "pipeline": {"size": 2}},
     "contexts": {"context": {"size": 2, "kind": "ring"}, "data": {"bucket": 1024}},
+    "zero1": {"data": {"size": 2, "sync": "zero1"}},
+    "zero1, small buckets": {"data": {"size": 4, "sync": "zero1", "bucket": 4096}},
+    "zero1 in groups": {"data": {"size": 4, "sync": "zero1", "shard": 2, "bucket": 4096}},
+    "zero1, stages": {"data": {"size": 2, "sync": "zero1"}, "pipeline": {"size": 2}},
+    "zero1, contexts": {"data": {"size": 2, "sync": "zero1"}, "context": {"size": 2, "kind": "ulysses"}},
+    "zero2": {"data": {"size": 3, "sync": "zero2", "bucket": 4096}},
+    "zero2 in groups": {"data": {"size": 4, "sync": "zero2", "shard": 2}},
+    "zero2, stages": {"data": {"size": 2, "sync": "zero2"}, "pipeline": {"size": 2}},
+    "zero2, stages of chunks": {
+        "data": {"size": 2, "sync": "zero2"},
+        "pipeline": {"size": 2, "chunks": 2, "placement": "v", "partition": [0, 1, 1, 0]},
+    },
+    "server": {"data": {"size": 2, "sync": "server-gradient"}},
 }
+SETTINGS = {"name": "muon", "lr": 0.02, "momentum": 0.95, "clip": 0.5, "schedule": {"warmup": 1}}
+
+
+def batch_for(layout: dict[str, Any]) -> dict[str, int]:
+    return {"global": 12, "micro": 1 if layout["data"].get("size", 1) > 2 else 2}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_layouts_equal_plain_torch(layout: dict[str, Any], tmp_path: Path) -> None:
-    settings = {"name": "muon", "lr": 0.02, "momentum": 0.95, "clip": 0.5, "schedule": {"warmup": 1}}
-    verdict_of(config_for("gpt2", optimizer=settings, layout=layout), tmp_path, 3).check()
+    layout = {"data": {"size": 1}} | layout
+    config = config_for("gpt2", optimizer=SETTINGS, layout=layout, batch=batch_for(layout))
+    verdict = verdict_of(config, tmp_path, 3)
+    verdict.check()
+    states = {row.name for row in verdict.rows if row.kind == "state"}
+    assert "exp_avg of blocks.0.attention.output.weight" in states
+    assert "exp_avg_sq of blocks.0.attention.output.weight" not in states
+
+
+def test_frozen_matrices_have_no_momentum(tmp_path: Path) -> None:
+    layout = {"data": {"size": 2, "sync": "zero1"}}
+    config = with_field(config_for("gpt2", optimizer=SETTINGS, layout=layout), "model.frozen", ("blocks.0.*",))
+    verdict = verdict_of(config, tmp_path, 3)
+    verdict.check()
+    assert not [row for row in verdict.rows if row.kind == "state" and "blocks.0." in row.name]
+
+
+def test_each_matrix_has_one_owner_and_ranks_own_about_as_much() -> None:
+    sizes = {"a": 9, "b": 4, "c": 4, "d": 1, "bias": 3}
+    rules = {name: StepRule("matrices" if name != "bias" else "elements") for name in sizes}
+    kinds = {rule: BucketKey(torch.float32, rule, ("data",), ()) for rule in rules.values()}
+    groups = [(kinds[rules["bias"]], ["bias"]), (kinds[rules["a"]], ["d", "c", "b", "a"])]
+    (same, _), (kind, names) = dealt(groups, sizes, lambda axes: 2)
+    assert same == kinds[rules["bias"]]
+    assert kind.segments == (0, 9, 18)
+    assert names == ["a", "c", "b", "d"]
+    (_, (kind, _)) = dealt(groups, sizes, lambda axes: 8)
+    assert kind.segments == (0, 9, 13, 17, 18, 18, 18, 18, 18)
+
+
+def test_plans_count_its_states() -> None:
+    for sync in ("allreduce", "zero1", "zero2"):
+        layout = {"data": {"size": 2, "sync": sync, "bucket": 8192}}
+        check_counts([config_for("gpt2", optimizer=SETTINGS, layout=layout, batch={"global": 48, "micro": 8})])
+
+
+@pytest.mark.parametrize("sync", ["zero1", "zero2"])
+def test_another_layout_goes_on(sync: str, tmp_path: Path) -> None:
+    def run_of(**layout: Any) -> Config:
+        layout = {"data": {"size": 1}} | layout
+        return config_for("gpt2", optimizer=SETTINGS, layout=layout, batch=batch_for(layout))
+
+    def legs(config: Config, source: Path | None, target: Path | None, span: range) -> list[Leg]:
+        return run_ranks(run_leg, grid_of_run(config), config, source, target, span.start, span.stop)
+
+    straight = legs(run_of(), None, None, range(4))
+    legs(run_of(data={"size": 3, "sync": sync}), None, tmp_path, range(2))
+    after = legs(run_of(pipeline={"size": 2}, data={"size": 2, "sync": sync}), tmp_path / "step-2", None, range(2, 4))
+    torch.testing.assert_close(after[0][0], straight[0][0][2:], rtol=1e-10, atol=0)
 
 
 @pytest.mark.parametrize(
     "words, told",
     [
-        (["layout.data={size: 2, sync: zero1}"], "layout.data.sync=zero1 cuts the matrices .*valid: allreduce, .*ring"),
+        (
+            ["layout.data={size: 2, sync: zero3}"],
+            "layout.data.sync=zero3 cuts the matrices .*valid: allreduce, .*zero2, .*ring",
+        ),
         (
             ["layout.tensor={kind: megatron, size: 2}"],
             "layout.tensor.kind=megatron cuts the matrices .*none; or",

@@ -11,6 +11,7 @@ from torch import nn
 
 from meshwright.optim.norm import gradient_norm
 from meshwright.parameters.bucket import Slot
+from meshwright.parameters.role import StepRule
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.training.step import backward
@@ -20,6 +21,8 @@ from tests.oracle.data_parallel import config_for
 from tests.workers import run_ranks
 
 SYNCS = ("allreduce", "zero1", "server-gradient", "zero3")
+
+DECAYS = StepRule("elements", decays=True)
 
 
 def norms(mesh: Mesh, clip: float | None) -> dict[str, tuple[float, float, float]]:
@@ -76,7 +79,7 @@ def norms_of_large(mesh: Mesh, dtype: str) -> tuple[float, list[float]]:
             parameter = nn.Parameter(torch.empty(0, dtype=whole.dtype))
             parameter.data = whole[start:stop]
             parameter.grad = whole[start:stop]
-            slots.append(Slot(parameter, (), True, ()))
+            slots.append(Slot(parameter, (), DECAYS, ()))
         found.append(float(gradient_norm(slots, mesh)))
     return float(np.linalg.norm(whole.double().numpy())), found
 
@@ -94,7 +97,7 @@ def half_slots(mesh: Mesh) -> float:
     def slot(values: list[float], axes: tuple[str, ...]) -> Slot:
         parameter = nn.Parameter(torch.zeros(len(values), dtype=torch.float16))
         parameter.grad = torch.tensor(values, dtype=torch.float16)
-        return Slot(parameter, (), True, axes)
+        return Slot(parameter, (), DECAYS, axes)
 
     mine = [[600.0], [], [0.0, 800.0]][mesh.rank]
     return float(gradient_norm([slot([300.0, 400.0], ()), slot(mine, ("data",))], mesh))
@@ -111,7 +114,7 @@ def stages(mesh: Mesh) -> float:
     def slot(values: list[float], axes: tuple[str, ...], tied: bool = False) -> Slot:
         parameter = nn.Parameter(torch.zeros(len(values)))
         parameter.grad = torch.tensor(values)
-        return Slot(parameter, (), True, axes, ("ends",) if tied else ())
+        return Slot(parameter, (), DECAYS, axes, ("ends",) if tied else ())
 
     stage, replica = mesh.index("pipe"), mesh.index("data")
     slots = [slot([4.0 + stage], ())]

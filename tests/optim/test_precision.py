@@ -55,7 +55,7 @@ def _check_storage(parts: Parts, config: Config) -> None:
     for master in held.masters:
         assert master.dtype == torch.float32
     for name, parameter in parts.model.named_parameters():
-        half = config.precision.level == "O2" and not parts.specs[name].full_precision
+        half = config.precision.level == "O2" and parts.specs[name].role.stored == "run"
         assert parameter.dtype == (wanted if half else torch.float32), name
     for slot, master in zip(held.slots, held.masters, strict=True):
         assert torch.equal(slot.parameter, master.to(slot.parameter.dtype))

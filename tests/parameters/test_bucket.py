@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from meshwright.parameters.bucket import Bucket, Place, make_buckets
+from meshwright.parameters.role import NORM
 from meshwright.parameters.shard import Box, Initial, Shard, ShardedModule, ShardSpec, initialise, shard_specs
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
@@ -25,7 +26,7 @@ class Model(ShardedModule):
         super().__init__(mesh)
         self.declare("first", ShardSpec((5, 4), initial=Initial(1.0)))
         self.declare("cut", ShardSpec((3, 4), {"col": Shard(1)}, initial=Initial(1.0)))
-        self.declare("gain", ShardSpec((7,), matrix=False, initial=Initial(1.0)))
+        self.declare("gain", ShardSpec((7,), role=NORM, initial=Initial(1.0)))
         self.declare("last", ShardSpec((2, 4), initial=Initial(1.0)))
 
 
@@ -53,7 +54,7 @@ def names(bucket: Bucket) -> list[str]:
 def test_groups_by_kind_in_order_of_readiness() -> None:
     _, buckets, _ = buckets_of(0, HUGE)
     assert [names(bucket) for bucket in buckets] == [["last", "first"], ["gain"], ["cut"]]
-    assert [bucket.matrix for bucket in buckets] == [True, False, True]
+    assert [bucket.rule.decays for bucket in buckets] == [True, False, True]
     assert [bucket.sum_axes for bucket in buckets] == [("data",)] * 3
     assert [bucket.cut_axes for bucket in buckets] == [(), (), ("col",)]
 

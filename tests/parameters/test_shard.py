@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from meshwright.parameters import shard
+from meshwright.parameters.role import NORM
 from meshwright.parameters.shard import (
     ONES,
     Box,
@@ -124,7 +125,7 @@ class Layer(ShardedModule):
     def __init__(self, mesh: Mesh, spec: ShardSpec) -> None:
         super().__init__(mesh)
         self.declare("weight", spec)
-        self.declare("gain", ShardSpec((3,), initial=ONES, matrix=False))
+        self.declare("gain", ShardSpec((3,), initial=ONES, role=NORM))
 
 
 def parameters(mesh: Mesh, spec: ShardSpec, seed: int = 7) -> dict[str, Tensor]:

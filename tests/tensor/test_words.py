@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.config import Config
+from meshwright.parameters.role import BIAS, HIDDEN_MATRIX
 from meshwright.parameters.shard import Initial, seed_of, shard_specs
 from meshwright.rank_model import build_kit
 from meshwright.ranks.grid import Grid
@@ -74,8 +75,8 @@ class Paths(nn.Module):
         super().__init__()
         self.heads = kit.local_heads(A)
         self.expand = kit.branches.expand(H, 3 * N, DRAWN, groups=3, bias=False)
-        self.gains = kit.local((A, N // A), 0, DRAWN, matrix=True)
-        self.table = kit.local((T, A), 1, DRAWN, matrix=False)
+        self.gains = kit.local((A, N // A), 0, DRAWN, HIDDEN_MATRIX)
+        self.table = kit.local((T, A), 1, DRAWN, BIAS)
         self.contract = kit.branches.contract(N, H, DRAWN, bias=False)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from meshwright.families.vision.section import ResNeXt
 from meshwright.families.vision.vit import ImageChain
 from meshwright.model import Batch, Chunk, Costs, Hidden
 from meshwright.models.chain import blocks_of
+from meshwright.parameters.role import HIDDEN_MATRIX
 from meshwright.parameters.shard import Initial
 from meshwright.tensor.head import HeadShape
 from meshwright.tensor.kit import Kit
@@ -150,7 +151,7 @@ class ResNeXtBlock(nn.Module):
         self.expand = kit.branches.expand(shape.inputs, inner, he(shape.inputs), bias=False)
         self.expand_norm = kit.norm(inner, epsilon, kind="group", groups=model.paths, inside=True)
         # Cut along the paths, so that a rank has whole ones; `local` because no other rank reads them.
-        self.kernels = kit.local((inner, width, KERNEL, KERNEL), 0, he(width * KERNEL**2), matrix=True)
+        self.kernels = kit.local((inner, width, KERNEL, KERNEL), 0, he(width * KERNEL**2), HIDDEN_MATRIX)
         self.kernels_norm = kit.norm(inner, epsilon, kind="group", groups=model.paths, inside=True)
         self.contract = kit.branches.contract(inner, shape.outputs, he(inner), bias=False)
         self.contract_norm = kit.norm(shape.outputs, epsilon, kind="group", groups=model.paths)

@@ -125,7 +125,8 @@ def run_on_rank(rank: Rank, config: Config, data: Path, folder: Path, steps: int
 def resident_bytes(parts: Parts) -> dict[str, int]:
     """Bytes of weights, gradients and states on a rank that has made a step."""
     slots = parts.strategy.slots  # views of whole buckets, also where only a part of one is stepped
-    weights = storages(slot.parameter.detach() for slot in slots)
+    frozen = [one.slot for one in parts.strategy.frozen]
+    weights = storages(slot.parameter.detach() for slot in (*slots, *frozen))
     gradients = storages(slot.parameter.grad for slot in slots if slot.parameter.grad is not None)
     if isinstance(parts.optimizer.held, Offloaded):
         states = parts.optimizer.held.staging.num_bytes

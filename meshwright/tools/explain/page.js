@@ -65,8 +65,8 @@ function weightSaid(weight) {
   const holders = copies.size === 1 ? [...copies][0] : `${Math.min(...copies)} to ${Math.max(...copies)}`;
   return `<b>${breakable(weight.name)}</b> [${weight.shape.join(", ")}]: ${cuts.length ? "cut, " + cuts.join(", ") : "not cut"}; `
     + `${many(weight.blocks.length, "block")},${weight.blocks.length > 1 ? " each" : ""} held by ${holders === 1 ? "one rank" : holders + " ranks"}. `
-    + (weight.summed.length ? `Its gradient is summed over ${weight.summed.join(", ")}` : "Its gradient is whole where it is made")
-    + (weight.slices > 1 ? `; each rank steps 1/${weight.slices} of it.` : ".");
+    + (weight.frozen ? "It is frozen: it has no gradient." : weight.summed.length ? `Its gradient is summed over ${weight.summed.join(", ")}` : "Its gradient is whole where it is made")
+    + (weight.frozen ? "" : weight.slices > 1 ? `; each rank steps 1/${weight.slices} of it.` : ".");
 }
 
 let held = null;

@@ -180,6 +180,7 @@ def weight_blocks(explained: Explained, holders: Sequence[Sequence[int]]) -> Ite
             "cut": {axis: shard.dim for axis, shard in spec.placements.items()},
             "owner": None if spec.owner is None else spec.owner[0],
             "summed": list(spec.sum_axes(mesh)), "slices": bucket.num_elements // bucket.stepped_elements,
+            "frozen": not spec.role.rule.trained,
             "blocks": [
                 {"offsets": list(offsets), "lengths": list(lengths), "ranks": ranks}
                 for (offsets, lengths), ranks in blocks.items()

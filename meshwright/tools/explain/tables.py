@@ -228,22 +228,25 @@ def _rows(run: Composition) -> int:
 
 
 def _weights(run: Composition) -> Table:
-    """Block 0 stands for all blocks."""
+    """Block 0 stands for all blocks, but for what is frozen in one of the two alone."""
     name = Column("parameter", overflow="fold")
     table = Table(
         name, "whole", "on a rank", "cut by", "gradient summed over", title="Parameters (block 0 as all blocks)"
     )
     mesh = planned_mesh(run.grid, 0, run.config.layout.token_axes)
+    first: dict[str, bool] = {}
     for parameter in run.stages[0].parameters:
+        layer, inner = split_name(parameter.name)
+        trained = parameter.spec.role.rule.trained
         # All blocks are cut alike; embeddings and head have no number.
-        if split_name(parameter.name)[0] not in (None, 0):
+        if layer is not None and first.setdefault(inner, trained) == trained and layer > 0:
             continue
         spec = replace(parameter.spec, tied=True) if parameter.name in run.tied else parameter.spec
         cut = ", ".join(
             f"dim {shard.dim} over {axis}" + (f" in {shard.copies} copies" if shard.copies > 1 else "")
             for axis, shard in spec.placements.items()
         )
-        summed = ", ".join(spec.sum_axes(mesh))
+        summed = ", ".join(spec.sum_axes(mesh)) if trained else "frozen"
         table.add_row(parameter.name, str(list(spec.shape)), str(list(parameter.shape)), cut or "-", summed or "-")
     return table
 

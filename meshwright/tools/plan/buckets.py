@@ -5,9 +5,11 @@ The programs are the data-parallel policies' own (data_parallel/), run on bucket
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -15,10 +17,10 @@ import torch
 from meshwright.config import Config
 from meshwright.data_parallel.assembly import bucket_bytes
 from meshwright.data_parallel.strategy import BucketBytes, HeldBytes, Policy, Synchroniser
-from meshwright.memory.offload import SINGLE, state_bytes
+from meshwright.memory.offload import SINGLE, moment_bytes, state_bytes
 from meshwright.models.chain import chain_of
-from meshwright.optim.states import stepped_together
-from meshwright.parameters.bucket import Bucket, BucketKey, arranged, gradient_dtype, padded
+from meshwright.optim.states import by_rule, stepped_together
+from meshwright.parameters.bucket import Bucket, BucketKey, SlotSize, arranged, gradient_dtype, padded
 from meshwright.precision import DTYPES
 from meshwright.ranks.comm import Comm
 from meshwright.ranks.grid import grid_of_run
@@ -33,7 +35,8 @@ from meshwright.tools.plan.software import Software
 @dataclass(frozen=True)
 class PlannedBucket:
     """A bucket of gradients. `names`: its parameters'; `num_elements`: with its padding; `stepped_elements`: those that
-    this rank's optimizer steps; `blocks`: it is summed behind the backward pass; `summed_in`: its gradients' type.
+    this rank's optimizer steps; `matrices`: the shape of each matrix among them, of a rule that steps matrices;
+    `blocks`: it is summed behind the backward pass; `summed_in`: its gradients' type.
     Where gradients are slices, `reduce` runs `sums` times a step, but once where the bucket `waits` for the step's end;
     `across` sums slices that other ranks have too, once. Where weights are slices, too, `gather` brings them together,
     and `parts_back` are the parts of the model that read them going backward."""
@@ -43,6 +46,7 @@ class PlannedBucket:
     names: tuple[str, ...]
     num_elements: int
     stepped_elements: int
+    matrices: tuple[tuple[int, ...], ...]
     blocks: bool
     parts_back: frozenset[int]
     waits: bool
@@ -54,25 +58,29 @@ class PlannedBucket:
 
     @cached_property
     def sizes(self) -> BucketBytes:
-        kind, value, gradient = self.kind, self.kind.dtype.itemsize, self.summed_in.itemsize
+        kind, value, gradient = self.kind, self.kind.dtype.itemsize, self.summed_in.itemsize * self.kind.rule.trained
         return BucketBytes(
-            (kind.dtype, kind.matrix, kind.sum_axes, kind.cut_axes), kind.parts, self.num_elements * value,
+            (kind.dtype, kind.rule.decays, kind.sum_axes, kind.cut_axes), kind.parts, self.num_elements * value,
             self.num_elements * gradient, self.stepped_elements * value, self.stepped_elements * gradient, self.waits,
         )  # fmt: skip
 
     @property
+    def stepped(self) -> SlotSize:
+        """The size of this rank's slot."""
+        return SlotSize(self.stepped_elements, self.kind.dtype, self.kind.rule, self.matrices)
+
+    @property
     def master_bytes(self) -> int:
         """Bytes of an element's float32 master, where weights are halves."""
-        return SINGLE if self.kind.dtype.itemsize < SINGLE else 0
+        return SINGLE if self.kind.rule.trained and self.kind.dtype.itemsize < SINGLE else 0
 
     def touched_bytes(self, config: Config, device_type: str) -> int:
         """Bytes that the norm and the optimizer's step read and write: weight and moments twice, gradients once in
         each, and where weights are halves the gradient's widening and the rounding; on a CPU the float64 copy of which
         the norm is (norm.py)."""
-        moments = len(config.optimizer.update.states)
         size, gradient = self.kind.dtype.itemsize, self.summed_in.itemsize
         # The norm reads the gradient; the step reads it, and reads and writes master or weight and every moment.
-        each = gradient + max(SINGLE, size) * (2 + 2 * moments + 1)
+        each = gradient + max(SINGLE, size) * (2 + 1)
         if gradient < SINGLE:
             each += gradient + SINGLE
         # Written once and read once: the CPU's norm is of a wide copy.
@@ -80,7 +88,7 @@ class PlannedBucket:
             each += 2 * torch.float64.itemsize
         if self.master_bytes:
             each += SINGLE + size
-        return self.stepped_elements * each
+        return self.stepped_elements * each + 2 * sum(moment_bytes(config.optimizer.update, self.stepped))
 
 
 class _Group(NamedTuple):
@@ -110,16 +118,18 @@ class Buckets:
         mesh = planned_mesh(grid_of_run(config), rank, layout.token_axes, "cpu", recorder.started)
         sync = layout.data.strategy
         policy = load_entry(sync.policy)()
-        # Of an axis only its name arranges parameters, not how many ranks it has.
+        # Of an axis only its name arranges parameters, not how many ranks it has, if no matrices are dealt out to them.
+        dealt = (layout.data, layout.axes) if config.optimizer.update.matrix_step else None
         key = (
             known, sync.gathers, sync.slices and layout.pipeline.chunks > 1, bucket_bytes(config), mesh.grid.names,
-            mesh.token_axes,
+            mesh.token_axes, dealt,
         )  # fmt: skip
         groups = self._arranged.get(key) if known is not None else None
         if groups is None:
             groups = _groups(config, mesh, parameters, tied)
             if known is not None:
                 self._arranged[key] = groups
+        shapes = {parameter.name: parameter.shape for parameter in parameters}
         buckets: list[PlannedBucket] = []
         comms: dict[tuple[str, ...], tuple[Comm, tuple[int, ...]]] = {}
         for kind, names, elements, parts_back, waits in groups:
@@ -130,15 +140,22 @@ class Buckets:
             summed_in = gradient_dtype(kind.dtype, config.widens_gradients)
             # Not the order of axes: what a sum sends is the same in every order, only its seconds differ (network.py).
             # Its place among the ranks: a root does more than the others.
-            alike = layout.data.sync, kind.dtype, summed_in, kind.sum_axes, sizes, comm.index, num_elements
+            alike = (
+                layout.data.sync, kind.dtype, summed_in, kind.sum_axes, sizes, comm.index, num_elements, kind.segments,
+            )  # fmt: skip
             if alike not in self._programs:
                 axes = tuple(axis for axis in kind.sum_axes if axis not in policy.apart)
                 self._programs[alike] = _programs(policy, kind, axes, summed_in, num_elements, mesh, recorder)
             stepped, *programs = self._programs[alike]
+            if not kind.rule.trained:  # gathered, and neither summed nor published
+                programs[:3] = [Program()] * 3
+            summing = mesh.comm(*(axis for axis in kind.sum_axes if axis not in policy.apart))
+            matrices = _stepped_matrices(kind, [shapes[name] for name in names], summing.index if stepped else None)
             # A bucket whose gradients are late keeps them whole, and is summed once at the step's end.
             sums = config.num_microbatches if sync.slices and not waits else 1
             buckets.append(PlannedBucket(
-                kind, summed_in, names, num_elements, stepped, policy.blocks, parts_back, waits, sums, *programs,
+                kind, summed_in, names, num_elements, stepped, matrices, policy.blocks, parts_back, waits, sums,
+                *programs,
             ))  # fmt: skip
         return buckets
 
@@ -184,8 +201,25 @@ def _groups(config: Config, mesh: Mesh, parameters: Sequence[Parameter], tied: s
             kind, tuple(names), sum(sizes[name] for name in names),
             frozenset(part for name in names for part in back[name]), not late.isdisjoint(names),
         )
-        for kind, names in arranged(items, specs, mesh, bucket_bytes(config), using, chunks)
+        for kind, names in arranged(
+            items, specs, mesh, bucket_bytes(config), using, chunks, config.optimizer.update.rule_of,
+            load_entry(sync.policy)().dealt_over(mesh),
+        )
     ]  # fmt: skip
+
+
+def _stepped_matrices(
+    kind: BucketKey, shapes: Sequence[tuple[int, ...]], rank: int | None
+) -> tuple[tuple[int, ...], ...]:  # fmt: skip
+    """Return the shapes of the matrices that a rank steps. `rank`: among those that sum the bucket; None: one that
+    steps nothing of it."""
+    if kind.rule.by != "matrices" or rank is None:
+        return ()
+    if not kind.segments:
+        return tuple(shapes)
+    begins = accumulate((math.prod(shape) for shape in shapes), initial=0)
+    first, last = kind.segments[rank : rank + 2]
+    return tuple(shape for shape, begin in zip(shapes, begins, strict=False) if first <= begin < last)
 
 
 def loads_program(config: Config, rank: int, routers: int) -> Program:
@@ -212,7 +246,9 @@ def _programs(
     over the others of the bucket's axes, and the one that gathers slices of weights."""
     values = torch.empty(num_elements, dtype=kind.dtype, device=mesh.device)
     gradients = torch.empty(num_elements, dtype=summed_in, device=mesh.device)  # empty_like is steps in Python there
-    bucket = Bucket(values, gradients, {}, (), kind.matrix, kind.sum_axes, kind.cut_axes)
+    bucket = Bucket(
+        values, gradients, {}, (), kind.rule, kind.sum_axes, kind.cut_axes, segments=kind.segments
+    )  # fmt: skip
     comm = mesh.comm(*axes)
     # On meta tensors the policy sends nothing; its comm writes the program.
     start, stop = policy.owned(bucket, comm)
@@ -261,8 +297,8 @@ def widened_together(config: Config, buckets: Sequence[PlannedBucket], software:
     """The bytes of each float32 copy of half-precision gradients that an optimizer on the device has at a time."""
     if config.memory.offload.to != "none":
         return
-    for matrix in (True, False):  # stepped apart, as Muon takes whole matrices
-        own = [bucket for bucket in buckets if bucket.kind.matrix == matrix]
+    for members in by_rule([bucket.kind.rule for bucket in buckets]).values():
+        own = [buckets[index] for index in members]
         sizes = [bucket.stepped_elements * SINGLE if bucket.summed_in.itemsize < SINGLE else 0 for bucket in own]
         for some in [range(len(sizes))] if software.widening == "whole" else stepped_together(sizes):
             yield [sizes[index] for index in some]
@@ -274,6 +310,6 @@ def held_of(config: Config, buckets: Sequence[PlannedBucket]) -> HeldBytes:
     return synchroniser.held([bucket.sizes for bucket in buckets])
 
 
-def slots_of(buckets: Sequence[PlannedBucket]) -> list[tuple[int, torch.dtype]]:
-    """Elements and type of what a rank's optimizer steps."""
-    return [(bucket.stepped_elements, bucket.kind.dtype) for bucket in buckets]
+def slots_of(buckets: Sequence[PlannedBucket]) -> list[SlotSize]:
+    """The sizes of the slots that a rank's optimizer steps."""
+    return [bucket.stepped for bucket in buckets if bucket.kind.rule.trained]

@@ -57,6 +57,8 @@ class Parameter:
         return self.num_elements * self.dtype.itemsize
 
     def gradient_bytes(self, config: Config) -> int:
+        if not self.spec.role.rule.trained:
+            return 0
         return self.num_elements * gradient_dtype(self.dtype, config.widens_gradients).itemsize
 
 

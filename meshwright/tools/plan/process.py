@@ -35,7 +35,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from meshwright.memory.offload import state_bytes
+from meshwright.memory.offload import moment_bytes, state_bytes
 from meshwright.pipeline.pipeline import sides_of
 from meshwright.pipeline.task import Task, TaskKind
 from meshwright.ranks.grid import PIPE
@@ -194,9 +194,8 @@ class StageReplay:
             self._transient(bucket.across.memory)
         if config.memory.offload.to == "none":
             for index, bucket in enumerate(self._buckets) if first else ():
-                single = max(4, bucket.kind.dtype.itemsize)
-                for kind in config.optimizer.update.states:
-                    self._take((kind, index), bucket.stepped_elements * single)
+                for number, size in enumerate(moment_bytes(config.optimizer.update, bucket.stepped)):
+                    self._take(("state", number, index), size)
         for sizes in widened_together(config, self._buckets, self._software):
             for number, size in enumerate(sizes):
                 self._take(("widened", number), size)

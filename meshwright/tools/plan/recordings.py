@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,19 +21,19 @@ from torch import nn
 from meshwright.config import Config
 from meshwright.errors import ConfigError
 from meshwright.memory import recompute
-from meshwright.model import SAMPLES, Chunk, Costs, at_once, links
-from meshwright.models.chain import chain_of, make_chain, parameters_of, split_name
+from meshwright.model import EMBEDDINGS, SAMPLES, Chunk, Costs, at_once, links
+from meshwright.models.chain import chain_of, first_trained, make_chain, parameters_of, split_name
 from meshwright.on_device import AsOnDevice
 from meshwright.parameters.bucket import Bucket, make_buckets
 from meshwright.parameters.gradients import Gradients
-from meshwright.parameters.shard import shard_specs, use_gradients
+from meshwright.parameters.shard import check_patterns, shard_specs, use_gradients
 from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.stages import rule_of
 from meshwright.pipeline.task import TaskKind
 from meshwright.rank_model import build_kit, build_model, empty_batch
 from meshwright.ranks.grid import PIPE, REPLICA_AXES, Grid
 from meshwright.ranks.mailbox import TensorMeta
-from meshwright.ranks.mesh import solo_mesh
+from meshwright.ranks.mesh import Mesh, solo_mesh
 from meshwright.registry import entries, load_entry
 from meshwright.tensor.linear import autocasts_of
 from meshwright.tensor.serial import SerialKit
@@ -86,6 +87,8 @@ class Outline:
     alike: tuple[int, ...]
     order: dict[str, int]
     parameters: Costs
+    first_trained: int = EMBEDDINGS
+    """The first part with a trained parameter (models/chain.py)."""
 
 
 def bytes_of(forms: Iterable[TensorMeta]) -> int:
@@ -134,19 +137,21 @@ class Recordings:
         # Whole parameters, so that the outline is the same under every layout.
         kit, costs = SerialKit(solo_mesh(torch.device("meta"))), chain_of(config).products(config)
         model = make_chain(config, kit)
-        parts: dict[int, list[Hashable]] = {layer: [cost] for layer, cost in enumerate(costs.layers)}
+        learns = first_trained(config, kit)
+        parts: dict[int, list[Hashable]] = {layer: [cost, learns < layer] for layer, cost in enumerate(costs.layers)}
         order = {name: index for index, (name, _) in enumerate(model.named_parameters())}
         for name, parameter in model.named_parameters():
             layer, inner = split_name(name)
             if layer is not None:
-                parts[layer].append((inner, tuple(parameter.shape)))
+                parts[layer].append((inner, tuple(parameter.shape), parameter.requires_grad))
         alike: list[int] = []
         for layer, part in parts.items():
             # Only neighbours count as alike, so that a chunk of like layers is always some layers after a recorded one.
             goes_on = layer > 0 and parts[layer - 1] == part
             alike.append(alike[-1] if goes_on else layer)
+        check_patterns(config.model.frozen, shard_specs(model))
         specs = [shard_specs(make_chain(config, kit, link)) for link in links(config.model.num_blocks)]
-        self._outlines[key] = Outline(tuple(alike), order, parameters_of(*specs))
+        self._outlines[key] = Outline(tuple(alike), order, parameters_of(*specs), learns)
         return self._outlines[key]
 
     def of(self, config: Config, chunk: Chunk, incoming: Forms) -> Recording:
@@ -160,12 +165,13 @@ class Recordings:
                 # The programs of like layers are one; only the parameters' names differ.
                 further = chunk.layers[0] - first
                 chunk = replace(chunk, layers=range(first, first + len(chunk.layers)))
-        key = (chunk, incoming, *_recording_key(config))
+        learns = self.outline(config).first_trained < chunk.parts[0]
+        key = (chunk, incoming, learns, *_recording_key(config))
         if key not in self.recorded:
             software = self.software
             # The embeddings' and the head's products stay in the run's format, as Transformer Engine leaves them.
             recorder, on_device = software.recorder(layers=bool(chunk.layers)), software.on_device(self.kind)
-            self.recorded[key] = _record(config, recorder, on_device, chunk, incoming, software)
+            self.recorded[key] = _record(config, recorder, on_device, chunk, incoming, software, learns)
         return self.recorded[key].moved(further)
 
 
@@ -204,18 +210,19 @@ def _places(config: Config) -> tuple[int, ...]:
 
 
 def _record(
-    config: Config, recorder: Recorder, on_device: AsOnDevice, chunk: Chunk, incoming: Forms, software: Software
-) -> Recording:
+    config: Config, recorder: Recorder, on_device: AsOnDevice, chunk: Chunk, incoming: Forms, software: Software,
+    learns: bool,
+) -> Recording:  # fmt: skip
     """Run a part's tasks for each place of a microbatch, on one replica and stage: compose.py adds what these send."""
     layout = config.layout
     alone = (PIPE,) if layout.data.strategy.unplanned else (*REPLICA_AXES, PIPE)
     grid = Grid(tuple((name, 1 if name in alone else size) for name, size in layout.axes), config.copies)
     mesh = software.mesh(grid, layout.token_axes, on_device.device_type, recorder)
-    kit = build_kit(config, mesh)
+    kit, sync = build_kit(config, mesh), layout.data.strategy
     model = build_model(config, kit, mesh, chunk)
     recompute.apply(config, model, (chunk,))
-    specs = shard_specs(model)
-    buckets = list(make_buckets(model.named_parameters(), specs, mesh, _ALL, widens=config.widens_gradients))
+    own = model.named_parameters(), shard_specs(model)
+    buckets = list(make_buckets(*own, mesh, _ALL, widens=config.widens_gradients))
     names = {parameter: name for name, parameter in model.named_parameters()}
     with_b: set[str] = set()
 
@@ -225,11 +232,10 @@ def _record(
 
     gradients = Gradients({x: view for bucket in buckets for x, view in bucket.views.items()}, announced)
     use_gradients(model, gradients)
-    sync = layout.data.strategy
     strategy = load_entry(sync.synchroniser)([], mesh, load_entry(sync.policy)())
     strategy.expect(False)  # no bucket leaves: sums of gradients are programs of their own (buckets.py)
     run, leads = strategy.forward if chunk.last else None, layout.tensor.rows.leads
-    stage = Stage(model, gradients, run=run, autocasts=autocasts_of(config, mesh), multiplies=multiplies_in(config))
+    stage = Stage(model, gradients, run=run, learns=learns, **_computing(config, mesh))
     programs: dict[TaskKind, list[Program]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}
     leaving: dict[TaskKind, list[frozenset[int]]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}
     scales, places, splits = dict.fromkeys((*model.labels, SAMPLES), 1.0), _places(config), rule_of(config).splits
@@ -263,6 +269,16 @@ def _record(
     left = {kind: tuple(each[index] for index in places) for kind, each in leaving.items()}
     held = _with_facts(model, chunk, buckets, saved, with_b)
     return Recording(by_kind, held, forms, output_bytes, holds_input, kept_input, kept_gradient, left)
+
+
+def _computing(config: Config, mesh: Mesh) -> dict[str, Any]:
+    """The arguments of a stage that say how it computes.
+
+    Args:
+        config: the run's.
+        mesh: of the recorded rank.
+    """
+    return {"autocasts": autocasts_of(config, mesh), "multiplies": multiplies_in(config)}
 
 
 def _with_facts(

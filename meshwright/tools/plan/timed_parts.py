@@ -18,6 +18,7 @@ from meshwright.config import Config
 from meshwright.memory.offload import SINGLE
 from meshwright.memory.recompute import recomputed_group
 from meshwright.model import Chunk
+from meshwright.parameters.role import HIDDEN_MATRIX
 from meshwright.pipeline.partition import ranges_of
 from meshwright.pipeline.placement import ChunkPlacement
 from meshwright.pipeline.stages import placement_of, rule_of
@@ -101,13 +102,18 @@ class TimedParts:
             for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
         )
         mix = part.programs[TaskKind.BACKWARD][backward[1]]
-        # A linear's backward pass has two products of equal flops: the input's gradient and the weight's.
-        weights = sum(times * timer.computing(program) for times, program in mix) / 2
+        # A linear's backward pass has two products of equal flops: the input's gradient and, if it is trained, the
+        # weight's.
+        matrices = [each for each in part.parameters if each.spec.role.name == HIDDEN_MATRIX.name]
+        trained = sum(each.num_elements for each in matrices if each.spec.role.rule.trained)
+        share = trained / whole if (whole := sum(each.num_elements for each in matrices)) else 1.0
+        weights = sum(times * timer.computing(program) for times, program in mix) * share / (1 + share)
         inputs, widened = seconds(mix, 0.0) - weights, 0.0
         if config.widens_gradients and part.is_layer:
-            elements = sum(each.num_elements for each in part.parameters)
+            learning = [each for each in part.parameters if each.spec.role.rule.trained]
+            elements = sum(each.num_elements for each in learning)
             # Reads the gradient, reads and writes the sum.
-            touched = sum(each.weight_bytes for each in part.parameters) + 2 * SINGLE * elements
+            touched = sum(each.weight_bytes for each in learning) + 2 * SINGLE * elements
             widened = timer.kernel_seconds(Kernel("element", 0.0, touched, elements, "float32"))
         each = forward[0], backward[0] + widened, inputs, weights + widened
         return TimedPart(part, *(timer.part + seconds for seconds in each))

@@ -201,6 +201,7 @@ class TimedRun(Composition):
                 min(read[name] for name in bucket.names),
             )
             for bucket in self.buckets[stage]
+            if bucket.kind.rule.trained
         ]
         # Of several chunks' buckets those that are full first leave first, while other chunks are at work.
         return sorted(sums, key=lambda one: one.ready) if len(self.stages[stage].chunks) > 1 else sums
@@ -213,7 +214,7 @@ class TimedRun(Composition):
             if config.memory.offload.to != "host":
                 rate = min(rate, device.disk_bytes_per_second)
             # The optimizer's states (master and moments) go to the device and back.
-            states = bucket.master_bytes + SINGLE * len(config.optimizer.update.states)
+            states = bucket.master_bytes + SINGLE * len(config.optimizer.update.states_of(bucket.kind.rule))
             lane = 2 * bucket.stepped_elements * states / rate
         steps = self.step_seconds(bucket) if bucket.stepped_elements else 0.0
         reduce, publish = self.seconds(bucket.reduce) + self.seconds(bucket.across), self.published(bucket)
@@ -229,7 +230,7 @@ class TimedRun(Composition):
             return self.seconds(bucket.publish)
         # A rank's slices of all buckets are one message, and the other ranks' stand behind it.
         (start,), own = starts, next(own for own in self.buckets.values() if bucket in own)
-        ranks, total = self.network.ranks(start.axes), sum(each.num_elements for each in own)
+        ranks, total = self.network.ranks(start.axes), sum(each.num_elements for each in own if each.kind.rule.trained)
         every = start.payload_bytes * total // bucket.num_elements
         return bucket.num_elements / total * ranks * self.network.collective(start.axes, "broadcast", every // ranks)
 

@@ -180,11 +180,10 @@ def bits_rank(rank: Rank, config: Config, data: Path, steps: int) -> dict[str, d
         for line in trainer.turn(rank.stop)[0]:
             numbers[f"loss of step {step}"] = repr(line.get("loss"))
             numbers[f"norm of step {step}"] = repr(line.get("grad_norm"))
-    optimizer = parts.optimizer
     held = (
-        (kind, tensor.to(parts.mesh.device), slot.places, slot.copy_axes)
-        for index, slot in enumerate(optimizer.slots)
-        for kind, tensor in optimizer.held.tensors(index).items()
+        (state.kind, state.values.to(parts.mesh.device), state.places, slot.copy_axes)
+        for slot, states in parts.stored()
+        for state in states
     )
     return {"steps": numbers, "tensors": {name: str(int(part)) for name, part in held_hashes(held, parts.mesh).items()}}
 
@@ -258,21 +257,21 @@ def leave_layout(
 def _keep_places(parts: Parts, recording: StepRecording, known: dict[str, Any], kind: str, step: int) -> None:
     """Keep this rank's places of all parameters: gradients, weights in the precision that is stepped, or the
     optimizer's states. Of ranks with equal ones the first keeps them."""
-    for index, slot in enumerate(parts.strategy.slots):
+    for slot, (weight, *states) in parts.stored():
         if parts.mesh.index(*slot.copy_axes):
             continue
         if kind == "gradient":
-            assert slot.parameter.grad is not None, "a slot without a gradient"
-            flat = {kind: slot.parameter.grad.double() / parts.optimizer.scaler.scale}
+            if slot.parameter.grad is None:
+                continue  # frozen
+            flat = {kind: replace(weight, values=slot.parameter.grad.double() / parts.optimizer.scaler.scale)}
         else:
-            states = dict(parts.optimizer.held.tensors(index))
-            weight = states.pop("weight")
-            flat = {f"{STATE}{name}": x for name, x in states.items()} if kind == STATE else {kind: weight}
-        for place in slot.places:
+            flat = {f"{STATE}{state.kind}": state for state in states} if kind == STATE else {kind: weight}
+        for number, place in enumerate(slot.places):
             own = f"{place.name}@{'.'.join(map(str, place.box.offsets))}"
             known[own] = box_part(place.name, place.box.offsets, place.box.lengths, place.shape).as_json()
-            for name, x in flat.items():
-                keep(recording, name, step, {own: x[place.start : place.stop].view(place.box.lengths)})
+            for name, state in flat.items():
+                there = state.places[number]  # of a state that has a shape of its own another than the weight's
+                keep(recording, name, step, {own: state.values[there.start : there.stop].view(there.box.lengths)})
 
 
 def reference_worker(rank: Rank, config: Config, out: Path, data: Path, steps: int, traced: bool) -> None:
@@ -303,6 +302,7 @@ def leave_reference(
         dtype=str(DTYPES[config.precision.dtype]).removeprefix("torch."),
         stated=allowed.by_kind, together=list(TOGETHER) if allowed.together else [],
         dead=[name for name, gradient in outcome.gradients.items() if not gradient.any()],
+        frozen=[name for name in outcome.weights if name not in outcome.gradients],
     )  # fmt: skip
     trace = Trace(nn.Module())
     if traced:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from hashlib import blake2b
 from typing import cast
 
@@ -69,6 +70,9 @@ class Reference:
                 self.narrow.add(name)
                 values = values.to(self.dtype)
             parameter.data.copy_(values if own == "weight" else torch.zeros_like(values))
+            if any(fnmatchcase(name, pattern) for pattern in config.model.frozen):
+                parameter.requires_grad_(False)
+                continue
             parameter.grad = self.gradients[name] = torch.zeros_like(parameter)
             if nudged:
                 self.nudged[name] = parameter
@@ -125,7 +129,7 @@ class Reference:
         settings = self.config.optimizer
         if settings.clip:
             total = torch.tensor(norm, dtype=torch.float64)
-            stepped = [parameter for name, parameter in self.parameters.items() if name not in self.nudged]
+            stepped = [self.parameters[name] for name in self.gradients if name not in self.nudged]
             nn.utils.clip_grads_with_norm_(stepped, settings.clip, total)
         for group in self.optimizer.param_groups:
             group["lr"] = settings.lr * rate_share(settings.schedule, step, self.config.steps)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.model import IGNORED
+from meshwright.parameters.role import Role
 from meshwright.parameters.shard import ONES, Initial
 from meshwright.tensor.copies import HeadGroups
 from meshwright.tensor.head import HeadShape
@@ -96,8 +97,8 @@ class ReferenceKit:
     def leave(self, x: Tensor) -> Tensor:
         return x.sum(2)
 
-    def local(self, shape: _Shape, dim: int, initial: Initial, *, matrix: bool) -> nn.Module:
-        return Layer(lambda weight, _: weight, shape, initial, decays=matrix)
+    def local(self, shape: _Shape, dim: int, initial: Initial, role: Role) -> nn.Module:
+        return Layer(lambda weight, _: weight, shape, initial, decays=role.rule.decays)
 
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
         """Whole logits [B, t, V], without the table's padding, and torch's cross entropy."""

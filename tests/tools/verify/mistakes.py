@@ -4,7 +4,7 @@ so that two runs of ours would agree on them. Each patches what it breaks, and n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +21,7 @@ from meshwright.optim.optimizer import Optimizer
 from meshwright.optim.states import InPlace
 from meshwright.parameters.bucket import Bucket, StepWeights
 from meshwright.parameters.gradients import Gradients
+from meshwright.parameters.role import StepRule
 from meshwright.parts import Parts
 from meshwright.ranks.comm import DONE, Comm, Work
 from meshwright.tensor import cross_entropy, serial
@@ -50,7 +51,7 @@ def one_wrong_element() -> None:
     right = AllReduce.reduce
 
     def wrong(self: AllReduce, bucket: Bucket, comm: Comm) -> Work:
-        if comm.index == 0 and bucket.matrix:
+        if comm.index == 0 and bucket.rule.decays:
             bucket.gradients[0] += 1e-9
         return right(self, bucket, comm)
 
@@ -77,8 +78,8 @@ def decayed_vectors() -> None:
     """Weight decay acts on biases and norms as well."""
     right = InPlace._step_together
 
-    def wrong(self: InPlace, members: list[int], matrix: bool, step: StepWeights) -> None:
-        right(self, members, True, step)
+    def wrong(self: InPlace, members: list[int], rule: StepRule, step: StepWeights) -> None:
+        right(self, members, replace(rule, decays=True), step)
 
     InPlace._step_together = wrong  # type: ignore[method-assign]
 
