@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.bits.blocks import Blocks, Draw, apart
 from meshwright.context.context import HEADS, Heads
-from meshwright.context.documents import keeps_documents
+from meshwright.context.spec import AttentionSpec
 from meshwright.parameters.shard import own_stream
 from meshwright.ranks.trees import tree_sum
 
@@ -33,41 +33,33 @@ class HeadParts(Heads):
             key, value = (_Repeat.apply(x, parts // heads) for x in (key, value))
         return key, value
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
-        scale: float | None,
-    ) -> Tensor:  # fmt: skip
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """Attend grain by grain, and in each grain part by part of the heads."""
         outs = [
-            self._attend_grain(q, k, v, own, dropout, causal, scale, seed)
-            for (q, k, v), own, seed in self.by_grain((query, key, value), mask, dropout)
+            self._attend_grain(q, k, v, own, seed) for (q, k, v), own, seed in self.by_grain((query, key, value), spec)
         ]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def by_grain(
-        self, operands: Sequence[Tensor], mask: Tensor | None, dropout: float
-    ) -> Iterator[tuple[tuple[Tensor, ...], Tensor | None, int]]:
-        """Each grain's rows of the operands and of the mask, unless all have the same; its number for what is drawn."""
+        self, operands: Sequence[Tensor], spec: AttentionSpec
+    ) -> Iterator[tuple[tuple[Tensor, ...], AttentionSpec, int]]:
+        """Each grain's rows of the operands and of the spec, and the number from which the grain's masks are drawn."""
         count = self.blocks.grains
-        masks: Sequence[Tensor | None] = [mask] * count
-        if count > 1 and mask is not None and mask.shape[0] > 1:
-            masks = mask.chunk(count)
-        seeds = self.draw(count) if dropout else [0] * count
-        yield from zip(zip(*(x.chunk(count) for x in operands), strict=True), masks, seeds, strict=True)
+        seeds = self.draw(count) if spec.dropout else [0] * count
+        rows = zip(*(x.chunk(count) for x in operands), strict=True)
+        yield from zip(rows, spec.by_rows(count), seeds, strict=True)
 
-    def _attend_grain(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
-        scale: float | None, seed: int,
-    ) -> Tensor:  # fmt: skip
+    def _attend_grain(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, seed: int) -> Tensor:
         count = self.blocks.head_parts
         parts = zip(*(x.chunk(count, HEADS) for x in (query, key, value)), strict=True)
-        masks: Sequence[Tensor | None] = [mask] * count
-        if mask is not None and not keeps_documents(mask) and mask.shape[HEADS] > 1:  # biases by head
-            masks = [apart(own) for own in mask.chunk(count, HEADS)]
+        specs = [spec] * count
+        if spec.bias is not None and spec.bias.shape[HEADS] > 1:
+            specs = [replace(spec, bias=apart(own)) for own in spec.bias.chunk(count, HEADS)]
         outs = []
-        for number, (operands, own) in enumerate(zip(parts, masks, strict=True), self.blocks.first_head_part):
+        for number, (operands, own) in enumerate(zip(parts, specs, strict=True), self.blocks.first_head_part):
             q, k, v = (Apart.apply(x) for x in operands)
-            with own_stream(f"{seed}/{number}", query.device) if dropout else nullcontext():
-                out = super().attend(q, k, v, own, dropout, causal, scale)
+            with own_stream(f"{seed}/{number}", query.device) if spec.dropout else nullcontext():
+                out = super().attend(q, k, v, own)
             outs.append(Apart.apply(out))
         return torch.cat(outs, HEADS)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,8 +28,8 @@ from torch.autograd.function import once_differentiable
 from meshwright.bits.blocks import apart
 from meshwright.bits.heads import Apart, HeadParts
 from meshwright.context.context import HEADS, TOKENS, Heads
-from meshwright.context.documents import keeps_documents
 from meshwright.context.ring import RingAttention
+from meshwright.context.spec import AttentionSpec
 from meshwright.parameters.shard import own_stream
 from meshwright.ranks.trees import start_tree_reduce_scatter, tree_sum
 
@@ -45,63 +45,70 @@ class RunsOfQueries(HeadParts):
 
     count: int
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
-        scale: float | None,
-    ) -> Tensor:  # fmt: skip
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """Attend run by run over whole sequences; the gradients of keys and values are summed over runs in the order
+        of the tree."""
         runs = range(self.count)
         keys, values = (_ForEachRun.apply(x, None, runs, self.count) for x in (key, value))
-        return self.attend_runs(query, keys, values, runs, mask, dropout, causal, scale)
+        return self.attend_runs(query, keys, values, runs, spec)
 
     def attend_runs(
         self, query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], runs: Sequence[int],
-        mask: Tensor | None, dropout: float, causal: bool, scale: float | None,
+        spec: AttentionSpec,
     ) -> Tensor:  # fmt: skip
         """The output of the queries [B, A, t, E] of some runs, in their order, to whole sequences of keys and values
         [B, K, T, E], which each run has by itself."""
         count = len(runs)
         outs = [
-            self._attend_grain_runs(
-                operands[0], operands[1 : count + 1], operands[count + 1 :], runs, own, dropout, causal, scale, seed
-            )
-            for operands, own, seed in self.by_grain((query, *keys, *values), mask, dropout)
+            self._attend_grain_runs(operands[0], operands[1 : count + 1], operands[count + 1 :], runs, own, seed)
+            for operands, own, seed in self.by_grain((query, *keys, *values), spec)
         ]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _attend_grain_runs(
         self, query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], runs: Sequence[int],
-        mask: Tensor | None, dropout: float, causal: bool, scale: float | None, seed: int,
+        spec: AttentionSpec, seed: int,
     ) -> Tensor:  # fmt: skip
         parts = self.blocks.head_parts
         length, total = query.shape[TOKENS] // len(runs), keys[0].shape[TOKENS]
         outs = []
         for run, own, k, v in zip(runs, query.chunk(len(runs), TOKENS), keys, values, strict=True):
-            seen: Tensor | None = mask
             by_head: list[Tensor] = []
-            if mask is not None and keeps_documents(mask):
-                # One shape for all runs, so a mask: of this run's queries, and gone behind it.
-                starts, places = mask.to(query.device), torch.arange(total, device=query.device)
-                rows = slice(run * length, (run + 1) * length)
-                own_document = starts[:, rows, None] == starts[:, None, :]
-                hidden = ~(own_document & (places[rows, None] >= places)).unsqueeze(1)
-                seen = torch.zeros_like(hidden, dtype=query.dtype).masked_fill_(hidden, -torch.inf)
-            elif mask is not None and mask.shape[TOKENS] > 1:
-                seen = mask[:, :, run * length : (run + 1) * length]
-            if causal:  # no kernel's own, whose corner is that of whole sequences
-                places = torch.arange(run * length, (run + 1) * length, device=query.device)
-                seen = places[:, None] >= torch.arange(total, device=query.device)
-            masks: list[Tensor | None] = [None if seen is None else apart(seen)] * parts
-            if seen is not None and seen.dim() == 4 and seen.shape[HEADS] > 1:  # biases by head
-                masks = [apart(own_mask) for own_mask in seen.chunk(parts, HEADS)]
+            of_run = spec_of_run(spec, slice(run * length, (run + 1) * length), total, query)
+            specs = [of_run] * parts
+            if of_run.bias is not None and of_run.bias.shape[HEADS] > 1:
+                specs = [replace(of_run, bias=apart(bias)) for bias in of_run.bias.chunk(parts, HEADS)]
             for part in range(parts):
                 q, part_k, part_v = (Apart.apply(x.chunk(parts, HEADS)[part]) for x in (own, k, v))
                 label = f"{seed}/{self.blocks.first_head_part + part}/{run}"
-                with own_stream(label, query.device) if dropout else nullcontext():
+                with own_stream(label, query.device) if spec.dropout else nullcontext():
                     # Of one part and run: Heads', not HeadParts'.
-                    out = Heads.attend(self, q, part_k, part_v, masks[part], dropout, False, scale)
+                    out = Heads.attend(self, q, part_k, part_v, specs[part])
                 by_head.append(Apart.apply(out))
             outs.append(torch.cat(by_head, HEADS))
         return torch.cat(outs, TOKENS)
+
+
+def spec_of_run(spec: AttentionSpec, run: slice, total: int, like: Tensor) -> AttentionSpec:
+    """The spec of a run of queries to all `total` keys, which has a mask in place of causality: a kernel's own has its
+    corner at the first key. `like`: a query."""
+    bias = spec.bias
+    if bias is not None and bias.shape[TOKENS] > 1:
+        bias = bias[:, :, run]
+    if not spec.causal:
+        seen, bias = (None if x is None else apart(x) for x in (spec.seen, bias))
+        return replace(spec, seen=seen, bias=bias)
+    places = torch.arange(total, device=like.device)
+    seen = places[run, None] >= places
+    if spec.window is not None:
+        seen &= places[run, None] - places < spec.window
+    if spec.documents is None:
+        return replace(spec, causal=False, window=None, seen=seen)
+    starts = spec.documents.to(like.device)
+    # One shape for all runs, so a mask: of this run's queries, and freed after the run.
+    hidden = ~((starts[:, run, None] == starts[:, None, :]) & seen).unsqueeze(1)
+    bias = torch.zeros_like(hidden, dtype=like.dtype).masked_fill_(hidden, -torch.inf)
+    return replace(spec, causal=False, window=None, documents=None, bias=bias)
 
 
 class _ForEachRun(torch.autograd.Function):
@@ -132,15 +139,12 @@ class GatheredRing(RingAttention):
 
     heads: RunsOfQueries
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
-        scale: float | None,
-    ) -> Tensor:  # fmt: skip
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         key, value = self.heads.shared(key, value, 1)
         count = self.heads.count
         runs = [run for chunk in self.runs(count) for run in chunk]  # a sequence of runs, dealt as its tokens are
         keys, values = (_ForEachRun.apply(x, self, runs, count) for x in (key, value))
-        return self.heads.attend_runs(query, keys, values, runs, mask, dropout, causal, scale)
+        return self.heads.attend_runs(query, keys, values, runs, spec)
 
     def gathered(self, x: Tensor) -> Tensor:
         """[B, K, T, E] of every rank's [B, K, T/c, E]."""

@@ -24,7 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.context.documents import attend_at_once, attend_by_document, flash_takes, keeps_documents
+from meshwright.context.documents import attend_at_once, attend_by_document, attend_by_window, flash_takes
+from meshwright.context.spec import AttentionSpec
 from meshwright.model import IGNORED, Batch
 from meshwright.ranks.collectives import all_to_all
 from meshwright.ranks.mesh import Mesh
@@ -43,28 +44,28 @@ class Heads:
             key, value = (x.repeat_interleave(ranks // heads, HEADS) for x in (key, value))
         return key, value
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
-        scale: float | None,
-    ) -> Tensor:  # fmt: skip
-        """F.scaled_dot_product_attention of Q [B, A, T, E] and K, V [B, A/G, T, E]; where mask says at which place
-        [B, T] each token's document begins, of each document by itself."""
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """F.scaled_dot_product_attention of Q [B, A, T, E] and K, V [B, A/G, T, E]; with documents, of each document
+        by itself, and with a window, of blocks of tokens."""
         grouped = query.shape[HEADS] != key.shape[HEADS]
 
         def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
             return F.scaled_dot_product_attention(
-                query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped
+                query, key, value, mask, spec.dropout, causal, scale=spec.scale, enable_gqa=grouped
             )
 
-        if mask is None or not keeps_documents(mask):
-            return attend(query, key, value, mask, causal)
+        starts, window = spec.documents, spec.within(key.shape[TOKENS]).window
         # Each row is one document: a GPU's kernel for documents takes 1.8 times as long (docs/performance.md).
-        if mask.is_meta or not mask[:, -1].any():
-            return attend(query, key, value, None, True)
-        if flash_takes(query, key, value, dropout):
+        if starts is None or starts.is_meta or not starts[:, -1].any():
+            if window is None:
+                return attend(query, key, value, spec.mask, spec.causal)
+            starts = None
+        if flash_takes(query, key, value, spec.dropout):
             flash = torch.ops.aten._flash_attention_forward
-            return attend_at_once(flash, mask, query, key, value, dropout, scale)
-        return attend_by_document(attend, mask, query, key, value)
+            return attend_at_once(flash, starts, query, key, value, spec)
+        if starts is None:
+            return attend_by_window(attend, spec.window, query, key, value)
+        return attend_by_document(attend, starts, query, key, value, window)
 
 
 class Context:
@@ -110,18 +111,14 @@ class Context:
                 own[name] = torch.cat([x[:, run.start : run.stop] for run in self.runs(x.shape[1])], 1)
         return own
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
-        scale: float | None,
-    ) -> Tensor:  # fmt: skip
-        """F.scaled_dot_product_attention over whole sequences, of this rank's Q [B, A, t, E] and K, V [B, A/G, t, E],
-        each head of which serves G queries. [B, A, t, E].
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """Attend from this rank's queries to the keys of whole sequences.
 
-        mask: of whole sequences, as the function takes it; or the place in its sequence where each token's document
-        begins, int64 [B, T]: tokens see the earlier ones of their own document.
+        Args: query [B, A, t, E]; key, value [B, A/G, t, E], each head for G queries; spec, with tensors of whole
+        sequences. Returns [B, A, t, E].
         """
         key, value = self.heads.shared(key, value, 1)
-        return self.heads.attend(query, key, value, mask, dropout, causal, scale)
+        return self.heads.attend(query, key, value, spec)
 
 
 class CutContext(Context):
@@ -135,15 +132,12 @@ class CutContext(Context):
 class Ulysses(CutContext):
     """Rank i has the i-th part of the heads inside of attention."""
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
-        scale: float | None,
-    ) -> Tensor:  # fmt: skip
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         key, value = self.heads.shared(key, value, self.size)
         q, k, v = (
             all_to_all(x, self.mesh, AXIS, gather_dim=TOKENS, scatter_dim=HEADS) for x in (query, key, value)
         )  # [B, A/c, T, E]
-        attended = self.heads.attend(q, k, v, mask, dropout, causal, scale)
+        attended = self.heads.attend(q, k, v, spec)
         return all_to_all(attended, self.mesh, AXIS, gather_dim=HEADS, scatter_dim=TOKENS)
 
 

@@ -17,6 +17,8 @@ Sends to the next rank, with n = B·A·(T/c)·E numbers: forward c - 1 blocks [2
 again, and c times a block's gradients [2, n] in float32 or better, which add up on their way round and end at home.
 The next block comes under a block's product, and so do the gradients of the block before.
 
+A window cuts pieces to the keys that it leaves, and a step without pieces is left out too.
+
 Of documents all ranks know where they begin, so a step in which no rank has a document of another's block is left out,
 and a block goes straight to who needs it, its gradients straight home: short documents meet their neighbours' chunks
 in 2 steps, however many ranks cut the sequence, and one that fills the row sends as much as a ring, less a way home.
@@ -25,33 +27,36 @@ in 2 steps, however many ranks cut the sequence, and one that fills the row send
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.context.context import CutContext
-from meshwright.context.documents import Piece, keeps_documents, pieces_of
+from meshwright.context.context import TOKENS, CutContext
+from meshwright.context.documents import Piece, pieces_of
 from meshwright.context.kernels import Attended, Kernel, kernel_of
+from meshwright.context.spec import AttentionSpec, outside
 from meshwright.ranks.collectives import Moving
 
 
 class _AroundRing(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, starts: Tensor | None, causal: bool,
-        scale: float, ring: RingAttention,
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, documents: Tensor | None,
+        spec: AttentionSpec, ring: RingAttention,
     ) -> Tensor:  # fmt: skip
-        own = torch.stack([key, value])
-        ctx.causal, ctx.scale, ctx.ring = causal, scale, ring
-        ctx.kernel = ring.kernel_for(query, key, value, mask is not None)
+        """`spec`: without tensors, with a scale."""
+        own, starts = torch.stack([key, value]), ring.starts(query, spec, documents)
+        ctx.spec, ctx.ring, scale = spec, ring, spec.scale
+        ctx.kernel = ring.kernel_for(query, key, value, seen is not None or spec.window is not None)
         merged: Attended | None = None
-        for step, block in ring.blocks(own, starts):
-            for piece in ring.pieces(step, query.shape[2], causal, starts):
+        for step, block in ring.blocks(own, spec, starts):
+            for piece in ring.pieces(step, query.shape[2], spec, starts):
                 q, (k, v) = query[piece.rows, :, piece.queries], block[:, piece.rows, :, piece.keys]
-                part = ctx.kernel.attend(q, k, v, ring.bias(mask, step, query), piece.causal, scale)
+                part = ctx.kernel.attend(q, k, v, ring.bias(piece, spec, seen, step, query), piece.causal, scale)
                 if merged is not None:
                     _merge(merged, part, piece)
                 elif part.sums.shape == query.shape[:3]:
@@ -63,25 +68,26 @@ class _AroundRing(torch.autograd.Function):
         assert merged is not None, "a rank's first block is its own"
         out = merged.out.to(query.dtype)
         # All by this word: what hangs on ctx itself stays there, also where the layer is computed again.
-        ctx.save_for_backward(query, key, value, mask, starts, out, merged.sums, *merged.seeds)
+        ctx.save_for_backward(query, key, value, seen, documents, out, merged.sums, *merged.seeds)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, mask, starts, out, sums, *seeds = ctx.saved_tensors
-        ring, kernel = ctx.ring, ctx.kernel
+        query, key, value, seen, documents, out, sums, *seeds = ctx.saved_tensors
+        spec, ring, kernel = ctx.spec, ctx.ring, ctx.kernel
+        starts = ring.starts(query, spec, documents)
         gradient = gradient.contiguous()  # a sum's gradient is an expanded number, which kernels refuse
         own = torch.stack([key, value])
         dq = torch.zeros_like(query, dtype=sums.dtype)
         home = _Home(ring, own, sums.dtype, straight=starts is not None)
-        for step, block in ring.blocks(own, starts):
+        for step, block in ring.blocks(own, spec, starts):
             dblock: Tensor | None = None
-            for piece in ring.pieces(step, query.shape[2], ctx.causal, starts):
+            for piece in ring.pieces(step, query.shape[2], spec, starts):
                 at = (piece.rows, slice(None), piece.queries)
                 whole, (k, v) = Attended(out[at], sums[at], tuple(seeds)), block[:, piece.rows, :, piece.keys]
-                bias = ring.bias(mask, step, query)
-                more = kernel.gradients(gradient[at], query[at], k, v, whole, bias, piece.causal, ctx.scale)
+                bias = ring.bias(piece, spec, seen, step, query)
+                more = kernel.gradients(gradient[at], query[at], k, v, whole, bias, piece.causal, spec.scale)
                 dq[at] += more[0]
                 if dblock is None:
                     dblock = home.block()  # behind a product, under which it has come
@@ -89,7 +95,7 @@ class _AroundRing(torch.autograd.Function):
                 dblock[1, piece.rows, :, piece.keys] += more[2]
             home.leave(step, home.block() if dblock is None else dblock)
         dk, dv = home.sum().to(key.dtype)
-        return dq.to(query.dtype), dk, dv, None, None, None, None, None
+        return dq.to(query.dtype), dk, dv, None, None, None, None
 
 
 def _merge(merged: Attended, part: Attended, piece: Piece) -> None:
@@ -114,42 +120,47 @@ class RingAttention(CutContext):
         numbers = self.chunks(self.index if index is None else index)
         return tuple(range(number * chunk, (number + 1) * chunk) for number in numbers)
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
-        scale: float | None,
-    ) -> Tensor:  # fmt: skip
-        assert dropout == 0, "config refuses dropout inside of a ring"
-        starts: Tensor | None = None
-        if mask is not None and keeps_documents(mask):
-            starts, mask, causal = None if mask.is_meta else mask.cpu(), None, True
-        assert mask is None or not causal, "a mask of padding, where all tokens are seen, or of documents"
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        attended: Tensor = _AroundRing.apply(query, key, value, mask, starts, causal, scale, self)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        spec.only("causal", "window", "scale", "documents", "seen", by="a ring")
+        spec = spec.within(query.shape[TOKENS] * self.size)
+        documents = None if spec.documents is None or spec.documents.is_meta else spec.documents.cpu()
+        scale = query.shape[-1] ** -0.5 if spec.scale is None else spec.scale
+        alone = replace(spec, scale=scale, seen=None, documents=None)
+        attended: Tensor = _AroundRing.apply(query, key, value, spec.seen, documents, alone, self)
         return attended
 
     def kernel_for(self, query: Tensor, key: Tensor, value: Tensor, masked: bool) -> Kernel:
         """The kernel of every piece."""
         return kernel_of(query, key, value, masked, self.mesh.device_type)
 
-    def pieces(self, step: int, count: int, causal: bool, starts: Tensor | None) -> Iterator[Piece]:
+    def starts(self, query: Tensor, spec: AttentionSpec, documents: Tensor | None) -> np.ndarray | None:
+        """The place [B, T] at which each token's document begins; a row of a window without documents is one."""
+        if documents is not None or spec.window is None:
+            return None if documents is None else documents.numpy()
+        return np.zeros((query.shape[0], query.shape[TOKENS] * self.size), dtype=np.int64)
+
+    def pieces(self, step: int, count: int, spec: AttentionSpec, starts: np.ndarray | None) -> Iterator[Piece]:
         """The queries and the block's keys that see each other at a step, of `count` each."""
         rows, whole, chunk = slice(None), slice(0, count), count // 2
         source = (self.index - step) % self.size
         if starts is not None:
-            yield from pieces_of(starts, chunk, self.chunks(self.index), self.chunks(source))
-        elif not causal or step == 0:
-            yield Piece(rows, whole, whole, causal)
+            yield from pieces_of(starts, chunk, self.chunks(self.index), self.chunks(source), spec.window)
+        elif not spec.causal or step == 0:
+            yield Piece(rows, whole, whole, spec.causal)
         elif source < self.index:
             yield Piece(rows, whole, slice(0, chunk), False)
         else:
             yield Piece(rows, slice(chunk, count), whole, False)
 
-    def steps(self, starts: Tensor) -> list[int]:
+    def steps(self, starts: np.ndarray, window: int | None) -> list[int]:
         """The steps in which some rank's queries see keys of its block: all ranks say the same."""
         chunk = starts.shape[1] // (2 * self.size)
         # For each chunk the first chunk whose keys some row's queries in it see: the documents that a chunk begins with
-        # reach furthest back.
-        far = (starts[:, ::chunk].amin(0) // chunk).tolist()
+        # reach furthest back, as far as the window of the chunk's first query.
+        begins = starts[:, ::chunk].min(0)
+        if window is not None:
+            begins = np.maximum(begins, np.arange(0, starts.shape[1], chunk) - window + 1)
+        far = (begins // chunk).tolist()
         ranks = range(self.size)
         needed = {0}
         for index in ranks:
@@ -159,9 +170,11 @@ class RingAttention(CutContext):
                     needed.add((index - source) % self.size)
         return sorted(needed)
 
-    def blocks(self, own: Tensor, starts: Tensor | None) -> Iterator[tuple[int, Tensor]]:
+    def blocks(
+        self, own: Tensor, spec: AttentionSpec, starts: np.ndarray | None
+    ) -> Iterator[tuple[int, Tensor]]:  # fmt: skip
         """(step, block of keys and values) of every step; the next one comes while one is used."""
-        steps = list(range(self.size)) if starts is None else self.steps(starts)
+        steps = list(range(self.size)) if starts is None else self.steps(starts, spec.window)
         block = own
         for step, after in zip(steps, [*steps[1:], None], strict=True):
             coming = None
@@ -171,14 +184,20 @@ class RingAttention(CutContext):
             if coming is not None:
                 block = coming.wait()
 
-    def bias(self, mask: Tensor | None, step: int, like: Tensor) -> Tensor | None:
-        """The addend of a step's scores, [B, 1, 1, s] for padding: half the least number where a key is not seen, so
-        that a row that sees none of a block has a finite l, and no part of the output."""
-        if mask is None:
+    def bias(
+        self, piece: Piece, spec: AttentionSpec, seen: Tensor | None, step: int, like: Tensor
+    ) -> Tensor | None:  # fmt: skip
+        """The addend of a piece's scores, [B, 1, 1, s] for padding, [1, 1, t, s] for a window: half the least number
+        where a key is not seen, so that a row that sees none of a block has a finite l, and no part of the output."""
+        if piece.ahead is not None and spec.window is not None:
+            queries, keys = (run.stop - run.start for run in (piece.queries, piece.keys))
+            hidden = outside(spec.window, piece.ahead, queries, keys, like.device)[None, None]
+        elif seen is not None:
+            source = (self.index - step) % self.size
+            hidden = ~seen[..., self.positions(0, seen.shape[-1] // self.size, seen.device, source)]
+        else:
             return None
-        source = (self.index - step) % self.size
-        seen = mask[..., self.positions(0, mask.shape[-1] // self.size, mask.device, source)]
-        return torch.zeros_like(seen, dtype=like.dtype).masked_fill_(~seen, torch.finfo(like.dtype).min / 2)
+        return torch.zeros_like(hidden, dtype=like.dtype).masked_fill_(hidden, torch.finfo(like.dtype).min / 2)
 
     def start(self, block: Tensor, hops: int = 1) -> Moving:
         """Begin to send a block `hops` ranks on, and to receive one from as many ranks before."""

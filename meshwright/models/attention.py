@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.context.spec import AttentionSpec
 from meshwright.models.chain import RunsInContext
 from meshwright.parameters.shard import Initial
 from meshwright.tensor.gelu import gelu
@@ -29,40 +29,37 @@ def split_heads(x: Tensor, heads: int) -> tuple[Tensor, ...]:
 
 
 class AttentionCore(RunsInContext):
-    """softmax(scale · Q Kᵀ + bias + mask) V with dropout on the weights. It has no parameters, and is cheap to compute
-    again."""
+    """Attention by a layer's spec. It has no parameters, and is cheap to compute again."""
 
-    def __init__(self, kit: Kit, dropout: float, scale: float | None = None) -> None:
-        """`scale`: None: 1/√E."""
+    def __init__(self, kit: Kit, spec: AttentionSpec) -> None:
+        """`spec`: without tensors; `dropout`: in training."""
         super().__init__()
-        self.dropout, self.scale = dropout, scale
+        self.spec = spec
         self.own_randomness = kit.own_randomness
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, bias: Tensor | None = None
-    ) -> Tensor:
-        """Q [B, A, T, E]; K, V [B, A, S, E]; mask [B, 1, 1, S]: true where a token is seen; or int64
-        [B, T]: where each token's document begins (context/documents.py). [B, A, T, E].
-
-        bias [1, A, T, S]: is added to the scores; what may not be seen for causality is in it, so `causal` is false.
-        """
+        self, query: Tensor, key: Tensor, value: Tensor, *, documents: Tensor | None = None, seen: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Q [B, A, T, E]; K, V [B, A, S, E]. [B, A, T, E]. The tensors are fields of AttentionSpec; a causal layer's
+        bias hides later tokens itself."""
+        own, follows = self.spec, self.spec.causal and key.shape[2] > query.shape[2]
+        # The kernels' causal mask has no offset for several queries after a cache. A single query sees the whole cache,
+        # which keeps no key that a window hides.
+        assert not follows or query.shape[2] == 1, "only one token at a time can follow a cache"
+        assert not follows or own.window is None or key.shape[2] <= own.window, "a cache keeps a window's keys"
+        causal, window = own.causal and bias is None and not follows, None if follows else own.window
+        dropout = own.dropout if self.training else 0.0
+        spec = AttentionSpec(causal, window, own.scale, dropout, documents, seen, bias)
         # `run` may keep the arguments alone and compute the scores again in the backward pass (recompute: selective).
-        attended: Tensor = self.run(self._attend, query, key, value, mask, causal, bias)
+        attended: Tensor = self.run(self._attend, query, key, value, spec)
         return attended
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, bias: Tensor | None
-    ) -> Tensor:
-        if bias is not None:
-            bias = bias.to(query.dtype)
-            # The least finite number, not -inf: a row in which nothing may be seen would be 0 / 0.
-            mask = bias if mask is None else bias.masked_fill(~mask, torch.finfo(bias.dtype).min)
-        elif mask is not None and mask.is_floating_point():
-            mask = mask.to(query.dtype)  # autocast's queries are narrower than what passes between layers
-        dropout = self.dropout if self.training else 0.0
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """Attend in the context of this rank, with random numbers of its own."""
         # Ranks have different heads of one batch: with a common random stream all heads would drop the same weights.
-        with self.own_randomness(dropout):
-            return self.context.attend(query, key, value, mask, dropout, causal, self.scale)
+        with self.own_randomness(spec.dropout):
+            return self.context.attend(query, key, value, spec.in_dtype(query.dtype))
 
 
 class SelfAttention(nn.Module):
@@ -71,21 +68,20 @@ class SelfAttention(nn.Module):
 
     def __init__(self, model: Transformer, kit: Kit, layer: int, last: Initial, *, causal: bool) -> None:
         super().__init__()
-        self.layer, self.causal = layer, causal
+        self.layer = layer
         self.heads = kit.local_heads(model.heads)
-        self.core = AttentionCore(kit, model.dropout)
+        self.core = AttentionCore(kit, AttentionSpec(causal, dropout=model.dropout))
         self.query_key_value = kit.branches.expand(model.hidden, 3 * model.hidden, Initial(0.02), groups=3)
         self.output = kit.branches.contract(model.hidden, model.hidden, last)
 
-    def forward(self, h: Tensor, mask: Tensor | None, cache: KeyValueCache | None) -> Tensor:
+    def forward(
+        self, h: Tensor, seen: Tensor | None, documents: Tensor | None, cache: KeyValueCache | None
+    ) -> Tensor:  # fmt: skip
         query, key, value = split_heads(self.query_key_value(h), self.heads)  # [B, A, T, E]
         if cache is not None:
-            key, value = cache.extend(self.layer, key, value)
-        # A single query sees the whole cache; a mask of documents is causal itself.
-        causal = self.causal and query.shape[2] > 1 and mask is None
-        # The kernels' causal mask has no offset for several queries after a cache.
-        assert not causal or key.shape == query.shape, "only one token at a time can follow a cache"
-        return self.output(self.core(query, key, value, mask, causal).transpose(1, 2).flatten(2))
+            key, value = cache.extend(self.layer, key, value, self.core.spec.window)
+        attended = self.core(query, key, value, seen=seen, documents=documents)
+        return self.output(attended.transpose(1, 2).flatten(2))
 
 
 class GeluFeedForward(nn.Module, UsesIslands):
@@ -120,11 +116,14 @@ class Block(nn.Module):
         self.feed_forward = GeluFeedForward(model, kit, last, tanh=tanh)
         self.dropout = nn.Dropout(model.dropout)
 
-    def forward(self, h: Tensor, mask: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
-        """[B, T, H]. `mask`: as AttentionCore has it."""
+    def forward(
+        self, h: Tensor, *, seen: Tensor | None = None, documents: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:  # fmt: skip
+        """[B, T, H]. `seen`, `documents`: as AttentionSpec has them."""
         if self.norm_first:
-            h = h + self.dropout(self.attention(self.attention_norm(h), mask, cache))
+            h = h + self.dropout(self.attention(self.attention_norm(h), seen, documents, cache))
             return h + self.dropout(self.feed_forward(self.feed_forward_norm(h)))
-        h = self.attention_norm(h + self.dropout(self.attention(h, mask, cache)))
+        h = self.attention_norm(h + self.dropout(self.attention(h, seen, documents, cache)))
         normed: Tensor = self.feed_forward_norm(h + self.dropout(self.feed_forward(h)))
         return normed

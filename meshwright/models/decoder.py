@@ -15,23 +15,25 @@ from meshwright.models.chain import Chain
 
 @dataclass
 class KeyValueCache:
-    """Keys and values of the tokens seen so far, one pair a block, [B, K, T, E] each; K: heads that have some."""
+    """Keys and values of the tokens seen so far, one pair a block, [B, K, T, E] each; K: heads that have some. Of a
+    layer with a window, those of the window's last tokens."""
 
     layers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    num_tokens: int = 0
+    """Tokens seen so far."""
 
-    @property
-    def num_tokens(self) -> int:
-        return self.layers[0][0].shape[2] if self.layers else 0
-
-    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append to a layer's pair and return the whole pair."""
-        if layer == len(self.layers):
-            self.layers.append((key, value))
-        else:
-            past_key, past_value = self.layers[layer]
+    def extend(self, layer: int, key: Tensor, value: Tensor, window: int | None = None) -> tuple[Tensor, Tensor]:
+        """Append to a layer's pair and return all that the new tokens see. `window`: the layer's."""
+        if layer == 0:
+            self.num_tokens += key.shape[2]
+        if layer < len(self.layers):
             # A new tensor each token: cheap beside a pass's products, and no size need be known ahead.
-            self.layers[layer] = (torch.cat([past_key, key], 2), torch.cat([past_value, value], 2))
-        return self.layers[layer]
+            key, value = (torch.cat(both, 2) for both in zip(self.layers.pop(layer), (key, value), strict=True))
+        # The next token sees itself and window - 1 tokens before it. A copy frees the others' memory.
+        hidden = 0 if window is None else max(0, key.shape[2] - window + 1)
+        kept = (key[:, :, hidden:].clone(), value[:, :, hidden:].clone()) if hidden else (key, value)
+        self.layers.insert(layer, kept)
+        return key, value
 
     def select(self, rows: Tensor | Sequence[int]) -> None:
         """Go on with these rows of the batch, in this order; a row may be named more than once."""

@@ -14,6 +14,7 @@ from meshwright.bits import runs
 from meshwright.bits.blocks import Blocks
 from meshwright.bits.heads import HeadParts
 from meshwright.bits.runs import RunsOfQueries, leaf_of
+from meshwright.context.spec import AttentionSpec
 from meshwright.errors import ConfigError
 from meshwright.ranks.mesh import Mesh
 from tests.bits.cut_layouts import CUT, M2, RUNS, U2, config_of
@@ -72,8 +73,8 @@ def adds_as_they_lie(mesh: Mesh) -> None:
 
 def attends_alone(mesh: Mesh) -> None:
     """All of a rank's queries are one run."""
-    RunsOfQueries.attend_runs = lambda self, query, keys, values, runs, mask, *how: HeadParts.attend(  # type: ignore
-        self, query, keys[0], values[0], mask, *how
+    RunsOfQueries.attend_runs = lambda self, query, keys, values, runs, spec: HeadParts.attend(  # type: ignore
+        self, query, keys[0], values[0], spec
     )
 
 
@@ -98,7 +99,8 @@ def test_runs_of_queries_are_attention(causal: bool, heads: int) -> None:
         return [out, *torch.autograd.grad(out, (query, key, value), gradient)]
 
     whole = F.scaled_dot_product_attention(query, key, value, mask, 0.0, causal, enable_gqa=heads != 8)
-    by_runs = RunsOfQueries(Blocks(head_parts=2, exact=True), 4).attend(query, key, value, mask, 0.0, causal, None)
+    spec = AttentionSpec(causal, seen=mask)
+    by_runs = RunsOfQueries(Blocks(head_parts=2, exact=True), 4).attend(query, key, value, spec)
     for one, other in zip(answers(by_runs), answers(whole), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 

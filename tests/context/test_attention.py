@@ -10,6 +10,7 @@ from torch import Tensor
 from meshwright.context.context import CutContext, Ulysses
 from meshwright.context.kernels import CpuKernel, Kernel
 from meshwright.context.ring import RingAttention
+from meshwright.context.spec import AttentionSpec
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.workers import run_ranks
@@ -36,7 +37,7 @@ def cut(mesh: Mesh, kind: str, causal: bool, masked: bool, fuses: bool) -> tuple
     places = torch.tensor([place for run in context.runs(T) for place in run])
     assert torch.equal(places, context.positions(0, len(places), torch.device("cpu")))
     mine = [x[:, :, places].clone().requires_grad_() for x in (q, k, v)]
-    out = context.attend(*mine, mask if masked else None, 0.0, causal, 0.3)
+    out = context.attend(*mine, AttentionSpec(causal, scale=0.3, seen=mask if masked else None))
     return out.detach(), *torch.autograd.grad(out, mine, gradient[:, :, places]), places
 
 
@@ -67,7 +68,7 @@ def test_causal_ranks_do_the_same_work() -> None:
     """Pairs of a query and a key, by rank: c blocks of half the rank's tokens by all of them, half on the diagonal."""
 
     def pairs(ring: RingAttention, step: int) -> int:
-        (piece,) = ring.pieces(step, 2, True, None)
+        (piece,) = ring.pieces(step, 2, AttentionSpec(causal=True), None)
         all_pairs = (piece.queries.stop - piece.queries.start) * (piece.keys.stop - piece.keys.start)
         return all_pairs // 2 if piece.causal else all_pairs
 

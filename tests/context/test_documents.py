@@ -25,6 +25,7 @@ from meshwright.context.documents import (
 )
 from meshwright.context.kernels import CpuKernel, Efficient, Flash, Kernel, kernel_of
 from meshwright.context.ring import RingAttention
+from meshwright.context.spec import AttentionSpec
 from meshwright.memory.recompute import LiveBytes
 from meshwright.on_device import AsOnDevice
 from meshwright.ranks.grid import Grid
@@ -136,7 +137,7 @@ def attended(mesh: Mesh, way: str, changed: Sequence[tuple[int, int, int]] = ())
     context = context_of(way, mesh)
     places = context.positions(0, T // mesh.size("context"), torch.device("cpu"))
     mine = [x[:, :, places].clone().requires_grad_() for x in inputs]
-    out = context.attend(*mine, starts_of(LENGTHS), 0.0, False, 0.3)
+    out = context.attend(*mine, AttentionSpec(causal=True, scale=0.3, documents=starts_of(LENGTHS)))
     return out.detach(), *torch.autograd.grad(out, mine, gradient[:, :, places]), places
 
 
@@ -195,7 +196,7 @@ def packed(mesh: Mesh) -> list[tuple[Tensor, Tensor]]:
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=0.3, enable_gqa=True)
 
-    at_once = attend_at_once(flash, starts, q, k, v, 0.0, 0.3)
+    at_once = attend_at_once(flash, starts, q, k, v, AttentionSpec(causal=True, scale=0.3))
     return [(at_once, attend_by_document(attend, starts, q, k, v))]
 
 
@@ -229,13 +230,13 @@ def test_short_documents_go_into_blocks() -> None:
 def test_a_ring_takes_the_steps_that_some_document_needs(lengths: Sequence[int], steps: list[int]) -> None:
     """Of 4 ranks and chunks of 8 tokens. Documents that end with chunks need nobody."""
     mesh = planned_mesh(Grid((("context", 4),)), 1, ("context",), "cpu")
-    assert RingAttention(mesh).steps(starts_of([lengths])) == steps
+    assert RingAttention(mesh).steps(starts_of([lengths]).numpy(), None) == steps
 
 
 def sent(mesh: Mesh, lengths: Sequence[int]) -> int:
     shape = (1, 1, 64 // mesh.size("context"), E)
     inputs = [torch.ones(shape, device=mesh.device, requires_grad=True) for _ in range(3)]
-    out = RingAttention(mesh).attend(*inputs, starts_of([lengths]), 0.0, False, None)
+    out = RingAttention(mesh).attend(*inputs, AttentionSpec(causal=True, documents=starts_of([lengths])))
     torch.autograd.grad(out.sum(), inputs)
     return sum(entry.sent_bytes for entry in mesh.ledger.traffic.values())
 
@@ -271,7 +272,7 @@ def test_a_ring_on_a_device_takes_its_fused_kernel(
     mesh = planned_mesh(Grid((("context", 4),)), 1, ("context",), device)
     with AsOnDevice(device, attention), LiveBytes() as live:
         assert type(kernel_of(q, k, v, masked, device)) is kernel
-        out = RingAttention(mesh).attend(q, k, v, mask, 0.0, not masked, None)
+        out = RingAttention(mesh).attend(q, k, v, AttentionSpec(not masked, seen=mask))
         gradients = torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
     assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
     scores = length * length * heads * 4

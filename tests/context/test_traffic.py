@@ -9,6 +9,7 @@ import torch
 
 from meshwright.config import Config
 from meshwright.context.ring import RingAttention
+from meshwright.context.spec import AttentionSpec
 from meshwright.model import rows_of
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.ledger import Ledger
@@ -65,7 +66,7 @@ def test_a_block_comes_under_the_product_before_it() -> None:
     mesh = planned_mesh(Grid((("context", 3),)), 1, ("context",), "cuda", recorder.started)
     inputs = [torch.empty(1, 2, 12, 4, device="meta", requires_grad=True) for _ in range(3)]
     with recorder.program(Ledger()) as made:
-        out = RingAttention(mesh).attend(*inputs, None, 0.0, True, None)
+        out = RingAttention(mesh).attend(*inputs, AttentionSpec(causal=True))
         torch.autograd.grad(out.sum(), inputs)
     under: list[bool] = []
     products: dict[int, int] = {}

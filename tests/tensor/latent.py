@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config import Config
+from meshwright.context.spec import AttentionSpec
 from meshwright.families.gpt.section import Gpt2
 from meshwright.model import Batch, Chunk, Costs, Hidden
 from meshwright.models.attention import AttentionCore
@@ -48,7 +49,7 @@ class LatentAttention(nn.Module):
         self.shared_key = kit.linear("transform", hidden, width, DRAWN)
         self.query = kit.branches.expand(hidden, 2 * hidden, DRAWN)
         self.key_value = kit.branches.expand(hidden, 3 * hidden, DRAWN, bias=False)
-        self.core = AttentionCore(kit, model.dropout)
+        self.core = AttentionCore(kit, AttentionSpec(causal=True, dropout=model.dropout))
         self.output = kit.branches.contract(2 * hidden, hidden, DRAWN)
         self.gate = kit.linear("transform", width, hidden, DRAWN)
 
@@ -58,7 +59,7 @@ class LatentAttention(nn.Module):
         own, value = self.key_value(latent).unflatten(-1, (self.heads, -1)).split((self.width, 2 * self.width), -1)
         shared = self.enter(self.shared_key(h), self.all_heads)  # [B, T, A, E]
         key = torch.cat([own, shared * places.to(h.dtype).div(7).cos()[:, None, None]], -1)
-        attended = self.core(*(x.transpose(1, 2) for x in (query, key, value)), None, True).transpose(1, 2)
+        attended = self.core(*(x.transpose(1, 2) for x in (query, key, value))).transpose(1, 2)
         return self.output(attended.flatten(2)) * self.gate(self.leave(own * shared)).tanh()
 
 

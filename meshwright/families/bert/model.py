@@ -96,7 +96,7 @@ class BERT(Chain):
     def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
         # Padding is hidden from every token; what padding itself sees is read by nobody.
         seen = batch["mask"].flatten(0, -2).bool()[:, None, None, :]  # [B, 1, 1, T]
-        return (block(*hidden, seen),)
+        return (block(*hidden, seen=seen),)
 
     def final_states(self, hidden: Hidden) -> Tensor:
         (h,) = hidden

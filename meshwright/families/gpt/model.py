@@ -51,14 +51,14 @@ class GPT(Decoder):
         return (self.dropout(self.tokens(tokens) + self.positions(positions)),)  # [B, T, H]
 
     def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
-        return (block(*hidden, batch.get("documents")),)
+        return (block(*hidden, documents=batch.get("documents")),)
 
     def hidden(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         start = cache.num_tokens if cache is not None else 0
         positions = self.context.positions(start, tokens.shape[1], tokens.device)
         (h,) = self.embed({"tokens": tokens, "positions": positions})
         for block in self.blocks.values():
-            h = block(h, None, cache)
+            h = block(h, cache=cache)
         return self.final_states((h,))
 
     @staticmethod

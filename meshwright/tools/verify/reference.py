@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from meshwright.config import Config
 from meshwright.config.schema import ScheduleSection
 from meshwright.context.context import Context
+from meshwright.context.spec import AttentionSpec
 from meshwright.model import IGNORED, SAMPLES, Batch
 from meshwright.models.chain import make_chain
 from meshwright.parameters.shard import Initial
@@ -35,15 +36,17 @@ _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfl
 class MaskedSequences(Context):
     """Whole sequences in one attention, whose documents a mask of T x T keeps apart: layouts never make one."""
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
-        scale: float | None,
-    ) -> Tensor:  # fmt: skip
-        if mask is not None and mask.dtype == torch.int64:
-            starts = mask.to(query.device)
-            mask = (starts[:, :, None] == starts[:, None, :]).tril().unsqueeze(1)
-        grouped = query.shape[1] != key.shape[1]
-        return F.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        mask, causal = spec.mask, spec.causal
+        if spec.documents is not None:
+            starts = spec.documents.to(query.device)
+            mask, causal = (starts[:, :, None] == starts[:, None, :]).tril().unsqueeze(1), False
+        if spec.window is not None:
+            near = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril().triu(1 - spec.window)
+            mask, causal = near if mask is None else mask & near, False
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, spec.dropout, causal, scale=spec.scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
 
 
 class Reference:

@@ -31,6 +31,7 @@ ALLOWED = {
     "meshwright.config.Config", "meshwright.config.schema.ScheduleSection",
     "meshwright.models.chain.make_chain",
     "meshwright.context.context.Context", "meshwright.models.attention.AttentionCore",  # documents by a mask of its own
+    "meshwright.context.spec.AttentionSpec",
     "meshwright.parameters.role.Role", "meshwright.parameters.shard.Initial", "meshwright.parameters.shard.ONES",
     "meshwright.registry.load_entry",
     "meshwright.tensor.copies.HeadGroups", "meshwright.tensor.head.HeadShape", "meshwright.tensor.router.ExpertsShape",
