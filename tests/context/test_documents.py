@@ -31,18 +31,8 @@ from meshwright.on_device import AsOnDevice
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
-from tests.context.documents import LENGTHS, SOLO, starts_of
+from tests.context.documents import LENGTHS, SOLO, E, T, operands, starts_of
 from tests.workers import run_ranks
-
-A, K, T, E = 4, 2, 48, 8
-
-
-def operands(dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Tensor]:
-    """Q, K, V, of which two queries share each key; the output's gradient."""
-    generator = torch.Generator().manual_seed(5)
-    shapes = [(len(LENGTHS), heads, T, E) for heads in (A, K, K, A)]
-    *inputs, gradient = (torch.randn(shape, dtype=dtype, generator=generator) * 2 for shape in shapes)
-    return inputs, gradient
 
 
 def one_by_one(mesh: Mesh) -> list[Tensor]:

@@ -27,8 +27,7 @@ from meshwright.on_device import AsOnDevice
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
-from tests.context.documents import LENGTHS, SOLO, starts_of
-from tests.context.test_documents import E, T, operands
+from tests.context.documents import LENGTHS, SOLO, E, T, operands, starts_of
 from tests.workers import run_ranks
 
 WAYS = {"whole": 1, "heads": 1, "runs": 1, "ulysses": 2, "ring 2": 2, "ring 3": 3, "ring tiles": 4, "gathered": 2}

@@ -22,7 +22,7 @@ from tests.bits.runs import ended
 from tests.checkpoint.states import Leg, run_leg, whole
 from tests.harness import build
 from tests.oracle.run import train_step
-from tests.tools.plan.test_counts import check as check_counts
+from tests.tools.plan.checked import check as check_counts
 from tests.tools.verify.cases import config_for, verdict_of
 from tests.workers import run_ranks
 

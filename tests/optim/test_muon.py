@@ -16,7 +16,7 @@ from meshwright.parameters.role import StepRule
 from meshwright.ranks.grid import grid_of_run
 from meshwright.section import with_field
 from tests.checkpoint.states import Leg, run_leg
-from tests.tools.plan.test_counts import check as check_counts
+from tests.tools.plan.checked import check as check_counts
 from tests.tools.verify.cases import config_for, verdict_of
 from tests.workers import run_ranks
 
