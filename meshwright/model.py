@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 IGNORED = -100
 
@@ -97,6 +97,25 @@ class Crossing:
 
 Pieces = Generator[Crossing, Hidden, Hidden]
 """A forward pass in pieces: each is sent (rows that came, *what stayed), and the last returns what the pass returns."""
+
+
+Run = Callable[..., Any]
+"""run(function, *arguments): the function's result; a policy may keep less for the backward pass."""
+
+
+def at_once(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Run the function as it is."""
+    return function(*arguments)
+
+
+class RunsAttention(nn.Module):
+    """A module whose attention a policy may run."""
+
+    run: Run
+
+    def run_by(self, run: Run) -> None:
+        """Have the attention run by `run`."""
+        self.run = run
 
 
 EMBEDDINGS, HEAD = -1, 2**31 - 1

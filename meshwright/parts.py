@@ -21,9 +21,10 @@ from meshwright.config import Config
 from meshwright.context.context import WHOLE_SEQUENCES, Context
 from meshwright.data_parallel.strategy import Synchroniser
 from meshwright.machine import available_memory_bytes
+from meshwright.memory.activations import apply_policy
 from meshwright.memory.offload import Offloaded
-from meshwright.memory.recompute import best_group, groups_of, recomputed
-from meshwright.model import EMBEDDINGS, HEAD, Batch, Chunk, Hidden, Model, rows_of
+from meshwright.memory.section import Group
+from meshwright.model import EMBEDDINGS, HEAD, Batch, Chunk, Hidden, Model, at_once, rows_of
 from meshwright.models.attention import AttentionCore
 from meshwright.models.chain import Chain, ChainPart, chain_of, make_chain
 from meshwright.models.spread_head import SpreadHead
@@ -142,7 +143,7 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
     # buckets. fully_shard needs real tensors.
     kit = build_kit(config, replace(mesh, empty=not config.layout.data.strategy.whole))
     model = build_model(config, kit, mesh, Chunk.union(chunks))
-    recompute_in(config, model, chunks)
+    apply_policy(config, mesh, model, chunks)
     if config.compile == "islands" and mesh.device.type != "meta":
         islands = compiled_islands()
         for module in model.modules():
@@ -176,7 +177,7 @@ def plan_stages(config: Config, mesh: Mesh) -> Stages:
         there = planned_mesh(mesh.grid, fellow, mesh.token_axes)
         kit = build_kit(config, there)
         model = build_model(config, kit, there, Chunk.union(stages.of(stage)))
-        model.groups = tuple(chunk.layers for chunk in stages.of(stage))
+        model.run_groups([Group(chunk.layers, wrapped=False) for chunk in stages.of(stage)], at_once)
         for module in model.modules():
             if isinstance(module, AttentionCore):
                 module.run = attended_form
@@ -276,22 +277,6 @@ def empty_batch(config: Config, kit: Kit, model: Chain, device: torch.device, ro
     return rank_part(zeros, kit, model)
 
 
-def recompute_in(config: Config, model: Chain, chunks: Sequence[Chunk]) -> None:
-    """Set which groups of the model's layers are recomputed. `chunks`: those of the model."""
-    setting = config.memory.recompute
-    model.groups = tuple(chunk.layers for chunk in chunks)
-    if setting == "selective":
-        for module in model.modules():
-            if isinstance(module, AttentionCore):
-                module.run = recomputed
-    elif setting != "none":
-        model.run_group = partial(recomputed, keeps=True) if setting == "ops" else recomputed
-        model.keeps_rows = config.layout.data.in_pieces
-        model.groups = tuple(
-            group for chunk in chunks for group in groups_of(chunk.layers, recomputed_group(config, len(chunk.layers)))
-        )
-
-
 FLASH_ATTENTION = {9: ("FA3", "flash_attn_interface"), 10: ("FA4", "flash_attn.cute")}
 """By major compute capability: torch's name of the FlashAttention written for it, and the package that has it."""
 
@@ -304,15 +289,6 @@ def use_flash_attention(device: torch.device) -> None:
         from torch.nn.attention import activate_flash_attention_impl
 
         activate_flash_attention_impl(name)
-
-
-def recomputed_group(config: Config, stage_layers: int) -> int:
-    """The number of layers recomputed together in a chunk of `stage_layers`."""
-    setting = config.memory.recompute
-    assert setting not in ("none", "selective"), f"memory.recompute={setting} has no groups"
-    if setting == "ops" or config.layout.data.in_pieces:
-        return 1
-    return best_group(stage_layers, config.model.num_blocks) if setting == "auto" else int(setting)
 
 
 def rule_of(config: Config) -> ScheduleRule:

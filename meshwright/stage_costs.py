@@ -22,6 +22,7 @@ from torch import nn
 from meshwright.config import Config
 from meshwright.launch import Rank, Ranks, joined, run
 from meshwright.machine import usable_cores
+from meshwright.memory.activations import apply_policy
 from meshwright.memory.offload import state_bytes
 from meshwright.memory.recompute import LiveBytes
 from meshwright.model import SAMPLES, Batch, Chunk, Costs, Hidden, links
@@ -39,7 +40,6 @@ from meshwright.parts import (
     multiplies_in,
     placement_of,
     plan_stages,
-    recompute_in,
     rule_of,
 )
 from meshwright.pipeline.partition import fastest
@@ -118,7 +118,7 @@ def microbatch_bytes(config: Config, device: str, attention: Attention) -> list[
         mesh = meshes[stages.placement.stage_of[position]]
         kit = build_kit(config, mesh)
         model = build_model(config, kit, mesh, chunk)
-        recompute_in(config, model, (chunk,))
+        apply_policy(config, replace(mesh, stands_for=device), model, (chunk,))
         inner = tuple((split_name(name)[1], x.shape) for name, x in model.named_parameters())
         key = inner, chunk.last  # chunks of the same layers hold the same
         if key not in known:

@@ -105,7 +105,7 @@ needs_one_axis_of_replicas = _refused(
 )
 needs_one_forward_pass = _refused(
     "memory.recompute",
-    lambda config: config.memory.recompute != "none",
+    lambda config: config.memory.policy.recomputes,
     "gathers weights in hooks of its own, which memory.recompute would call twice",
     "zero1, allreduce, or memory.recompute=none",
 )

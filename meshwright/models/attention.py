@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.context.context import WHOLE_SEQUENCES, Context
-from meshwright.models.chain import Run, at_once
+from meshwright.model import Run, RunsAttention, at_once
 from meshwright.parameters.shard import Initial
 from meshwright.tensor.gelu import gelu
 from meshwright.tensor.islands import UsesIslands
@@ -29,7 +29,7 @@ def split_heads(x: Tensor, heads: int) -> tuple[Tensor, ...]:
     return tuple(part.transpose(1, 2) for part in x.unflatten(-1, (heads, -1)).unbind(2))
 
 
-class AttentionCore(nn.Module):
+class AttentionCore(RunsAttention):
     """softmax(scale · Q Kᵀ + bias + mask) V with dropout on the weights. It has no parameters, and is cheap to compute
     again."""
 
@@ -49,7 +49,7 @@ class AttentionCore(nn.Module):
 
         bias [1, A, T, S]: is added to the scores; what may not be seen for causality is in it, so `causal` is false.
         """
-        # `run` may keep the arguments alone and compute the scores again in the backward pass (recompute: selective).
+        # `run` may keep the arguments alone and compute the scores again in the backward pass (memory.recompute).
         attended: Tensor = self.run(self._attend, query, key, value, mask, causal, bias)
         return attended
 

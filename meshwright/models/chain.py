@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 
 from meshwright.context.context import WHOLE_SEQUENCES, Context
-from meshwright.model import EMBEDDINGS, HEAD, Batch, Chunk, Costs, Hidden, Pieces, Scales
+from meshwright.memory.section import Group
+from meshwright.model import EMBEDDINGS, HEAD, Batch, Chunk, Costs, Hidden, Pieces, Run, Scales, at_once
 from meshwright.parameters.shard import ShardSpec, num_parameters
 from meshwright.registry import load_entry
 from meshwright.tensor.kit import Kit
@@ -19,21 +20,12 @@ if TYPE_CHECKING:
     from meshwright.config import Config
     from meshwright.tensor.head import TableHead
 
-Run = Callable[..., Any]
-"""run(function, *arguments): the function's result; recomputation keeps less for the backward pass."""
-
-
 RunPart = Callable[..., Any]
 """run_part(part, function, *arguments): the function's result. `part`: a layer's number, EMBEDDINGS or HEAD."""
 
 
 def run_directly(part: int, function: Callable[..., Any], *arguments: Any) -> Any:
     """Run a part of the chain whose weights need not be gathered."""
-    return function(*arguments)
-
-
-def at_once(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run the function without recomputation."""
     return function(*arguments)
 
 
@@ -53,14 +45,22 @@ class Chain(nn.Module, ABC):
         self.chunk = chunk
         self.context: Context = WHOLE_SEQUENCES
         """The tokens of the batches' sequences that this rank holds."""
-        self.groups: tuple[Sequence[int], ...] = (chunk.layers,)
-        """The chunk's layers, in groups that are run by `run_group`. None reaches from one chunk of a stage into
-        another."""
+        self.groups: tuple[Group, ...] = (Group(chunk.layers, wrapped=False),)
+        """The chunk's layers in groups. None reaches from one chunk of a stage into another."""
         self.run_group: Run = at_once
+        """Runs the wrapped groups."""
         self.keeps_rows = False
         """Whether a recomputed layer keeps the rows that other ranks have sent it, so that each part of it is computed
         again by itself."""
         self.run_part: RunPart = run_directly
+
+    def run_groups(self, groups: Sequence[Group], run: Run, *, keeps_rows: bool = False) -> None:
+        """Run the layers in these groups, the wrapped groups by `run`. keeps_rows: see the attribute."""
+        self.groups, self.run_group, self.keeps_rows = tuple(groups), run, keeps_rows
+
+    def run_of(self, group: Group) -> Run:
+        """Return the function that runs a group."""
+        return self.run_group if group.wrapped else at_once
 
     def forward(self, batch: Batch, scales: Scales, incoming: Hidden = (), chunk: Chunk | None = None) -> Hidden:
         """Compute the tensors for the next chunk or, at the chain's end, (the sum of the scaled losses,).
@@ -101,8 +101,8 @@ class Chain(nn.Module, ABC):
         for group in self.groups:
             # A rank's groups are of all its chunks; those of the chunk that runs begin in it, since no group reaches
             # over.
-            if group and group[0] in chunk.layers:
-                hidden = self.run_group(partial(self._layers, group, batch), hidden)
+            if group.layers and group.layers[0] in chunk.layers:
+                hidden = self.run_of(group)(partial(self._layers, group.layers, batch), hidden)
         return hidden
 
     def _layers(self, group: Sequence[int], batch: Batch, hidden: Hidden) -> Hidden:

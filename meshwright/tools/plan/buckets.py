@@ -253,6 +253,7 @@ def memory_of(
         activations,
         most - activations,
         context_bytes,
+        host=peak.host_bytes,
     )
 
 
