@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from meshwright.model import Chunk, Hidden
+from meshwright.memory.section import Group
+from meshwright.model import Chunk, Hidden, at_once
 from meshwright.models.chain import Chain
 from meshwright.parameters.shard import ShardSpec, shard_specs
 from meshwright.pipeline.stages import Stages, chunks_of, placement_of
@@ -38,7 +39,7 @@ def plan_stages(config: Config, mesh: Mesh) -> Stages:
         there = planned_mesh(mesh.grid, fellow, mesh.token_axes)
         kit = build_kit(config, there)
         model = build_model(config, kit, there, Chunk.union(stages.of(stage)))
-        model.run_in_groups([chunk.layers for chunk in stages.of(stage)])
+        model.run_groups([Group(chunk.layers, wrapped=False) for chunk in stages.of(stage)], at_once)
         model.run_attention_by(attended_form)
         # A name of an earlier stage again: a tied table, or the head's table cut over stages.
         own = shard_specs(model).items()

@@ -96,14 +96,14 @@ class Crossing:
 
 
 Run = Callable[..., Any]
-"""run(function, *arguments): the function's result; recomputation keeps less for the backward pass."""
+"""run(function, *arguments): the function's result; a policy may keep less for the backward pass."""
 
 RunPart = Callable[..., Any]
 """run_part(part, function, *arguments): the function's result. `part`: a layer's number, EMBEDDINGS or HEAD."""
 
 
 def at_once(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run the function without recomputation."""
+    """Run the function unchanged."""
     return function(*arguments)
 
 

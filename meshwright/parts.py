@@ -7,7 +7,7 @@ these passes in order:
 | pass                    | gives a model                                             | if                      |
 |-------------------------|-----------------------------------------------------------|-------------------------|
 | context.open.attach     | the tokens of other ranks, in attention                   | always, with the values |
-| memory.recompute.apply  | groups of layers that a backward pass runs again          | memory.recompute        |
+| memory.apply_policy     | groups of layers that a backward pass runs again          | memory.recompute        |
 | tensor.islands.apply    | compiled functions                                        | compile: islands        |
 | data_parallel.assembly  | parameters in buckets; parts that wait for new values     | always                  |
 | parameters.shard        | one place where all layers add up gradients               | always                  |
@@ -31,7 +31,7 @@ from meshwright.config import Config
 from meshwright.data_parallel.assembly import build_strategy
 from meshwright.data_parallel.strategy import Synchroniser
 from meshwright.machine import available_memory_bytes
-from meshwright.memory import recompute
+from meshwright.memory.activations import apply_policy
 from meshwright.memory.offload import Offloaded
 from meshwright.model import Batch, Chunk, Model, rows_of
 from meshwright.models.chain import Chain, ChainPart, first_trained
@@ -114,8 +114,7 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
     # buckets.
     kit = build_kit(config, replace(mesh, empty=True))
     model = build_model(config, kit, mesh, Chunk.union(chunks))
-    model.run_in_groups([chunk.layers for chunk in chunks])
-    recompute.apply(config, model, chunks)
+    apply_policy(config, mesh, model, chunks)
     if config.compile == "islands" and not planned:
         islands.apply(model)
     exact = load_entry(LAYOUT_FREE)(config, mesh, model.inside) if config.bits.layout_free else None

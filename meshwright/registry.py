@@ -1,19 +1,20 @@
 """The registry: every strategy under its name, ours and those that other packages bring. No torch.
 
-| group      | an entry is                                                       |
-|------------|-------------------------------------------------------------------|
-| models     | a subclass of models/section.py's Network                         |
-| tensor     | a subclass of tensor/section.py's TensorSection                   |
-| data       | a subclass of data/section.py's DataSection                       |
-| schedules  | a ScheduleRule (pipeline/schedule.py)                             |
-| contexts   | a ContextKind of context/section.py                               |
-| syncs      | a Sync of data_parallel/section.py                                |
-| optimizers | an Update of optim/section.py                                     |
-| sinks      | a Sink of training/sinks.py                                       |
-| metrics    | a Metric of training/metric.py, in every run that knows of it     |
-| convert    | a subclass of convert/family.py's Family, by `model.family`       |
-| eval       | a Task of tools/evaluate/tasks.py                                 |
-| submit     | a subclass of tools/submit/job.py's Engine                        |
+| group        | an entry is                                                   |
+|--------------|---------------------------------------------------------------|
+| models       | a subclass of models/section.py's Network                     |
+| tensor       | a subclass of tensor/section.py's TensorSection               |
+| data         | a subclass of data/section.py's DataSection                   |
+| schedules    | a ScheduleRule (pipeline/schedule.py)                         |
+| contexts     | a ContextKind of context/section.py                           |
+| syncs        | a Sync of data_parallel/section.py                            |
+| activations  | an ActivationPolicy of memory/section.py                      |
+| optimizers   | an Update of optim/section.py                                 |
+| sinks        | a Sink of training/sinks.py                                   |
+| metrics      | a Metric of training/metric.py, in every run that knows of it |
+| convert      | a subclass of convert/family.py's Family, by `model.family`   |
+| eval         | a Task of tools/evaluate/tasks.py                             |
+| submit       | a subclass of tools/submit/job.py's Engine                    |
 
 No run names an entry of the last three: commands load them when they are asked for one, and they may import torch.
 
@@ -85,6 +86,13 @@ OURS: Mapping[str, Mapping[str, str]] = {
         "zero2": "meshwright.data_parallel.section:ZERO2",
         "zero3": "meshwright.data_parallel.section:ZERO3",
     },
+    "activations": {
+        "none": "meshwright.memory.section:NONE",
+        "selective": "meshwright.memory.section:SELECTIVE",
+        "auto": "meshwright.memory.section:AUTO",
+        "ops": "meshwright.memory.section:OPS",
+        "offload": "meshwright.memory.section:OFFLOAD",
+    },
     "sinks": {
         "tensorboard": "meshwright.training.sinks:TENSORBOARD",
         "wandb": "meshwright.training.sinks:WANDB",
@@ -137,6 +145,7 @@ BASES: Mapping[str, str] = {
     "schedules": "meshwright.pipeline.schedule:ScheduleRule",
     "contexts": "meshwright.context.section:ContextKind",
     "syncs": "meshwright.data_parallel.section:Sync",
+    "activations": "meshwright.memory.section:ActivationPolicy",
     "optimizers": "meshwright.optim.section:Update",
     "sinks": "meshwright.training.sinks:Sink",
     "metrics": "meshwright.training.metric:Metric",
@@ -153,6 +162,7 @@ NAMED_BY: Mapping[str, str] = {
     "schedules": "layout.pipeline.schedule",
     "contexts": "layout.context.kind",
     "syncs": "layout.data.sync",
+    "activations": "memory.recompute",
     "optimizers": "optimizer.name",
     "sinks": "metrics.sinks",
 }

@@ -23,7 +23,7 @@ from meshwright.all_stages import plan_stages
 from meshwright.config import Config
 from meshwright.launch import Rank, Ranks, joined, run
 from meshwright.machine import usable_cores
-from meshwright.memory import recompute
+from meshwright.memory.activations import apply_policy
 from meshwright.memory.offload import state_bytes
 from meshwright.memory.recompute import LiveBytes
 from meshwright.model import SAMPLES, Batch, Chunk, Costs, Hidden, links
@@ -39,8 +39,8 @@ from meshwright.rank_model import build_kit, build_model, empty_batch
 from meshwright.ranks.comm import size_bytes
 from meshwright.ranks.grid import PIPE, grid_of_run
 from meshwright.ranks.mailbox import TensorMeta
-from meshwright.ranks.mesh import Mesh, solo_mesh
-from meshwright.ranks.planned import planned_mesh
+from meshwright.ranks.mesh import solo_mesh
+from meshwright.ranks.planned import PlannedMesh, planned_mesh
 from meshwright.tensor.linear import autocasts_of
 from meshwright.tensor.router import Router
 from meshwright.tensor.serial import SerialKit
@@ -54,7 +54,7 @@ GPU by data sheets: 1,650 of an A100's in bf16, 3,500 of an H100's."""
 TIMED_ROUNDS = 5
 
 
-def first_ranks(config: Config) -> list[Mesh]:
+def first_ranks(config: Config) -> list[PlannedMesh]:
     """The mesh of each stage's first rank, on the meta device. Where ranks of a stage differ, it holds the most."""
     grid = grid_of_run(config)
     origin = grid.coordinates(0)
@@ -112,7 +112,7 @@ def microbatch_bytes(config: Config, device: str, attention: Attention) -> list[
         mesh = meshes[stages.placement.stage_of[position]]
         kit = build_kit(config, mesh)
         model = build_model(config, kit, mesh, chunk)
-        recompute.apply(config, model, (chunk,))
+        apply_policy(config, replace(mesh, stands_for=device), model, (chunk,))
         inner = tuple((split_name(name)[1], x.shape) for name, x in model.named_parameters())
         key = inner, chunk.last  # chunks of the same layers hold the same
         if key not in known:

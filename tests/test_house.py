@@ -92,6 +92,7 @@ ROOMS = {
     "contexts": {"context"},
     "syncs": {"data_parallel"},
     "optimizers": {"optim"},
+    "activations": {"memory"},
     "data": {"data", "families"},
     "sinks": {"training"},
     "metrics": {"training"},
@@ -100,6 +101,9 @@ ROOMS = {
 
 OTHER_WORDS = {
     ("none", ""),  # of offload, recompute, the launcher: no tensor section
+    ("auto", ""),  # of what a run decides
+    ("selective", "tools/plan/foreign.py"),  # other programs' word
+    ("offload", "tools/plan/page.py"), ("offload", "tools/verify/job.py"),  # of the optimizer's states
     ("megatron", "families/bert/model.py"), ("megatron", "families/bert/convert.py"),  # where BERT's norms are
     ("tensorboard", "config/schema.py"),  # a field of version 0.1.0
     ("tensorboard", "tools/doctor.py"),  # a package
@@ -271,3 +275,45 @@ def test_attributes_of_finished_modules_are_written_by_their_own_methods() -> No
 )
 def test_a_planted_write_is_seen(planted: str) -> None:
     assert written_from_outside(ast.parse(planted))
+
+
+def told_policies(source: str, file: str) -> Iterator[str]:
+    """Yield the places at which a file tells values of memory.recompute apart."""
+    if file.split("/", maxsplit=1)[0] == "memory":
+        return
+    for node in ast.walk(ast.parse(source)):
+        told: list[ast.AST] = []
+        if isinstance(node, ast.Compare):
+            told = [node.left, *node.comparators]
+        elif isinstance(node, ast.Match):
+            told = [node.subject]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+            told = [node.args[0]]
+        elif isinstance(node, ast.Subscript):
+            told = [node.slice]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
+            told = list(node.args[:1])
+        inner = (part for one in told for part in ast.walk(one))
+        if any(isinstance(part, ast.Attribute) and part.attr == "recompute" for part in inner):
+            yield f"{file}:{node.lineno}"
+
+
+def test_an_activation_policy_is_treated_by_its_facts() -> None:
+    """No file outside of memory/ compares the word; what is computed again, kept or moved are facts of the policy."""
+    assert [found for file in FILES for found in told_policies((PACKAGE / file).read_text(), file)] == []
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "if config.memory.recompute != KEEPS_ALL: pass",
+        'if memory.recompute in ("auto", "ops"): pass',
+        "again = isinstance(config.memory.recompute, int)",
+        "match config.memory.recompute:\n  case 1: pass",
+        "mode = MODES.get(str(config.memory.recompute))",
+        "share = SHARES[config.memory.recompute]",
+    ],
+)
+def test_a_planted_comparison_of_policies_is_seen(planted: str) -> None:
+    assert [*told_policies(planted, "tools/plan/estimate.py")] == ["tools/plan/estimate.py:1"]
+    assert [*told_policies(planted, "memory/section.py")] == []

@@ -15,6 +15,7 @@ from meshwright.bits.section import Bits
 from meshwright.config.kinds import with_kind
 from meshwright.config.layout import Layout
 from meshwright.data.section import DataSection
+from meshwright.memory.section import KEEPS_ALL, ActivationPolicy, policy_of
 from meshwright.models.section import Network
 from meshwright.ranks.section import Timeout
 from meshwright.registry import default_family, entries
@@ -23,11 +24,13 @@ from meshwright.section import Count, Positive, Section, Share, Size, divisors, 
 if TYPE_CHECKING:
     from meshwright.optim.section import Update
 
+    ActivationName: TypeAlias = str
     OptimizerName: TypeAlias = str
     SinkName: TypeAlias = str
     Model = Network
     Data = DataSection
 else:
+    ActivationName = Literal[tuple(entries("activations"))]
     OptimizerName = Literal[tuple(entries("optimizers"))]
     SinkName = Literal[tuple(entries("sinks"))]
     Model = union_of(entries("models"), "family", default=default_family())
@@ -100,14 +103,19 @@ class Offload(Section):
 class MemorySection(Section):
     """Memory for time: parts of a step that are computed or fetched again rather than kept."""
 
-    recompute: Annotated[Literal["none", "auto", "selective", "ops"] | Positive, BeforeValidator(parse_every)] = "none"
-    """Recompute groups of N layers, near the root of all (auto), attention (selective), all but some products (ops)."""
+    recompute: Annotated[ActivationName | Positive, BeforeValidator(parse_every)] = KEEPS_ALL
+    """The activations that are kept, computed again or moved: a policy, or {every: n} for groups of n layers."""
     offload: Offload = Offload()
     """Master weights and moments in host memory or on disk."""
     empty_cache_every: Count = 0
     """Steps between two returns of the allocator's free memory, which cost time; 0: never."""
     summa: Literal["auto", "gather", "whole", "stream"] = "auto"
     """2-D operands travel whole, weights once a step (gather) or each time (whole), or in panels (stream)."""
+
+    @property
+    def policy(self) -> ActivationPolicy:
+        """The activation policy."""
+        return policy_of(self.recompute)
 
 
 class Restarts(Section):

@@ -50,6 +50,9 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "precision=bf16": ("bf16",),
     "precision=fp16": ("fp16",),
     "memory.recompute=auto": ("gradient_checkpointing", "activation_checkpointing", "recompute_activations"),
+    "memory.recompute=offload": (
+        *("activation_offloading", "enable_activation_offloading", "offload_activations", "cpu_offloading"),
+    ),
     "memory.offload=host": ("cpu_offload", "offload_optimizer"),
     "model.layers={}": ("n_layer", "n_layers", "num_layers", "num_hidden_layers"),
     "model.heads={}": ("n_head", "n_heads", "num_attention_heads"),

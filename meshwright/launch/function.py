@@ -74,7 +74,7 @@ class Ranks:
         grid = grid_of_run(config)
         # torch imports its compiler (1.8 s of a core, a rank) where tensors are on the meta device, as stages are
         # planned, and where activations are recomputed.
-        compiler = layout.pipeline.size > 1 or config.memory.recompute != "none"
+        compiler = layout.pipeline.size > 1 or config.memory.policy.recomputes
         return cls(
             grid.axes,
             transport,

@@ -10,12 +10,10 @@ GELU alone is never recomputed: the next linear keeps its output anyway. `LiveBy
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,43 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.model import Chunk, Run, at_once
-
-if TYPE_CHECKING:
-    from meshwright.config import Config
-
-
-class RunsGroups(Protocol):
-    """A chain whose attention cores and groups of layers a backward pass may run again."""
-
-    def run_attention_by(self, run: Run) -> None: ...
-
-    def run_in_groups(self, groups: Sequence[Sequence[int]], run: Run = at_once, *, keeps_rows: bool = False) -> None:
-        """Run each group of layers by run(function, *arguments)."""
-
-
-def apply(config: Config, model: RunsGroups, chunks: Sequence[Chunk]) -> None:
-    """Let a model recompute groups of its layers, or its attention cores (memory.recompute). `chunks`: the model's."""
-    setting = config.memory.recompute
-    if setting == "none":
-        return
-    if setting == "selective":
-        model.run_attention_by(recomputed)
-        return
-    groups = [
-        group for chunk in chunks for group in groups_of(chunk.layers, recomputed_group(config, len(chunk.layers)))
-    ]
-    run = partial(recomputed, keeps=True) if setting == "ops" else recomputed
-    model.run_in_groups(groups, run, keeps_rows=config.layout.data.in_pieces)
-
-
-def recomputed_group(config: Config, stage_layers: int) -> int:
-    """Return the number of layers recomputed together in a chunk of `stage_layers`."""
-    setting = config.memory.recompute
-    assert setting not in ("none", "selective"), f"memory.recompute={setting} has no groups"
-    if setting == "ops" or config.layout.data.in_pieces:
-        return 1
-    return best_group(stage_layers, config.model.num_blocks) if setting == "auto" else int(setting)
+from meshwright.model import Run
+from meshwright.ranks.mesh import Mesh
 
 
 class _Keeping(TorchDispatchMode):
@@ -90,12 +53,24 @@ class _Keeping(TorchDispatchMode):
         return result
 
 
-def recomputed(function: Callable[..., Any], *arguments: Any, keeps: bool = False) -> Any:
-    """function(*arguments); keeps only the arguments for the backward pass. `keeps`: the results of some operations,
-    too (`_Keeping`)."""
+def recomputing(mesh: Mesh) -> Run:
+    """Make a run that keeps the arguments alone for the backward pass."""
+    return recomputed
+
+
+def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return function(*arguments); the backward pass computes it again."""
     # torch advises against the reentrant form, which also needs an argument that requires a gradient.
-    if not keeps:
-        return checkpoint(function, *arguments, use_reentrant=False)
+    return checkpoint(function, *arguments, use_reentrant=False)
+
+
+def keeping_operations(mesh: Mesh) -> Run:
+    """Make a run that keeps the results of some operations (`_Keeping`) in addition to the arguments."""
+    return recomputed_in_part
+
+
+def recomputed_in_part(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return function(*arguments); the backward pass computes all but some operations again."""
     kept: deque[Any] = deque()
     return checkpoint(
         function,
@@ -103,18 +78,6 @@ def recomputed(function: Callable[..., Any], *arguments: Any, keeps: bool = Fals
         use_reentrant=False,
         context_fn=lambda: (_Keeping(kept, again=False), _Keeping(kept, again=True)),
     )
-
-
-def groups_of(layers: Sequence[int], every: int) -> tuple[Sequence[int], ...]:
-    """The layers in groups of `every`; the last group may be shorter."""
-    return tuple(layers[start : start + every] for start in range(0, len(layers), every))
-
-
-def best_group(stage_layers: int, network_layers: int) -> int:
-    """The divisor of a stage's layers nearest to √(the network's layers); the smaller of two as near."""
-    # Divisors only: the paper's formula assumes groups of equal length.
-    factors = [size for size in range(1, stage_layers + 1) if stage_layers % size == 0]
-    return min(factors, key=lambda size: abs(size - math.sqrt(network_layers)), default=1)
 
 
 class LiveBytes(TorchDispatchMode):

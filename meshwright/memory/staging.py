@@ -4,7 +4,7 @@ Lanes: copies that run beside the computation, one after the other, in the order
 
 | device | copies from | lane                                                           |
 |--------|-------------|----------------------------------------------------------------|
-| CPU    | any         | a thread                                                       |
+| CPU    | any         | a thread; or none, and copies are made at once                 |
 | GPU    | host        | a stream of its own; order by events, the host never waits     |
 | GPU    | disk        | a thread, with a stream: a page that is not there blocks it    |
 
@@ -19,11 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from meshwright.ranks.comm import Later, Work
+from meshwright.ranks.comm import DONE, Later, Work
 
 
 class Lane:
-    """A lane of one thread, of one stream on a GPU, or of both: then the thread waits for the stream."""
+    """A lane of one thread, of one stream on a GPU, or of both: then the thread waits for the stream. With neither,
+    copies are made at once."""
 
     def __init__(self, device: torch.device, *, threaded: bool) -> None:
         self.device = device
@@ -33,7 +34,9 @@ class Lane:
 
     def submit(self, copy: Callable[[], None]) -> Work:
         if (stream := self._stream) is None:
-            assert self._threads is not None, "a lane of neither a thread nor a stream"
+            if self._threads is None:
+                copy()
+                return DONE
             return Later(self._threads.submit(copy).result)  # which raises what the copy raised
         # Recorded by the caller: in the thread the current stream is another one, and the copy could read too early.
         computed = torch.cuda.current_stream(self.device).record_event()

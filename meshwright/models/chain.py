@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 
 from meshwright.context.context import WHOLE_SEQUENCES, Context
+from meshwright.memory.section import Group
 from meshwright.model import (
     EMBEDDINGS,
     HEAD,
@@ -71,10 +72,10 @@ class Chain(nn.Module, ABC):
         self.chunk = chunk
         self.context: Context = WHOLE_SEQUENCES
         """The tokens of the batches' sequences that this rank holds."""
-        self.groups: tuple[Sequence[int], ...] = (chunk.layers,)
-        """The chunk's layers, in groups that are run by `run_group`. None reaches from one chunk of a stage into
-        another."""
+        self.groups: tuple[Group, ...] = (Group(chunk.layers, wrapped=False),)
+        """The chunk's layers in groups. None reaches from one chunk of a stage into another."""
         self.run_group: Run = at_once
+        """Runs the wrapped groups."""
         self.keeps_rows = False
         """Whether a recomputed layer keeps the rows that other ranks have sent it, so that each part of it is computed
         again by itself."""
@@ -95,11 +96,13 @@ class Chain(nn.Module, ABC):
         for core in self.attention_cores():
             core.run_by(run)
 
-    def run_in_groups(
-        self, groups: Sequence[Sequence[int]], run: Run = at_once, *, keeps_rows: bool = False
-    ) -> None:  # fmt: skip
-        """Run each group of layers by run(function, *arguments). `keeps_rows`: as the attribute has it."""
+    def run_groups(self, groups: Sequence[Group], run: Run, *, keeps_rows: bool = False) -> None:
+        """Run the layers in these groups, the wrapped groups by `run`. keeps_rows: see the attribute."""
         self.groups, self.run_group, self.keeps_rows = tuple(groups), run, keeps_rows
+
+    def run_of(self, group: Group) -> Run:
+        """Return the function that runs a group."""
+        return self.run_group if group.wrapped else at_once
 
     def run_parts_by(self, run: RunPart) -> None:
         """Run each part of the chain by run(part, function, *arguments)."""
@@ -150,8 +153,8 @@ class Chain(nn.Module, ABC):
         for group in self.groups:
             # A rank's groups are of all its chunks; those of the chunk that runs begin in it, since no group reaches
             # over.
-            if group and group[0] in chunk.layers:
-                hidden = self.run_group(partial(self._layers, group, batch), hidden)
+            if group.layers and group.layers[0] in chunk.layers:
+                hidden = self.run_of(group)(partial(self._layers, group.layers, batch), hidden)
         return hidden
 
     def _layers(self, group: Sequence[int], batch: Batch, hidden: Hidden) -> Hidden:

@@ -153,13 +153,15 @@ class RotaryDecoder(Decoder):
 
     def _layers_in_pieces(self, hidden: Hidden, batch: Batch, part: Chunk) -> Pieces:
         rotation, documents = Rotation(batch["cosines"], batch["sines"]), batch.get("documents")
+        groups = {layer: group for group in self.groups for layer in group.layers}
         for layer in part.layers:
+            run_group = self.run_of(groups[layer])
             block = cast(RotaryBlock, self.blocks[str(layer)])
             if not block.has_experts:
-                hidden = self.run_group(partial(self._layers, (layer,), batch), hidden)
+                hidden = run_group(partial(self._layers, (layer,), batch), hidden)
                 continue
             # Each part of the layer is recomputed by itself: what came from other ranks is kept, and travels once.
-            run = partial(self.run_part, layer, self.run_group)
+            run = partial(self.run_part, layer, run_group)
             (rows, *stays), plan = run(block.to_experts, hidden, rotation, documents, batch["places"])
             trade = block.experts.trade_of(plan, rows.device)
             rows, *stayed = yield Crossing(rows, trade.given, trade.taken, tuple(stays))

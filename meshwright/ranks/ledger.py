@@ -46,6 +46,9 @@ class Verb:
 MESSAGE = "message"
 """The verb of a mailbox: a pipeline's message to a neighbour."""
 
+HOST, TO_HOST, FROM_HOST = "host", "copy to host", "copy from host"
+"""In place of axes and verbs, a planned rank's copies between its device and its host's memory. Nothing is sent."""
+
 VERBS: dict[str, Verb] = {
     "all_reduce": Verb("to each", parts=True, passes=2),  # a reduce-scatter and an all-gather
     "reduce_scatter": Verb("to each", parts=True),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshwright.ranks.comm import DONE, Comm, PieceSizes, RankGroup, Sent, SoloComm, Work, size_bytes
 from meshwright.ranks.grid import Grid
-from meshwright.ranks.ledger import MESSAGE
+from meshwright.ranks.ledger import FROM_HOST, HOST, MESSAGE, TO_HOST
 from meshwright.ranks.mailbox import Mailbox, Message, MessageMeta, Side, both_sides, neighbours_of
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.transport import Transport
@@ -115,6 +115,9 @@ class LedgerTransport(Transport):
 
     def comm(self, group: RankGroup) -> Comm:
         return LedgerComm(group, self.observer)
+
+    def host_copy(self, payload_bytes: int, *, to_host: bool) -> Work:
+        return self.observer(HOST, TO_HOST if to_host else FROM_HOST, payload_bytes, None)
 
     def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox:
         return PlannedMailbox(group) if len(group.ranks) > 1 else Mailbox(group.axis)

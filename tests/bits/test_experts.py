@@ -39,6 +39,7 @@ LAYOUTS = {
     "zero1": ("layout.data=3", "layout.data.sync=zero1"),
     "zero3": ("layout.data=4", "layout.data.expert=2", "layout.data.sync=zero3", "batch.micro=1"),
     "stages": ("layout.pipeline=2", "layout.data=2", "layout.data.expert=2"),
+    "inputs in host memory": ("layout.data=2", "layout.data.expert=2", "memory.recompute=offload"),
     "recomputed": ("layout.data=2", "layout.data.expert=2", "memory.recompute=1"),
 }
 

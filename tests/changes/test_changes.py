@@ -30,6 +30,7 @@ FILES = {
     "fp8": 2,
     "metric": 2,
     "optimizer": 2,
+    "policy": 2,
     "schedule": 2,
     "sync": 3,
 }
@@ -41,6 +42,7 @@ AIMS = {
     "fp8": 2,
     "metric": 3,
     "optimizer": 2,
+    "policy": 2,
     "schedule": 3,
     "sync": 3,
 }

@@ -98,7 +98,7 @@ CHOICES: dict[str, list[Any]] = {
     "layout.ranks_per_node": [2, 3, 8],
     "layout.transport": ["threads", "torch"],
     "precision": ["bf16", "fp16", "float64", {"level": "O1", "dtype": "float32"}, {"level": "O0", "dtype": "bf16"}],
-    "memory.recompute": ["selective", "auto", "ops", 1, 2, 90],
+    "memory.recompute": ["selective", "auto", "ops", "offload", 1, 2, 90],
     "memory.offload": [{"to": "host", "bucket": 1000}, {"to": "disk"}, {"bucket": "16M"}],
     "memory.summa": ["gather", "stream"],
     "optimizer.name": ["muon", "sgd", "momentum", "adamw"],

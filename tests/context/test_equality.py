@@ -67,7 +67,7 @@ def test_equals_serial_with_every_sync(sync: str) -> None:
 
 
 @pytest.mark.diagonal
-@pytest.mark.parametrize("recompute", ["auto", "selective", 1])
+@pytest.mark.parametrize("recompute", ["auto", "selective", 1, "offload"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_serial_with_recomputation(kind: str, recompute: str | int) -> None:
     check(run(config_for("gpt2", {"size": 2, "kind": kind}, memory={"recompute": recompute})), serial("gpt2"))

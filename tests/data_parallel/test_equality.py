@@ -31,6 +31,11 @@ def test_equals_serial_in_shard_groups(sync: str, shard: int, serial: tuple) -> 
     check(config_for(sync, 4, layout=layout, batch={"global": 12, "micro": 3 // shard}), serial)  # of one, or three
 
 
+@pytest.mark.parametrize("sync", ["zero3", "server-gradient"])
+def test_equals_serial_with_inputs_in_host_memory(sync: str, serial: tuple) -> None:
+    check(config_for(sync, 2, memory={"recompute": "offload"}), serial)
+
+
 def check(config: Config, serial: tuple) -> None:
     """The config's run against one device's."""
     results = run_ranks(train, Grid(config.layout.axes), config, token_axes=config.layout.token_axes)

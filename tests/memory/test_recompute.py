@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from meshwright.config import Config, parse_config
-from meshwright.memory.recompute import LiveBytes, best_group, groups_of
+from meshwright.memory.recompute import LiveBytes
+from meshwright.memory.section import best_group, groups_of
 from meshwright.parts import Parts
 from meshwright.rank_model import empty_batch
 from meshwright.ranks.comm import size_bytes
@@ -23,7 +24,7 @@ from tests.oracle.run import train_step
 from tests.oracle.tensor import BLOCKS, ONE_D, SEQUENCE
 from tests.workers import run_ranks
 
-SETTINGS = ("auto", 1, 3, "selective", "ops")
+SETTINGS = ("auto", 1, 3, "selective", "ops", "offload")
 LAYERS = 4
 
 Left = tuple[list[float], list[list[Tensor]]]
@@ -88,7 +89,9 @@ def test_no_bit_changes_in_any_model(model: str) -> None:
 def compare(model: str, layout: str) -> None:
     stages, tensor = LAYOUTS[layout]
     # 2-D products are added up in place, so that none is there to be kept.
-    settings = SETTINGS if tensor is WHOLE else ("auto", "selective", *(["ops"] if tensor is not BLOCKS[1] else []))
+    settings = (
+        SETTINGS if tensor is WHOLE else ("auto", "selective", "offload", *(["ops"] if tensor is not BLOCKS[1] else []))
+    )
     configs = [with_setting(config_of(model, stages, tensor), setting) for setting in ("none", *settings)]
     grid, axes = Grid(configs[0].layout.axes), configs[0].layout.token_axes
     groups = [[config] for config in configs] if stages > 1 else [configs]
@@ -103,7 +106,7 @@ def compare(model: str, layout: str) -> None:
 @pytest.mark.parametrize("level, dtype", [("O1", "bf16"), ("O2", "bf16")])
 def test_no_bit_changes_in_half_precision(level: str, dtype: str) -> None:
     config = config_of("gpt2", 1, WHOLE, precision={"level": level, "dtype": dtype})
-    configs = [with_setting(config, setting) for setting in ("none", "auto", "selective", "ops")]
+    configs = [with_setting(config, setting) for setting in ("none", "auto", "selective", "ops", "offload")]
     ((wanted, *others),) = run_ranks(left_by, Grid(config.layout.axes), configs)
     for other in others:
         assert_same_bits(other, wanted)

@@ -67,6 +67,7 @@ def test_equals_serial(name: str) -> None:
     "changes",
     [
         {"memory": {"recompute": 1}},
+        {"memory": {"recompute": "offload"}},
         pytest.param({"memory": {"recompute": "selective"}}, marks=pytest.mark.long),
         pytest.param({"memory": {"recompute": "ops"}}, marks=pytest.mark.long),
     ],

@@ -149,7 +149,7 @@ def _precision_and_memory() -> Iterator[tuple[str, Config]]:
     for name, cut in CUTS.items():
         for level, dtype in (("O0", "float32"), ("O1", "bf16"), ("O2", "bf16"), ("O2", "fp16")):
             yield f"{name} {level} {dtype}", tensor.config_for("gpt2", cut, precision={"level": level, "dtype": dtype})
-    for recompute in ("selective", "auto"):
+    for recompute in ("selective", "auto", "offload"):
         yield f"recompute {recompute}", tensor.config_for("gpt2", CUTS["serial"], memory={"recompute": recompute})
     offload = {"offload": {"to": "host", "bucket": 4096, "chunk": 2}}
     for model in ("gpt2", "transformer", "t5"):

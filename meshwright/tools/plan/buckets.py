@@ -290,6 +290,7 @@ def memory_of(
         activations,
         most - activations,
         context_bytes,
+        host=peak.host_bytes,
     )
 
 

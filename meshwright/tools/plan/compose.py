@@ -10,14 +10,14 @@ A stage of several chunks holds their parameters in common buckets, and does eac
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import pairwise, product
 
 from meshwright.config import Config
 from meshwright.data_parallel.gathering import Walk
-from meshwright.memory.recompute import groups_of, recomputed_group
+from meshwright.memory.section import keeping_all
 from meshwright.model import EMBEDDINGS, HEAD, Chunk
 from meshwright.models.chain import split_name
 from meshwright.pipeline.pipeline import message_forms, sides_of
@@ -51,7 +51,7 @@ class Unit:
 
     def cost(self, kind: TaskKind, which: int, seconds: Seconds) -> Cost:
         costs = [
-            Cost(seconds(program), program.kept_bytes, program.peak_bytes, program.flops)
+            Cost(seconds(program), program.kept_bytes, program.peak_bytes, program.flops, program.host_bytes)
             for program, _ in self.passes(kind, which)
         ]
         return costs[0] if self.smaller is None else costs[0].extended(costs[1], self.layers - 2)
@@ -160,14 +160,11 @@ def compose_stages(config: Config, recordings: Recordings, partition: Sequence[i
     for position, whole in enumerate(chunks_of(partition)):
         stage, incoming = placement.stage_of[position], forms
         units: list[Unit] = []
-        every = 1
-        if config.memory.recompute not in ("none", "selective"):
-            every = recomputed_group(config, len(whole.layers))
-        parts = [Chunk(range(0), True, False)] if whole.first else []
-        parts += [Chunk(group, False, False) for group in groups_of(whole.layers, every)]
-        parts += [Chunk(range(0), False, True)] if whole.last else []
-        for chunk in parts:
-            unit = _unit(config, recordings, chunk, forms)
+        parts = [(config, Chunk(range(0), True, False))] if whole.first else []
+        parts += [(own, Chunk(group, False, False)) for own, group in _groups(config, whole.layers)]
+        parts += [(config, Chunk(range(0), False, True))] if whole.last else []
+        for own, chunk in parts:
+            unit = _unit(own, recordings, chunk, forms)
             forms = unit.recording.outgoing
             units.append(unit)
             number = position // placement.num_stages
@@ -188,6 +185,17 @@ def compose_stages(config: Config, recordings: Recordings, partition: Sequence[i
         )
         for stage, own in enumerate(parameters)
     ]
+
+
+def _groups(config: Config, layers: Sequence[int]) -> Iterator[tuple[Config, Sequence[int]]]:
+    """Yield the layers that are recorded together, with the config by whose policy they run."""
+    policy = config.memory.policy
+    alone = keeping_all(config) if policy.by_groups else config
+    for group in policy.groups(config, layers):
+        if group.wrapped:
+            yield config, group.layers
+        else:
+            yield from ((alone, group.layers[place : place + 1]) for place in range(len(group.layers)))
 
 
 def used(parameter: Parameter, before: Parameter | None, chunk: Chunk, number: int) -> Parameter:
@@ -359,9 +367,11 @@ class Composition:
         like = self.like[stage]
         if like not in self._gathers:
             groups = self.groups(like)
-            recomputes = self.config.memory.recompute not in ("none", "selective")
+            chunks = [[layer for unit in chunk for layer in unit] for chunk in groups]
+            every = (group for own in chunks for group in self.config.memory.policy.groups(self.config, own))
+            again = {layer for group in every if group.wrapped for layer in group.layers}
             # Weights that a part left gathered are found by the next, so the walk depends on the order of parts.
-            self._gathers[like] = gathered_buckets(self.buckets[like], groups, len(self.counts), recomputes)
+            self._gathers[like] = gathered_buckets(self.buckets[like], groups, len(self.counts), again)
         return self._gathers[like][which]
 
     def groups(self, stage: int) -> list[list[list[int]]]:
@@ -388,11 +398,11 @@ def unit_layers(unit: Unit) -> list[int]:
 
 
 def gathered_buckets(
-    buckets: Sequence[PlannedBucket], groups: Sequence[Sequence[Sequence[int]]], places: int, recomputes: bool
+    buckets: Sequence[PlannedBucket], groups: Sequence[Sequence[Sequence[int]]], places: int, again: Collection[int]
 ) -> list[Gathered]:
     """By the microbatch's place, what its tasks gather: the run's own walk, one microbatch after the other.
 
-    `groups`: as Composition.groups has them. `recomputes`: each goes forward again.
+    `groups`: as Composition.groups has them. `again`: layers that go forward again in the backward pass.
     """
     walk, chunks = walk_through(buckets, groups)
     places_gathered: list[Gathered] = []
@@ -408,7 +418,7 @@ def gathered_buckets(
             for group in filter(None, (ends[1], *reversed(units), ends[0])):
                 # A group's last layer goes backward first; a recomputed group then reads its weights forward once more.
                 backward += walk.backward(group[-1]).sent
-                if recomputes and group in units:
+                if group in units and group[0] in again:
                     backward += [index for part in group for index in walk.forward(part).sent]
                 for part in reversed(group[:-1]):
                     backward += walk.backward(part).sent

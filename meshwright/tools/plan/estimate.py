@@ -133,7 +133,7 @@ class Estimates:
 
     def recomputes_for_nothing(self, config: Config) -> bool:
         """Whether the layout recomputes attention although the kernel keeps too little (MAX_KEPT_SHARE)."""
-        return config.memory.recompute == "selective" and self.parts.kept_share(config) > MAX_KEPT_SHARE
+        return config.memory.policy.attention and self.parts.kept_share(config) > MAX_KEPT_SHARE
 
     def weights_memory(self, config: Config) -> Memory:
         """Weights, gradients and states of the stage with most parameters. Independent of the order of axes."""
@@ -202,15 +202,16 @@ class Estimates:
     def _work(self, config: Config, shape: StageShape, *, split: bool) -> _Work:
         parts = self.parts.of(config)
         stage = [(parts[place], times) for place, times in shape]
+        policy, again = config.memory.policy, 0.0
         layers = sum(times for timed, times in stage if timed.part.is_layer)
-        again = MIN_RECOMPUTED_SHARE * sum(times * timed.forward for timed, times in stage if timed.part.is_layer)
-        if config.memory.recompute == "selective":
+        if policy.attention:
             again = MIN_RECOMPUTED_SHARE * layers * self.parts.attention_again(config)
+        elif policy.by_groups and not policy.recorded and layers:  # single operations that are kept may leave little
+            forward = sum(times * timed.forward for timed, times in stage if timed.part.is_layer)
+            again = MIN_RECOMPUTED_SHARE * forward * (policy.wrapped_layers(config, layers) / layers)
         return _Work(
             sum(times * timed.forward for timed, times in stage),
-            sum(times * (timed.inputs if split else timed.backward) for timed, times in stage)
-            # Recomputation that keeps some operations' results may be short.
-            + (again if config.memory.recompute not in ("none", "ops") else 0.0),
+            sum(times * (timed.inputs if split else timed.backward) for timed, times in stage) + again,
             sum(times * timed.weights for timed, times in stage) if split else 0.0,
             stage[-1][0].part.outgoing_bytes,
         )

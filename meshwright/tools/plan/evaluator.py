@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.config import Config
 from meshwright.config.layout import ContextParallel, Layout
+from meshwright.memory.section import keeping_all
 from meshwright.registry import entries
 from meshwright.section import divisors, field_of, with_field
 from meshwright.tensor.section import Whole
@@ -181,11 +182,11 @@ class Evaluator:
         if config.layout.pipeline.limit_by_memory:
             return False
         for name in SAVINGS:
-            if field_of(config, name) == "none" or is_fixed(name, self.job.fixed):
+            if field_of(config, name) == SAVINGS[name] or is_fixed(name, self.job.fixed):
                 continue
             # An offloaded optimizer that steps each bucket as it arrives may be faster than one on the device.
-            if self.job.is_known(name, "none") and not (name == OFFLOAD and streams(config)):
-                keeper = with_field(config, name, "none")
+            if self.job.is_known(name, SAVINGS[name]) and not (name == OFFLOAD and streams(config)):
+                keeper = with_field(config, name, SAVINGS[name])
                 if keeper not in full and self.may_fit(keeper):
                     return True
         return False
@@ -224,8 +225,8 @@ class Evaluator:
         self, config: Config, found: SearchState, cutoff: float, full: Collection[Config] = ()
     ) -> tuple[Memory, ...]:
         """The estimated memory of a layout, if it fits and some order of axes may be below `cutoff`; else empty."""
-        recomputes = config.memory.recompute != "none"
-        keeper = with_field(config, "memory.recompute", "none") if recomputes else config
+        recomputes = config.memory.policy.recomputes
+        keeper = keeping_all(config) if recomputes else config
         # The bound without recomputation is asked first: it is lower, and needs no recording of recomputed attention.
         if not self._may_be_fast(keeper, found, cutoff) or self._waits(config, full):
             return ()

@@ -202,8 +202,9 @@ def _torchtitan_words(config: Config, syncs: Mapping[str, str]) -> Iterator[str]
         yield f'pipeline_parallel_schedule = "{"Interleaved1F1B" if layout.pipeline.chunks > 1 else "1F1B"}"'
         yield f"pipeline_parallel_microbatch_size = {config.micro}"
     yield "[activation_checkpoint]"
-    modes = {"none": "none", "selective": "selective", "ops": "selective"}
-    yield f'mode = "{modes.get(str(config.memory.recompute), "full")}"'
+    policy = config.memory.policy
+    mode = "selective" if policy.attention or policy.recorded else "full"
+    yield f'mode = "{mode if policy.recomputes else "none"}"'
 
 
 def _megatron_words(config: Config, syncs: Mapping[str, str]) -> Iterator[str]:
@@ -223,9 +224,9 @@ def _megatron_words(config: Config, syncs: Mapping[str, str]) -> Iterator[str]:
         yield f"--expert-model-parallel-size {layout.data.expert}"
     if flag := syncs.get(layout.data.sync):
         yield flag
-    if config.memory.recompute == "selective":
+    if config.memory.policy.attention:
         yield "--recompute-granularity selective"
-    elif config.memory.recompute != "none":
+    elif config.memory.policy.recomputes:
         yield "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
@@ -235,7 +236,7 @@ def accelerate_words(config: Config, syncs: Mapping[str, str]) -> Iterator[str]:
     yield f"mixed_precision: {config.precision.dtype}"
     yield "fsdp_config:"
     yield f"  fsdp_sharding_strategy: {'HYBRID_SHARD' if hybrid else syncs[config.layout.data.sync]}"
-    yield f"  fsdp_activation_checkpointing: {str(config.memory.recompute != 'none').lower()}"
+    yield f"  fsdp_activation_checkpointing: {str(config.memory.policy.recomputes).lower()}"
     yield f"# per_device_train_batch_size: {config.micro}, gradient_accumulation_steps: {config.num_microbatches}"
 
 

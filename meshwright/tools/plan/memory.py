@@ -11,6 +11,7 @@
 | context       | what the cluster says that a process holds before its first tensor, and libraries' workspaces     |
 | cached        | the allocator's beyond tensors: segments in pieces, memory that was freed (process.py)            |
 | communicators | buffers of NCCL                                                                                   |
+| host          | activations in host memory, of a policy that moves them there: not on the device, so in no total  |
 | read          | other ranks' gradients in memory that ranks share: resident in each, there once, so in no total   |
 """
 
@@ -64,10 +65,12 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Peak:
-    """The most that a stage's tasks keep for microbatches in flight, and the most that is alive at any time."""
+    """The most that a stage's tasks keep for microbatches in flight on the device, the most that is alive there at any
+    time, and the most that is kept in host memory."""
 
     activation_bytes: int
     total_bytes: int
+    host_bytes: int = 0
 
 
 CONTEXT = "the process itself (context)"
@@ -91,6 +94,7 @@ class Memory:
     context: int
     cached: int = 0
     communicators: int = 0
+    host: int = 0
     read: int = 0
 
     @property
@@ -116,12 +120,13 @@ class Memory:
     @property
     def parts(self) -> dict[str, int]:
         """Bytes by part; together they are `total`."""
-        return {part: size for part, size in asdict(self).items() if part != "read"}
+        return {part: size for part, size in asdict(self).items() if part not in ("host", "read")}
 
     @property
     def text(self) -> str:
         """`weights 1.20 GB, gradients 1.20 GB, ...`: the parts that there are."""
         sizes = {CONTEXT if part == "context" else part: size for part, size in self.parts.items()}
+        sizes |= {"in host memory": self.host}
         return ", ".join(f"{part} {bytes_text(size)}" for part, size in sizes.items() if size)
 
 

@@ -46,7 +46,7 @@ WORDS = {
     "micro": "samples of a replica that go through the model together",
     "zero1, zero2, zero3": "replicas hold slices of the optimizer's states; of gradients too; of weights too, as FSDP",
     "recompute": "activations that are not kept, and computed again backward: attention's (selective), or those of as "
-    "many layers at a time as take the least memory (auto)",
+    "many layers at a time as take the least memory (auto); with offload the layers' inputs are in host memory",
     "offload": "the optimizer's states in the host's memory",
     "of peak": "the model's floating-point operations in those that the devices could do at most (MFU)",
     "fits, tight": "tight is what would not fit if a process held as much more than is predicted as was measured",

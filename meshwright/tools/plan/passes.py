@@ -208,12 +208,14 @@ class PipelinePhase:
             busy[span.stage] += span.seconds
         peaks = []
         for costs in begun:
-            live = kept = most = 0
+            live = kept = most = host = most_host = 0
             for cost in costs:
                 most = max(most, live + cost.peak_bytes)  # a task's peak stands on what those before it have kept
                 live += cost.kept_bytes
                 kept = max(kept, live)
-            peaks.append(Peak(kept, most))
+                host += cost.host_bytes
+                most_host = max(most_host, host)
+            peaks.append(Peak(kept, most, most_host))
         chunk_ends = tuple(
             {chunk: end - span.start_seconds for chunk, end in own.items()}
             for own, span in zip(ends, last, strict=True)
@@ -277,6 +279,7 @@ class PipelinePhase:
                 Peak(
                     long.activation_bytes + round(beyond(long.activation_bytes, short.activation_bytes)),
                     long.total_bytes + round(beyond(long.total_bytes, short.total_bytes)),
+                    long.host_bytes + round(beyond(long.host_bytes, short.host_bytes)),
                 )
                 for long, short in zip(longer.peaks, shorter.peaks, strict=True)
             )

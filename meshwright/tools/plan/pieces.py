@@ -46,7 +46,8 @@ def piece_costs(
         share = computed / total if total else 1 / len(pieces)
         kept_bytes = round(share * whole.kept_bytes)
         peak_bytes = max(0, kept_bytes) + round(share * passing_bytes)
-        costs.append(Cost(computed + beside, kept_bytes, peak_bytes, share * whole.flops))
+        host_bytes = round(share * whole.host_bytes)
+        costs.append(Cost(computed + beside, kept_bytes, peak_bytes, share * whole.flops, host_bytes))
     return PieceCosts(tuple(costs), tuple(trades))
 
 

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from meshwright.memory.recompute import LiveBytes, tensors_in
 from meshwright.ranks.comm import Work
-from meshwright.ranks.ledger import Ledger, Traffic
+from meshwright.ranks.ledger import HOST, TO_HOST, Ledger, Traffic
 
 KernelKind = Literal["product", "attention", "special", "random", "norm", "norm back", "cast", "element"]
 LowProducts = Literal["fp8", "mxfp8"]
@@ -70,13 +70,23 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
+class HostCopy:
+    """A copy between the device and its host's memory begins, on a lane of its own."""
+
+    number: int
+    to_host: bool
+    payload_bytes: int
+    times: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class WaitFor:
-    """The rank waits for the end of the collective `Start.number`."""
+    """The rank waits for the end of the collective or of the copy `number`."""
 
     number: int
 
 
-_Event = Kernel | Start | WaitFor
+_Event = Kernel | Start | HostCopy | WaitFor
 
 MemoryEvents = tuple[tuple[int, int], ...]
 """(storage number, bytes) in order; negative bytes: the storage is freed. Numbers are unique within a recording."""
@@ -100,6 +110,12 @@ class Program:
     def flops(self) -> float:
         return sum(event.times * event.flops for event in self.events if isinstance(event, Kernel))
 
+    @cached_property
+    def host_bytes(self) -> int:
+        """Bytes that its end has in host memory and its begin has not."""
+        copies = (event for event in self.events if isinstance(event, HostCopy))
+        return sum(copy.times * copy.payload_bytes * (1 if copy.to_host else -1) for copy in copies)
+
 
 Seconds = Callable[[Program], float]
 
@@ -112,6 +128,7 @@ class Cost:
     kept_bytes: int = 0
     peak_bytes: int = 0
     flops: float = 0.0
+    host_bytes: int = 0
 
     def then(self, other: Cost) -> Cost:
         """The cost of this task and the other after it."""
@@ -121,6 +138,7 @@ class Cost:
             # The second task's peak stands on what the first one left.
             max(self.peak_bytes, self.kept_bytes + other.peak_bytes),
             self.flops + other.flops,
+            self.host_bytes + other.host_bytes,
         )
 
     def extended(self, step: Cost, times: int) -> Cost:
@@ -130,6 +148,7 @@ class Cost:
             self.kept_bytes + times * (self.kept_bytes - step.kept_bytes),
             self.peak_bytes + times * (self.peak_bytes - step.peak_bytes),
             self.flops + times * (self.flops - step.flops),
+            self.host_bytes + times * (self.host_bytes - step.host_bytes),
         )
 
 
@@ -371,10 +390,15 @@ class Recorder(LiveBytes):
             self._row = _Row()
 
     def started(self, axes: str, verb: str, payload_bytes: int, root: int | None) -> Work:
-        """A collective begins (planned.Observer)."""
+        """A collective, or a copy to or from the host, begins (planned.Observer)."""
         self._starts += 1
         self._dropped = None
-        self._write(Start(self._starts, axes, verb, payload_bytes, root, self._ledger.times))
+        times = self._ledger.times
+        self._write(
+            HostCopy(self._starts, verb == TO_HOST, payload_bytes, times)
+            if axes == HOST
+            else Start(self._starts, axes, verb, payload_bytes, root, times)
+        )
         return UnderWay(partial(self._write, WaitFor(self._starts)))
 
     def _write(self, event: _Event) -> None:

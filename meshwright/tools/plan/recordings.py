@@ -20,8 +20,9 @@ from torch import nn
 
 from meshwright.config import Config
 from meshwright.errors import ConfigError
-from meshwright.memory import recompute
-from meshwright.model import EMBEDDINGS, SAMPLES, Chunk, Costs, at_once, links
+from meshwright.memory.activations import run_by_policy
+from meshwright.memory.section import Group
+from meshwright.model import EMBEDDINGS, SAMPLES, Chunk, Costs, links
 from meshwright.models.chain import chain_of, first_trained, make_chain, parameters_of, split_name
 from meshwright.on_device import AsOnDevice
 from meshwright.parameters.bucket import Bucket, make_buckets
@@ -186,17 +187,17 @@ def parameters_in(model: nn.Module) -> tuple[Parameter, ...]:
 
 def _recording_key(config: Config) -> tuple[Hashable, ...]:
     """All of a config that changes a part's programs."""
-    layout, recompute = config.layout, config.memory.recompute
+    layout, policy = config.layout, config.memory.policy
     replicas = layout.data if layout.data.strategy.unplanned else None  # whose forward passes wait for each other
     # Numbers of replicas and of stages change no part: one recording serves them all, which makes a search possible.
     axes = tuple(axis for axis in layout.axes if axis[0] not in (*REPLICA_AXES, PIPE))
-    # The size of recomputed groups is in the chunk already.
-    groups = recompute if recompute in ("none", "selective", "ops") else "groups"
-    # Of a layer that is recomputed rows that came are kept where they come as messages.
-    keeps_rows = layout.data.in_pieces and groups in ("ops", "groups")
+    # The size of groups is in the chunk already.
+    runs = policy.make, policy.attention
+    # Rows that came as messages are kept if groups are run by the policy.
+    keeps_rows = layout.data.in_pieces and policy.by_groups
     return (
         config.model, config.data, layout.layer, axes, config.micro, config.precision.level, config.precision.dtype,
-        config.widens_gradients, groups, keeps_rows, config.memory.summa, rule_of(config).splits, _places(config),
+        config.widens_gradients, runs, keeps_rows, config.memory.summa, rule_of(config).splits, _places(config),
         replicas,
     )  # fmt: skip
 
@@ -214,13 +215,13 @@ def _record(
     learns: bool,
 ) -> Recording:  # fmt: skip
     """Run a part's tasks for each place of a microbatch, on one replica and stage: compose.py adds what these send."""
-    layout = config.layout
+    layout, policy = config.layout, config.memory.policy
     alone = (PIPE,) if layout.data.strategy.unplanned else (*REPLICA_AXES, PIPE)
     grid = Grid(tuple((name, 1 if name in alone else size) for name, size in layout.axes), config.copies)
     mesh = software.mesh(grid, layout.token_axes, on_device.device_type, recorder)
     kit, sync = build_kit(config, mesh), layout.data.strategy
     model = build_model(config, kit, mesh, chunk)
-    recompute.apply(config, model, (chunk,))
+    run_by_policy(config, mesh, model, [Group(chunk.layers, wrapped=policy.by_groups)])
     own = model.named_parameters(), shard_specs(model)
     buckets = list(make_buckets(*own, mesh, _ALL, widens=config.widens_gradients))
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -247,8 +248,8 @@ def _record(
             outgoing = stage.forward(index, given, batch, scales)
         programs[TaskKind.FORWARD].append(replace(recorded(), leads=leads))
         forms = () if chunk.last else tuple(TensorMeta(tuple(x.shape), x.dtype) for x in outgoing)
-        recomputes = model.run_group is not at_once and len(chunk.layers) > 0  # its second pass reads it again
-        holds_input = recomputes or any(x.untyped_storage()._cdata in saved for x in given)
+        reads_again = policy.by_groups and policy.keeps_inputs and len(chunk.layers) > 0
+        holds_input = reads_again or any(x.untyped_storage()._cdata in saved for x in given)
         alive = recorder.live
         del outgoing  # what goes now is what its reader will free, not what autograd keeps
         output_bytes = alive - recorder.live

@@ -40,6 +40,7 @@ from dataclasses import dataclass, field, replace
 from meshwright.config import Config
 from meshwright.data.files import ShowProgress, silent
 from meshwright.errors import ConfigError, Problem
+from meshwright.memory.section import keeping_all
 from meshwright.registry import entries
 from meshwright.section import with_field
 from meshwright.tools.plan.answer import Change, Training
@@ -126,7 +127,7 @@ def layout_text(config: Config) -> str:
     words = [f"micro {config.micro}"]
     words += [f"limit {limit}"] * (limit != "auto")
     words += ["rows to experts as messages"] * data.in_pieces
-    words += [f"recompute {memory.recompute}"] * (memory.recompute != "none")
+    words += [f"recompute {memory.recompute}"] * memory.policy.recomputes
     words += [f"offload {memory.offload.to}"] * (memory.offload.to != "none")
     axes = layout.summary
     if data.strategy.like:
@@ -476,8 +477,8 @@ def without_savings(config: Config) -> Iterator[Config]:
         return
     if memory.offload.to != "none":
         yield with_field(config, "memory.offload.to", "none")
-    if memory.recompute != "none":
-        yield with_field(config, "memory.recompute", "none")
+    if memory.policy.recomputes:
+        yield keeping_all(config)
     if data.strategy.slices:
         for other, sync in entries("syncs").items():
             if other == data.sync:

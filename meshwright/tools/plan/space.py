@@ -40,6 +40,8 @@ from meshwright.config.load import ELSEWHERE, OPEN, value_of_word
 from meshwright.config.rules import RULES, broken_rules
 from meshwright.config.shorthand import in_words
 from meshwright.errors import Problem
+from meshwright.memory.section import FIELD as RECOMPUTE
+from meshwright.memory.section import KEEPS_ALL
 from meshwright.registry import entries
 from meshwright.section import Rule, Section, divisors, field_of, with_field
 from meshwright.tools.plan.cluster import Cluster
@@ -143,11 +145,14 @@ def orders_of(config: Config, job: SearchJob) -> Iterator[Config]:
 def savings(config: Config, job: SearchJob) -> Iterator[Config]:
     """The legal layouts that differ from this one in one further saving of memory: recomputation, or offload."""
     for choice in CHOICES:
-        if choice.field not in SAVINGS or is_fixed(choice.field, job.fixed) or field_of(config, choice.field) != "none":
+        if choice.field not in SAVINGS or is_fixed(choice.field, job.fixed):
+            continue
+        nothing = SAVINGS[choice.field]
+        if field_of(config, choice.field) != nothing:
             continue
         for value in _allowed(choice, config, job):
             saving = with_field(config, choice.field, value)
-            if value != "none" and is_legal(saving):
+            if value != nothing and is_legal(saving):
                 yield saving
 
 
@@ -390,11 +395,9 @@ def _ranks_in_reach(config: Config, job: SearchJob) -> int:
 
 
 OFFLOAD = "memory.offload.to"
-SAVINGS = OFFLOAD, "memory.recompute"
-"""The fields by which a layout saves memory and takes longer; both say "none" where it does not."""
+SAVINGS = {OFFLOAD: "none", RECOMPUTE: KEEPS_ALL}
+"""The fields by which a layout saves memory and takes longer, and the value of each that saves nothing."""
 
-RECOMPUTED: tuple[str, ...] = ("none", "selective", "auto")
-"""Candidates for memory.recompute; by operation where a program asks for it alone, since that is a third more."""
 
 CHOICES = (
     Choice("layout.context", _contexts),
@@ -421,7 +424,13 @@ CHOICES = (
         for field in ("schedule", "chunks", "placement", "limit")
     ),
     Choice(
-        "memory.recompute", lambda config, job: RECOMPUTED + tuple({"ops"} & {*job.known.get("memory.recompute", ())})
+        RECOMPUTE,
+        # The candidates, and the policies that a program asks for: each is a third more.
+        lambda config, job: [
+            name
+            for name, policy in entries("activations").items()
+            if policy.candidate or name in job.known.get(RECOMPUTE, ())
+        ],
     ),
     Choice("layout.order", _orders),
 )

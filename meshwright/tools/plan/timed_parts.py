@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.config import Config
 from meshwright.memory.offload import SINGLE
-from meshwright.memory.recompute import recomputed_group
+from meshwright.memory.section import FIELD, keeping_all
 from meshwright.model import Chunk
 from meshwright.parameters.role import HIDDEN_MATRIX
 from meshwright.pipeline.partition import ranges_of
@@ -24,6 +24,7 @@ from meshwright.pipeline.placement import ChunkPlacement
 from meshwright.pipeline.stages import placement_of, rule_of
 from meshwright.pipeline.task import TaskKind
 from meshwright.ranks.mailbox import AHEAD
+from meshwright.section import with_field
 from meshwright.tools.plan.memory import Parameter
 from meshwright.tools.plan.recorder import Kernel, Program, between, interpolated_program
 from meshwright.tools.plan.recordings import Forms, Recording, bytes_of
@@ -142,16 +143,16 @@ class TimedParts:
 
     def kept_share(self, config: Config) -> float:
         """The share of the first layer's kept bytes that remains where attention is recomputed."""
-        layer = config.layout.layer
-        if layer not in self._kept_shares:
+        key = config.layout.layer, config.memory.recompute
+        if key not in self._kept_shares:
             kept, still = (_kept(recording) for recording in self._with_attention_again(config))
             # One layer stands for all, which are cut alike.
-            self._kept_shares[layer] = still / kept
-        return self._kept_shares[layer]
+            self._kept_shares[key] = still / kept
+        return self._kept_shares[key]
 
     def attention_again(self, config: Config) -> float:
         """Seconds that recomputed attention adds to the first layer's backward pass."""
-        key = config.layout.layer, config.micro, strides(config)
+        key = config.layout.layer, config.memory.recompute, config.micro, strides(config)
         if key not in self._attention_again:
             timer, network = self.planner.timer(config), self.planner.network(config)
             once, twice = (
@@ -166,7 +167,7 @@ class TimedParts:
     def _with_attention_again(self, config: Config) -> tuple[Recording, Recording]:
         """Recordings of the first layer for a small microbatch: (without, with) recomputed attention."""
         alone = _alone(config, _SIZES[0] * smallest_micro(config))
-        again = alone.model_copy(update={"memory": alone.memory.model_copy(update={"recompute": "selective"})})
+        again = with_field(alone, FIELD, config.memory.recompute)
         recordings = self.planner.recordings
         forms = recordings.of(alone, Chunk(range(0), True, False), ()).outgoing
         once, twice = (recordings.of(one, Chunk(range(1), False, False), forms) for one in (alone, again))
@@ -197,7 +198,7 @@ def _alone(config: Config, micro: int) -> Config:
     }
     count = 2 if config.layout.tensor.by_size else 1  # the first microbatch gathers weights
     batch = config.batch.model_copy(update={"global_": count * micro, "micro": micro})
-    memory = config.memory.model_copy(update={"recompute": "none"})
+    memory = keeping_all(config).memory
     # Recordings are made before memory.summa is decided.
     if memory.summa == "auto":
         memory = memory.model_copy(update={"summa": "gather"})
@@ -290,10 +291,10 @@ class HeldActivations:
             )
             # At the begin of its backward pass a recomputed group holds all of its activations.
             recomputed = 0.0
-            for work in works if config.memory.recompute not in ("none", "selective") else ():
+            for work in works if config.memory.policy.by_groups else ():
                 layers = [(part.kept_bytes, times) for part, times in work if part.is_layer]
                 if layers:
-                    group = recomputed_group(config, sum(times for _, times in layers))
+                    group = config.memory.policy.group_size(config, sum(times for _, times in layers))
                     recomputed = max(recomputed, group * min(size for size, _ in layers))
             kept = max(kept, keeps)
             total = max(total, keeps + beside + recomputed)
@@ -303,7 +304,7 @@ class HeldActivations:
         """By stage, the share of microbatches whose W of recomputed layers waits for the in-flight limit. A stage takes
         microbatches at the slowest stage's pace without W, and its remaining time is too short for all W. Of stages
         that hold as much, the last, which has the fewest gradients on their way."""
-        rule, in_groups = rule_of(config), config.memory.recompute not in ("none", "selective")
+        rule, in_groups = rule_of(config), config.memory.policy.by_groups
         if rule.fixed or config.layout.pipeline.limit_by_memory or not (rule.splits and in_groups):
             return {}
         key = partition, placement, config.micro, config.num_microbatches
@@ -327,14 +328,19 @@ class HeldActivations:
 
     def _kept_bytes(self, config: Config, stage: Sequence[tuple[EstimatedPart, int]]) -> float:
         """Bytes that a forward pass keeps on a stage; a recomputed group keeps its input."""
-        setting = config.memory.recompute
-        if setting == "none":
+        policy = config.memory.policy
+        if not policy.recomputes:
             return sum(times * part.kept_bytes for part, times in stage)
         layers = [(part, times) for part, times in stage if part.is_layer]
-        if setting == "selective":
-            return self.parts.kept_share(config) * sum(times * part.kept_bytes for part, times in layers)
+        kept = sum(times * part.kept_bytes for part, times in layers)
+        if policy.attention:
+            return self.parts.kept_share(config) * kept
         num_layers = sum(times for _, times in layers)
-        return sum(times * part.outgoing_bytes for part, times in layers) / max(1, recomputed_group(config, num_layers))
+        wrapped = policy.wrapped_layers(config, num_layers) / max(1, num_layers)
+        inputs = sum(times * part.outgoing_bytes for part, times in layers)
+        # A CPU's memory is the host's, too.
+        here = policy.keeps_inputs or self.parts.planner.cluster.device.kind == "cpu"
+        return (1 - wrapped) * kept + here * wrapped * inputs / max(1, policy.group_size(config, num_layers))
 
 
 def _in_flight(config: Config, stage: int, placement: ChunkPlacement) -> int:

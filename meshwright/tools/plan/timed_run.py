@@ -131,7 +131,7 @@ class TimedRun(Composition):
                 lambda program: timer.part + timer.seconds(program, self.network, self.overlap("layers")),
             )
             seconds = self.agreement + cost.seconds + self.moved_beside(position, kind, which, cost.seconds)
-            self.costs[key] = Cost(seconds, cost.kept_bytes, cost.peak_bytes, cost.flops)
+            self.costs[key] = replace(cost, seconds=seconds)
         return self.costs[key]
 
     def moved_beside(self, position: int, kind: TaskKind, which: int, seconds: float) -> float:

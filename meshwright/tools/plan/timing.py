@@ -20,8 +20,9 @@ A program: kernels one after the other, collectives beside them as far as the li
 host issues kernels and collectives, each for `Device.issue`; its device does a kernel when it has been issued and the
 one before is done; collectives go on one after the other. So many small kernels take the host's time and large ones the
 device's, not the sum. A collective that is waited for at once takes its whole time; of one that begins earlier, the
-part `Links.overlaps` goes on meanwhile. On a CPU the host is the device: it issues nothing, `launch` is a kernel's part
-of it, and `Device.part` what Python and autograd take for a pass through a part of the chain.
+part `Links.overlaps` goes on meanwhile. Copies to and from the host are a fourth lane, over `Device.host_link`. On a
+CPU the host is the device: it issues nothing, `launch` is a kernel's part of it, and `Device.part` what Python and
+autograd take for a pass through a part of the chain.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from meshwright.errors import ConfigError
 from meshwright.ranks.ledger import VERBS
 from meshwright.tools.plan.cluster import AttentionKernel, Cluster, interpolated
 from meshwright.tools.plan.network import ClusterNetwork
-from meshwright.tools.plan.recorder import Kernel, Program, Start, WaitFor
+from meshwright.tools.plan.recorder import HostCopy, Kernel, Program, Start, WaitFor
 
 
 class Kernels(NamedTuple):
@@ -54,7 +55,7 @@ class Kernels(NamedTuple):
         )
 
 
-Step = Kernels | Start | WaitFor
+Step = Kernels | Start | HostCopy | WaitFor
 """Kernels, or what begins or is waited for."""
 
 
@@ -132,6 +133,7 @@ class Timer:
             overlaps,
             self.gain(self.ranks_per_node // program.leads) if program.leads > 1 else 1.0,
             self._issue,
+            self._cluster.device.host_link_bytes_per_second,
         )
 
     def computing(self, program: Program) -> float:
@@ -163,12 +165,14 @@ def play(
     overlaps: float,
     alone: float = 1.0,
     issue: float = 0.0,
+    host_link: float = 1.0,
 ) -> float:
     """The moment at which the rank is done with all steps, from 0. `collective`: seconds of one that is waited for;
     `alone`: how much faster a rank is while those wait that it leads (Program.leads); `issue`: the host's seconds for a
-    collective."""
+    collective; `host_link`: bytes a second of copies to and from the host."""
     now, free, pace, host = 0.0, 0.0, alone, 0.0
-    under_way: dict[int, tuple[float, float, str]] = {}
+    copied = 0.0
+    under_way: dict[int, tuple[float, float, str | None]] = {}
     for step in steps:
         if isinstance(step, Kernels):
             now = max(now + step.device / pace, host + step.both) if step.host else now + step.device / pace
@@ -181,9 +185,12 @@ def play(
             under_way[step.number] = free, (1 - overlaps) * seconds, step.verb
             # A root's scatter gives its ranks work again (cSub), so it no longer has their cores to itself.
             pace = 1.0 if VERBS[step.verb].direction == "from root" else pace
+        elif isinstance(step, HostCopy):
+            copied = max(now, copied) + step.times * step.payload_bytes / host_link
+            under_way[step.number] = copied, 0.0, None
         else:
             hidden, rest, verb = under_way.pop(step.number)
             now = max(now, hidden) + rest
             free = max(free, now if rest else free)
-            pace = alone if VERBS[verb].direction == "to root" else pace
+            pace = alone if verb and VERBS[verb].direction == "to root" else pace
     return now

@@ -82,6 +82,7 @@ def test_equals_serial_with_every_sync(sync: str) -> None:
     [
         ("ulysses x cut", "selective"),
         ("experts x cut", 1),
+        ("experts x cut", "offload"),
         pytest.param("ulysses x cut", 1, marks=pytest.mark.long),
         pytest.param("experts x chunks", "selective", marks=pytest.mark.long),
         pytest.param("experts x groups of slices", 1, marks=pytest.mark.long),

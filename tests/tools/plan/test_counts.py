@@ -55,6 +55,7 @@ FEW = {
     "memory": [
         synced("allreduce", memory={"recompute": "auto"}),
         synced("zero1", memory={"recompute": "selective"}, **HALVES),
+        synced("allreduce", memory={"recompute": "offload"}),
         synced("allreduce", memory=OFFLOADED, layout={"data": {"size": 2}}, **HALVES),
     ],
     "autocast": [
@@ -92,6 +93,7 @@ FEW = {
     "2.5-D": [summa(DEEP, "gather")],
     "sub-graphs": [synced("allreduce", 1, tensor) for tensor in (SUBGRAPHS[0], SUBGRAPHS[-1])],
     **{schedule: [pipelined("gpt2", 2, schedule, WHOLE)] for schedule in SCHEDULES},
+    "inputs in host memory, stages": [pipelined("gpt2", 2, "1f1b", WHOLE, memory={"recompute": "offload"})],
     "1-D pipe": [pipelined("gpt2", 3, "1f1b", MEGATRON)],
     "loop": [pipelined("gpt2", 3, "1f1b", WHOLE, placed=LOOP)],
     "v": [pipelined("gpt2", 2, "message-driven", WHOLE, placed=V)],
