@@ -1,4 +1,4 @@
-"""All stages of a run, built on the meta device: each rank knows all parameters, ties and messages by itself."""
+"""All stages of a run, built on the meta device: each rank knows all parameters, ties and messages without sending."""
 
 from __future__ import annotations
 

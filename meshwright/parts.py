@@ -1,18 +1,19 @@
 """The parts of a run, built for one rank from its config.
 
-First every stage's chunks are built on the meta device, so that each rank knows all parameters and the messages between
-stages; then this rank's chunks, with the strategies that the config names (registry.py). `build` applies the passes:
+First every stage's chunks are built on the meta device: each rank then knows all parameters and the messages between
+stages. Then this rank's chunks are built, with the strategies that the config names (registry.py). `build` applies
+these passes in order:
 
 | pass                    | gives a model                                             | if                      |
 |-------------------------|-----------------------------------------------------------|-------------------------|
 | context.open.attach     | the tokens of other ranks, in attention                   | always, with the values |
 | memory.recompute.apply  | groups of layers that a backward pass runs again          | memory.recompute        |
 | tensor.islands.apply    | compiled functions                                        | compile: islands        |
-| data_parallel.assembly  | parameters in buckets; parts that wait for their values   | always                  |
-| parameters.shard        | one place where all layers add gradients up               | always                  |
+| data_parallel.assembly  | parameters in buckets; parts that wait for new values     | always                  |
+| parameters.shard        | one place where all layers add up gradients               | always                  |
 | bits.assembly           | masks and losses that no layout changes                   | bits: layout-free       |
 
-Later passes wrap what earlier ones set: equal bits seed parts of the chain as strategies run them.
+Later passes wrap earlier ones: equal bits seed the parts of the chain that a strategy runs.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ STATES: dict[str, Callable[[Mesh, Path], StatesFactory]] = {
 
 @dataclass(frozen=True)
 class Parts:
-    """One rank's model, strategy, pipeline and optimizer, and what they share."""
+    """One rank's model, strategy, pipeline and optimizer."""
 
     config: Config
     """The run's config, without `auto` (decisions.py)."""
@@ -100,7 +101,7 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
     stages = plan_stages(config, mesh)
     chunks = stages.of(mesh.index(PIPE))
     planned = mesh.device.type == "meta"
-    # Parameters stay on the meta device until buckets draw their values, so that no rank holds a model beside its
+    # Parameters stay on the meta device until buckets draw initial values: no rank holds a model in addition to its
     # buckets. fully_shard needs real tensors.
     kit = build_kit(config, replace(mesh, empty=not config.layout.data.strategy.whole))
     model = build_model(config, kit, mesh, Chunk.union(chunks))
@@ -112,7 +113,7 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
     fixed, portions = (None, None) if exact is None else (exact.fixed, exact.portions)
     using = partial(parts_using, config, mesh, model.chunk)
     strategy = build_strategy(config, mesh, model, stages.specs, chunks, using, fixed)
-    # After the strategy, which made the buckets that layers write gradients into.
+    # After the strategy, whose buckets the layers write gradients into.
     use_gradients(model, strategy.gradients)
     if exact is not None:
         exact.apply(config, mesh, model, stages.specs)

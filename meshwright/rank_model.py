@@ -1,4 +1,4 @@
-"""One rank's model: its kit, its chunk with this rank's part of the weights, and its part of a batch."""
+"""One rank's model: the kit, the chunk with this rank's part of the weights, and this rank's part of a batch."""
 
 from __future__ import annotations
 
@@ -16,22 +16,29 @@ from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
 from meshwright.registry import load_entry
 from meshwright.tensor.kit import Kit
+from meshwright.tensor.products import PLAIN
 
 if TYPE_CHECKING:
     from meshwright.config import Config
 
+ARITHMETIC = "meshwright.tensor.arithmetic:Arithmetic"
 EXACT_ARITHMETIC = "meshwright.bits.assembly:arithmetic_of"
-"""The entry of the room of equal bits, which a run without `bits: layout-free` does not import."""
+"""Entries that make a kit's arithmetic. The second is of the room of equal bits, which other runs do not import."""
 
 
 def build_kit(config: Config, mesh: Mesh) -> Kit:
-    """Return this rank's kit, by which the model builds its layers."""
-    arithmetic = load_entry(EXACT_ARITHMETIC)(config, mesh) if config.bits.layout_free else None
+    """Return this rank's kit, by which a model builds layers."""
+    products = load_entry(config.precision.kit_products)
+    if config.bits.layout_free:
+        arithmetic = load_entry(EXACT_ARITHMETIC)(config, mesh, products)
+    else:
+        # Kits of other packages may take no arithmetic, and need none for the usual products.
+        arithmetic = None if products is PLAIN else load_entry(ARITHMETIC)(products)
     return config.layout.tensor.kit(config, mesh, arithmetic)
 
 
 def build_model(config: Config, kit: Kit, mesh: Mesh, chunk: Chunk | None = None) -> Chain:
-    """Build the model or a chunk of it, with this rank's part of the initial weights in their stored precision."""
+    """Build the model or a chunk, with this rank's part of the initial weights in the stored precision."""
     model = make_chain(config, kit, chunk)
     context.attach(config, mesh, model)
     initialise(model, mesh, config.seed)
@@ -40,8 +47,8 @@ def build_model(config: Config, kit: Kit, mesh: Mesh, chunk: Chunk | None = None
 
 
 def rank_part(batch: Batch, kit: Kit, model: Chain) -> Batch:
-    """Return a rank's rows of a replica's batch, of each entry the rows for where it is read; and its tokens of these
-    rows."""
+    """Slice a replica's batch for this rank: each entry's rows (inside or outside of branches), then this rank's tokens
+    of each row."""
     entries, inside = model.prepared(batch).items(), model.inside
     rows = {name: kit.slice(x, "inside" if name in inside else "batch") for name, x in entries}
     return model.context.cut(rows, inside)

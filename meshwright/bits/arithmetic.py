@@ -9,8 +9,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from meshwright.tensor.head import HeadShape, TableHead
 from meshwright.tensor.kit import Role
 from meshwright.tensor.linear import Addends
 from meshwright.tensor.norms import Norm
-from meshwright.tensor.products import Products
+from meshwright.tensor.products import PLAIN, Products
 from meshwright.tensor.router import ExpertsShape
 
 
@@ -47,7 +47,7 @@ class SeparateArithmetic(Arithmetic):
         return make(mesh, width, epsilon, kind, bias=bias, heads_over=heads_over)
 
     def experts(self, mesh: Mesh, shape: ExpertsShape, boundary: Boundary) -> Experts:
-        return SeparateExperts(mesh, shape, boundary)
+        return SeparateExperts(mesh, shape, boundary, self.products)
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class ExactArithmetic(SeparateArithmetic):
 
     blocks: Blocks
     """Inside of pairs."""
+    products: Products = PLAIN
 
     in_order: ClassVar[bool] = True
     draws_masks: ClassVar[bool] = True
@@ -66,7 +67,11 @@ class ExactArithmetic(SeparateArithmetic):
 
     @property
     def common(self) -> ExactArithmetic:
-        return ExactArithmetic(self.blocks.uncut)
+        return replace(self, blocks=self.blocks.uncut)
+
+    def exact(self, blocks: Blocks, **cuts: Any) -> ExactProducts:
+        """Return products by blocks. `cuts`: as ExactProducts has them."""
+        return ExactProducts(blocks, products=self.products, **cuts)
 
     def expand(
         self, outputs: tuple[int, ...], heads: HeadGroups | None, ranks: int, rank: int
@@ -74,20 +79,21 @@ class ExactArithmetic(SeparateArithmetic):
         blocks = self.blocks
         columns = columns_of(outputs, heads, ranks, rank, blocks.parts, blocks.all_parts)
         groups = 1 if len(outputs) == 1 else outputs[0]
-        return ExactProducts(blocks, inputs=blocks.hidden, columns=columns, groups=groups), columns[0].copies
+        products = self.exact(blocks, inputs=blocks.hidden, columns=columns, groups=groups)
+        return products, columns[0].copies
 
     def contract(self, outputs: int) -> Products:
         blocks = self.blocks
         columns = part_columns(1, outputs, blocks.hidden)
-        return ExactProducts(blocks, inputs=blocks.parts, columns=columns, contracts=True)
+        return self.exact(blocks, inputs=blocks.parts, columns=columns, contracts=True)
 
     def between(self, role: Role, outputs: int) -> Products:
         blocks = self.blocks
         if blocks.hidden == 1:
-            return ExactProducts(blocks.outer)
+            return self.exact(blocks.outer)
         blocks = blocks.between
         columns = (ALL_COLUMNS,) if role == "scores" else part_columns(1, outputs, blocks.parts)
-        return ExactProducts(blocks, inputs=1 if role == "patches" else blocks.hidden, columns=columns)
+        return self.exact(blocks, inputs=1 if role == "patches" else blocks.hidden, columns=columns)
 
     def lookup(self, *, inside: bool = False, shares: int = 1) -> Addends:
         runs = self.blocks.runs if inside else self.blocks.outer_runs
@@ -110,7 +116,8 @@ class ExactArithmetic(SeparateArithmetic):
     def head(
         self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None, boundary: Boundary, make: type[TableHead]
     ) -> TableHead:  # fmt: skip
-        return PartHead(mesh, shape, tied, boundary, self.blocks if boundary.axis else self.blocks.uncut)
+        blocks = self.blocks if boundary.axis else self.blocks.uncut
+        return PartHead(mesh, shape, tied, boundary, blocks, self.products)
 
     def start_sum_of_heads(self, x: Tensor, boundary: Boundary) -> Moving:
         # Each part is summed over heads in separate memory: one shape, whichever rank computes it.

@@ -23,11 +23,12 @@ from meshwright.parameters.fixed import FixedPoint
 from meshwright.parameters.shard import ShardSpec
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.dropout import InnerDropout
+from meshwright.tensor.products import Products
 
 
-def arithmetic_of(config: Config, mesh: Mesh) -> SeparateArithmetic:
-    """Return the arithmetic of this rank's kit."""
-    return ExactArithmetic(blocks_of(config, mesh)) if config.bits.cuts else SeparateArithmetic()
+def arithmetic_of(config: Config, mesh: Mesh, products: Products) -> SeparateArithmetic:
+    """Return the arithmetic of this rank's kit. `products`: of one part and one run."""
+    return ExactArithmetic(blocks_of(config, mesh), products) if config.bits.cuts else SeparateArithmetic(products)
 
 
 def heads_of(config: Config, mesh: Mesh) -> HeadParts:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from meshwright.ranks.trees import tree_sum
+from meshwright.tensor.products import Products
 
 LINE_BYTES = 64
 """A cache line, and the widest vectors."""
@@ -115,9 +116,9 @@ def parts_of(x: Tensor, count: int, dim: int) -> list[Tensor]:
     return [x] if count == 1 else [apart(part) for part in x.chunk(count, dim)]
 
 
-def sum_of_products(rows: Iterable[Tensor], owns: Iterable[Tensor]) -> Tensor:
+def sum_of_products(products: Products, rows: Iterable[Tensor], owns: Iterable[Tensor]) -> Tensor:
     """The sum of the products of parts, [n, k] and [k, m], in float32 and in the order of a tree."""
-    return tree_sum((part @ own).float() for part, own in zip(rows, owns, strict=True))
+    return tree_sum(products.multiply(part, own).float() for part, own in zip(rows, owns, strict=True))
 
 
 Draw = Callable[[int], list[int]]

@@ -30,7 +30,7 @@ class AlignedLinear(GroupedLinear):
 
     def write_run(self, rows: Sequence[int], x: Tensor, dy: Tensor, out: Tensor, beta: int) -> None:
         for part, gradient, own in zip(x.split(rows), dy.split(rows), out, strict=True):
-            write_part(self.operand(part).t() @ self.operand(gradient), own, beta)
+            write_part(self.products.multiply(self.operand(part).t(), self.operand(gradient)), own, beta)
 
 
 class SeparateExperts(Experts):

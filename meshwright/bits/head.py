@@ -37,7 +37,7 @@ from meshwright.tensor.cross_entropy import (
 )
 from meshwright.tensor.head import HeadShape, TableHead
 from meshwright.tensor.linear import autocast_device, cast
-from meshwright.tensor.products import added, side_by_side, write_part, write_product
+from meshwright.tensor.products import Products, added, side_by_side, write_part
 
 
 class PartHead(TableHead):
@@ -45,11 +45,11 @@ class PartHead(TableHead):
 
     def __init__(
         self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None, boundary: Boundary, blocks: Blocks,
-        table: Placements | None = None,
+        products: Products, table: Placements | None = None,
     ) -> None:  # fmt: skip
         """`table`: its placements; None: those of the classes."""
         classes = boundary.inner(0)
-        super().__init__(mesh, shape, tied, classes if table is None else table, classes, boundary)
+        super().__init__(mesh, shape, tied, classes if table is None else table, classes, boundary, products)
         self.blocks = blocks
         self.fixed: FixedPoint | None = None
         """Where the step's loss scale stands, of which losses are multiples in training."""
@@ -122,6 +122,7 @@ def _run(
 ) -> tuple[Tensor, _RunGradients]:  # fmt: skip
     """The loss of a run's rows [B·t, H], a float64 scalar, and its gradients."""
     blocks, classes, index = head.blocks, head.classes, chosen_rows(labels, head.classes)
+    products = classes.products
     all_of, labels = rows, labels.flatten()
     if index is not None:
         rows, labels = rows[index], labels[index]
@@ -135,18 +136,18 @@ def _run(
     device, height = classes.device_type, tables[0][0].shape[0]
     for chunk in classes.alike(ranges(0, rows.shape[0], height, CHUNK_BYTES[device], CHUNK_ROWS[device]), rows):
         those = parts_of(rows[chunk], blocks.hidden, -1)
-        logits = [logits_of_part(those, own, offsets) for own, offsets in zip(tables, biases, strict=True)]
+        logits = [logits_of_part(products, those, own, offsets) for own, offsets in zip(tables, biases, strict=True)]
         losses[chunk] = _to_gradients(logits, labels[chunk].unsqueeze(1), factors[chunk], classes, blocks)
         if differentiates:
             columns = zip(*tables, strict=True)
             dh[chunk] = side_by_side([
-                blocks.total(part @ own for part, own in zip(logits, column, strict=True)) for column in columns
+                blocks.total(map(products.multiply, logits, column)) for column in columns
             ])  # fmt: skip
             for part, own in zip(logits, dtable.chunk(blocks.parts), strict=True):
                 if len(those) == 1:
-                    write_product(part.t(), those[0], own, beta=1)
+                    products.write_product(part.t(), those[0], own, beta=1)
                 else:
-                    write_part(side_by_side([part.t() @ inputs for inputs in those]), own, beta=1)
+                    write_part(side_by_side([products.multiply(part.t(), inputs) for inputs in those]), own, beta=1)
             if dbias is not None:
                 dbias += torch.cat([part.sum(0, dtype=wide) for part in logits])
     # The factor of the losses' quantum: in an evaluation they are sums, not parts of a mean.
@@ -157,11 +158,13 @@ def _run(
     return loss, _RunGradients(dh, dtable, dbias)
 
 
-def logits_of_part(rows: list[Tensor], table: list[Tensor], bias: Tensor | None) -> Tensor:
+def logits_of_part(
+    products: Products, rows: list[Tensor], table: list[Tensor], bias: Tensor | None
+) -> Tensor:  # fmt: skip
     """[C, V/N] of a part of the classes, of parts of the hidden width."""
     if len(rows) == 1:
-        return rows[0] @ table[0].t() if bias is None else torch.addmm(bias, rows[0], table[0].t())
-    logits = sum_of_products(rows, (own.t() for own in table)).to(rows[0].dtype)
+        return products.multiply(rows[0], table[0].t(), bias)
+    logits = sum_of_products(products, rows, (own.t() for own in table)).to(rows[0].dtype)
     return logits if bias is None else logits.add_(bias)
 
 

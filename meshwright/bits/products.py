@@ -19,7 +19,7 @@ from torch import Tensor
 from meshwright.bits.blocks import Blocks, apart, parts_of, sum_of_products
 from meshwright.parameters.shard import WriteGradient
 from meshwright.tensor.copies import ALL_COLUMNS, Columns
-from meshwright.tensor.products import Products, side_by_side, write_product, write_sum
+from meshwright.tensor.products import PLAIN, Products, side_by_side, write_sum
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class ExactProducts(Products):
     """The columns of W of each part of y's width; parts that share a key-value head have columns in common."""
     groups: int = 1
     """Equal groups of y's columns; a part has its share of each."""
+    products: Products = PLAIN
+    """The products of one part and one run."""
     contracts: bool = False
     """True if the sum over the inputs goes on over ranks (the second linear of a pair); else the sum of dx does."""
 
@@ -76,11 +78,11 @@ class ExactProducts(Products):
 
     def _y(self, inputs: list[Tensor], owns: list[Tensor], bias: Tensor | None) -> Tensor:
         if self.contracts:
-            total = self.blocks.total(part @ own for part, own in zip(inputs, owns, strict=True))
+            total = self.blocks.total(self.products.multiply(part, own) for part, own in zip(inputs, owns, strict=True))
             return total if bias is None else total.to(inputs[0].dtype).add_(bias)
         if len(inputs) == 1:
-            return inputs[0] @ owns[0] if bias is None else torch.addmm(bias, inputs[0], owns[0])
-        y = _rounded(inputs, owns)
+            return self.products.multiply(inputs[0], owns[0], bias)
+        y = self._rounded(inputs, owns)
         return y if bias is None else y.add_(bias)
 
     def read(self, dy: Tensor) -> Incoming:
@@ -99,9 +101,9 @@ class ExactProducts(Products):
         sums = []
         for run in dy.runs:
             if self.contracts:
-                parts = [_rounded(run, those) for those in by_input]
+                parts = [self._rounded(run, those) for those in by_input]
             else:
-                parts = [self.blocks.total(map(torch.mm, run, those)) for those in by_input]
+                parts = [self.blocks.total(map(self.products.multiply, run, those)) for those in by_input]
             sums.append(side_by_side(parts))
         return self.blocks.joined(sums, dy.batch)
 
@@ -110,7 +112,7 @@ class ExactProducts(Products):
 
         def write(number: int, run: list[Tensor], those: Sequence[int], out: Tensor, beta: int) -> None:
             for part in those:
-                by_input = partial(_write_by_input, entered()[number], run[part])
+                by_input = partial(self._write_by_input, entered()[number], run[part])
                 self.columns[part].write(by_input)(out, beta if part == those[0] else 1)
 
         for number, run in enumerate(dy.runs):
@@ -124,13 +126,13 @@ class ExactProducts(Products):
 
         return (partial(write, run, those) for run in dy.runs for those in self.copies)
 
+    def _write_by_input(self, inputs: list[Tensor], dy: Tensor, out: Tensor, beta: int) -> None:
+        """Write the gradient of a part's columns, by parts of x's width."""
+        for rows, own in zip(inputs, out.chunk(len(inputs)), strict=True):
+            self.products.write_product(rows.t(), dy, own, beta)
 
-def _write_by_input(inputs: list[Tensor], dy: Tensor, out: Tensor, beta: int) -> None:
-    """Write the gradient of a part's columns, by parts of x's width."""
-    for rows, own in zip(inputs, out.chunk(len(inputs)), strict=True):
-        write_product(rows.t(), dy, own, beta)
-
-
-def _rounded(rows: list[Tensor], owns: list[Tensor]) -> Tensor:
-    """Multiply [n, K] by [K, N] by parts of K; the sum is rounded once to the dtype of the rows."""
-    return rows[0] @ owns[0] if len(rows) == 1 else sum_of_products(rows, owns).to(rows[0].dtype)
+    def _rounded(self, rows: list[Tensor], owns: list[Tensor]) -> Tensor:
+        """Multiply [n, K] by [K, N] by parts of K; the sum is rounded once to the dtype of the rows."""
+        if len(rows) == 1:
+            return self.products.multiply(rows[0], owns[0])
+        return sum_of_products(self.products, rows, owns).to(rows[0].dtype)

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from meshwright.bits.arithmetic import ExactArithmetic
 from meshwright.bits.blocks import Blocks
 from meshwright.bits.head import PartHead
-from meshwright.bits.products import ExactProducts
 from meshwright.parameters.shard import Initial, Shard, WriteGradient
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.boundary import Boundary, WholeActivations
@@ -97,7 +96,9 @@ class GatheredHead(PartHead):
     def __init__(
         self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None, boundary: Boundary, blocks: Blocks, weights: Weights
     ) -> None:
-        super().__init__(mesh, shape, tied, boundary, blocks, {"row": Shard(0), "col": Shard(1)})
+        super().__init__(
+            mesh, shape, tied, boundary, blocks, weights.summa.products, {"row": Shard(0), "col": Shard(1)}
+        )
         self.weights = weights
         weights.blocks.append(self.block)
 
@@ -148,7 +149,7 @@ class ExactTesseract(TesseractKit):
         columns = part_columns(1, outputs // self.mesh.size("col"), blocks.own_hidden)
         return GatheredLinear(
             self.mesh, inputs, (outputs,), initial, self.boundary, self.weights, bias=bias,
-            products=ExactProducts(blocks, inputs=parts, columns=columns),
+            products=self.arithmetic.exact(blocks, inputs=parts, columns=columns),
         )  # fmt: skip
 
     def linear(self, role: Role, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
@@ -162,7 +163,7 @@ class ExactTesseract(TesseractKit):
                 self.mesh, inputs, (outputs,), initial, {"col": Shard(1)}, bias=False, products=products
             )  # fmt: skip
         boundary = WholeActivations(self.mesh, "col", in_order=True)
-        products = ExactProducts(blocks.between, inputs=blocks.own_hidden, contracts=True)
+        products = self.arithmetic.exact(blocks.between, inputs=blocks.own_hidden, contracts=True)
         return CutContract(self.mesh, inputs, outputs, initial, boundary, bias=None, products=products)
 
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:

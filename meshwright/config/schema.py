@@ -54,6 +54,11 @@ class LossScale(Section):
     """Steps in a row that may overflow, and be skipped, before the run ends."""
 
 
+STORED = "meshwright.tensor.products:PLAIN"
+PRODUCTS = {"auto": STORED, "stored": STORED, "float32": STORED}
+"""The products of a kit's layers, by precision.products. The context of a stage widens halves (tensor/widened.py)."""
+
+
 class Precision(Section):
     """The number formats of weights, products and gradients; a word stands for a level and its dtype."""
 
@@ -69,6 +74,11 @@ class Precision(Section):
     """A GPU multiplies float32 matrices in its tensor cores: 10 bits of mantissa, sums in float32."""
     loss_scale: LossScale = LossScale()
     """The factor on the loss that keeps fp16's small gradients; no other dtype has one."""
+
+    @property
+    def kit_products(self) -> str:
+        """The entry of the products that layers multiply by."""
+        return PRODUCTS[self.products]
 
 
 def parse_every(value: object) -> object:

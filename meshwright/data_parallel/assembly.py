@@ -1,4 +1,4 @@
-"""A rank's data-parallel strategy, assembled: its parameters in buckets, and how gradients are summed."""
+"""A rank's data-parallel strategy, assembled: parameters in buckets, and the sums of gradients."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def build_strategy(
     config: Config, mesh: Mesh, model: Bucketed, specs: dict[str, ShardSpec], chunks: Sequence[Chunk],
     using: Callable[[], PartsUsing], fixed: FixedPoint | None = None,
 ) -> Synchroniser:  # fmt: skip
-    """Build a rank's strategy. Its buckets draw the initial values of meta parameters.
+    """Build a rank's strategy. Buckets draw the initial values of meta parameters.
 
     Args:
         specs: of the whole model's parameters.
         chunks: of the chain that this rank holds.
         using: returns the parts of the chain that use each parameter.
-        fixed: the format in which gradients are added; None: their own dtype.
+        fixed: the format in which gradients are added; None: the dtype of gradients.
     """
     sync = config.layout.data.strategy
     if sync.whole:

@@ -1,4 +1,4 @@
-"""A rank's pipeline, assembled: its chunks with their schedule, mailboxes and gradients."""
+"""A rank's pipeline, assembled: chunks with a schedule, mailboxes and gradients."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _with_spread_head(
 def share_tables(
     gradients: Gradients, tables: Tables, mesh: Mesh, placement: ChunkPlacement
 ) -> None:  # fmt: skip
-    """Give the two chunks of a stage that use one tied table separate memory for its gradients, summed at the end."""
+    """Give two chunks of a stage that use one tied table separate memory for gradients, summed at the end."""
     last = placement.numbers[mesh.index(PIPE)][-1][-1]
     for parameter in tables() if last else ():
         gradients.share(parameter, (0, last))

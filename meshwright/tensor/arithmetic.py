@@ -28,12 +28,17 @@ from meshwright.tensor.router import ExpertsShape
 class Arithmetic:
     """All that a rank holds at once."""
 
+    products: Products
+    """The products of matrices."""
     in_order: ClassVar[bool] = False
     """Whether sums over ranks have the order of a tree (ranks/trees.py)."""
     draws_masks: ClassVar[bool] = False
     """Whether masks of dropout are drawn by the arithmetic, equal on whichever rank; else a kit draws each rank's."""
     parts: int = 1
     """Parts of a pair's inner width that are multiplied one by one, each with a key-value head of its own."""
+
+    def __init__(self, products: Products = PLAIN) -> None:
+        self.products = products
 
     @property
     def common(self) -> Arithmetic:
@@ -46,15 +51,16 @@ class Arithmetic:
         """Return (products of the first linear of a pair, ranks that hold the same columns). `heads`: as in columns_of;
         `ranks`, `rank`: of the axis that cuts the outputs."""
         (columns,) = columns_of(outputs, heads, ranks, rank)
-        return (PLAIN if columns.held is None else ColumnProducts(columns)), columns.copies
+        own = self.products
+        return (own if columns.held is None else ColumnProducts(columns, own)), columns.copies
 
     def contract(self, outputs: int) -> Products:
         """Return the products of the second linear of a pair, with this number of outputs."""
-        return PLAIN
+        return self.products
 
     def between(self, role: Role, outputs: int) -> Products:
         """Return the products of a linear outside of pairs, of which a rank has this number of outputs."""
-        return PLAIN
+        return self.products
 
     def lookup(self, *, inside: bool = False, shares: int = 1) -> Addends:
         """Return the addends of a table's gradient. `inside`: the ids are as inside of a pair; `shares`: the number of
@@ -74,11 +80,11 @@ class Arithmetic:
     ) -> TableHead:  # fmt: skip
         """Make a head with its loss, of classes that the boundary's axis cuts. `make`: the kit's own class."""
         classes = boundary.inner(0) or {axis: Shard(0) for axis in shape.over}
-        return make(mesh, shape, tied, classes, classes, boundary)
+        return make(mesh, shape, tied, classes, classes, boundary, self.products)
 
     def experts(self, mesh: Mesh, shape: ExpertsShape, boundary: Boundary) -> Experts:
         """Make a feed-forward of experts."""
-        return Experts(mesh, shape, boundary)
+        return Experts(mesh, shape, boundary, self.products)
 
     def start_sum_of_heads(self, x: Tensor, boundary: Boundary) -> Moving:
         """Begin to sum x [B, T, heads, N] over all ranks' heads, held as between pairs."""

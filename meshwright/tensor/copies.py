@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from meshwright.parameters.shard import WriteGradient
-from meshwright.tensor.products import Products
+from meshwright.tensor.products import PLAIN, Products
 
 
 @dataclass(frozen=True)
@@ -127,18 +127,23 @@ class ColumnProducts(Products):
     """Products with some of the columns that a rank holds."""
 
     columns: Columns
+    products: Products = PLAIN
+    """The products with all columns that are used."""
 
     def outputs_of(self, held: int) -> int:
         return self.columns.num_of(held)
 
+    def read(self, dy: Tensor) -> Any:
+        return self.products.read(dy)
+
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return super().forward(x, self.columns.of(weight), None if bias is None else self.columns.of(bias))
+        return self.products.forward(x, self.columns.of(weight), None if bias is None else self.columns.of(bias))
 
     def input_gradient(self, dy: Any, weight: Tensor) -> Tensor:
-        return super().input_gradient(dy, self.columns.of(weight))
+        return self.products.input_gradient(dy, self.columns.of(weight))
 
     def weight_gradients(self, x: Callable[[], Tensor], dy: Any) -> Iterable[WriteGradient]:
-        return map(self.columns.write, super().weight_gradients(x, dy))
+        return map(self.columns.write, self.products.weight_gradients(x, dy))
 
     def bias_gradients(self, dy: Any) -> Iterable[WriteGradient]:
-        return map(self.columns.write, super().bias_gradients(dy))
+        return map(self.columns.write, self.products.bias_gradients(dy))

@@ -47,7 +47,7 @@ from meshwright.ranks.agreement import all_rows
 from meshwright.ranks.comm import Comm
 from meshwright.tensor.islands import Islands
 from meshwright.tensor.linear import autocast_device, cast
-from meshwright.tensor.products import write_product
+from meshwright.tensor.products import PLAIN, Products
 
 CHUNK_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
 """Bytes of a chunk's float32 logits [C, V]."""
@@ -85,6 +85,8 @@ class Classes:
     labelled: float = 1.0
     islands: Islands | None = None
     whole: bool = False
+    products: Products = PLAIN
+    """The products of hidden states, table and gradients."""
 
     def of_rank(self, table: Tensor) -> tuple[int, int]:
         """The class of the table's first row, and how many of its rows are real classes."""
@@ -139,9 +141,9 @@ def wide_dtype(h: Tensor) -> torch.dtype:
     return torch.promote_types(h.dtype, torch.float32)
 
 
-def _logits(h: Tensor, table: Tensor, bias: Tensor | None) -> Tensor:
+def _logits(h: Tensor, table: Tensor, bias: Tensor | None, products: Products) -> Tensor:
     """[C, V/p] of h [C, H]."""
-    logits = (h @ table.t()).to(wide_dtype(h))
+    logits = products.multiply(h, table.t()).to(wide_dtype(h))
     return logits if bias is None else logits.add_(bias)
 
 
@@ -159,7 +161,7 @@ class _ChunkedLoss(torch.autograd.Function):
         differentiates: bool,
     ) -> Tensor:
         counted = (labels != IGNORED).unsqueeze(1)
-        first, held = classes.of_rank(weight)
+        (first, held), products = classes.of_rank(weight), classes.products
         targets = labels.unsqueeze(1) - first
         factors = counted.to(wide_dtype(h)) * scale  # a bool times a number would be float32
         losses = h.new_empty(h.shape[0], 1, dtype=wide_dtype(h))
@@ -170,13 +172,13 @@ class _ChunkedLoss(torch.autograd.Function):
             dweight.zero_()  # no chunk writes it
         dbias = None if bias is None else torch.zeros_like(bias, dtype=adds)
         for chunk in classes.alike(classes.chunks(h, weight), h):
-            logits = h[chunk] @ weight.t() if bias is None else torch.addmm(bias, h[chunk], weight.t())  # [C, V/p]
+            logits = products.multiply(h[chunk], weight.t(), bias)  # [C, V/p]
             for rows in classes.exchanges(chunk, h, weight):
                 part = logits[rows.start - chunk.start : rows.stop - chunk.start]
                 losses[rows] = _to_gradients(part, targets[rows], factors[rows], classes, held)
             if differentiates:
-                torch.mm(logits, weight, out=dh[chunk])
-                write_product(logits.t(), h[chunk], dweight, beta=0 if chunk.start == 0 else 1)
+                products.multiply(logits, weight, out=dh[chunk])
+                products.write_product(logits.t(), h[chunk], dweight, beta=0 if chunk.start == 0 else 1)
                 if dbias is not None:
                     dbias += logits.sum(0, dtype=adds)
             del logits, part  # else two chunks' logits would exist at once, and neither stay in a cache
@@ -331,7 +333,7 @@ def num_correct(h: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, 
     for rows in classes.alike(classes.chunks(h, weight), h):
         best = h.new_full((rows.stop - rows.start, 2), torch.finfo(h.dtype).min, dtype=torch.float64)
         if held:
-            values, columns = _logits(h[rows], table, offsets).max(1)
+            values, columns = _logits(h[rows], table, offsets, classes.products).max(1)
             best = torch.stack([values.double(), (columns + first).double()], 1)  # [C, 2]: the logit, its class
         everyone = all_rows(best, classes.comm)  # [p, C, 2]
         winner = everyone[:, :, 0].argmax(0)
@@ -341,12 +343,14 @@ def num_correct(h: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, 
 
 
 @torch.no_grad()
-def chunked_token_losses(h: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, vocabulary: int) -> Tensor:
+def chunked_token_losses(
+    h: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, vocabulary: int, products: Products = PLAIN
+) -> Tensor:  # fmt: skip
     """The cross entropy of every token [B·T] over a whole table, at least float32; 0 where the label is -100."""
     losses = h.new_zeros(h.shape[0], dtype=wide_dtype(h))
     table, offsets = weight[:vocabulary], None if bias is None else bias[:vocabulary]
     for rows in ranges(0, h.shape[0], vocabulary, CHUNK_BYTES[h.device.type]):
-        logits = _logits(h[rows], table, offsets)
+        logits = _logits(h[rows], table, offsets, products)
         targets = labels[rows].clamp(min=0).unsqueeze(1)
         picked = logits.gather(1, targets).squeeze(1)
         losses[rows] = torch.where(labels[rows] != IGNORED, logits.logsumexp(1) - picked, 0)

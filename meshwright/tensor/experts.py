@@ -46,7 +46,7 @@ from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import PlannedMesh
 from meshwright.tensor.boundary import UNCUT, Boundary
 from meshwright.tensor.linear import cast
-from meshwright.tensor.products import write_product
+from meshwright.tensor.products import PLAIN, Products
 from meshwright.tensor.router import ExpertsShape, Router
 from meshwright.tensor.swiglu import swiglu
 
@@ -61,7 +61,8 @@ class _Grouped(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, runs: Runs, layer: GroupedLinear) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.runs, ctx.layer = runs, layer
-        return torch.cat([layer.operand(part) @ layer.operand(own) for part, own in _pairs(x, weight, runs)])
+        multiply, operand = layer.products.multiply, layer.operand
+        return torch.cat([multiply(operand(part), operand(own)) for part, own in _pairs(x, weight, runs)])
 
     @staticmethod
     @once_differentiable
@@ -73,7 +74,8 @@ class _Grouped(torch.autograd.Function):
             # One addend a run: where sums are of integers, each addend is rounded separately.
             added = layer.add_gradient("weight", weight, partial(layer.write_run, run, rows, gradients))
             dweight = added if dweight is None or added is None else dweight + added
-        dx = [layer.operand(part) @ layer.operand(own).t() for part, own in _pairs(dy, weight, ctx.runs)]
+        multiply, operand = layer.products.multiply, layer.operand
+        dx = [multiply(operand(part), operand(own).t()) for part, own in _pairs(dy, weight, ctx.runs)]
         return torch.cat(dx), dweight, None, None
 
 
@@ -85,8 +87,11 @@ def _pairs(x: Tensor, weight: Tensor, runs: Runs) -> Iterator[tuple[Tensor, Tens
 class GroupedLinear(ShardedModule):
     """x W of the expert that each row is sorted to; W [n, in, ..., out]."""
 
-    def __init__(self, mesh: Mesh, shape: tuple[int, ...], placements: Placements, initial: Initial) -> None:
+    def __init__(
+        self, mesh: Mesh, shape: tuple[int, ...], placements: Placements, initial: Initial, products: Products = PLAIN
+    ) -> None:  # fmt: skip
         super().__init__(mesh)
+        self.products = products
         self.weight = self.declare("weight", ShardSpec(shape, placements, initial))
 
     def forward(self, x: Tensor, runs: Runs) -> Tensor:
@@ -102,7 +107,7 @@ class GroupedLinear(ShardedModule):
     def write_run(self, rows: Sequence[int], x: Tensor, dy: Tensor, out: Tensor, beta: int) -> None:
         """Write a run's xᵀ dy + beta · out by expert to `out`."""
         for part, gradient, own in zip(x.split(rows), dy.split(rows), out, strict=True):
-            write_product(part.t(), gradient, own, beta)
+            self.products.write_product(part.t(), gradient, own, beta)
 
 
 @dataclass(frozen=True)
@@ -191,16 +196,18 @@ class Experts(nn.Module):
 
     linear: ClassVar[type[GroupedLinear]] = GroupedLinear
 
-    def __init__(self, mesh: Mesh, shape: ExpertsShape, boundary: Boundary = UNCUT) -> None:
+    def __init__(
+        self, mesh: Mesh, shape: ExpertsShape, boundary: Boundary = UNCUT, products: Products = PLAIN
+    ) -> None:  # fmt: skip
         super().__init__()
         self.mesh, self.shape, self.boundary = mesh, shape, boundary
-        self.router = Router(mesh, shape, boundary)
+        self.router = Router(mesh, shape, boundary, products)
         self.travels = EXPERT in mesh.grid.names and mesh.size(EXPERT) > 1
         self.dropped: Tensor | None = None
         apart: Placements = {EXPERT: Shard(0)} if self.travels else {}
         up, down = (shape.count, shape.hidden, 2, shape.inner), (shape.count, shape.inner, shape.hidden)
-        self.expand = self.linear(mesh, up, {**apart, **boundary.inner(3)}, shape.initial)
-        self.contract = self.linear(mesh, down, {**apart, **boundary.inner(1)}, shape.last)
+        self.expand = self.linear(mesh, up, {**apart, **boundary.inner(3)}, shape.initial, products)
+        self.contract = self.linear(mesh, down, {**apart, **boundary.inner(1)}, shape.last, products)
 
     def count_dropped(self, pairs: Tensor) -> None:
         """Add to the number of dropped pairs."""

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from meshwright.parameters.shard import ShardedModule
 from meshwright.ranks.mesh import Mesh
+from meshwright.tensor.products import PLAIN, Products
 from meshwright.tensor.summa import Form, Panels, Summa
 
 
 class Weights:
     """The weights of a rank's 2-D layers, gathered on demand and kept as `form` says."""
 
-    def __init__(self, mesh: Mesh, policy: str, kept: dict[Any, Tensor]) -> None:
+    def __init__(self, mesh: Mesh, policy: str, kept: dict[Any, Tensor], products: Products = PLAIN) -> None:
         """`kept`: the kit's, for gathered weights by layer, what stays, and dtype."""
         self.kept = kept
         # A config that nobody has resolved (auto) takes no memory for it.
@@ -31,7 +32,7 @@ class Weights:
         """How operands travel."""
         self.blocks: list[Tensor] = []
         """This rank's blocks of all weights that take part in 2-D products."""
-        self.summa = Summa(mesh, streams=self.form.streams)
+        self.summa = Summa(mesh, streams=self.form.streams, products=products)
 
     def panels(self, layer: ShardedModule, stays: str, block: Tensor) -> Panels:
         """The panels of a layer's weight for a product in which `stays` stays."""

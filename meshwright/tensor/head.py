@@ -16,6 +16,7 @@ from meshwright.ranks.planned import PlannedMesh
 from meshwright.tensor.boundary import UNCUT, Boundary
 from meshwright.tensor.cross_entropy import Classes, chunked_loss, give_to_autograd, num_correct
 from meshwright.tensor.islands import UsesIslands
+from meshwright.tensor.products import PLAIN, Products
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class TableHead(ShardedModule, UsesIslands):
 
     def __init__(
         self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None, table: Placements, classes: Placements,
-        boundary: Boundary = UNCUT,
+        boundary: Boundary = UNCUT, products: Products = PLAIN,
     ) -> None:  # fmt: skip
         """`table`: placements of the table. `classes`: of the classes where logits are made, and so of the bias: over
         one axis or none. `boundary`: by which h enters."""
@@ -56,7 +57,9 @@ class TableHead(ShardedModule, UsesIslands):
         self.boundary = boundary
         comm = mesh.comm(*classes)
         whole = isinstance(mesh, PlannedMesh) and mesh.whole_logits
-        self.classes = Classes(shape.vocabulary, comm, shape.smoothing, mesh.device_type, shape.labelled, whole=whole)
+        self.classes = Classes(
+            shape.vocabulary, comm, shape.smoothing, mesh.device_type, shape.labelled, whole=whole, products=products
+        )
         if tied is None:
             spec = ShardSpec((shape.padded, shape.hidden), table, shape.initial, table=True)
             self.weight = self.declare("weight", spec)

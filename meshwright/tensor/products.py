@@ -1,4 +1,4 @@
-"""The products of a layer y = x W + b: the one place in which a weight is multiplied.
+"""The products of a layer y = x W + b: the one place in which matrices are multiplied.
 
 | product          | reads     | gives                                                        |
 |------------------|-----------|--------------------------------------------------------------|
@@ -7,7 +7,9 @@
 | weight gradients | x, dy     | addends of dW = xᵀ dy, written where the bucket holds dW     |
 | bias gradients   | dy        | addends of db, the sum of dy over its rows                   |
 
-A kit hands each layer its products (arithmetic.py). `Products` multiplies all that a rank holds at once.
+All are made of `multiply` and `write_product`, which 2-D layers, heads and experts call for panels, chunks and rows. A
+kit hands each layer its products (arithmetic.py). `Products` multiplies all that a rank holds at once, in the dtype of
+the operands. A subclass overrides the four to compute a layer in other numbers, or the two to do so everywhere.
 """
 
 from __future__ import annotations
@@ -28,6 +30,25 @@ ADDS_WIDE = torch.__version__ >= "2.13"
 class Products:
     """One product each of all rows and columns that a rank holds."""
 
+    def multiply(self, a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """Multiply a [n, K] by b [K, N] and add a bias [N]. `out`: the memory of a product without a bias."""
+        if bias is not None:
+            return torch.addmm(bias, a, b)
+        return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
+
+    def write_product(self, a: Tensor, b: Tensor, out: Tensor, beta: int) -> None:
+        """Write a b + beta · out to `out`. With a and b bound it writes a gradient, as `write_part` and `write_sum` do.
+
+        If the factors are narrower than `out`, a GPU's kernel adds without rounding; a CPU has none that does, and
+        multiplies first.
+        """
+        if out.dtype == a.dtype:
+            torch.addmm(out, a, b, beta=beta, out=out)
+        elif out.device.type == "cuda" and ADDS_WIDE:
+            torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, out=out)
+        else:
+            write_part(self.multiply(a, b), out, beta)
+
     @property
     def between(self) -> Products:
         """The products of a gradient as it is held between two pairs, before it enters one."""
@@ -39,8 +60,7 @@ class Products:
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply x [B, ..., I] by W [I, N] and add b [N]. Returns [B, ..., N], in any shape of these elements."""
-        rows = x.flatten(0, -2)
-        return torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
+        return self.multiply(x.flatten(0, -2), weight, bias)
 
     def read(self, dy: Tensor) -> Any:
         """Return dy [B, ..., N] in the form that the products of a backward pass share."""
@@ -48,14 +68,13 @@ class Products:
 
     def input_gradient(self, dy: Any, weight: Tensor) -> Tensor:
         """Multiply what `read` returned by Wᵀ. Returns [B, ..., I], in any shape of these elements."""
-        dx: Tensor = dy @ weight.t()
-        return dx
+        return self.multiply(dy, weight.t())
 
     def weight_gradients(self, x: Callable[[], Tensor], dy: Any) -> Iterable[WriteGradient]:
         """Yield functions that each write an addend of dW [I, N]. `x`: returns x [B, ..., I] when a gradient is due."""
 
         def write(out: Tensor, beta: int) -> None:
-            write_product(x().flatten(0, -2).t(), dy, out, beta)
+            self.write_product(x().flatten(0, -2).t(), dy, out, beta)
 
         return (write,)
 
@@ -78,20 +97,6 @@ def add_gradients(layer: ShardedModule, name: str, like: Tensor, addends: Iterab
 def added(total: Tensor | None, more: Tensor | None) -> Tensor | None:
     """Add two addends of a gradient that autograd is handed; None if their layer adds them up by itself."""
     return more if total is None or more is None else total + more
-
-
-def write_product(a: Tensor, b: Tensor, out: Tensor, beta: int) -> None:
-    """Write a b + beta · out to `out`. With a and b bound it writes a gradient, as `write_part` and `write_sum` do.
-
-    If the factors are narrower than `out`, a GPU's kernel adds without rounding; a CPU has none that does, and
-    multiplies first.
-    """
-    if out.dtype == a.dtype:
-        torch.addmm(out, a, b, beta=beta, out=out)
-    elif out.device.type == "cuda" and ADDS_WIDE:
-        torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, out=out)
-    else:
-        write_part(a @ b, out, beta)
 
 
 def write_part(part: Tensor, out: Tensor, beta: int) -> None:

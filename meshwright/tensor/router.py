@@ -44,7 +44,7 @@ from meshwright.ranks.collectives import all_reduce, start_all_reduce
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.boundary import Boundary
 from meshwright.tensor.linear import linear
-from meshwright.tensor.products import write_part
+from meshwright.tensor.products import PLAIN, Products, write_part
 
 LEAST = 1e-20
 """Added to the sum of a token's sigmoids before it divides, as transformers does: all may be zero in float32."""
@@ -96,9 +96,9 @@ class Routed(NamedTuple):
 class Router(ShardedModule):
     """Scores of experts, x R; R [H, n], b [n]."""
 
-    def __init__(self, mesh: Mesh, shape: ExpertsShape, boundary: Boundary) -> None:
+    def __init__(self, mesh: Mesh, shape: ExpertsShape, boundary: Boundary, products: Products = PLAIN) -> None:
         super().__init__(mesh)
-        self.shape, self.boundary = shape, boundary
+        self.shape, self.boundary, self.products = shape, boundary, products
         self.weight = self.declare("weight", ShardSpec((shape.hidden, shape.count), initial=shape.initial))
         # Always float32: a step of 0.001 would be lost in half precision.
         spec = ShardSpec((shape.count,), initial=ZEROS, matrix=False, full_precision=True, nudged=True)
@@ -118,7 +118,7 @@ class Router(ShardedModule):
         self.counting, self.loads = False, loads
 
     def forward(self, h: Tensor) -> Tensor:
-        return linear(h, self.weight, None, self)
+        return linear(h, self.weight, None, self, self.products)
 
     def route(self, logits: Tensor) -> Routed:
         """The experts of tokens, logits [B, T, n]."""

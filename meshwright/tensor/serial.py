@@ -20,7 +20,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.parameters.shard import UNPLACED, ZEROS, Initial, Placements, ShardedModule, ShardSpec
@@ -89,13 +88,16 @@ class SerialHead(TableHead):
     def token_losses(self, h: Tensor, labels: Tensor) -> Tensor:
         """Each token's loss in float32, [B, T]; 0 where it is not counted."""
         vocabulary = self.classes.vocabulary
-        losses = chunked_token_losses(h.flatten(0, -2), self.block, self.bias, labels.flatten(), vocabulary)
+        losses = chunked_token_losses(
+            h.flatten(0, -2), self.block, self.bias, labels.flatten(), vocabulary, self.classes.products
+        )
         return losses.view(labels.shape)
 
     def logits(self, h: Tensor) -> Tensor:
         """[B, T, V], without the padding of the vocabulary."""
         bias = None if self.bias is None else self.bias[: self.classes.vocabulary]
-        return F.linear(h, self.block[: self.classes.vocabulary], bias)
+        table = self.block[: self.classes.vocabulary]
+        return self.classes.products.multiply(h.flatten(0, -2), table.t(), bias).unflatten(0, h.shape[:-1])
 
 
 def grouped(inner: int, groups: int) -> tuple[int, ...]:
@@ -154,7 +156,9 @@ class KitBase:
         self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True,
         heads: HeadGroups | None = None,
     ) -> nn.Module:  # fmt: skip
-        return SerialLinear(self.mesh, hidden, grouped(inner, groups), initial, bias=bias)
+        return SerialLinear(
+            self.mesh, hidden, grouped(inner, groups), initial, bias=bias, products=self.arithmetic.products
+        )  # fmt: skip
 
     def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
         return self.expand(inner, hidden, initial, bias=bias)  # alike, where no axis cuts pairs

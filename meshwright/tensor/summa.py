@@ -30,6 +30,7 @@ from meshwright.ranks.agreement import all_rows
 from meshwright.ranks.collectives import Moving, here
 from meshwright.ranks.comm import Work
 from meshwright.ranks.mesh import Mesh
+from meshwright.tensor.products import PLAIN, Products
 
 X, W, Y = "X", "W", "Y"
 
@@ -117,11 +118,12 @@ def factors(target: str, operands: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 class Summa:
-    """The three products on this rank's row and column. `streams`: in panels, instead of gathering whole operands."""
+    """The three products on this rank's row and column, panel by panel."""
 
-    def __init__(self, mesh: Mesh, *, streams: bool) -> None:
+    def __init__(self, mesh: Mesh, *, streams: bool, products: Products = PLAIN) -> None:
+        """`streams`: operands in panels, instead of gathering them whole. `products`: of two panels."""
         self.q = mesh.size("row")
-        self.streams = streams
+        self.streams, self.products = streams, products
         self._comms = {axis: mesh.comm(axis) for axis in ("row", "col")}
         self._plane = mesh.comm("row", "col")
         mirrored = mesh.grid.coordinates(mesh.rank) | {"row": mesh.index("col"), "col": mesh.index("row")}
@@ -159,10 +161,10 @@ class Summa:
             factors(target, dict(zip(inputs, values, strict=True))) for values in zip(*inputs.values(), strict=False)
         )
         if target == stays:
-            return here(_accumulate(pairs, out))
+            return here(self._accumulate(pairs, out))
         if self.streams:
             return self._reduce_panels(pairs, ROUTES[stays][target], out)
-        return self.scatter(target, stays, _stack(pairs, self.q), out)
+        return self.scatter(target, stays, self._stack(pairs), out)
 
     def _stream(self, who: str, stays: str, block: Tensor) -> Iterator[Tensor]:
         route = ROUTES[stays][who]
@@ -195,7 +197,7 @@ class Summa:
         mine: Tensor | None = None
         last: Work | None = None
         for panel, (a, b) in enumerate(pairs):
-            x = a @ b
+            x = self.products.multiply(a, b)
             if last is not None:
                 last.wait()
             last = comm.reduce(x, panel, wait=False)
@@ -213,25 +215,23 @@ class Summa:
             return block
         return out.copy_(block)
 
+    def _stack(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+        """The pairs' products, one after another [q, ...]."""
+        panels: Tensor | None = None
+        for panel, (a, b) in enumerate(pairs):
+            if panels is None:
+                panels = a.new_empty(self.q, a.shape[0], b.shape[1])
+            self.products.multiply(a, b, out=panels[panel])
+        assert panels is not None
+        return panels
 
-def _stack(pairs: Iterable[tuple[Tensor, Tensor]], q: int) -> Tensor:
-    """The pairs' products, one after another [q, ...]."""
-    panels: Tensor | None = None
-    for panel, (a, b) in enumerate(pairs):
-        if panels is None:
-            panels = a.new_empty(q, a.shape[0], b.shape[1])
-        torch.mm(a, b, out=panels[panel])
-    assert panels is not None
-    return panels
-
-
-def _accumulate(pairs: Iterable[tuple[Tensor, Tensor]], out: Tensor | None) -> Tensor:
-    """The sum of the pairs' products."""
-    total: Tensor | None = None
-    for a, b in pairs:
-        if total is not None:
-            total.addmm_(a, b)
-        else:
-            total = torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
-    assert total is not None
-    return total
+    def _accumulate(self, pairs: Iterable[tuple[Tensor, Tensor]], out: Tensor | None) -> Tensor:
+        """The sum of the pairs' products."""
+        total: Tensor | None = None
+        for a, b in pairs:
+            if total is not None:
+                self.products.write_product(a, b, total, beta=1)
+            else:
+                total = self.products.multiply(a, b, out=out)
+        assert total is not None
+        return total

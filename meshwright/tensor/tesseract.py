@@ -47,7 +47,7 @@ from meshwright.tensor.head import HeadShape, TableHead
 from meshwright.tensor.kit import NormKind, Role, Where
 from meshwright.tensor.linear import cast
 from meshwright.tensor.norms import SplitLayerNorm
-from meshwright.tensor.products import PLAIN, add_gradients, write_part
+from meshwright.tensor.products import Products, add_gradients, write_part
 from meshwright.tensor.serial import Embedding, KitBase, SerialLinear, grouped
 from meshwright.tensor.summa import Panels, Sizes, Stationary, Summa, W, X, Y, best_stationary
 
@@ -83,7 +83,7 @@ class _Linear(torch.autograd.Function):
         dweight = layer.add_gradient("weight", weight, layer.columns.write(write))
         dbias = None
         if ctx.bias is not None:
-            addends = map(layer.columns.write, PLAIN.bias_gradients(dy))
+            addends = map(layer.columns.write, layer.weights.summa.products.bias_gradients(dy))
             dbias = add_gradients(layer, "bias", ctx.bias, addends)
         return dx.wait(), dweight, dbias, None
 
@@ -161,8 +161,10 @@ class TesseractNorm(ShardedModule):
 class TesseractHead(TableHead):
     """Classes over col: logits [b·T, V/col] stay where they are made."""
 
-    def __init__(self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None, boundary: Boundary) -> None:
-        super().__init__(mesh, shape, tied, {"row": Shard(0), "col": Shard(1)}, {"col": Shard(0)}, boundary)
+    def __init__(
+        self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None, boundary: Boundary, products: Products
+    ) -> None:  # fmt: skip
+        super().__init__(mesh, shape, tied, {"row": Shard(0), "col": Shard(1)}, {"col": Shard(0)}, boundary, products)
         self.summa = Summa(mesh, streams=False)
 
     def own_classes(self, block: Tensor) -> Tensor:
@@ -184,7 +186,7 @@ class TesseractKit(KitBase):
         """`policy`: gather, whole, stream or auto (gathered.py); if sums are in order, gather or whole."""
         super().__init__(mesh, CutActivations(mesh, "col", HIDDEN, in_order=arithmetic.in_order), arithmetic)
         self.split_axes = ("depth", "row", "col")
-        self.weights = Weights(mesh, policy, self.kept)
+        self.weights = Weights(mesh, policy, self.kept, arithmetic.products)
 
     def embedding(self, num_rows: int, hidden: int, initial: Initial) -> nn.Module:
         # A row of ranks looks its ids [B/depth, T] up together, and each keeps its own rows of the sum.
@@ -215,13 +217,18 @@ class TesseractKit(KitBase):
         if role == "transform":
             return self.contract(inputs, outputs, initial, bias=bias)
         if role == "patches":  # that every rank of a row has whole
-            return SerialLinear(self.mesh, inputs, (outputs,), initial, {"col": Shard(1)}, bias=False)
+            return SerialLinear(
+                self.mesh, inputs, (outputs,), initial, {"col": Shard(1)}, bias=False, products=self.arithmetic.products
+            )  # fmt: skip
         # A few numbers a token, whole on every rank of a row: the sum of what each makes of its part of H.
         after = partial(all_reduce, mesh=self.mesh, axis="col")
-        return SerialLinear(self.mesh, inputs, (outputs,), initial, {"col": Shard(0)}, bias=False, after=after)
+        return SerialLinear(
+            self.mesh, inputs, (outputs,), initial, {"col": Shard(0)}, bias=False, after=after,
+            products=self.arithmetic.products,
+        )  # fmt: skip
 
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
-        return TesseractHead(self.mesh, shape, tied, self.boundary)
+        return TesseractHead(self.mesh, shape, tied, self.boundary, self.arithmetic.products)
 
     def slice(self, x: Tensor, where: Where) -> Tensor:
         if where == "hidden":

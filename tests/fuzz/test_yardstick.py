@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from meshwright.config import Config
 from meshwright.config.load import parse_run
@@ -16,7 +17,7 @@ from meshwright.parameters.bucket import Bucket
 from meshwright.parameters.shard import ShardSpec
 from meshwright.ranks.comm import Comm, Work
 from meshwright.ranks.mesh import Mesh
-from meshwright.tensor import products
+from meshwright.tensor.products import Products
 from tests.fuzz.axes import AXES, Case, Value, tree_of
 from tests.fuzz.check import Plant, mistakes
 from tests.tools.verify.mistakes import decayed_vectors, wrong_bias_correction, wrong_clipping
@@ -37,8 +38,12 @@ def halved_zero1() -> None:
 
 def dropped_weight() -> None:
     """A linear's weight has a gradient of zeros."""
-    right = products.write_product
-    products.write_product = lambda a, b, out, beta: right(a, torch.zeros_like(b), out, beta)
+    right = Products.write_product
+
+    def wrong(self: Products, a: Tensor, b: Tensor, out: Tensor, beta: int) -> None:
+        right(self, a, torch.zeros_like(b), out, beta)
+
+    Products.write_product = wrong  # type: ignore[method-assign]
 
 
 def wrong_axis() -> None:
