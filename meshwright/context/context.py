@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.context.documents import attend_at_once, attend_by_document, flash_takes, keeps_documents
+from meshwright.context.widened import attend_widened
 from meshwright.model import IGNORED, Batch
 from meshwright.ranks.collectives import all_to_all
 from meshwright.ranks.mesh import Mesh
@@ -36,6 +37,9 @@ HEADS, TOKENS = 1, 2
 
 class Heads:
     """Attention of whole sequences over all heads that a rank has, in one call."""
+
+    widens: bool = False
+    """Whether a CPU's backward kernel gets halves as float32 (widened.py)."""
 
     def shared(self, key: Tensor, value: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
         """Keys and values [B, K, t, E] of which each of so many ranks can have its part of the heads."""
@@ -52,9 +56,9 @@ class Heads:
         grouped = query.shape[HEADS] != key.shape[HEADS]
 
         def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-            return F.scaled_dot_product_attention(
-                query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped
-            )
+            attention = attend_widened if self.widens else F.scaled_dot_product_attention
+            attended: Tensor = attention(query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped)
+            return attended
 
         if mask is None or not keeps_documents(mask):
             return attend(query, key, value, mask, causal)
@@ -67,6 +71,12 @@ class Heads:
         return attend_by_document(attend, mask, query, key, value)
 
 
+class WidenedHeads(Heads):
+    """Heads whose backward kernel gets halves as float32."""
+
+    widens = True
+
+
 class Context:
     """The tokens of every sequence that a rank holds: all, or the i-th part on the i-th of `size` ranks."""
 
@@ -75,7 +85,11 @@ class Context:
     size, index = 1, 0
 
     def attend_by(self, heads: Heads) -> None:
-        """Let whole sequences attend by other heads."""
+        """Choose how whole sequences attend.
+
+        Args:
+            heads: computes attention of all heads that a rank has.
+        """
         self.heads = heads
 
     def runs(self, length: int, index: int | None = None) -> tuple[range, ...]:

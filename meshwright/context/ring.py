@@ -34,7 +34,8 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.context.context import CutContext
 from meshwright.context.documents import Piece, keeps_documents, pieces_of
-from meshwright.context.kernels import Attended, Kernel, kernel_of
+from meshwright.context.kernels import Attended, CpuKernel, Kernel, kernel_of
+from meshwright.context.widened import WIDENED
 from meshwright.ranks.collectives import Moving
 
 
@@ -129,7 +130,8 @@ class RingAttention(CutContext):
 
     def kernel_for(self, query: Tensor, key: Tensor, value: Tensor, masked: bool) -> Kernel:
         """The kernel of every piece."""
-        return kernel_of(query, key, value, masked, self.mesh.device_type)
+        kernel = kernel_of(query, key, value, masked, self.mesh.device_type)
+        return WIDENED if self.heads.widens and isinstance(kernel, CpuKernel) else kernel
 
     def pieces(self, step: int, count: int, causal: bool, starts: Tensor | None) -> Iterator[Piece]:
         """The queries and the block's keys that see each other at a step, of `count` each."""

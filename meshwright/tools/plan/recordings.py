@@ -36,7 +36,6 @@ from meshwright.ranks.mesh import solo_mesh
 from meshwright.registry import entries, load_entry
 from meshwright.tensor.linear import autocasts_of
 from meshwright.tensor.serial import SerialKit
-from meshwright.tensor.widened import multiplies_in
 from meshwright.tools.plan.memory import Parameter
 from meshwright.tools.plan.recorder import DISTINCT, Program, Recorder
 from meshwright.tools.plan.software import OWN_SOFTWARE, Software
@@ -233,7 +232,7 @@ def _record(
     strategy = load_entry(sync.synchroniser)([], mesh, load_entry(sync.policy)())
     strategy.expect(False)  # no bucket leaves: sums of gradients are programs of their own (buckets.py)
     run, leads = strategy.forward if chunk.last else None, layout.tensor.rows.leads
-    stage = Stage(model, gradients, run=run, autocasts=autocasts_of(config, mesh), multiplies=multiplies_in(config))
+    stage = Stage(model, gradients, run=run, autocasts=autocasts_of(config, mesh))
     programs: dict[TaskKind, list[Program]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}
     leaving: dict[TaskKind, list[frozenset[int]]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}
     scales, places, splits = dict.fromkeys((*model.labels, SAMPLES), 1.0), _places(config), rule_of(config).splits
