@@ -23,7 +23,7 @@ from meshwright.optim.optimizer import Optimizer
 from meshwright.optim.states import InPlace
 from meshwright.parameters.bucket import make_buckets
 from meshwright.parameters.shard import Initial, initialise, shard_specs, use_gradients
-from meshwright.parts import Parts, stage_maker
+from meshwright.parts import Parts
 from meshwright.pipeline.assembly import build_pipeline
 from meshwright.pipeline.stages import Stages, placement_of
 from meshwright.rank_model import build_kit
@@ -100,6 +100,6 @@ def _parts(config: Config, mesh: Mesh, kit: Kit, model: GPT) -> Parts:
     strategy = Synchroniser(buckets, mesh, AllReduce())
     use_gradients(model, strategy.gradients)
     stages = Stages((model.chunk,), specs, (), placement_of(config))
-    pipeline = build_pipeline(config, mesh, [model], stages, strategy, stage_maker(config, mesh))
+    pipeline = build_pipeline(config, mesh, [model], stages, strategy)
     optimizer = Optimizer(config, strategy.slots, mesh, InPlace)
     return Parts(config, mesh, kit, model, stages, strategy, pipeline, optimizer)

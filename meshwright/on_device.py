@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from meshwright.context.kernels import Kernel, kernel_of
+from meshwright.context.widened import attend_widened
 from meshwright.tensor.gelu import gelu
 
 Attention = Literal["fused", "fused-softmax", "steps", "torch"]
@@ -44,7 +45,7 @@ WIDENED = {
 }  # fmt: skip
 """Functions whose tensors autocast widens to float32, by type of device. Our models call no others that it casts."""
 
-_OURS = frozenset([F.scaled_dot_product_attention, kernel_of, F.dropout, F.rms_norm, F.gelu])
+_OURS = frozenset([F.scaled_dot_product_attention, attend_widened, kernel_of, F.dropout, F.rms_norm, F.gelu])
 """Functions that devices do in other ways than meta tensors."""
 
 
@@ -84,6 +85,8 @@ class AsOnDevice(TorchFunctionMode):
                 return x.to(dtype) if is_cast else x
 
             args, kwargs = tree_map(cast, (args, kwargs))
+        if function is attend_widened and self.attention != "fused":  # whose backward pass has no kernel to widen
+            function = F.scaled_dot_product_attention
         if function is F.scaled_dot_product_attention and self.attention != "torch":
             return self._attend(*args, **(kwargs or {}))
         if function is kernel_of and self.attention != "fused":

@@ -6,7 +6,7 @@ these passes in order:
 
 | pass                    | gives a model                                             | if                      |
 |-------------------------|-----------------------------------------------------------|-------------------------|
-| context.open.attach     | the tokens of other ranks, in attention                   | always, with the values |
+| context.open            | the tokens of other ranks, in attention                   | always, with the values |
 | memory.apply_policy     | groups of layers that a backward pass runs again          | memory.recompute        |
 | tensor.islands.apply    | compiled functions                                        | compile: islands        |
 | data_parallel.assembly  | parameters in buckets; parts that wait for new values     | always                  |
@@ -52,7 +52,6 @@ from meshwright.registry import load_entry
 from meshwright.tensor import islands
 from meshwright.tensor.kit import Kit
 from meshwright.tensor.linear import autocasts_of
-from meshwright.tensor.widened import multiplies_in
 
 LAYOUT_FREE = "meshwright.bits.assembly:layout_free"
 """The entry of the room of equal bits, which a run without `bits: layout-free` does not import."""
@@ -127,24 +126,15 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
         exact.apply(config, mesh, model, stages.specs)
     states = STATES["none" if planned else config.memory.offload.to]  # a plan has nothing to keep
     optimizer = Optimizer(config, strategy.slots, mesh, states(mesh, folder), fixed)
+    models: Sequence[Model] = [model] if len(chunks) == 1 else [ChainPart(model, chunk) for chunk in chunks]
     pipeline = build_pipeline(
-        config, mesh, models_of(model, chunks), stages, strategy, stage_maker(config, mesh),
+        config, mesh, models, stages, strategy, partial(Stage, autocasts=autocasts_of(config, mesh)),
         portions=portions,
         begins=first_trained(config, build_kit(config, planned_mesh(mesh.grid, mesh.rank, mesh.token_axes))),
         heads=spread_heads(model, stages, mesh),
         tables=partial(tables_of_both_ends, config, mesh, model),
     )  # fmt: skip
     return Parts(config, mesh, kit, model, stages, strategy, pipeline, optimizer, portions)
-
-
-def models_of(model: Chain, chunks: Sequence[Chunk]) -> Sequence[Model]:
-    """Return each chunk of this rank as a model of its own."""
-    return [model] if len(chunks) == 1 else [ChainPart(model, chunk) for chunk in chunks]
-
-
-def stage_maker(config: Config, mesh: Mesh) -> Callable[..., Stage]:
-    """Return a function that makes stages which compute in the run's precision."""
-    return partial(Stage, autocasts=autocasts_of(config, mesh), multiplies=multiplies_in(config))
 
 
 def spread_heads(model: Chain, stages: Stages, mesh: Mesh) -> Sequence[Model]:

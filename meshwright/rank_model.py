@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from meshwright import precision
-from meshwright.context import open as context
+from meshwright.context.open import open_context
 from meshwright.model import EMBEDDINGS, HEAD, Batch, Chunk
 from meshwright.models.chain import Chain, chain_of, make_chain
 from meshwright.parameters.shard import initialise
@@ -40,7 +40,7 @@ def build_kit(config: Config, mesh: Mesh) -> Kit:
 def build_model(config: Config, kit: Kit, mesh: Mesh, chunk: Chunk | None = None) -> Chain:
     """Build the model or a chunk, with this rank's part of the initial weights in the stored precision."""
     model = make_chain(config, kit, chunk)
-    context.attach(config, mesh, model)
+    model.attend_in(open_context(config, mesh))
     initialise(model, mesh, config.seed)
     precision.store(config, model)
     return model

@@ -45,7 +45,6 @@ from meshwright.tensor.linear import autocasts_of
 from meshwright.tensor.router import Router
 from meshwright.tensor.serial import SerialKit
 from meshwright.tensor.tesseract import TesseractKit
-from meshwright.tensor.widened import multiplies_in
 
 PRODUCTS_PER_PARAMETER = {"cpu": 200, "cuda": 2000}
 """Multiplications in the time of a step's work on a parameter: its gradient written, AdamW, some 40 bytes in all. Of a
@@ -118,7 +117,7 @@ def microbatch_bytes(config: Config, device: str, attention: Attention) -> list[
         if key not in known:
             gradients = Gradients()
             use_gradients(model, gradients)
-            stage = Stage(model, gradients, autocasts=autocasts_of(config, mesh), multiplies=multiplies_in(config))
+            stage = Stage(model, gradients, autocasts=autocasts_of(config, mesh))
             batch = empty_batch(config, kit, model, mesh.device)
             with AsOnDevice(device, attention):
                 held_bytes(stage, 0, batch, stages.ends(position))  # which gathers what the later ones find

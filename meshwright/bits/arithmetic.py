@@ -70,7 +70,12 @@ class ExactArithmetic(SeparateArithmetic):
         return replace(self, blocks=self.blocks.uncut)
 
     def exact(self, blocks: Blocks, **cuts: Any) -> ExactProducts:
-        """Return products by blocks. `cuts`: as ExactProducts has them."""
+        """Return products by blocks.
+
+        Args:
+            blocks: runs of tokens.
+            cuts: parts of widths, by the names of ExactProducts' fields.
+        """
         return ExactProducts(blocks, products=self.products, **cuts)
 
     def expand(

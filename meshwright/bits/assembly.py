@@ -35,7 +35,10 @@ def arithmetic_of(config: Config, mesh: Mesh, products: Products) -> SeparateAri
 def heads_of(config: Config, mesh: Mesh) -> HeadParts:
     """Return how whole sequences attend on this rank, in a run with cuts."""
     blocks = blocks_of(config, mesh)
-    return RunsOfQueries(blocks, config.bits.sequence) if config.bits.attention == "runs" else HeadParts(blocks)
+    widens = config.precision.widens
+    if config.bits.attention == "runs":
+        return RunsOfQueries(blocks, config.bits.sequence, widens=widens)
+    return HeadParts(blocks, widens=widens)
 
 
 def blocks_of(config: Config, mesh: Mesh) -> Blocks:

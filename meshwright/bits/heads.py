@@ -26,6 +26,7 @@ class HeadParts(Heads):
     blocks: Blocks
     draw: Draw = field(default=lambda grains: [0] * grains, kw_only=True)
     """By default the numbers of a model that is planned and not trained."""
+    widens: bool = field(default=False, kw_only=True)
 
     def shared(self, key: Tensor, value: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
         parts = self.blocks.head_parts * ranks

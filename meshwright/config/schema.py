@@ -58,8 +58,8 @@ class LossScale(Section):
 
 
 STORED = "meshwright.tensor.products:PLAIN"
-PRODUCTS = {"auto": STORED, "stored": STORED, "float32": STORED}
-"""The products of a kit's layers, by precision.products. The context of a stage widens halves (tensor/widened.py)."""
+PRODUCTS = {"auto": STORED, "stored": STORED, "float32": "meshwright.tensor.widened:WIDENED"}
+"""The products of a kit's layers, by precision.products."""
 
 
 class Precision(Section):
@@ -82,6 +82,11 @@ class Precision(Section):
     def kit_products(self) -> str:
         """The entry of the products that layers multiply by."""
         return PRODUCTS[self.products]
+
+    @property
+    def widens(self) -> bool:
+        """Whether products of halves are float32 products of the same numbers."""
+        return self.products == "float32"
 
 
 def parse_every(value: object) -> object:

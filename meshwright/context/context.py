@@ -26,6 +26,7 @@ from torch import Tensor
 
 from meshwright.context.documents import attend_at_once, attend_by_document, attend_by_window, flash_takes
 from meshwright.context.spec import AttentionSpec
+from meshwright.context.widened import attend_widened
 from meshwright.model import IGNORED, Batch
 from meshwright.ranks.collectives import all_to_all
 from meshwright.ranks.mesh import Mesh
@@ -37,6 +38,9 @@ HEADS, TOKENS = 1, 2
 
 class Heads:
     """Attention of whole sequences over all heads that a rank has, in one call."""
+
+    widens: bool = False
+    """Whether a CPU's backward kernel gets halves as float32 (widened.py)."""
 
     def shared(self, key: Tensor, value: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
         """Keys and values [B, K, t, E] of which each of so many ranks can have its part of the heads."""
@@ -50,9 +54,11 @@ class Heads:
         grouped = query.shape[HEADS] != key.shape[HEADS]
 
         def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-            return F.scaled_dot_product_attention(
+            attention = attend_widened if self.widens else F.scaled_dot_product_attention
+            attended: Tensor = attention(
                 query, key, value, mask, spec.dropout, causal, scale=spec.scale, enable_gqa=grouped
-            )
+            )  # fmt: skip
+            return attended
 
         starts, window = spec.documents, spec.within(key.shape[TOKENS]).window
         # Each row is one document: a GPU's kernel for documents takes 1.8 times as long (docs/performance.md).
@@ -68,6 +74,12 @@ class Heads:
         return attend_by_document(attend, starts, query, key, value, window)
 
 
+class WidenedHeads(Heads):
+    """Heads whose backward kernel gets halves as float32."""
+
+    widens = True
+
+
 class Context:
     """The tokens of every sequence that a rank holds: all, or the i-th part on the i-th of `size` ranks."""
 
@@ -76,7 +88,11 @@ class Context:
     size, index = 1, 0
 
     def attend_by(self, heads: Heads) -> None:
-        """Let whole sequences attend by other heads."""
+        """Choose how whole sequences attend.
+
+        Args:
+            heads: computes attention of all heads that a rank has.
+        """
         self.heads = heads
 
     def runs(self, length: int, index: int | None = None) -> tuple[range, ...]:

@@ -37,8 +37,9 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.context.context import TOKENS, CutContext
 from meshwright.context.documents import Piece, pieces_of
-from meshwright.context.kernels import Attended, Kernel, kernel_of
+from meshwright.context.kernels import Attended, CpuKernel, Kernel, kernel_of
 from meshwright.context.spec import AttentionSpec, outside
+from meshwright.context.widened import WIDENED
 from meshwright.ranks.collectives import Moving
 
 
@@ -131,7 +132,8 @@ class RingAttention(CutContext):
 
     def kernel_for(self, query: Tensor, key: Tensor, value: Tensor, masked: bool) -> Kernel:
         """The kernel of every piece."""
-        return kernel_of(query, key, value, masked, self.mesh.device_type)
+        kernel = kernel_of(query, key, value, masked, self.mesh.device_type)
+        return WIDENED if self.heads.widens and isinstance(kernel, CpuKernel) else kernel
 
     def starts(self, query: Tensor, spec: AttentionSpec, documents: Tensor | None) -> np.ndarray | None:
         """The place [B, T] at which each token's document begins; a row of a window without documents is one."""

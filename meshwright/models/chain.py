@@ -86,13 +86,21 @@ class Chain(nn.Module, ABC):
         return (module for module in self.modules() if isinstance(module, RunsInContext))
 
     def attend_in(self, context: Context) -> None:
-        """Let a context cut batches and read other ranks' tokens in each attention."""
+        """Attend in a context.
+
+        Args:
+            context: cuts batches, and reads other ranks' tokens in each attention.
+        """
         self.context = context
         for core in self.attention_cores():
             core.attend_in(context)
 
     def run_attention_by(self, run: Run) -> None:
-        """Run each attention core by run(function, *arguments)."""
+        """Choose how each attention core runs.
+
+        Args:
+            run: run(function, *arguments) returns the function's result; recomputation keeps the arguments alone.
+        """
         for core in self.attention_cores():
             core.run_by(run)
 
@@ -109,7 +117,12 @@ class Chain(nn.Module, ABC):
         self.run_part = run
 
     def wrap_runs(self, again: Callable[[Run], Run], part: Callable[[RunPart], RunPart]) -> None:
-        """Wrap how the chain runs: groups and attention cores, which a backward pass may run again, and parts."""
+        """Wrap how the chain runs.
+
+        Args:
+            again: wraps runs of groups and of attention cores, which a backward pass may repeat.
+            part: wraps runs of parts.
+        """
         self.run_group, self.run_part = again(self.run_group), part(self.run_part)
         for core in self.attention_cores():
             core.run_by(again(core.run))

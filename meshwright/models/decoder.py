@@ -36,7 +36,11 @@ class KeyValueCache:
         return key, value
 
     def select(self, rows: Tensor | Sequence[int]) -> None:
-        """Go on with these rows of the batch, in this order; a row may be named more than once."""
+        """Continue with some rows of the batch.
+
+        Args:
+            rows: numbers of rows in the new order; a row may be named more than once.
+        """
         self.layers = [(key[rows], value[rows]) for key, value in self.layers]
 
 

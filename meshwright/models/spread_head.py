@@ -35,7 +35,12 @@ class SpreadHead(ChainPart):
 
 
 def with_spread_head(chain: Chain, stages: int, states: Tensor, *, last: bool) -> list[SpreadHead]:
-    """Return what one stage of `stages` runs in turn: its layers, then its part of the head; the last stage both at
-    once."""
+    """Return the pieces of one stage: layers, then a part of the head; the last stage has both in one piece.
+
+    Args:
+        stages: number of all stages.
+        states: a meta tensor like the hidden states that the head reads.
+        last: True on the last stage.
+    """
     whole = SpreadHead(chain, stages, states, layers=True, head=last)
     return [whole] if last else [whole, SpreadHead(chain, stages, states, layers=False, head=True)]

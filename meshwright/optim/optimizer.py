@@ -92,7 +92,12 @@ class LossScaler:
         return self.dynamic and self.scale > SMALLEST and self.skips + 1 < self.max_skips
 
     def resume(self, scale: float, good_steps: int) -> None:
-        """Go on from a scale and the number of steps since it last changed."""
+        """Continue after a checkpoint.
+
+        Args:
+            scale: the factor of the loss.
+            good_steps: steps without an overflow since the factor was last changed.
+        """
         self.scale, self.good_steps = scale, good_steps
 
     def update(self, *, overflow: bool) -> None:

@@ -75,7 +75,12 @@ class Gradients:
             parameter.register_post_accumulate_grad_hook(tell)
 
     def begin_pass(self, user: int, *, last_portion: bool = True) -> None:
-        """Begin a backward pass, or its work, of one of the rank's chunks."""
+        """Begin a backward pass, or deferred work of one.
+
+        Args:
+            user: the rank's chunk that is computed.
+            last_portion: True in the last portion of a microbatch.
+        """
         self.user, self.last_portion = user, last_portion
 
     def add(

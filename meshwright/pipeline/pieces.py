@@ -58,7 +58,7 @@ class PieceStage:
         """F of a piece: the rows that leave, or of the last what the chunk after reads, or (loss,)."""
         for x in incoming:
             x.requires_grad_()  # a leaf, whose gradient B sends back
-        with self.stage.multiplies(), self.stage.autocast():
+        with self.stage.autocast():
             if place == 0:
                 flow = self._flows[index] = self.stage.model.in_pieces(batch, scales, incoming)
                 self._graphs[index], self._trades[index] = [], []
@@ -88,7 +88,7 @@ class PieceStage:
         self.stage.gradients.begin_pass(self.first + place)
         stayed = tuple(x.grad for x in graph.stays)
         assert all(x is not None for x in stayed), "what stays on a rank and no later piece depends on"
-        with self.stage.multiplies(), self.stage.gradients.deferred() as works:
+        with self.stage.gradients.deferred() as works:
             backward_from(graph.outgoing, (*gradients, *stayed) or (None,))
         self._works[index, place] = works
         arrived = tuple(x.grad for x in graph.incoming if x.grad is not None)
@@ -104,7 +104,7 @@ class PieceStage:
     def weights(self, index: int, place: int, *, final: bool) -> None:
         """W of a piece. `final`: as of a stage's."""
         self.stage.gradients.begin_pass(self.first + place)
-        with torch.no_grad(), self.stage.multiplies():
+        with torch.no_grad():
             for work in self._works.pop((index, place)):
                 work(final)
 

@@ -92,19 +92,18 @@ class Stage:
         *,
         run: RunForward | None = None,
         autocasts: tuple[str, torch.dtype] | None = None,
-        multiplies: Computing = nullcontext,
         number: int = 0,
         portions: Portions | None = None,
         learns: bool = True,
     ) -> None:
         """`run`: None: the model's own forward pass. `number`: the chunk's among its rank's. `autocasts`: (device type,
-        dtype) of autocast in forward passes (O1) or None. `multiplies`: makes the context of all passes, by which a CPU
-        multiplies half precision. `portions`: None: a microbatch is computed at once. `learns`: whether a part before
-        the chunk is trained; if not, the gradients that B gives are zeros, and nothing is computed for them."""
+        dtype) of autocast in forward passes (O1) or None. `portions`: None: a microbatch is computed at once. `learns`:
+        whether a part before the chunk is trained; if not, the gradients that B gives are zeros, and nothing is
+        computed for them."""
         self.model, self.is_last = model, model.chunk.last
         self.gradients = gradients
         self.run_forward: RunForward = run or operator.call
-        self.autocasts, self.multiplies = autocasts, multiplies
+        self.autocasts = autocasts
         self.autocast: Computing = nullcontext if autocasts is None else partial(torch.autocast, *autocasts)
         """Makes the context of forward passes."""
         self.number = number
@@ -129,7 +128,7 @@ class Stage:
         for x in incoming:
             # A received tensor becomes a leaf, whose x.grad is sent back.
             x.requires_grad_(self.learns)
-        with self.multiplies(), self.autocast():
+        with self.autocast():
             outgoing = self.run_forward(self.model, batch, scales, incoming)
         return Graph(incoming, edges_of(outgoing)), tuple(x.detach() for x in outgoing)
 
@@ -144,13 +143,12 @@ class Stage:
         for number, (graph, after) in enumerate(zip(graphs, afters, strict=True)):
             # A table that two chunks use has gradient memory for each, chosen here.
             self.gradients.begin_pass(self.number, last_portion=number == len(graphs) - 1)
-            with self.multiplies():
-                if defers:
-                    with self.gradients.deferred() as of_portion:
-                        backward_from(graph.outgoing, after)
-                    works.append(of_portion)
-                else:
+            if defers:
+                with self.gradients.deferred() as of_portion:
                     backward_from(graph.outgoing, after)
+                works.append(of_portion)
+            else:
+                backward_from(graph.outgoing, after)
         if defers:
             self._works[index] = works
         arrived = []
@@ -170,14 +168,13 @@ class Stage:
         portions = self._works.pop(index)
         for number, works in enumerate(portions):
             self.gradients.begin_pass(self.number, last_portion=number == len(portions) - 1)
-            with self.multiplies():
-                for work in works:
-                    work(final)
+            for work in works:
+                work(final)
 
     @torch.no_grad()
     def evaluate(self, incoming: Hidden, batch: Batch) -> Hidden:
         """Forward without gradients: the activation for the next stage, or (normed hidden states,)."""
-        with self.multiplies(), self.autocast():
+        with self.autocast():
             if self.portions is None:
                 return self.model.hidden_states(batch, incoming)
             portions = self.portions.of(batch, incoming)

@@ -18,7 +18,11 @@ class InnerDropout(nn.Module):
         """Draws instead, if masks are free of the layout."""
 
     def draw_by(self, by_block: nn.Module) -> None:
-        """Let a module draw the masks instead."""
+        """Draw masks by blocks.
+
+        Args:
+            by_block: drops elements of [B, T, N/p], with masks that no layout changes.
+        """
         self.by_block = by_block
 
     def forward(self, x: Tensor) -> Tensor:

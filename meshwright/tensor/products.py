@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.parameters.shard import ShardedModule, WriteGradient
@@ -31,7 +32,12 @@ class Products:
     """One product each of all rows and columns that a rank holds."""
 
     def multiply(self, a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """Multiply a [n, K] by b [K, N] and add a bias [N]. `out`: the memory of a product without a bias."""
+        """Multiply a [n, K] by b [K, N].
+
+        Args:
+            bias: [N], added to each row.
+            out: memory [n, N] of the result; never with a bias.
+        """
         if bias is not None:
             return torch.addmm(bias, a, b)
         return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
@@ -49,6 +55,17 @@ class Products:
         else:
             write_part(self.multiply(a, b), out, beta)
 
+    def convolve(self, x: Tensor, kernels: Tensor, stride: int, padding: int, groups: int) -> Tensor:
+        """Convolve images with kernels.
+
+        Args:
+            x: [B, C, S, S].
+            kernels: [D, C/groups, K, K].
+
+        Returns [B, D, s, s].
+        """
+        return F.conv2d(x, kernels, None, stride, padding, 1, groups)
+
     @property
     def between(self) -> Products:
         """The products of a gradient as it is held between two pairs, before it enters one."""
@@ -59,7 +76,15 @@ class Products:
         return held
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply x [B, ..., I] by W [I, N] and add b [N]. Returns [B, ..., N], in any shape of these elements."""
+        """Compute y = x W + b.
+
+        Args:
+            x: [B, ..., I].
+            weight: [I, N].
+            bias: [N].
+
+        Returns [B, ..., N], in any shape of these elements.
+        """
         return self.multiply(x.flatten(0, -2), weight, bias)
 
     def read(self, dy: Tensor) -> Any:
@@ -67,7 +92,14 @@ class Products:
         return dy.flatten(0, -2)
 
     def input_gradient(self, dy: Any, weight: Tensor) -> Tensor:
-        """Multiply what `read` returned by Wᵀ. Returns [B, ..., I], in any shape of these elements."""
+        """Compute dx = dy Wᵀ.
+
+        Args:
+            dy: the result of `read`.
+            weight: [I, N].
+
+        Returns [B, ..., I], in any shape of these elements.
+        """
         return self.multiply(dy, weight.t())
 
     def weight_gradients(self, x: Callable[[], Tensor], dy: Any) -> Iterable[WriteGradient]:

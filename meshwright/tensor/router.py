@@ -114,7 +114,11 @@ class Router(ShardedModule):
         self.counting, self.loads = True, None
 
     def balance_by(self, loads: Tensor) -> None:
-        """Take the loads [n] of the mean sequence of the global batch."""
+        """Balance by known loads, and count no more.
+
+        Args:
+            loads: [n], tokens of the mean sequence of the global batch that took each expert.
+        """
         self.counting, self.loads = False, loads
 
     def forward(self, h: Tensor) -> Tensor:

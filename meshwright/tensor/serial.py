@@ -95,10 +95,10 @@ class SerialHead(TableHead):
         return losses.view(labels.shape)
 
     def logits(self, h: Tensor) -> Tensor:
-        """[B, T, V], without the padding of the vocabulary."""
+        """[..., V] of hidden states [..., H], without the padding of the vocabulary."""
         bias = None if self.bias is None else self.bias[: self.classes.vocabulary]
         table = self.block[: self.classes.vocabulary]
-        return self.classes.products.multiply(h.flatten(0, -2), table.t(), bias).unflatten(0, h.shape[:-1])
+        return self.classes.products.multiply(h.reshape(-1, h.shape[-1]), table.t(), bias).view(*h.shape[:-1], -1)
 
 
 def grouped(inner: int, groups: int) -> tuple[int, ...]:

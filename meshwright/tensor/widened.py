@@ -3,6 +3,7 @@
 A CPU with AVX-512-BF16 or AMX multiplies bf16 faster than float32; one without takes 20 to 120 times as long
 (github.com/pytorch/pytorch/issues/146508). There operands are widened, multiplied in float32 and rounded once, which
 is what a bf16 product does that adds up in float32: weights, activations and gradients are stored in halves as before.
+Attention's backward kernel is context/widened.py's; its forward kernel reads halves as fast as float32.
 
 | `precision.products` | a product reads  | adds up in | gives   |
 |----------------------|------------------|------------|---------|
@@ -13,33 +14,22 @@ is what a bf16 product does that adds up in float32: weights, activations and gr
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.autograd.function import once_differentiable
 
 from meshwright.machine import SLOW_SHARE
-
-if TYPE_CHECKING:
-    from meshwright.config import Config
+from meshwright.tensor.linear import autocast_device, autocast_dtype
+from meshwright.tensor.products import Products
 
 SIDE, TRIES = 128, 5
 """The side of the products that are timed, and how many are: 4 Mflop each, 6 ms at the slowest rate that was seen."""
 
 HALVES = (torch.bfloat16, torch.float16)
-
-_aten = torch.ops.aten
-_PACKETS = (
-    _aten.mm, _aten.addmm, _aten.addmm_, _aten.bmm, _aten.baddbmm, _aten.baddbmm_, _aten.addbmm, _aten.mv, _aten.dot,
-    _aten.convolution, _aten.convolution_backward, _aten._scaled_dot_product_flash_attention_for_cpu_backward,
-)  # fmt: skip
-"""Attention has its backward kernel alone here: the one forward reads halves as fast as float32."""
-_PRODUCTS = frozenset(getattr(packet, name) for packet in _PACKETS for name in packet.overloads())
 
 
 class Rates(NamedTuple):
@@ -71,30 +61,62 @@ def product_rates(half: str) -> Rates:
     return Rates(*rates)
 
 
-def multiplies_in(config: Config) -> Callable[[], AbstractContextManager[object]]:
-    """Return what makes the context manager in which a stage computes (precision.products)."""
-    return WidenedProducts if config.precision.products == "float32" else nullcontext
+def half_of(x: Tensor) -> torch.dtype | None:
+    """Return the half in which a product of x is computed, under autocast too; None if in other numbers."""
+    dtype = autocast_dtype(x) or x.dtype
+    return dtype if dtype in HALVES else None
 
 
-class WidenedProducts(TorchDispatchMode):
-    """While entered, products of halves are float32 products of the same numbers."""
+class WidenedProducts(Products):
+    """Products of halves as float32 products of the same numbers, rounded once."""
 
-    def __torch_dispatch__(
-        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        # Every operation of a pass comes through here: one look-up for most.
-        if op not in _PRODUCTS or not any(isinstance(x, Tensor) and x.dtype in HALVES for x in args):
-            return op(*args, **(kwargs or {}))
-        kwargs = dict(kwargs or {})
-        half = next(x.dtype for x in args if isinstance(x, Tensor) and x.dtype in HALVES)
+    def multiply(self, a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        if (half := half_of(a)) is None:
+            return super().multiply(a, b, bias, out)
+        with torch.autocast(autocast_device(a.device), enabled=False):
+            wide = None if bias is None else bias.to(half).float()
+            product = super().multiply(a.to(half).float(), b.to(half).float(), wide)
+            return product.to(half) if out is None else out.copy_(product)
 
-        def widened(x: Any) -> Any:
-            return x.float() if isinstance(x, Tensor) and x.dtype in HALVES else x
+    def write_product(self, a: Tensor, b: Tensor, out: Tensor, beta: int) -> None:
+        if not beta and out.dtype == a.dtype:
+            self.multiply(a, b, out=out)
+        elif out.dtype == a.dtype and a.dtype in HALVES:
+            wide = out.float()
+            super().write_product(a.float(), b.float(), wide, beta)
+            out.copy_(wide)
+        else:
+            super().write_product(a, b, out, beta)
 
-        written = kwargs.pop("out", args[0] if op._schema.is_mutable else None)
-        name = op._schema.name.removesuffix("_")  # in place or out=: the plain product, then a copy
-        default = getattr(_aten, name.removeprefix("aten::")).default if written is not None else op
-        result = default(*tree_map(widened, args), **tree_map(widened, kwargs))
-        if written is not None:
-            return written.copy_(result)
-        return tree_map(lambda x: x.to(half) if isinstance(x, Tensor) else x, result)
+    def convolve(self, x: Tensor, kernels: Tensor, stride: int, padding: int, groups: int) -> Tensor:
+        if (half := half_of(x)) is None:
+            return super().convolve(x, kernels, stride, padding, groups)
+        y: Tensor = _Convolve.apply(x.to(half), kernels.to(half), (stride, padding, groups))
+        return y
+
+
+class _Convolve(torch.autograd.Function):
+    """A convolution of halves in float32, which keeps the halves alone for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kernels: Tensor, shape: tuple[int, int, int]) -> Tensor:
+        ctx.save_for_backward(x, kernels)
+        ctx.shape = shape
+        stride, padding, groups = shape
+        with torch.autocast(autocast_device(x.device), enabled=False):
+            return F.conv2d(x.float(), kernels.float(), None, stride, padding, 1, groups).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, kernels = ctx.saved_tensors
+        stride, padding, groups = ctx.shape
+        dx, dkernels, _ = torch.ops.aten.convolution_backward(
+            dy.float(), x.float(), kernels.float(), None, [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], groups,
+            [*ctx.needs_input_grad[:2], False],
+        )  # fmt: skip
+        dx, dkernels = (None if each is None else each.to(x.dtype) for each in (dx, dkernels))
+        return dx, dkernels, None
+
+
+WIDENED = WidenedProducts()

@@ -53,7 +53,7 @@ def validate(parts: Parts, held_out: Samples, num_batches: int) -> dict[str, flo
 
     def add(h: Tensor, batch: Batch) -> None:
         for portion, (rows,) in parts.portions.of(batch, (h,)) if parts.portions is not None else [(batch, (h,))]:
-            with head.multiplies(), head.autocast():
+            with head.autocast():
                 losses = [model.loss(rows, portion, {other: float(other == name) for other in names}) for name in names]
                 right = model.num_correct(rows, portion)
             if parts.portions is not None:

@@ -34,6 +34,7 @@ from meshwright.parameters.role import HIDDEN_MATRIX
 from meshwright.parameters.shard import Initial
 from meshwright.tensor.head import HeadShape
 from meshwright.tensor.kit import Kit
+from meshwright.tensor.products import PLAIN
 
 KERNEL = 3
 """The width and height of the paths' kernels."""
@@ -148,6 +149,7 @@ class ResNeXtBlock(nn.Module):
         inner, epsilon = shape.inner, model.norm_epsilon
         width = inner // model.paths
         self.stride, self.paths = shape.stride, kit.local_heads(model.paths)
+        self.products = PLAIN if kit.inner is None else kit.inner.products
         self.expand = kit.branches.expand(shape.inputs, inner, he(shape.inputs), bias=False)
         self.expand_norm = kit.norm(inner, epsilon, kind="group", groups=model.paths, inside=True)
         # Cut along the paths, so that a rank has whole ones; `local` because no other rank reads them.
@@ -159,7 +161,7 @@ class ResNeXtBlock(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         inside = F.relu(self.expand_norm(self.expand(h)))  # [B, S·S, d]
-        convolved = F.conv2d(image_of(inside), self.kernels(), None, self.stride, KERNEL // 2, 1, self.paths)
+        convolved = self.products.convolve(image_of(inside), self.kernels(), self.stride, KERNEL // 2, self.paths)
         inside = F.relu(self.kernels_norm(sequence_of(convolved)))  # [B, s·s, d]
         return F.relu(self.contract_norm(self.contract(inside)) + self.shortcut(h))  # [B, s·s, N]
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -34,11 +33,10 @@ from meshwright.pipeline.task import TaskKind
 from meshwright.rank_model import build_kit, build_model, empty_batch
 from meshwright.ranks.grid import PIPE, REPLICA_AXES, Grid
 from meshwright.ranks.mailbox import TensorMeta
-from meshwright.ranks.mesh import Mesh, solo_mesh
+from meshwright.ranks.mesh import solo_mesh
 from meshwright.registry import entries, load_entry
 from meshwright.tensor.linear import autocasts_of
 from meshwright.tensor.serial import SerialKit
-from meshwright.tensor.widened import multiplies_in
 from meshwright.tools.plan.memory import Parameter
 from meshwright.tools.plan.recorder import DISTINCT, Program, Recorder
 from meshwright.tools.plan.software import OWN_SOFTWARE, Software
@@ -236,7 +234,7 @@ def _record(
     strategy = load_entry(sync.synchroniser)([], mesh, load_entry(sync.policy)())
     strategy.expect(False)  # no bucket leaves: sums of gradients are programs of their own (buckets.py)
     run, leads = strategy.forward if chunk.last else None, layout.tensor.rows.leads
-    stage = Stage(model, gradients, run=run, learns=learns, **_computing(config, mesh))
+    stage = Stage(model, gradients, run=run, learns=learns, autocasts=autocasts_of(config, mesh))
     programs: dict[TaskKind, list[Program]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}
     leaving: dict[TaskKind, list[frozenset[int]]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}
     scales, places, splits = dict.fromkeys((*model.labels, SAMPLES), 1.0), _places(config), rule_of(config).splits
@@ -270,16 +268,6 @@ def _record(
     left = {kind: tuple(each[index] for index in places) for kind, each in leaving.items()}
     held = _with_facts(model, chunk, buckets, saved, with_b)
     return Recording(by_kind, held, forms, output_bytes, holds_input, kept_input, kept_gradient, left)
-
-
-def _computing(config: Config, mesh: Mesh) -> dict[str, Any]:
-    """The arguments of a stage that say how it computes.
-
-    Args:
-        config: the run's.
-        mesh: of the recorded rank.
-    """
-    return {"autocasts": autocasts_of(config, mesh), "multiplies": multiplies_in(config)}
 
 
 def _with_facts(
