@@ -96,10 +96,6 @@ class Inputs:
     """The copies to the device."""
 
 
-def _nothing() -> None:
-    return None
-
-
 class HostCopies:
     """Copies in host memory. On the device are the newest inputs until the next ones are moved, and in a backward pass
     the inputs of one group ahead."""
@@ -109,14 +105,14 @@ class HostCopies:
         self._device, self._lane = lane.device, lane
         on_gpu = lane.device.type == "cuda"
         self._room = partial(torch.empty_like, device="cpu" if on_gpu else lane.device, pin_memory=on_gpu)
-        self._newest: Callable[[], Inputs | None] = _nothing
+        self._newest: Callable[[], Inputs | None] = lambda: None
         self._passed: Sequence[weakref.ref[Tensor]] = ()
         """The results of the last group."""
 
     def moved(self, given: Sequence[Tensor]) -> Fetch:
         # A pass hands the tensors themselves from group to group.
         follows = any(x is passed() for x in given for passed in self._passed)
-        before = self._newest if follows else _nothing
+        before = self._newest if follows else (lambda: None)
         self._leave()
         here = [x.detach() for x in given]
         on_host = [self._room(x) for x in here]
@@ -151,7 +147,7 @@ class HostCopies:
         if newest := self._newest():
             newest.copied.wait()
             newest.here = ()
-        self._newest = _nothing
+        self._newest = lambda: None
 
 
 def _copy(out: Sequence[Tensor], of: Sequence[Tensor]) -> None:

@@ -54,14 +54,13 @@ class _Keeping(TorchDispatchMode):
 
 
 def recomputing(mesh: Mesh) -> Run:
-    """Make a run that keeps the arguments alone for the backward pass."""
+    """Make a run that keeps the arguments alone; the backward pass computes the function again."""
+
+    def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
+        # torch advises against the reentrant form, which also needs an argument that requires a gradient.
+        return checkpoint(function, *arguments, use_reentrant=False)
+
     return recomputed
-
-
-def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return function(*arguments); the backward pass computes it again."""
-    # torch advises against the reentrant form, which also needs an argument that requires a gradient.
-    return checkpoint(function, *arguments, use_reentrant=False)
 
 
 def keeping_operations(mesh: Mesh) -> Run:
