@@ -348,7 +348,7 @@ def build_pipeline(
     """The stage's chunks with their schedule, mailboxes and context."""
     index, placement = mesh.index(PIPE), stages.placement
     chunks = stages.of(index)
-    planned = planned_mesh(mesh.grid, mesh.rank, mesh.token_axes)
+    there = planned_mesh(mesh.grid, mesh.rank, mesh.token_axes)
     models: Sequence[Model] = [model] if len(chunks) == 1 else [ChainPart(model, chunk) for chunk in chunks]
     own = [
         Stage(
@@ -359,7 +359,7 @@ def build_pipeline(
             multiplies=multiplies_in(config),
             number=number,
             portions=portions,
-            learns=first_trained(config, build_kit(config, planned)) < part.chunk.parts[0],
+            learns=not config.model.frozen or first_trained(config, build_kit(config, there)) < part.chunk.parts[0],
         )
         for number, part in enumerate(models)
     ]
