@@ -33,7 +33,7 @@ from meshwright.data_parallel.strategy import Synchroniser
 from meshwright.machine import available_memory_bytes
 from meshwright.memory.activations import apply_policy
 from meshwright.memory.offload import Offloaded
-from meshwright.model import Batch, Chunk, Model, rows_of
+from meshwright.model import EMBEDDINGS, Batch, Chunk, Model, rows_of
 from meshwright.models.chain import Chain, ChainPart, first_trained
 from meshwright.models.spread_head import with_spread_head
 from meshwright.optim.optimizer import Optimizer, StoredState
@@ -127,10 +127,11 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
     states = STATES["none" if planned else config.memory.offload.to]  # a plan has nothing to keep
     optimizer = Optimizer(config, strategy.slots, mesh, states(mesh, folder), fixed)
     models: Sequence[Model] = [model] if len(chunks) == 1 else [ChainPart(model, chunk) for chunk in chunks]
+    there = planned_mesh(mesh.grid, mesh.rank, mesh.token_axes)
     pipeline = build_pipeline(
         config, mesh, models, stages, strategy, partial(Stage, autocasts=autocasts_of(config, mesh)),
         portions=portions,
-        begins=first_trained(config, build_kit(config, planned_mesh(mesh.grid, mesh.rank, mesh.token_axes))),
+        begins=first_trained(config, build_kit(config, there)) if config.model.frozen else EMBEDDINGS,
         heads=spread_heads(model, stages, mesh),
         tables=partial(tables_of_both_ends, config, mesh, model),
     )  # fmt: skip

@@ -123,6 +123,19 @@ def misfit_of(config: Config, checkpoint: Checkpoint) -> str:
     return _misfit(shard_specs(whole), checkpoint, config.model)
 
 
+def stateless_of(config: Config, checkpoint: Checkpoint) -> str:
+    """The first parameter that the run trains and of which the checkpoint of a trained run has no states; empty if it
+    has all."""
+    kinds, parts = {kind for _, kind in checkpoint.manifest.parts}, checkpoint.manifest.parts
+    update = config.optimizer.update
+    whole = make_chain(config, SerialKit(solo_mesh(torch.device("meta"))))
+    for name, spec in shard_specs(whole).items():
+        states = {state.name for state in update.states_of(update.rule_of(spec.role))} & kinds
+        if any((name, state) not in parts for state in states):
+            return name
+    return ""
+
+
 def _check_shapes(specs: dict[str, ShardSpec], checkpoint: Checkpoint, model: Model) -> None:
     if misfit := _misfit(specs, checkpoint, model):
         raise CheckpointError(f"{checkpoint.folder} is of another model: {misfit}")

@@ -44,7 +44,7 @@ TOPICS: dict[str, Topic] = {
         "leave it out; PEFT trains adapters, and `meshwright parity` proves such a program on several ranks",
     ),
     "frozen weights": Topic(
-        r"(un)?freeze\w*|frozen\w*|trainable_\w+|train_only\w*",
+        r"(un)?freeze\w*|frozen_\w+|trainable_\w+|train_only\w*",
         "weights are frozen by patterns of their names",
         "model.frozen=[blocks.0.*, tokens.*]; all others are trained",
     ),

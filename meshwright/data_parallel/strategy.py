@@ -11,18 +11,18 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from functools import partial
-from itertools import pairwise
 from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import nn
 
 from meshwright.model import Batch, Chunk, Hidden, LoadRows, Model, RunPart, Scales
-from meshwright.parameters.bucket import Bucket, DealtOver, FlatWeights, PartsUsing
+from meshwright.parameters.bucket import Bucket, FlatWeights, PartsUsing
 from meshwright.parameters.exact_gradients import ExactGradients
 from meshwright.parameters.fixed import FixedPoint
 from meshwright.parameters.gradients import Gradients, OnFirst, OnGradient
+from meshwright.parameters.owners import DealtOver, owners
 from meshwright.ranks.agreement import make_equal, same_everywhere
-from meshwright.ranks.comm import DONE, Comm, Later, Work, size_bytes
+from meshwright.ranks.comm import DONE, Comm, Later, Work, size_bytes, together
 from meshwright.ranks.grid import DATA_AXES, PIPE
 from meshwright.ranks.mesh import Mesh
 
@@ -35,9 +35,7 @@ class Policy:
     | all    | an all-reduce           | the whole bucket               | on every rank: nothing is published |
     | each   | a reduce-scatter        | the slice of the rank's index  | gathered                            |
     | first  | a reduce to the first   | all of it on the first, else 0 | broadcast by the first rank         |
-
-    Of `each`, matrices that are stepped whole (Bucket.segments) have an owner each, to which a reduce sums them, and
-    which broadcasts the new ones.
+    Of `each`, a reduce sums matrices that are stepped whole to the owner of each, which broadcasts them (owners.py).
     """
 
     owners: Literal["all", "each", "first"] = "all"
@@ -70,9 +68,9 @@ class Policy:
             case "all":
                 return comm.all_reduce(bucket.gradients, wait=False)
             case "each" if bucket.segments:
-                return _together(
+                return together(
                     comm.reduce(bucket.gradients[start:stop], owner, wait=False)
-                    for owner, start, stop in _owned(bucket)
+                    for owner, start, stop in owners(bucket.segments)
                 )
             case "each":
                 start, stop = self.owned(bucket, comm)
@@ -87,30 +85,12 @@ class Policy:
         if self.owners == "first":
             return comm.broadcast(bucket.values, 0, wait=False)
         if bucket.segments:
-            return _together(
-                comm.broadcast(bucket.values[start:stop], owner, wait=False) for owner, start, stop in _owned(bucket)
+            return together(
+                comm.broadcast(bucket.values[start:stop], owner, wait=False)
+                for owner, start, stop in owners(bucket.segments)
             )
         start, stop = self.owned(bucket, comm)
         return comm.all_gather(bucket.values, bucket.values[start:stop], wait=False)
-
-
-def _owned(bucket: Bucket) -> Iterator[tuple[int, int, int]]:
-    """Yield each rank that owns matrices of a bucket, and where they begin and end.
-
-    Of ranks that sum the bucket, by their number.
-    """
-    for owner, (start, stop) in enumerate(pairwise(bucket.segments)):
-        if start < stop:
-            yield owner, start, stop
-
-
-def _together(works: Iterable[Work]) -> Work:
-    """Return the work that is done when all of `works` are.
-
-    They are begun now, in their order.
-    """
-    begun = list(works)
-    return Later(lambda: [work.wait() for work in begun])
 
 
 class RunsParts(Protocol):

@@ -122,10 +122,11 @@ class InPlace:
         return {"weight": self.masters[index].detach(), **self._moments[index]}
 
     def prepare(self) -> None:
-        self._moments = [
-            {spec.name: _zeros(slot, spec, master.detach()) for spec in self._update.states_of(slot.rule)}
-            for slot, master in zip(self.slots, self.masters, strict=True)
-        ]
+        for moments, slot, master in zip(self._moments, self.slots, self.masters, strict=True):
+            for spec in self._update.states_of(slot.rule):
+                dtype = master.dtype if spec.dtype == "master" else vars(torch)[spec.dtype]
+                length = spec.elements(master.numel(), slot.size.matrices)
+                moments[spec.name] = torch.zeros(length, dtype=dtype, device=master.device)
         self._has_moments = True
 
     def refresh(self) -> None:
@@ -140,12 +141,6 @@ class InPlace:
             # A master that rounds to the weight is kept: it has digits that the weight lacks.
             if not torch.equal(master.to(slot.parameter.dtype), slot.parameter):
                 master.copy_(slot.parameter)
-
-
-def _zeros(slot: Slot, spec: StateSpec, master: Tensor) -> Tensor:
-    """A slot's state before the first step, flat."""
-    dtype = master.dtype if spec.dtype == "master" else vars(torch)[spec.dtype]
-    return master.new_zeros(spec.elements(master.numel(), slot.size.matrices), dtype=dtype)
 
 
 def _matrices(slot: Slot, flat: Tensor, spec: StateSpec | None) -> Iterator[Tensor]:

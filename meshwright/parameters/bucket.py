@@ -10,22 +10,17 @@ the position of a part of a parameter in a slot, from which checkpoints are writ
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.parameters.owners import DealtOver, Segments, dealt
 from meshwright.parameters.role import Role, RuleOf, StepRule
 from meshwright.parameters.shard import Box, ShardSpec
 from meshwright.ranks.grid import ENDS, HEAD_COPIES, PIPE
 from meshwright.ranks.mesh import Mesh
-
-Segments = tuple[int, ...]
-
-DealtOver = Callable[[tuple[str, ...]], int]
-"""dealt_over(axes): how many ranks share out the matrices of a bucket that is summed over these axes."""
 
 PartsUsing = Mapping[str, tuple[int, ...]]
 """By parameter name, the numbers of the chain's parts (Chunk.parts), or of the stage's chunks, that use it."""
@@ -133,7 +128,7 @@ class Bucket:
     copy_axes: tuple[str, ...] = ()
     """Axes, and those groups, whose ranks hold the same parameters."""
     segments: Segments = ()
-    """As in BucketKey."""
+    """The first element of each rank's matrices, and the end of the last rank's (BucketKey)."""
 
     def slot(self, start: int, stop: int, *, part_axes: tuple[str, ...]) -> Slot:
         """The slot of elements start..stop. `part_axes`: the sum axes whose ranks step the other parts, of equal length
@@ -224,31 +219,6 @@ def arranged(
     # The last part's backward pass is first. Without parts the stable sort keeps the order.
     groups = sorted([*full, *open_groups.items()], key=lambda group: -min(group[0].parts, default=0))
     return groups if dealt_over is None else dealt(groups, elements, dealt_over)
-
-
-def dealt(
-    groups: list[tuple[BucketKey, list[str]]], elements: Mapping[str, int], dealt_over: DealtOver
-) -> list[tuple[BucketKey, list[str]]]:
-    """Give each matrix of the groups an owner among the ranks that sum the matrix, with balanced loads.
-
-    The matrices of a bucket are dealt out from the largest to the smallest, each to the rank with the fewest elements
-    so far. In the bucket the matrices of an owner are neighbours.
-    """
-    loads: dict[tuple[str, ...], list[int]] = {}
-    result = []
-    for kind, names in groups:
-        if kind.rule.by != "matrices":
-            result.append((kind, names))
-            continue
-        load = loads.setdefault(kind.sum_axes, [0] * dealt_over(kind.sum_axes))
-        owned: list[list[str]] = [[] for _ in load]
-        for name in sorted(names, key=lambda name: -elements[name]):
-            owner = load.index(min(load))
-            owned[owner].append(name)
-            load[owner] += elements[name]
-        ends = accumulate((sum(elements[name] for name in own) for own in owned), initial=0)
-        result.append((replace(kind, segments=tuple(ends)), [name for own in owned for name in own]))
-    return result
 
 
 VECTOR = 16

@@ -232,7 +232,11 @@ def check_patterns(patterns: Sequence[str], specs: Mapping[str, ShardSpec]) -> N
     """Raise ConfigError for a pattern of `model.frozen` that matches no parameter, or if nothing is left to train."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in specs):
-            near = get_close_matches(pattern, specs, n=5, cutoff=0.3) or list(specs)[:5]
+            # Names as long as the pattern, which may stand for the beginning of longer ones.
+            length = pattern.removesuffix(".*").count(".") + 1
+            parts = [name.split(".") for name in specs]
+            known = dict.fromkeys(".".join(each[:length]) + ".*" * (len(each) > length) for each in parts)
+            near = get_close_matches(pattern, known, n=4, cutoff=0.4) or list(known)[:4]
             raise ConfigError.of("model.frozen", pattern, "matches no parameter", f"{', '.join(near)}, ...")
     # Biases that signs step train nothing by themselves.
     if patterns and not any(spec.role.rule.by in ("matrices", "elements") for spec in specs.values()):

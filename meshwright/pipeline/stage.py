@@ -136,8 +136,6 @@ class Stage:
         """B: returns the gradients for the previous stage. `gradients`: of F's outputs; `defers`: a task W follows."""
         # Popped, so that activations are freed as soon as only deferred weight gradients need them.
         graphs = self._graphs.pop(index)
-        # A table that two chunks use has gradient memory for each, chosen here.
-        self.gradients.user = self.number
         afters = [(None,)] * len(graphs) if self.is_last else split(gradients, len(graphs))
         works: list[list[WeightWork]] = []
         for number, (graph, after) in enumerate(zip(graphs, afters, strict=True)):

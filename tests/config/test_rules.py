@@ -18,6 +18,7 @@ from meshwright.families.llama.section import Llama
 from meshwright.families.seq2seq.data_section import PairData
 from meshwright.families.seq2seq.section import T5
 from meshwright.families.vision.section import ResNeXt, Vit
+from meshwright.memory.section import GROUPING
 from meshwright.registry import entries
 from meshwright.section import Rule, divisors, listed
 
@@ -30,10 +31,10 @@ def mistake(**tree: Any) -> str:
 
 
 def test_every_rule_is_listed() -> None:
-    found = [value for value in vars(rules).values() if isinstance(value, Rule)]
+    found = [*GROUPING, *(value for value in vars(rules).values() if isinstance(value, Rule))]
     brought = [rule for rule in RULES if rule not in found]
     assert set(found) <= set(RULES)
-    groups = ("models", "tensor", "data", "contexts", "optimizers", "syncs")
+    groups = ("models", "tensor", "data", "contexts", "optimizers", "syncs", "activations")
     ruled = [entry for group in groups for entry in entries(group).values()]
     assert len(brought) == len({own for entry in ruled for own in entry.rules})
 

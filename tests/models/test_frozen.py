@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import meshwright as mw
 from meshwright.checkpoint import Checkpoint
+from meshwright.checkpoint.restore import stateless_of
 from meshwright.config import Config, parse_run
 from meshwright.errors import ConfigError
 from meshwright.parts import Parts
@@ -160,9 +162,24 @@ def test_more_may_be_frozen_on_the_way_and_not_less(tmp_path: Path) -> None:
     legs(more, tmp_path / "step-2", tmp_path, range(2, 3))
     with pytest.raises(AssertionError, match=r"has no exp_avg of blocks.1.* which its run did not train"):
         legs(some, tmp_path / "step-3", None, range(3, 4))
+    assert stateless_of(some, Checkpoint(tmp_path / "step-3")).startswith("blocks.1.")
+    assert stateless_of(more, Checkpoint(tmp_path / "step-2")) == ""
     sgd = {"optimizer": {"name": "sgd", "lr": 0.1}}  # without states nothing is missing
     legs(frozen(("blocks.*",), **sgd), None, tmp_path / "sgd", range(1))
     legs(frozen((), **sgd), tmp_path / "sgd" / "step-1", None, range(1, 2))
+
+
+def test_a_resumed_run_that_trains_more_is_refused_before_ranks_start(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("A text of some words to learn by heart.\n" * 40)
+    tree = {
+        "model": {"layers": 1, "hidden": 16, "heads": 2, "positions": 16, "vocabulary": 257, "dropout": 0.0},
+        "data": {"source": str(tmp_path / "text.txt"), "sequence": 16}, "batch": {"global": 4}, "steps": 1,
+        "layout": {"transport": "threads"}, "validation": "none", "metrics": {"sinks": []}, "device": "cpu",
+        "compile": "none", "threads": 1,
+    }  # fmt: skip
+    mw.train(mw.load(tree, ["model.frozen=[tokens.*]"]), tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"^model.frozen=\[\] trains tokens.weight, of which .* has no states"):
+        mw.train(mw.load(tree, ["steps=2"]), tmp_path / "out", resume=True)
 
 
 def test_half_precision_has_no_masters_of_them() -> None:
@@ -202,6 +219,8 @@ def test_plans_count_what_such_runs_do(sync: str) -> None:
 def test_a_pattern_matches_a_name() -> None:
     with pytest.raises(ConfigError, match=r"model.frozen=block.0.\* matches no parameter; valid: .*blocks"):
         check_frozen(frozen(("block.0.*",)))
+    with pytest.raises(ConfigError, match=r"model.frozen=blok.\*.attn.\* .*; valid: .*blocks.0.attention.\*, "):
+        check_frozen(frozen(("blok.*.attn.*",)))
     with pytest.raises(ConfigError, match=r"model.frozen=\* freezes every parameter: nothing is left to train"):
         check_frozen(frozen(("*",)))
 

@@ -11,7 +11,8 @@ import torch
 from meshwright.config import Config, parse_run
 from meshwright.errors import ConfigError
 from meshwright.optim.muon import Muon, orthogonal
-from meshwright.parameters.bucket import BucketKey, dealt
+from meshwright.parameters.bucket import BucketKey
+from meshwright.parameters.owners import dealt
 from meshwright.parameters.role import StepRule
 from meshwright.ranks.grid import grid_of_run
 from meshwright.section import with_field
