@@ -41,7 +41,6 @@ from meshwright.config import Config, load_config
 from meshwright.decisions import resolve, this_machine
 from meshwright.machine import Machine
 from meshwright.parts import build
-from meshwright.ranks.grid import grid_of_run
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.tensor import cross_entropy
 from meshwright.tools.plan.cluster import load_cluster
@@ -131,7 +130,7 @@ def our_step(micro: int, words: str) -> Callable[[int], float]:
     config = run_config(
         f"model.base=gpt2-small model.tied=false batch.global={SMALL.batch} batch.micro={micro} {words}"
     )
-    parts = build(config, solo_mesh(torch.device("cuda", 0), grid_of_run(config).names), Path())
+    parts = build(config, solo_mesh(torch.device("cuda", 0), config.grid.names), Path())
 
     def step(number: int) -> float:
         tokens, labels = tokens_of(number)
@@ -178,7 +177,7 @@ def run(name: str, steps: int) -> dict[str, Any]:
     """One of RUNS: seconds of each step, and the most bytes that torch allocated and reserved."""
     began = time.perf_counter()
     config = run_config(RUNS[name])
-    parts = build(config, solo_mesh(torch.device("cuda", 0), grid_of_run(config).names), Path())
+    parts = build(config, solo_mesh(torch.device("cuda", 0), config.grid.names), Path())
     torch.cuda.synchronize()
     found: dict[str, Any] = {"built_seconds": time.perf_counter() - began, "seconds": [], "losses": []}
     shape = (config.batch.global_, config.data.sequence)
@@ -272,7 +271,7 @@ def late_burst(micro: int, words: str, chunk_mebibytes: int = 256) -> Callable[[
     config = run_config(
         f"model.base=gpt2-small model.tied=false batch.global={SMALL.batch} batch.micro={micro} {words}"
     )
-    trainer = Trainer(build(config, solo_mesh(torch.device("cuda", 0), grid_of_run(config).names), Path()), Drawn())
+    trainer = Trainer(build(config, solo_mesh(torch.device("cuda", 0), config.grid.names), Path()), Drawn())
 
     def burst(steps: int) -> None:
         cross_entropy.CHUNK_BYTES["cuda"] = chunk_mebibytes * 2**20

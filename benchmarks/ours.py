@@ -20,7 +20,6 @@ from meshwright.machine import Machine, keep_freed_memory
 from meshwright.model import Batch
 from meshwright.models.chain import chain_of
 from meshwright.parts import Parts, build
-from meshwright.ranks.grid import grid_of_run
 from meshwright.ranks.mesh import Mesh, open_mesh
 from meshwright.training.step import train_step
 
@@ -80,7 +79,7 @@ def open_layout(config: Config) -> Iterator[Mesh]:
     layout, device = config.layout, torch.device("cpu")
     keep_freed_memory()
     environment = read_environment()
-    with open_mesh(grid_of_run(config), environment, layout.transport, device, rendezvous(), layout.token_axes) as mesh:
+    with open_mesh(config.grid, environment, layout.transport, device, rendezvous(), layout.token_axes) as mesh:
         yield mesh
 
 

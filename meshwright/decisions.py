@@ -39,7 +39,7 @@ from meshwright.config import Config
 from meshwright.config.rules import PARTITION_RULES, broken_rules
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.machine import Machine, has_gpu_driver
-from meshwright.ranks.transports_section import TRANSPORTS
+from meshwright.ranks.transports import TRANSPORTS
 from meshwright.section import field_of, with_field
 
 PARTITION, LIMIT, SUMMA = "layout.pipeline.partition", "layout.pipeline.limit", "memory.summa"

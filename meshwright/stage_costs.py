@@ -37,7 +37,7 @@ from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.stages import placement_of, rule_of
 from meshwright.rank_model import build_kit, build_model, empty_batch
 from meshwright.ranks.comm import size_bytes
-from meshwright.ranks.grid import PIPE, grid_of_run
+from meshwright.ranks.grid import PIPE
 from meshwright.ranks.mailbox import TensorMeta
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.ranks.planned import PlannedMesh, planned_mesh
@@ -55,7 +55,7 @@ TIMED_ROUNDS = 5
 
 def first_ranks(config: Config) -> list[PlannedMesh]:
     """The mesh of each stage's first rank, on the meta device. Where ranks of a stage differ, it holds the most."""
-    grid = grid_of_run(config)
+    grid = config.grid
     origin = grid.coordinates(0)
     ranks = [grid.rank(origin | {PIPE: stage}) for stage in range(config.layout.pipeline.size)]
     return [planned_mesh(grid, rank, config.layout.token_axes) for rank in ranks]

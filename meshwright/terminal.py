@@ -15,6 +15,9 @@ from rich.text import Text
 
 from meshwright.streams import PatientStream, visible
 
+PIPED_COLUMNS = 140
+"""Columns of a wide table if stdout is a pipe or a file."""
+
 
 class PlainConsole(Console):
     """rich's console without markup, pictures and escape sequences of a printed text's own."""
@@ -28,3 +31,8 @@ def console(file: TextIO | None = None, *, width: int | None = None, quiet: bool
     """Make a console that writes to `file`, by default stdout, and outlives its reader."""
     stream = cast(TextIO, PatientStream(sys.stdout if file is None else file))
     return PlainConsole(file=stream, highlight=False, markup=False, emoji=False, width=width, quiet=quiet)
+
+
+def table_console() -> PlainConsole:
+    """Make a console for wide tables: as wide as the terminal, or PIPED_COLUMNS wide if stdout is none."""
+    return console(width=None if sys.stdout.isatty() else PIPED_COLUMNS)

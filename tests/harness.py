@@ -16,7 +16,6 @@ from meshwright.parts import build as build_resolved
 from meshwright.pipeline.partition import fastest
 from meshwright.pipeline.stages import placement_of, rule_of
 from meshwright.rank_model import empty_batch
-from meshwright.ranks.grid import grid_of_run
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
 from meshwright.stage_costs import BuiltStages, time_links
@@ -56,7 +55,7 @@ def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
 
 def counted_step(config: Config, rank: int = 0) -> Parts:
     """A rank built on the meta device, whose ledger holds what a step sends before the norm and the step report."""
-    mesh = planned_mesh(grid_of_run(config), rank, config.layout.token_axes)
+    mesh = planned_mesh(config.grid, rank, config.layout.token_axes)
     parts = build(config, mesh)
     mesh.ledger.traffic.clear()
     batches = [empty_batch(config, parts.kit, parts.model, mesh.device) for _ in range(config.num_microbatches)]

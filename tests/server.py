@@ -22,7 +22,7 @@ RUN = (
     "meshwright.launch.preload",
     "meshwright.training.worker",
     "meshwright.tools.verify.job",
-    "meshwright.tools.compare.run",
+    "meshwright.training.measured_run",
     "meshwright.data_parallel.gathering",
     "meshwright.data_parallel.parameter_server",
     "meshwright.families.gpt.model",

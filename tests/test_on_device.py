@@ -14,7 +14,6 @@ from torch.overrides import TorchFunctionMode
 from meshwright.model import SAMPLES
 from meshwright.on_device import LOWERED, WIDENED, AsOnDevice, Attention
 from meshwright.rank_model import build_kit, build_model, empty_batch
-from meshwright.ranks.grid import grid_of_run
 from meshwright.ranks.ledger import Ledger
 from meshwright.ranks.planned import planned_mesh
 from meshwright.tools.plan.recorder import Kernel, Program, Recorder
@@ -139,7 +138,7 @@ def test_autocast_knows_what_torch_casts(device: str) -> None:
     called = set()
     for family in MODELS:
         config = config_for(family, {"kind": "none"}, precision={"level": "O1", "dtype": "bf16"})
-        mesh = planned_mesh(grid_of_run(config), 0, config.layout.token_axes, device)
+        mesh = planned_mesh(config.grid, 0, config.layout.token_axes, device)
         kit = build_kit(config, mesh)
         model = build_model(config, kit, mesh)
         batch = empty_batch(config, kit, model, mesh.device)

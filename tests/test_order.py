@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.ranks.grid import grid_of_run
 from meshwright.ranks.mesh import Mesh
 from tests.checkpoint.round_trip import assert_same_bits, taken_up, written
 from tests.checkpoint.states import run_leg
@@ -40,7 +39,7 @@ def test_equals_serial(order: str) -> None:
     config = config_for(order)
     nesting = [name for name, size in config.layout.nesting if size > 1]
     assert nesting == [mention.partition(":")[0] for mention in order.split("-")]
-    assert grid_of_run(config).nesting == config.layout.nesting
+    assert config.grid.nesting == config.layout.nesting
     check(run(config), serial())
 
 
@@ -99,7 +98,7 @@ SPLIT = ("row:2-col:2-row-col", "pipe:2-data-pipe", "data:2-tensor-data", "col-r
 def test_checkpoints_move_between_split_axes(source: str, target: str, tmp_path: Path) -> None:
     def leg(order: str, *where: Any) -> Any:
         config = config_for(order)
-        return run_ranks(run_leg, grid_of_run(config), config, *where, token_axes=config.layout.token_axes)
+        return run_ranks(run_leg, config.grid, config, *where, token_axes=config.layout.token_axes)
 
     before = leg(source, None, tmp_path, 0, 1)
     after = leg(target, tmp_path / "step-1", None, 1, 3)

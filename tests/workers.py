@@ -36,7 +36,7 @@ from meshwright.launch.threads import run_threads
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import open_mesh, open_mesh_in
 from meshwright.ranks.thread_world import ThreadWorld
-from meshwright.ranks.transports_section import TransportName
+from meshwright.ranks.transports import TransportName
 from tests.patience import PATIENCE_SECONDS
 
 PORTS = 500

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from meshwright.ranks.transports_section import TransportName
+from meshwright.ranks.transports import TransportName
 from meshwright.registry import entries
 from meshwright.section import Count, Positive, Section, Size, union_of
 from meshwright.tensor.section import TensorSection, Whole

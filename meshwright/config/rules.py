@@ -30,7 +30,7 @@ from meshwright.config.messages import nearest
 from meshwright.config.schema import Config
 from meshwright.errors import Problem
 from meshwright.memory.section import GROUPING
-from meshwright.ranks.transports_section import TRANSPORTS
+from meshwright.ranks.transports import TRANSPORTS
 from meshwright.registry import entries
 from meshwright.section import Rule, at_most, divisors, listed, multiples, rule, shown
 

@@ -7,6 +7,7 @@ No torch here: a bad config must fail in the time that reading it takes.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -15,13 +16,16 @@ from meshwright.bits.section import Bits
 from meshwright.config.kinds import with_kind
 from meshwright.config.layout import Layout
 from meshwright.data.section import DataSection
+from meshwright.errors import ConfigError
 from meshwright.memory.section import KEEPS_ALL, ActivationPolicy, policy_of
 from meshwright.models.section import Network
-from meshwright.ranks.section import Timeout
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.timeouts import Timeouts
 from meshwright.registry import default_family, entries
-from meshwright.section import Count, Positive, Section, Share, Size, divisors, union_of
+from meshwright.section import Count, Positive, Seconds, Section, Share, Size, divisors, union_of
 
 if TYPE_CHECKING:
+    from meshwright.launch.function import Ranks
     from meshwright.optim.section import Update
 
     ActivationName: TypeAlias = str
@@ -35,6 +39,15 @@ else:
     SinkName = Literal[tuple(entries("sinks"))]
     Model = union_of(entries("models"), "family", default=default_family())
     Data = union_of(entries("data"), "kind")
+
+
+class Timeout(Section):
+    """How long ranks wait for each other. Then every rank says where it is, and the job ends."""
+
+    join: Seconds = Timeouts.join
+    """Seconds for all ranks to come, at the start."""
+    wait: Seconds = Timeouts.wait
+    """Seconds that one rank may wait for another in a collective or for a message."""
 
 
 class BatchSection(Section):
@@ -344,6 +357,36 @@ class Config(Section):
         parts = f"{replicas} x {count} microbatch{'es' * (count > 1)} of {self.micro}"
         named = f"gradient accumulation over {count}" if count > 1 else "no gradient accumulation"
         return f"batch.global={self.batch.global_}: {parts} ({named})"
+
+    @property
+    def grid(self) -> Grid:
+        """The grid of the run's ranks."""
+        layout = self.layout
+        # A run whose widths are cut into parts on one device as well has the parts' axis there, of one rank.
+        alone = (("tensor", 1),) if self.bits.cuts and "tensor" not in dict(layout.axes) else ()
+        return Grid((*alone, *layout.axes), self.copies, (*alone, *layout.nesting))
+
+    def ranks(self, name: str = "", status: Path | None = None) -> Ranks:
+        """Describe the ranks that a launcher starts for this run. Raises ConfigError if a field says auto.
+
+        Args:
+            name: the job's name, as in Ranks.
+            status: the folder of the ranks' records, as in Ranks.
+        """
+        from meshwright.launch.function import Ranks
+
+        layout, transport, device, threads = self.layout, self.layout.transport, self.device, self.threads
+        if transport == "auto" or device == "auto" or threads == "auto":
+            rule = "is no machine's: ranks are started with a config in which every auto is a value"
+            raise ConfigError.of("ranks", "a config that says auto", rule, "mw.resolve(config)")
+        # torch imports its compiler (1.8 s of a core, a rank) where tensors are on the meta device, as stages are
+        # planned, and where activations are recomputed.
+        compiler = layout.pipeline.size > 1 or self.memory.policy.recomputes
+        return Ranks(
+            self.grid.axes, transport, device, threads, self.restarts.times, layout.token_axes,
+            Timeouts(self.timeout.join, self.timeout.wait), status, name, self.grid.copies, self.grid.nesting,
+            ("torch._dynamo",) if compiler else (),
+        )  # fmt: skip
 
     @property
     def copies(self) -> tuple[str, int] | None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshwright.errors import Problem
-from meshwright.ranks.transports_section import TRANSPORTS
+from meshwright.ranks.transports import TRANSPORTS
 from meshwright.registry import entries
 from meshwright.section import Rule, divisors, listed, rule
 

@@ -1,10 +1,11 @@
 """`run(function, ranks, **arguments)`: call a function on every rank of a layout, and collect the results.
 
-    results = run(function, Ranks.of(config), config=config, steps=3)
-    def function(rank, config, steps): ...     # in every rank: rank.mesh, rank.stop
+    results = run(function, Ranks((("data", 2),)), steps=3)
+    def function(rank, steps): ...     # in every rank: rank.mesh, rank.stop
 
-A function travels by name and its arguments as JSON (a Config and a Path are told apart there): nothing is unpickled,
-and the same works through mpiexec, torchrun and srun. Train, verify, compare and calibrate start their ranks so.
+A function is sent as a name and its arguments as JSON, a Path and a model of pydantic (a Config) with the name of their
+class. Nothing is unpickled, and the same works through mpiexec, torchrun and srun. Train, verify, compare and calibrate
+start their ranks so.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ from collections.abc import Callable, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from meshwright.config import Config
 from meshwright.environment import Environment, Rendezvous, rendezvous
 from meshwright.errors import ConfigError, LaunchError
 from meshwright.launch.launcher import Start, launch
@@ -28,9 +28,9 @@ from meshwright.launch.scripts import SCRIPT, load_script
 from meshwright.launch.signals import StopRequest
 from meshwright.launch.threads import launch_threads
 from meshwright.launch.worker import Job, joined, run_worker
-from meshwright.ranks.grid import Grid, grid_of_run
-from meshwright.ranks.section import Timeout
-from meshwright.ranks.transports_section import TRANSPORTS, TransportName
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.timeouts import Timeouts
+from meshwright.ranks.transports import TRANSPORTS, TransportName
 
 _ENTRY = "meshwright.launch.function:call_on_rank"
 
@@ -57,42 +57,33 @@ class Ranks:
     threads: int = 1
     restarts: int = 0
     token_axes: tuple[str, ...] = ("data",)
-    timeout: Timeout = field(default_factory=Timeout)
+    timeout: Timeouts = field(default_factory=Timeouts)
     status: Path | None = None
     name: str = ""
     copies: tuple[str, int] | None = None
     nesting: tuple[tuple[str, int], ...] = ()
     modules: tuple[str, ...] = ()
 
-    @classmethod
-    def of(cls, config: Config, name: str = "", status: Path | None = None) -> Ranks:
-        """The ranks of a resolved config's layout. Raises ConfigError for a config that still says auto."""
-        layout, transport, device, threads = config.layout, config.layout.transport, config.device, config.threads
-        if transport == "auto" or device == "auto" or threads == "auto":
-            rule = "is no machine's: ranks are started with a config in which every auto is a value"
-            raise ConfigError.of("ranks", "a config that says auto", rule, "mw.resolve(config)")
-        grid = grid_of_run(config)
-        # torch imports its compiler (1.8 s of a core, a rank) where tensors are on the meta device, as stages are
-        # planned, and where activations are recomputed.
-        compiler = layout.pipeline.size > 1 or config.memory.policy.recomputes
-        return cls(
-            grid.axes,
-            transport,
-            device,
-            threads,
-            config.restarts.times,
-            layout.token_axes,
-            config.timeout,
-            status,
-            name,
-            grid.copies,
-            grid.nesting,
-            ("torch._dynamo",) if compiler else (),
-        )
-
     @property
     def world_size(self) -> int:
         return math.prod(length for _, length in self.axes)
+
+
+class Launchable(Protocol):
+    """Something that knows the ranks that it needs: a run's Config."""
+
+    def ranks(self) -> Ranks:
+        """Describe the ranks to start."""
+
+
+@runtime_checkable
+class Model(Protocol):
+    """A model of pydantic, as an argument of the function that ranks call: it can be written as JSON and read again."""
+
+    def model_dump(self, *, mode: str, by_alias: bool) -> dict[str, Any]: ...
+
+    @classmethod
+    def model_validate(cls, obj: Any) -> Model: ...
 
 
 @dataclass(frozen=True)
@@ -106,7 +97,7 @@ class Rank:
 
 def run(
     function: Callable[..., Any] | str,
-    ranks: Ranks | Config | int,
+    ranks: Ranks | Launchable | int,
     *,
     transport: TransportName = "torch",
     fewer: Callable[[int], tuple[Ranks, Mapping[str, Any]] | None] | None = None,
@@ -125,14 +116,14 @@ def run(
     """
     if isinstance(ranks, int):
         ranks = Ranks((("data", ranks),), transport)
-    elif isinstance(ranks, Config):
-        ranks = Ranks.of(ranks)
+    elif not isinstance(ranks, Ranks):
+        ranks = ranks.ranks()
     if TRANSPORTS[ranks.transport].in_process:
         return _run_here(_load(function) if isinstance(function, str) else function, ranks, arguments)
     name = function if isinstance(function, str) else name_of(function)
 
     def start_of(ranks: Ranks, arguments: Mapping[str, Any]) -> Start:
-        described = asdict(ranks) | {"status": None, "timeout": ranks.timeout.model_dump()}
+        described = asdict(ranks) | {"status": None}
         packed = {key: _packed(value) for key, value in arguments.items()}
         status = None if ranks.status is None else str(ranks.status)
         call = {"function": name, "ranks": described, "arguments": packed}
@@ -193,18 +184,14 @@ def call_on_rank(
     """The entry function of a rank's process: open the mesh, call the function, check what it returns."""
     layout = Ranks(**{
         **ranks, "axes": tuple((name, size) for name, size in ranks["axes"]), "token_axes": tuple(ranks["token_axes"]),
-        "timeout": Timeout.model_validate(ranks["timeout"]),
+        "timeout": Timeouts(**ranks["timeout"]),
         "copies": tuple(ranks["copies"]) if ranks["copies"] else None,
         "nesting": tuple((name, size) for name, size in ranks["nesting"]),
     })  # fmt: skip
     entry = _load(function)
     point = None if TRANSPORTS[layout.transport].by_mpiexec else rendezvous(job=layout.name or function)
     with open_ranks(layout, environment, point) as mesh:
-        values = {
-            key: Config.model_validate(packed["Config"]) if "Config" in packed
-            else Path(packed["Path"]) if "Path" in packed else packed["value"]
-            for key, packed in arguments.items()
-        }  # fmt: skip
+        values = {key: _unpacked(packed) for key, packed in arguments.items()}
         result = entry(Rank(mesh, environment, stop), **values)
     try:
         json.dumps(result)
@@ -231,13 +218,25 @@ def open_ranks(ranks: Ranks, environment: Environment, point: Rendezvous | None)
         yield mesh
 
 
-def _packed(value: Any) -> Any:
-    """An argument as JSON: a Config and a Path under a key that says so."""
-    if isinstance(value, Config):
-        return {"Config": value.model_dump(mode="json", by_alias=True)}
+def _packed(value: Any) -> dict[str, Any]:
+    """Write an argument as JSON: a model of pydantic and a Path under a key that says so."""
+    if isinstance(value, Model):
+        kind = type(value)
+        return {
+            "model": f"{kind.__module__}:{kind.__qualname__}",
+            "fields": value.model_dump(mode="json", by_alias=True),
+        }
     if isinstance(value, Path):
         return {"Path": str(value)}
     return {"value": value}
+
+
+def _unpacked(packed: Mapping[str, Any]) -> Any:
+    """Read an argument of `_packed`."""
+    if "model" in packed:
+        kind: type[Model] = _load(packed["model"])
+        return kind.model_validate(packed["fields"])
+    return Path(packed["Path"]) if "Path" in packed else packed["value"]
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -274,12 +273,12 @@ def find(name: str) -> None:
         raise LaunchError(f"function {name} does not exist: No module named {module_name}")
 
 
-def _load(name: str) -> Callable[..., Any]:
+def _load(name: str) -> Any:
     """The function of a name that `find` has found. Raises LaunchError where its module has none of that name."""
     module_name, _, function_name = name.rpartition(":")
     try:
         module = load_script(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
-        function: Callable[..., Any] = vars(module)[function_name]
+        function = vars(module)[function_name]
     except (ModuleNotFoundError, FileNotFoundError, KeyError) as error:
         raise LaunchError(f"function {name} does not exist: {error}") from error
     return function

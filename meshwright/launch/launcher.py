@@ -15,7 +15,7 @@ from meshwright.launch.session import open_session
 from meshwright.launch.signals import STOP_FILE, KillWorkers, StopSignals, listens
 from meshwright.launch.worker import Job
 from meshwright.ranks.hang import clear_records, explain_hang, read_records
-from meshwright.ranks.transports_section import TRANSPORTS, TransportName
+from meshwright.ranks.transports import TRANSPORTS, TransportName
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,14 @@ from meshwright.ranks.grid import ENDS, HEAD_COPIES, Grid
 from meshwright.ranks.ledger import Ledger
 from meshwright.ranks.mailbox import Mailbox
 from meshwright.ranks.mpi import open_mpi
-from meshwright.ranks.section import Timeout
 from meshwright.ranks.thread_comm import ThreadTransport
 from meshwright.ranks.thread_world import ThreadWorld
+from meshwright.ranks.timeouts import Timeouts
 from meshwright.ranks.torch_comm import open_torch
 from meshwright.ranks.transport import Transport
 from meshwright.ranks.watchdog import Watchdog
 
-DEFAULT_TIMEOUT = Timeout()
+DEFAULT_TIMEOUT = Timeouts()
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Mesh:
     empty: bool = False
     ledger: Ledger = field(default_factory=Ledger)
     recorder: FlightRecorder = field(default_factory=FlightRecorder)
-    timeout: Timeout = DEFAULT_TIMEOUT
+    timeout: Timeouts = DEFAULT_TIMEOUT
     _comms: dict[tuple[str, ...], Comm] = field(default_factory=dict)
     _mailboxes: dict[str, Mailbox] = field(default_factory=dict)
 
@@ -112,7 +112,7 @@ def open_mesh(
     device: torch.device,
     point: Rendezvous | None,
     token_axes: tuple[str, ...] = ("data",),
-    timeout: Timeout = DEFAULT_TIMEOUT,
+    timeout: Timeouts = DEFAULT_TIMEOUT,
 ) -> Iterator[Mesh]:
     """Connect this process to its job's other processes, and disconnect at the context's end.
 

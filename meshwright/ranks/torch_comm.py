@@ -34,7 +34,7 @@ from meshwright.ranks.ledger import Ledger
 from meshwright.ranks.mailbox import Mailbox, Side, neighbours_of
 from meshwright.ranks.mailbox_torch import Channel, DeviceMailbox, GlooMailbox, NcclLinks
 from meshwright.ranks.peers import LOOPBACK, Peers, interface_at
-from meshwright.ranks.section import Timeout
+from meshwright.ranks.timeouts import Timeouts
 from meshwright.ranks.transport import Transport
 from meshwright.ranks.window import SharedWindow, open_window
 from meshwright.ranks.window_comm import WindowComm
@@ -226,7 +226,7 @@ class TorchTransport(Transport):
 
 
 def open_torch(
-    environment: Environment, device: torch.device, point: Rendezvous, recorder: FlightRecorder, timeout: Timeout
+    environment: Environment, device: torch.device, point: Rendezvous, recorder: FlightRecorder, timeout: Timeouts
 ) -> TorchTransport:
     """Join the job's store at `point`, and its process group. Raises LaunchError that names missing ranks, and
     LostRankError for a rank that came and cannot be reached."""

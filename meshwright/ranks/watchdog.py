@@ -27,7 +27,7 @@ from meshwright.environment import Environment
 from meshwright.errors import LaunchError
 from meshwright.ranks.flight_recorder import FlightRecorder
 from meshwright.ranks.hang import Record, State, absent, explain_hang, process_state, read_records
-from meshwright.ranks.section import Timeout
+from meshwright.ranks.timeouts import Timeouts
 from meshwright.streams import say
 
 EXIT_CODE = 124
@@ -59,7 +59,7 @@ class Watchdog:
         self,
         environment: Environment,
         recorder: FlightRecorder,
-        timeout: Timeout,
+        timeout: Timeouts,
         give_up: Callable[[int], object] = os._exit,
         tell: Callable[[str], object] = lambda text: say(text, file=sys.stderr, flush=True),
     ) -> None:

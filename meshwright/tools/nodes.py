@@ -35,11 +35,11 @@ from meshwright.ranks.agreement import all_texts
 from meshwright.ranks.comm import Comm
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.torch_comm import TorchTransport
-from meshwright.ranks.transports_section import TransportName
+from meshwright.ranks.transports import TransportName
 from meshwright.tables import print_table
+from meshwright.terminal import table_console
 from meshwright.tools.calibrate.report import writer_of
 from meshwright.tools.plan.cluster import Cluster, Level, load_cluster
-from meshwright.tools.report import table_console
 from meshwright.training.meeting import ranks_without
 
 _SMALL_BYTES = 8

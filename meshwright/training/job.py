@@ -59,7 +59,7 @@ def train(
         # torchrun --nnodes=1:N starts the nodes that are left; a number of ranks that does not fit is refused below.
         config = with_fewer_replicas(config, machine.world_size) or config
     resolved = resolve_process(config, machine)  # what cannot run here is said before anything is written
-    prepare(TRAIN_WORKER, Ranks.of(resolved.config))
+    prepare(TRAIN_WORKER, resolved.config.ranks())
     with ExitStack() as stack:
         notes = stack.enter_context(folder.locked(out)) if read_environment().rank == 0 else []
         before = config
@@ -85,7 +85,7 @@ def train(
         }
 
         notes = [*counted.notes, *resolved.notes, *notes_of_sums(resolved.config), *notes]
-        ranks = Ranks.of(resolved.config, str(out), out / STATUS)
+        ranks = resolved.config.ranks(str(out), out / STATUS)
         fewer = partial(_with_fewer, before, machine, arguments)
         run(TRAIN_WORKER, ranks, fewer=fewer, config=resolved.config, notes=notes, **arguments)
 
@@ -110,4 +110,4 @@ def _with_fewer(
     size = smaller.layout.data.size
     note = f"layout.data.size={config.layout.data.size}: {size} from here on, since a rank was lost"
     changed = {"config": resolved.config, "notes": [note, *resolved.notes]}
-    return Ranks.of(resolved.config, str(out), out / STATUS), {**arguments, **changed}
+    return resolved.config.ranks(str(out), out / STATUS), {**arguments, **changed}

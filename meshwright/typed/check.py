@@ -29,7 +29,7 @@ from meshwright.on_device import AsOnDevice
 from meshwright.parameters.shard import ShardSpec
 from meshwright.parts import Parts, build
 from meshwright.rank_model import rank_part
-from meshwright.ranks.grid import DATA_AXES, Grid, grid_of_run
+from meshwright.ranks.grid import DATA_AXES, Grid
 from meshwright.registry import brought
 from meshwright.typed.kinds import Kind, cut_at, uncut
 from meshwright.typed.operators import WrongSum
@@ -51,7 +51,7 @@ def checked(config: Config) -> list[str]:
 def check_sums(config: Config) -> None:
     """Raises SumError, with the module, the axis and a remedy, where a resolved run sums wrongly."""
     config = reduced(config)
-    grid = grid_of_run(config)
+    grid = config.grid
     axes = [name for name, size in grid.axes if size > 1]
     neighbours = []
     for axis in axes:

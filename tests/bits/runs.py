@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from meshwright.config import Config
-from meshwright.ranks.grid import grid_of_run
 from meshwright.ranks.mesh import Mesh
 from meshwright.training.step import train_step
 from tests.harness import build, resolved
@@ -70,7 +69,7 @@ def _steps(mesh: Mesh, config: Config, plant: Plant | None) -> tuple[tuple[str, 
 def ended(config: Config, plant: Plant | None = None, **how: Any) -> Ended:
     """Run a config on its ranks; its numbers and tensors at the end."""
     config = resolved(config)  # what says measured is timed here, not in ranks
-    answers = run_ranks(_steps, grid_of_run(config), config, plant, token_axes=config.layout.token_axes, **how)
+    answers = run_ranks(_steps, config.grid, config, plant, token_axes=config.layout.token_axes, **how)
     (numbers,) = {numbers for numbers, _ in answers}
     tensors: dict[str, Tensor] = {}
     for _, pieces in answers:

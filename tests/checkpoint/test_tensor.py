@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.ranks.grid import grid_of_run
 from tests.checkpoint.round_trip import assert_same_bits, taken_up, written
 from tests.checkpoint.states import Leg, run_leg
 from tests.oracle.tensor import config_for
@@ -57,9 +56,7 @@ def legs(
     config = config_for(model, LAYOUTS[layout])
     laid = config.layout.model_copy(update={"data": config.layout.data.model_copy(update={"sync": sync})})
     config = config.model_copy(update={"layout": laid})
-    return run_ranks(
-        run_leg, grid_of_run(config), config, source, target, first, last, token_axes=config.layout.token_axes
-    )
+    return run_ranks(run_leg, config.grid, config, source, target, first, last, token_axes=config.layout.token_axes)
 
 
 @pytest.fixture(scope="module")

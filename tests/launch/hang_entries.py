@@ -14,9 +14,9 @@ from meshwright.launch import StopRequest
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mailbox import TensorMeta, both_sides
 from meshwright.ranks.mesh import Mesh, open_mesh
-from meshwright.ranks.section import Timeout
+from meshwright.ranks.timeouts import Timeouts
 
-TIMEOUT = Timeout(join=30, wait=3)
+TIMEOUT = Timeouts(join=30, wait=3)
 FORM = TensorMeta((4, 4), torch.float32)
 
 
@@ -77,7 +77,7 @@ def hang(
     if how == "never_join" and environment.rank == 1:
         time.sleep(600)
     grid = Grid((("data", environment.world_size), ("pipe", 1)))
-    timeout = Timeout(join=8 if how == "never_join" else TIMEOUT.join, wait=wait)
+    timeout = Timeouts(join=8 if how == "never_join" else TIMEOUT.join, wait=wait)
     with open_mesh(grid, environment, transport, torch.device("cpu"), rendezvous(), ("data",), timeout) as mesh:
         Path(out, f"pid-{environment.attempt}-{mesh.rank}").write_text(str(os.getpid()))
         if environment.attempt == 0:

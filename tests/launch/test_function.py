@@ -18,7 +18,7 @@ from meshwright.environment import Environment
 from meshwright.errors import ConfigError, LaunchError
 from meshwright.launch import Rank, Ranks, run
 from meshwright.launch.function import name_of, open_ranks
-from meshwright.ranks.transports_section import TransportName
+from meshwright.ranks.transports import TransportName
 from tests.patience import PATIENCE_SECONDS
 
 
@@ -73,7 +73,7 @@ def test_stages_and_recomputation_bring_the_compiler() -> None:
     decided = ("device=cpu", "threads=1", "layout.transport=torch")
     words = ((), ("layout.pipeline.size=2",), ("memory.recompute=1",))
     configs = [parse_config({}, (*decided, *more)) for more in words]
-    assert [Ranks.of(config).modules for config in configs] == [(), ("torch._dynamo",), ("torch._dynamo",)]
+    assert [config.ranks().modules for config in configs] == [(), ("torch._dynamo",), ("torch._dynamo",)]
 
 
 def stay_behind(rank: Rank, folder: Path) -> bool:

@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.errors import LaunchError
 from meshwright.launch import Job, launch
-from meshwright.ranks.transports_section import TransportName
+from meshwright.ranks.transports import TransportName
 from tests.launch.conftest import needs_mpi
 from tests.patience import PATIENCE_SECONDS
 

@@ -17,7 +17,7 @@ import torch
 from meshwright.errors import LaunchError
 from meshwright.launch import Job, launch
 from meshwright.launch.session import make_fork_server_folder, sweep
-from meshwright.ranks.transports_section import TransportName
+from meshwright.ranks.transports import TransportName
 from tests.launch.conftest import needs_mpi
 from tests.patience import PATIENCE_SECONDS
 

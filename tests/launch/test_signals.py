@@ -20,7 +20,7 @@ import pytest
 from meshwright.errors import LaunchError
 from meshwright.launch import Interrupted, Job, joined, launch, run_worker, signals
 from meshwright.launch.session import open_session, sweep
-from meshwright.ranks.transports_section import TransportName
+from meshwright.ranks.transports import TransportName
 from tests.patience import PATIENCE_SECONDS
 
 HERE = "tests.launch.entries"

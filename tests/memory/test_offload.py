@@ -21,7 +21,7 @@ from meshwright.parameters.bucket import Slot
 from meshwright.parameters.role import StepRule
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh, solo_mesh
-from meshwright.tools.compare.run import resident_bytes
+from meshwright.training.measured_run import resident_bytes
 from tests.checkpoint.states import open_writer
 from tests.memory.runs import (
     BUCKET,

@@ -20,7 +20,7 @@ from meshwright.errors import ConfigError
 from meshwright.model import IGNORED, Batch, to_device
 from meshwright.models.chain import Chain, make_chain
 from meshwright.rank_model import build_model
-from meshwright.ranks.grid import Grid, grid_of_run
+from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.serial import SerialKit
 from meshwright.tools.verify.reference_kit import ReferenceKit
@@ -183,7 +183,7 @@ def test_what_changes_in_other_documents_changes_no_bit_of_a_gradient(layout: st
     name, tree = LEAKS[layout]
     config = separate(name, tree)
     drawn, others, itself = (
-        run_ranks(gradients_of_one_document, grid_of_run(config), config, changed, token_axes=config.layout.token_axes)
+        run_ranks(gradients_of_one_document, config.grid, config, changed, token_axes=config.layout.token_axes)
         for changed in ("nothing", "others", "itself")
     )
     for rank, gradients in enumerate(drawn):

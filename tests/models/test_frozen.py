@@ -16,7 +16,6 @@ from meshwright.checkpoint.restore import stateless_of
 from meshwright.config import Config, parse_run
 from meshwright.errors import ConfigError
 from meshwright.parts import Parts
-from meshwright.ranks.grid import grid_of_run
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.section import with_field
 from meshwright.stage_costs import check_frozen
@@ -136,7 +135,7 @@ def test_no_gradient_goes_back_before_the_first_that_is_trained() -> None:
 
 def legs(config: Config, source: Path | None, target: Path | None, span: range) -> list[Leg]:
     return run_ranks(
-        run_leg, grid_of_run(config), config, source, target, span.start, span.stop,
+        run_leg, config.grid, config, source, target, span.start, span.stop,
         token_axes=config.layout.token_axes,
     )  # fmt: skip
 

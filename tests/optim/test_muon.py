@@ -14,7 +14,6 @@ from meshwright.optim.muon import Muon, orthogonal
 from meshwright.parameters.bucket import BucketKey
 from meshwright.parameters.owners import dealt
 from meshwright.parameters.role import StepRule
-from meshwright.ranks.grid import grid_of_run
 from meshwright.section import with_field
 from tests.checkpoint.states import Leg, run_leg
 from tests.tools.plan.checked import check as check_counts
@@ -128,7 +127,7 @@ def test_another_layout_goes_on(sync: str, tmp_path: Path) -> None:
         return config_for("gpt2", optimizer=SETTINGS, layout=layout, batch=batch_for(layout))
 
     def legs(config: Config, source: Path | None, target: Path | None, span: range) -> list[Leg]:
-        return run_ranks(run_leg, grid_of_run(config), config, source, target, span.start, span.stop)
+        return run_ranks(run_leg, config.grid, config, source, target, span.start, span.stop)
 
     straight = legs(run_of(), None, None, range(4))
     legs(run_of(data={"size": 3, "sync": sync}), None, tmp_path, range(2))

@@ -9,7 +9,6 @@ import torch
 from meshwright.config import Config
 from meshwright.model import Batch
 from meshwright.parts import Parts
-from meshwright.ranks.grid import grid_of_run
 from meshwright.ranks.mesh import Mesh
 from meshwright.training.step import train_step as step_on
 from tests.harness import build
@@ -57,7 +56,7 @@ def assembled(parts: list[dict[tuple[int, ...], torch.Tensor]], shape: torch.Siz
 
 
 def run(config: Config) -> list[Any]:
-    return run_ranks(train, grid_of_run(config), config, token_axes=config.layout.token_axes)
+    return run_ranks(train, config.grid, config, token_axes=config.layout.token_axes)
 
 
 def check(results: list[Any], serial: Any) -> None:

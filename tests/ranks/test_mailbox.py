@@ -33,7 +33,7 @@ from meshwright.ranks.mailbox import (
 from meshwright.ranks.mailbox_torch import GlooMailbox
 from meshwright.ranks.mesh import Mesh, open_mesh, solo_mesh
 from meshwright.ranks.planned import PlannedMailbox, planned_mesh
-from meshwright.ranks.transports_section import TransportName
+from meshwright.ranks.transports import TransportName
 from tests import mailbox_cases
 from tests.mailbox_cases import FAST, FORMS, Answer, take, values
 from tests.patience import PATIENCE_SECONDS

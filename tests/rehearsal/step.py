@@ -107,7 +107,6 @@ def _mesh(config: Config, rank: int) -> Iterator[Mesh]:
 
     from meshwright.ranks.grid import Grid
     from meshwright.ranks.mesh import Mesh
-    from meshwright.ranks.section import Timeout
     from meshwright.ranks.transport import Transport
 
     device, grid = torch.device("cuda", 0), Grid(config.layout.axes)
@@ -120,7 +119,7 @@ def _mesh(config: Config, rank: int) -> Iterator[Mesh]:
     try:
         made = staticmethod(_on_real_tensors(DeviceMesh.from_group))
         with alone, patch.object(DeviceMesh, "from_group", made):
-            yield Mesh(grid, rank, device, transport, config.layout.token_axes, timeout=Timeout())
+            yield Mesh(grid, rank, device, transport, config.layout.token_axes, timeout=Timeouts())
     finally:
         if grid.world_size > 1:
             dist.destroy_process_group()

@@ -13,9 +13,9 @@ from meshwright.config import Config
 from meshwright.environment import Environment, Rendezvous
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh, open_mesh
-from meshwright.tools.compare.run import count_sent
 from meshwright.tools.verify.job import leave_layout
 from meshwright.training.loop import Trainer, validate
+from meshwright.training.measured_run import count_sent
 from tests.harness import build, resolved
 from tests.mailbox_cases import spawn_within
 from tests.oracle.data_parallel import SYNCS

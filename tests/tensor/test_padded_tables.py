@@ -18,7 +18,6 @@ from meshwright.checkpoint.manifest import read_manifest
 from meshwright.config import Config
 from meshwright.convert import export_folder
 from meshwright.errors import CheckpointError
-from meshwright.ranks.grid import grid_of_run
 from meshwright.ranks.mesh import solo_mesh
 from tests.checkpoint.round_trip import taken_up, written
 from tests.checkpoint.states import Leg, States, run_leg
@@ -83,7 +82,7 @@ def legs(
     config = padded_config(model, layout, multiple)
     data = config.layout.data.model_copy(update={"sync": "zero1"})
     config = config.model_copy(update={"layout": config.layout.model_copy(update={"data": data})})
-    grid = grid_of_run(config)
+    grid = config.grid
     return run_ranks(run_leg, grid, config, source, target, first, last, token_axes=config.layout.token_axes)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from meshwright.bits import arithmetic
 from meshwright.config import Config
-from meshwright.ranks.grid import Grid, grid_of_run
+from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tensor.serial import SerialKit
 from meshwright.tools.plan.predict import Planner
@@ -57,7 +57,7 @@ def test_equals_one_device_where_a_context_cuts_sequences(context: str, tensor: 
 @pytest.mark.parametrize("tensor", [MEGATRON, CUT, FLAT, SUBGRAPHS[1], SUBGRAPHS[4]], ids=str)
 def test_is_planned_to_the_byte(tensor: dict[str, Any]) -> None:
     config = shared(tensor, batch={"global": 16, "micro": 8})
-    grid = grid_of_run(config)
+    grid = config.grid
     ranks: list[list[Measured]] = run_ranks(
         measured, grid, [config], token_axes=config.layout.token_axes, transport="torch"
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 from meshwright.config import Config, parse_run
 from meshwright.decisions import resolve_layout
 from meshwright.machine import Machine
-from meshwright.ranks.grid import Grid, grid_of_run
+from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.section import with_field
 from meshwright.tensor.widened import WIDENED, Rates, product_rates
@@ -106,7 +106,7 @@ def dtypes_of_products(mesh: Mesh, config: Config) -> set[torch.dtype]:
 def test_a_run_multiplies_in_float32_in_training_and_validation(level: str, layout: dict[str, Any]) -> None:
     precision = {"level": level, "dtype": "bf16", "products": "float32"}
     config = config_for("gpt2", {}, layout=layout, precision=precision, steps=1, optimizer={"lr": 1e-2})
-    results = run_ranks(dtypes_of_products, grid_of_run(config), config, token_axes=config.layout.token_axes)
+    results = run_ranks(dtypes_of_products, config.grid, config, token_axes=config.layout.token_axes)
     assert results == [{torch.float32}] * len(results)
 
 

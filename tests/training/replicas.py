@@ -9,7 +9,6 @@ import torch
 from meshwright.config import Config
 from meshwright.errors import CorruptionError, DivergedError
 from meshwright.model import Batch
-from meshwright.ranks.grid import grid_of_run
 from meshwright.ranks.mesh import Mesh
 from meshwright.training.loop import Trainer
 from tests.harness import build
@@ -90,6 +89,4 @@ def outcome(trainer: Trainer, turns: int, **arguments: Any) -> tuple[int, str]:
 
 def run_layout(function: Any, config: Config, *arguments: Any) -> list[Any]:
     """Ranks are processes: functions patch what one of them computes."""
-    return run_ranks(
-        function, grid_of_run(config), config, *arguments, token_axes=config.layout.token_axes, transport="torch"
-    )
+    return run_ranks(function, config.grid, config, *arguments, token_axes=config.layout.token_axes, transport="torch")

@@ -22,16 +22,16 @@ from meshwright.errors import ConfigError, LaunchError
 from meshwright.launch import Rank, Ranks, joined, run
 from meshwright.machine import Machine, memory_bytes, processor_name, usable_cores
 from meshwright.ranks.grid import PIPE
-from meshwright.ranks.transports_section import TransportName
+from meshwright.ranks.transports import TransportName
 from meshwright.section import parse_counts
 from meshwright.tools.calibrate.fit import fit_device, fit_links, merged, rounded
 from meshwright.tools.calibrate.kernels import measure_device
 from meshwright.tools.calibrate.links import measure_links, measure_overlap, measure_turns
 from meshwright.tools.calibrate.report import writer_of
 from meshwright.tools.calibrate.timing import CallTimer, Effort, lower_quartile, meeting
-from meshwright.tools.compare.run import MeasuredRun, measure_run
 from meshwright.tools.plan.cluster import Cluster, Level, Links
 from meshwright.tools.plan.predict import Planner
+from meshwright.training.measured_run import MeasuredRun, measure_run
 
 MEMORY_RUN: dict[str, Any] = {
     "model": {"layers": 1, "hidden": 256, "heads": 4, "positions": 128, "vocabulary": 8192},

@@ -11,8 +11,8 @@ from rich.table import Column, Table
 
 from meshwright.errors import ConfigError
 from meshwright.tables import print_table
+from meshwright.terminal import table_console
 from meshwright.tools.plan.cluster import Cluster, Links, interpolated
-from meshwright.tools.report import table_console
 
 _COLUMNS = 4
 """Payloads that are shown of those that were measured."""

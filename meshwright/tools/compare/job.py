@@ -25,9 +25,9 @@ from meshwright.section import with_field
 from meshwright.tools.compare.layouts import Contender
 from meshwright.tools.compare.report import as_dict, draw, html_of
 from meshwright.tools.compare.result import WARMUP_STEPS, Comparison, Measurement
-from meshwright.tools.compare.run import measure_run
 from meshwright.tools.plan.cluster import CALIBRATED, Cluster, load_cluster
 from meshwright.tools.plan.predict import Planner
+from meshwright.training.measured_run import measure_run
 
 PAGE, PICTURE, NUMBERS = "comparison.html", "comparison.png", "comparison.json"
 NO_CLUSTER = f"Nothing was predicted: no --cluster, and no {CALIBRATED} here, which `meshwright calibrate` writes."

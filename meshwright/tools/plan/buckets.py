@@ -23,7 +23,6 @@ from meshwright.optim.states import by_rule, stepped_together
 from meshwright.parameters.bucket import Bucket, BucketKey, SlotSize, arranged, gradient_dtype, padded
 from meshwright.precision import DTYPES
 from meshwright.ranks.comm import Comm
-from meshwright.ranks.grid import grid_of_run
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
 from meshwright.registry import load_entry
@@ -115,7 +114,7 @@ class Buckets:
         """A rank's buckets, in the order in which they leave. `tied`: parameters that another stage holds too. `known`:
         equal for equal parameters, where it is said."""
         recorder, layout = Recorder(), config.layout
-        mesh = planned_mesh(grid_of_run(config), rank, layout.token_axes, "cpu", recorder.started)
+        mesh = planned_mesh(config.grid, rank, layout.token_axes, "cpu", recorder.started)
         sync = layout.data.strategy
         policy = load_entry(sync.policy)()
         # Of an axis only its name arranges parameters, not how many ranks it has, if no matrices are dealt out to them.
@@ -165,7 +164,7 @@ class Buckets:
         key = layout.data.sync, layout.axes, config.copies, config.replica_batch, config.model, config.data
         if key not in self._shares:
             recorder = Recorder()
-            mesh = planned_mesh(grid_of_run(config), 0, layout.token_axes, "cpu", recorder.started)
+            mesh = planned_mesh(config.grid, 0, layout.token_axes, "cpu", recorder.started)
             sync = layout.data.strategy
             shapes = chain_of(config).sample_shapes(config).items()
             with recorder.program(mesh.ledger) as recorded:
@@ -225,7 +224,7 @@ def _stepped_matrices(
 def loads_program(config: Config, rank: int, routers: int) -> Program:
     """The program that sums what a rank's routers have counted of a batch (tensor/router.py)."""
     recorder = Recorder()
-    mesh = planned_mesh(grid_of_run(config), rank, config.layout.token_axes, "cpu", recorder.started)
+    mesh = planned_mesh(config.grid, rank, config.layout.token_axes, "cpu", recorder.started)
     wide = torch.promote_types(DTYPES[config.precision.dtype], torch.float32)
     with recorder.program(mesh.ledger) as recorded:
         loads = torch.empty(routers, config.model.routing.num_experts, dtype=wide, device="meta")

@@ -23,7 +23,7 @@ from meshwright.config.messages import problems_of
 from meshwright.configs import shipped
 from meshwright.errors import ConfigError
 from meshwright.ranks.ledger import VERBS
-from meshwright.ranks.transports_section import TransportName
+from meshwright.ranks.transports import TransportName
 from meshwright.section import Positive, Section, Size
 from meshwright.tools.plan.borrowed import completed
 

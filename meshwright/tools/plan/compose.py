@@ -25,7 +25,7 @@ from meshwright.pipeline.placement import ChunkPlacement
 from meshwright.pipeline.span import CATEGORIES
 from meshwright.pipeline.stages import chunks_of, piece_placement_of, placement_of, rule_of
 from meshwright.pipeline.task import TaskKind
-from meshwright.ranks.grid import PIPE, grid_of_run
+from meshwright.ranks.grid import PIPE
 from meshwright.ranks.ledger import MESSAGE, Ledger, Traffic
 from meshwright.ranks.mailbox import Side
 from meshwright.tools.plan.buckets import Buckets, PlannedBucket, loads_program
@@ -237,7 +237,7 @@ class Composition:
         known: dict[int, list[PlannedBucket]] | None = None,
     ) -> None:
         self.config, self.stages = config, stages
-        self.grid, self.placement = grid_of_run(config), placement_of(config)
+        self.grid, self.placement = config.grid, placement_of(config)
         self.tasks = self.placement
         """The placement whose numbers tasks have as their chunk."""
         if config.layout.data.in_pieces and all(stage.chunks for stage in stages):  # an estimate's ending has no tasks

@@ -18,7 +18,7 @@ from meshwright.model import EMBEDDINGS, HEAD
 from meshwright.pipeline.partition import balanced, ranges_of
 from meshwright.pipeline.placement import ChunkPlacement
 from meshwright.pipeline.stages import placement_of, rule_of
-from meshwright.ranks.grid import PIPE, grid_of_run
+from meshwright.ranks.grid import PIPE
 from meshwright.tools.plan.buckets import PlannedBucket, held_of, memory_of, streams
 from meshwright.tools.plan.compose import StagePlan
 from meshwright.tools.plan.memory import Memory, Parameter, Peak
@@ -222,7 +222,7 @@ class Estimates:
         placement = placement_of(config)
         key = config.layout.nesting, placement, tuple(sizes)
         if key not in self._messages:
-            ranks = grid_of_run(config).group(0, PIPE)
+            ranks = config.grid.group(0, PIPE)
             holders = [ranks[placement.stage_of[position]] for position in range(placement.num_positions)]
             self._messages[key] = [
                 self.planner.message_seconds(config, start, end, size) if start != end else 0.0

@@ -36,7 +36,7 @@ from math import ceil, log2
 from meshwright.errors import ConfigError
 from meshwright.ranks.grid import ENDS, HEAD_COPIES, PIPE, Grid
 from meshwright.ranks.ledger import VERBS, Traffic
-from meshwright.ranks.transports_section import TransportName
+from meshwright.ranks.transports import TransportName
 from meshwright.tools.plan.cluster import Cluster, Curve, Level, interpolated
 
 

@@ -18,9 +18,9 @@ from meshwright.models.chain import split_name
 from meshwright.pipeline.partition import fastest
 from meshwright.pipeline.span import Timeline
 from meshwright.pipeline.stages import placement_of, rule_of
-from meshwright.ranks.grid import REPLICA_AXES, Grid, grid_of_run
+from meshwright.ranks.grid import REPLICA_AXES, Grid
 from meshwright.ranks.ledger import Traffic
-from meshwright.ranks.transports_section import TransportName
+from meshwright.ranks.transports import TransportName
 from meshwright.section import with_field
 from meshwright.stage_costs import microbatch_bytes, shared_work
 from meshwright.tools.plan.buckets import Buckets, held_of, slots_of, streams
@@ -169,7 +169,7 @@ class Planner:
 
     def network(self, config: Config) -> ClusterNetwork:
         """The links between the ranks."""
-        key = self._transport(config), grid_of_run(config)
+        key = self._transport(config), config.grid
         if key not in self._networks:
             self._networks[key] = ClusterNetwork(self.cluster, *key)
         return self._networks[key]

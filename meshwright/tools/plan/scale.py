@@ -42,8 +42,8 @@ from meshwright.tools.plan.cluster import Cluster
 from meshwright.tools.plan.estimate import Estimates
 from meshwright.tools.plan.evaluator import Keep
 from meshwright.tools.plan.predict import Planner, Prediction
+from meshwright.tools.plan.scaling_picture import Line, draw_scaling
 from meshwright.tools.plan.search import layout_text, search
-from meshwright.tools.report.scaling import Line, draw_scaling
 
 MODES = ("strong", "weak")
 

@@ -20,7 +20,7 @@ from meshwright.data.files import ShowProgress as Report
 from meshwright.data.files import silent
 from meshwright.decisions import in_steps, resolve, resolve_process, this_machine
 from meshwright.errors import DivergedError, LaunchError, MismatchError, ZeroGradientError
-from meshwright.launch import Interrupted, Rank, Ranks, StopRequest, joined, run
+from meshwright.launch import Interrupted, Rank, StopRequest, joined, run
 from meshwright.launch.session import temporary_folder
 from meshwright.model import Samples
 from meshwright.parameters.root import held_hashes
@@ -159,7 +159,7 @@ def compare_bits(config: Config, data: Path, steps: int, report: Report) -> tupl
     for run_config, what in ((config, "the layout"), (one_device(config), "one device")):
         report(f"{what}'s own bits, {steps} steps", None)
         known = resolve(run_config, this_machine()).config
-        ranks = run(BITS_WORKER, Ranks.of(known), config=known, data=data, steps=steps)
+        ranks = run(BITS_WORKER, known.ranks(), config=known, data=data, steps=steps)
         sums: dict[str, int] = {}
         for numbers in ranks:
             # A tensor's hash is the sum of its elements' hashes; each rank adds those that it alone holds.
@@ -192,7 +192,7 @@ def _run(config: Config, worker: str, what: str, out: Path, data: Path, steps: i
     out.mkdir()
     config = resolve(config, this_machine()).config
     try:
-        run(worker, Ranks.of(config), config=config, out=out, data=data, steps=steps, traced=traced)
+        run(worker, config.ranks(), config=config, out=out, data=data, steps=steps, traced=traced)
     except Interrupted:
         raise
     except LaunchError as error:

@@ -12,7 +12,7 @@ from meshwright.config.load import read_yaml
 from meshwright.errors import ConfigError
 from meshwright.machine import find_mpiexec
 from meshwright.ranks.ledger import VERBS
-from meshwright.ranks.transports_section import TransportName
+from meshwright.ranks.transports import TransportName
 from meshwright.tools.calibrate.job import MeasuredMachine, calibrate, measured_machine
 from meshwright.tools.calibrate.report import render, writer_of
 from meshwright.tools.calibrate.timing import CallTimer, Effort, effort_of, lower_quartile

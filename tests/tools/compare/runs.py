@@ -10,10 +10,10 @@ from meshwright.pipeline.trace import Timeline
 from meshwright.ranks.ledger import Traffic
 from meshwright.tools.compare.layouts import Contender
 from meshwright.tools.compare.result import Comparison, Measurement
-from meshwright.tools.compare.run import MeasuredRun, RankFacts, SentCalls
 from meshwright.tools.plan.cluster import load_cluster
 from meshwright.tools.plan.memory import Memory
 from meshwright.tools.plan.predict import Prediction
+from meshwright.training.measured_run import MeasuredRun, RankFacts, SentCalls
 
 MODEL = {"layers": 2, "hidden": 16, "heads": 2, "positions": 16, "vocabulary": 257, "dropout": 0.0}
 STAGES = {"pipeline": {"size": 2}}

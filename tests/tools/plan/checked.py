@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from meshwright.config import Config
 from meshwright.pipeline.task import Task
-from meshwright.ranks.grid import PIPE, grid_of_run
+from meshwright.ranks.grid import PIPE
 from meshwright.tools.plan.buckets import held_of
 from meshwright.tools.plan.predict import Planner, Prediction
 from meshwright.tools.plan.recorder import place
@@ -20,7 +20,7 @@ TOLERANCE = 0.1
 
 def check(configs: Sequence[Config]) -> None:
     layout = configs[0].layout
-    grid = grid_of_run(configs[0])
+    grid = configs[0].grid
     ranks: list[list[Measured]] = run_ranks(measured, grid, configs, token_axes=layout.token_axes, transport="torch")
     planner = Planner(CPU)
     wrong: list[str] = []

@@ -14,7 +14,7 @@ from meshwright.configs import shipped
 from meshwright.errors import ConfigError
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.ledger import VERBS
-from meshwright.ranks.transports_section import TRANSPORTS
+from meshwright.ranks.transports import TRANSPORTS
 from meshwright.tools.plan.answer import sureness
 from meshwright.tools.plan.cluster import Cluster, interpolated, load_cluster
 from meshwright.tools.plan.cluster_topic import SECTIONS, cluster_topic

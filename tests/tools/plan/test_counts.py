@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from meshwright.config import Config
-from meshwright.ranks.grid import PIPE, grid_of_run
+from meshwright.ranks.grid import PIPE
 from meshwright.tools.plan.predict import Planner
 from tests.families.llama.experts import EXPERTS, MODEL, experts
 from tests.oracle.pipeline import LOOP, SCHEDULES, V, laid_out, pipelined
@@ -171,7 +171,7 @@ def test_counts_what_experts_as_messages_send(recompute: str | int) -> None:
     few = {"global": 16, "micro": 2}
     config = config_for("experts", WHOLE, 2, batch=few, layout={"data": MESSAGES}, memory={"recompute": recompute})
     axes = config.layout.token_axes
-    ranks: list[list[Measured]] = run_ranks(measured, grid_of_run(config), [config], token_axes=axes, transport="torch")
+    ranks: list[list[Measured]] = run_ranks(measured, config.grid, [config], token_axes=axes, transport="torch")
     assert list(counts(Planner(CPU).predict(config), 0, ranks[0][0])) == []
 
 
@@ -205,7 +205,7 @@ def test_counts_the_pass_that_counts_experts_loads(layout: dict[str, Any]) -> No
         experts(layout, model=MODEL | {"experts": EXPERTS | {"balance_over": over}}, batch={"global": 16, "micro": 4})
         for over in ("batch", "microbatch")
     ]
-    grid, axes = grid_of_run(configs[0]), configs[0].layout.token_axes
+    grid, axes = configs[0].grid, configs[0].layout.token_axes
     ranks: list[list[Measured]] = run_ranks(measured, grid, configs[:1], token_axes=axes, transport="torch")
     predicted, without = (Planner(CPU).predict(config) for config in configs)
     for stage in range(configs[0].layout.pipeline.size):

@@ -10,7 +10,7 @@ import torch
 
 from meshwright.config import Config, parse_config
 from meshwright.model import Batch, rows_of
-from meshwright.ranks.grid import Grid, grid_of_run
+from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tools.verify.job import Verdict, compare_runs, leave_layout, leave_reference, one_device
 from tests.harness import build
@@ -124,7 +124,7 @@ def run_layout(train: Drawn, folder: Path, steps: int, plant: Plant | None = Non
     """The ranks of the layout, forked; `folder` with what they leave."""
     folder.mkdir()
     config = train.config
-    run_ranks(layout_rank, grid_of_run(config), train, folder, steps, plant, token_axes=config.layout.token_axes)
+    run_ranks(layout_rank, config.grid, train, folder, steps, plant, token_axes=config.layout.token_axes)
     return folder
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import DataError
-from meshwright.tools.report.scaling import Line, draw_scaling
+from meshwright.tools.plan.scaling_picture import Line, draw_scaling
 
 STEEP = Line((4, 16, 64), (10.0, 38.0, 120.0), (1.0, 0.95, 0.75))
 NOTHING = Line((), (), ())

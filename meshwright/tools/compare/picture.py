@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 
 from meshwright.drawing import new_figure
 from meshwright.errors import DataError
-from meshwright.tools.report import LINE_COLOURS
+
+LINE_COLOURS = ("#2b6cb0", "#d9480f", "#2f9e44", "#9c36b5", "#e0a800", "#0c8599", "#c2255c", "#5c5f66")
+"""Colours of layouts, in the order of the lines."""
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import DataError
-from meshwright.tools.report.comparison import Bar, Panel, draw_comparison
+from meshwright.tools.compare.picture import Bar, Panel, draw_comparison
 
 LOSSES = {"a": (5.0, 4.0), "b": (5.0, float("nan")), "c": (5.0, 4.000001)}
 

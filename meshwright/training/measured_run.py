@@ -27,7 +27,7 @@ from torch import Tensor
 from meshwright.config import Config, run_text
 from meshwright.decisions import resolve, this_machine
 from meshwright.foreign import parse_json, read_text
-from meshwright.launch import Rank, Ranks, run
+from meshwright.launch import Rank, run
 from meshwright.memory.offload import Offloaded
 from meshwright.model import Samples
 from meshwright.parts import Parts, build
@@ -86,7 +86,7 @@ def measure_run(config: Config, data: Path, folder: Path, steps: int) -> Measure
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(run_text(config), encoding="utf-8")
     config = resolve(config, this_machine()).config
-    ranks = Ranks.of(config, name="compare")
+    ranks = config.ranks(name="compare")
     # Resolved before ranks start, by the launcher's own view of the machine, as train does.
     facts = run(run_on_rank, ranks, config=config, data=data, folder=folder.absolute(), steps=steps)
     lines = [parse_json(line) for line in read_text(folder / "metrics.jsonl").splitlines()]
