@@ -21,15 +21,15 @@ from benchmarks import ours
 from benchmarks.contender import Option
 from benchmarks.interleave import as_json, find, interleave, machine, plan_arguments, plan_of, write_json
 from benchmarks.ours import reference_config
-from meshwright import launch
+from meshwright.compute.model import Batch
 from meshwright.config import Config, parse_config
-from meshwright.decisions import resolve_layout
-from meshwright.launch.function import Rank
-from meshwright.machine import Machine
-from meshwright.model import Batch
-from meshwright.parts import build
+from meshwright.ranks import launch
 from meshwright.ranks.comm import size_bytes
+from meshwright.ranks.launch.function import Rank
+from meshwright.ranks.machine import Machine
 from meshwright.ranks.planned import planned_mesh
+from meshwright.training.decisions import resolve_layout
+from meshwright.training.parts import build
 from meshwright.training.step import train_step
 
 LAYOUTS: dict[str, dict[str, Option]] = {

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from benchmarks import ours
 from benchmarks.contender import Contender
 from benchmarks.interleave import Plan, Result, as_json, interleave, plan_arguments, plan_of, show, write_json
-from meshwright.registry import entries
+from meshwright.config.registry import entries
 
 BASELINES = ("DDP", "FSDP2", "plain loop")
 SYNCS = tuple(entries("syncs"))

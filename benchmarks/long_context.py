@@ -23,10 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.config import Config, parse_config
-from meshwright.decisions import resolve, this_machine
-from meshwright.launch import Rank, run
-from meshwright.parts import build
-from meshwright.section import parse_size
+from meshwright.config.section import parse_size
+from meshwright.ranks.launch import Rank, run
+from meshwright.training.decisions import resolve, this_machine
+from meshwright.training.parts import build
 from meshwright.training.step import train_step
 
 LAYERS, HIDDEN, HEADS, VOCABULARY = 8, 64, 4, 257

@@ -37,15 +37,15 @@ from benchmarks.one_gpu_probes import PROBES, device_seconds
 from benchmarks.packed_documents import WAYS, starts_of
 from benchmarks.plain_model import PlainGPT
 from benchmarks.reference import Reference
+from meshwright.compute.tensor import cross_entropy
 from meshwright.config import Config, load_config
-from meshwright.decisions import resolve, this_machine
-from meshwright.machine import Machine
-from meshwright.parts import build
+from meshwright.planner.plan.cluster import load_cluster
+from meshwright.planner.plan.predict import Planner
+from meshwright.ranks.machine import Machine
 from meshwright.ranks.mesh import solo_mesh
-from meshwright.tensor import cross_entropy
-from meshwright.tools.plan.cluster import load_cluster
-from meshwright.tools.plan.predict import Planner
+from meshwright.training.decisions import resolve, this_machine
 from meshwright.training.loop import Trainer
+from meshwright.training.parts import build
 from meshwright.training.step import train_step
 
 SMALL = Reference(layers=12, hidden=768, heads=12, sequence=1024, batch=64, vocabulary=50304)

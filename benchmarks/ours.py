@@ -1,4 +1,4 @@
-"""The adapter between the harness and Meshwright: a contender's factory over `meshwright.parts`."""
+"""The adapter between the harness and Meshwright: a contender's factory over `meshwright.training.parts`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import yaml
 
 from benchmarks.contender import Contender, Option, Place, Step
 from benchmarks.reference import REFERENCE, global_batch
+from meshwright.compute.model import Batch
+from meshwright.compute.models.chain import chain_of
 from meshwright.config import Config
-from meshwright.decisions import resolve_layout
-from meshwright.environment import read_environment, rendezvous
-from meshwright.machine import Machine, keep_freed_memory
-from meshwright.model import Batch
-from meshwright.models.chain import chain_of
-from meshwright.parts import Parts, build
+from meshwright.ranks.environment import read_environment, rendezvous
+from meshwright.ranks.machine import Machine, keep_freed_memory
 from meshwright.ranks.mesh import Mesh, open_mesh
+from meshwright.training.decisions import resolve_layout
+from meshwright.training.parts import Parts, build
 from meshwright.training.step import train_step
 
 

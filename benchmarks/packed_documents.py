@@ -22,13 +22,13 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.interleave import machine
-from meshwright.context.context import WHOLE_SEQUENCES
-from meshwright.context.ring import RingAttention
-from meshwright.context.spec import AttentionSpec
-from meshwright.memory.recompute import LiveBytes
-from meshwright.on_device import AsOnDevice, Attention
+from meshwright.compute.context.context import WHOLE_SEQUENCES
+from meshwright.compute.context.ring import RingAttention
+from meshwright.compute.context.spec import AttentionSpec
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.planned import planned_mesh
+from meshwright.strategies.memory.recompute import LiveBytes
+from meshwright.training.on_device import AsOnDevice, Attention
 
 HEADS, WIDTH = 12, 64
 LENGTHS = (20, 100, 500, 2000)

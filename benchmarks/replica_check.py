@@ -21,14 +21,14 @@ import torch
 
 from benchmarks.ours import reference_config
 from benchmarks.reference import REFERENCE, global_batch
+from meshwright.compute.model import Batch
 from meshwright.config import Config
 from meshwright.config.schema import Check
-from meshwright.launch import Rank, run
-from meshwright.model import Batch
-from meshwright.parts import build
 from meshwright.ranks.agreement import hash_bits, same_everywhere
 from meshwright.ranks.comm import RankGroup, SoloComm
+from meshwright.ranks.launch import Rank, run
 from meshwright.training.loop import Trainer
+from meshwright.training.parts import build
 
 HASHED = 10**7
 

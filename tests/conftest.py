@@ -17,7 +17,7 @@ import pytest
 from filelock import FileLock
 from hypothesis import settings
 
-from meshwright.machine import find_mpiexec
+from meshwright.ranks.machine import find_mpiexec
 from tests.pages import collapse_memory, use_one_arena
 from tests.server import start_server
 

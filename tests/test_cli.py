@@ -15,7 +15,7 @@ import psutil
 import pytest
 import yaml
 
-from meshwright.machine import find_mpiexec
+from meshwright.ranks.machine import find_mpiexec
 from tests.command_line import environment_for, meshwright
 from tests.patience import PATIENCE_SECONDS
 from tests.training.runs import losses_of, make_text, tree_for
@@ -147,7 +147,7 @@ def test_control_c(shop: Path) -> None:
 
 
 def test_killed_worker_then_resume(shop: Path) -> None:
-    """(Over MPI: tests/training/test_resume.py and tests/launch.)"""
+    """(Over MPI: tests/training/test_resume.py and tests/ranks/launch.)"""
     process = started(shop, "killed")
     workers = workers_below(process)
     workers[-1].kill()
@@ -209,7 +209,7 @@ def test_trace_from_either_clock(shop: Path) -> None:
 @needs_mpi
 @pytest.mark.long
 def test_mpirun(shop: Path) -> None:
-    """A run under mpirun ends with the bits of a launched one; tests/nodes and tests/bits start mpiexec each time."""
+    """A run under mpirun ends with the bits of a launched one; tests/nodes starts mpiexec each time."""
     ran = joined(shop, [str(find_mpiexec()), "--oversubscribe", "-n", "2", sys.executable], "mpirun")
     assert ran.returncode == 0, ran.stderr
     assert losses_of(shop / "mpirun") == losses_of(shop / "out" / "run")[:5]

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from meshwright import load, verify
 from meshwright.cli import app
-from meshwright.errors import ConfigError
+from meshwright.ranks.errors import ConfigError
 from tests.patience import PATIENCE_SECONDS
 
 COURSE = Path(__file__).resolve().parent.parent / "docs/course"

@@ -20,8 +20,8 @@ from meshwright.cli.app import OPERATE, PREDICT, PROVE, RUN
 from meshwright.cli.completion import complete_shipped
 from meshwright.config.words import KEYS
 from meshwright.configs import SCHEMA, shipped
-from meshwright.errors import ConfigError
 from meshwright.parity.command import run_words
+from meshwright.ranks.errors import ConfigError
 from tests.command_line import environment_for, meshwright
 from tests.typed_commands import read_as_typed
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.config import Config
-from meshwright.registry import BASES, OURS, load_entry
-from meshwright.section import Section
+from meshwright.config.registry import BASES, OURS, load_entry
+from meshwright.config.section import Section
 from tests.sources import imported_names
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -102,12 +102,12 @@ ROOMS = {
 OTHER_WORDS = {
     ("none", ""),  # of offload, recompute, the launcher: no tensor section
     ("auto", ""),  # of what a run decides
-    ("selective", "tools/plan/foreign.py"),  # other programs' word
-    ("offload", "tools/plan/page.py"), ("offload", "tools/verify/job.py"),  # of the optimizer's states
+    ("selective", "planner/plan/foreign.py"),  # other programs' word
+    ("offload", "planner/plan/page.py"), ("offload", "tools/verify/job.py"),  # of the optimizer's states
     ("megatron", "families/bert/model.py"), ("megatron", "families/bert/convert.py"),  # where BERT's norms are
     ("tensorboard", "config/schema.py"),  # a field of version 0.1.0
     ("tensorboard", "tools/doctor.py"),  # a package
-    ("ring", "tools/plan/network.py"),  # how a cluster's devices are linked
+    ("ring", "planner/plan/network.py"),  # how a cluster's devices are linked
     ("pairs", "tools/evaluate/texts.py"), ("pairs", "cli/weights.py"),  # the records of a packed folder
     ("text", "tools/evaluate/texts.py"),
 }  # fmt: skip
@@ -116,8 +116,8 @@ OTHER_WORDS = {
 
 def strategy_names(source: str, file: str) -> Iterator[str]:
     """The strategies' names that a file compares with, matches, or looks up by: in conditions and keys of mappings."""
-    room = file.split("/", maxsplit=1)[0].removesuffix(".py")
-    foreign = {name: group for group in ROOMS if room not in ROOMS[group] for name in OURS[group]}
+    rooms = {*file.removesuffix(".py").split("/")}
+    foreign = {name: group for group in ROOMS if not rooms & ROOMS[group] for name in OURS[group]}
     for node in ast.walk(ast.parse(source)):
         words: list[ast.AST] = []
         if isinstance(node, ast.Compare):
@@ -140,9 +140,11 @@ def sections_of(base: type[Section]) -> Iterator[type[Section]]:
 
 def foreign_sections(source: str, file: str) -> Iterator[str]:
     """The sections of a strategy that a file tells apart by isinstance, or match. An assert only says what is known."""
-    room = file.split("/", maxsplit=1)[0]
+    rooms = {*file.split("/")} - {"compute", "strategies"}
     general = {load_entry(base) for base in BASES.values()} | {Config}
-    foreign = {s.__name__ for s in sections_of(Section) if s not in general and s.__module__.split(".")[1] != room}
+    foreign = {
+        s.__name__ for s in sections_of(Section) if s not in general and not {*s.__module__.split(".")[1:-1]} & rooms
+    }
     tree = ast.parse(source)
     known = {id(node.test) for node in ast.walk(tree) if isinstance(node, ast.Assert)}
     for node in ast.walk(tree):
@@ -182,7 +184,7 @@ def test_strategies_are_told_apart_in_their_own_rooms_alone() -> None:
     ],
 )
 def test_a_planted_comparison_is_seen(planted: str) -> None:
-    seen = [*strategy_names(planted, "tools/plan/space.py"), *foreign_sections(planted, "tools/plan/space.py")]
+    seen = [*strategy_names(planted, "planner/plan/space.py"), *foreign_sections(planted, "planner/plan/space.py")]
     assert seen, planted
 
 
@@ -279,7 +281,7 @@ def test_a_planted_write_is_seen(planted: str) -> None:
 
 def told_policies(source: str, file: str) -> Iterator[str]:
     """Yield the places at which a file tells values of memory.recompute apart."""
-    if file.split("/", maxsplit=1)[0] == "memory":
+    if "memory" in file.split("/"):
         return
     for node in ast.walk(ast.parse(source)):
         told: list[ast.AST] = []
@@ -315,5 +317,5 @@ def test_an_activation_policy_is_treated_by_its_facts() -> None:
     ],
 )
 def test_a_planted_comparison_of_policies_is_seen(planted: str) -> None:
-    assert [*told_policies(planted, "tools/plan/estimate.py")] == ["tools/plan/estimate.py:1"]
-    assert [*told_policies(planted, "memory/section.py")] == []
+    assert [*told_policies(planted, "planner/plan/estimate.py")] == ["planner/plan/estimate.py:1"]
+    assert [*told_policies(planted, "strategies/memory/section.py")] == []

@@ -1,6 +1,6 @@
 """One GPU, where there is one: fused kernels against float64, and layouts whose ranks are threads that share it.
 
-`pytest --device cuda tests/test_one_gpu.py tests/tensor tests/context ...` runs these, and ranks of other tests, there.
+`pytest --device cuda tests/test_one_gpu.py tests/compute ...` runs these, and ranks of other tests, there.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.compute.context.context import WHOLE_SEQUENCES
+from meshwright.compute.context.documents import attend_by_document, flash_takes
+from meshwright.compute.context.kernels import Efficient, Flash, Kernel, kernel_of
+from meshwright.compute.context.ring import RingAttention
+from meshwright.compute.context.spec import AttentionSpec
 from meshwright.config import parse_config
-from meshwright.context.context import WHOLE_SEQUENCES
-from meshwright.context.documents import attend_by_document, flash_takes
-from meshwright.context.kernels import Efficient, Flash, Kernel, kernel_of
-from meshwright.context.ring import RingAttention
-from meshwright.context.spec import AttentionSpec
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from tests.context.documents import LENGTHS, SOLO, starts_of
+from tests.compute.context.documents import LENGTHS, SOLO, starts_of
 from tests.oracle.run import check, run
 from tests.oracle.tensor import MODELS
 from tests.workers import run_ranks

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from meshwright.ranks.mesh import Mesh
-from tests.checkpoint.round_trip import assert_same_bits, taken_up, written
-from tests.checkpoint.states import run_leg
 from tests.mpi_workers import Answer, flat, unflat
 from tests.oracle.run import check, run, train
 from tests.oracle.tensor import config_for as kit_config
 from tests.oracle.tensor import serial as serial_of
 from tests.orders import LAYOUTS, MEGATRON, SUBGRAPH, config_for
+from tests.training.checkpoint.round_trip import assert_same_bits, taken_up, written
+from tests.training.checkpoint.states import run_leg
 from tests.workers import run_ranks
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.errors import ConfigError
+from meshwright.ranks.errors import ConfigError
 from tests.patience import PATIENCE_SECONDS
 from tests.typed_commands import ROOT, read_as_typed
 

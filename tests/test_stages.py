@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.all_stages import plan_stages
+from meshwright.compute.parameters.shard import shard_specs
+from meshwright.compute.tensor.serial import SerialKit
 from meshwright.config import Config
-from meshwright.decisions import resolve_layout
-from meshwright.machine import Machine
-from meshwright.parameters.shard import shard_specs
-from meshwright.pipeline.stages import Stages
-from meshwright.rank_model import build_model
 from meshwright.ranks.grid import Grid
+from meshwright.ranks.machine import Machine
 from meshwright.ranks.mailbox import CutForms, TensorMeta
 from meshwright.ranks.mesh import Mesh, solo_mesh
 from meshwright.ranks.planned import planned_mesh
-from meshwright.stage_costs import BuiltStages
-from meshwright.tensor.serial import SerialKit
+from meshwright.strategies.pipeline.stages import Stages
+from meshwright.training.all_stages import plan_stages
+from meshwright.training.decisions import resolve_layout
+from meshwright.training.rank_model import build_model
+from meshwright.training.stage_costs import BuiltStages
 from tests.harness import build, resolved
 from tests.oracle.pipeline import WHOLE, laid_out, pipelined
 from tests.oracle.tensor import BLOCKS, ONE_D, SEQUENCE

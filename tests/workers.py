@@ -30,10 +30,10 @@ import pytest
 import torch
 import torch._dynamo  # torch.optim imports it in every rank: a second each, unless the parent has it
 
-from meshwright.environment import Environment, Rendezvous
-from meshwright.errors import LaunchError
-from meshwright.launch.threads import run_threads
+from meshwright.ranks.environment import Environment, Rendezvous
+from meshwright.ranks.errors import LaunchError
 from meshwright.ranks.grid import Grid
+from meshwright.ranks.launch.threads import run_threads
 from meshwright.ranks.mesh import open_mesh, open_mesh_in
 from meshwright.ranks.thread_world import ThreadWorld
 from meshwright.ranks.transports import TransportName
@@ -239,7 +239,9 @@ def _context(threads: int) -> Any:
         return multiprocessing.get_context("fork")
     context = multiprocessing.get_context("forkserver")
     # With what most tests' functions need: what the server lacks each rank imports anew.
-    context.set_forkserver_preload(["tests.workers", "tests.fuzz.check", "meshwright.data_parallel.gathering"])
+    context.set_forkserver_preload(
+        ["tests.workers", "tests.fuzz.check", "meshwright.strategies.data_parallel.gathering"]
+    )
     with patch.dict(os.environ, OMP_WAIT_POLICY="passive"):  # ranks times threads are more than cores: do not spin
         forkserver.ensure_running()
     return context

@@ -14,11 +14,11 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
+from meshwright.config.registry import entries
 from meshwright.config.schema import Config
-from meshwright.errors import Problem
-from meshwright.optim.section import OWN_FIELDS
-from meshwright.registry import entries
-from meshwright.section import Section, decides_nothing, fields_meet, shown
+from meshwright.config.section import Section, decides_nothing, fields_meet, shown
+from meshwright.ranks.errors import Problem
+from meshwright.strategies.optim.section import OWN_FIELDS
 
 
 @dataclass(frozen=True)

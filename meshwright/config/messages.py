@@ -16,11 +16,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from meshwright.config.schema import Config
+from meshwright.config.section import LARGEST, shown
 from meshwright.config.shorthand import SHORTHANDS, Shorthand
 from meshwright.config.words import comparison_of, ours_for_key, ours_for_value
-from meshwright.errors import NOTHING, Problem
-from meshwright.remedies import LEFT_OUT, remedies_of
-from meshwright.section import LARGEST, shown
+from meshwright.ranks.errors import NOTHING, Problem
+from meshwright.ranks.remedies import LEFT_OUT, remedies_of
 
 UNKNOWN = "is an unknown key"
 

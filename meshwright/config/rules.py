@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Set
 from operator import attrgetter
 
-from meshwright.bits.section import (
+from meshwright.compute.bits.section import (
     grains_fill_microbatches,
     layers_fall_into_blocks,
     parts_are_equal,
@@ -27,12 +27,12 @@ from meshwright.bits.section import (
 )
 from meshwright.config.layout import part_of_axis
 from meshwright.config.messages import nearest
+from meshwright.config.registry import entries
 from meshwright.config.schema import Config
-from meshwright.errors import Problem
-from meshwright.memory.section import GROUPING
+from meshwright.config.section import Rule, at_most, divisors, listed, multiples, rule, shown
+from meshwright.ranks.errors import Problem
 from meshwright.ranks.transports import TRANSPORTS
-from meshwright.registry import entries
-from meshwright.section import Rule, at_most, divisors, listed, multiples, rule, shown
+from meshwright.strategies.memory.section import GROUPING
 
 OFFLOAD_MULTIPLE = 128
 """Two halves, each of whole vectors of the optimizer's kernels: so the bits are those of the optimizer in place."""

@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from meshwright.bits.section import Bits
+from meshwright.compute.bits.section import Bits
+from meshwright.compute.models.section import Network
 from meshwright.config.kinds import with_kind
 from meshwright.config.layout import Layout
+from meshwright.config.registry import default_family, entries
+from meshwright.config.section import Count, Positive, Seconds, Section, Share, Size, divisors, union_of
 from meshwright.data.section import DataSection
-from meshwright.errors import ConfigError
-from meshwright.memory.section import KEEPS_ALL, ActivationPolicy, policy_of
-from meshwright.models.section import Network
+from meshwright.ranks.asked import Ranks
+from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.timeouts import Timeouts
-from meshwright.registry import default_family, entries
-from meshwright.section import Count, Positive, Seconds, Section, Share, Size, divisors, union_of
+from meshwright.strategies.memory.section import KEEPS_ALL, ActivationPolicy, policy_of
 
 if TYPE_CHECKING:
-    from meshwright.launch.function import Ranks
-    from meshwright.optim.section import Update
+    from meshwright.strategies.optim.section import Update
 
     ActivationName: TypeAlias = str
     OptimizerName: TypeAlias = str
@@ -70,8 +70,8 @@ class LossScale(Section):
     """Steps in a row that may overflow, and be skipped, before the run ends."""
 
 
-STORED = "meshwright.tensor.products:PLAIN"
-PRODUCTS = {"auto": STORED, "stored": STORED, "float32": "meshwright.tensor.widened:WIDENED"}
+STORED = "meshwright.compute.tensor.products:PLAIN"
+PRODUCTS = {"auto": STORED, "stored": STORED, "float32": "meshwright.compute.tensor.widened:WIDENED"}
 """The products of a kit's layers, by precision.products."""
 
 
@@ -373,8 +373,6 @@ class Config(Section):
             name: the job's name, as in Ranks.
             status: the folder of the ranks' records, as in Ranks.
         """
-        from meshwright.launch.function import Ranks
-
         layout, transport, device, threads = self.layout, self.layout.transport, self.device, self.threads
         if transport == "auto" or device == "auto" or threads == "auto":
             rule = "is no machine's: ranks are started with a config in which every auto is a value"

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from meshwright.errors import Problem
-from meshwright.remedies import of_problem
-from meshwright.section import shown
+from meshwright.config.section import shown
+from meshwright.ranks.errors import Problem
+from meshwright.ranks.remedies import of_problem
 
 PAGE = "docs/scope.md"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from meshwright.section import decides_nothing, shown
+from meshwright.config.section import decides_nothing, shown
 
 KEYS: Mapping[str, tuple[str, ...]] = {
     "layout.data.size={}": ("dp", "dp_size", "data_parallel_size", "dp_replicate"),

@@ -1,7 +1,7 @@
 """The ledger: a rank's calls and sent bytes, by axis and verb. Arithmetic only: planned ranks keep one too.
 
 VERBS gives each verb's receivers and message sizes. Comms count with it, the planner derives from it which messages
-stay on a node (tools/plan/network.py), and a cluster file's verbs are its keys. A library's collective is counted as
+stay on a node (planner/plan/network.py), and a cluster file's verbs are its keys. A library's collective is counted as
 its bandwidth-optimal form sends it, S being the whole payload:
 
 | verb                                   | a rank sends                              |

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from meshwright.environment import Environment, Rendezvous
 from meshwright.ranks.comm import Comm, RankGroup
+from meshwright.ranks.environment import Environment, Rendezvous
 from meshwright.ranks.flight_recorder import CONNECT, Call, FlightRecorder
 from meshwright.ranks.grid import ENDS, HEAD_COPIES, Grid
 from meshwright.ranks.ledger import Ledger

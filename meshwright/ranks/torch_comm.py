@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.environment import Environment, Rendezvous, use_interface
-from meshwright.errors import LaunchError
 from meshwright.ranks import comm_store
 from meshwright.ranks.agreement import all_texts
 from meshwright.ranks.board import Board, StoreBoard
 from meshwright.ranks.comm import DONE, Comm, Later, PieceSizes, Posted, RankGroup, RecordedComm, Sent, Work
+from meshwright.ranks.environment import Environment, Rendezvous, use_interface
+from meshwright.ranks.errors import LaunchError
 from meshwright.ranks.flight_recorder import CONNECT, Call, FlightRecorder
 from meshwright.ranks.ledger import Ledger
 from meshwright.ranks.mailbox import Mailbox, Side, neighbours_of

@@ -23,12 +23,12 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
-from meshwright.environment import Environment
-from meshwright.errors import LaunchError
+from meshwright.ranks.environment import Environment
+from meshwright.ranks.errors import LaunchError
 from meshwright.ranks.flight_recorder import FlightRecorder
 from meshwright.ranks.hang import Record, State, absent, explain_hang, process_state, read_records
+from meshwright.ranks.streams import say
 from meshwright.ranks.timeouts import Timeouts
-from meshwright.streams import say
 
 EXIT_CODE = 124
 """The exit code of a rank that gave up, the same as the command `timeout` has."""

@@ -22,12 +22,12 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from meshwright.errors import CorruptionError, DivergedError
-from meshwright.parameters.bucket import FlatWeights
-from meshwright.parameters.root import held_hashes
-from meshwright.parts import Parts
+from meshwright.compute.parameters.bucket import FlatWeights
+from meshwright.compute.parameters.root import held_hashes
 from meshwright.ranks.agreement import FACTOR, all_rows, hash_bits
+from meshwright.ranks.errors import CorruptionError, DivergedError
 from meshwright.ranks.grid import PIPE, Grid
+from meshwright.training.parts import Parts
 
 REMEDY = "lower optimizer.lr, raise optimizer.schedule.warmup, or look at the data"
 

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.config import Config
+from meshwright.config.registry import brought
 from meshwright.data.files import silent
-from meshwright.decisions import in_steps, resolve, resolve_process, this_machine, with_fewer_replicas
-from meshwright.drawing import require_matplotlib
-from meshwright.environment import read_environment
-from meshwright.launch import Ranks, prepare, run
-from meshwright.machine import Machine
-from meshwright.registry import brought
+from meshwright.output.drawing import require_matplotlib
+from meshwright.ranks.environment import read_environment
+from meshwright.ranks.launch import Ranks, prepare, run
+from meshwright.ranks.machine import Machine
 from meshwright.training import folder
+from meshwright.training.decisions import in_steps, resolve, resolve_process, this_machine, with_fewer_replicas
 from meshwright.training.follow import Each, followed
 from meshwright.training.sinks import require_sinks
 from meshwright.training.status import STATUS
@@ -94,7 +94,7 @@ def notes_of_sums(config: Config) -> list[str]:
     """Follow the sums of a run that has a strategy of another package, or asks for it; a note. Raises SumError."""
     if config.check.sums == "never" or not (config.check.sums == "always" or brought(config)):
         return []
-    from meshwright.typed.check import checked  # torch, which this process has no other use for
+    from meshwright.training.typed.check import checked  # torch, which this process has no other use for
 
     return checked(config)
 

@@ -24,16 +24,16 @@ from typing import Any
 
 from torch import Tensor
 
+from meshwright.compute.model import Samples
 from meshwright.config import Config, run_text
-from meshwright.decisions import resolve, this_machine
-from meshwright.foreign import parse_json, read_text
-from meshwright.launch import Rank, run
-from meshwright.memory.offload import Offloaded
-from meshwright.model import Samples
-from meshwright.parts import Parts, build
+from meshwright.ranks.foreign import parse_json, read_text
 from meshwright.ranks.grid import PIPE
+from meshwright.ranks.launch import Rank, run
+from meshwright.strategies.memory.offload import Offloaded
+from meshwright.training.decisions import resolve, this_machine
 from meshwright.training.loop import Trainer
 from meshwright.training.metrics import MetricsWriter
+from meshwright.training.parts import Parts, build
 from meshwright.training.step import backward, publish
 from meshwright.training.step_report import peak_memory_bytes
 

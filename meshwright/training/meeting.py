@@ -24,11 +24,11 @@ from pathlib import Path
 import torch
 
 from meshwright.config import Config
-from meshwright.errors import LaunchError
+from meshwright.config.registry import entries
+from meshwright.config.section import leaves_of
 from meshwright.ranks.agreement import all_texts, same_everywhere, text_of_root
+from meshwright.ranks.errors import LaunchError
 from meshwright.ranks.mesh import Mesh
-from meshwright.registry import entries
-from meshwright.section import leaves_of
 from meshwright.version import PACKAGE
 
 _HOST = "host"

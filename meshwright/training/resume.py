@@ -7,14 +7,14 @@ from pathlib import Path
 
 import torch
 
-from meshwright.checkpoint.manifest import TOKENIZER_FILE
-from meshwright.checkpoint.reader import Checkpoint, newest_step, newest_whole, steps_in
-from meshwright.checkpoint.restore import misfit_of, stateless_of
 from meshwright.config import Config, run_text
-from meshwright.decisions import as_before
-from meshwright.errors import CheckpointError, ConfigError, DamagedError, Problem
-from meshwright.foreign import read_text
-from meshwright.section import leaves_of
+from meshwright.config.section import leaves_of
+from meshwright.ranks.errors import CheckpointError, ConfigError, DamagedError, Problem
+from meshwright.ranks.foreign import read_text
+from meshwright.training.checkpoint.manifest import TOKENIZER_FILE
+from meshwright.training.checkpoint.reader import Checkpoint, newest_step, newest_whole, steps_in
+from meshwright.training.checkpoint.restore import misfit_of, stateless_of
+from meshwright.training.decisions import as_before
 from meshwright.training.folder import CHECKPOINTS, CONFIG, IDENTITY, begin, identity_of, write_identity, write_whole
 
 _DECISIVE = ("seed", "model.", "data.", "batch.global")

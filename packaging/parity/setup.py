@@ -18,7 +18,7 @@ ROOT = HERE.parent.parent
 OURS = "meshwright_parity"
 TARGET = HERE / OURS
 IMPORT = re.compile(r"^ *(?:from|import) (meshwright[.\w]*)(?: import ([\w, ]+))?", re.MULTILINE)
-LEFT_OUT = ("meshwright.launch.mpiexec",)
+LEFT_OUT = ("meshwright.ranks.launch.mpiexec",)
 """Checks start their ranks over torch alone."""
 BASE = "base"
 """The folder of what parity shares with the rest of meshwright: how ranks start, errors, what a DTensor is."""
@@ -34,7 +34,7 @@ def needed() -> dict[str, Path]:
     """The modules that parity imports, and those that these import, by name. Packages' own files are left out: a room's
     imports what its other callers need."""
     waiting = [f"meshwright.parity.{path.stem}" for path in sorted((ROOT / "meshwright/parity").glob("*.py"))]
-    waiting += ["meshwright.launch.preload"]  # imported by the process that ranks are forked from
+    waiting += ["meshwright.ranks.launch.preload"]  # imported by the process that ranks are forked from
     found: dict[str, Path] = {}
     while waiting:
         module = waiting.pop()

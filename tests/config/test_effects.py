@@ -13,9 +13,9 @@ from meshwright.api import load
 from meshwright.config import Config, dump_config, dump_tree, load_config, parse_config, parse_run
 from meshwright.config.effects import EFFECTS
 from meshwright.config.load import load_undecided
+from meshwright.config.section import Section
 from meshwright.configs import shipped
-from meshwright.errors import ConfigError
-from meshwright.section import Section
+from meshwright.ranks.errors import ConfigError
 from meshwright.tools.compare.layouts import from_files
 
 ALWAYS = {

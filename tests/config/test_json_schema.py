@@ -14,7 +14,7 @@ from meshwright.config import Config, load_config, model_names, parse_config, pa
 from meshwright.config.json_schema import run_schema
 from meshwright.config.yaml_text import plain_values
 from meshwright.configs import SCHEMA, shipped
-from meshwright.errors import ConfigError
+from meshwright.ranks.errors import ConfigError
 from tests.fuzz.axes import read_cases, tree_of
 
 RUNS = list(shipped("runs").values())

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from meshwright.config import parse_run
-from meshwright.errors import ConfigError
+from meshwright.ranks.errors import ConfigError
 
 O2 = {"level": "O2", "dtype": "bf16"}
 

@@ -13,8 +13,8 @@ import pytest
 from meshwright.config.load import parse_run
 from meshwright.config.shorthand import spell_out
 from meshwright.config.yaml_text import plain_values
-from meshwright.errors import ConfigError, Problem
-from meshwright.remedies import LEFT_OUT, Remedy, of_problem, remedies_of
+from meshwright.ranks.errors import ConfigError, Problem
+from meshwright.ranks.remedies import LEFT_OUT, Remedy, of_problem, remedies_of
 from tests.fuzz.axes import AXES, tree_of
 
 ROUNDS = 8

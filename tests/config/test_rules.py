@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 from meshwright.config import parse_run, rules
+from meshwright.config.registry import entries
 from meshwright.config.rules import RULES
+from meshwright.config.section import Rule, divisors, listed
 from meshwright.data.messages_section import MessagesData
-from meshwright.errors import ConfigError
 from meshwright.families.bert.data_section import SquadData
 from meshwright.families.deepseek.section import DeepSeek
 from meshwright.families.llama.section import Llama
 from meshwright.families.seq2seq.data_section import PairData
 from meshwright.families.seq2seq.section import T5
 from meshwright.families.vision.section import ResNeXt, Vit
-from meshwright.memory.section import GROUPING
-from meshwright.registry import entries
-from meshwright.section import Rule, divisors, listed
+from meshwright.ranks.errors import ConfigError
+from meshwright.strategies.memory.section import GROUPING
 
 
 def mistake(**tree: Any) -> str:

@@ -11,7 +11,7 @@ from meshwright.cli.app import refuse_foreign
 from meshwright.config.load import parse_run
 from meshwright.config.scope import PAGE, TOPICS, topic_of_address, topic_of_key
 from meshwright.config.words import KEYS
-from meshwright.errors import ConfigError
+from meshwright.ranks.errors import ConfigError
 from tests.config.fields import FIELDS
 
 SPELLINGS: dict[str, list[str]] = {

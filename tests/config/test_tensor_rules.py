@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from meshwright.config import parse_config
-from meshwright.errors import ConfigError
+from meshwright.ranks.errors import ConfigError
 
 MODEL = {"layers": 1, "hidden": 64, "heads": 8, "positions": 64, "vocabulary": 300}
 

@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.config import parse_run
 from meshwright.config.words import KEYS, NOTES, VALUES, ours_for_key, ours_for_value
-from meshwright.errors import ConfigError
+from meshwright.ranks.errors import ConfigError
 from tests.config.fields import FIELDS
 
 THEIRS = [(word, ours) for ours, words in KEYS.items() for word in words]

@@ -10,20 +10,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from meshwright.compute.model import IGNORED
 from meshwright.config import parse_run
-from meshwright.convert import export_folder
 from meshwright.data.chat import ChatTemplate, template_of
 from meshwright.data.dialogue_records import Dialogue
 from meshwright.data.messages import flagged
 from meshwright.data.packed import IDS, SAID
 from meshwright.data.packing import pack
 from meshwright.data.tokenizer import load_tokenizer
-from meshwright.errors import ConfigError, DataError
-from meshwright.model import IGNORED
+from meshwright.ranks.errors import ConfigError, DataError
 from meshwright.tools.generate import Request, generate
+from meshwright.training.convert import export_folder
 from meshwright.training.job import train
-from tests.convert.folders import saved
 from tests.data.dialogues import MARKED, PLAIN, config_for, dialogue, make_dialogues, make_tokenizer, opened
+from tests.training.convert.folders import saved
 from tests.training.runs import lines_of
 
 transformers = pytest.importorskip("transformers")

@@ -14,8 +14,8 @@ import meshwright as mw
 from meshwright.cli import app
 from meshwright.config.load import read_yaml
 from meshwright.configs import shipped
-from meshwright.errors import MeshwrightError
-from meshwright.registry import OURS, entries, load_entry
+from meshwright.ranks.errors import MeshwrightError
+from meshwright.config.registry import OURS, entries, load_entry
 
 for module in pkgutil.walk_packages(mw.__path__, "meshwright."):
     if module.name.endswith("__main__"):

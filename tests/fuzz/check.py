@@ -34,16 +34,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from meshwright.compute.model import Batch, rows_of
+from meshwright.compute.parameters.bucket import Place, Slot
 from meshwright.config import Config, parse_config
-from meshwright.model import Batch, rows_of
-from meshwright.parameters.bucket import Place, Slot
 from meshwright.parity.compare import relative_error
-from meshwright.parts import Parts
 from meshwright.ranks.mesh import Mesh
 from meshwright.tools.verify.outcome import Outcome, reference_run
 from meshwright.tools.verify.reference import Reference
 from meshwright.tools.verify.tolerance import TOLERANCES, tolerance_of
 from meshwright.training.loop import Trainer
+from meshwright.training.parts import Parts
 from tests.harness import build, resolved
 from tests.oracle.batches import BATCHES
 from tests.workers import run_ranks

@@ -12,7 +12,7 @@ import pytest
 
 from meshwright.config import Config, load_config
 from meshwright.config.load import parse_run
-from meshwright.errors import ConfigError
+from meshwright.ranks.errors import ConfigError
 from tests.fuzz.__main__ import FOUND
 from tests.fuzz.axes import AXES, Case, tree_of
 from tests.fuzz.check import mistakes

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshwright.compute.parameters.bucket import Bucket
+from meshwright.compute.parameters.shard import ShardSpec
+from meshwright.compute.tensor.products import Products
 from meshwright.config import Config
 from meshwright.config.load import parse_run
-from meshwright.data_parallel.policies import Zero1
-from meshwright.optim.states import InPlace
-from meshwright.parameters.bucket import Bucket
-from meshwright.parameters.shard import ShardSpec
 from meshwright.ranks.comm import Comm, Work
 from meshwright.ranks.mesh import Mesh
-from meshwright.tensor.products import Products
+from meshwright.strategies.data_parallel.policies import Zero1
+from meshwright.strategies.optim.states import InPlace
 from tests.fuzz.axes import AXES, Case, Value, tree_of
 from tests.fuzz.check import Plant, mistakes
 from tests.tools.verify.mistakes import decayed_vectors, wrong_bias_correction, wrong_clipping

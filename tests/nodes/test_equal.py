@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.machine import find_mpiexec
+from meshwright.ranks.machine import find_mpiexec
 from tests.nodes.conftest import Nodes, losses_of_one
 from tests.nodes.launchers import by_hand, mpirun, torchrun, train_words, write_run
 from tests.nodes.network import Running

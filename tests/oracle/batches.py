@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from meshwright.compute.model import Batch
+from meshwright.compute.models.chain import chain_of
 from meshwright.config import Config
 from meshwright.data.sampler import document_entries
-from meshwright.model import Batch
-from meshwright.models.chain import chain_of
 
 
 def global_batch(config: Config, step: int) -> Batch:

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from meshwright.compute.model import Batch
 from meshwright.config import Config
-from meshwright.model import Batch
-from meshwright.parts import Parts
 from meshwright.ranks.mesh import Mesh
+from meshwright.training.parts import Parts
 from meshwright.training.step import train_step as step_on
 from tests.harness import build
 from tests.oracle.batches import BATCHES

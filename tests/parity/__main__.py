@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.launch import Rank, Ranks, run
 from meshwright.parity.check import ParityCheck, ParityResult, collect, judged, run_check
 from meshwright.parity.worker import call_check
+from meshwright.ranks.launch import Rank, Ranks, run
 from tests.parity.cases import MISTAKES, RIGHT, PlantedMistake
 from tests.parity.programs import run_program
 

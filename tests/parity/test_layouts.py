@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from meshwright.compute.model import Batch, counts_of, scales_of
 from meshwright.config import Config, parse_config
-from meshwright.model import Batch, counts_of, scales_of
 from meshwright.parity.check import ParityCheck, ParityResult, judged
 from meshwright.parity.job import ParityJob
 from meshwright.parity.worker import call_check

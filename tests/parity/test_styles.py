@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.launch import Ranks, run
+from meshwright.ranks.launch import Ranks, run
 from tests.parity.styles.__main__ import MODULES, marks_of, result_of, run_styles
 from tests.parity.styles.style import STYLES
 

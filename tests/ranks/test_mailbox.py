@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.environment import Environment, Rendezvous
 from meshwright.ranks.comm import RankGroup
+from meshwright.ranks.environment import Environment, Rendezvous
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mailbox import (
     HEADER_BYTES,

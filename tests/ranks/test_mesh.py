@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.environment import Environment
 from meshwright.ranks.comm import RankGroup
+from meshwright.ranks.environment import Environment
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import open_mesh
 from meshwright.ranks.peers import Peer, Peers

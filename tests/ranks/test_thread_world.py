@@ -13,10 +13,10 @@ import torch
 
 from meshwright.api import train
 from meshwright.config import load_config
-from meshwright.errors import ConfigError, LaunchError, LostRankError
-from meshwright.launch import Interrupted, Rank, run
 from meshwright.ranks import window_comm
+from meshwright.ranks.errors import ConfigError, LaunchError, LostRankError
 from meshwright.ranks.grid import Grid
+from meshwright.ranks.launch import Interrupted, Rank, run
 from meshwright.ranks.mesh import Mesh
 from tests.patience import PATIENCE_SECONDS
 from tests.ranks.runs import RUN

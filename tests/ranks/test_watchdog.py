@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.environment import Environment
+from meshwright.ranks.environment import Environment
 from meshwright.ranks.flight_recorder import Call, FlightRecorder, Waiting, Whereabouts
 from meshwright.ranks.hang import Record, explain_hang, read_records
 from meshwright.ranks.peers import Peer, Peers
@@ -202,8 +202,8 @@ def test_a_record_reads_as_it_was_written(tmp_path: Path) -> None:
 
 
 BY_THE_CALENDAR = {
-    "tools/calibrate/job.py": 1, "pipeline/span.py": 1, "training/folder.py": 1,
-    "training/status.py": 1, "ranks/watchdog.py": 1, "ranks/thread_world.py": 1, "tools/nodes.py": 1,
+    "planner/calibrate/job.py": 1, "strategies/pipeline/span.py": 1, "training/folder.py": 1,
+    "training/status.py": 1, "ranks/watchdog.py": 1, "ranks/thread_world.py": 1, "planner/nodes.py": 1,
     "parity/report.py": 1, "tools/compare/report.py": 1,
 }  # fmt: skip
 """Fields that are shown to a person or only name something."""

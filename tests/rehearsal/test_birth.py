@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from meshwright.config import Config
-from meshwright.environment import Environment, Rendezvous
+from meshwright.ranks.environment import Environment, Rendezvous
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh, open_mesh
 from meshwright.tools.verify.job import leave_layout

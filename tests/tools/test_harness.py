@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from meshwright.cli import app
-from meshwright.errors import ConfigError, DataError
+from meshwright.ranks.errors import ConfigError, DataError
 from meshwright.tools.evaluate.continuation import Opening, continuations
 from meshwright.tools.evaluate.likelihood import likelihoods, text_likelihoods
 from meshwright.tools.evaluate.load import load_text

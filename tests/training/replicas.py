@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from meshwright.compute.model import Batch
 from meshwright.config import Config
-from meshwright.errors import CorruptionError, DivergedError
-from meshwright.model import Batch
+from meshwright.ranks.errors import CorruptionError, DivergedError
 from meshwright.ranks.mesh import Mesh
 from meshwright.training.loop import Trainer
 from tests.harness import build

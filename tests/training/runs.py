@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright import launch
 from meshwright.config import Config, parse_config
 from meshwright.data.packing import prepare
-from meshwright.decisions import resolve, this_machine
-from meshwright.errors import LaunchError
+from meshwright.ranks import launch
+from meshwright.ranks.errors import LaunchError
+from meshwright.training.decisions import resolve, this_machine
 from meshwright.training.job import train
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "sleeps", "well", "under", "trees"]

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.compute.tensor.linear import write_rows
 from meshwright.config import Config, parse_config
-from meshwright.optim.norm import gradient_norm
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from meshwright.tensor.linear import write_rows
+from meshwright.strategies.optim.norm import gradient_norm
 from tests.harness import build
 from tests.oracle.run import train_step
 from tests.workers import run_ranks

@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from meshwright.config import Config
-from meshwright.errors import LaunchError
+from meshwright.ranks.errors import LaunchError
 from meshwright.ranks.mesh import Mesh
 from meshwright.training import step as step_module
 from tests.training.replicas import EXPAND, NORM, config_of, ended, run_layout, spoil, trainer_of

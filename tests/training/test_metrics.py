@@ -16,17 +16,17 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from meshwright.checkpoint import Checkpoint, find_checkpoint, load_weights
+from meshwright.compute.models.chain import chain_of
 from meshwright.config import Config, load_config, parse_config
 from meshwright.config.schema import Precision
 from meshwright.data.packed import open_packed
-from meshwright.errors import LaunchError, MeshwrightError, PluginError
-from meshwright.models.chain import chain_of
 from meshwright.ranks.comm import DONE
+from meshwright.ranks.errors import LaunchError, MeshwrightError, PluginError
 from meshwright.ranks.flight_recorder import FlightRecorder
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.training import meeting, step_report
+from meshwright.training.checkpoint import Checkpoint, find_checkpoint, load_weights
 from meshwright.training.loop import Trainer
 from meshwright.training.metric import KEYS, Metric
 from meshwright.training.metrics import MetricsWriter, StepWork, metrics_line, peak_flops

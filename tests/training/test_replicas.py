@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meshwright.config import Config
-from meshwright.errors import CorruptionError
+from meshwright.ranks.errors import CorruptionError
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.training.checks import (

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from meshwright.config import Config
-from meshwright.decisions import resolve, this_machine
-from meshwright.errors import ConfigError, DataError
-from meshwright.launch import Interrupted
-from meshwright.launch import run as run_ranks
-from meshwright.machine import find_mpiexec
+from meshwright.ranks.errors import ConfigError, DataError
+from meshwright.ranks.launch import Interrupted
+from meshwright.ranks.launch import run as run_ranks
+from meshwright.ranks.machine import find_mpiexec
+from meshwright.training.decisions import resolve, this_machine
 from meshwright.training.job import train
 from meshwright.training.status import status_of
 from tests.patience import PATIENCE_SECONDS

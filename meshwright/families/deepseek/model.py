@@ -35,17 +35,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.compute.context.spec import AttentionSpec
+from meshwright.compute.model import IGNORED, Batch, Chunk, Costs, Hidden, Scales, to_device
+from meshwright.compute.models.attention import AttentionCore
+from meshwright.compute.models.decoder import KeyValueCache
+from meshwright.compute.models.feed_forward import last_initial
+from meshwright.compute.models.rope import Rotation, rotate
+from meshwright.compute.models.rotary import RotaryBlock, RotaryDecoder, feed_forward_products
+from meshwright.compute.parameters.shard import Initial
+from meshwright.compute.tensor.kit import Kit
 from meshwright.config import Config
-from meshwright.context.spec import AttentionSpec
 from meshwright.families.deepseek.section import DeepSeek
-from meshwright.model import IGNORED, Batch, Chunk, Costs, Hidden, Scales, to_device
-from meshwright.models.attention import AttentionCore
-from meshwright.models.decoder import KeyValueCache
-from meshwright.models.feed_forward import last_initial
-from meshwright.models.rope import Rotation, rotate
-from meshwright.models.rotary import RotaryBlock, RotaryDecoder, feed_forward_products
-from meshwright.parameters.shard import Initial
-from meshwright.tensor.kit import Kit
 
 LATENT_EPSILON = 1e-6
 """The epsilon of the latents' norms, fixed in the authors' code and in transformers, whatever model.norm_epsilon is."""

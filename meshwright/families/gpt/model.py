@@ -9,15 +9,15 @@ import math
 
 from torch import Tensor, nn
 
+from meshwright.compute.model import Batch, Chunk, Costs, Hidden
+from meshwright.compute.models.attention import Block
+from meshwright.compute.models.chain import blocks_of
+from meshwright.compute.models.decoder import Decoder, KeyValueCache
+from meshwright.compute.parameters.shard import Initial
+from meshwright.compute.tensor.head import HeadShape
+from meshwright.compute.tensor.kit import Kit
 from meshwright.config import Config
 from meshwright.families.gpt.section import Gpt2
-from meshwright.model import Batch, Chunk, Costs, Hidden
-from meshwright.models.attention import Block
-from meshwright.models.chain import blocks_of
-from meshwright.models.decoder import Decoder, KeyValueCache
-from meshwright.parameters.shard import Initial
-from meshwright.tensor.head import HeadShape
-from meshwright.tensor.kit import Kit
 
 
 class GPT(Decoder):

@@ -12,18 +12,18 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from meshwright.compute.context.spec import AttentionSpec
+from meshwright.compute.model import Chunk, Costs
+from meshwright.compute.models.attention import AttentionCore
+from meshwright.compute.models.decoder import KeyValueCache
+from meshwright.compute.models.feed_forward import last_initial
+from meshwright.compute.models.rope import Rotation, rotate
+from meshwright.compute.models.rotary import RotaryBlock, RotaryDecoder, feed_forward_products
+from meshwright.compute.parameters.shard import Initial
+from meshwright.compute.tensor.copies import HeadGroups
+from meshwright.compute.tensor.kit import Kit
 from meshwright.config import Config
-from meshwright.context.spec import AttentionSpec
 from meshwright.families.llama.section import Llama
-from meshwright.model import Chunk, Costs
-from meshwright.models.attention import AttentionCore
-from meshwright.models.decoder import KeyValueCache
-from meshwright.models.feed_forward import last_initial
-from meshwright.models.rope import Rotation, rotate
-from meshwright.models.rotary import RotaryBlock, RotaryDecoder, feed_forward_products
-from meshwright.parameters.shard import Initial
-from meshwright.tensor.copies import HeadGroups
-from meshwright.tensor.kit import Kit
 
 
 class LlamaAttention(nn.Module):

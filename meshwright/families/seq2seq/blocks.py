@@ -18,15 +18,15 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.context.spec import AttentionSpec
+from meshwright.compute.context.spec import AttentionSpec
+from meshwright.compute.model import Chunk
+from meshwright.compute.models.attention import AttentionCore, split_heads
+from meshwright.compute.models.chain import blocks_of
+from meshwright.compute.models.decoder import KeyValueCache
+from meshwright.compute.parameters.shard import Initial
+from meshwright.compute.tensor.dropout import InnerDropout
+from meshwright.compute.tensor.kit import Kit
 from meshwright.families.seq2seq.section import EncoderDecoder
-from meshwright.model import Chunk
-from meshwright.models.attention import AttentionCore, split_heads
-from meshwright.models.chain import blocks_of
-from meshwright.models.decoder import KeyValueCache
-from meshwright.parameters.shard import Initial
-from meshwright.tensor.dropout import InnerDropout
-from meshwright.tensor.kit import Kit
 
 KeyValue = tuple[Tensor, Tensor]
 """[B, A, n, E] each."""

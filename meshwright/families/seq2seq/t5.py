@@ -17,14 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.compute.model import Chunk, Hidden
+from meshwright.compute.parameters.role import BIAS
+from meshwright.compute.parameters.shard import Initial
+from meshwright.compute.tensor.head import HeadShape
+from meshwright.compute.tensor.kit import Kit
 from meshwright.families.seq2seq.blocks import Initials, Recipe, encoder_decoder_blocks
 from meshwright.families.seq2seq.encoder_decoder import EncoderDecoderChain
 from meshwright.families.seq2seq.section import T5
-from meshwright.model import Chunk, Hidden
-from meshwright.parameters.role import BIAS
-from meshwright.parameters.shard import Initial
-from meshwright.tensor.head import HeadShape
-from meshwright.tensor.kit import Kit
 
 
 class T5Model(EncoderDecoderChain):

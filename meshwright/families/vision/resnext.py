@@ -25,16 +25,16 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.compute.model import Batch, Chunk, Costs, Hidden
+from meshwright.compute.models.chain import blocks_of
+from meshwright.compute.parameters.role import HIDDEN_MATRIX
+from meshwright.compute.parameters.shard import Initial
+from meshwright.compute.tensor.head import HeadShape
+from meshwright.compute.tensor.kit import Kit
+from meshwright.compute.tensor.products import PLAIN
 from meshwright.config import Config
 from meshwright.families.vision.section import ResNeXt
 from meshwright.families.vision.vit import ImageChain
-from meshwright.model import Batch, Chunk, Costs, Hidden
-from meshwright.models.chain import blocks_of
-from meshwright.parameters.role import HIDDEN_MATRIX
-from meshwright.parameters.shard import Initial
-from meshwright.tensor.head import HeadShape
-from meshwright.tensor.kit import Kit
-from meshwright.tensor.products import PLAIN
 
 KERNEL = 3
 """The width and height of the paths' kernels."""

@@ -6,8 +6,8 @@ import re
 
 from rich.table import Column, Table
 
-from meshwright.tables import print_table
-from meshwright.terminal import table_console
+from meshwright.output.tables import print_table
+from meshwright.output.terminal import table_console
 from meshwright.tools.branches.findings import Bound, Findings, RegionGroup, unnumbered
 
 _FIRST_NUMBER = re.compile(r"\d+")

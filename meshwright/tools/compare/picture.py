@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.drawing import new_figure
-from meshwright.errors import DataError
+from meshwright.output.drawing import new_figure
+from meshwright.ranks.errors import DataError
 
 LINE_COLOURS = ("#2b6cb0", "#d9480f", "#2f9e44", "#9c36b5", "#e0a800", "#0c8599", "#c2255c", "#5c5f66")
 """Colours of layouts, in the order of the lines."""

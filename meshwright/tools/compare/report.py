@@ -20,9 +20,9 @@ from rich.table import Table as RichTable
 
 from meshwright.config import dump_tree
 from meshwright.config.yaml_text import yaml_text
+from meshwright.output.tables import print_table
+from meshwright.output.terminal import table_console
 from meshwright.parity.report import as_marks
-from meshwright.tables import print_table
-from meshwright.terminal import table_console
 from meshwright.tools.compare.layouts import OWN
 from meshwright.tools.compare.picture import Bar, Panel, draw_comparison
 from meshwright.tools.compare.result import WARMUP_STEPS, Comparison, Measurement, StageBytes

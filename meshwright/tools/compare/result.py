@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from meshwright.planner.plan.predict import Prediction
 from meshwright.ranks.grid import PIPE
 from meshwright.ranks.ledger import Ledger, Traffic
-from meshwright.tools.plan.predict import Prediction
 from meshwright.tools.verify.tolerance import tolerance_of
 from meshwright.training.phases import PHASES
 

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 import torch
 
-from meshwright.models.decoder import KeyValueCache
+from meshwright.compute.models.decoder import KeyValueCache
 from meshwright.tools.evaluate.load import BATCH_TOKENS, LoadedText
 from meshwright.tools.generate import Sampling, generate_tokens, whole_characters
 

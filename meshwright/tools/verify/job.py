@@ -12,18 +12,16 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from meshwright.bits.section import Bits
+from meshwright.compute.bits.section import Bits
+from meshwright.compute.model import Samples
+from meshwright.compute.parameters.root import held_hashes
+from meshwright.compute.precision import DTYPES
 from meshwright.config import Config
 from meshwright.config.layout import Layout
 from meshwright.config.schema import Check, Offload, Precision
+from meshwright.config.section import with_field
 from meshwright.data.files import ShowProgress as Report
 from meshwright.data.files import silent
-from meshwright.decisions import in_steps, resolve, resolve_process, this_machine
-from meshwright.errors import DivergedError, LaunchError, MismatchError, ZeroGradientError
-from meshwright.launch import Interrupted, Rank, StopRequest, joined, run
-from meshwright.launch.session import temporary_folder
-from meshwright.model import Samples
-from meshwright.parameters.root import held_hashes
 from meshwright.parity.compare import Row
 from meshwright.parity.gradients import Mistake
 from meshwright.parity.judge import Evidence, explain_modules
@@ -33,13 +31,15 @@ from meshwright.parity.record import PARALLEL, PASSES, REFERENCE, STATE, PartFac
 from meshwright.parity.reference import StepRecording, keep
 from meshwright.parity.rows import compare_all
 from meshwright.parity.trace import Trace
-from meshwright.parts import Parts, build
-from meshwright.precision import DTYPES
-from meshwright.section import with_field
+from meshwright.ranks.errors import DivergedError, LaunchError, MismatchError, ZeroGradientError
+from meshwright.ranks.launch import Interrupted, Rank, StopRequest, joined, run
+from meshwright.ranks.launch.session import temporary_folder
 from meshwright.tools.verify.outcome import reference_run, trace_reference
 from meshwright.tools.verify.tolerance import TOGETHER, tolerance_of
+from meshwright.training.decisions import in_steps, resolve, resolve_process, this_machine
 from meshwright.training.loop import Trainer
-from meshwright.typed.check import checked
+from meshwright.training.parts import Parts, build
+from meshwright.training.typed.check import checked
 
 WORKER = "meshwright.tools.verify.job:verify_rank"
 REFERENCE_WORKER = "meshwright.tools.verify.job:reference_worker"

@@ -17,8 +17,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from meshwright.compute.model import Batch
 from meshwright.config import Config
-from meshwright.model import Batch
 from meshwright.parity.record import PASSES
 from meshwright.parity.reference import PERTURBED_RUNS, StepRecording, movements
 from meshwright.parity.trace import Rounding, Trace

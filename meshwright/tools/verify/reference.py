@@ -19,14 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.compute.context.context import Context
+from meshwright.compute.context.spec import AttentionSpec
+from meshwright.compute.model import IGNORED, SAMPLES, Batch
+from meshwright.compute.models.chain import make_chain
+from meshwright.compute.parameters.shard import Initial
 from meshwright.config import Config
+from meshwright.config.registry import load_entry
 from meshwright.config.schema import ScheduleSection
-from meshwright.context.context import Context
-from meshwright.context.spec import AttentionSpec
-from meshwright.model import IGNORED, SAMPLES, Batch
-from meshwright.models.chain import make_chain
-from meshwright.parameters.shard import Initial
-from meshwright.registry import load_entry
 from meshwright.tools.verify.reference_kit import Experts, Layer, ReferenceKit
 
 _Shape = tuple[int, ...]

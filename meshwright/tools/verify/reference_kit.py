@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.model import IGNORED
-from meshwright.parameters.role import Role
-from meshwright.parameters.shard import ONES, Initial
-from meshwright.tensor.copies import HeadGroups
-from meshwright.tensor.head import HeadShape
-from meshwright.tensor.router import ExpertsShape
+from meshwright.compute.model import IGNORED
+from meshwright.compute.parameters.role import Role
+from meshwright.compute.parameters.shard import ONES, Initial
+from meshwright.compute.tensor.copies import HeadGroups
+from meshwright.compute.tensor.head import HeadShape
+from meshwright.compute.tensor.router import ExpertsShape
 
 _Shape = tuple[int, ...]
 

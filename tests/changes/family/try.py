@@ -6,7 +6,7 @@ import torch
 from trained import RUN, losses
 
 import meshwright as mw
-from meshwright.models.decoder import KeyValueCache
+from meshwright.compute.models.decoder import KeyValueCache
 from meshwright.tools.evaluate.load import load_text
 
 WORDS = ["model.family=near", "model.feed_forward=32", "model.key_value_heads=1", "model.window=4"]

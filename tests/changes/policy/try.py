@@ -5,8 +5,8 @@ from pathlib import Path
 from trained import RUN, losses
 
 import meshwright as mw
-from meshwright.tools.plan.cluster import load_cluster
-from meshwright.tools.plan.predict import Planner
+from meshwright.planner.plan.cluster import load_cluster
+from meshwright.planner.plan.predict import Planner
 
 LAYERS, STAGES = "model.layers=4", "layout.pipeline.size=2"
 

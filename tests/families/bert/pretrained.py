@@ -11,7 +11,7 @@ import torch
 from meshwright.data.tokenizer import byte_tokenizer
 from meshwright.families.bert.convert import with_specials
 from meshwright.families.bert.specials import specials_of
-from tests.convert.folders import saved
+from tests.training.convert.folders import saved
 
 transformers = pytest.importorskip("transformers")
 

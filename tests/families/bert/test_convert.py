@@ -9,20 +9,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from meshwright.checkpoint import Checkpoint, load_weights
+from meshwright.compute.parameters.shard import shard_specs
+from meshwright.compute.tensor.serial import SerialKit
 from meshwright.config.schema import Config, Precision
-from meshwright.convert import export_folder, import_folder
-from meshwright.errors import CheckpointError
 from meshwright.families.bert.data_section import MaskedData
 from meshwright.families.bert.model import BERT
 from meshwright.families.bert.section import Bert
-from meshwright.parameters.shard import shard_specs
+from meshwright.ranks.errors import CheckpointError
 from meshwright.ranks.mesh import solo_mesh
-from meshwright.tensor.serial import SerialKit
-from tests.convert.folders import check_refused, check_round_trip
+from meshwright.training.checkpoint import Checkpoint, load_weights
+from meshwright.training.convert import export_folder, import_folder
 from tests.families.bert.pretrained import KINDS, hugging_face
 from tests.harness import build
 from tests.tools.evaluate.tiny import lively, save
+from tests.training.convert.folders import check_refused, check_round_trip
 
 transformers = pytest.importorskip("transformers")
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.compute.models.chain import make_chain
 from meshwright.config import Config
-from meshwright.errors import ConfigError
-from meshwright.models.chain import make_chain
+from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tools.verify.reference import Reference

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from meshwright.config import Config, parse_config
-from meshwright.errors import ConfigError
-from tests.bits.runs import ended
+from meshwright.ranks.errors import ConfigError
+from tests.compute.bits.runs import ended
 from tests.families.deepseek.layouts import DENSE, LATER, RING, SHAPE, ULYSSES, deepseek, serial
 from tests.families.deepseek.models import ROUTED, YARN
 from tests.oracle.context import BLOCKS, CUT, ONE_D

@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.compute.model import SAMPLES
+from meshwright.compute.models.decoder import KeyValueCache
 from meshwright.config import Config, parse_config
 from meshwright.families.deepseek.model import DeepSeekModel
-from meshwright.model import SAMPLES
-from meshwright.models.decoder import KeyValueCache
 from meshwright.ranks.mesh import Mesh
+from tests.compute.models.harness import random_model, train_both
 from tests.families.deepseek.models import ROUTED, YARN
 from tests.families.llama.models import ONE, T, WideNorm, batch, losses_of
-from tests.models.harness import random_model, train_both
 from tests.workers import run_ranks
 
 STEPS = 20

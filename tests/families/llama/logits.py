@@ -10,7 +10,7 @@ import torch
 
 from meshwright.data.tokenizer import byte_tokenizer
 from meshwright.tools.evaluate.load import load_text
-from tests.convert.folders import saved
+from tests.training.convert.folders import saved
 
 transformers = pytest.importorskip("transformers")
 

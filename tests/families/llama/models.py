@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from meshwright.config import Config, parse_config
 from meshwright.families.llama.model import LlamaModel
-from meshwright.parts import DTYPES
 from meshwright.ranks.grid import Grid
+from meshwright.training.parts import DTYPES
 
 ONE = Grid((("data", 1),))
 

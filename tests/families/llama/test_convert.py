@@ -15,12 +15,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from meshwright.config import parse_config
-from meshwright.convert import export_folder, import_folder
-from meshwright.errors import CheckpointError
+from meshwright.ranks.errors import CheckpointError
 from meshwright.tools.evaluate.load import load_text
 from meshwright.tools.generate import Sampling, generate_text
-from tests.convert.folders import check_refused, saved
+from meshwright.training.convert import export_folder, import_folder
 from tests.families.llama.logits import CASES, SIZES, YARN, hugging_face, our_logits, their_logits
+from tests.training.convert.folders import check_refused, saved
 
 transformers = pytest.importorskip("transformers")
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from meshwright.config import parse_config
-from meshwright.errors import ConfigError
+from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.mesh import Mesh
 from tests.families.llama.experts import BOUNDED, BOUNDED_LAYOUTS, LAYOUTS, MODEL, bounded_serial, experts, serial
 from tests.mpi_cases import EXPERTS as OVER_MPI

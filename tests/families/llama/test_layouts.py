@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.config import Config, parse_config
-from meshwright.errors import ConfigError
 from meshwright.families.llama.model import LlamaModel
+from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.mesh import Mesh
 from tests.families.llama.layouts import LAYOUTS, RING, SUBGRAPH, ULYSSES, ZERO1, llama
 from tests.families.llama.models import ONE, as_theirs, hugging_face

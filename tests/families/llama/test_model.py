@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshwright.compute.models.decoder import KeyValueCache
+from meshwright.compute.parameters.shard import num_parameters, shard_specs
+from meshwright.compute.tensor.serial import SerialKit
 from meshwright.config import parse_config
 from meshwright.families.llama.model import LlamaModel
-from meshwright.models.decoder import KeyValueCache
-from meshwright.parameters.shard import num_parameters, shard_specs
 from meshwright.ranks.mesh import Mesh
-from meshwright.tensor.serial import SerialKit
+from tests.compute.models.harness import random_model, train_both
 from tests.families.llama.models import COUNTS, ONE, STEPS, B, T, as_theirs, batch, config_of, hugging_face, losses_of
-from tests.models.harness import random_model, train_both
 from tests.workers import run_ranks
 
 THEIRS = ("llama", "qwen2", "qwen3", "mistral")

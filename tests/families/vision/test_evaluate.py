@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.config import Config, parse_config
-from meshwright.errors import CheckpointError, ConfigError
 from meshwright.families.vision.evaluate import image_accuracy
+from meshwright.ranks.errors import CheckpointError, ConfigError
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.tools.evaluate.load import load_model
 from tests.harness import build

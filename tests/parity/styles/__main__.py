@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from meshwright.errors import MeshwrightError
-from meshwright.launch import Rank, Ranks, run
 from meshwright.parity.check import ParityCheck, ParityResult, behind_rounding, judged
 from meshwright.parity.worker import call_check
+from meshwright.ranks.errors import MeshwrightError
+from meshwright.ranks.launch import Rank, Ranks, run
 from tests.parity.styles import data, frameworks, routed, sequence, tensor
 from tests.parity.styles.style import STYLES, Plant, Style
 

@@ -18,9 +18,10 @@ from typer.testing import CliRunner
 
 from meshwright import cli
 from meshwright.config import parse_config
-from meshwright.errors import ConfigError, LaunchError
-from meshwright.launch import Interrupted
-from meshwright.machine import Machine
+from meshwright.planner.plan.cluster import load_cluster
+from meshwright.ranks.errors import ConfigError, LaunchError
+from meshwright.ranks.launch import Interrupted
+from meshwright.ranks.machine import Machine
 from meshwright.tools.compare import job
 from meshwright.tools.compare.job import (
     NO_CLUSTER,
@@ -35,11 +36,10 @@ from meshwright.tools.compare.job import (
 from meshwright.tools.compare.layouts import Contender
 from meshwright.tools.compare.report import as_dict, html_of, render
 from meshwright.tools.compare.result import Measurement
-from meshwright.tools.plan.cluster import load_cluster
 from tests.patience import PATIENCE_SECONDS
 from tests.tools.compare.runs import MODEL, STAGES, comparison, contender, predicted, rank, run
 
-SMALL = Path(__file__).resolve().parent.parent / "calibrate" / "small.yaml"
+SMALL = Path(__file__).resolve().parents[2] / "planner" / "calibrate" / "small.yaml"
 STEPS = 100  # so many that a Ctrl-C after the first finds the run under way, also where this process waits for a core
 LAYOUTS = {"replicas": {"data": {"size": 2, "sync": "zero1"}}, "stages": STAGES}
 

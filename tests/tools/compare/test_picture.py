@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.errors import DataError
+from meshwright.ranks.errors import DataError
 from meshwright.tools.compare.picture import Bar, Panel, draw_comparison
 
 LOSSES = {"a": (5.0, 4.0), "b": (5.0, float("nan")), "c": (5.0, 4.000001)}

@@ -16,7 +16,7 @@ from meshwright.config import parse_run
 from meshwright.data.files import silent
 from meshwright.data.packed import DIALOGUE, IDS, SAID, open_packed
 from meshwright.data.tokenizer import load_tokenizer
-from meshwright.errors import ConfigError, DataError
+from meshwright.ranks.errors import ConfigError, DataError
 from meshwright.tools.evaluate.load import Facts, LoadedText, load_text
 from meshwright.tools.evaluate.tasks import Question, measure
 from meshwright.training.job import train

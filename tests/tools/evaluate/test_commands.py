@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.errors import CheckpointError, ConfigError
+from meshwright.ranks.errors import CheckpointError, ConfigError
 from tests.tools.evaluate.commands import run, run_json
 from tests.tools.evaluate.tiny import rigged_checkpoint, tiny_checkpoint
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from meshwright.compute.model import Batch, rows_of
 from meshwright.config import Config, parse_config
-from meshwright.model import Batch, rows_of
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tools.verify.job import Verdict, compare_runs, leave_layout, leave_reference, one_device

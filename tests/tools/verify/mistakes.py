@@ -11,22 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.data_parallel import assembly
-from meshwright.data_parallel.policies import AllReduce
+from meshwright.compute.model import Batch, counts_of
+from meshwright.compute.models import attention
+from meshwright.compute.parameters.bucket import Bucket, StepWeights
+from meshwright.compute.parameters.gradients import Gradients
+from meshwright.compute.parameters.role import StepRule
+from meshwright.compute.tensor import cross_entropy, serial
+from meshwright.compute.tensor.products import Products
 from meshwright.families.gpt import model as gpt
-from meshwright.model import Batch, counts_of
-from meshwright.models import attention
-from meshwright.optim import optimizer
-from meshwright.optim.optimizer import Optimizer
-from meshwright.optim.states import InPlace
-from meshwright.parameters.bucket import Bucket, StepWeights
-from meshwright.parameters.gradients import Gradients
-from meshwright.parameters.role import StepRule
-from meshwright.parts import Parts
 from meshwright.ranks.comm import DONE, Comm, Work
-from meshwright.tensor import cross_entropy, serial
-from meshwright.tensor.products import Products
+from meshwright.strategies.data_parallel import assembly
+from meshwright.strategies.data_parallel.policies import AllReduce
+from meshwright.strategies.optim import optimizer
+from meshwright.strategies.optim.optimizer import Optimizer
+from meshwright.strategies.optim.states import InPlace
 from meshwright.training import step as step_module
+from meshwright.training.parts import Parts
 from tests.tools.verify.cases import Plant
 
 

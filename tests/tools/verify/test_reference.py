@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.compute.model import SAMPLES
+from meshwright.compute.models.chain import make_chain
+from meshwright.compute.parameters.shard import ShardedModule, initialise
+from meshwright.compute.tensor.serial import SerialKit
 from meshwright.config import Config
 from meshwright.config.schema import ScheduleSection
-from meshwright.model import SAMPLES
-from meshwright.models.chain import make_chain
-from meshwright.optim.optimizer import learning_rate
-from meshwright.parameters.shard import ShardedModule, initialise
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from meshwright.tensor.serial import SerialKit
+from meshwright.strategies.optim.optimizer import learning_rate
 from meshwright.tools.verify import reference, reference_kit
 from meshwright.tools.verify.outcome import reference_run
 from meshwright.tools.verify.reference import Reference, rate_share
@@ -27,15 +27,23 @@ from tests.tools.verify.cases import MODELS, Drawn, batches, config_for, run_ref
 from tests.workers import run_ranks
 
 ALLOWED = {
-    "meshwright.model.Batch", "meshwright.model.IGNORED", "meshwright.model.SAMPLES",
-    "meshwright.config.Config", "meshwright.config.schema.ScheduleSection",
-    "meshwright.models.chain.make_chain",
-    "meshwright.context.context.Context", "meshwright.models.attention.AttentionCore",  # documents by a mask of its own
-    "meshwright.context.spec.AttentionSpec",
-    "meshwright.parameters.role.Role", "meshwright.parameters.shard.Initial", "meshwright.parameters.shard.ONES",
-    "meshwright.registry.load_entry",
-    "meshwright.tensor.copies.HeadGroups", "meshwright.tensor.head.HeadShape", "meshwright.tensor.router.ExpertsShape",
-}  # fmt: skip
+    "meshwright.compute.model.Batch",
+    "meshwright.compute.model.IGNORED",
+    "meshwright.compute.model.SAMPLES",
+    "meshwright.config.Config",
+    "meshwright.config.schema.ScheduleSection",
+    "meshwright.compute.models.chain.make_chain",
+    "meshwright.compute.context.context.Context",
+    "meshwright.compute.models.attention.AttentionCore",  # documents by a mask of its own
+    "meshwright.compute.context.spec.AttentionSpec",
+    "meshwright.compute.parameters.role.Role",
+    "meshwright.compute.parameters.shard.Initial",
+    "meshwright.compute.parameters.shard.ONES",
+    "meshwright.config.registry.load_entry",
+    "meshwright.compute.tensor.copies.HeadGroups",
+    "meshwright.compute.tensor.head.HeadShape",
+    "meshwright.compute.tensor.router.ExpertsShape",
+}
 """Facts, and the model files."""
 
 SOLO = Grid((("data", 1),))
