@@ -5,7 +5,7 @@
 #: make rehearsal    the tests that compile a fake GPU, with a CPU build of torch if .venv has one for CUDA
 #: make test-versions VERSIONS=oldest   the tests with the oldest releases that are promised, or the newest that exist
 #: make validate     the planner's predictions beside published results (2 minutes)
-#: make packages   both distributions in dist/: meshwright, and meshwright-parity, which is its parity alone
+#: make packages   the distributions in dist/: meshwright, and its boxes meshwright-ranks and meshwright-parity
 #: make lock         packaging/requirements.lock anew, where uv is installed
 #: make site         the docs as a site in out/site, every link checked; make site-serve shows it while you write
 #:
@@ -124,7 +124,9 @@ validate: $(RUNNABLE)
 
 packages: $(CREATED)
 	$(PIP) build
-	$(BIN)/python -m build --outdir dist
+	$(BIN)/python -m build --sdist --outdir dist
+	MESHWRIGHT_APART=1 $(BIN)/python -m build --wheel --outdir dist
+	$(BIN)/python -m build --outdir dist packaging/ranks
 	$(BIN)/python -m build --outdir dist packaging/parity
 
 # The head of the file, which says how to use it, stays. No index is named: whoever installs has one.

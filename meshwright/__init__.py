@@ -56,7 +56,13 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__} has no attribute {name}")
     if name == "launch":
         return importlib.import_module("meshwright.ranks.launch")
-    return vars(importlib.import_module(f"meshwright.{_HOMES.get(name, 'api')}"))[name]
+    try:
+        return vars(importlib.import_module(f"meshwright.{_HOMES.get(name, 'api')}"))[name]
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("meshwright."):
+            raise
+        rule = "is in none of the distributions that are installed: pip install meshwright"
+        raise ImportError(f"mw.{name} {rule}") from error
 
 
 def __dir__() -> list[str]:

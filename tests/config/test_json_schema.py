@@ -41,7 +41,7 @@ def test_the_shipped_schema_is_up_to_date() -> None:
 
 def test_it_is_in_the_wheel() -> None:
     project = (SCHEMA.parents[2] / "pyproject.toml").read_text()
-    assert f'"{SCHEMA.relative_to(SCHEMA.parents[1])}"' in project
+    assert f'"{SCHEMA.name}"' in project
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda path: path.stem)
