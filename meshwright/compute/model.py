@@ -102,6 +102,17 @@ RunPart = Callable[..., Any]
 """run_part(part, function, *arguments): the function's result. `part`: a layer's number, EMBEDDINGS or HEAD."""
 
 
+class RunsParts(Protocol):
+    """A chain that can be told how to run each of its parts."""
+
+    def run_parts_by(self, run: RunPart) -> None:
+        """Choose how parts run.
+
+        Args:
+            run: run(part, function, *arguments) returns the function's result.
+        """
+
+
 def at_once(function: Callable[..., Any], *arguments: Any) -> Any:
     """Run the function unchanged."""
     return function(*arguments)

@@ -33,7 +33,12 @@ class Transport:
         return FolderBoard(folder)
 
     def host_copy(self, payload_bytes: int, *, to_host: bool) -> Work:
-        """Announce a copy between this rank's device and its host's memory, which a plan counts."""
+        """Announce a copy between this rank's device and its host's memory, which a plan counts.
+
+        Args:
+            payload_bytes: of the copy.
+            to_host: True from the device, False to the device.
+        """
         return DONE
 
     def named_when_lost(self) -> AbstractContextManager[None]:

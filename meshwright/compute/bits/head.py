@@ -55,7 +55,11 @@ class PartHead(TableHead):
         """Where the step's loss scale stands, of which losses are multiples in training."""
 
     def round_by(self, fixed: FixedPoint) -> None:
-        """Round losses to multiples that the step's loss scale gives."""
+        """Round losses.
+
+        Args:
+            fixed: gives the multiples, by the loss scale of the step.
+        """
         self.fixed = fixed
 
     def forward(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:

@@ -52,7 +52,11 @@ class RunsInContext(nn.Module):
         self.context = context
 
     def run_by(self, run: Run) -> None:
-        """Compute the scores by run(function, *arguments)."""
+        """Choose how the scores are computed.
+
+        Args:
+            run: run(function, *arguments) returns the function's result.
+        """
         self.run = run
 
 
@@ -105,15 +109,29 @@ class Chain(nn.Module, ABC):
             core.run_by(run)
 
     def run_groups(self, groups: Sequence[Group], run: Run, *, keeps_rows: bool = False) -> None:
-        """Run the layers in these groups, the wrapped groups by `run`. keeps_rows: see the attribute."""
+        """Choose how layers run.
+
+        Args:
+            groups: layers that run together, all of one chunk.
+            run: runs the wrapped groups; the others run unchanged.
+            keeps_rows: as the attribute has it.
+        """
         self.groups, self.run_group, self.keeps_rows = tuple(groups), run, keeps_rows
 
     def run_of(self, group: Group) -> Run:
-        """Return the function that runs a group."""
+        """Return the function that runs a group.
+
+        Args:
+            group: one of the chain's.
+        """
         return self.run_group if group.wrapped else at_once
 
     def run_parts_by(self, run: RunPart) -> None:
-        """Run each part of the chain by run(part, function, *arguments)."""
+        """Choose how parts run.
+
+        Args:
+            run: run(part, function, *arguments) returns the function's result.
+        """
         self.run_part = run
 
     def wrap_runs(self, again: Callable[[Run], Run], part: Callable[[RunPart], RunPart]) -> None:

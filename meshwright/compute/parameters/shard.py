@@ -170,7 +170,11 @@ class ShardedModule(nn.Module):
         self.gradients = Gradients()
 
     def add_up_in(self, gradients: Gradients) -> None:
-        """Add gradients up where all layers of a rank do."""
+        """Choose where gradients are added up.
+
+        Args:
+            gradients: shared by all layers of a rank.
+        """
         self.gradients = gradients
 
     def add_gradient(self, name: str, like: Tensor, write: WriteGradient, *, may_wait: bool = True) -> Tensor | None:

@@ -86,7 +86,11 @@ class UsesIslands:
     islands: Islands | None = None
 
     def use_islands(self, islands: Islands) -> None:
-        """Use compiled functions from now on."""
+        """Use compiled functions from now on.
+
+        Args:
+            islands: the functions by name.
+        """
         self.islands = islands
 
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from torch import Tensor, nn
 
-from meshwright.compute.model import Chunk
+from meshwright.compute.model import Chunk, RunsParts
 from meshwright.compute.parameters.bucket import PartsUsing, make_buckets
 from meshwright.compute.parameters.shard import ShardSpec, draw_values
 from meshwright.compute.precision import DTYPES
 from meshwright.config.registry import load_entry
 from meshwright.ranks.mesh import Mesh
-from meshwright.strategies.data_parallel.strategy import RunsParts, Synchroniser
+from meshwright.strategies.data_parallel.strategy import Synchroniser
 
 if TYPE_CHECKING:
     from meshwright.compute.parameters.fixed import FixedPoint

@@ -30,13 +30,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.compute.model import EMBEDDINGS, HEAD, Batch, Chunk, Hidden, Model, Scales
+from meshwright.compute.model import EMBEDDINGS, HEAD, Batch, Chunk, Hidden, Model, RunsParts, Scales
 from meshwright.compute.parameters.bucket import Bucket, FlatWeights, PartsUsing
 from meshwright.compute.parameters.fixed import FixedPoint
 from meshwright.ranks.agreement import make_equal
 from meshwright.ranks.mesh import Mesh
 from meshwright.strategies.data_parallel.sharded import Sharded, SlicedSum, Zero2, allocate, free
-from meshwright.strategies.data_parallel.strategy import BucketBytes, HeldBytes, Policy, RunsParts
+from meshwright.strategies.data_parallel.strategy import BucketBytes, HeldBytes, Policy
 
 
 class Zero3(Zero2):

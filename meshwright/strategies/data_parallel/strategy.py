@@ -11,11 +11,11 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-from meshwright.compute.model import Batch, Chunk, Hidden, LoadRows, Model, RunPart, Scales
+from meshwright.compute.model import Batch, Chunk, Hidden, LoadRows, Model, RunsParts, Scales
 from meshwright.compute.parameters.bucket import Bucket, FlatWeights, PartsUsing
 from meshwright.compute.parameters.exact_gradients import ExactGradients
 from meshwright.compute.parameters.fixed import FixedPoint
@@ -91,13 +91,6 @@ class Policy:
             )
         start, stop = self.owned(bucket, comm)
         return comm.all_gather(bucket.values, bucket.values[start:stop], wait=False)
-
-
-class RunsParts(Protocol):
-    """A chain that can be told how to run each of its parts."""
-
-    def run_parts_by(self, run: RunPart) -> None:
-        """Run each part by run(part, function, *arguments)."""
 
 
 class BucketBytes(NamedTuple):

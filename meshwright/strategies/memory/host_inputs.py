@@ -171,7 +171,7 @@ class PlannedCopies:
     def moved(self, given: Sequence[Tensor]) -> Fetch:
         self._under_way = self._transport.host_copy(sum(map(size_bytes, given)), to_host=True)
         for x in given[:1]:
-            x.register_hook(self._ended)  # the gradient of the input is the end of a group's backward pass
+            x.register_hook(self.end_backward)  # the gradient of the input is the end of a group's backward pass
         make = [partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device="meta") for x in given]
         return partial(self._fetch, make)
 
@@ -183,6 +183,11 @@ class PlannedCopies:
         self._under_way = self._transport.host_copy(sum(map(size_bytes, here)), to_host=False)
         return here
 
-    def _ended(self, gradient: Tensor) -> None:
+    def end_backward(self, gradient: Tensor) -> None:
+        """End the backward pass of a group.
+
+        Args:
+            gradient: of the group's first input.
+        """
         self._under_way.wait()
         self._ahead = ()

@@ -36,21 +36,17 @@ class Piece:
 
 
 def pieces_of(parts: Parts) -> Iterator[Piece]:
-    """This rank's slices of weights and optimizer states; of ranks with equal slices the first writes them."""
+    """Yield this rank's slices of weights and optimizer states; of ranks with equal slices the first writes them."""
     for slot, states in parts.stored():
         for state in states if parts.mesh.index(*slot.copy_axes) == 0 else ():
-            yield from _pieces(state.kind, state.values, state.slices, parts.mesh)
-
-
-def _pieces(kind: str, values: Tensor, slices: Slices, mesh: Mesh) -> Iterator[Piece]:
-    """The pieces of this rank's slice of flat memory."""
-    number = mesh.index(*slices.axes)
-    start = number * slices.length
-    for place in slices.places:
-        begin, end = max(place.start, start), min(place.stop, start + values.numel())
-        if place.start < place.stop and (begin < end or number == 0):
-            held = values[begin - start : end - start] if begin < end else values[:0]
-            yield Piece(kind, place, held, slices, begin - place.start)
+            slices, values = state.slices, state.values
+            number = parts.mesh.index(*slices.axes)
+            start = number * slices.length
+            for place in slices.places:
+                begin, end = max(place.start, start), min(place.stop, start + values.numel())
+                if place.start < place.stop and (begin < end or number == 0):
+                    held = values[begin - start : end - start] if begin < end else values[:0]
+                    yield Piece(state.kind, place, held, slices, begin - place.start)
 
 
 def progress_of(parts: Parts, step: int, samples: int, best: Best | None = None) -> Progress:
