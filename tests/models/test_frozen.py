@@ -19,7 +19,7 @@ from meshwright.parts import Parts
 from meshwright.ranks.grid import grid_of_run
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.section import with_field
-from meshwright.stage_costs import check_frozen
+from meshwright.stage_costs import check_frozen, time_links
 from tests.bits.runs import ended
 from tests.checkpoint.states import Leg, run_leg, whole
 from tests.data_parallel.test_equality import train_step
@@ -214,6 +214,12 @@ def test_equal_bits_in_every_layout() -> None:
 def test_plans_count_what_such_runs_do(sync: str) -> None:
     more = {"batch": {"global": 48, "micro": 8}}
     check_counts([frozen(("blocks.0.*", "*.bias"), **replicas(sync), **more)])
+
+
+def test_a_partition_is_measured_where_the_embeddings_are_frozen() -> None:
+    seconds = time_links(frozen(("tokens.*", "positions.*")), CPU)
+    assert len(seconds) == 4
+    assert min(seconds) > 0
 
 
 def test_a_pattern_matches_a_name() -> None:
