@@ -223,7 +223,9 @@ def time_links(config: Config, device: torch.device) -> list[float]:
                 given = tuple(x.detach().requires_grad_() for x in hidden)
                 started = time.perf_counter()
                 out = model(batch, dict.fromkeys((*model.labels, SAMPLES), 1.0), given)
-                torch.autograd.backward(out, [torch.ones_like(x) for x in out])
+                learned = [x for x in out if x.requires_grad]  # none of frozen embeddings
+                if learned:
+                    torch.autograd.backward(learned, [torch.ones_like(x) for x in learned])
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)  # a GPU has only been given the work until here
                 rounds.append(time.perf_counter() - started)

@@ -18,7 +18,7 @@ from meshwright.ranks.mesh import solo_mesh
 from meshwright.training.checkpoint import Checkpoint
 from meshwright.training.checkpoint.restore import stateless_of
 from meshwright.training.parts import Parts
-from meshwright.training.stage_costs import check_frozen
+from meshwright.training.stage_costs import check_frozen, time_links
 from tests.compute.bits.runs import ended
 from tests.harness import build
 from tests.oracle.run import train_step
@@ -213,6 +213,12 @@ def test_equal_bits_in_every_layout() -> None:
 def test_plans_count_what_such_runs_do(sync: str) -> None:
     more = {"batch": {"global": 48, "micro": 8}}
     check_counts([frozen(("blocks.0.*", "*.bias"), **replicas(sync), **more)])
+
+
+def test_a_partition_is_measured_where_the_embeddings_are_frozen() -> None:
+    seconds = time_links(frozen(("tokens.*", "positions.*")), CPU)
+    assert len(seconds) == 4
+    assert min(seconds) > 0
 
 
 def test_a_pattern_matches_a_name() -> None:
