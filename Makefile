@@ -5,7 +5,7 @@
 #: make rehearsal    the tests that compile a fake GPU, with a CPU build of torch if .venv has one for CUDA
 #: make test-versions VERSIONS=oldest   the tests with the oldest releases that are promised, or the newest that exist
 #: make validate     the planner's predictions beside published results (2 minutes)
-#: make packages   both distributions in dist/: meshwright, and meshwright-parity, which is its parity alone
+#: make packages   the distributions in dist/: meshwright, and its boxes meshwright-ranks and meshwright-parity
 #: make lock         packaging/requirements.lock anew, where uv is installed
 #: make site         the docs as a site in out/site, every link checked; make site-serve shows it while you write
 #:
@@ -27,6 +27,7 @@ CREATED := $(VENV)/.created
 RUNNABLE := $(VENV)/.runnable
 TESTABLE := $(VENV)/.testable
 SITED := $(VENV)/.sited
+PICTURE := docs/course/layout.html
 CPU := $(VENV)-cpu/.made
 CPU_TORCH ?= torch==2.13.0
 
@@ -59,7 +60,7 @@ $(TESTABLE): pyproject.toml constraints.txt | $(CREATED)
 	$(PIP) -e '.[dev,templates]'
 	@touch $(RUNNABLE) $@
 
-# The site's tools read the package's sources and import nothing of it: neither torch nor the package is installed.
+# The site's tools read the package's sources and import nothing of it; the course's picture is Meshwright's own page.
 $(SITED): pyproject.toml constraints.txt | $(CREATED)
 	@echo "Installing the site's tools into $(VENV) (a minute the first time)"
 	$(PIP) $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["site"])')
@@ -123,7 +124,9 @@ validate: $(RUNNABLE)
 
 packages: $(CREATED)
 	$(PIP) build
-	$(BIN)/python -m build --outdir dist
+	$(BIN)/python -m build --sdist --outdir dist
+	MESHWRIGHT_APART=1 $(BIN)/python -m build --wheel --outdir dist
+	$(BIN)/python -m build --outdir dist packaging/ranks
 	$(BIN)/python -m build --outdir dist packaging/parity
 
 # The head of the file, which says how to use it, stays. No index is named: whoever installs has one.
@@ -134,11 +137,15 @@ lock:
 		--no-annotate --python-version 3.11 --quiet >> packaging/.lock
 	@mv packaging/.lock packaging/requirements.lock
 
-site: $(SITED)
+# A page that a command writes is in no clone. It is written anew if the package has changed.
+$(PICTURE): docs/course/index.md $(shell find meshwright -name '*.py' -o -path '*/explain/*') | $(RUNNABLE)
+	$(BIN)/python docs/site/pictures.py
+
+site: $(SITED) $(PICTURE)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "Done: out/site/index.html"
 
-site-serve: $(SITED)
+site-serve: $(SITED) $(PICTURE)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 format: $(TESTABLE)

@@ -21,16 +21,15 @@ from benchmarks import ours
 from benchmarks.contender import Option
 from benchmarks.interleave import as_json, find, interleave, machine, plan_arguments, plan_of, write_json
 from benchmarks.ours import reference_config
-from meshwright import launch
+from meshwright.compute.model import Batch
 from meshwright.config import Config, parse_config
-from meshwright.decisions import resolve_layout
-from meshwright.launch.function import Rank
-from meshwright.machine import Machine
-from meshwright.model import Batch
-from meshwright.parts import build
+from meshwright.ranks import launch
 from meshwright.ranks.comm import size_bytes
-from meshwright.ranks.grid import grid_of_run
+from meshwright.ranks.launch.function import Rank
+from meshwright.ranks.machine import Machine
 from meshwright.ranks.planned import planned_mesh
+from meshwright.training.decisions import resolve_layout
+from meshwright.training.parts import build
 from meshwright.training.step import train_step
 
 LAYOUTS: dict[str, dict[str, Option]] = {
@@ -136,7 +135,7 @@ def memory() -> None:
     for name in LAYOUTS:
         for mode in ("usual", "grains of 1"):
             config = resolve_layout(reference_config(options_of(name, mode)), Machine.here()).config
-            parts = build(config, planned_mesh(grid_of_run(config), 0, config.layout.token_axes))
+            parts = build(config, planned_mesh(config.grid, 0, config.layout.token_axes))
             parts.optimizer.prepare_states(0)
             states = [parts.optimizer.held.tensors(index) for index in range(len(parts.optimizer.slots))]
             held = sum(size_bytes(x) for of_slot in states for kind, x in of_slot.items() if kind != "weight")

@@ -15,7 +15,7 @@ from benchmarks.broadcast_loop import Shape
 from benchmarks.contender import Contender, Place, Step
 from benchmarks.plain_model import PlainBlock, PlainGPT
 from benchmarks.reference import REFERENCE, global_batch
-from meshwright.environment import read_environment, rendezvous
+from meshwright.ranks.environment import read_environment, rendezvous
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import open_mesh
 

@@ -20,15 +20,23 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint import Checkpoint, pieces_of
-from meshwright.checkpoint.manifest import MANIFEST, Manifest, Origin, Progress, StoredFile, read_manifest, stored_file
-from meshwright.checkpoint.restore import Piece
-from meshwright.checkpoint.shard import write_shard
-from meshwright.checkpoint.writer import key_of, runs_of
 from meshwright.config import Config, parse_config
-from meshwright.parts import Parts, build
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.planned import planned_mesh
+from meshwright.training.checkpoint import Checkpoint, pieces_of
+from meshwright.training.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    Origin,
+    Progress,
+    StoredFile,
+    read_manifest,
+    stored_file,
+)
+from meshwright.training.checkpoint.restore import Piece
+from meshwright.training.checkpoint.shard import write_shard
+from meshwright.training.checkpoint.writer import key_of, runs_of
+from meshwright.training.parts import Parts, build
 
 ZERO1_64 = {"data": {"sync": "zero1", "size": 64}}
 READERS: dict[int, dict[str, tuple[dict[str, Any], int]]] = {

@@ -6,7 +6,7 @@
 `--waiting`: also zero1 whose step ends when the stepped weights have arrived, which else travel under the next forward
 pass; take five steps a turn or more, of which only the last one's is not in the turn's time.
 
-Targets: allreduce at most 0.95 of DDP's step at 2 ranks and 0.85 at 4, zero1 at most 1.0 of DDP's, fsdp at most 1.0 of
+Targets: allreduce at most 0.95 of DDP's step at 2 ranks and 0.85 at 4, zero1 at most 1.0 of DDP's, zero3 at most 1.0 of
 FSDP2's. Two rows say how near that can be: ranks that never sum their gradients, and their linear layers' products
 alone, which no strategy goes below. For (c) no target: the finding to repeat is that one parameter server is slower
 than one device.
@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from benchmarks import ours
 from benchmarks.contender import Contender
 from benchmarks.interleave import Plan, Result, as_json, interleave, plan_arguments, plan_of, show, write_json
-from meshwright.registry import entries
+from meshwright.config.registry import entries
 
 BASELINES = ("DDP", "FSDP2", "plain loop")
 SYNCS = tuple(entries("syncs"))

@@ -11,11 +11,11 @@ import argparse
 import resource
 from pathlib import Path
 
+from meshwright.compute.parameters.shard import num_parameters
 from meshwright.config import Config, parse_config
-from meshwright.decisions import resolve, this_machine
-from meshwright.launch import Rank, run
-from meshwright.parameters.shard import num_parameters
-from meshwright.parts import build
+from meshwright.ranks.launch import Rank, run
+from meshwright.training.decisions import resolve, this_machine
+from meshwright.training.parts import build
 
 SYNCS = ("allreduce", "zero1", "zero2", "zero3")
 MIB = 2**20

@@ -14,7 +14,7 @@ import torch
 from benchmarks import ours
 from benchmarks.contender import Contender, Option
 from benchmarks.interleave import as_json, interleave, machine, plan_arguments, plan_of, show, write_json
-from meshwright.tensor.widened import product_rates
+from meshwright.compute.tensor.widened import product_rates
 
 BASELINES = ("plain loop, float32", "meshwright float32")
 

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from benchmarks.contender import Contender
 from benchmarks.team import Team
-from meshwright.machine import processor_name, usable_cores
+from meshwright.ranks.machine import processor_name, usable_cores
 
 PRODUCT = 1024
 """Rows and columns of the product whose rate stands under each table."""

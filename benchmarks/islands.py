@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.compute.tensor.cross_entropy import Classes, chunked_loss
+from meshwright.compute.tensor.gelu import gelu
+from meshwright.compute.tensor.islands import Islands, compiled_islands
 from meshwright.ranks.comm import RankGroup, SoloComm
-from meshwright.tensor.cross_entropy import Classes, chunked_loss
-from meshwright.tensor.gelu import gelu
-from meshwright.tensor.islands import Islands, compiled_islands
 
 TOKENS, CLASSES, WIDTH, SIDE = 256, 8192, 8, 1024
 Contenders = dict[str, Callable[[], Tensor]]

@@ -67,7 +67,6 @@ CASES = (
     Case("rooted 2", "mpi", _data(2, "rooted")),
     Case("server-gradient 4", "torch", _data(4, "server-gradient")),
     Case("server-loss 2", "mpi", _data(2, "server-loss")),
-    Case("fsdp 2", "torch", _data(2, "fsdp")),
     Case("zero2 2", "torch", _data(2, "zero2")),
     Case("zero3 2", "torch", _data(2, "zero3")),
     Case("zero3 4, shard groups of 2", "torch", {"data": {"size": 4, "sync": "zero3", "shard": 2}}),

@@ -35,7 +35,7 @@ from rich.table import Table
 from benchmarks.kill_cases import CASES, STEPS, Case
 from meshwright.config import Config
 from meshwright.data.packing import prepare
-from meshwright.errors import MeshwrightError
+from meshwright.ranks.errors import MeshwrightError
 from meshwright.training.job import train
 
 _PATIENCE_SECONDS = 240.0

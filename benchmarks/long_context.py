@@ -23,10 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 from meshwright.config import Config, parse_config
-from meshwright.decisions import resolve, this_machine
-from meshwright.launch import Rank, Ranks, run
-from meshwright.parts import build
-from meshwright.section import parse_size
+from meshwright.config.section import parse_size
+from meshwright.ranks.launch import Rank, run
+from meshwright.training.decisions import resolve, this_machine
+from meshwright.training.parts import build
 from meshwright.training.step import train_step
 
 LAYERS, HIDDEN, HEADS, VOCABULARY = 8, 64, 4, 257
@@ -97,7 +97,7 @@ def main() -> None:
     told = {}
     for name, context in LAYOUTS.items():
         config = config_of(context, options.sequence)
-        ranks = run(step_under_limit, Ranks.of(config), config=config, limit=limit)
+        ranks = run(step_under_limit, config.ranks(), config=config, limit=limit)
         told[name] = ranks
         ended = next((rank["ended"] for rank in ranks if "ended" in rank), None)
         most = {key: max(rank.get(key, 0) for rank in ranks) for key in ("seconds", "took", "sent")}

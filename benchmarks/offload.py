@@ -28,15 +28,15 @@ from rich.table import Table
 
 from benchmarks.contender import Contender, Place, Step
 from benchmarks.interleave import as_json, interleave, plan_arguments, plan_of, show, write_json
+from meshwright.compute.parameters.bucket import Bucket
 from meshwright.config import Config, parse_config
-from meshwright.data_parallel.policies import AllReduce
-from meshwright.environment import read_environment, rendezvous
-from meshwright.memory.offload import Offloaded
-from meshwright.parameters.bucket import Bucket
-from meshwright.parts import Parts, build
 from meshwright.ranks.comm import Comm, Work
+from meshwright.ranks.environment import read_environment, rendezvous
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import open_mesh, solo_mesh
+from meshwright.strategies.data_parallel.policies import AllReduce
+from meshwright.strategies.memory.offload import Offloaded
+from meshwright.training.parts import Parts, build
 
 BUCKET = 2**20
 CHUNKS = (1, 2, 4, 8)

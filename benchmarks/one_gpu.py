@@ -37,16 +37,15 @@ from benchmarks.one_gpu_probes import PROBES, device_seconds
 from benchmarks.packed_documents import WAYS, starts_of
 from benchmarks.plain_model import PlainGPT
 from benchmarks.reference import Reference
+from meshwright.compute.tensor import cross_entropy
 from meshwright.config import Config, load_config
-from meshwright.decisions import resolve, this_machine
-from meshwright.machine import Machine
-from meshwright.parts import build
-from meshwright.ranks.grid import grid_of_run
+from meshwright.planner.plan.cluster import load_cluster
+from meshwright.planner.plan.predict import Planner
+from meshwright.ranks.machine import Machine
 from meshwright.ranks.mesh import solo_mesh
-from meshwright.tensor import cross_entropy
-from meshwright.tools.plan.cluster import load_cluster
-from meshwright.tools.plan.predict import Planner
+from meshwright.training.decisions import resolve, this_machine
 from meshwright.training.loop import Trainer
+from meshwright.training.parts import build
 from meshwright.training.step import train_step
 
 SMALL = Reference(layers=12, hidden=768, heads=12, sequence=1024, batch=64, vocabulary=50304)
@@ -131,7 +130,7 @@ def our_step(micro: int, words: str) -> Callable[[int], float]:
     config = run_config(
         f"model.base=gpt2-small model.tied=false batch.global={SMALL.batch} batch.micro={micro} {words}"
     )
-    parts = build(config, solo_mesh(torch.device("cuda", 0), grid_of_run(config).names), Path())
+    parts = build(config, solo_mesh(torch.device("cuda", 0), config.grid.names), Path())
 
     def step(number: int) -> float:
         tokens, labels = tokens_of(number)
@@ -178,7 +177,7 @@ def run(name: str, steps: int) -> dict[str, Any]:
     """One of RUNS: seconds of each step, and the most bytes that torch allocated and reserved."""
     began = time.perf_counter()
     config = run_config(RUNS[name])
-    parts = build(config, solo_mesh(torch.device("cuda", 0), grid_of_run(config).names), Path())
+    parts = build(config, solo_mesh(torch.device("cuda", 0), config.grid.names), Path())
     torch.cuda.synchronize()
     found: dict[str, Any] = {"built_seconds": time.perf_counter() - began, "seconds": [], "losses": []}
     shape = (config.batch.global_, config.data.sequence)
@@ -272,7 +271,7 @@ def late_burst(micro: int, words: str, chunk_mebibytes: int = 256) -> Callable[[
     config = run_config(
         f"model.base=gpt2-small model.tied=false batch.global={SMALL.batch} batch.micro={micro} {words}"
     )
-    trainer = Trainer(build(config, solo_mesh(torch.device("cuda", 0), grid_of_run(config).names), Path()), Drawn())
+    trainer = Trainer(build(config, solo_mesh(torch.device("cuda", 0), config.grid.names), Path()), Drawn())
 
     def burst(steps: int) -> None:
         cross_entropy.CHUNK_BYTES["cuda"] = chunk_mebibytes * 2**20

@@ -1,4 +1,4 @@
-"""The adapter between the harness and Meshwright: a contender's factory over `meshwright.parts`."""
+"""The adapter between the harness and Meshwright: a contender's factory over `meshwright.training.parts`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ import yaml
 
 from benchmarks.contender import Contender, Option, Place, Step
 from benchmarks.reference import REFERENCE, global_batch
+from meshwright.compute.model import Batch
+from meshwright.compute.models.chain import chain_of
 from meshwright.config import Config
-from meshwright.decisions import resolve_layout
-from meshwright.environment import read_environment, rendezvous
-from meshwright.machine import Machine, keep_freed_memory
-from meshwright.model import Batch
-from meshwright.models.chain import chain_of
-from meshwright.parts import Parts, build
-from meshwright.ranks.grid import grid_of_run
+from meshwright.ranks.environment import read_environment, rendezvous
+from meshwright.ranks.machine import Machine, keep_freed_memory
 from meshwright.ranks.mesh import Mesh, open_mesh
+from meshwright.training.decisions import resolve_layout
+from meshwright.training.parts import Parts, build
 from meshwright.training.step import train_step
 
 
@@ -80,7 +79,7 @@ def open_layout(config: Config) -> Iterator[Mesh]:
     layout, device = config.layout, torch.device("cpu")
     keep_freed_memory()
     environment = read_environment()
-    with open_mesh(grid_of_run(config), environment, layout.transport, device, rendezvous(), layout.token_axes) as mesh:
+    with open_mesh(config.grid, environment, layout.transport, device, rendezvous(), layout.token_axes) as mesh:
         yield mesh
 
 

@@ -1,6 +1,6 @@
 """A pipeline's rank whose tasks sleep: the driver, the mailbox and the processes are real, the computation is not.
 
-A task takes the seconds that the clock (meshwright/pipeline/clock.py) is told it takes, so both see the same troubles.
+A task takes the seconds that the clock (strategies/pipeline/clock.py) is told it takes, so both see the same troubles.
 A message carries the moment at which it is to arrive, the end of its task and the link's latency; the receiver holds
 it back until then. What the transport needs lies within that latency, and the sender waits for nothing.
 
@@ -26,19 +26,19 @@ import torch
 from torch import Tensor
 
 from benchmarks.contender import Place, Step
-from meshwright.environment import read_environment, rendezvous
-from meshwright.model import Batch, Hidden, Scales
-from meshwright.pipeline.clock import simulate
-from meshwright.pipeline.pipeline import Pipeline, message_forms
-from meshwright.pipeline.placement import ChunkPlacement, Shape
-from meshwright.pipeline.schedule import AXONN, GPIPE, MESSAGE_DRIVEN, ONE_F_ONE_B, ZB_V, ScheduleRule
-from meshwright.pipeline.span import Span, Timeline, task_span
-from meshwright.pipeline.stage import Stage
-from meshwright.pipeline.task import Task, TaskKind
-from meshwright.pipeline.trace import write_trace
+from meshwright.compute.model import Batch, Hidden, Scales
+from meshwright.ranks.environment import read_environment, rendezvous
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mailbox import Mailbox, Message, MessageMeta, Side, TensorMeta
 from meshwright.ranks.mesh import Mesh, open_mesh
+from meshwright.strategies.pipeline.clock import simulate
+from meshwright.strategies.pipeline.pipeline import Pipeline, message_forms
+from meshwright.strategies.pipeline.placement import ChunkPlacement, Shape
+from meshwright.strategies.pipeline.schedule import AXONN, GPIPE, MESSAGE_DRIVEN, ONE_F_ONE_B, ZB_V, ScheduleRule
+from meshwright.strategies.pipeline.span import Span, Timeline, task_span
+from meshwright.strategies.pipeline.stage import Stage
+from meshwright.strategies.pipeline.task import Task, TaskKind
+from meshwright.strategies.pipeline.trace import write_trace
 
 RULES: dict[str, ScheduleRule] = {
     "1f1b": ONE_F_ONE_B,

@@ -22,12 +22,13 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.interleave import machine
-from meshwright.context.context import WHOLE_SEQUENCES
-from meshwright.context.ring import RingAttention
-from meshwright.memory.recompute import LiveBytes
-from meshwright.on_device import AsOnDevice, Attention
+from meshwright.compute.context.context import WHOLE_SEQUENCES
+from meshwright.compute.context.ring import RingAttention
+from meshwright.compute.context.spec import AttentionSpec
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.planned import planned_mesh
+from meshwright.strategies.memory.recompute import LiveBytes
+from meshwright.training.on_device import AsOnDevice, Attention
 
 HEADS, WIDTH = 12, 64
 LENGTHS = (20, 100, 500, 2000)
@@ -51,7 +52,7 @@ def joined(starts: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def by_document(starts: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return WHOLE_SEQUENCES.attend(q, k, v, starts, 0.0, False, None)
+    return WHOLE_SEQUENCES.attend(q, k, v, AttentionSpec(causal=True, documents=starts))
 
 
 WAYS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
@@ -87,7 +88,7 @@ def ring_bytes(attention: Attention, sequence: int = 131072, ranks: int = 8) -> 
         for heads in (32, 8, 8)
     )
     with AsOnDevice("cuda", attention), LiveBytes() as live:
-        out = RingAttention(mesh).attend(q, k, v, None, 0.0, True, None)
+        out = RingAttention(mesh).attend(q, k, v, AttentionSpec(causal=True))
         torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
     return live.peak
 

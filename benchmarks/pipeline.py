@@ -31,8 +31,8 @@ from benchmarks.contender import Contender
 from benchmarks.interleave import write_json
 from benchmarks.paced import CHUNKED, CONDITIONS, RULES, RUNS, Run
 from benchmarks.team import Team
-from meshwright.pipeline.span import Timeline
-from meshwright.pipeline.trace import read_trace
+from meshwright.strategies.pipeline.span import Timeline
+from meshwright.strategies.pipeline.trace import read_trace
 from meshwright.training.pictures import draw_timelines
 
 NUM_STAGES = 8

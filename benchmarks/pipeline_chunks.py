@@ -23,8 +23,8 @@ from rich.table import Table
 
 from benchmarks.interleave import write_json
 from benchmarks.paced import CHUNKED, CONDITIONS, LATENCY, Run
-from meshwright.pipeline.span import Timeline
-from meshwright.pipeline.task import Task, TaskKind
+from meshwright.strategies.pipeline.span import Timeline
+from meshwright.strategies.pipeline.task import Task, TaskKind
 
 NUM_STAGES = 8
 INTERLEAVED, ZB_V = "interleaved 1f1b", "zb-v"

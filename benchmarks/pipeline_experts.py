@@ -45,18 +45,18 @@ from benchmarks.contender import Contender, Place, Step
 from benchmarks.interleave import write_json
 from benchmarks.paced import HeldMailbox, NoGradients, sleep_until
 from benchmarks.team import Team
-from meshwright.environment import read_environment, rendezvous
-from meshwright.model import Batch, Crossing, Hidden, Scales
-from meshwright.pipeline.clock import simulate
-from meshwright.pipeline.pieces import Exchanges, PiecewiseChunks
-from meshwright.pipeline.pipeline import Pipeline, message_forms
-from meshwright.pipeline.placement import ChunkPlacement
-from meshwright.pipeline.schedule import MESSAGE_DRIVEN, ONE_F_ONE_B, SPLIT, ZB_V, ScheduleRule, in_order
-from meshwright.pipeline.span import Timeline
-from meshwright.pipeline.task import Arrival, Task, TaskKind
+from meshwright.compute.model import Batch, Crossing, Hidden, Scales
+from meshwright.ranks.environment import read_environment, rendezvous
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mailbox import TensorMeta
 from meshwright.ranks.mesh import Mesh, open_mesh
+from meshwright.strategies.pipeline.clock import simulate
+from meshwright.strategies.pipeline.pieces import Exchanges, PiecewiseChunks
+from meshwright.strategies.pipeline.pipeline import Pipeline, message_forms
+from meshwright.strategies.pipeline.placement import ChunkPlacement
+from meshwright.strategies.pipeline.schedule import MESSAGE_DRIVEN, ONE_F_ONE_B, SPLIT, ZB_V, ScheduleRule, in_order
+from meshwright.strategies.pipeline.span import Timeline
+from meshwright.strategies.pipeline.task import Arrival, Task, TaskKind
 
 F, B, W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.WEIGHT
 LATENCY, LAYERS = 0.1, 2

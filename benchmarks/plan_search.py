@@ -5,7 +5,7 @@
 Seconds of the clock until the first layout that fits is known, and until the search ends; the best after 5 and 30
 seconds beside the last one; processor seconds; and the most memory that this process has held so far: with --only a
 case is alone. --exhaustive: also estimates and predicts whatever a search's cutoffs leave out, of layouts without
-savings of memory, which takes hours for the large ones (tests/tools/plan/test_whole_spaces.py does it for small
+savings of memory, which takes hours for the large ones (tests/planner/plan/test_whole_spaces.py does it for small
 spaces).
 """
 
@@ -17,13 +17,13 @@ import time
 from dataclasses import asdict, dataclass, field
 
 from meshwright.config import Config, parse_config
-from meshwright.tools.plan.answer import seconds_text
-from meshwright.tools.plan.cluster import Cluster, load_cluster
-from meshwright.tools.plan.estimate import Estimates
-from meshwright.tools.plan.memory import verdict
-from meshwright.tools.plan.predict import Planner, Prediction
-from meshwright.tools.plan.search import layout_text, search
-from meshwright.tools.plan.space import SearchJob, legal_layouts
+from meshwright.planner.plan.answer import seconds_text
+from meshwright.planner.plan.cluster import Cluster, load_cluster
+from meshwright.planner.plan.estimate import Estimates
+from meshwright.planner.plan.memory import verdict
+from meshwright.planner.plan.predict import Planner, Prediction
+from meshwright.planner.plan.search import layout_text, search
+from meshwright.planner.plan.space import SearchJob, legal_layouts
 
 MARKS_SECONDS = (5, 30)
 

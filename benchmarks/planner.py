@@ -31,8 +31,8 @@ from rich.table import Table
 
 from benchmarks.planner_cases import SHAPES, Case, cases
 from benchmarks.visits import Visitor
-from meshwright.tools.plan.cluster import Cluster, load_cluster
-from meshwright.tools.plan.predict import Planner
+from meshwright.planner.plan.cluster import Cluster, load_cluster
+from meshwright.planner.plan.predict import Planner
 
 SET, SETS, SEED = 5, 1000, 1
 """Layouts in a comparison, comparisons, and what they are drawn with."""

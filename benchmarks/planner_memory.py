@@ -25,9 +25,9 @@ from rich.table import Table
 
 from benchmarks.planner_cases import SHAPES, Case, cases
 from meshwright.data.files import silent
-from meshwright.tools.compare.run import RankFacts, measure_run
-from meshwright.tools.plan.cluster import load_cluster
-from meshwright.tools.plan.predict import Planner, Prediction
+from meshwright.planner.plan.cluster import load_cluster
+from meshwright.planner.plan.predict import Planner, Prediction
+from meshwright.training.measured_run import RankFacts, measure_run
 
 STEPS = 3
 

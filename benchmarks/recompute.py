@@ -23,12 +23,13 @@ from rich.table import Table
 from benchmarks.contender import Contender, Place, Step
 from benchmarks.interleave import as_json, interleave, plan_arguments, plan_of, show, write_json
 from meshwright.config import Config, parse_config
-from meshwright.memory.recompute import LiveBytes
-from meshwright.on_device import AsOnDevice
-from meshwright.parts import Parts, build, empty_batch
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.ranks.planned import planned_mesh
+from meshwright.strategies.memory.recompute import LiveBytes
+from meshwright.training.on_device import AsOnDevice
+from meshwright.training.parts import Parts, build
+from meshwright.training.rank_model import empty_batch
 from meshwright.training.step import train_step
 
 SETTINGS: dict[str, Any] = {"none": "none", "selective": "selective", "auto (every 3)": "auto", "every 1": 1}

@@ -21,14 +21,14 @@ import torch
 
 from benchmarks.ours import reference_config
 from benchmarks.reference import REFERENCE, global_batch
+from meshwright.compute.model import Batch
 from meshwright.config import Config
 from meshwright.config.schema import Check
-from meshwright.launch import Rank, Ranks, run
-from meshwright.model import Batch
-from meshwright.parts import build
 from meshwright.ranks.agreement import hash_bits, same_everywhere
 from meshwright.ranks.comm import RankGroup, SoloComm
+from meshwright.ranks.launch import Rank, run
 from meshwright.training.loop import Trainer
+from meshwright.training.parts import build
 
 HASHED = 10**7
 
@@ -101,7 +101,7 @@ def main() -> None:
         print(f"10^8 weights: {name} in {milliseconds:.1f} ms, {400 / milliseconds:.1f} GB/s")
     config = reference_config({"layout.data.size": asked.ranks, "layout.transport": "torch"})
     arguments = {"config": config, "rounds": asked.rounds, "steps": asked.steps}
-    rounds = run("benchmarks.replica_check:worker", Ranks.of(config), **arguments)[0]
+    rounds = run("benchmarks.replica_check:worker", config.ranks(), **arguments)[0]
     checked, plain = (statistics.median(column) for column in zip(*rounds, strict=True))
     ratios = sorted(one / other for one, other in rounds)
     print(

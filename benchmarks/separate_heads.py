@@ -15,20 +15,23 @@ from torch import Tensor, nn
 
 from benchmarks.contender import Contender, Option, Place, Step
 from benchmarks.ours import open_layout, reference_config, steps_of
+from meshwright.compute.parameters.bucket import make_buckets
+from meshwright.compute.parameters.shard import Initial, initialise, shard_specs, use_gradients
+from meshwright.compute.subgraph.branches import Branches
+from meshwright.compute.subgraph.section import Subgraph
+from meshwright.compute.tensor.kit import Kit
+from meshwright.compute.tensor.serial import SerialLinear
 from meshwright.config import Config
-from meshwright.data_parallel.policies import AllReduce
-from meshwright.data_parallel.strategy import Synchroniser
 from meshwright.families.gpt.model import GPT
-from meshwright.optim.optimizer import Optimizer
-from meshwright.optim.states import InPlace
-from meshwright.parameters.bucket import make_buckets
-from meshwright.parameters.shard import Initial, initialise, shard_specs, use_gradients
-from meshwright.parts import Parts, Stages, build_kit, build_pipeline
 from meshwright.ranks.mesh import Mesh
-from meshwright.subgraph.branches import Branches
-from meshwright.subgraph.section import Subgraph
-from meshwright.tensor.kit import Kit
-from meshwright.tensor.serial import SerialLinear
+from meshwright.strategies.data_parallel.policies import AllReduce
+from meshwright.strategies.data_parallel.strategy import Synchroniser
+from meshwright.strategies.optim.optimizer import Optimizer
+from meshwright.strategies.optim.states import InPlace
+from meshwright.strategies.pipeline.assembly import build_pipeline
+from meshwright.strategies.pipeline.stages import Stages, placement_of
+from meshwright.training.parts import Parts
+from meshwright.training.rank_model import build_kit
 
 
 class Head(nn.Module):
@@ -90,13 +93,13 @@ def train(place: Place, *, separate_heads: int, head_width: int, **options: Opti
 
 
 def _parts(config: Config, mesh: Mesh, kit: Kit, model: GPT) -> Parts:
-    """The rank's strategy and parts, made as `meshwright.parts` does for a model that it knows."""
+    """The rank's strategy and parts, made as `meshwright.training.parts` does for a model that it knows."""
     initialise(model, mesh, config.seed)
     specs = shard_specs(model)
     buckets = make_buckets(model.named_parameters(), specs, mesh, config.layout.data.bucket)
     strategy = Synchroniser(buckets, mesh, AllReduce())
     use_gradients(model, strategy.gradients)
-    stages = Stages((model.chunk,), specs, ())
-    pipeline = build_pipeline(config, mesh, model, stages, strategy)
+    stages = Stages((model.chunk,), specs, (), placement_of(config))
+    pipeline = build_pipeline(config, mesh, [model], stages, strategy)
     optimizer = Optimizer(config, strategy.slots, mesh, InPlace)
-    return Parts(config, (), mesh, kit, model, stages, strategy, pipeline, optimizer)
+    return Parts(config, mesh, kit, model, stages, strategy, pipeline, optimizer)

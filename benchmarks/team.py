@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.contender import Contender
-from meshwright.environment import mpi_worker_variables
-from meshwright.errors import LaunchError
-from meshwright.machine import find_mpiexec
+from meshwright.ranks.environment import mpi_worker_variables
+from meshwright.ranks.errors import LaunchError
+from meshwright.ranks.machine import find_mpiexec
 
 START_SECONDS = 120.0
 TURN_SECONDS = 240.0

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.contender import Contender, Place, Step
 from benchmarks.interleave import as_json, interleave, plan_arguments, plan_of, show, write_json
-from meshwright.environment import read_environment, rendezvous
+from meshwright.ranks.environment import read_environment, rendezvous
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import open_mesh
 from meshwright.ranks.mpi import MpiComm

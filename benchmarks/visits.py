@@ -22,12 +22,12 @@ from benchmarks.contender import Contender, Option, Place, Step
 from benchmarks.ours import reference_config, steps_of
 from benchmarks.team import Team
 from meshwright.config import Config
-from meshwright.decisions import resolve_layout
-from meshwright.environment import Rendezvous, read_environment, rendezvous
-from meshwright.machine import Machine, keep_freed_memory
-from meshwright.parts import build
+from meshwright.ranks.environment import Rendezvous, read_environment, rendezvous
 from meshwright.ranks.grid import Grid
+from meshwright.ranks.machine import Machine, keep_freed_memory
 from meshwright.ranks.mesh import open_mesh
+from meshwright.training.decisions import resolve_layout
+from meshwright.training.parts import build
 
 Options = dict[str, Option]
 

@@ -16,7 +16,7 @@ import traceback
 from typing import IO, Any
 
 from benchmarks.contender import Contender, Place, Step, find_factory
-from meshwright.environment import read_environment
+from meshwright.ranks.environment import read_environment
 
 
 def main(path: str, description: str) -> None:

@@ -6,7 +6,7 @@ line's help, and a mistake in a config, need none of them.
 
 from __future__ import annotations
 
-from meshwright.imports import leave_current_folder
+from meshwright.ranks.imports import leave_current_folder
 
 leave_current_folder(__name__)
 
@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any  # noqa: E402
 from meshwright.version import __version__ as __version__  # noqa: E402
 
 if TYPE_CHECKING:
-    from meshwright import launch
     from meshwright.api import compare, history, load, plan, resolve, save, train, verify
-    from meshwright.checkpoint.reader import Checkpoint
-    from meshwright.checkpoint.restore import restore
-    from meshwright.parts import build
-    from meshwright.registry import register
+    from meshwright.config.registry import register
+    from meshwright.ranks import launch
+    from meshwright.training.checkpoint.reader import Checkpoint
+    from meshwright.training.checkpoint.restore import restore
+    from meshwright.training.parts import build
     from meshwright.training.step import train_step
 
 __all__ = [
@@ -42,10 +42,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Checkpoint": "checkpoint.reader",
-    "build": "parts",
-    "register": "registry",
-    "restore": "checkpoint.restore",
+    "Checkpoint": "training.checkpoint.reader",
+    "build": "training.parts",
+    "register": "config.registry",
+    "restore": "training.checkpoint.restore",
     "train_step": "training.step",
 }
 """Modules of the names that are not api.py's. None of the names is a module's own but `launch`."""
@@ -55,8 +55,14 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__} has no attribute {name}")
     if name == "launch":
-        return importlib.import_module("meshwright.launch")
-    return vars(importlib.import_module(f"meshwright.{_HOMES.get(name, 'api')}"))[name]
+        return importlib.import_module("meshwright.ranks.launch")
+    try:
+        return vars(importlib.import_module(f"meshwright.{_HOMES.get(name, 'api')}"))[name]
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("meshwright."):
+            raise
+        rule = "is in none of the distributions that are installed: pip install meshwright"
+        raise ImportError(f"mw.{name} {rule}") from error
 
 
 def __dir__() -> list[str]:

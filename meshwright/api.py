@@ -11,16 +11,16 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright import decisions
 from meshwright.config import Config, parse_config, parse_run
 from meshwright.config.load import read_run, run_tree
+from meshwright.training import decisions
 
 if TYPE_CHECKING:
-    from meshwright.parts import Parts
+    from meshwright.planner.plan.search import SearchResult
     from meshwright.tools.compare.result import Comparison
-    from meshwright.tools.plan.search import SearchResult
     from meshwright.tools.verify.job import Verdict
     from meshwright.training.follow import Each
+    from meshwright.training.parts import Parts
 
 
 def load(run: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) -> Config:
@@ -35,7 +35,7 @@ def load(run: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) -> 
     if not file.auto:
         return parse(file.tree, file.words)
     # Imported when asked for: the planner, and torch, are seconds that most calls do not need.
-    from meshwright.tools.plan.question import planned_config
+    from meshwright.planner.plan.question import planned_config
 
     return planned_config(file, file.words)
 
@@ -82,8 +82,8 @@ def plan(
 
     `devices`: by default as many as the config's layout has ranks. `fixed`: fields that keep the config's values.
     """
-    from meshwright.tools.plan.cluster import load_cluster
-    from meshwright.tools.plan.search import search
+    from meshwright.planner.plan.cluster import load_cluster
+    from meshwright.planner.plan.search import search
 
     return search(config, load_cluster(cluster), devices or config.layout.world_size, top, fixed=fixed)
 
@@ -108,9 +108,9 @@ def save(parts: Parts, folder: str | Path, step: int, *, samples: int = 0) -> Pa
 
     `samples`: how many the run has seen, for who restores it. Raises CheckpointError where it cannot be written.
     """
-    from meshwright.checkpoint import CheckpointWriter, pieces_of
-    from meshwright.checkpoint.manifest import Origin
-    from meshwright.checkpoint.restore import progress_of
+    from meshwright.training.checkpoint import CheckpointWriter, pieces_of
+    from meshwright.training.checkpoint.manifest import Origin
+    from meshwright.training.checkpoint.restore import progress_of
 
     origin = Origin(parts.config.model_dump(mode="json", by_alias=True))
     writer = CheckpointWriter(Path(folder), parts.mesh, sys.maxsize, origin, {})

@@ -1,3 +1,7 @@
-"""The version of the package, at its ground: checkpoints name it without the package's face."""
+"""The version of the package and its folder, at its ground: nobody below needs the package's face for them."""
+
+from pathlib import Path
 
 __version__ = "0.3.0"
+
+PACKAGE = Path(__file__).parent

@@ -17,7 +17,7 @@ import pytest
 from filelock import FileLock
 from hypothesis import settings
 
-from meshwright.machine import find_mpiexec
+from meshwright.ranks.machine import find_mpiexec
 from tests.pages import collapse_memory, use_one_arena
 from tests.server import start_server
 
@@ -31,6 +31,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Several processes of tests share the cores: a thread that spins while it waits for its turn took a test 20 times its
 # processor time. Before torch is imported, and for all that tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# Comparisons stand in modules that are no test files; a failed one says the values of both sides.
+pytest.register_assert_rewrite("tests.oracle")
 
 # The same examples each time, and no deadline: a busy machine is not a mistake.
 settings.register_profile("meshwright", deadline=None, derandomize=True, max_examples=60, database=None)

@@ -7,17 +7,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from meshwright.compute.model import SAMPLES, Batch, Costs, Scales, to_device
 from meshwright.config import Config
-from meshwright.decisions import resolve_layout
-from meshwright.machine import Machine
-from meshwright.model import SAMPLES, Batch, Costs, Scales, to_device
-from meshwright.parts import Parts, empty_batch, placement_of, rule_of
-from meshwright.parts import build as build_resolved
-from meshwright.pipeline.partition import fastest
-from meshwright.ranks.grid import grid_of_run
+from meshwright.ranks.machine import Machine
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
-from meshwright.stage_costs import BuiltStages, time_links
+from meshwright.strategies.pipeline.partition import fastest
+from meshwright.strategies.pipeline.stages import placement_of, rule_of
+from meshwright.training.decisions import resolve_layout
+from meshwright.training.parts import Parts
+from meshwright.training.parts import build as build_resolved
+from meshwright.training.rank_model import empty_batch
+from meshwright.training.stage_costs import BuiltStages, time_links
 
 PLENTY = Machine(cores=1, memory=2**50, shared=False, slow_halves=False)
 
@@ -48,13 +49,13 @@ def resolved(config: Config) -> Config:
 
 
 def build(config: Config, mesh: Mesh, folder: Path = Path()) -> Parts:
-    """`meshwright.parts.build` of a config that may say auto. What says measured is resolved before ranks start."""
+    """`parts.build` of a config that may say auto. A word that says measured is resolved before ranks start."""
     return build_resolved(resolved(config), mesh, folder)
 
 
 def counted_step(config: Config, rank: int = 0) -> Parts:
     """A rank built on the meta device, whose ledger holds what a step sends before the norm and the step report."""
-    mesh = planned_mesh(grid_of_run(config), rank, config.layout.token_axes)
+    mesh = planned_mesh(config.grid, rank, config.layout.token_axes)
     parts = build(config, mesh)
     mesh.ledger.traffic.clear()
     batches = [empty_batch(config, parts.kit, parts.model, mesh.device) for _ in range(config.num_microbatches)]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.environment import Environment, Rendezvous
 from meshwright.ranks.comm import size_bytes
+from meshwright.ranks.environment import Environment, Rendezvous
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mailbox import Mailbox, Message, TensorMeta, both_sides
 from meshwright.ranks.mesh import Mesh, open_mesh

@@ -15,7 +15,7 @@ ODD = 3
 """The world size that waits for --long: each takes a start of mpiexec, which is half of its time."""
 
 SYNCS = ("server-loss", "server-gradient", "rooted", "allreduce", "ring", "zero1")
-"""Every sync but fsdp, which runs inside torch.distributed."""
+"""Every sync but zero2 and zero3, whose sums are under way while ranks compute."""
 
 SCHEDULES = ("gpipe", "1f1b", "axonn", "message-driven")
 
@@ -78,12 +78,12 @@ def cases(num_ranks: int, *, long: bool) -> list[Case]:
     if num_ranks == 4:
         listed.append(Case("subgroups", "tests.comm_cases:run_subgroups", (), (("outer", 2), ("inner", 2))))
         axes = (("data", 1), ("branch", 4))
-        listed.append(Case("branches", "tests.subgraph.test_branches:over_mpi", (), axes, ("data", "branch")))
+        listed.append(Case("branches", "tests.compute.subgraph.test_branches:over_mpi", (), axes, ("data", "branch")))
         axes = (("data", 2), ("pipe", 2), ("row", 1))
         listed.append(Case("stages-ask", "tests.mesh_cases:ask_by_stage", (), axes))
     if num_ranks == 2:
         for model, tensor in REAL_VOCABULARIES.items():
-            layout, function = laid_out(tensor=tensor), "tests.tensor.test_real_sizes:train_for_files"
+            layout, function = laid_out(tensor=tensor), "tests.compute.tensor.test_real_sizes:train_for_files"
             listed.append(Case(f"{model}-words", function, (model, tensor), layout.axes, layout.token_axes))
         for case in ("ping_pong", "out_of_step", "both_ways", "epochs"):
             listed.append(Case(f"mailbox-{case}", f"tests.mailbox_cases:{case}", (), (("pipe", 2),), ()))
@@ -91,10 +91,12 @@ def cases(num_ranks: int, *, long: bool) -> list[Case]:
         row = (("data", 1), ("pipe", 3)) if num_ranks == 3 else (("data", 2), ("pipe", 2))
         listed.append(Case("mailbox-relay", "tests.mailbox_cases:relay", (), row))
     for sync in SYNCS:
-        listed.append(Case(sync, "tests.data_parallel.test_equality_mpi:train_for_files", (sync, num_ranks), data))
+        listed.append(
+            Case(sync, "tests.strategies.data_parallel.test_equality_mpi:train_for_files", (sync, num_ranks), data)
+        )
     for name, tensor in TENSOR[num_ranks].items():
         layout = laid_out(tensor=tensor)
-        function = "tests.tensor.test_equality_mpi:train_for_files"
+        function = "tests.compute.tensor.test_equality_mpi:train_for_files"
         listed.append(Case(name, function, (tensor,), layout.axes, layout.token_axes))
     if num_ranks == 4:
         layout = parse_config({"layout": ORDERED}).layout
@@ -108,6 +110,6 @@ def cases(num_ranks: int, *, long: bool) -> list[Case]:
         listed.append(Case(name, function, (layout,), of_experts.axes, of_experts.token_axes))
     for name, (data, stages, schedule, tensor) in PIPELINES[num_ranks].items():
         layout = laid_out(data={"size": data}, pipeline={"size": stages}, tensor=tensor)
-        function = "tests.pipeline.test_equality_mpi:train_for_files"
+        function = "tests.strategies.pipeline.test_equality_mpi:train_for_files"
         listed.append(Case(name, function, (data, stages, schedule, tensor), layout.axes, layout.token_axes))
     return listed

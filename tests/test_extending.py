@@ -13,23 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.machine import find_mpiexec
-from meshwright.models.section import Network
+from meshwright.compute.models.section import Network
+from meshwright.ranks.machine import find_mpiexec
+from tests.installed import install
 from tests.patience import PATIENCE_SECONDS
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "extending.md").read_text()
 BLOCK = re.compile(r"```(?:python|yaml)\n# ([\w.]+)\n(.*?)```", re.DOTALL)
 TOML = re.compile(r"```toml\n(.*?)```", re.DOTALL)
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def install(folder: Path, points: dict[str, dict[str, str]], package: str = "meshwright-toys") -> None:
-    """A package's metadata, as pip leaves it."""
-    info = folder / f"{package.replace('-', '_')}-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-    groups = (f"[{group}]\n" + "".join(f"{n} = {v}\n" for n, v in names.items()) for group, names in points.items())
-    (info / "entry_points.txt").write_text("\n".join(groups))
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +57,7 @@ def losses(folder: Path) -> list[float]:
 
 def test_the_page_shows_each_group() -> None:
     (project,) = TOML.findall(PAGE)
-    from meshwright.registry import OURS
+    from meshwright.config.registry import OURS
 
     points = tomllib.loads(project)["project"]["entry-points"]
     assert set(points) == {f"meshwright.{group}" for group in OURS} - {"meshwright.sinks"}  # no strategy
@@ -77,8 +69,8 @@ DRIVER = """
 import json, sys
 from pathlib import Path
 import meshwright as mw
-from meshwright.tools.plan.cluster import load_cluster
-from meshwright.tools.plan.space import SearchJob, legal_layouts
+from meshwright.planner.plan.cluster import load_cluster
+from meshwright.planner.plan.space import SearchJob, legal_layouts
 
 if __name__ == "__main__":
     run, fixed = sys.argv[1], sys.argv[2].split()
@@ -122,7 +114,7 @@ from meshwright.config.json_schema import run_schema
 from meshwright.config.meanings import strategy_meaning
 from meshwright.config.reference import all_sections, topic_of
 from meshwright.config.yaml_text import plain_values
-from meshwright.registry import NAMED_BY, entries
+from meshwright.config.registry import NAMED_BY, entries
 
 untold = [facts.name for topic in all_sections() for section in topic.sections for facts in section.fields
           if not facts.meaning]

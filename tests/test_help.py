@@ -20,10 +20,10 @@ from meshwright.cli.app import OPERATE, PREDICT, PROVE, RUN
 from meshwright.cli.completion import complete_shipped
 from meshwright.config.words import KEYS
 from meshwright.configs import SCHEMA, shipped
-from meshwright.errors import ConfigError
 from meshwright.parity.command import run_words
-from tests.test_cli import environment_for, meshwright
-from tests.test_pages import read_as_typed
+from meshwright.ranks.errors import ConfigError
+from tests.command_line import environment_for, meshwright
+from tests.typed_commands import read_as_typed
 
 LINE = 60
 

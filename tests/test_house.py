@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from meshwright.config import Config
-from meshwright.registry import BASES, OURS, load_entry
-from meshwright.section import Section
+from meshwright.config.registry import BASES, OURS, load_entry
+from meshwright.config.section import Section
+from tests.sources import imported_names
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -20,6 +22,14 @@ GLOSSARY_ROWS = 30
 def test_the_glossary_is_short() -> None:
     rows = [line for line in (ROOT / "docs/glossary.md").read_text().splitlines() if line.startswith("| ")]
     assert len(rows) - 1 <= GLOSSARY_ROWS, f"{len(rows) - 1} coined words"
+
+
+DECISION_WORDS = 8000
+
+
+def test_decisions_are_short() -> None:
+    """Dates, alternatives and failed tries; explanations are in the other pages."""
+    assert len((ROOT / "docs/decisions.md").read_text().split()) < DECISION_WORDS
 
 
 PACKAGE = ROOT / "meshwright"
@@ -53,6 +63,28 @@ def test_functions_are_short() -> None:
     assert {name: lines for name, lines in sizes.items() if lines > FUNCTION_LINES} == {}
 
 
+def imports_of_tests(source: str) -> Iterator[str]:
+    """Yield the test modules that a source imports."""
+    for name in imported_names(ast.walk(ast.parse(source))):
+        yield from (part for part in name.split(".") if part.startswith("test_") and name.startswith("tests."))
+
+
+def test_test_files_are_no_libraries() -> None:
+    """A reader of a test opens modules of helpers (tests/oracle/, ROOM/*.py), and no second test file."""
+    paths = [path for folder in ("tests", "benchmarks", "validation") for path in (ROOT / folder).rglob("*.py")]
+    assert len(paths) > 400
+    found = {str(path.relative_to(ROOT)): [*imports_of_tests(path.read_text())] for path in paths}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["from tests.ranks.test_mesh import run", "from tests.ranks import test_mesh", "import tests.ranks.test_mesh"],
+)
+def test_an_imported_test_file_is_found(source: str) -> None:
+    assert list(imports_of_tests(source)) == ["test_mesh"]
+
+
 ROOMS = {
     "models": {"models", "families"},
     "tensor": {"tensor", "subgraph"},
@@ -60,6 +92,7 @@ ROOMS = {
     "contexts": {"context"},
     "syncs": {"data_parallel"},
     "optimizers": {"optim"},
+    "activations": {"memory"},
     "data": {"data", "families"},
     "sinks": {"training"},
     "metrics": {"training"},
@@ -68,10 +101,13 @@ ROOMS = {
 
 OTHER_WORDS = {
     ("none", ""),  # of offload, recompute, the launcher: no tensor section
+    ("auto", ""),  # of what a run decides
+    ("selective", "planner/plan/foreign.py"),  # other programs' word
+    ("offload", "planner/plan/page.py"), ("offload", "tools/verify/job.py"),  # of the optimizer's states
     ("megatron", "families/bert/model.py"), ("megatron", "families/bert/convert.py"),  # where BERT's norms are
     ("tensorboard", "config/schema.py"),  # a field of version 0.1.0
     ("tensorboard", "tools/doctor.py"),  # a package
-    ("ring", "tools/plan/network.py"),  # how a cluster's devices are linked
+    ("ring", "planner/plan/network.py"),  # how a cluster's devices are linked
     ("pairs", "tools/evaluate/texts.py"), ("pairs", "cli/weights.py"),  # the records of a packed folder
     ("text", "tools/evaluate/texts.py"),
 }  # fmt: skip
@@ -80,8 +116,8 @@ OTHER_WORDS = {
 
 def strategy_names(source: str, file: str) -> Iterator[str]:
     """The strategies' names that a file compares with, matches, or looks up by: in conditions and keys of mappings."""
-    room = file.split("/", maxsplit=1)[0].removesuffix(".py")
-    foreign = {name: group for group in ROOMS if room not in ROOMS[group] for name in OURS[group]}
+    rooms = {*file.removesuffix(".py").split("/")}
+    foreign = {name: group for group in ROOMS if not rooms & ROOMS[group] for name in OURS[group]}
     for node in ast.walk(ast.parse(source)):
         words: list[ast.AST] = []
         if isinstance(node, ast.Compare):
@@ -104,9 +140,11 @@ def sections_of(base: type[Section]) -> Iterator[type[Section]]:
 
 def foreign_sections(source: str, file: str) -> Iterator[str]:
     """The sections of a strategy that a file tells apart by isinstance, or match. An assert only says what is known."""
-    room = file.split("/", maxsplit=1)[0]
+    rooms = {*file.split("/")} - {"compute", "strategies"}
     general = {load_entry(base) for base in BASES.values()} | {Config}
-    foreign = {s.__name__ for s in sections_of(Section) if s not in general and s.__module__.split(".")[1] != room}
+    foreign = {
+        s.__name__ for s in sections_of(Section) if s not in general and not {*s.__module__.split(".")[1:-1]} & rooms
+    }
     tree = ast.parse(source)
     known = {id(node.test) for node in ast.walk(tree) if isinstance(node, ast.Assert)}
     for node in ast.walk(tree):
@@ -135,7 +173,7 @@ def test_strategies_are_told_apart_in_their_own_rooms_alone() -> None:
 @pytest.mark.parametrize(
     "planted",
     [
-        'if config.layout.data.sync == "fsdp": pass',
+        'if config.layout.data.sync == "zero3": pass',
         'if config.layout.pipeline.schedule in ("gpipe", "1f1b"): pass',
         'match config.optimizer.name:\n  case "adamw": pass',
         'KITS = {"tesseract": None}',
@@ -146,5 +184,138 @@ def test_strategies_are_told_apart_in_their_own_rooms_alone() -> None:
     ],
 )
 def test_a_planted_comparison_is_seen(planted: str) -> None:
-    seen = [*strategy_names(planted, "tools/plan/space.py"), *foreign_sections(planted, "tools/plan/space.py")]
+    seen = [*strategy_names(planted, "planner/plan/space.py"), *foreign_sections(planted, "planner/plan/space.py")]
     assert seen, planted
+
+
+BUILT = {"Module", "Context", "Heads", "Kit", "UsesIslands", "Gradients", "LossScaler", "KeyValueCache"}
+"""Classes whose attributes their own methods alone may write, with all that inherit from them."""
+
+OF_TORCH = {"data", "grad", "grad_dtype"}
+"""Attributes of a parameter, which torch has others write."""
+
+
+def declared_by(node: ast.ClassDef) -> set[str]:
+    """The attributes of a class: fields, and targets of assignments to `self`."""
+    fields = [inner for inner in node.body if isinstance(inner, ast.Assign | ast.AnnAssign)]
+    targets = [
+        each for field in fields for each in (field.targets if isinstance(field, ast.Assign) else [field.target])
+    ]
+    names = {inner.id for target in targets for inner in ast.walk(target) if isinstance(inner, ast.Name)}
+    return names | {attribute for base, attribute, _ in writes_of(node) if base == "self"}
+
+
+def bases_of(node: ast.ClassDef) -> set[str]:
+    """The names of a class's bases, without modules and arguments of types."""
+    return {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases}
+
+
+def writes_of(tree: ast.AST) -> Iterator[tuple[str, str, int]]:
+    """(Object, attribute, line) of every assignment to an attribute, by `setattr` as well."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield ast.unparse(node.value), node.attr, node.lineno
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
+            yield ast.unparse(node.args[0]), "setattr", node.lineno
+
+
+@cache
+def tree_of(file: str) -> ast.Module:
+    return ast.parse((PACKAGE / file).read_text())
+
+
+def classes_of(tree: ast.Module) -> list[ast.ClassDef]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+
+
+@cache
+def built_classes() -> dict[str, set[str]]:
+    """The attributes of each class of the package that BUILT names, or that inherits from one of them."""
+    classes = [node for file in FILES for node in classes_of(tree_of(file))]
+    built, known = set(BUILT), 0
+    while len(built) > known:
+        known = len(built)
+        built |= {node.name for node in classes if bases_of(node) & built}
+    attributes: dict[str, set[str]] = {name: set() for name in built}
+    for node in classes:
+        if node.name in built:
+            attributes[node.name] |= declared_by(node)
+    return attributes
+
+
+def written_from_outside(tree: ast.Module) -> list[str]:
+    """The assignments to attributes of finished modules, kits, contexts and their like, outside of their classes."""
+    attributes = set[str]().union(*built_classes().values()) - OF_TORCH | {"setattr"}
+    for node in classes_of(tree):
+        if node.name not in built_classes():  # another class, which may have an attribute of the same name
+            attributes -= declared_by(node)
+    return [
+        f"{line}: {base}.{attribute}"
+        for base, attribute, line in writes_of(tree)
+        if base not in ("self", "ctx") and attribute in attributes
+    ]
+
+
+def test_attributes_of_finished_modules_are_written_by_their_own_methods() -> None:
+    """Whoever reads a class then sees all that its attributes can be."""
+    found = {file: written_from_outside(tree_of(file)) for file in FILES}
+    assert {file: lines for file, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "for module in model.modules():\n    module.run = recomputed",
+        "model.groups = ()",
+        "model.context.heads = heads",
+        "setattr(module, name, child)",
+        "def build(kit):\n    model = make(kit)\n    model.run_group, model.keeps_rows = run, True",
+        "module.by_block: object = None",
+        "self.gradients.user = 0",
+        "router.loads += 1",
+    ],
+)
+def test_a_planted_write_is_seen(planted: str) -> None:
+    assert written_from_outside(ast.parse(planted))
+
+
+def told_policies(source: str, file: str) -> Iterator[str]:
+    """Yield the places at which a file tells values of memory.recompute apart."""
+    if "memory" in file.split("/"):
+        return
+    for node in ast.walk(ast.parse(source)):
+        told: list[ast.AST] = []
+        if isinstance(node, ast.Compare):
+            told = [node.left, *node.comparators]
+        elif isinstance(node, ast.Match):
+            told = [node.subject]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+            told = [node.args[0]]
+        elif isinstance(node, ast.Subscript):
+            told = [node.slice]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
+            told = list(node.args[:1])
+        inner = (part for one in told for part in ast.walk(one))
+        if any(isinstance(part, ast.Attribute) and part.attr == "recompute" for part in inner):
+            yield f"{file}:{node.lineno}"
+
+
+def test_an_activation_policy_is_treated_by_its_facts() -> None:
+    """No file outside of memory/ compares the word; what is computed again, kept or moved are facts of the policy."""
+    assert [found for file in FILES for found in told_policies((PACKAGE / file).read_text(), file)] == []
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "if config.memory.recompute != KEEPS_ALL: pass",
+        'if memory.recompute in ("auto", "ops"): pass',
+        "again = isinstance(config.memory.recompute, int)",
+        "match config.memory.recompute:\n  case 1: pass",
+        "mode = MODES.get(str(config.memory.recompute))",
+        "share = SHARES[config.memory.recompute]",
+    ],
+)
+def test_a_planted_comparison_of_policies_is_seen(planted: str) -> None:
+    assert [*told_policies(planted, "planner/plan/estimate.py")] == ["planner/plan/estimate.py:1"]
+    assert [*told_policies(planted, "strategies/memory/section.py")] == []

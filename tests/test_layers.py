@@ -12,36 +12,49 @@ from pathlib import Path
 
 import pytest
 
+from tests.sources import imported_names, tree_of
+
 PACKAGE = Path(__file__).resolve().parent.parent / "meshwright"
+
+BOXES = (
+    "ranks", "output", "config", "parity", "compute", "strategies", "data", "training", "planner", "tools", "families",
+    "cli",
+)  # fmt: skip
+"""The folders of the package in the order of their imports: each imports boxes before it alone."""
 
 FLOORS: dict[str, int] = {
     # 0: facts. No torch.
-    "errors": 0, "section": 0, "registry": 0, "config": 0, "environment": 0, "launchers": 0, "machine": 0, "streams": 0,
-    "imports": 0, "configs": 0, "drawing": 0, "outputs": 0, "remedies": 0, "tables": 0, "foreign": 0, "terminal": 0,
-    "version": 0,
+    "ranks/errors": 0, "ranks/remedies": 0, "ranks/environment": 0, "ranks/launchers": 0, "ranks/machine": 0,
+    "ranks/streams": 0, "ranks/imports": 0, "ranks/foreign": 0, "ranks/transports": 0, "ranks/timeouts": 0,
+    "ranks/grid": 0, "ranks/asked": 0, "output": 0, "config": 0, "config/registry": 0, "config/section": 0,
+    "configs": 0, "section": 0, "version": 0,
     # 1: ranks and what they hold.
-    "model": 1, "ranks": 1, "parameters": 1,
+    "ranks": 1, "compute/model": 1, "compute/parameters": 1, "compute/precision": 1,
     # 2: rooms that never import each other.
-    "context": 2, "tensor": 2, "data_parallel": 2, "optim": 2, "pipeline": 2, "memory": 2,
+    "compute/context": 2, "compute/tensor": 2, "strategies/data_parallel": 2, "strategies/optim": 2,
+    "strategies/pipeline": 2, "strategies/memory": 2,
     # 3: a kit made of the tensor room's layers; models, written against the kit.
-    "subgraph": 3, "models": 3,
+    "compute/subgraph": 3, "compute/models": 3,
     # 4: what makes a run of the parts.
-    "parts": 4, "on_device": 4, "stage_costs": 4, "decisions": 4, "checkpoint": 4, "convert": 4, "data": 4, "launch": 4,
+    "training/parts": 4, "training/rank_model": 4, "training/all_stages": 4,
+    "training/on_device": 4, "training/stage_costs": 4, "training/decisions": 4,
+    "training/checkpoint": 4, "training/convert": 4, "data": 4, "ranks/launch": 4,
     # 4 too: a rank's sums, followed before it starts.
-    "typed": 4,
+    "training/typed": 4,
     # 4 too: equal bits. parts.py and sections name it as a text, and nobody imports it.
-    "bits": 4,
+    "compute/bits": 4,
     # 5: the run. The core ends here.
     "training": 5,
     # 5 too: the comparison with one process, of any program.
     "parity": 5,
     # 6: what asks questions of a run, before, beside and after it.
-    "tools": 6,
+    "planner": 6, "tools": 6,
     # 6 too: what one family alone has, its measures with it. The registry names it, and nobody imports it.
     "families": 6,
     # On top.
-    "__main__": 7, "cli": 7, "api": 7, "__init__": 7,
+    "__main__": 7, "cli": 7, "api": 7, "__init__": 7, "compute": 7, "strategies": 7,
 }  # fmt: skip
+"""By room: a folder or a module. A module belongs to the longest name that its path begins with."""
 
 ROOMS_APART = 2
 
@@ -57,14 +70,17 @@ def is_section(name: str) -> bool:
     return name == SECTION or name.endswith(f"_{SECTION}")
 
 
+def room_named(parts: tuple[str, ...]) -> str:
+    """The room of a module, by the folders and the name of its file. A section is no part of its folder."""
+    if any(map(is_section, parts)):
+        return SECTION
+    beginnings = ("/".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((room for room in beginnings if room in FLOORS), "__init__")
+
+
 def room_of(path: Path) -> str:
-    """The file or folder right under the package that a module belongs to; a section is no part of its folder."""
-    return SECTION if is_section(path.stem) else path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+    """The room that a module of the package belongs to."""
+    return room_named(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
 def nodes_of(path: Path) -> Iterator[ast.AST]:
@@ -81,21 +97,14 @@ def nodes_of(path: Path) -> Iterator[ast.AST]:
 @cache
 def imports_of(path: Path) -> list[str]:
     """The dotted names of everything that a module imports, at its top or inside a function."""
-    names: list[str] = []
-    for node in nodes_of(path):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            names += [f"{node.module}.{alias.name}" for alias in node.names]
-    return names
+    return imported_names(nodes_of(path))
 
 
 def rooms_imported(path: Path) -> Iterator[str]:
     for name in imports_of(path):
-        parts = name.split(".")
-        if parts[0] == "meshwright" and len(parts) > 1:
-            yield SECTION if any(map(is_section, parts)) else parts[1] if parts[1] in FLOORS else "__init__"
+        first, *parts = name.split(".")
+        if first == "meshwright" and parts:
+            yield room_named(tuple(parts))
 
 
 IMPORT_DEPTH = 20
@@ -166,14 +175,37 @@ def test_sections_import_no_room(path: Path) -> None:
     assert set(rooms_imported(path)) <= facts
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if room_of(path) == "ranks"], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted((PACKAGE / "ranks").rglob("*.py")), ids=lambda path: path.stem)
 def test_ranks_know_no_config(path: Path) -> None:
     nodes = imports_run(tree_of(path), lazy=True)
     assert not [node for node in nodes if isinstance(node, ast.ImportFrom) and "meshwright.config" in str(node.module)]
 
 
-def test_every_room_has_a_floor() -> None:
-    assert {room_of(path) for path in MODULES} <= set(FLOORS)
+def test_every_folder_is_a_box() -> None:
+    """configs/ holds files for people, and one module that finds them."""
+    assert {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()} == {*BOXES, "configs"}
+
+
+def box_of(module: str) -> str:
+    """The box of a module by its name: the face of the package is above all, sections are the config's."""
+    parts = module.split(".")[1:]
+    if any(map(is_section, parts)) or parts[:1] == ["configs"]:
+        return "config"
+    return parts[0] if parts and parts[0] in BOXES else "ranks" if parts == ["version"] else "face"
+
+
+def test_boxes_import_one_way() -> None:
+    order = {box: place for place, box in enumerate((*BOXES, "face"))}
+    pairs = {(name, other) for name, imported in modules_imported(lazy=True).items() for other in imported}
+    assert {pair for pair in pairs if order[box_of(pair[0])] < order[box_of(pair[1])]} == set()
+
+
+def test_parity_needs_ranks_alone() -> None:
+    """So do the distributions of both (packaging/)."""
+    imported = modules_imported(lazy=True)
+    for box, allowed in (("ranks", {"ranks"}), ("parity", {"ranks", "parity"})):
+        files = {name for name in imported if name.split(".")[1:2] == [box]}
+        assert {box_of(other) for name in files for other in imported[name]} <= allowed
 
 
 def test_imports_go_down() -> None:
@@ -188,9 +220,33 @@ def test_imports_go_down() -> None:
     assert not mistakes
 
 
+def face_imports(path: Path) -> list[str]:
+    """The imports of the package itself, whose names are those of every floor."""
+    return [
+        name
+        for name in imports_of(path)
+        if name.split(".")[0] == "meshwright" and room_named(tuple(name.split(".")[1:])) == "__init__"
+    ]
+
+
+def test_nobody_below_imports_the_face() -> None:
+    top = max(FLOORS.values())
+    found = {str(path): face_imports(path) for path in MODULES if FLOORS[room_of(path)] < top}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize("planted", ["import meshwright", "from meshwright import build", "import meshwright as mw"])
+def test_a_planted_import_of_the_face_is_seen(planted: str, tmp_path: Path) -> None:
+    room = tmp_path / "parts.py"
+    room.write_text(f"def late():\n    {planted}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.test_layers.PACKAGE", tmp_path)
+        assert face_imports(room)
+
+
 def test_libraries_stay_in_their_rooms() -> None:
-    """No torch on floor 0. `torch.distributed` for ranks and the launcher, which uses its store, beside fully_shard,
-    which is of it, and doctor, which asks both what there is."""
+    """No torch on floor 0. `torch.distributed` for ranks and the launcher, which uses its store; doctor asks both
+    what there is."""
     mistakes = []
     for path in MODULES:
         room, doctor = room_of(path), path.stem == "doctor"
@@ -198,9 +254,9 @@ def test_libraries_stay_in_their_rooms() -> None:
         distributed = any(name.startswith("torch.distributed") for name in imports_of(path))
         if FLOORS[room] == 0 and "torch" in roots:
             mistakes.append(f"{path}: torch on floor 0")
-        if distributed and room not in ("ranks", "launch") and path.stem != "fsdp" and not doctor:
+        if distributed and not room.startswith("ranks") and not doctor:
             mistakes.append(f"{path}: torch.distributed")
-        if "mpi4py" in roots and room != "ranks" and not doctor:
+        if "mpi4py" in roots and not room.startswith("ranks") and not doctor:
             mistakes.append(f"{path}: mpi4py")
     assert not mistakes
 
@@ -210,7 +266,7 @@ def test_one_place_reads_the_environment_and_nothing_is_unpickled() -> None:
     for path in MODULES:
         used = {f"{node.value.id}.{node.attr}" for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)
                 and isinstance(node.value, ast.Name)}  # fmt: skip
-        forbidden = {"torch.load"} | ({"os.environ", "os.getenv"} if room_of(path) != "environment" else set())
+        forbidden = {"torch.load"} | ({"os.environ", "os.getenv"} if room_of(path) != "ranks/environment" else set())
         mistakes += [f"{path}: {name}" for name in used & forbidden]
         mistakes += [f"{path}: {n}" for n in imports_of(path) if n.split(".")[0] in ("pickle", "shelve", "dill")]
     assert not mistakes
@@ -227,12 +283,14 @@ def test_nobody_imports_a_family() -> None:
 def is_model(path: Path) -> bool:
     """Whether a module has a chain, or what chains of several families are made of."""
     of_family = room_of(path) == "families" and "kit" in path.read_text() and "nn.Module" in path.read_text()
-    return room_of(path) == "models" or of_family
+    return room_of(path) == "compute/models" or of_family
 
 
 @pytest.mark.parametrize("path", list(filter(is_model, MODULES)), ids=lambda path: path.stem)
 def test_models_know_no_axis(path: Path) -> None:
-    allowed = {"config", "context", "model", "parameters", "registry", "tensor", "models", "section", "families"}
+    allowed = {"config", "config/registry", "config/section", "section", "families"} | {
+        f"compute/{room}" for room in ("context", "model", "parameters", "tensor", "models")
+    }
     assert set(rooms_imported(path)) <= allowed, "a model knows the kit, its context, its config and initial values"
     words = re.findall(r"\b(mesh|comm|axis|all_reduce|gather)\b", path.read_text())
     assert not words, f"not a line about parallelism in a model: {words}"

@@ -1,6 +1,6 @@
 """One GPU, where there is one: fused kernels against float64, and layouts whose ranks are threads that share it.
 
-`pytest --device cuda tests/test_one_gpu.py tests/tensor tests/context ...` runs these, and ranks of other tests, there.
+`pytest --device cuda tests/test_one_gpu.py tests/compute ...` runs these, and ranks of other tests, there.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.compute.context.context import WHOLE_SEQUENCES
+from meshwright.compute.context.documents import attend_by_document, flash_takes
+from meshwright.compute.context.kernels import Efficient, Flash, Kernel, kernel_of
+from meshwright.compute.context.ring import RingAttention
+from meshwright.compute.context.spec import AttentionSpec
 from meshwright.config import parse_config
-from meshwright.context.context import WHOLE_SEQUENCES
-from meshwright.context.documents import attend_by_document, flash_takes
-from meshwright.context.kernels import Efficient, Flash, Kernel, kernel_of
-from meshwright.context.ring import RingAttention
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from tests.context.test_documents import LENGTHS, SOLO, starts_of
-from tests.tensor.test_equality import MODELS, check, run
+from tests.compute.context.documents import LENGTHS, SOLO, starts_of
+from tests.oracle.run import check, run
+from tests.oracle.tensor import MODELS
 from tests.workers import run_ranks
 
 pytestmark = [
@@ -44,14 +46,15 @@ def operands(device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], Te
     return inputs, gradient
 
 
-def exact(inputs: list[Tensor], gradient: Tensor, *, documents: bool) -> list[Tensor]:
+def exact(inputs: list[Tensor], gradient: Tensor, *, documents: bool, window: int | None = None) -> list[Tensor]:
     """The output, dQ, dK, dV in float64."""
     wide = [x.double().requires_grad_() for x in inputs]
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=0.3, enable_gqa=True)
 
-    out = attend_by_document(attend, starts_of(LENGTHS), *wide) if documents else attend(*wide, None, True)
+    starts = starts_of(LENGTHS)
+    out = attend_by_document(attend, starts, *wide, window) if documents else attend(*wide, None, True)
     return [out.detach(), *torch.autograd.grad(out, wide, gradient.double())]
 
 
@@ -62,7 +65,8 @@ def of_ring(mesh: Mesh, dtype: torch.dtype, kernel: type[Kernel], documents: boo
     assert type(kernel_of(*inputs, False, "cuda")) is kernel
     places = ring.positions(0, inputs[0].shape[2] // mesh.size("context"), mesh.device)
     mine = [x[:, :, places].clone().requires_grad_() for x in inputs]
-    out = ring.attend(*mine, starts_of(LENGTHS) if documents else None, 0.0, not documents, 0.3)
+    starts = starts_of(LENGTHS) if documents else None
+    out = ring.attend(*mine, AttentionSpec(causal=True, scale=0.3, documents=starts))
     got = [out.detach(), *torch.autograd.grad(out, mine, gradient[:, :, places])]
     whole = (x[:, :, places] for x in exact(inputs, gradient, documents=documents))
     return [float((x.double() - y).norm() / y.norm()) for x, y in zip(got, whole, strict=True)]
@@ -82,19 +86,22 @@ def test_a_ring_by_fused_kernels(
         assert max(errors) <= error, errors
 
 
-def at_once(mesh: Mesh, dtype: torch.dtype) -> list[float]:
+def at_once(mesh: Mesh, dtype: torch.dtype, window: int | None) -> list[float]:
     inputs, gradient = operands(mesh.device, dtype)
     mine = [x.requires_grad_() for x in inputs]
     assert flash_takes(*mine, 0.0)
-    out = WHOLE_SEQUENCES.attend(*mine, starts_of(LENGTHS), 0.0, False, 0.3)
+    spec = AttentionSpec(causal=True, window=window, scale=0.3, documents=starts_of(LENGTHS))
+    out = WHOLE_SEQUENCES.attend(*mine, spec)
     got = [out.detach(), *torch.autograd.grad(out, mine, gradient)]
-    expected = exact(inputs, gradient, documents=True)
-    return [float((x.double() - y).norm() / y.norm()) for x, y in zip(got, expected, strict=True)]
+    expected = exact(inputs, gradient, documents=True, window=window)
+    # A window of 1 has no dQ and no dK.
+    return [float((x.double() - y).norm() / y.norm().clamp(min=1)) for x, y in zip(got, expected, strict=True)]
 
 
+@pytest.mark.parametrize("window", [None, 1, 5, 40])
 @pytest.mark.parametrize("dtype, error", [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
-def test_documents_by_one_varlen_kernel(dtype: torch.dtype, error: float) -> None:
-    [errors] = run_ranks(at_once, SOLO, dtype)
+def test_documents_by_one_varlen_kernel(dtype: torch.dtype, error: float, window: int | None) -> None:
+    [errors] = run_ranks(at_once, SOLO, dtype, window)
     assert max(errors) <= error, errors
 
 

@@ -12,57 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.config import Config, parse_config
-from meshwright.ranks.grid import grid_of_run
 from meshwright.ranks.mesh import Mesh
-from tests.checkpoint.states import run_leg
-from tests.checkpoint.test_round_trip import assert_same_bits, taken_up, written
-from tests.data_parallel.test_equality import train
 from tests.mpi_workers import Answer, flat, unflat
-from tests.tensor.test_equality import check, run
-from tests.tensor.test_equality import config_for as kit_config
-from tests.tensor.test_equality import serial as serial_of
+from tests.oracle.run import check, run, train
+from tests.oracle.tensor import config_for as kit_config
+from tests.oracle.tensor import serial as serial_of
+from tests.orders import LAYOUTS, MEGATRON, SUBGRAPH, config_for
+from tests.training.checkpoint.round_trip import assert_same_bits, taken_up, written
+from tests.training.checkpoint.states import run_leg
 from tests.workers import run_ranks
-
-SUBGRAPH = {"kind": "subgraph", "size": 2}
-TESSERACT = {"kind": "tesseract", "q": 2, "d": 2}
-MEGATRON = {"kind": "megatron", "size": 2}
-
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "branch-data": {"data": {"size": 2, "sync": "zero1"}, "tensor": SUBGRAPH},
-    "branch-pipe-data": {"data": {"size": 2}, "pipeline": {"size": 2}, "tensor": SUBGRAPH | {"common": "one"}},
-    "branch-pipe": {"pipeline": {"size": 2}, "tensor": SUBGRAPH | {"branch": "attention-core"}},
-    "col-row-depth": {"tensor": TESSERACT},
-    "col-data-row": {"data": {"size": 2, "sync": "server-gradient"}, "tensor": TESSERACT | {"d": 1}},
-    "tensor-data-pipe": {"data": {"size": 2}, "pipeline": {"size": 2, "schedule": "1f1b"}, "tensor": MEGATRON},
-    "row:2-col:2-row-col": {"tensor": TESSERACT | {"q": 4, "d": 1}},
-    "tensor:2-data-tensor": {
-        "data": {"size": 2, "sync": "zero1"}, "tensor": MEGATRON | {"size": 4, "sequence_parallel": True},
-    },
-    "pipe:2-data-pipe": {"data": {"size": 2, "sync": "zero1"}, "pipeline": {"size": 4, "schedule": "1f1b"}},
-    "data:2-tensor-data": {"data": {"size": 4, "sync": "zero2"}, "tensor": MEGATRON},
-}  # fmt: skip
-"""By order. Pipe innermost, branch outermost; a tied table on both ends of a pipeline; slices and roots; axes that are
-split into parts, between which others lie."""
-
-
-def config_for(order: str, **changes: Any) -> Config:
-    """Four layers, so that stages have some; 24 samples in two microbatches a replica."""
-    layout = {"order": order.split("-"), **LAYOUTS[order]} if order != "auto" else {}
-    replicas = layout.get("data", {}).get("size", 1)
-    tree = {
-        "model": {
-            "family": "gpt2", "layers": 4, "hidden": 24, "heads": 4, "positions": 12, "vocabulary": 300, "tied": True,
-            "vocabulary_multiple": 12, "dropout": 0.0,
-        },
-        "data": {"sequence": 12},
-        "batch": {"global": 24, "micro": 12 // replicas},
-        "layout": layout,
-        "precision": {"level": "O0", "dtype": "float64"},
-        "optimizer": {"lr": 1e-2, "clip": 0.5, "schedule": {"warmup": 3}},
-        "steps": 3,
-    }  # fmt: skip
-    return parse_config(tree | changes)
 
 
 @cache
@@ -81,7 +39,7 @@ def test_equals_serial(order: str) -> None:
     config = config_for(order)
     nesting = [name for name, size in config.layout.nesting if size > 1]
     assert nesting == [mention.partition(":")[0] for mention in order.split("-")]
-    assert grid_of_run(config).nesting == config.layout.nesting
+    assert config.grid.nesting == config.layout.nesting
     check(run(config), serial())
 
 
@@ -140,7 +98,7 @@ SPLIT = ("row:2-col:2-row-col", "pipe:2-data-pipe", "data:2-tensor-data", "col-r
 def test_checkpoints_move_between_split_axes(source: str, target: str, tmp_path: Path) -> None:
     def leg(order: str, *where: Any) -> Any:
         config = config_for(order)
-        return run_ranks(run_leg, grid_of_run(config), config, *where, token_axes=config.layout.token_axes)
+        return run_ranks(run_leg, config.grid, config, *where, token_axes=config.layout.token_axes)
 
     before = leg(source, None, tmp_path, 0, 1)
     after = leg(target, tmp_path / "step-1", None, 1, 3)

@@ -40,7 +40,7 @@ NOT_OURS = (
     "node_modules",
 )
 """Folders of the root that a build of the tests' copy does not need."""
-MADE = ("__pycache__", "*.pyc", "*.egg-info", ".*_cache", ".hypothesis", "meshwright_parity")
+MADE = ("__pycache__", "*.pyc", "*.egg-info", ".*_cache", ".hypothesis")
 
 
 def project() -> dict[str, Any]:
@@ -48,13 +48,14 @@ def project() -> dict[str, Any]:
     return table
 
 
-def build(kind: str, source: Path, target: Path) -> Path:
+def build(kind: str, source: Path, target: Path, **variables: str) -> Path:
     """A distribution, made by the build backend alone: no network, no other environment."""
     target.mkdir(exist_ok=True)
     code = f"from setuptools import build_meta; print('made', build_meta.build_{kind}({str(target)!r}))"
     ran = subprocess.run(
-        [sys.executable, "-c", code], cwd=source, capture_output=True, text=True, timeout=PATIENCE_SECONDS
-    )
+        [sys.executable, "-c", code], cwd=source, env=os.environ | variables, capture_output=True, text=True,
+        timeout=PATIENCE_SECONDS,
+    )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     return target / ran.stdout.split()[-1]
 
@@ -70,7 +71,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def ignore(at: str, names: list[str]) -> set[str]:
         return ignored(at, names) | (set(NOT_OURS) & set(names) if Path(at) == ROOT else set())
 
-    shutil.copytree(ROOT, folder, ignore=ignore)
+    shutil.copytree(ROOT, folder, ignore=ignore, symlinks=True)
     return folder
 
 
@@ -78,7 +79,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sdist(copy: Path) -> Path:
     """The source distribution, unpacked."""
     # The copy's files before the build writes its own beside them.
-    archive = build("sdist", shutil.copytree(copy, copy.with_name("built")), copy.with_name("dist"))
+    archive = build("sdist", shutil.copytree(copy, copy.with_name("built"), symlinks=True), copy.with_name("dist"))
     with tarfile.open(archive) as tar:
         tar.extractall(copy.with_name("unpacked"), filter="data")
     return copy.with_name("unpacked") / archive.name.removesuffix(".tar.gz")
@@ -117,7 +118,7 @@ def test_the_wheel_says_who_it_is(wheel: zipfile.ZipFile) -> None:
 
 
 CHECKS = """
-import meshwright_parity as parity
+import meshwright.parity as parity
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -138,6 +139,8 @@ def wrong(job):
     program(job, lambda batch: batch[:4])
 """
 
+BOXES = ("ranks", "parity")
+
 ALONE = """
 import sys
 
@@ -154,54 +157,77 @@ sys.meta_path.insert(0, Refused())
 
 
 @pytest.fixture(scope="module")
-def parity_wheel(copy: Path) -> Path:
-    """The distribution of parity alone, built as the repository has it."""
-    source = shutil.copytree(copy, copy.with_name("parity"))
-    return build("wheel", source / "packaging/parity", copy.with_name("parity-wheels"))
+def wheels(copy: Path) -> dict[str, Path]:
+    """The distributions of a release, built as the repository has them."""
+    source, target = shutil.copytree(copy, copy.with_name("apart"), symlinks=True), copy.with_name("wheels")
+    return {
+        "meshwright": build("wheel", source, target, MESHWRIGHT_APART="1"),
+        **{f"meshwright-{box}": build("wheel", source / "packaging" / box, target) for box in BOXES},
+    }
 
 
-def test_parity_alone_asks_for_three_packages(parity_wheel: Path) -> None:
-    facts = metadata(zipfile.ZipFile(parity_wheel))
-    assert facts["Version"] == meshwright.__version__
-    asked = facts.get_all("Requires-Dist") or []
-    assert {re.match(r"\w+", line)[0] for line in asked} == {"torch", "numpy", "Jinja2"}  # type: ignore[index]
-    ours = {word.name: word.specifier for word in map(Requirement, project()["dependencies"])}
-    assert {word.name: word.specifier for word in map(Requirement, asked)}.items() <= ours.items()
-    points = zipfile.ZipFile(parity_wheel).read(f"meshwright_parity-{facts['Version']}.dist-info/entry_points.txt")
-    assert b"meshwright_parity = meshwright_parity.plugin" in points
+def own_files(wheel: Path) -> set[str]:
+    return {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
 
 
-def test_parity_alone_runs_where_meshwright_is_not(parity_wheel: Path, tmp_path: Path) -> None:
+def test_the_wheels_of_a_release_share_no_file(copy: Path, wheels: dict[str, Path]) -> None:
+    """An installer that removes one leaves the others whole."""
+    held = [name for wheel in wheels.values() for name in own_files(wheel)]
+    assert sorted(held) == sorted(f"meshwright/{name}" for name in files(copy / "meshwright"))
+
+
+def test_the_wheels_of_a_release_ask_for_each_other(wheels: dict[str, Path]) -> None:
+    facts = {name: metadata(zipfile.ZipFile(wheel)) for name, wheel in wheels.items()}
+    assert {each["Version"] for each in facts.values()} == {meshwright.__version__}
+    asked = {name: [Requirement(line) for line in each.get_all("Requires-Dist") or []] for name, each in facts.items()}
+    ours = {
+        name: {str(word) for word in words if word.name in wheels and not word.extras} for name, words in asked.items()
+    }
+    ranks, parity = (f"meshwright-{box}=={meshwright.__version__}" for box in BOXES)
+    assert ours == {"meshwright": {ranks, parity}, "meshwright-ranks": set(), "meshwright-parity": {ranks}}
+    others = {name: {word.name for word in words if word.marker is None} - {*wheels} for name, words in asked.items()}
+    assert others["meshwright-ranks"] == {"torch", "numpy"}
+    assert others["meshwright-parity"] == {"torch", "numpy", "Jinja2"}
+    bounds = {word.name: word.specifier for word in map(Requirement, project()["dependencies"])}
+    words = [word for box in BOXES for word in asked[f"meshwright-{box}"]]
+    assert all(word.specifier == bounds[word.name] for word in words if word.name in bounds)
+
+
+def test_ranks_and_parity_run_where_the_rest_is_not(wheels: dict[str, Path], tmp_path: Path) -> None:
     """In a fresh environment that has this one's packages but for those that only the rest of meshwright needs."""
     if find_spec("pip") is None:
         pytest.skip("no pip here: python -m ensurepip")
     venv.create(tmp_path / "env", symlinks=True)
     python = tmp_path / "env/bin/python"
-    install = ["--python", str(python), "install", "--no-deps", "--no-index", "--quiet", str(parity_wheel)]
-    subprocess.run([sys.executable, "-m", "pip", *install], check=True, timeout=PATIENCE_SECONDS)
+    pip = [sys.executable, "-m", "pip", "--python", str(python)]
+    install = ["install", "--no-deps", "--no-index", "--quiet", *(str(wheels[f"meshwright-{x}"]) for x in BOXES)]
+    subprocess.run([*pip, *install], check=True, timeout=PATIENCE_SECONDS)
     (packages,) = (tmp_path / "env/lib").glob("python*/site-packages")
     absent = {re.match(r"\w+", line)[0].lower() for line in project()["dependencies"]}  # type: ignore[index]
-    absent = {"yaml" if name == "pyyaml" else name for name in absent} - {"torch", "numpy", "jinja2"} | {"meshwright"}
+    absent = {"yaml" if name == "pyyaml" else name for name in absent} - {"torch", "numpy", "jinja2"}
     (packages / "alone.py").write_text(ALONE.format(absent=absent))
     (packages / "alone.pth").write_text(f"import alone\n{sysconfig.get_path('purelib')}\n")
     (tmp_path / "checks.py").write_text(CHECKS)
     page = tmp_path / "parity.html"
-    words = [str(python.with_name("meshwright-parity")), "checks.py", "--json", "--page", str(page)]
-    ran = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+
+    def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+
+    ran = run(python.with_name("meshwright-parity"), "checks.py", "--json", "--page", page)
     assert ran.returncode == 1, ran.stderr
     assert ran.stdout.startswith("{"), ran.stderr
     right, wrong = json.loads(ran.stdout)["checks"]
     assert right["holds"], right["verdict"]
     assert wrong["finding"]["kind"] == "wrong data", wrong["verdict"]
     assert "wrong data" in page.read_text()
-    # Beside meshwright, whose plugin takes the same option and has other checks: each is collected once.
-    plugins = ["-p", "meshwright.parity.plugin", "-p", "meshwright_parity.plugin", "-p", "no:cacheprovider"]
-    collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", *plugins, "checks.py"]
-    both = {"PYTHONPATH": f"{packages}:{ROOT}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    ran = subprocess.run(
-        collect, cwd=tmp_path, env=os.environ | both, capture_output=True, text=True, timeout=PATIENCE_SECONDS
-    )
-    assert ran.stdout.splitlines()[:2] == ["checks.py::right[data2]", "checks.py::wrong[data2]"], ran.stderr
+    # The face says what is missing.
+    ran = run(python, "-c", "import meshwright as mw; mw.train")
+    assert "mw.train is in none of the distributions that are installed: pip install meshwright" in ran.stderr
+    # Its README's program, without parity.
+    subprocess.run([*pip, "uninstall", "--yes", "--quiet", "meshwright-parity"], check=True, timeout=PATIENCE_SECONDS)
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "packaging/ranks/README.md").read_text(), re.DOTALL)
+    (tmp_path / "sums.py").write_text(program)
+    assert run(python, "sums.py").stdout == "[1.0, 1.0]\n"
 
 
 def test_links_of_the_readme_hold_away_from_the_repository(wheel: zipfile.ZipFile) -> None:
@@ -220,6 +246,11 @@ def test_one_version_stands_everywhere() -> None:
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
     assert yaml.safe_load((ROOT / "packaging/conda/recipe.yaml").read_text())["context"]["version"] == version
     assert re.findall(r"^## (\d\S*)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[0] == version
+
+
+def test_boxes_are_asked_for_by_their_version() -> None:
+    (pinned,) = re.findall(r'"meshwright-ranks==(.+?)"', (ROOT / "packaging/parity/pyproject.toml").read_text())
+    assert pinned == meshwright.__version__
 
 
 def test_extras_are_named_by_all() -> None:

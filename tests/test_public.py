@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.tools.plan.cluster import load_cluster
-from meshwright.tools.plan.software import load_program
+from meshwright.planner.plan.cluster import load_cluster
+from meshwright.planner.plan.software import load_program
 from validation import public
 from validation.beside import formula_bytes
 from validation.paper import read_table

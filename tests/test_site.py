@@ -70,6 +70,7 @@ def test_first_pages_say_what_the_table_of_bits_says() -> None:
 
 @pytest.mark.skipif(find_spec("mkdocs") is None, reason="no mkdocs here: pip install 'meshwright[site]', or make site")
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "docs/site/pictures.py"], cwd=ROOT, check=True, timeout=PATIENCE_SECONDS)
     ran = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
         cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_SECONDS,

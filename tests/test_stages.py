@@ -5,21 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
+from meshwright.compute.parameters.shard import shard_specs
+from meshwright.compute.tensor.serial import SerialKit
 from meshwright.config import Config
-from meshwright.decisions import resolve_layout
-from meshwright.machine import Machine
-from meshwright.parameters.shard import shard_specs
-from meshwright.parts import Stages, build_model, plan_stages
 from meshwright.ranks.grid import Grid
+from meshwright.ranks.machine import Machine
 from meshwright.ranks.mailbox import CutForms, TensorMeta
 from meshwright.ranks.mesh import Mesh, solo_mesh
 from meshwright.ranks.planned import planned_mesh
-from meshwright.stage_costs import BuiltStages
-from meshwright.tensor.serial import SerialKit
+from meshwright.strategies.pipeline.stages import Stages
+from meshwright.training.all_stages import plan_stages
+from meshwright.training.decisions import resolve_layout
+from meshwright.training.rank_model import build_model
+from meshwright.training.stage_costs import BuiltStages
 from tests.harness import build, resolved
-from tests.pipeline.test_equality import WHOLE, pipelined
-from tests.pipeline.test_partition import laid_out
-from tests.tensor.test_equality import BLOCKS, ONE_D, SEQUENCE
+from tests.oracle.pipeline import WHOLE, laid_out, pipelined
+from tests.oracle.tensor import BLOCKS, ONE_D, SEQUENCE
 from tests.workers import run_ranks
 
 

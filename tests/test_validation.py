@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import pytest
 
 from meshwright.config import Config
-from meshwright.pipeline.span import Timeline, task_span
-from meshwright.pipeline.task import Task, TaskKind
-from meshwright.tools.plan.cluster import Cluster
-from meshwright.tools.plan.memory import Memory
-from meshwright.tools.plan.predict import Prediction
-from meshwright.tools.plan.software import Software
+from meshwright.planner.plan.cluster import Cluster
+from meshwright.planner.plan.memory import Memory
+from meshwright.planner.plan.predict import Prediction
+from meshwright.planner.plan.software import Software
+from meshwright.strategies.pipeline.span import Timeline, task_span
+from meshwright.strategies.pipeline.task import Task, TaskKind
 from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PASSES
 from validation import axonn, paper, tesseract
 from validation.__main__ import COMPARE

@@ -30,14 +30,13 @@ import pytest
 import torch
 import torch._dynamo  # torch.optim imports it in every rank: a second each, unless the parent has it
 
-from meshwright.config import Config
-from meshwright.environment import Environment, Rendezvous
-from meshwright.errors import LaunchError
-from meshwright.launch.threads import run_threads
+from meshwright.ranks.environment import Environment, Rendezvous
+from meshwright.ranks.errors import LaunchError
 from meshwright.ranks.grid import Grid
+from meshwright.ranks.launch.threads import run_threads
 from meshwright.ranks.mesh import open_mesh, open_mesh_in
 from meshwright.ranks.thread_world import ThreadWorld
-from meshwright.ranks.transports_section import TransportName
+from meshwright.ranks.transports import TransportName
 from tests.patience import PATIENCE_SECONDS
 
 PORTS = 500
@@ -114,13 +113,10 @@ def _answers(context: Any, work: Callable[..., None], works: Sequence[tuple[Any,
 
 
 def needs_processes(argument: Any) -> bool:
-    """Whether an argument is a config, or the name, of a strategy that lives in torch's process groups; or a function,
-    which plants a mistake in a rank's process."""
+    """Whether an argument is, or holds, a function, which plants a mistake in a rank's process."""
     if isinstance(argument, (list, tuple)):
         return any(map(needs_processes, argument))
-    if isinstance(argument, FunctionType):
-        return True
-    return (argument.layout.data.sync if isinstance(argument, Config) else argument) == "fsdp"
+    return isinstance(argument, FunctionType)
 
 
 def _work_threads(
@@ -243,7 +239,9 @@ def _context(threads: int) -> Any:
         return multiprocessing.get_context("fork")
     context = multiprocessing.get_context("forkserver")
     # With what most tests' functions need: what the server lacks each rank imports anew.
-    context.set_forkserver_preload(["tests.workers", "tests.fuzz.check", "meshwright.data_parallel.gathering"])
+    context.set_forkserver_preload(
+        ["tests.workers", "tests.fuzz.check", "meshwright.strategies.data_parallel.gathering"]
+    )
     with patch.dict(os.environ, OMP_WAIT_POLICY="passive"):  # ranks times threads are more than cores: do not spin
         forkserver.ensure_running()
     return context

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshwright.config import Config
-from meshwright.errors import ConfigError
-from meshwright.memory.recompute import best_group
-from meshwright.section import divisors, with_field
-from meshwright.tools.plan.predict import Planner, Prediction
+from meshwright.config.section import divisors, with_field
+from meshwright.planner.plan.predict import Planner, Prediction
+from meshwright.ranks.errors import ConfigError
+from meshwright.strategies.memory.recompute import best_group
 from meshwright.training.phases import DATA_PARALLEL, PASSES
 from validation.case import Claim, Finding, Row
 from validation.measure import total_memory_bytes

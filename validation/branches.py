@@ -9,7 +9,7 @@ from typing import Any
 from meshwright.config import Config
 from meshwright.config.load import read_yaml
 from meshwright.configs import shipped
-from meshwright.tools.plan.predict import Planner
+from meshwright.planner.plan.predict import Planner
 from validation.case import Finding, Row
 from validation.paper import Line, Paper
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from meshwright.compute.models.section import TextTransformer
 from meshwright.config import Config
-from meshwright.models.section import TextTransformer
-from meshwright.tools.plan.predict import Prediction
+from meshwright.planner.plan.predict import Prediction
 from meshwright.training.phases import DATA_PARALLEL
 
 

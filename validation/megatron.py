@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshwright.config import Config
-from meshwright.errors import ConfigError
-from meshwright.tools.plan.predict import Planner
+from meshwright.planner.plan.predict import Planner
+from meshwright.ranks.errors import ConfigError
 from validation.case import Finding, Row
 from validation.measure import paper_tflops
 from validation.paper import Line, Paper

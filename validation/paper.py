@@ -24,9 +24,9 @@ from typing import Any
 
 from meshwright.config import Config, parse_config
 from meshwright.config.load import read_yaml
-from meshwright.tools.plan.cluster import Cluster, load_cluster
-from meshwright.tools.plan.predict import Planner
-from meshwright.tools.plan.software import OWN_SOFTWARE, Software, load_program
+from meshwright.planner.plan.cluster import Cluster, load_cluster
+from meshwright.planner.plan.predict import Planner
+from meshwright.planner.plan.software import OWN_SOFTWARE, Software, load_program
 
 PAPERS = Path(__file__).resolve().parent / "papers"
 

@@ -18,11 +18,11 @@ from pydantic import BaseModel, Field
 
 from meshwright.config import parse_config
 from meshwright.config.load import read_yaml
-from meshwright.errors import ConfigError
-from meshwright.tools.plan.cluster import Cluster, load_cluster
-from meshwright.tools.plan.memory import Memory, verdict
-from meshwright.tools.plan.predict import Planner
-from meshwright.tools.plan.software import load_program
+from meshwright.planner.plan.cluster import Cluster, load_cluster
+from meshwright.planner.plan.memory import Memory, verdict
+from meshwright.planner.plan.predict import Planner
+from meshwright.planner.plan.software import load_program
+from meshwright.ranks.errors import ConfigError
 from validation.paper import Line, read_table
 
 FOLDER = Path(__file__).resolve().parent / "public"

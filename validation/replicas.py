@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.tools.plan.predict import Planner
+from meshwright.planner.plan.predict import Planner
 from validation.case import Finding, Row
 from validation.paper import Line, Paper
 

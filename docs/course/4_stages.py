@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import meshwright as mw
-from meshwright.pipeline.schedule import WHOLE, ScheduleRule
-from meshwright.pipeline.task import TaskKind
+from meshwright.strategies.pipeline.schedule import WHOLE, ScheduleRule
+from meshwright.strategies.pipeline.task import TaskKind
 
 
 def mine(view):

@@ -12,12 +12,12 @@ from fractions import Fraction
 from pathlib import Path
 
 from meshwright import load
-from meshwright.errors import MeshwrightError
-from meshwright.models.chain import chain_of
-from meshwright.pipeline.clock import simulate
-from meshwright.pipeline.schedule import ONE_F_ONE_B
-from meshwright.pipeline.task import TaskKind
-from meshwright.tools.explain.tables import Explained, compose
+from meshwright.compute.models.chain import chain_of
+from meshwright.planner.explain.tables import Explained, compose
+from meshwright.ranks.errors import MeshwrightError
+from meshwright.strategies.pipeline.clock import simulate
+from meshwright.strategies.pipeline.schedule import ONE_F_ONE_B
+from meshwright.strategies.pipeline.task import TaskKind
 
 HERE = Path(__file__).parent
 

@@ -19,9 +19,9 @@ from typer import Argument, Option
 from typer.core import TyperCommand, TyperGroup
 
 from meshwright.cli.completion import complete_shipped, complete_word
-from meshwright.errors import ConfigError, MeshwrightError, Problem
-from meshwright.imports import leave_unnamed_folder
-from meshwright.streams import PatientStream, escape_unknown_characters, flush, open_closed_streams, say, visible
+from meshwright.ranks.errors import ConfigError, MeshwrightError, Problem
+from meshwright.ranks.imports import leave_unnamed_folder
+from meshwright.ranks.streams import PatientStream, escape_unknown_characters, flush, open_closed_streams, say, visible
 from meshwright.version import __version__
 
 HELP = "Meshwright trains Transformers with any mixture of the published parallel strategies."
@@ -193,7 +193,7 @@ def progress() -> Iterator[Callable[[str, float | None], None]]:
     # rich is imported where a bar is drawn: help and completion are asked often, and must answer at once.
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from meshwright import terminal
+    from meshwright.output import terminal
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=terminal.console(sys.stderr), transient=True) as bar:

@@ -11,8 +11,8 @@ from typer import Argument, Option
 
 from meshwright.cli.app import OPERATE, AsJson, app
 from meshwright.cli.completion import complete_field
-from meshwright.errors import ConfigError
-from meshwright.streams import say
+from meshwright.ranks.errors import ConfigError
+from meshwright.ranks.streams import say
 
 
 @app.command(rich_help_panel=OPERATE)
@@ -49,7 +49,7 @@ def config(
         say(reference_page.page(), end="")
         return
     if field.partition(".")[0] == "cluster":
-        from meshwright.tools.plan.cluster_topic import cluster_topic
+        from meshwright.planner.plan.cluster_topic import cluster_topic
 
         topic = cluster_topic(field)
     else:

@@ -29,11 +29,11 @@ from meshwright.cli.app import (
     print_result,
     progress,
 )
-from meshwright.drawing import require_matplotlib
-from meshwright.environment import read_environment
-from meshwright.errors import ConfigError
-from meshwright.outputs import new_path, refuse_existing
-from meshwright.streams import say
+from meshwright.output.drawing import require_matplotlib
+from meshwright.output.outputs import new_path, refuse_existing
+from meshwright.ranks.environment import read_environment
+from meshwright.ranks.errors import ConfigError
+from meshwright.ranks.streams import say
 
 if TYPE_CHECKING:
     from meshwright.config import Config
@@ -62,7 +62,7 @@ def _load(run: Path, overrides: Sequence[str] | None) -> Config:
     # A run whose layout is decided must not wait for the planner's imports.
     if not file.auto:
         return parse_run(file.tree, file.words)
-    from meshwright.tools.plan.question import planned_config
+    from meshwright.planner.plan.question import planned_config
 
     with progress() as show:
         return planned_config(file, file.words, show)
@@ -107,11 +107,11 @@ def train(
         raise typer.BadParameter("Missing argument 'RUN' (or --status OUT).")
     config = _load(run, overrides)
     if explain:
-        from meshwright.tools.explain.tables import explain as explain_run
+        from meshwright.planner.explain.tables import explain as explain_run
 
         explain_run(config, planned_trace(trace or ()))
         return
-    from meshwright.decisions import in_steps
+    from meshwright.training.decisions import in_steps
     from meshwright.training.job import train as run_training
 
     resume = resume or resume_from is not None
@@ -174,9 +174,9 @@ def explain(
     Example: meshwright explain quickstart layout.tensor=megatron layout.tensor.size=2 --page layout.html
     """
     config = _load_with_remarks(run, overrides)
-    from meshwright.tools.explain.page import write_page
-    from meshwright.tools.explain.tables import explain as explain_run
-    from meshwright.tools.explain.tables import forecast
+    from meshwright.planner.explain.page import write_page
+    from meshwright.planner.explain.tables import explain as explain_run
+    from meshwright.planner.explain.tables import forecast
 
     explained = explain_run(config, None if trace is None else planned_trace([str(trace)]))
     if page is not None:
@@ -291,7 +291,7 @@ def branches(
     from meshwright.config import load_config
 
     config = load_config(run, overrides or ())
-    from meshwright.section import parse_counts
+    from meshwright.config.section import parse_counts
     from meshwright.tools.branches import findings, report
 
     counts = parse_counts("--grids", grids, "sub-grids", least=2)
@@ -349,15 +349,15 @@ def plan(
 
     Example: meshwright plan --model llama-3.1-8b --sequence 8192 --batch 512 --cluster dgx-h100 --devices 64
     """
-    from meshwright.tools.plan import answer, report
-    from meshwright.tools.plan.cluster import load_cluster
-    from meshwright.tools.plan.estimate import Estimates
-    from meshwright.tools.plan.page import write_plan_page
-    from meshwright.tools.plan.predict import Planner
-    from meshwright.tools.plan.question import NamedRun, asked_run, stopped_by_signals
-    from meshwright.tools.plan.search import search
-    from meshwright.tools.plan.software import OWN, load_program, with_imbalance
-    from meshwright.tools.plan.space import fixed_fields
+    from meshwright.planner.plan import answer, report
+    from meshwright.planner.plan.cluster import load_cluster
+    from meshwright.planner.plan.estimate import Estimates
+    from meshwright.planner.plan.page import write_plan_page
+    from meshwright.planner.plan.predict import Planner
+    from meshwright.planner.plan.question import NamedRun, asked_run, stopped_by_signals
+    from meshwright.planner.plan.search import search
+    from meshwright.planner.plan.software import OWN, load_program, with_imbalance
+    from meshwright.planner.plan.space import fixed_fields
 
     training, described = answer.Training(answer.parse_tokens(tokens), price), load_cluster(cluster)
     named = NamedRun(model, sequence, batch)
@@ -405,10 +405,10 @@ def scale(
     from meshwright.config.load import load_undecided
 
     config = load_undecided(run, overrides or (), elsewhere=True)
-    from meshwright.section import parse_counts
-    from meshwright.tools.plan import scale
-    from meshwright.tools.plan.cluster import load_cluster
-    from meshwright.tools.plan.space import fixed_fields
+    from meshwright.config.section import parse_counts
+    from meshwright.planner.plan import scale
+    from meshwright.planner.plan.cluster import load_cluster
+    from meshwright.planner.plan.space import fixed_fields
 
     names = tuple(scale.STRATEGIES) if strategies is None else scale.parse_strategies(strategies)
     described, fixed = load_cluster(cluster), fixed_fields(overrides or ())
@@ -485,10 +485,10 @@ def calibrate(
 
     Example: meshwright calibrate --out here.yaml --ranks 2,4
     """
-    from meshwright.tools.calibrate import report
-    from meshwright.tools.calibrate.job import calibrate as run_calibration
-    from meshwright.tools.calibrate.job import measured_machine
-    from meshwright.tools.calibrate.timing import effort_of
+    from meshwright.planner.calibrate import report
+    from meshwright.planner.calibrate.job import calibrate as run_calibration
+    from meshwright.planner.calibrate.job import measured_machine
+    from meshwright.planner.calibrate.timing import effort_of
 
     machine = measured_machine(ranks, device)
     with progress() as show:

@@ -29,9 +29,9 @@ from meshwright.cli.app import (
     print_result,
     progress,
 )  # fmt: skip
-from meshwright.errors import ConfigError, DataError
-from meshwright.outputs import free_path
-from meshwright.streams import PatientStream, say, visible
+from meshwright.output.outputs import free_path
+from meshwright.ranks.errors import ConfigError, DataError
+from meshwright.ranks.streams import PatientStream, say, visible
 
 if TYPE_CHECKING:
     from meshwright.data.section import TokenSection
@@ -99,8 +99,8 @@ def _asked_texts(
     texts: dict[str, str | None], pairs: bool, target: str | None, languages: tuple[str, str] | None
 ) -> TokenSection:
     """Return the data section of options. Raises ConfigError for one without an effect."""
+    from meshwright.config.registry import entries
     from meshwright.data.text_section import TextData
-    from meshwright.registry import entries
 
     given = {name: value for name, value in texts.items() if value is not None}
     section: TokenSection = TextData.model_validate(given)
@@ -165,7 +165,7 @@ def doctor(
 
         print_result(doctor, doctor.examine(), as_json)
         return
-    from meshwright.tools import nodes as nodes_tool
+    from meshwright.planner import nodes as nodes_tool
 
     if cluster is not None and out is not None and out.resolve() == cluster.resolve():
         raise ConfigError.of("--out", out, "is the file of --cluster", str(free_path(out)))
@@ -260,7 +260,7 @@ def convert_import(
 
     Example: meshwright convert import gpt2 --out out/gpt2/checkpoints/step-0
     """
-    from meshwright.convert import import_folder
+    from meshwright.training.convert import import_folder
 
     with progress() as show:
         imported = import_folder(source, out, show)
@@ -292,9 +292,9 @@ def convert_export(
 
     Example: meshwright convert export out/first --out first-hf
     """
-    from meshwright.checkpoint import Checkpoint
-    from meshwright.convert import export_folder
-    from meshwright.parts import DTYPES
+    from meshwright.compute.precision import DTYPES
+    from meshwright.training.checkpoint import Checkpoint
+    from meshwright.training.convert import export_folder
 
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError.of("--dtype", dtype, "is no dtype of weights", ", ".join(DTYPES))

@@ -14,11 +14,11 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
+from meshwright.config.registry import entries
 from meshwright.config.schema import Config
-from meshwright.errors import Problem
-from meshwright.optim.section import OWN_FIELDS
-from meshwright.registry import entries
-from meshwright.section import Section, decides_nothing, fields_meet, shown
+from meshwright.config.section import Section, decides_nothing, fields_meet, shown
+from meshwright.ranks.errors import Problem
+from meshwright.strategies.optim.section import OWN_FIELDS
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,12 @@ class Effect:
     decided_by: tuple[str, ...]
     holds: Callable[[Config], bool]
     because: Callable[[Config], str]
-    instead: str = ""
+    instead: str | Callable[[Config], str] = ""
 
 
 def _by_layers(config: Config) -> bool:
     """Whether gradients are summed by the layer, whatever size a bucket is to have."""
-    sync = config.layout.data.strategy
-    return bool(sync.whole) or sync.gathers
+    return config.layout.data.strategy.gathers
 
 
 def _optimizer_effect(field: str) -> Effect:
@@ -142,7 +141,11 @@ EFFECTS = (
         ("layout.pipeline.size", "layout.pipeline.chunks"),
         lambda config: config.layout.pipeline.size > 1 and config.layout.pipeline.chunks > 1,
         lambda config: "where every stage has one chunk",
-        "layout.pipeline.chunks=2 or more",
+        lambda config: (
+            "layout.pipeline.chunks=2 or more"
+            if config.layout.pipeline.size > 1
+            else "layout.pipeline.size=2 or more and layout.pipeline.chunks=2 or more"
+        ),
     ),
     Effect(
         ("layout.context.kind",),
@@ -306,7 +309,8 @@ def without_effect(
         for field in effect.fields:
             excused = field in mistaken or (switched and not fields_meet([field], words))
             if field in written and not decides_nothing(written[field]) and not excused:
-                valid = "leave it out" + (f", or {effect.instead}" if effect.instead else "")
+                instead = effect.instead if isinstance(effect.instead, str) else effect.instead(config)
+                valid = "leave it out" + (f", or {instead}" if instead else "")
                 yield Problem(field, shown(written[field]), f"has no effect {effect.because(config)}", valid)
 
 

@@ -15,11 +15,11 @@ from pydantic_core import core_schema
 from meshwright.config.load import read_yaml
 from meshwright.config.meanings import field_meanings
 from meshwright.config.messages import Schema
+from meshwright.config.registry import entries
 from meshwright.config.schema import Config
+from meshwright.config.section import Section
 from meshwright.config.shorthand import PRECISIONS, SHORTHANDS, Shorthand
 from meshwright.configs import shipped
-from meshwright.registry import entries
-from meshwright.section import Section
 
 UNDECIDED: Schema = {"enum": [None, False, "auto", "none"]}
 """Values that may stand where a field has no effect."""

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from meshwright.compute.models.section import Network
+from meshwright.config.registry import default_family, entries
+from meshwright.config.section import decides_nothing, fields_meet, shown
 from meshwright.data.section import DataSection
-from meshwright.errors import Problem
-from meshwright.models.section import Network
-from meshwright.registry import default_family, entries
-from meshwright.section import decides_nothing, fields_meet, shown
+from meshwright.ranks.errors import Problem
 
 DECISIVE = ("model.family", "data.kind", "data.objective", "data.source")
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from meshwright.ranks.transports_section import TransportName
-from meshwright.registry import entries
-from meshwright.section import Count, Positive, Section, Size, union_of
-from meshwright.tensor.section import TensorSection, Whole
+from meshwright.compute.tensor.section import TensorSection, Whole
+from meshwright.config.registry import entries
+from meshwright.config.section import Count, Positive, Section, Size, union_of
+from meshwright.ranks.transports import TransportName
 
 if TYPE_CHECKING:
-    from meshwright.context.section import ContextKind
-    from meshwright.data_parallel.section import Sync
-    from meshwright.pipeline.schedule import ScheduleRule
+    from meshwright.compute.context.section import ContextKind
+    from meshwright.strategies.data_parallel.section import Sync
+    from meshwright.strategies.pipeline.schedule import ScheduleRule
 
     ContextName: TypeAlias = str
     ScheduleName: TypeAlias = str

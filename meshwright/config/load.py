@@ -15,15 +15,15 @@ from pydantic import ValidationError
 from meshwright.config.effects import EFFECTS, without_effect
 from meshwright.config.kinds import foreign_fields, release_kind
 from meshwright.config.messages import UNKNOWN, nearest, nearest_choice, problems_of
+from meshwright.config.registry import check_plugins, load_entry
 from meshwright.config.rules import broken_rules
 from meshwright.config.schema import Config
 from meshwright.config.scope import answered
+from meshwright.config.section import shown
 from meshwright.config.shorthand import PRECISIONS, begin_anew, in_words, spell_out, spelt_out
 from meshwright.config.yaml_text import MAX_LEVELS, plain_values, told, yaml_text
 from meshwright.configs import SCHEMA, shipped
-from meshwright.errors import ConfigError, MeshwrightError, Problem
-from meshwright.registry import check_plugins, load_entry
-from meshwright.section import shown
+from meshwright.ranks.errors import ConfigError, MeshwrightError, Problem
 
 DECIDED = ("layout", "batch.micro", "memory")
 """The planner decides these where the layout is open: nobody knows yet which of their fields will have an effect."""

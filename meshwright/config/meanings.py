@@ -19,8 +19,8 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-from meshwright.registry import entries, where_from
-from meshwright.section import Section
+from meshwright.config.registry import entries, where_from
+from meshwright.config.section import Section
 
 
 def field_meanings(section: type[Section]) -> dict[str, str]:

@@ -16,11 +16,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from meshwright.config.schema import Config
+from meshwright.config.section import LARGEST, shown
 from meshwright.config.shorthand import SHORTHANDS, Shorthand
-from meshwright.config.words import ours_for_key, ours_for_value
-from meshwright.errors import NOTHING, Problem
-from meshwright.remedies import LEFT_OUT, remedies_of
-from meshwright.section import LARGEST, shown
+from meshwright.config.words import comparison_of, ours_for_key, ours_for_value
+from meshwright.ranks.errors import NOTHING, Problem
+from meshwright.ranks.remedies import LEFT_OUT, remedies_of
 
 UNKNOWN = "is an unknown key"
 
@@ -72,8 +72,10 @@ def word_for_option(option: str, value: str) -> str:
 
 def nearest_choice(field: str, word: object, choices: Sequence[str]) -> str:
     """The same of a field's choices, among which another tool's word may mean one."""
-    ours = ours_for_value(field, word)
-    return f" (did you mean {ours}?)" if ours in choices else nearest(shown(word), choices)
+    ours, compared = ours_for_value(field, word), comparison_of(field, word)
+    if ours not in choices:
+        return nearest(shown(word), choices)
+    return f" (did you mean {ours}?)" + (f": {compared}" if compared else "")
 
 
 def nearest(word: str, known: Sequence[str]) -> str:

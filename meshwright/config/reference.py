@@ -16,11 +16,11 @@ from meshwright.config.json_schema import config_schema
 from meshwright.config.load import model_names
 from meshwright.config.meanings import strategy_meaning
 from meshwright.config.messages import Schema, choices_of, described, inlined, paths_in, sections_in
+from meshwright.config.registry import NAMED_BY
+from meshwright.config.section import shown
 from meshwright.config.shorthand import PRECISIONS, SHORTHANDS
 from meshwright.config.words import ours_for_key
-from meshwright.errors import ConfigError
-from meshwright.registry import NAMED_BY
-from meshwright.section import shown
+from meshwright.ranks.errors import ConfigError
 
 
 @dataclass(frozen=True)

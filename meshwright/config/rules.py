@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Set
 from operator import attrgetter
 
-from meshwright.bits.section import (
+from meshwright.compute.bits.section import (
     grains_fill_microbatches,
     layers_fall_into_blocks,
     parts_are_equal,
@@ -27,11 +27,12 @@ from meshwright.bits.section import (
 )
 from meshwright.config.layout import part_of_axis
 from meshwright.config.messages import nearest
+from meshwright.config.registry import entries
 from meshwright.config.schema import Config
-from meshwright.errors import Problem
-from meshwright.ranks.transports_section import TRANSPORTS
-from meshwright.registry import entries
-from meshwright.section import Rule, at_most, divisors, listed, multiples, rule, shown
+from meshwright.config.section import Rule, at_most, divisors, listed, multiples, rule, shown
+from meshwright.ranks.errors import Problem
+from meshwright.ranks.transports import TRANSPORTS
+from meshwright.strategies.memory.section import GROUPING
 
 OFFLOAD_MULTIPLE = 128
 """Two halves, each of whole vectors of the optimizer's kernels: so the bits are those of the optimizer in place."""
@@ -195,30 +196,6 @@ def limit_has_an_effect(config: Config) -> Iterator[Problem]:
         yield Problem("layout.pipeline.limit", pipeline.limit, rule_text, f"auto, or layout.pipeline.schedule={free}")
 
 
-@rule("memory.recompute", "model.layers", "model.stage_blocks")
-def recomputed_groups_fit(config: Config) -> Iterator[Problem]:
-    recompute, layers = config.memory.recompute, config.model.num_blocks
-    if isinstance(recompute, int) and recompute > layers:
-        rule_text = f"is more than the model's {layers} layers"
-        mend = ({"memory.recompute": str(layers)},)
-        yield Problem("memory.recompute.every", recompute, rule_text, at_most(layers), mend=mend)
-
-
-@rule("memory.recompute", "model.family")
-def selective_recomputation_finds_attention(config: Config) -> Iterator[Problem]:
-    if config.memory.recompute == "selective" and not config.model.has_attention:
-        rule_text = f"recomputes attention, and a {config.model.family} has none"
-        yield Problem("memory.recompute", "selective", rule_text, "none, auto, {every: n}")
-
-
-@rule("memory.recompute", "layout.tensor")
-def kept_operations_are_whole(config: Config) -> Iterator[Problem]:
-    tensor = config.layout.tensor
-    if config.memory.recompute == "ops" and tensor.by_size:
-        rule_text = f"keeps products, and layout.tensor.kind={tensor.kind} adds its up in place, panel by panel"
-        yield Problem("memory.recompute", "ops", rule_text, "none, auto, selective, {every: n}")
-
-
 @rule("memory.offload.to", "precision.level")
 def offload_leaves_half_precision(config: Config) -> Iterator[Problem]:
     to, level = config.memory.offload.to, config.precision.level
@@ -313,15 +290,6 @@ def messages_go_with_schedule(config: Config) -> Iterator[Problem]:
         yield Problem("layout.data.exchange", "messages", rule_text, f"blocking, or layout.pipeline.schedule={free}")
 
 
-@rule("layout.data.exchange", "layout.data.expert", "memory.recompute")
-def messages_are_kept(config: Config) -> Iterator[Problem]:
-    recompute = config.memory.recompute
-    if config.layout.data.in_pieces and isinstance(recompute, int) and recompute > 1:
-        rule_text = "is of whole layers, and layout.data.exchange=messages keeps the rows that come inside of each"
-        mend = ({"memory.recompute": "1"}, {"layout.data.exchange": "blocking"})
-        yield Problem("memory.recompute.every", recompute, rule_text, "1, or layout.data.exchange=blocking", mend=mend)
-
-
 @rule("layout.data.exchange", "layout.data.expert", "bits")
 def messages_are_of_whole_microbatches(config: Config) -> Iterator[Problem]:
     if config.layout.data.in_pieces and config.bits.layout_free:
@@ -371,10 +339,9 @@ RULES = (
     *_where_chosen("contexts", "layout.context", "layout.context.strategy"),
     *_where_chosen("optimizers", "optimizer", "optimizer.update"),
     *_where_chosen("syncs", "layout.data", "layout.data.strategy"),
+    *GROUPING,
     *PARTITION_RULES,
-    recomputed_groups_fit,
-    kept_operations_are_whole,
-    selective_recomputation_finds_attention,
+    *_where_chosen("activations", "memory.recompute", "memory.policy"),
     offload_leaves_half_precision,
     offload_buckets_have_two_halves,
     order_names_every_axis_once,
@@ -382,7 +349,6 @@ RULES = (
     replicas_share_experts,
     head_is_cut_over_stages,
     messages_go_with_schedule,
-    messages_are_kept,
     messages_are_of_whole_microbatches,
     grains_fill_microbatches,
     sums_have_digits,

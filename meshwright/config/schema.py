@@ -7,31 +7,47 @@ No torch here: a bad config must fail in the time that reading it takes.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from meshwright.bits.section import Bits
+from meshwright.compute.bits.section import Bits
+from meshwright.compute.models.section import Network
 from meshwright.config.kinds import with_kind
 from meshwright.config.layout import Layout
+from meshwright.config.registry import default_family, entries
+from meshwright.config.section import Count, Positive, Seconds, Section, Share, Size, divisors, union_of
 from meshwright.data.section import DataSection
-from meshwright.models.section import Network
-from meshwright.ranks.section import Timeout
-from meshwright.registry import default_family, entries
-from meshwright.section import Count, Positive, Section, Share, Size, divisors, union_of
+from meshwright.ranks.asked import Ranks
+from meshwright.ranks.errors import ConfigError
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.timeouts import Timeouts
+from meshwright.strategies.memory.section import KEEPS_ALL, ActivationPolicy, policy_of
 
 if TYPE_CHECKING:
-    from meshwright.optim.section import Update
+    from meshwright.strategies.optim.section import Update
 
+    ActivationName: TypeAlias = str
     OptimizerName: TypeAlias = str
     SinkName: TypeAlias = str
     Model = Network
     Data = DataSection
 else:
+    ActivationName = Literal[tuple(entries("activations"))]
     OptimizerName = Literal[tuple(entries("optimizers"))]
     SinkName = Literal[tuple(entries("sinks"))]
     Model = union_of(entries("models"), "family", default=default_family())
     Data = union_of(entries("data"), "kind")
+
+
+class Timeout(Section):
+    """How long ranks wait for each other. Then every rank says where it is, and the job ends."""
+
+    join: Seconds = Timeouts.join
+    """Seconds for all ranks to come, at the start."""
+    wait: Seconds = Timeouts.wait
+    """Seconds that one rank may wait for another in a collective or for a message."""
 
 
 class BatchSection(Section):
@@ -54,6 +70,11 @@ class LossScale(Section):
     """Steps in a row that may overflow, and be skipped, before the run ends."""
 
 
+STORED = "meshwright.compute.tensor.products:PLAIN"
+PRODUCTS = {"auto": STORED, "stored": STORED, "float32": "meshwright.compute.tensor.widened:WIDENED"}
+"""The products of a kit's layers, by precision.products."""
+
+
 class Precision(Section):
     """The number formats of weights, products and gradients; a word stands for a level and its dtype."""
 
@@ -69,6 +90,16 @@ class Precision(Section):
     """A GPU multiplies float32 matrices in its tensor cores: 10 bits of mantissa, sums in float32."""
     loss_scale: LossScale = LossScale()
     """The factor on the loss that keeps fp16's small gradients; no other dtype has one."""
+
+    @property
+    def kit_products(self) -> str:
+        """The entry of the products that layers multiply by."""
+        return PRODUCTS[self.products]
+
+    @property
+    def widens(self) -> bool:
+        """Whether products of halves are float32 products of the same numbers."""
+        return self.products == "float32"
 
 
 def parse_every(value: object) -> object:
@@ -90,14 +121,19 @@ class Offload(Section):
 class MemorySection(Section):
     """Memory for time: parts of a step that are computed or fetched again rather than kept."""
 
-    recompute: Annotated[Literal["none", "auto", "selective", "ops"] | Positive, BeforeValidator(parse_every)] = "none"
-    """Recompute groups of N layers, near the root of all (auto), attention (selective), all but some products (ops)."""
+    recompute: Annotated[ActivationName | Positive, BeforeValidator(parse_every)] = KEEPS_ALL
+    """The activations that are kept, computed again or moved: a policy, or {every: n} for groups of n layers."""
     offload: Offload = Offload()
     """Master weights and moments in host memory or on disk."""
     empty_cache_every: Count = 0
     """Steps between two returns of the allocator's free memory, which cost time; 0: never."""
     summa: Literal["auto", "gather", "whole", "stream"] = "auto"
     """2-D operands travel whole, weights once a step (gather) or each time (whole), or in panels (stream)."""
+
+    @property
+    def policy(self) -> ActivationPolicy:
+        """The activation policy."""
+        return policy_of(self.recompute)
 
 
 class Restarts(Section):
@@ -321,6 +357,34 @@ class Config(Section):
         parts = f"{replicas} x {count} microbatch{'es' * (count > 1)} of {self.micro}"
         named = f"gradient accumulation over {count}" if count > 1 else "no gradient accumulation"
         return f"batch.global={self.batch.global_}: {parts} ({named})"
+
+    @property
+    def grid(self) -> Grid:
+        """The grid of the run's ranks."""
+        layout = self.layout
+        # A run whose widths are cut into parts on one device as well has the parts' axis there, of one rank.
+        alone = (("tensor", 1),) if self.bits.cuts and "tensor" not in dict(layout.axes) else ()
+        return Grid((*alone, *layout.axes), self.copies, (*alone, *layout.nesting))
+
+    def ranks(self, name: str = "", status: Path | None = None) -> Ranks:
+        """Describe the ranks that a launcher starts for this run. Raises ConfigError if a field says auto.
+
+        Args:
+            name: the job's name, as in Ranks.
+            status: the folder of the ranks' records, as in Ranks.
+        """
+        layout, transport, device, threads = self.layout, self.layout.transport, self.device, self.threads
+        if transport == "auto" or device == "auto" or threads == "auto":
+            rule = "is no machine's: ranks are started with a config in which every auto is a value"
+            raise ConfigError.of("ranks", "a config that says auto", rule, "mw.resolve(config)")
+        # torch imports its compiler (1.8 s of a core, a rank) where tensors are on the meta device, as stages are
+        # planned, and where activations are recomputed.
+        compiler = layout.pipeline.size > 1 or self.memory.policy.recomputes
+        return Ranks(
+            self.grid.axes, transport, device, threads, self.restarts.times, layout.token_axes,
+            Timeouts(self.timeout.join, self.timeout.wait), status, name, self.grid.copies, self.grid.nesting,
+            ("torch._dynamo",) if compiler else (),
+        )  # fmt: skip
 
     @property
     def copies(self) -> tuple[str, int] | None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from meshwright.errors import Problem
-from meshwright.remedies import of_problem
-from meshwright.section import shown
+from meshwright.config.section import shown
+from meshwright.ranks.errors import Problem
+from meshwright.ranks.remedies import of_problem
 
 PAGE = "docs/scope.md"
 
@@ -39,9 +39,14 @@ class Topic:
 TOPICS: dict[str, Topic] = {
     "LoRA": Topic(
         r"(\w*_)?(([qrv]|rs|lo)?_?lora|dora|peft|adapters?|qalora|loftq|ia3)(_\w+)?|lora\w+|(prefix|prompt|p)_tuning\w*"
-        r"|target_modules|modules_to_save|(un)?freeze\w*|frozen\w*|trainable_\w+|train_only\w*|finetuning_type",
-        "every weight is trained, and there are no adapters or frozen weights",
+        r"|target_modules|modules_to_save|finetuning_type",
+        "there are no adapters",
         "leave it out; PEFT trains adapters, and `meshwright parity` proves such a program on several ranks",
+    ),
+    "frozen weights": Topic(
+        r"(un)?freeze\w*|frozen_\w+|trainable_\w+|train_only\w*",
+        "weights are frozen by patterns of their names",
+        "model.frozen=[blocks.0.*, tokens.*]; all others are trained",
     ),
     "FP8": Topic(
         r"(\w*_)?(fp8|float8|f8|mxfp8|nvfp8|fp4|float4|nvfp4|mxfp4)(_\w+)?|\w*e4m3\w*|\w*e5m2\w*"

@@ -11,7 +11,7 @@ from typing import Any
 
 from meshwright.config.load import value_of_word
 from meshwright.config.schema import Config
-from meshwright.section import shown
+from meshwright.config.section import shown
 
 Check = Callable[[Config, "Facts"], "str | None"]
 

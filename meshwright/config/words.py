@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from meshwright.section import decides_nothing, shown
+from meshwright.config.section import decides_nothing, shown
 
 KEYS: Mapping[str, tuple[str, ...]] = {
     "layout.data.size={}": ("dp", "dp_size", "data_parallel_size", "dp_replicate"),
@@ -50,6 +50,9 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "precision=bf16": ("bf16",),
     "precision=fp16": ("fp16",),
     "memory.recompute=auto": ("gradient_checkpointing", "activation_checkpointing", "recompute_activations"),
+    "memory.recompute=offload": (
+        *("activation_offloading", "enable_activation_offloading", "offload_activations", "cpu_offloading"),
+    ),
     "memory.offload=host": ("cpu_offload", "offload_optimizer"),
     "model.layers={}": ("n_layer", "n_layers", "num_layers", "num_hidden_layers"),
     "model.heads={}": ("n_head", "n_heads", "num_attention_heads"),
@@ -80,9 +83,8 @@ NOTES: Mapping[str, str] = {
 VALUES: Mapping[str, Mapping[str, str]] = {
     "layout.data.sync": {
         "ddp dp no_shard horovod all_reduce": "allreduce",
-        "fsdp2 fully_shard": "fsdp",
         "shard_grad_op": "zero2",
-        "full_shard hybrid_shard hsdp": "zero3",
+        "full_shard hybrid_shard hsdp fsdp fsdp2 fully_shard": "zero3",
     },
     "layout.tensor.kind": {"tp 1d": "megatron", "2d 2.5d 3d summa optimus": "tesseract"},
     "layout.pipeline.schedule": {
@@ -107,6 +109,13 @@ VALUES: Mapping[str, Mapping[str, str]] = {
 }
 """A field's choices, by what others call them."""
 
+COMPARISONS: Mapping[str, Mapping[str, str]] = {
+    "layout.data.sync": {
+        "fsdp fsdp2 fully_shard": "python -m benchmarks.data_parallel --only zero3 compares zero3 with torch's FSDP2",
+    },
+}
+"""By field and word: the command that compares our choice with the program that the word names."""
+
 
 def ours_for_key(key: str, value: object) -> str:
     """Our words for another tool's key and its value: `tp`, 2 -> `layout.tensor=megatron layout.tensor.size=2`;
@@ -120,5 +129,14 @@ def ours_for_key(key: str, value: object) -> str:
 
 def ours_for_value(field: str, value: object) -> str:
     """The choice of a field that another tool's word means; empty where the word is none that we know of."""
+    return _meant(VALUES, field, value)
+
+
+def comparison_of(field: str, value: object) -> str:
+    """Return the sentence on a comparison with another tool's word, or nothing."""
+    return _meant(COMPARISONS, field, value)
+
+
+def _meant(words: Mapping[str, Mapping[str, str]], field: str, value: object) -> str:
     word = shown(value).lower()
-    return next((ours for theirs, ours in VALUES.get(field, {}).items() if word in theirs.split()), "")
+    return next((ours for theirs, ours in words.get(field, {}).items() if word in theirs.split()), "")

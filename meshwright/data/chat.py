@@ -27,8 +27,8 @@ from meshwright.data.renderer import Refusal, Render, Renderer
 from meshwright.data.spans import Reading, Spans, read_dialogue
 from meshwright.data.template_forms import Forms
 from meshwright.data.tokenizer import Tokenizer
-from meshwright.errors import DataError
-from meshwright.foreign import read_named, read_text
+from meshwright.ranks.errors import DataError
+from meshwright.ranks.foreign import read_named, read_text
 
 TEMPLATE = "chat_template.jinja"
 """The file beside a tokenizer.json that holds its template, where tokenizer_config.json does not."""

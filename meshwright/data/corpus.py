@@ -32,7 +32,7 @@ from meshwright.data.records import checked_text, library, read_records
 from meshwright.data.records_section import Picks, RecordSection
 from meshwright.data.section import HUB, STDLIB, UNICODE
 from meshwright.data.source_files import choose_files, existing, folder_files
-from meshwright.errors import DataError
+from meshwright.ranks.errors import DataError
 
 TEXT_KEY = "text"
 NO_PICKS = Picks()

@@ -13,10 +13,10 @@ from meshwright.data.section import TokenSection
 from meshwright.data.split import Split
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.data.told import read_lines
-from meshwright.errors import DataError
+from meshwright.ranks.errors import DataError
 
 if TYPE_CHECKING:  # the launcher prepares data without torch
-    from meshwright.model import Samples
+    from meshwright.compute.model import Samples
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.data.records import checked_text
-from meshwright.errors import DataError
-from meshwright.foreign import parse_json
+from meshwright.ranks.errors import DataError
+from meshwright.ranks.foreign import parse_json
 
 SPEAKER, TOOL, DEVELOPER = "assistant", "tool", "developer"
 ROLES = ("system", "user", SPEAKER, TOOL, DEVELOPER)

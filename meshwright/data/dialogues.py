@@ -11,8 +11,8 @@ from meshwright.data.records import first_record, read_records
 from meshwright.data.records_section import Picks
 from meshwright.data.section import DIGITS, HUB, PREPARED, STDLIB, UNICODE
 from meshwright.data.source_files import choose_files
-from meshwright.errors import DataError
-from meshwright.foreign import read_text
+from meshwright.ranks.errors import DataError
+from meshwright.ranks.foreign import read_text
 
 
 def claims_dialogues(data: Mapping[str, Any]) -> bool:

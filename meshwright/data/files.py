@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from meshwright.errors import DataError
+from meshwright.ranks.errors import DataError
 
 ShowProgress = Callable[[str, float | None], None]
 

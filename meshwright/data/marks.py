@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import tokenizers
 
 from meshwright.data.marks_section import AUTO, END, NONE, AskedMarks
-from meshwright.errors import DataError
+from meshwright.ranks.errors import DataError
 
 SETTINGS, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
 GENERATION, MODEL = "generation_config.json", "config.json"

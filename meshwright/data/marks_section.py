@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from meshwright.errors import DataError, Problem
-from meshwright.foreign import read_json
-from meshwright.section import rule
+from meshwright.config.section import rule
+from meshwright.ranks.errors import DataError, Problem
+from meshwright.ranks.foreign import read_json
 
 if TYPE_CHECKING:
     from meshwright.config import Config

@@ -35,11 +35,11 @@ from meshwright.data.sampler import ShuffledSamples, document_entries
 from meshwright.data.section import DataSection
 from meshwright.data.split import Split
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer
-from meshwright.errors import DataError
+from meshwright.ranks.errors import DataError
 
 if TYPE_CHECKING:  # the launcher counts samples, and reads none: it needs no torch
+    from meshwright.compute.model import Batch, Samples
     from meshwright.config import Config
-    from meshwright.model import Batch, Samples
 
 Overlong = Literal["drop", "cut"]
 Turns = Literal["together", "last", "each"]
@@ -143,7 +143,7 @@ class DialogueSamples(ShuffledSamples):
     def read(self, rows: np.ndarray, draws: Sequence[str]) -> Batch:
         import torch
 
-        from meshwright.model import IGNORED
+        from meshwright.compute.model import IGNORED
 
         shape = (len(rows), self._sequence)
         tokens, labels = np.full(shape, self._padding, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)

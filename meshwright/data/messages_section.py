@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator
 
+from meshwright.config.section import Rule, rule
 from meshwright.data.marks_section import AUTO, NONE
 from meshwright.data.records_section import Picks, RecordSection
 from meshwright.data.section import PREPARED
 from meshwright.data.text_section import documents_are_kept_apart, parse_weights
-from meshwright.errors import DataError, Problem
-from meshwright.section import Rule, rule
+from meshwright.ranks.errors import DataError, Problem
 
 if TYPE_CHECKING:
     from meshwright.config import Config

@@ -30,12 +30,12 @@ from meshwright.data.split import Split, plan_split, split_records
 from meshwright.data.text_section import BLOCK, MIXTURE, MixedSection, shares_of
 from meshwright.data.tokenizer import BPE_PREFIX, make_tokenizer
 from meshwright.data.told import read_lines
-from meshwright.environment import cache_folder
-from meshwright.errors import DataError
-from meshwright.foreign import read_json
+from meshwright.ranks.environment import cache_folder
+from meshwright.ranks.errors import DataError
+from meshwright.ranks.foreign import read_json
 
 if TYPE_CHECKING:  # the launcher needs no torch
-    from meshwright.model import Batch, Samples
+    from meshwright.compute.model import Batch, Samples
 
 
 @dataclass(frozen=True)

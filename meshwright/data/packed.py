@@ -16,13 +16,13 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, ValidationError
 
+from meshwright.config.section import Count, Positive, Section
 from meshwright.data.files import DAMAGE_REMEDY, check_file, check_once
 from meshwright.data.marks import Marks
 from meshwright.data.split import SPLITS, Split
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer
-from meshwright.errors import ConfigError, DataError
-from meshwright.foreign import plain, read_json
-from meshwright.section import Count, Positive, Section
+from meshwright.ranks.errors import ConfigError, DataError
+from meshwright.ranks.foreign import plain, read_json
 
 IDS, DIALOGUE, SAID = 2**30 - 1, 2**30, 2**31
 """The bits of a token in a folder of messages: its id, and two flags (messages.py)."""

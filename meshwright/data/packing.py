@@ -36,9 +36,9 @@ from meshwright.data.section import TokenSection
 from meshwright.data.split import SPLITS, SplitPlan, plan_split, split_records
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer, pieces, tokenizer_kind
 from meshwright.data.told import read_facts
-from meshwright.environment import cache_folder
-from meshwright.errors import DataError
-from meshwright.outputs import free_path
+from meshwright.output.outputs import free_path
+from meshwright.ranks.environment import cache_folder
+from meshwright.ranks.errors import DataError
 
 # Characters encoded by one call of the library: enough to keep all cores busy, little enough to hold in memory.
 _BATCH_CHARACTERS = 2**22

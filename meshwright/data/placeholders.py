@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.data.dialogue_records import CALLS, PLACEHOLDER, THOUGHTS, ChatMessage
-from meshwright.errors import DataError
+from meshwright.ranks.errors import DataError
 
 _FIRST = 0xF0000
 _MOST = 2**16

@@ -20,8 +20,8 @@ from pathlib import Path
 from meshwright.data.chat import TEMPLATE
 from meshwright.data.marks import GENERATION, MODEL, SETTINGS, SPECIAL_TOKENS
 from meshwright.data.section import DataSection, TokenSection
-from meshwright.errors import DataError
-from meshwright.foreign import parse_json, read_text
+from meshwright.ranks.errors import DataError
+from meshwright.ranks.foreign import parse_json, read_text
 
 FILES = (MODEL, GENERATION, SETTINGS, SPECIAL_TOKENS, TEMPLATE)
 _OF_TOKENIZER = (SETTINGS, SPECIAL_TOKENS, TEMPLATE)

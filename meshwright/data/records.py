@@ -29,8 +29,8 @@ from typing import IO, Any, cast
 
 from meshwright.data.forms_section import compression_of
 from meshwright.data.source_files import Chosen, choose_files
-from meshwright.errors import DataError
-from meshwright.foreign import open_named, parse_json
+from meshwright.ranks.errors import DataError
+from meshwright.ranks.foreign import open_named, parse_json
 
 Record = tuple[str, Any]
 """The place of a record, for messages, and the value: a text, or an object."""

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 
 from pydantic import Field
 
+from meshwright.config.section import Rule, rule
 from meshwright.data.forms_section import form_of, refusal_of
 from meshwright.data.section import HUB, TokenSection
-from meshwright.errors import Problem
-from meshwright.section import Rule, rule
+from meshwright.ranks.errors import Problem
 
 if TYPE_CHECKING:
     from meshwright.config import Config

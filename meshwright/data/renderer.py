@@ -16,7 +16,7 @@ from threading import Lock
 from typing import Any
 
 from meshwright.data import template_process
-from meshwright.errors import DataError
+from meshwright.ranks.errors import DataError
 
 Render = Mapping[str, Any]
 """The variables of one text: messages, tools, add_generation_prompt."""

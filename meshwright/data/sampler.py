@@ -20,11 +20,11 @@ import numpy as np
 from meshwright.data.packed import PackedCorpus
 from meshwright.data.split import Split
 from meshwright.data.text_section import TextData
-from meshwright.errors import DataError
+from meshwright.ranks.errors import DataError
 
 if TYPE_CHECKING:  # the launcher counts samples, and reads none: it needs no torch
+    from meshwright.compute.model import Batch, Samples
     from meshwright.config import Config
-    from meshwright.model import Batch, Samples
 
 _NUM_ROUNDS = 4
 
@@ -158,7 +158,7 @@ class TokenBatches(ShuffledSamples):
     def read(self, rows: np.ndarray, draws: Sequence[str]) -> Batch:
         import torch
 
-        from meshwright.model import IGNORED
+        from meshwright.compute.model import IGNORED
 
         # Overlapping by one token: a window's last label is the next one's first input.
         places = rows[:, None] * self._sequence + np.arange(self._sequence + 1)

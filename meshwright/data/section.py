@@ -25,13 +25,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple,
 
 from pydantic import Field
 
+from meshwright.config.registry import entries, load_entry
+from meshwright.config.section import Positive, Rule, Section, at_most, rule
 from meshwright.data.marks_section import NO_BEGIN, AskedMarks, marks_are_tokens
-from meshwright.errors import ConfigError, Problem
-from meshwright.foreign import read_json
-from meshwright.registry import entries, load_entry
-from meshwright.section import Positive, Rule, Section, at_most, rule
+from meshwright.ranks.errors import ConfigError, Problem
+from meshwright.ranks.foreign import read_json
 
 if TYPE_CHECKING:
+    from meshwright.compute.model import Samples
     from meshwright.config import Config
     from meshwright.data.chat import ChatTemplate
     from meshwright.data.corpus import Corpus
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from meshwright.data.files import ShowProgress
     from meshwright.data.packed import PackedCorpus
     from meshwright.data.split import Split
-    from meshwright.model import Samples
 
 STDLIB, UNICODE, DIGITS = "stdlib", "unicode", "digits"
 """Sources that are names: the source of Python's standard library, the names of Unicode's characters, scikit-learn's

@@ -22,8 +22,8 @@ from meshwright.data.forms_section import (
     suffix_of,
 )
 from meshwright.data.section import STDLIB
-from meshwright.errors import DataError
-from meshwright.foreign import plain, read_json
+from meshwright.ranks.errors import DataError
+from meshwright.ranks.foreign import plain, read_json
 
 SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"
 """The files that make a folder a data set that `datasets` saved, of one split or of several."""

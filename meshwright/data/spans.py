@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from meshwright.data.dialogue_records import PLACEHOLDER, SPEAKER, Dialogue
 from meshwright.data.placeholders import PLACEHOLDERS, Planted, aligned, placeholder
 from meshwright.data.renderer import Refusal, Render
-from meshwright.errors import DataError
+from meshwright.ranks.errors import DataError
 
 Spans = list[tuple[int, int]]
 """(start, stop) of the assistant's text, in characters."""

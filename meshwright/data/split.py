@@ -17,7 +17,7 @@ import numpy as np
 
 from meshwright.data.corpus import Corpus
 from meshwright.data.files import ShowProgress
-from meshwright.errors import DataError
+from meshwright.ranks.errors import DataError
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")

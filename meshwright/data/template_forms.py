@@ -31,8 +31,8 @@ from meshwright.data.dialogue_records import (
     Dialogue,
 )
 from meshwright.data.renderer import Renderer
-from meshwright.errors import DataError
-from meshwright.foreign import parse_json
+from meshwright.ranks.errors import DataError
+from meshwright.ranks.foreign import parse_json
 
 _ABSENT = object()
 """A key that is not there."""

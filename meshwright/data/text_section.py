@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
+from meshwright.config.registry import entries
+from meshwright.config.section import Rule, rule
 from meshwright.data.marks_section import AUTO, NONE
 from meshwright.data.records_section import Picks, RecordSection
-from meshwright.errors import ConfigError, Problem
-from meshwright.foreign import read_json
-from meshwright.registry import entries
-from meshwright.section import Rule, rule
+from meshwright.ranks.errors import ConfigError, Problem
+from meshwright.ranks.foreign import read_json
 
 if TYPE_CHECKING:
     from meshwright.config import Config

@@ -23,8 +23,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from meshwright.data.files import ShowProgress
 from meshwright.data.marks import BESIDE, SETTINGS, SPECIAL_TOKENS, Beside, Marks, marks_of
 from meshwright.data.marks_section import END, AskedMarks, read_settings
-from meshwright.errors import DataError
-from meshwright.foreign import parse_json, read_named
+from meshwright.ranks.errors import DataError
+from meshwright.ranks.foreign import parse_json, read_named
 
 BYTES = "bytes"
 BPE_PREFIX = "bpe:"

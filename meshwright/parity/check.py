@@ -22,12 +22,12 @@ from pathlib import Path
 from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from meshwright.errors import ConfigError, LaunchError, MeshwrightError
-from meshwright.launch.failure import Interrupted
-from meshwright.launch.launcher import launch
-from meshwright.launch.scripts import load_script
-from meshwright.launch.session import temporary_folder
-from meshwright.launch.worker import Job
+from meshwright.ranks.errors import ConfigError, LaunchError, MeshwrightError
+from meshwright.ranks.launch.failure import Interrupted
+from meshwright.ranks.launch.launcher import launch
+from meshwright.ranks.launch.scripts import load_script
+from meshwright.ranks.launch.session import temporary_folder
+from meshwright.ranks.launch.worker import Job
 
 if TYPE_CHECKING:
     from meshwright.parity.compare import Row

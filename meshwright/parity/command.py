@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.parity.check import CHECK_PRECISIONS, PROGRAM, ParityResult, collect, run_check
-from meshwright.streams import escape_unknown_characters, say
+from meshwright.ranks.errors import ConfigError, MeshwrightError
+from meshwright.ranks.streams import escape_unknown_characters, say
 
 if TYPE_CHECKING:
     from meshwright.parity.report import PageHead
@@ -146,10 +146,10 @@ def compare_parser() -> argparse.ArgumentParser:
 
 def compare_folders(arguments: argparse.Namespace, command: str) -> int:
     """Compare two records."""
-    from meshwright.launch.scripts import load_script
     from meshwright.parity import report
     from meshwright.parity.recorded import RecordedRun
     from meshwright.parity.runs import compare_runs
+    from meshwright.ranks.launch.scripts import load_script
 
     part = None
     if arguments.layout is not None:

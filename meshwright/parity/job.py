@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from meshwright.errors import ParityError
 from meshwright.parity.batches import (
     COMPARED_STEPS,
     DROPOUT_STEP,
@@ -65,6 +64,7 @@ from meshwright.parity.reference import (
 )
 from meshwright.parity.trace import Trace
 from meshwright.ranks.dtensor import DeviceMesh, device_mesh, local_of
+from meshwright.ranks.errors import ParityError
 from meshwright.ranks.grid import Grid
 
 

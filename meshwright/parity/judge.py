@@ -57,7 +57,7 @@ class Evidence:
     `names`: of the reference's parameters; `unequal_step`: the one whose batch has unequal numbers of labels in its
     rows, 0 for none. `coordinates`: each rank's place on every axis; `sizes`: the number of ranks on each. `parts`:
     each rank's parameters as parts of the reference's; `holders`: by these, which ranks hold a part, under which name.
-    `modules`: of the first step, `later`: of the second, where it was traced and is asked for.
+    `modules`: of the first step, where it was traced and is asked for.
     """
 
     def __init__(self, folder: Path, num_ranks: int, reference: Path | None = None) -> None:
@@ -73,7 +73,6 @@ class Evidence:
             for own, part in parts.items():
                 self.holders[part.name].append((number, own, part))
         self.modules: list[ModuleLine] = []
-        self.later: list[ModuleLine] = []
         self._moved = {(kind, step, name): value for kind, step, name, value in facts.moved}
 
     def allowed(self, kind: str, step: int, name: str) -> float:

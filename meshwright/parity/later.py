@@ -164,10 +164,10 @@ def _second_step(evidence: Evidence, wrong: Sequence[str]) -> Mistake | None:
         return Mistake("accumulation", ALL, f"{text}: that of {wrong[0]}{and_more(wrong)}")
     if not any(("output" + PASSES[2], 0) in side.recorded for side in evidence.ranks):
         return None
-    evidence.later = explain_modules(evidence, PASSES[2])
-    found = forward_finding(evidence, evidence.later, PASSES[2])
+    later = explain_modules(evidence, PASSES[2])
+    found = forward_finding(evidence, later, PASSES[2])
     if found is None and wrong:
-        found = gradient_finding(evidence, wrong, GradientStep(2, kind, evidence.later))
+        found = gradient_finding(evidence, wrong, GradientStep(2, kind, later))
         if found.kind != "stale weights":
             found = Mistake(found.kind, found.module, f"the first step is right; in the second {found.text}")
     return found

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from meshwright.errors import ParityError
 from meshwright.parity.batches import HALVED_STEP, Loss, chunks_of
 from meshwright.parity.reference import StepRecording, backward_of, floating_buffers, keep, keep_states, rates_of
 from meshwright.parity.trace import Trace, clean_names, path_in
 from meshwright.ranks.dtensor import gradient_of, local_of
+from meshwright.ranks.errors import ParityError
 
 Model = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 """A rank's model; or its stages, with the reference's names inside of them, or by the names that they have there."""

@@ -18,9 +18,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from meshwright.foreign import read_json
 from meshwright.parity.tensors import TensorFile, write_tensors
 from meshwright.parity.trace import Trace
+from meshwright.ranks.foreign import read_json
 
 REFERENCE, PARALLEL = "reference", "rank"
 """The names of the two sides' records; that of a rank ends with its number."""

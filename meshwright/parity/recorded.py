@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwright.errors import ParityError
-from meshwright.foreign import plain_folder, read_json
 from meshwright.parity.recorder import RunFacts, StepFacts
 from meshwright.parity.sampling import Strides, are_aligned, coarser
 from meshwright.parity.tensors import TensorFile
+from meshwright.ranks.errors import ParityError
+from meshwright.ranks.foreign import plain_folder, read_json
 
 Key = tuple[str, int, str]
 """Kind, call (1 for what has none) and the module's or parameter's name."""

@@ -30,14 +30,14 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from meshwright.environment import read_environment
-from meshwright.errors import ParityError
 from meshwright.parity.program import is_compiled
 from meshwright.parity.reference import rates_of, without_dropout
 from meshwright.parity.sampling import Strides, sampled, strides_of
 from meshwright.parity.tensors import write_tensors
 from meshwright.parity.trace import Rounding, Trace, all_tensors, clean_names, in_backward
 from meshwright.ranks.dtensor import box_of, gradient_of, joined_place, local_of, write_local
+from meshwright.ranks.environment import read_environment
+from meshwright.ranks.errors import ParityError
 
 MOST = 65536
 """The most elements kept of a tensor."""

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.errors import ParityError
 from meshwright.parity.batches import Loss, ReferenceRecipe, chunks_of
 from meshwright.parity.compare import relative_error
 from meshwright.parity.parts import is_constant
 from meshwright.parity.record import PASSES, PROBES, STATE
 from meshwright.parity.trace import Rounding, Trace, all_tensors
 from meshwright.ranks.dtensor import local_of
+from meshwright.ranks.errors import ParityError
 
 MARGIN = 8.0
 """How many times the movement of one rounding a right program may differ by: ranks add in another order, in several

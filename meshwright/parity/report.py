@@ -15,7 +15,7 @@ from meshwright.parity.explain import COPY, CUT, PARTIAL, WRONG, Explanation
 from meshwright.parity.gradients import owner_of
 from meshwright.parity.judge import ModuleLine
 from meshwright.parity.remedies import REMEDIES
-from meshwright.streams import say
+from meshwright.ranks.streams import say
 
 if TYPE_CHECKING:
     from markupsafe import Markup

@@ -18,8 +18,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from meshwright.errors import ParityError
-from meshwright.launch.session import temporary_folder
 from meshwright.parity.check import ParityCheck, ParityResult
 from meshwright.parity.compare import Row, relative_error
 from meshwright.parity.explain import COPY, CUT, explain_tensors
@@ -42,6 +40,8 @@ from meshwright.parity.reference import MARGIN, StepRecording, movements
 from meshwright.parity.rows import compare_all
 from meshwright.parity.sampling import coarser
 from meshwright.parity.trace import Trace
+from meshwright.ranks.errors import ParityError
+from meshwright.ranks.launch.session import temporary_folder
 
 PartOf = Callable[[str, int], tuple[str, tuple[slice, ...]]]
 """A parameter of B and a rank, to the parameter of A that it is a part of and its slices."""

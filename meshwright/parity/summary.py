@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshwright.parity.check import ParityResult
-from meshwright.streams import say
+from meshwright.ranks.streams import say
 
 
 def append_summary(results: Sequence[ParityResult], path: Path, command: str) -> None:

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 import torch._dynamo
 
-from meshwright.environment import Environment
-from meshwright.errors import ParityError
-from meshwright.launch.signals import StopRequest
 from meshwright.parity.check import MARKED, load_checks, name_of
 from meshwright.parity.job import ParityJob, Place
 from meshwright.ranks.dtensor import process_group
+from meshwright.ranks.environment import Environment
+from meshwright.ranks.errors import ParityError
 from meshwright.ranks.grid import Grid
+from meshwright.ranks.launch.signals import StopRequest
 
 CASTS = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16, "own": None}
 """The reference is cast to these; own: nothing is cast."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -60,6 +60,15 @@ class Later:
 
     def wait(self) -> None:
         self.run()
+
+
+def together(works: Iterable[Work]) -> Work:
+    """Return the work that is done when all of `works` are.
+
+    The works begin now, in their order.
+    """
+    begun = list(works)
+    return Later(lambda: [work.wait() for work in begun])
 
 
 def size_bytes(x: Tensor) -> int:

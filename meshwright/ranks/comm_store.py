@@ -31,9 +31,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from meshwright.environment import Environment, Rendezvous, starts_mpi
-from meshwright.errors import LaunchError
 from meshwright.ranks import relay
+from meshwright.ranks.environment import Environment, Rendezvous, starts_mpi
+from meshwright.ranks.errors import LaunchError
 from meshwright.ranks.hang import names_of
 from meshwright.ranks.listening import (
     address_to_listen,

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from meshwright.environment import use_interface
+from meshwright.ranks.environment import use_interface
 from meshwright.ranks.peers import LOOPBACK, interface_at
 
 

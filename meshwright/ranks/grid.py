@@ -15,7 +15,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from meshwright.config import Config
+    pass
 
 PIPE, ENDS = "pipe", "ends"
 """In a group's axes, ENDS means the first and last rank of the pipe axis, which both hold a copy of a tied embedding.
@@ -138,11 +138,3 @@ class Grid:
         known = (*self.names, *((HEAD_COPIES,) if self.copies else ()), ENDS)
         assert chosen <= set(known), f"unknown axes {chosen - set(known)} in {self}"
         return tuple(name for name in known if name in chosen)
-
-
-def grid_of_run(config: Config) -> Grid:
-    """The grid of a run's ranks."""
-    layout = config.layout
-    # A run whose widths are cut into parts on one device as well has the parts' axis there, of one rank.
-    alone = (("tensor", 1),) if config.bits.cuts and "tensor" not in dict(layout.axes) else ()
-    return Grid((*alone, *layout.axes), config.copies, (*alone, *layout.nesting))

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from meshwright.errors import DataError
-from meshwright.foreign import read_json, write_fresh
+from meshwright.ranks.errors import DataError
 from meshwright.ranks.flight_recorder import CONNECT, Waiting, Whereabouts
+from meshwright.ranks.foreign import read_json, write_fresh
 
 State = Literal["running", "hung", "ended"]
 

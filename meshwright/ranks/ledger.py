@@ -1,7 +1,7 @@
 """The ledger: a rank's calls and sent bytes, by axis and verb. Arithmetic only: planned ranks keep one too.
 
 VERBS gives each verb's receivers and message sizes. Comms count with it, the planner derives from it which messages
-stay on a node (tools/plan/network.py), and a cluster file's verbs are its keys. A library's collective is counted as
+stay on a node (planner/plan/network.py), and a cluster file's verbs are its keys. A library's collective is counted as
 its bandwidth-optimal form sends it, S being the whole payload:
 
 | verb                                   | a rank sends                              |
@@ -45,6 +45,9 @@ class Verb:
 
 MESSAGE = "message"
 """The verb of a mailbox: a pipeline's message to a neighbour."""
+
+HOST, TO_HOST, FROM_HOST = "host", "copy to host", "copy from host"
+"""In place of axes and verbs, a planned rank's copies between its device and its host's memory. Nothing is sent."""
 
 VERBS: dict[str, Verb] = {
     "all_reduce": Verb("to each", parts=True, passes=2),  # a reduce-scatter and an all-gather

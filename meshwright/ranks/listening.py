@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from meshwright.environment import job_secret
-from meshwright.foreign import read_text, write_fresh
+from meshwright.ranks.environment import job_secret
+from meshwright.ranks.foreign import read_text, write_fresh
 from meshwright.ranks.relay import NO_FILE
 
 _FILE = "store-{}.secret"

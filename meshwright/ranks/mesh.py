@@ -8,21 +8,21 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from meshwright.environment import Environment, Rendezvous
 from meshwright.ranks.comm import Comm, RankGroup
+from meshwright.ranks.environment import Environment, Rendezvous
 from meshwright.ranks.flight_recorder import CONNECT, Call, FlightRecorder
 from meshwright.ranks.grid import ENDS, HEAD_COPIES, Grid
 from meshwright.ranks.ledger import Ledger
 from meshwright.ranks.mailbox import Mailbox
 from meshwright.ranks.mpi import open_mpi
-from meshwright.ranks.section import Timeout
 from meshwright.ranks.thread_comm import ThreadTransport
 from meshwright.ranks.thread_world import ThreadWorld
+from meshwright.ranks.timeouts import Timeouts
 from meshwright.ranks.torch_comm import open_torch
 from meshwright.ranks.transport import Transport
 from meshwright.ranks.watchdog import Watchdog
 
-DEFAULT_TIMEOUT = Timeout()
+DEFAULT_TIMEOUT = Timeouts()
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,7 @@ class Mesh:
     """`token_axes`: the axes that split the batch's tokens, over which gradients of uncut parameters are summed.
 
     `ranks_here`: the ranks that share this node's memory. `empty`: layers declare parameters as meta tensors, which get
-    memory and values in buckets (bucket.py). Of a planned rank alone: `stands_for`, the device type planned for;
-    `imbalance`, rows its experts get over those of an even router; `whole_logits`, whether the program holds all logits
-    of a microbatch at once.
+    memory and values in buckets (bucket.py).
     """
 
     grid: Grid
@@ -40,14 +38,11 @@ class Mesh:
     device: torch.device
     transport: Transport
     token_axes: tuple[str, ...] = ("data",)
-    stands_for: str = "cpu"
     ranks_here: int = 1
-    imbalance: float = 1.0
-    whole_logits: bool = False
     empty: bool = False
     ledger: Ledger = field(default_factory=Ledger)
     recorder: FlightRecorder = field(default_factory=FlightRecorder)
-    timeout: Timeout = DEFAULT_TIMEOUT
+    timeout: Timeouts = DEFAULT_TIMEOUT
     _comms: dict[tuple[str, ...], Comm] = field(default_factory=dict)
     _mailboxes: dict[str, Mailbox] = field(default_factory=dict)
 
@@ -82,8 +77,8 @@ class Mesh:
 
     @property
     def device_type(self) -> str:
-        """cpu or cuda; of a planned rank, whose tensors are on the meta device, the type it is planned for."""
-        return self.stands_for if self.device.type == "meta" else self.device.type
+        """Return cpu or cuda. Meta tensors are computed as on a CPU."""
+        return "cpu" if self.device.type == "meta" else self.device.type
 
     @property
     def world(self) -> Comm:
@@ -117,7 +112,7 @@ def open_mesh(
     device: torch.device,
     point: Rendezvous | None,
     token_axes: tuple[str, ...] = ("data",),
-    timeout: Timeout = DEFAULT_TIMEOUT,
+    timeout: Timeouts = DEFAULT_TIMEOUT,
 ) -> Iterator[Mesh]:
     """Connect this process to its job's other processes, and disconnect at the context's end.
 
@@ -147,7 +142,6 @@ def open_mesh(
             device,
             opened,
             token_axes,
-            device.type,
             ranks_here=environment.local_world_size,
             recorder=recorder,
             timeout=timeout,
@@ -182,7 +176,6 @@ def open_mesh_in(
         world.device,
         ThreadTransport(world, environment.rank),
         token_axes,
-        world.device.type,
         ranks_here=world.size,
         recorder=recorder,
     )

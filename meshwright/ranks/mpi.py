@@ -26,8 +26,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshwright.environment import Environment
-from meshwright.errors import LaunchError
 from meshwright.ranks.comm import (
     NAP_SECONDS,
     Comm,
@@ -40,6 +38,8 @@ from meshwright.ranks.comm import (
     Work,
     size_bytes,
 )
+from meshwright.ranks.environment import Environment
+from meshwright.ranks.errors import LaunchError
 from meshwright.ranks.mailbox import Mailbox, PackedMailbox, Packet, Side, header_of
 from meshwright.ranks.transport import Transport
 from meshwright.ranks.window import SharedWindow, open_window

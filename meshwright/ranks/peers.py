@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 
-from meshwright.errors import LostRankError
+from meshwright.ranks.errors import LostRankError
 from meshwright.ranks.hang import names_of
 
 LOOPBACK = "127.0.0.1"

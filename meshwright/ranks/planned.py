@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshwright.ranks.comm import DONE, Comm, PieceSizes, RankGroup, Sent, SoloComm, Work, size_bytes
 from meshwright.ranks.grid import Grid
-from meshwright.ranks.ledger import MESSAGE
+from meshwright.ranks.ledger import FROM_HOST, HOST, MESSAGE, TO_HOST
 from meshwright.ranks.mailbox import Mailbox, Message, MessageMeta, Side, both_sides, neighbours_of
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.transport import Transport
@@ -116,21 +116,37 @@ class LedgerTransport(Transport):
     def comm(self, group: RankGroup) -> Comm:
         return LedgerComm(group, self.observer)
 
+    def host_copy(self, payload_bytes: int, *, to_host: bool) -> Work:
+        return self.observer(HOST, TO_HOST if to_host else FROM_HOST, payload_bytes, None)
+
     def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox:
         return PlannedMailbox(group) if len(group.ranks) > 1 else Mailbox(group.axis)
+
+
+@dataclass(frozen=True)
+class PlannedMesh(Mesh):
+    """A rank's mesh of a job that does not run. Its tensors are meta tensors, its comms only write the ledger."""
+
+    stands_for: str = "cpu"
+    """The type of device that the job is planned for."""
+    imbalance: float = 1.0
+    """Rows that this rank's experts receive, over the rows of an even router."""
+    whole_logits: bool = False
+    """Whether the program holds all logits of a microbatch at once."""
+
+    @property
+    def device_type(self) -> str:
+        """Return the type of device that the job is planned for."""
+        return self.stands_for
 
 
 def planned_mesh(
     grid: Grid, rank: int, token_axes: tuple[str, ...], stands_for: str = "cpu", observer: Observer = unobserved,
     imbalance: float = 1.0, *, whole_logits: bool = False,
-) -> Mesh:  # fmt: skip
-    """A rank's mesh of a job that does not run: its tensors are meta tensors, its comms only write the ledger.
-
-    `stands_for`: the type of device that it is planned for. `observer`: is told of every collective. `imbalance`,
-    `whole_logits`: as Mesh has them.
-    """
+) -> PlannedMesh:  # fmt: skip
+    """Make a planned rank's mesh. `observer`: is called with every collective; the others: as PlannedMesh has them."""
     transport = LedgerTransport(observer)
-    return Mesh(
-        grid, rank, torch.device("meta"), transport, token_axes, stands_for, grid.world_size, imbalance=imbalance,
-        whole_logits=whole_logits,
+    return PlannedMesh(
+        grid, rank, torch.device("meta"), transport, token_axes, grid.world_size, stands_for=stands_for,
+        imbalance=imbalance, whole_logits=whole_logits,
     )  # fmt: skip

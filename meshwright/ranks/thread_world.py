@@ -21,7 +21,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from meshwright.errors import LaunchError, LostRankError
+from meshwright.ranks.errors import LaunchError, LostRankError
 from meshwright.ranks.flight_recorder import FlightRecorder
 from meshwright.ranks.hang import Record, explain_hang
 

@@ -23,18 +23,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.environment import Environment, Rendezvous, use_interface
-from meshwright.errors import LaunchError
 from meshwright.ranks import comm_store
 from meshwright.ranks.agreement import all_texts
 from meshwright.ranks.board import Board, StoreBoard
 from meshwright.ranks.comm import DONE, Comm, Later, PieceSizes, Posted, RankGroup, RecordedComm, Sent, Work
+from meshwright.ranks.environment import Environment, Rendezvous, use_interface
+from meshwright.ranks.errors import LaunchError
 from meshwright.ranks.flight_recorder import CONNECT, Call, FlightRecorder
 from meshwright.ranks.ledger import Ledger
 from meshwright.ranks.mailbox import Mailbox, Side, neighbours_of
 from meshwright.ranks.mailbox_torch import Channel, DeviceMailbox, GlooMailbox, NcclLinks
 from meshwright.ranks.peers import LOOPBACK, Peers, interface_at
-from meshwright.ranks.section import Timeout
+from meshwright.ranks.timeouts import Timeouts
 from meshwright.ranks.transport import Transport
 from meshwright.ranks.window import SharedWindow, open_window
 from meshwright.ranks.window_comm import WindowComm
@@ -226,7 +226,7 @@ class TorchTransport(Transport):
 
 
 def open_torch(
-    environment: Environment, device: torch.device, point: Rendezvous, recorder: FlightRecorder, timeout: Timeout
+    environment: Environment, device: torch.device, point: Rendezvous, recorder: FlightRecorder, timeout: Timeouts
 ) -> TorchTransport:
     """Join the job's store at `point`, and its process group. Raises LaunchError that names missing ranks, and
     LostRankError for a rank that came and cannot be reached."""

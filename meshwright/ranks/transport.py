@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from meshwright.ranks.board import Board, FolderBoard
-from meshwright.ranks.comm import NAP_SECONDS, Comm, RankGroup, SoloComm
+from meshwright.ranks.comm import DONE, NAP_SECONDS, Comm, RankGroup, SoloComm, Work
 from meshwright.ranks.mailbox import Mailbox
 
 
@@ -31,6 +31,15 @@ class Transport:
         """Notes between background threads. `folder`: one that all ranks see, for transports without a store."""
         # MPI and a single process have no store, but always a folder that all ranks see.
         return FolderBoard(folder)
+
+    def host_copy(self, payload_bytes: int, *, to_host: bool) -> Work:
+        """Announce a copy between this rank's device and its host's memory, which a plan counts.
+
+        Args:
+            payload_bytes: of the copy.
+            to_host: True from the device, False to the device.
+        """
+        return DONE
 
     def named_when_lost(self) -> AbstractContextManager[None]:
         """A context in which the library's error on a broken connection becomes one that names the rank."""

@@ -23,12 +23,12 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
-from meshwright.environment import Environment
-from meshwright.errors import LaunchError
+from meshwright.ranks.environment import Environment
+from meshwright.ranks.errors import LaunchError
 from meshwright.ranks.flight_recorder import FlightRecorder
 from meshwright.ranks.hang import Record, State, absent, explain_hang, process_state, read_records
-from meshwright.ranks.section import Timeout
-from meshwright.streams import say
+from meshwright.ranks.streams import say
+from meshwright.ranks.timeouts import Timeouts
 
 EXIT_CODE = 124
 """The exit code of a rank that gave up, the same as the command `timeout` has."""
@@ -59,7 +59,7 @@ class Watchdog:
         self,
         environment: Environment,
         recorder: FlightRecorder,
-        timeout: Timeout,
+        timeout: Timeouts,
         give_up: Callable[[int], object] = os._exit,
         tell: Callable[[str], object] = lambda text: say(text, file=sys.stderr, flush=True),
     ) -> None:

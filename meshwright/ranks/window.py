@@ -32,8 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.errors import LaunchError, LostRankError
 from meshwright.ranks.comm import RankGroup
+from meshwright.ranks.errors import LaunchError, LostRankError
 from meshwright.ranks.hang import process_state
 
 SLOT_BYTES = 4 * 2**20

@@ -19,12 +19,12 @@ from typing import Any
 
 from rich.table import Table
 
-from meshwright import terminal
-from meshwright.checkpoint.reader import steps_in
-from meshwright.errors import DataError, MismatchError, UndecidedError
-from meshwright.foreign import plain_folder
-from meshwright.tables import print_table
+from meshwright.output import terminal
+from meshwright.output.tables import print_table
+from meshwright.ranks.errors import DataError, MismatchError, UndecidedError
+from meshwright.ranks.foreign import plain_folder
 from meshwright.tools.differing import Compared, Damage, Part, by_bytes, by_roots
+from meshwright.training.checkpoint.reader import steps_in
 from meshwright.training.folder import CHECKPOINTS, OF_TRACKERS
 from meshwright.training.follow import METRICS, read_history
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.reader import Checkpoint
-from meshwright.checkpoint.shard import BadBlock
-from meshwright.errors import CheckpointError, DamagedError
-from meshwright.parameters.shard import Box
+from meshwright.compute.parameters.shard import Box
+from meshwright.ranks.errors import CheckpointError, DamagedError
+from meshwright.training.checkpoint.reader import Checkpoint
+from meshwright.training.checkpoint.shard import BadBlock
 
 DATA = "the order of data"
 ALL = "all tensors, by their roots"

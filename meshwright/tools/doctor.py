@@ -23,13 +23,13 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
-from meshwright import terminal
-from meshwright.environment import cache_folder
-from meshwright.imports import python_words
-from meshwright.machine import find_mpiexec, memory_bytes, usable_cores
-from meshwright.streams import visible
-from meshwright.tables import broken
-from meshwright.tensor.widened import product_rates
+from meshwright.compute.tensor.widened import product_rates
+from meshwright.output import terminal
+from meshwright.output.tables import broken
+from meshwright.ranks.environment import cache_folder
+from meshwright.ranks.imports import python_words
+from meshwright.ranks.machine import find_mpiexec, memory_bytes, usable_cores
+from meshwright.ranks.streams import visible
 
 Plain = str | int | bool | list[str] | None
 

@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint import find_checkpoint
+from meshwright.compute.models.decoder import KeyValueCache
+from meshwright.config.registry import load_entry
 from meshwright.data.chat import ChatTemplate, closing_token, kept_template
 from meshwright.data.tokenizer import Tokenizer
-from meshwright.errors import ConfigError
-from meshwright.models.decoder import KeyValueCache
-from meshwright.registry import load_entry
+from meshwright.ranks.errors import ConfigError
 from meshwright.tools.evaluate.load import LoadedText, config_at, load_text
+from meshwright.training.checkpoint import find_checkpoint
 
 DEFAULT_TOKENS = 100
 

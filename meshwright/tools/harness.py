@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.data.chat import ChatTemplate, closing_token, kept_template, template_of
-from meshwright.errors import ConfigError, DataError
+from meshwright.ranks.errors import ConfigError, DataError
 from meshwright.tools.evaluate.continuation import Opening, continuations
 from meshwright.tools.evaluate.likelihood import likelihoods, text_likelihoods
 from meshwright.tools.evaluate.load import Facts, load_text

@@ -21,16 +21,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from meshwright import terminal
-from meshwright.checkpoint.reader import Checkpoint, newest_whole, steps_in
 from meshwright.config import Config, load_config
 from meshwright.config.schema import Logging
+from meshwright.config.section import with_field
 from meshwright.data.files import silent
-from meshwright.errors import CheckpointError, ConfigError, MeshwrightError, MismatchError
-from meshwright.foreign import plain, plain_folder
-from meshwright.launch.session import temporary_folder
-from meshwright.section import with_field
+from meshwright.output import terminal
+from meshwright.ranks.errors import CheckpointError, ConfigError, MeshwrightError, MismatchError
+from meshwright.ranks.foreign import plain, plain_folder
+from meshwright.ranks.launch.session import temporary_folder
 from meshwright.tools.diff import NUMBERS
+from meshwright.training.checkpoint.reader import Checkpoint, newest_whole, steps_in
 from meshwright.training.folder import CHECKPOINTS, CONFIG, IDENTITY, OF_TRACKERS
 from meshwright.training.follow import METRICS, read_history
 from meshwright.training.job import train

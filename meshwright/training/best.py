@@ -11,9 +11,9 @@ from collections.abc import Mapping
 
 import torch
 
-from meshwright.checkpoint.manifest import Best
 from meshwright.config import Config
 from meshwright.ranks.mesh import Mesh
+from meshwright.training.checkpoint.manifest import Best
 
 PREFIX = "validation_"
 """The key of a metric in metrics.jsonl: `validation_loss`."""

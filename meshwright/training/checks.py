@@ -8,7 +8,7 @@ Replicas: a bit that flips in one replica's memory makes no error and no NaN: th
 replica still has the right one. Each rank hashes its weights as its backward pass has read them; that is before the
 optimizer writes and before owners publish, so that a flip under ZeRO-1 or a parameter server is seen before it is
 overwritten. The hashes travel in the step report. Of three replicas and more the odd one out is named, of two both.
-Where nothing is held twice (`fsdp`, one replica that is cut everywhere) there is nothing to compare.
+Where nothing is held twice (one replica that is cut everywhere) there is nothing to compare.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from meshwright.errors import CorruptionError, DivergedError
-from meshwright.parameters.bucket import FlatWeights
-from meshwright.parameters.root import held_hashes
-from meshwright.parts import Parts
+from meshwright.compute.parameters.bucket import FlatWeights
+from meshwright.compute.parameters.root import held_hashes
 from meshwright.ranks.agreement import FACTOR, all_rows, hash_bits
+from meshwright.ranks.errors import CorruptionError, DivergedError
 from meshwright.ranks.grid import PIPE, Grid
+from meshwright.training.parts import Parts
 
 REMEDY = "lower optimizer.lr, raise optimizer.schedule.warmup, or look at the data"
 
@@ -63,9 +63,9 @@ def root_due(parts: Parts, step: int) -> Tensor:
 def saved(parts: Parts) -> Iterator[FlatWeights]:
     """All that a checkpoint holds: weights, masters and moments."""
     yield from parts.strategy.weights
-    for index, slot in enumerate(parts.strategy.slots):
-        for tensor in parts.optimizer.held.tensors(index).values():
-            yield FlatWeights(tensor, slot.places, slot.copy_axes)
+    for slot, states in parts.stored():
+        for state in states:
+            yield FlatWeights(state.values, state.places, slot.copy_axes)
 
 
 def copy_hashes(parts: Parts, memory: Iterable[FlatWeights]) -> Tensor:

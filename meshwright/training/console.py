@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from meshwright import terminal
+from meshwright.output import terminal
 from meshwright.training.step_report import Straggler
 
 LEVELS = ("debug", "info", "warning", "error")

@@ -27,8 +27,8 @@ from typing import Any
 
 from meshwright.config import Config, run_text
 from meshwright.data.published import SOURCE, published_for
-from meshwright.errors import CheckpointError, ConfigError
-from meshwright.foreign import open_to_write, parse_json, plain_folder, read_json, write_fresh
+from meshwright.ranks.errors import CheckpointError, ConfigError
+from meshwright.ranks.foreign import open_to_write, parse_json, plain_folder, read_json, write_fresh
 
 LOCK, IDENTITY, CONFIG, CHECKPOINTS = "run.lock", "run.json", "config.yaml", "checkpoints"
 OF_TRACKERS = ("wandb", "tensorboard", "mlruns", "mlartifacts")
@@ -142,8 +142,8 @@ def begin(out: Path, config: Config) -> None:
     """
     weights = None
     if config.weights is not None:
-        from meshwright.convert.folder import folder_of  # torch, which only such a run's launcher needs
-        from meshwright.convert.transfer import import_folder
+        from meshwright.training.convert.folder import folder_of  # torch, which only such a run's launcher needs
+        from meshwright.training.convert.transfer import import_folder
 
         (out / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
         weights = folder_of(config.weights)

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import DataError
-from meshwright.foreign import parse_json, read_text
-from meshwright.launch.session import temporary_folder
+from meshwright.ranks.errors import DataError
+from meshwright.ranks.foreign import parse_json, read_text
+from meshwright.ranks.launch.session import temporary_folder
 
 Each = Callable[[dict[str, Any]], object]
 """Called with a step's numbers, as metrics.jsonl has them; a true answer ends the run a step or two later, with

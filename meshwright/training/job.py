@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.config import Config
+from meshwright.config.registry import brought
 from meshwright.data.files import silent
-from meshwright.decisions import in_steps, resolve, resolve_process, this_machine, with_fewer_replicas
-from meshwright.drawing import require_matplotlib
-from meshwright.environment import read_environment
-from meshwright.launch import Ranks, prepare, run
-from meshwright.machine import Machine
-from meshwright.registry import brought
+from meshwright.output.drawing import require_matplotlib
+from meshwright.ranks.environment import read_environment
+from meshwright.ranks.launch import Ranks, prepare, run
+from meshwright.ranks.machine import Machine
 from meshwright.training import folder
+from meshwright.training.decisions import in_steps, resolve, resolve_process, this_machine, with_fewer_replicas
 from meshwright.training.follow import Each, followed
 from meshwright.training.sinks import require_sinks
 from meshwright.training.status import STATUS
@@ -59,7 +59,7 @@ def train(
         # torchrun --nnodes=1:N starts the nodes that are left; a number of ranks that does not fit is refused below.
         config = with_fewer_replicas(config, machine.world_size) or config
     resolved = resolve_process(config, machine)  # what cannot run here is said before anything is written
-    prepare(TRAIN_WORKER, Ranks.of(resolved.config))
+    prepare(TRAIN_WORKER, resolved.config.ranks())
     with ExitStack() as stack:
         notes = stack.enter_context(folder.locked(out)) if read_environment().rank == 0 else []
         before = config
@@ -85,7 +85,7 @@ def train(
         }
 
         notes = [*counted.notes, *resolved.notes, *notes_of_sums(resolved.config), *notes]
-        ranks = Ranks.of(resolved.config, str(out), out / STATUS)
+        ranks = resolved.config.ranks(str(out), out / STATUS)
         fewer = partial(_with_fewer, before, machine, arguments)
         run(TRAIN_WORKER, ranks, fewer=fewer, config=resolved.config, notes=notes, **arguments)
 
@@ -94,7 +94,7 @@ def notes_of_sums(config: Config) -> list[str]:
     """Follow the sums of a run that has a strategy of another package, or asks for it; a note. Raises SumError."""
     if config.check.sums == "never" or not (config.check.sums == "always" or brought(config)):
         return []
-    from meshwright.typed.check import checked  # torch, which this process has no other use for
+    from meshwright.training.typed.check import checked  # torch, which this process has no other use for
 
     return checked(config)
 
@@ -110,4 +110,4 @@ def _with_fewer(
     size = smaller.layout.data.size
     note = f"layout.data.size={config.layout.data.size}: {size} from here on, since a rank was lost"
     changed = {"config": resolved.config, "notes": [note, *resolved.notes]}
-    return Ranks.of(resolved.config, str(out), out / STATUS), {**arguments, **changed}
+    return resolved.config.ranks(str(out), out / STATUS), {**arguments, **changed}

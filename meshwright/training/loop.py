@@ -16,13 +16,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from meshwright.errors import DivergedError
-from meshwright.launch.signals import StopRequest
-from meshwright.model import Batch, Samples, counts_of, to_device
-from meshwright.parameters.fixed import SUMMED_LOSS, rounded_loss
-from meshwright.parts import Parts
-from meshwright.pipeline.span import Moment, Span
+from meshwright.compute.model import Batch, Samples, counts_of, to_device
+from meshwright.compute.parameters.fixed import SUMMED_LOSS, rounded_loss
+from meshwright.ranks.errors import DivergedError
 from meshwright.ranks.grid import DATA_AXES, PIPE
+from meshwright.ranks.launch.signals import StopRequest
+from meshwright.strategies.pipeline.span import Moment, Span
 from meshwright.training.checks import (
     REMEDY,
     gathered_hashes,
@@ -31,6 +30,7 @@ from meshwright.training.checks import (
     saved,
 )
 from meshwright.training.metrics import metrics_line, release_free_memory, work_of
+from meshwright.training.parts import Parts
 from meshwright.training.record import StepRecord
 from meshwright.training.step import ReplicaBatch, begin_step, publish, replica_backward
 from meshwright.training.step_report import Lap, RankClock, StepReports, StragglerWatch, all_metrics
@@ -53,7 +53,7 @@ def validate(parts: Parts, held_out: Samples, num_batches: int) -> dict[str, flo
 
     def add(h: Tensor, batch: Batch) -> None:
         for portion, (rows,) in parts.portions.of(batch, (h,)) if parts.portions is not None else [(batch, (h,))]:
-            with head.multiplies(), head.autocast():
+            with head.autocast():
                 losses = [model.loss(rows, portion, {other: float(other == name) for other in names}) for name in names]
                 right = model.num_correct(rows, portion)
             if parts.portions is not None:

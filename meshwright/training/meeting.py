@@ -23,13 +23,13 @@ from pathlib import Path
 
 import torch
 
-import meshwright
 from meshwright.config import Config
-from meshwright.errors import LaunchError
+from meshwright.config.registry import entries
+from meshwright.config.section import leaves_of
 from meshwright.ranks.agreement import all_texts, same_everywhere, text_of_root
+from meshwright.ranks.errors import LaunchError
 from meshwright.ranks.mesh import Mesh
-from meshwright.registry import entries
-from meshwright.section import leaves_of
+from meshwright.version import PACKAGE
 
 _HOST = "host"
 """The one fact that may differ."""
@@ -47,7 +47,7 @@ def facts_of(config: Config, data: Path, **options: object) -> dict[str, str]:
     facts = {key: str(value) for key, value in leaves_of(config.model_dump(mode="json", by_alias=True)).items()}
     facts |= {f"--{name}": str(value) for name, value in options.items()}
     # The code by names and contents of its files: two checkouts may have one version number.
-    package, digest = Path(meshwright.__file__).parent, hashlib.sha256()
+    package, digest = PACKAGE, hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)} {path.stat().st_size}\n".encode() + path.read_bytes())
     return facts | {

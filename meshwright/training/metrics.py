@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 
+from meshwright.compute.model import Costs
+from meshwright.compute.models.chain import chain_of
+from meshwright.compute.parameters.root import root_text
 from meshwright.config import Config
 from meshwright.config.schema import Precision
-from meshwright.errors import MeshwrightError
-from meshwright.foreign import open_plain, open_to_write, parse_json
-from meshwright.machine import release_freed_memory
-from meshwright.model import Costs
-from meshwright.models.chain import chain_of
-from meshwright.parameters.root import root_text
+from meshwright.ranks.errors import MeshwrightError
+from meshwright.ranks.foreign import open_plain, open_to_write, parse_json
 from meshwright.ranks.grid import PIPE, Grid
+from meshwright.ranks.machine import release_freed_memory
 from meshwright.training.folder import write_whole
 from meshwright.training.follow import METRICS
 from meshwright.training.sinks import Tracker

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from meshwright.pipeline.span import Moment, Span, Watch, seconds_between
 from meshwright.ranks.flight_recorder import FlightRecorder
+from meshwright.strategies.pipeline.span import Moment, Span, Watch, seconds_between
 
 PASSES, DATA_PARALLEL, OPTIMIZER = PHASES = ("passes", "data_parallel", "optimizer")
 PHASE_WORDS = {PASSES: "forward and backward", DATA_PARALLEL: "sums of gradients", OPTIMIZER: "optimizer"}

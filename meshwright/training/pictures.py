@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshwright.drawing import new_figure
-from meshwright.errors import DataError
-from meshwright.pipeline.span import Span, Timeline
-from meshwright.pipeline.trace import write_trace
+from meshwright.output.drawing import new_figure
 from meshwright.ranks.agreement import all_texts
+from meshwright.ranks.errors import DataError
 from meshwright.ranks.grid import PIPE
 from meshwright.ranks.mesh import Mesh
+from meshwright.strategies.pipeline.span import Span, Timeline
+from meshwright.strategies.pipeline.trace import write_trace
 from meshwright.training.follow import read_history
 
 if TYPE_CHECKING:

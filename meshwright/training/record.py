@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.errors import DivergedError
-from meshwright.optim.optimizer import PendingStep, StepResult
-from meshwright.parts import Parts
 from meshwright.ranks.agreement import all_rows
+from meshwright.ranks.errors import DivergedError
+from meshwright.strategies.optim.optimizer import PendingStep, StepResult
 from meshwright.training.checks import (
     REMEDY,
     bad_losses,
@@ -31,6 +30,7 @@ from meshwright.training.checks import (
     require_equal_replicas,
 )
 from meshwright.training.metric import Metric
+from meshwright.training.parts import Parts
 from meshwright.training.phases import PhaseClock
 from meshwright.training.step_report import Lap, StepReports
 

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import torch
 
-from meshwright.checkpoint.manifest import TOKENIZER_FILE
-from meshwright.checkpoint.reader import Checkpoint, newest_step, newest_whole, steps_in
-from meshwright.checkpoint.restore import misfit_of
 from meshwright.config import Config, run_text
-from meshwright.decisions import as_before
-from meshwright.errors import CheckpointError, ConfigError, DamagedError, Problem
-from meshwright.foreign import read_text
-from meshwright.section import leaves_of
+from meshwright.config.section import leaves_of
+from meshwright.ranks.errors import CheckpointError, ConfigError, DamagedError, Problem
+from meshwright.ranks.foreign import read_text
+from meshwright.training.checkpoint.manifest import TOKENIZER_FILE
+from meshwright.training.checkpoint.reader import Checkpoint, newest_step, newest_whole, steps_in
+from meshwright.training.checkpoint.restore import misfit_of, stateless_of
+from meshwright.training.decisions import as_before
 from meshwright.training.folder import CHECKPOINTS, CONFIG, IDENTITY, begin, identity_of, write_identity, write_whole
 
 _DECISIVE = ("seed", "model.", "data.", "batch.global")
 """A resumed run shares these fields with the run that it goes on with, unless --accept-changes."""
-_FREE = ("model.dropout",)
+_FREE = ("model.dropout", "model.frozen")
 _OF_THE_SOURCE = (
     "data.source",
     "data.split",
@@ -139,6 +139,12 @@ def _differences(checkpoint: Checkpoint, config: Config, data: str, *, accept_ch
         for key in changed
         if key.startswith(_DECISIVE) and key not in _FREE and not (same_data and key.startswith(_OF_THE_SOURCE))
     ]
+    if "model.frozen" in changed and (name := stateless_of(config, checkpoint)):
+        rule = (
+            f"trains {name}, of which {folder} has no states: zeros would make its first steps several times too long"
+        )
+        instead = "patterns that match it; or a new run from its weights (meshwright convert export, weights=FOLDER)"
+        raise ConfigError.of("model.frozen", json.dumps(wanted["model.frozen"]), rule, instead)
     reshaping = [key for key in decisive if key.startswith("model.")]
     misfit = misfit_of(config, checkpoint) if reshaping else ""
     refused = []

@@ -24,9 +24,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.errors import ConfigError, MeshwrightError
-from meshwright.registry import entries
-from meshwright.section import leaves_of
+from meshwright.config.registry import entries
+from meshwright.config.section import leaves_of
+from meshwright.ranks.errors import ConfigError, MeshwrightError
 
 if TYPE_CHECKING:
     from meshwright.config.schema import Metrics

@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 from rich.table import Table
 
-from meshwright import terminal
+from meshwright.output import terminal
+from meshwright.output.tables import print_table
 from meshwright.ranks.hang import Record, explain_hang, read_records
-from meshwright.tables import print_table
 from meshwright.training.folder import steps_of
 
 STATUS = "status"

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright.model import Batch, counts_of, rows_of, scales_of, to_device
-from meshwright.optim.optimizer import StepResult
-from meshwright.parameters.shard import seed_generators, seed_of
-from meshwright.parts import Parts
+from meshwright.compute.model import Batch, counts_of, rows_of, scales_of, to_device
+from meshwright.compute.parameters.shard import seed_generators, seed_of
+from meshwright.compute.tensor.router import counted_loads
 from meshwright.ranks.grid import DATA_AXES, PIPE
-from meshwright.tensor.router import counted_loads
+from meshwright.strategies.optim.optimizer import StepResult
+from meshwright.training.parts import Parts
 from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PASSES, PhaseClock
 from meshwright.training.record import StepRecord
 

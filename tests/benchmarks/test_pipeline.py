@@ -11,11 +11,11 @@ import torch
 
 from benchmarks.paced import CONDITIONS, HeldMailbox, PacedPipeline, Run
 from benchmarks.pipeline import ONE_CHUNK, Measured, planned, scaled, summed_up
-from meshwright.pipeline.span import Timeline
-from meshwright.pipeline.task import Task, TaskKind
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mailbox import Mailbox, Message, TensorMeta, both_sides
 from meshwright.ranks.mesh import Mesh
+from meshwright.strategies.pipeline.span import Timeline
+from meshwright.strategies.pipeline.task import Task, TaskKind
 from tests.workers import run_ranks
 
 FORWARD_SECONDS = 0.003

@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks import subgraph
 from benchmarks.ours import reference_config
+from meshwright.compute.models.chain import chain_of
 from meshwright.config.rules import broken_rules
-from meshwright.models.chain import chain_of
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.workers import run_ranks

@@ -22,8 +22,30 @@ from tests.patience import PATIENCE_SECONDS
 HERE = Path(__file__).parent
 PACKAGE = HERE.parents[1] / "meshwright"
 
-FILES = {"collective": 3, "engine": 2, "fp8": 3, "metric": 2, "optimizer": 3, "schedule": 2, "sync": 3}
-AIMS = {"collective": 3, "engine": 3, "fp8": 2, "metric": 3, "optimizer": 2, "schedule": 3, "sync": 3}
+FILES = {
+    "adapter": 3,
+    "collective": 3,
+    "engine": 2,
+    "family": 4,
+    "fp8": 2,
+    "metric": 2,
+    "optimizer": 2,
+    "policy": 2,
+    "schedule": 2,
+    "sync": 3,
+}
+AIMS = {
+    "adapter": 4,
+    "collective": 3,
+    "engine": 3,
+    "family": 5,
+    "fp8": 2,
+    "metric": 3,
+    "optimizer": 2,
+    "policy": 2,
+    "schedule": 3,
+    "sync": 3,
+}
 
 
 def change_of(name: str) -> dict[str, Any]:
@@ -50,6 +72,7 @@ def test_a_change_does_what_it_says(name: str, tmp_path: Path) -> None:
     folder.mkdir()
     for path, text in change["adds"].items():
         assert not (copy / path).exists(), f"{path} is there already"
+        (copy / path).parent.mkdir(exist_ok=True)
         (copy / path).write_text(text)
     for path, edits in change["edits"].items():
         text = (copy / path).read_text()

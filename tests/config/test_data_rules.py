@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from meshwright.config import parse_run
-from meshwright.errors import ConfigError
+from meshwright.ranks.errors import ConfigError
 
 SMALL = {"layers": 2, "hidden": 16, "heads": 2, "feed_forward": 32, "vocabulary": 4096}
 TRANSFORMER, T5 = SMALL | {"family": "transformer"}, SMALL | {"family": "t5"}

@@ -13,9 +13,9 @@ from meshwright.api import load
 from meshwright.config import Config, dump_config, dump_tree, load_config, parse_config, parse_run
 from meshwright.config.effects import EFFECTS
 from meshwright.config.load import load_undecided
+from meshwright.config.section import Section
 from meshwright.configs import shipped
-from meshwright.errors import ConfigError
-from meshwright.section import Section
+from meshwright.ranks.errors import ConfigError
 from meshwright.tools.compare.layouts import from_files
 
 ALWAYS = {
@@ -114,7 +114,7 @@ IDLE: dict[str, tuple[tuple[str, ...], str]] = {
     "layout.data.shard=2": (("layout.data.size=4", "layout.data.sync=ring"), "with layout.data.sync=ring, which"),
     "layout.data.expert=2": (("layout.data.size=4",), "with a model that has no experts"),
     "layout.data.exchange=messages": (("layout.data.size=2", "model=mixtral-mini"), "with layout.data.expert=1"),
-    "layout.data.bucket=16M": (("layout.data.size=2", "layout.data.sync=fsdp"), "with layout.data.sync=fsdp, which"),
+    "layout.data.bucket=16M": (("layout.data.size=2", "layout.data.sync=zero3"), "with layout.data.sync=zero3, which"),
     "layout.pipeline.schedule=gpipe": ((), "with layout.pipeline.size=1"),
     "layout.context.kind=ulysses": ((), "with layout.context.size=1"),
     "layout.pipeline.limit=3": ((), "with layout.pipeline.size=1"),

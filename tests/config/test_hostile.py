@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.config import load_config
-from meshwright.errors import ConfigError
+from meshwright.ranks.errors import ConfigError
 from tests.patience import PATIENCE_SECONDS
 
 CPU_SECONDS = 20

@@ -10,10 +10,10 @@ import pytest
 
 from meshwright.config import Config, dump_config, load_config, parse_config, parse_run
 from meshwright.config.kinds import data_for
-from meshwright.errors import ConfigError
+from meshwright.config.registry import entries
 from meshwright.families.seq2seq.section import T5
 from meshwright.families.vision.section import Vit
-from meshwright.registry import entries
+from meshwright.ranks.errors import ConfigError
 
 GPT2, BERT, TRANSFORMER = {"family": "gpt2"}, {"family": "bert"}, {"family": "transformer"}
 T5_MODEL, VIT = {"family": "t5"}, {"family": "vit"}

@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.config import parse_config
 from meshwright.config.layout import Layout
-from meshwright.errors import ConfigError
+from meshwright.ranks.errors import ConfigError
 
 SUBGRAPH = {"kind": "subgraph", "size": 2}
 

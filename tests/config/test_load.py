@@ -12,9 +12,9 @@ import pytest
 
 from meshwright.config import Config, dump_config, load_config, model_names, parse_config
 from meshwright.config.load import parse_run
+from meshwright.config.section import parse_counts
 from meshwright.configs import shipped
-from meshwright.errors import ConfigError
-from meshwright.section import parse_counts
+from meshwright.ranks.errors import ConfigError
 
 RUNS = list(shipped("runs").values())
 
@@ -135,7 +135,7 @@ def test_model_by_name_and_by_base() -> None:
         ("layout.data.bucket=16X", "bucket=16X is not a whole number; valid: .*, or a size such as 16M"),
         (
             "layout.data.sync=alreduce",
-            r"is none of the choices \(did you mean allreduce\?\); valid: server-loss, .*fsdp",
+            r"is none of the choices \(did you mean allreduce\?\); valid: server-loss, .*zero3",
         ),
         (
             "layout=3",
@@ -219,7 +219,7 @@ def test_config_errors_come_without_torch() -> None:
     code = (
         "import sys\n"
         "from meshwright.config import load_config\n"
-        "from meshwright.errors import ConfigError\n"
+        "from meshwright.ranks.errors import ConfigError\n"
         "try:\n"
         f"    load_config({str(RUNS[0])!r}, ['stpes=3', 'model.heads=7'])\n"
         "except ConfigError as error:\n"
@@ -231,7 +231,8 @@ def test_config_errors_come_without_torch() -> None:
 
 def test_help_comes_without_the_config() -> None:
     """Its schema takes most of the time of a command that needs none."""
-    code = "import sys, meshwright.cli; print({'meshwright.section', 'meshwright.launch', 'torch'} & set(sys.modules))"
+    heavy = "{'meshwright.config.section', 'meshwright.ranks.launch', 'torch'}"
+    code = f"import sys, meshwright.cli; print({heavy} & set(sys.modules))"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout == "set()\n"
 

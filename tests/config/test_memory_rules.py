@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from meshwright.config import parse_run
-from meshwright.errors import ConfigError
+from meshwright.ranks.errors import ConfigError
 
 O2 = {"level": "O2", "dtype": "bf16"}
 
@@ -24,11 +24,6 @@ def test_masters_are_what_is_offloaded() -> None:
         "memory.offload.to=host takes float32 masters off the device, and precision.level=O0 has none; "
         "valid: none, or precision.level=O2 with dtype bf16 or fp16"
     )
-
-
-def test_fsdp_has_no_buckets() -> None:
-    (told,) = mistakes({"to": "disk"}, precision=O2, layout={"data": {"size": 2, "sync": "fsdp"}, "transport": "torch"})
-    assert told.startswith("memory.offload.to=disk does not go with layout.data.sync=fsdp")
 
 
 @pytest.mark.parametrize("bucket, valid", [(100, "128, 1M"), (1000, "896, 1024, 1M")])

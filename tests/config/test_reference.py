@@ -11,9 +11,9 @@ from meshwright.config.meanings import field_meanings, first_sentence, strategy_
 from meshwright.config.messages import inlined, paths_in
 from meshwright.config.reference import all_sections, topic_of
 from meshwright.config.reference_page import page, topic_text
-from meshwright.errors import ConfigError
-from meshwright.registry import NAMED_BY, entries
-from meshwright.section import Section
+from meshwright.config.registry import NAMED_BY, entries
+from meshwright.config.section import Section
+from meshwright.ranks.errors import ConfigError
 
 PATHS = paths_in(inlined(schema := Config.model_json_schema(), schema["$defs"]))
 

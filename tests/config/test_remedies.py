@@ -13,8 +13,8 @@ import pytest
 from meshwright.config.load import parse_run
 from meshwright.config.shorthand import spell_out
 from meshwright.config.yaml_text import plain_values
-from meshwright.errors import ConfigError, Problem
-from meshwright.remedies import LEFT_OUT, Remedy, of_problem, remedies_of
+from meshwright.ranks.errors import ConfigError, Problem
+from meshwright.ranks.remedies import LEFT_OUT, Remedy, of_problem, remedies_of
 from tests.fuzz.axes import AXES, tree_of
 
 ROUNDS = 8
@@ -75,7 +75,7 @@ CHOICES: dict[str, list[Any]] = {
     "bits.attention": ["runs", "heads"],
     "layout.data.size": [1, 2, 3, 4],
     "layout.data.sync": [
-        "allreduce", "zero1", "zero2", "zero3", "ring", "rooted", "server-gradient", "server-loss", "fsdp",
+        "allreduce", "zero1", "zero2", "zero3", "ring", "rooted", "server-gradient", "server-loss",
     ],
     "layout.data.shard": [1, 2, 3],
     "layout.data.expert": [2, 3, 4],
@@ -98,7 +98,7 @@ CHOICES: dict[str, list[Any]] = {
     "layout.ranks_per_node": [2, 3, 8],
     "layout.transport": ["threads", "torch"],
     "precision": ["bf16", "fp16", "float64", {"level": "O1", "dtype": "float32"}, {"level": "O0", "dtype": "bf16"}],
-    "memory.recompute": ["selective", "auto", "ops", 1, 2, 90],
+    "memory.recompute": ["selective", "auto", "ops", "offload", 1, 2, 90],
     "memory.offload": [{"to": "host", "bucket": 1000}, {"to": "disk"}, {"bucket": "16M"}],
     "memory.summa": ["gather", "stream"],
     "optimizer.name": ["muon", "sgd", "momentum", "adamw"],

@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 
 from meshwright.config import parse_run, rules
+from meshwright.config.registry import entries
 from meshwright.config.rules import RULES
+from meshwright.config.section import Rule, divisors, listed
 from meshwright.data.messages_section import MessagesData
-from meshwright.errors import ConfigError
 from meshwright.families.bert.data_section import SquadData
 from meshwright.families.deepseek.section import DeepSeek
 from meshwright.families.llama.section import Llama
 from meshwright.families.seq2seq.data_section import PairData
 from meshwright.families.seq2seq.section import T5
 from meshwright.families.vision.section import ResNeXt, Vit
-from meshwright.registry import entries
-from meshwright.section import Rule, divisors, listed
+from meshwright.ranks.errors import ConfigError
+from meshwright.strategies.memory.section import GROUPING
 
 
 def mistake(**tree: Any) -> str:
@@ -30,10 +31,10 @@ def mistake(**tree: Any) -> str:
 
 
 def test_every_rule_is_listed() -> None:
-    found = [value for value in vars(rules).values() if isinstance(value, Rule)]
+    found = [*GROUPING, *(value for value in vars(rules).values() if isinstance(value, Rule))]
     brought = [rule for rule in RULES if rule not in found]
     assert set(found) <= set(RULES)
-    groups = ("models", "tensor", "data", "contexts", "optimizers", "syncs")
+    groups = ("models", "tensor", "data", "contexts", "optimizers", "syncs", "activations")
     ruled = [entry for group in groups for entry in entries(group).values()]
     assert len(brought) == len({own for entry in ruled for own in entry.rules})
 
@@ -153,20 +154,14 @@ def test_limit_has_an_effect() -> None:
     assert line.startswith("layout.pipeline.limit=3 has no effect on layout.pipeline.schedule=gpipe")
 
 
-@pytest.mark.parametrize("sync", ["fsdp", "server-loss"])
-def test_sync_goes_with_stages(sync: str) -> None:
-    line = mistake(layout={"pipeline": {"size": 2}, "data": {"size": 2, "sync": sync}})
+def test_sync_goes_with_stages() -> None:
+    line = mistake(layout={"pipeline": {"size": 2}, "data": {"size": 2, "sync": "server-loss"}})
     assert "runs a whole model on every rank" in line
 
 
 def test_recomputed_groups_fit() -> None:
     line = mistake(model={"layers": 2}, memory={"recompute": {"every": 3}})
     assert line == "memory.recompute.every=3 is more than the model's 2 layers; valid: 2 or less"
-
-
-def test_sync_goes_with_recomputation() -> None:
-    line = mistake(layout={"data": {"size": 2, "sync": "fsdp"}}, memory={"recompute": "auto"})
-    assert line.startswith("layout.data.sync=fsdp gathers weights in hooks of its own")
 
 
 @pytest.mark.parametrize("source", ["/no/such/folder", ""])
@@ -251,11 +246,11 @@ def test_dtype_fits_level(level: str, dtype: str, valid: str) -> None:
     assert line == f"precision.dtype={dtype} does not go with precision.level={level}; valid: {valid}"
 
 
-def test_there_is_something_to_shard() -> None:
-    line = mistake(layout={"data": {"sync": "fsdp"}})
-    valid = "layout.data.sync=allreduce, or layout.data.size=2 or more"
-    assert line == f"layout.data.size=1 leaves layout.data.sync=fsdp nothing to shard; valid: {valid}"
-    parse_run({"layout": {"data": {"sync": "fsdp", "size": 2}}})
+@pytest.mark.parametrize("word", ["fsdp", "FSDP2", "fully_shard"])
+def test_torchs_own_sharding_is_a_contender_of_a_benchmark(word: str) -> None:
+    line = mistake(layout={"data": {"sync": word, "size": 2}})
+    assert line.startswith(f"layout.data.sync={word} is none of the choices (did you mean zero3?): python")
+    assert "python -m benchmarks.data_parallel --only zero3 compares zero3 with torch's FSDP2" in line
 
 
 def test_warmup_fits_steps() -> None:
@@ -267,12 +262,6 @@ def test_mpi_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     line = mistake(layout={"transport": "mpi"})
     assert line.startswith("layout.transport=mpi needs mpi4py, which is not installed; valid: torch, auto; or")
-
-
-def test_mpi_does_not_carry_fsdp() -> None:
-    pytest.importorskip("mpi4py")
-    line = mistake(layout={"transport": "mpi", "data": {"sync": "fsdp", "size": 2}})
-    assert line.startswith("layout.data.sync=fsdp runs inside torch.distributed")
 
 
 def test_mpi_does_not_reach_gpus() -> None:

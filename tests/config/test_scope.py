@@ -11,8 +11,8 @@ from meshwright.cli.app import refuse_foreign
 from meshwright.config.load import parse_run
 from meshwright.config.scope import PAGE, TOPICS, topic_of_address, topic_of_key
 from meshwright.config.words import KEYS
-from meshwright.errors import ConfigError
-from tests.config.test_words import FIELDS
+from meshwright.ranks.errors import ConfigError
+from tests.config.fields import FIELDS
 
 SPELLINGS: dict[str, list[str]] = {
     "LoRA": [
@@ -37,14 +37,10 @@ SPELLINGS: dict[str, list[str]] = {
         "target_modules",
         "lora_target_modules",
         "modules_to_save",
-        "freeze",
-        "freeze_layers",
-        "frozen_layers",
         "prompt_tuning",
         "ia3",
         "enable_lora",
         "finetuning_type",
-        "trainable_layers",
     ],
     "FP8": [
         "fp8",
@@ -61,6 +57,7 @@ SPELLINGS: dict[str, list[str]] = {
         "transformer_engine",
         "enable_float8_linear",
     ],
+    "frozen weights": ["freeze", "freeze_layers", "frozen_layers", "trainable_layers", "unfreeze"],
     "quantised weights": [
         "load_in_4bit",
         "load_in_8bit",

@@ -10,10 +10,10 @@ import pytest
 from meshwright.api import load
 from meshwright.config import Config, parse_config, parse_run
 from meshwright.config.load import load_undecided, read_run
+from meshwright.config.section import field_of
 from meshwright.config.shorthand import SHORTHANDS
 from meshwright.configs import shipped
-from meshwright.errors import ConfigError
-from meshwright.section import field_of
+from meshwright.ranks.errors import ConfigError
 
 MEGATRON = {"layout": {"data": {"size": 2, "sync": "zero1"}, "tensor": {"kind": "megatron", "size": 2}}}
 

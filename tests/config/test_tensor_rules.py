@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from meshwright.config import parse_config
-from meshwright.errors import ConfigError
+from meshwright.ranks.errors import ConfigError
 
 MODEL = {"layers": 1, "hidden": 64, "heads": 8, "positions": 64, "vocabulary": 300}
 
@@ -110,14 +110,6 @@ def test_depth() -> None:
     (told,) = mistakes({"kind": "tesseract", "q": 2, "d": 4})
     assert told.startswith("layout.tensor.d=4 is more than layout.tensor.q=2")
     assert told.endswith("valid: 2 or less")
-
-
-@pytest.mark.parametrize("kind", ["megatron", "subgraph"])
-def test_fully_sharded(kind: str) -> None:
-    tree = {"model": MODEL, "batch": {"global": 16}, "data": {"sequence": 64}}
-    layout = {"data": {"size": 2, "sync": "fsdp"}, "tensor": {"kind": kind, "size": 2}}
-    with pytest.raises(ConfigError, match=rf"kind={kind} has cut them already; valid: zero3, zero2, zero1, allreduce"):
-        parse_config(tree | {"layout": layout})
 
 
 def test_a_kind_that_is_none() -> None:

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from meshwright.config import Config, parse_run
-from meshwright.config.messages import inlined, paths_in
+from meshwright.config import parse_run
 from meshwright.config.words import KEYS, NOTES, VALUES, ours_for_key, ours_for_value
-from meshwright.errors import ConfigError
+from meshwright.ranks.errors import ConfigError
+from tests.config.fields import FIELDS
 
-FIELDS = set(paths_in(inlined(schema := Config.model_json_schema(), schema["$defs"])))
 THEIRS = [(word, ours) for ours, words in KEYS.items() for word in words]
 EXAMPLES = {"model={{from: {}}}": "gpt2", "layout.data.sync={}": "zero1", "metrics.sinks=[{}]": "wandb"}
 

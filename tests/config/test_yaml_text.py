@@ -10,12 +10,12 @@ import pytest
 import yaml
 
 from meshwright.config import load_config
+from meshwright.config.section import Section
 from meshwright.config.yaml_text import complaint, plain_values, yaml_text
-from meshwright.errors import ConfigError
-from meshwright.section import Section
-from meshwright.tools.plan.cluster import load_cluster
-from meshwright.tools.plan.software import load_program
-from meshwright.tools.plan.space import fixed_fields
+from meshwright.planner.plan.cluster import load_cluster
+from meshwright.planner.plan.software import load_program
+from meshwright.planner.plan.space import fixed_fields
+from meshwright.ranks.errors import ConfigError
 
 PACKAGE = Path(__file__).resolve().parents[2] / "meshwright"
 

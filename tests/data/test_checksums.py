@@ -16,7 +16,7 @@ from meshwright.data.files import REGION_BYTES, FileSum, check_file, check_once
 from meshwright.data.packed import PackedCorpus
 from meshwright.data.packing import corpus_for, prepare
 from meshwright.data.text_section import TextData
-from meshwright.errors import DataError
+from meshwright.ranks.errors import DataError
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from meshwright.config import parse_config
 from meshwright.data import corpus
 from meshwright.data.corpus import documents, source_identity, source_name
 from meshwright.data.records_section import Picks
-from meshwright.errors import ConfigError, DataError
-from meshwright.foreign import RefusedError
+from meshwright.ranks.errors import ConfigError, DataError
+from meshwright.ranks.foreign import RefusedError
 
 
 def test_stdlib_is_python_source_without_tests() -> None:

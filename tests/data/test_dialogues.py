@@ -16,8 +16,8 @@ from meshwright.data.dialogues import read_dialogues
 from meshwright.data.messages import flagged
 from meshwright.data.packed import IDS, SAID
 from meshwright.data.tokenizer import load_tokenizer
-from meshwright.errors import ConfigError, DataError
-from tests.data.test_messages import config_for, make_tokenizer, opened
+from meshwright.ranks.errors import ConfigError, DataError
+from tests.data.dialogues import config_for, make_tokenizer, opened
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 CALL = {"name": "add", "arguments": {"x": 1, "y": "zwölf"}}

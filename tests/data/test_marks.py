@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from meshwright.config import Config, parse_run
-from meshwright.convert import export_folder
 from meshwright.data.files import silent
 from meshwright.data.packed import open_packed
 from meshwright.data.tokenizer import load_tokenizer, parse_tokenizer, train_bpe
-from meshwright.errors import ConfigError, DataError
+from meshwright.ranks.errors import ConfigError, DataError
 from meshwright.tools.evaluate.load import load_text
 from meshwright.tools.evaluate.perplexity import text_perplexity
 from meshwright.tools.evaluate.texts import stream_for
+from meshwright.training.convert import export_folder
 from meshwright.training.job import train
 
 MODEL = {"family": "gpt2", "layers": 1, "hidden": 8, "heads": 2, "vocabulary": 300}

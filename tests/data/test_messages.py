@@ -5,84 +5,33 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer
 
-from meshwright.config import Config, parse_run
-from meshwright.convert import export_folder
+from meshwright.compute.model import IGNORED
+from meshwright.config import parse_run
 from meshwright.data.chat import ChatTemplate, template_of
 from meshwright.data.dialogue_records import Dialogue
 from meshwright.data.messages import flagged
 from meshwright.data.packed import IDS, SAID
 from meshwright.data.packing import pack
-from meshwright.data.tokenizer import load_tokenizer, train_bpe
-from meshwright.errors import ConfigError, DataError
-from meshwright.model import IGNORED
+from meshwright.data.tokenizer import load_tokenizer
+from meshwright.ranks.errors import ConfigError, DataError
 from meshwright.tools.generate import Request, generate
+from meshwright.training.convert import export_folder
 from meshwright.training.job import train
-from tests.convert.folders import saved
+from tests.data.dialogues import MARKED, PLAIN, config_for, dialogue, make_dialogues, make_tokenizer, opened
+from tests.training.convert.folders import saved
 from tests.training.runs import lines_of
 
 transformers = pytest.importorskip("transformers")
 
-TURNS = "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content | trim }}<|over|>\n{% endfor %}"
-PLAIN = TURNS + "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
-MARKED = (
-    "{{ bos_token }}{% for m in messages %}{{ '<|turn|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}"
-    "{% generation %}{{ m.content }}<|over|>{% endgeneration %}{% else %}{{ m.content + '<|over|>' }}{% endif %}"
-    "{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif %}"
-)
 FORGETS = (
     "{% for m in messages %}{% if loop.last or m.role == 'user' %}"
     "{{ m.role }}: {{ m.content }}\n{% endif %}{% endfor %}"
 )
-
-WORDS = ["apple", "river", "seven", "quiet", "stone", "green", "under", "letter"]
-
-
-def dialogue(number: int) -> list[dict[str, str]]:
-    ask, answer, more = (WORDS[(number * step) % len(WORDS)] for step in (1, 3, 5))
-    turns = [("user", f"say {ask} {number}"), ("assistant", f" {answer}, {ask}.\n"), ("user", more)]
-    turns = [("system", "be brief"), *turns, ("assistant", f"{more} {more}")] if number % 2 else turns[:2]
-    return [{"role": role, "content": content} for role, content in turns]
-
-
-def make_tokenizer(folder: Path, template: str = PLAIN) -> Path:
-    """A tiny tokenizer with a chat template, as a Hugging Face folder has it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "tokenizer.json"
-    tokenizer = Tokenizer.from_str(train_bpe([" ".join(WORDS) * 3], 280).to_json())
-    tokenizer.add_special_tokens(["<|turn|>", "<|over|>"])
-    path.write_text(tokenizer.to_str())
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|turn|>", "chat_template": template}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return path
-
-
-def make_dialogues(folder: Path, *lines: str, count: int = 40) -> Path:
-    texts = [json.dumps({"messages": dialogue(number)}) for number in range(count)]
-    path = folder / "chat.jsonl"
-    path.write_text("".join(f"{line}\n" for line in [*texts, *lines]))
-    return path
-
-
-def config_for(folder: Path, source: Path, tokenizer: Path, *words: str, **data: Any) -> Config:
-    tree = {
-        "model": {"family": "llama", "layers": 1, "hidden": 16, "heads": 2, "feed_forward": 16, "vocabulary": 320},
-        "data": {"source": str(source), "tokenizer": str(tokenizer), "sequence": 64, "validation": 0.2} | data,
-        "batch": {"global": 2},
-        "device": "cpu",
-        "metrics": {"sinks": []},
-    }
-    return parse_run(tree, words)
-
-
-def opened(config: Config) -> Any:
-    return config.data.open(config, config.data.prepare(config, lambda *_: None))
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["by difference", "marked"])

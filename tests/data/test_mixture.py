@@ -11,13 +11,13 @@ import pytest
 import torch
 import yaml
 
+from meshwright.compute.model import Batch
 from meshwright.config import Config, dump_config, parse_config, parse_run
 from meshwright.data.files import silent
 from meshwright.data.mixture import MixedSamples, open_mixture
 from meshwright.data.sampler import ShuffledSamples
 from meshwright.data.text_section import BLOCK, shares_of
-from meshwright.errors import ConfigError, DataError
-from meshwright.model import Batch
+from meshwright.ranks.errors import ConfigError, DataError
 
 MODEL = {"layers": 1, "hidden": 8, "heads": 1, "positions": 16, "vocabulary": 300, "dropout": 0.0}
 

@@ -20,7 +20,7 @@ from meshwright.data.packing import corpus_for, prepare
 from meshwright.data.split import plan_split, split_records
 from meshwright.data.text_section import TextData
 from meshwright.data.tokenizer import train_bpe
-from meshwright.errors import ConfigError, DataError
+from meshwright.ranks.errors import ConfigError, DataError
 
 TEXTS = [f"def function_{n}(value):\n    return value + {n}\n" for n in range(100)]
 

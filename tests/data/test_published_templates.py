@@ -18,7 +18,7 @@ from meshwright.data.dialogue_records import Dialogue, dialogue_of
 from meshwright.data.messages import samples_of
 from meshwright.data.template_process import DAY
 from meshwright.data.tokenizer import byte_tokenizer
-from meshwright.errors import DataError
+from meshwright.ranks.errors import DataError
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
 DATES = {"date_string": "26 Jul 2024", "current_date": "2024-07-26"}

@@ -21,7 +21,7 @@ from meshwright.data.packing import pack, prepare
 from meshwright.data.records_section import Picks
 from meshwright.data.source_files import choose_files, split_of
 from meshwright.data.told import printable, read_lines
-from meshwright.errors import ConfigError, DataError
+from meshwright.ranks.errors import ConfigError, DataError
 
 TEXTS = ["one", "two, with a comma", 'a "quote"', "naïve 日本", "x" * 200_000]
 RECORDS = [{"id": number, "text": text, "empty": None} for number, text in enumerate(TEXTS)]

@@ -11,7 +11,7 @@ import pytest
 from meshwright.data.chat import ChatTemplate
 from meshwright.data.dialogue_records import Dialogue
 from meshwright.data.renderer import Refusal, Renderer
-from meshwright.errors import DataError
+from meshwright.ranks.errors import DataError
 
 LOOP = "{% for a in range(99999) %}"
 END = "{% endfor %}"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from meshwright.data.packed import PackedCorpus
 from meshwright.data.packing import prepare
 from meshwright.data.sampler import Sampler, TokenBatches
-from meshwright.errors import DataError
+from meshwright.ranks.errors import DataError
 
 T = 16
 

@@ -11,7 +11,7 @@ import pytest
 from meshwright.data.corpus import text_corpus
 from meshwright.data.files import silent
 from meshwright.data.split import Split, plan_split, split_records
-from meshwright.errors import DataError
+from meshwright.ranks.errors import DataError
 
 
 def write(path: Path, texts: list[str]) -> str:

@@ -19,7 +19,7 @@ from meshwright.data.tokenizer import (
     tokenizer_kind,
     train_bpe,
 )
-from meshwright.errors import DataError
+from meshwright.ranks.errors import DataError
 
 TEXTS = [f"def function_{n}(value):\n    return value + {n}  # naïve ✓\n" for n in range(200)]
 

@@ -72,6 +72,14 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 """With a small epsilon Adam's first steps are the signs of the gradients, which the rounding of small ones decides."""
 
+FROZEN: dict[str, list[str]] = {
+    "biases": ["*.bias"],
+    "first": ["blocks.0.*"],
+    "matrices": ["blocks.*.weight"],
+    "outside": ["[!b]*"],
+}
+"""Patterns that leave something to train in each model; `outside`: the embeddings and the head."""
+
 AXES: dict[str, tuple[Value, ...]] = {
     "model": tuple(MODELS),
     "layers": (1, 2, 3),
@@ -81,7 +89,7 @@ AXES: dict[str, tuple[Value, ...]] = {
     "documents": (None, None, None, "separate"),
     "precision": ("float64", "float64", "float64", "float32", "O1-bf16", "O2-bf16", "O2-fp16"),
     "data": (1, 1, 1, 2, 2, 3, 4),
-    "sync": (None, "allreduce", "zero1", "zero2", "zero3", "ring", "rooted", "server-gradient", "server-loss", "fsdp"),
+    "sync": (None, "allreduce", "zero1", "zero2", "zero3", "ring", "rooted", "server-gradient", "server-loss"),
     "shard": (None, None, None, 2),
     "bucket": (None, 1024, 8192),
     "stages": (1, 1, 1, 2, 2, 3, 4),
@@ -102,6 +110,7 @@ AXES: dict[str, tuple[Value, ...]] = {
     "summa": (None, "gather", "whole", "stream"),
     "clip": (None, 0.5),
     "optimizer": tuple(OPTIMIZERS),
+    "frozen": (None, None, None, *FROZEN),
 }  # fmt: skip
 """A value that stands twice is drawn twice as often: small groups are quick, most tensor layouts have no branches."""
 
@@ -135,6 +144,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "summa": ("memory.summa",),
     "clip": ("optimizer.clip",),
     "optimizer": ("optimizer",),
+    "frozen": ("model.frozen",),
 }
 """The fields that an axis writes: where a rule refuses one of them, another value of the axis may do."""
 
@@ -172,6 +182,8 @@ def _model(case: Case) -> dict[str, Any]:
     model = {"hidden": HIDDEN, "dropout": 0.0, **MODELS[case["model"]]}
     tokens, multiple, classes = VOCABULARIES[case["vocabulary"]]
     model["vocabulary_multiple"] = multiple
+    if case["frozen"] is not None:
+        model["frozen"] = FROZEN[case["frozen"]]
     if model["family"] == "resnext":
         layers = case["layers"]
         return model | {

@@ -14,8 +14,8 @@ from typing import Any
 
 from meshwright.config import Config
 from meshwright.config.load import parse_run
-from meshwright.errors import ConfigError
-from tests.bits.runs import Ended, ended
+from meshwright.ranks.errors import ConfigError
+from tests.compute.bits.runs import Ended, ended
 
 Words = tuple[str, ...]
 Layout = dict[str, Words]

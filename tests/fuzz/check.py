@@ -34,19 +34,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from meshwright.compute.model import Batch, rows_of
+from meshwright.compute.parameters.bucket import Place, Slot
 from meshwright.config import Config, parse_config
-from meshwright.model import Batch, rows_of
-from meshwright.parameters.bucket import Place, Slot
 from meshwright.parity.compare import relative_error
-from meshwright.parts import Parts
-from meshwright.ranks.grid import grid_of_run
 from meshwright.ranks.mesh import Mesh
 from meshwright.tools.verify.outcome import Outcome, reference_run
 from meshwright.tools.verify.reference import Reference
 from meshwright.tools.verify.tolerance import TOLERANCES, tolerance_of
 from meshwright.training.loop import Trainer
-from tests.data_parallel.test_equality import BATCHES
+from meshwright.training.parts import Parts
 from tests.harness import build, resolved
+from tests.oracle.batches import BATCHES
 from tests.workers import run_ranks
 
 FURTHER = 6
@@ -165,10 +164,7 @@ def _watched(parts: Parts, gradients: list[Pieces]) -> AbstractContextManager[An
 
 
 def _masters(parts: Parts) -> Pieces:
-    states = [parts.optimizer.held.tensors(index) for index in range(len(parts.strategy.slots))]
-    return [
-        piece for slot, own in zip(parts.strategy.slots, states, strict=True) for piece in _parts(slot, own["weight"])
-    ]
+    return [piece for slot, (weight, *_) in parts.stored() for piece in _parts(slot, weight.values)]
 
 
 def _parts(slot: Slot, x: Tensor) -> Pieces:
@@ -189,7 +185,7 @@ def mistakes(config: Config, plant: Plant | None = None) -> list[str]:
     with without_jumps(config):  # here as well: ranks that are threads would restore each other's
         results = run_ranks(
             train,
-            grid_of_run(config),
+            config.grid,
             config,
             plant,
             token_axes=config.layout.token_axes,

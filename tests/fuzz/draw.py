@@ -13,7 +13,7 @@ from random import Random
 
 from meshwright.config import Config
 from meshwright.config.load import parse_run
-from meshwright.errors import ConfigError
+from meshwright.ranks.errors import ConfigError
 from tests.fuzz.axes import AXES, FIELDS, Case, Value, tree_of, world_size
 
 TRIES = 40

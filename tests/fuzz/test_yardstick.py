@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from meshwright.compute.parameters.bucket import Bucket
+from meshwright.compute.parameters.shard import ShardSpec
+from meshwright.compute.tensor.products import Products
 from meshwright.config import Config
 from meshwright.config.load import parse_run
-from meshwright.data_parallel.policies import Zero1
-from meshwright.optim.states import InPlace
-from meshwright.parameters.bucket import Bucket
-from meshwright.parameters.shard import ShardSpec
 from meshwright.ranks.comm import Comm, Work
 from meshwright.ranks.mesh import Mesh
-from meshwright.tensor import products
+from meshwright.strategies.data_parallel.policies import Zero1
+from meshwright.strategies.optim.states import InPlace
 from tests.fuzz.axes import AXES, Case, Value, tree_of
 from tests.fuzz.check import Plant, mistakes
 from tests.tools.verify.mistakes import decayed_vectors, wrong_bias_correction, wrong_clipping
@@ -37,8 +38,12 @@ def halved_zero1() -> None:
 
 def dropped_weight() -> None:
     """A linear's weight has a gradient of zeros."""
-    right = products.write_product
-    products.write_product = lambda a, b, out, beta: right(a, torch.zeros_like(b), out, beta)
+    right = Products.write_product
+
+    def wrong(self: Products, a: Tensor, b: Tensor, out: Tensor, beta: int) -> None:
+        right(self, a, torch.zeros_like(b), out, beta)
+
+    Products.write_product = wrong  # type: ignore[method-assign]
 
 
 def wrong_axis() -> None:
@@ -47,7 +52,7 @@ def wrong_axis() -> None:
 
     def wrong(self: ShardSpec, mesh: Mesh) -> tuple[str, ...]:
         axes = right(self, mesh)
-        return axes if self.matrix else tuple(axis for axis in axes if axis != "tensor")
+        return axes if self.role.rule.decays else tuple(axis for axis in axes if axis != "tensor")
 
     ShardSpec.sum_axes = wrong  # type: ignore[method-assign]
 
@@ -57,7 +62,7 @@ def forgotten_vectors() -> None:
     right = InPlace._step_together
 
     def wrong(self: InPlace, members: list[int], *numbers: Any) -> None:
-        if self.slots[members[0]].matrix:
+        if self.slots[members[0]].rule.decays:
             right(self, members, *numbers)
 
     InPlace._step_together = wrong  # type: ignore[method-assign]

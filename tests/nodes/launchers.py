@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from meshwright.machine import find_mpiexec
+from meshwright.ranks.machine import find_mpiexec
 from tests.nodes import remote_shell
 from tests.nodes.network import Network, Running
 from tests.training.runs import tree_for

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.configs import shipped
-from meshwright.tools.plan.cluster import load_cluster
+from meshwright.planner.plan.cluster import load_cluster
 from tests.nodes.conftest import Nodes
 from tests.nodes.launchers import by_hand
 from tests.patience import PATIENCE_SECONDS

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.machine import find_mpiexec
+from meshwright.ranks.machine import find_mpiexec
 from tests.nodes.conftest import Nodes, losses_of_one
 from tests.nodes.launchers import by_hand, mpirun, torchrun, train_words, write_run
 from tests.nodes.network import Running
@@ -48,7 +48,7 @@ def two_layers(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> list[f
 
 LAYOUTS = {
     "zero1": {"data": {"size": 4, "sync": "zero1"}},
-    "fsdp": {"data": {"size": 4, "sync": "fsdp"}},
+    "zero3": {"data": {"size": 4, "sync": "zero3"}},
     "stages": {"data": {"size": 2}, "pipeline": {"size": 2}},
     "tesseract": {"tensor": {"kind": "tesseract", "q": 2}},
 }

@@ -13,26 +13,15 @@ import psutil
 import pytest
 
 from tests.nodes.conftest import Nodes
+from tests.nodes.faults import FOR_EVER, START_SECONDS, wait_for_steps
 from tests.nodes.launchers import by_hand, torchrun, train_words, write_run
 from tests.nodes.network import Network, Running
 from tests.patience import PATIENCE_SECONDS
 from tests.training.runs import lines_of, make_corpus
 
-START_SECONDS = PATIENCE_SECONDS
 WAIT_SECONDS = 5.0
 """`timeout.wait` of these runs."""
 MARGIN_SECONDS = PATIENCE_SECONDS
-FOR_EVER = 100_000
-"""Steps."""
-
-
-def wait_for_steps(out: Path, started: list[Running], steps: int = 3) -> None:
-    end = time.monotonic() + START_SECONDS
-    while not (out / "metrics.jsonl").exists() or len(lines_of(out)) < steps:
-        ended = [one.text for one in started if one.process.poll() is not None]
-        assert not ended, "\n".join(ended)
-        assert time.monotonic() < end, "no step within a minute"
-        time.sleep(0.05)
 
 
 def text_after(fault: Callable[[], object], survivor: Running, seconds: float) -> str:

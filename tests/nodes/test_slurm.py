@@ -42,7 +42,7 @@ def test_srun(nodes: Nodes, slurm: Start, corpus: Path, one_node: list[float], t
 ASK = """
 import json, os
 from dataclasses import asdict
-from meshwright.environment import read_environment, rendezvous
+from meshwright.ranks.environment import read_environment, rendezvous
 place, point = read_environment(), rendezvous()
 facts = [place.rank, place.world_size, place.local_rank, place.local_world_size, point.address]
 print(json.dumps([*facts, os.environ["CUDA_VISIBLE_DEVICES"]]))

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from tests.nodes.conftest import Nodes
+from tests.nodes.faults import FOR_EVER, wait_for_steps
 from tests.nodes.launchers import PORT, by_hand, train_words, write_run
-from tests.nodes.test_faults import FOR_EVER, wait_for_steps
 
 LISTENING = """\
 import psutil

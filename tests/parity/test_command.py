@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.errors import ConfigError
 from meshwright.parity.check import collect, grid_of
 from meshwright.parity.compare import Row
 from meshwright.parity.report import worst_row
+from meshwright.ranks.errors import ConfigError
 from tests.patience import PATIENCE_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from meshwright import parity
-from meshwright.errors import ParityError
 from meshwright.parity import kinds
 from meshwright.parity.batches import changed_positions, ids_of, with_boundaries, with_changes
 from meshwright.parity.check import ParityCheck, ParityResult
@@ -26,6 +25,7 @@ from meshwright.parity.program import SteppedProgram, still_optimizers, takes_jo
 from meshwright.parity.reference import check_repeatable, moves_buffers
 from meshwright.parity.remedies import REMEDIES
 from meshwright.parity.worker import call_check
+from meshwright.ranks.errors import ParityError
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.patience import PATIENCE_SECONDS

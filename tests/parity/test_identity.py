@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.errors import ConfigError, LaunchError
 from meshwright.parity.check import MARKED, collect, load_checks
+from meshwright.ranks.errors import ConfigError, LaunchError
 from tests.patience import PATIENCE_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from meshwright.compute.model import Batch, counts_of, scales_of
 from meshwright.config import Config, parse_config
-from meshwright.model import Batch, counts_of, scales_of
 from meshwright.parity.check import ParityCheck, ParityResult, judged
 from meshwright.parity.job import ParityJob
 from meshwright.parity.worker import call_check
@@ -19,22 +19,23 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tools.verify.reference import Reference
 from meshwright.training.step import train_step
-from tests.context.test_equality import KINDS
-from tests.context.test_equality import config_for as in_context
-from tests.data_parallel.test_equality import BATCHES, SYNCS
-from tests.families.llama.test_experts_layouts import BOUNDED, BOUNDED_LAYOUTS, experts
-from tests.families.llama.test_experts_layouts import LAYOUTS as EXPERTS
-from tests.families.llama.test_layouts import LAYOUTS as LLAMAS
-from tests.families.llama.test_layouts import llama
+from tests.families.llama.experts import BOUNDED, BOUNDED_LAYOUTS, experts
+from tests.families.llama.experts import LAYOUTS as EXPERTS
+from tests.families.llama.layouts import LAYOUTS as LLAMAS
+from tests.families.llama.layouts import llama
 from tests.harness import build
-from tests.pipeline.test_equality import CHUNKED, SCHEDULES, WHOLE, pipelined
-from tests.subgraph.test_equality import CASES as SUBGRAPHS
-from tests.subgraph.test_equality import subgraph as branches
-from tests.tensor.test_equality import CASES, MODELS
-from tests.tensor.test_equality import config_for as tensor_config
+from tests.oracle.batches import BATCHES
+from tests.oracle.context import KINDS
+from tests.oracle.context import config_for as in_context
+from tests.oracle.data_parallel import SYNCS
+from tests.oracle.pipeline import CHUNKED, SCHEDULES, WHOLE, pipelined
+from tests.oracle.subgraph import CASES as SUBGRAPHS
+from tests.oracle.subgraph import subgraph as branches
+from tests.oracle.tensor import CASES, MODELS
+from tests.oracle.tensor import config_for as tensor_config
 from tests.workers import run_ranks
 
-IN_SLOTS = ("zero1", "zero2", "zero3", "fsdp", "server-loss", "server-gradient")
+IN_SLOTS = ("zero1", "zero2", "zero3", "server-loss", "server-gradient")
 """Under these a rank steps slices of flat memory, all of it, or nothing: so its slots are what is compared, and what it
 computes with by the outputs and losses. Under the others its parameters and their gradients are."""
 

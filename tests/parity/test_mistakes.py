@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.parity import names_it, run_cases, settings
-from meshwright.launch import Ranks, run
 from meshwright.parity.check import ParityCheck, judged
 from meshwright.parity.job import ParityJob
 from meshwright.parity.worker import call_check
 from meshwright.ranks.grid import Grid
+from meshwright.ranks.launch import Ranks, run
 from meshwright.ranks.mesh import Mesh
+from tests.parity.__main__ import names_it, run_cases, settings
 from tests.workers import run_ranks
 
 CASES = {name: (setting, mistake) for name, setting, mistake in settings()}

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.parity_programs import HIDDEN, Cut, FeedForward, Reduce
 from meshwright.parity.check import ParityCheck, ParityResult, judged
 from meshwright.parity.job import ParityJob
 from meshwright.parity.worker import call_check
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
+from tests.parity.programs import HIDDEN, Cut, FeedForward, Reduce
 from tests.workers import run_ranks
 
 HEADS, HEAD, TOKENS = 3, 4, 5

@@ -18,13 +18,13 @@ import torch
 from torch import nn
 
 from meshwright import parity
-from meshwright.errors import ParityError
 from meshwright.parity import recorder
 from meshwright.parity.check import ParityResult
 from meshwright.parity.command import run_words
 from meshwright.parity.recorded import RecordedRun
 from meshwright.parity.runs import compare_runs, wholes_of
 from meshwright.parity.sampling import are_aligned, coarser, sampled, strides_of
+from meshwright.ranks.errors import ParityError
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.parity.training import train

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.parity_styles.__main__ import MODULES, marks_of, result_of, run_styles
-from benchmarks.parity_styles.style import STYLES
-from meshwright.launch import Ranks, run
+from meshwright.ranks.launch import Ranks, run
+from tests.parity.styles.__main__ import MODULES, marks_of, result_of, run_styles
+from tests.parity.styles.style import STYLES
 
 FEW = {
     "tensor": ["gqa:", "gqa:late_scale", "gqa:no_sum_down", "gqa:kv_mean", "lora:", "lora:thawed", "muon:shard"],

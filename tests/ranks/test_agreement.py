@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from meshwright.ranks.agreement import COLUMNS, hash_bits, make_equal
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
+from tests.ranks.flips import WORDS, flip
 from tests.workers import run_ranks
-
-WORDS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16}
-
-
-def flip(x: Tensor, element: int, bit: int) -> None:
-    """One bit of one element of a contiguous tensor."""
-    word = x.detach().view(-1).view(WORDS[x.dtype])
-    word[element] ^= 1 << bit if bit < 8 * x.element_size() - 1 else torch.iinfo(word.dtype).min
 
 
 @pytest.mark.parametrize("dtype", WORDS)

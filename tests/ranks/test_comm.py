@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.ledger import Ledger
-from meshwright.ranks.transports_section import TransportName
+from meshwright.ranks.transports import TransportName
 from tests.comm_cases import DTYPES, PIECE, VERBS, run_subgroups, run_verbs, values
 from tests.mpi_workers import Answer
 from tests.workers import run_ranks

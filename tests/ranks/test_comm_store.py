@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from meshwright.environment import Environment, Rendezvous
-from meshwright.errors import LaunchError
 from meshwright.ranks import comm_store
+from meshwright.ranks.environment import Environment, Rendezvous
+from meshwright.ranks.errors import LaunchError
 from tests.patience import PATIENCE_SECONDS
 from tests.workers import free_port
 

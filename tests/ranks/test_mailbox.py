@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.environment import Environment, Rendezvous
 from meshwright.ranks.comm import RankGroup
+from meshwright.ranks.environment import Environment, Rendezvous
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mailbox import (
     HEADER_BYTES,
@@ -33,7 +33,7 @@ from meshwright.ranks.mailbox import (
 from meshwright.ranks.mailbox_torch import GlooMailbox
 from meshwright.ranks.mesh import Mesh, open_mesh, solo_mesh
 from meshwright.ranks.planned import PlannedMailbox, planned_mesh
-from meshwright.ranks.transports_section import TransportName
+from meshwright.ranks.transports import TransportName
 from tests import mailbox_cases
 from tests.mailbox_cases import FAST, FORMS, Answer, take, values
 from tests.patience import PATIENCE_SECONDS

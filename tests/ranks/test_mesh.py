@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.environment import Environment
 from meshwright.ranks.comm import RankGroup
+from meshwright.ranks.environment import Environment
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import open_mesh
 from meshwright.ranks.peers import Peer, Peers
 from meshwright.ranks.torch_comm import TorchComm, TorchTransport
 from meshwright.ranks.transport import Transport
-from meshwright.ranks.transports_section import TransportName
+from meshwright.ranks.transports import TransportName
 from tests.mailbox_cases import spawn_within
 from tests.mesh_cases import ASKED, ask_by_stage
 from tests.mpi_workers import Answer

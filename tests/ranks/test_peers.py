@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from meshwright.environment import use_interface
-from meshwright.errors import LostRankError
+from meshwright.ranks.environment import use_interface
+from meshwright.ranks.errors import LostRankError
 from meshwright.ranks.peers import Peer, Peers, interface_at
 
 FIRST, BESIDE, SECOND, THIRD = (

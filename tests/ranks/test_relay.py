@@ -13,9 +13,9 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
-from meshwright.environment import SECRET
-from meshwright.errors import LaunchError
 from meshwright.ranks import relay
+from meshwright.ranks.environment import SECRET
+from meshwright.ranks.errors import LaunchError
 from meshwright.ranks.listening import has_secret, known_secret, listener_at, listening_store, new_secret
 from tests.patience import PATIENCE_SECONDS
 

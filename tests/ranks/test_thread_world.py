@@ -13,12 +13,13 @@ import torch
 
 from meshwright.api import train
 from meshwright.config import load_config
-from meshwright.errors import ConfigError, LaunchError, LostRankError
-from meshwright.launch import Interrupted, Rank, run
 from meshwright.ranks import window_comm
+from meshwright.ranks.errors import ConfigError, LaunchError, LostRankError
 from meshwright.ranks.grid import Grid
+from meshwright.ranks.launch import Interrupted, Rank, run
 from meshwright.ranks.mesh import Mesh
 from tests.patience import PATIENCE_SECONDS
+from tests.ranks.runs import RUN
 from tests.workers import run_ranks
 
 
@@ -162,20 +163,6 @@ def test_a_rank_set_aside_lets_the_others_run() -> None:
     assert run(work, 2, transport="threads") == [True, True]
 
 
-RUN = """
-model: {base: gpt2-mini, layers: 2, hidden: 16, heads: 2, vocabulary: 300, vocabulary_multiple: 4, positions: 16}
-data: {source: unicode, sequence: 16}
-batch: {global: 8, micro: 2}
-layout: {data: {size: 2, sync: zero3}, pipeline: {size: 2}}
-steps: 4
-checkpoint: {every: 2}
-validation: {every: 2, batches: 1}
-device: cpu
-threads: 1
-metrics: {sinks: []}
-"""
-
-
 def test_a_run_has_the_bits_that_processes_give_it(tmp_path: Path) -> None:
     """Its losses, and its weights: dropout's masks, stages, gathered weights and checkpoints too."""
     (tmp_path / "run.yaml").write_text(RUN)
@@ -192,9 +179,8 @@ def test_a_run_has_the_bits_that_processes_give_it(tmp_path: Path) -> None:
 
 def test_what_cannot_be_had_is_refused_before_a_thread_starts(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(RUN)
-    for word in ("layout.data.sync=fsdp", "restarts=1"):
-        with pytest.raises(ConfigError, match="threads"):
-            load_config(tmp_path / "run.yaml", ["layout.transport=threads", "layout.pipeline.size=1", word])
+    with pytest.raises(ConfigError, match="threads"):
+        load_config(tmp_path / "run.yaml", ["layout.transport=threads", "layout.pipeline.size=1", "restarts=1"])
 
 
 def test_a_request_to_stop_ends_in_who_asked() -> None:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.environment import Environment
+from meshwright.ranks.environment import Environment
 from meshwright.ranks.flight_recorder import Call, FlightRecorder, Waiting, Whereabouts
 from meshwright.ranks.hang import Record, explain_hang, read_records
 from meshwright.ranks.peers import Peer, Peers
-from meshwright.ranks.section import Timeout
+from meshwright.ranks.timeouts import Timeouts
 from meshwright.ranks.watchdog import EXIT_CODE, Watchdog
 from tests.patience import PATIENCE_SECONDS
 
@@ -33,7 +33,7 @@ class Rank:
         self.said: list[str] = []
         self.recorder = FlightRecorder(clock=lambda: self.now)
         environment = Environment(0, 2, 0, 2, 0, "torchrun", folder)
-        timeout = Timeout(join=5, wait=30)
+        timeout = Timeouts(join=5, wait=30)
         self.watchdog = Watchdog(environment, self.recorder, timeout, self.codes.append, self.said.append)
 
 
@@ -111,7 +111,7 @@ def test_a_mark_that_an_older_job_left_is_no_mark(tmp_path: Path) -> None:
 def test_a_thread_leaves_records_and_a_rank_that_leaves_says_so(tmp_path: Path) -> None:
     recorder = FlightRecorder()
     before = threading.active_count()
-    with Watchdog(Environment(0, 1, 0, 1, 0, "none", tmp_path), recorder, Timeout()):
+    with Watchdog(Environment(0, 1, 0, 1, 0, "none", tmp_path), recorder, Timeouts()):
         recorder.step, recorder.phase = 3, "optimizer"
         end = time.monotonic() + PATIENCE_SECONDS
         while read_records(tmp_path)[0].where.step != 3 and time.monotonic() < end:
@@ -202,8 +202,8 @@ def test_a_record_reads_as_it_was_written(tmp_path: Path) -> None:
 
 
 BY_THE_CALENDAR = {
-    "tools/calibrate/job.py": 1, "pipeline/span.py": 1, "training/folder.py": 1,
-    "training/status.py": 1, "ranks/watchdog.py": 1, "ranks/thread_world.py": 1, "tools/nodes.py": 1,
+    "planner/calibrate/job.py": 1, "strategies/pipeline/span.py": 1, "training/folder.py": 1,
+    "training/status.py": 1, "ranks/watchdog.py": 1, "ranks/thread_world.py": 1, "planner/nodes.py": 1,
     "parity/report.py": 1, "tools/compare/report.py": 1,
 }  # fmt: skip
 """Fields that are shown to a person or only name something."""

@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.environment import Environment, Rendezvous
-from meshwright.errors import LaunchError, LostRankError
-from meshwright.launch import Job, StopRequest, launch
-from meshwright.machine import find_mpiexec
 from meshwright.ranks.comm import PieceSizes, Posted, RankGroup, Sent, Work
+from meshwright.ranks.environment import Environment, Rendezvous
+from meshwright.ranks.errors import LaunchError, LostRankError
 from meshwright.ranks.grid import Grid
+from meshwright.ranks.launch import Job, StopRequest, launch
+from meshwright.ranks.machine import find_mpiexec
 from meshwright.ranks.mesh import open_mesh
 from meshwright.ranks.window import SLOT_BYTES, ExchangeTexts, SharedWindow, open_window
 from meshwright.ranks.window_comm import SMALL_BYTES, WindowComm

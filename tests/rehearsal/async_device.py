@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.pipeline.pipeline import Pipeline, message_forms
-from meshwright.pipeline.placement import ChunkPlacement
-from meshwright.pipeline.schedule import ScheduleRule
-from meshwright.pipeline.span import Watch
 from meshwright.ranks.comm import RankGroup
 from meshwright.ranks.mailbox import Side, TensorMeta
 from meshwright.ranks.mailbox_torch import Channel, DeviceMailbox
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.torch_comm import TorchTransport
+from meshwright.strategies.pipeline.pipeline import Pipeline, message_forms
+from meshwright.strategies.pipeline.placement import ChunkPlacement
+from meshwright.strategies.pipeline.schedule import ScheduleRule
+from meshwright.strategies.pipeline.span import Watch
 from tests.rehearsal.births import HostChannel
 
 FORM = TensorMeta((1000,), torch.float64)

@@ -11,13 +11,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from meshwright.config import Config, parse_config
-from tests.context import test_equality as context
-from tests.data_parallel import test_equality as data_parallel
 from tests.harness import resolved
-from tests.pipeline import test_equality as pipeline
+from tests.oracle import context, data_parallel, pipeline, subgraph, tensor
 from tests.rehearsal.step import Run
-from tests.subgraph import test_equality as subgraph
-from tests.tensor import test_equality as tensor
 
 CUTS: dict[str, dict[str, Any]] = {
     "serial": {"kind": "none"}, "1-D": tensor.ONE_D[0], "1-D cut": tensor.SEQUENCE[0], "2-D": tensor.BLOCKS[1],
@@ -106,8 +102,7 @@ def _words(cut: dict[str, Any]) -> str:
 def _data_parallelism() -> Iterator[tuple[str, Config]]:
     for sync in data_parallel.SYNCS:
         for size in (1, 2, 4):
-            if size > 1 or sync != "fsdp":  # it needs a process group, which one rank has not
-                yield f"{sync} x{size}", data_parallel.config_for(sync, size)
+            yield f"{sync} x{size}", data_parallel.config_for(sync, size)
 
 
 def _tensors() -> Iterator[tuple[str, Config]]:
@@ -154,7 +149,7 @@ def _precision_and_memory() -> Iterator[tuple[str, Config]]:
     for name, cut in CUTS.items():
         for level, dtype in (("O0", "float32"), ("O1", "bf16"), ("O2", "bf16"), ("O2", "fp16")):
             yield f"{name} {level} {dtype}", tensor.config_for("gpt2", cut, precision={"level": level, "dtype": dtype})
-    for recompute in ("selective", "auto"):
+    for recompute in ("selective", "auto", "offload"):
         yield f"recompute {recompute}", tensor.config_for("gpt2", CUTS["serial"], memory={"recompute": recompute})
     offload = {"offload": {"to": "host", "bucket": 4096, "chunk": 2}}
     for model in ("gpt2", "transformer", "t5"):

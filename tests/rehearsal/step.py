@@ -82,8 +82,8 @@ class FakeGpu:
 def rehearse(run: Run) -> Report:
     """The run's last step."""
     from meshwright.config import Config
-    from meshwright.parts import build
     from meshwright.training.loop import Trainer
+    from meshwright.training.parts import build
     from tests.fuzz.check import Stream
 
     config = Config.model_validate(run.tree)
@@ -107,7 +107,7 @@ def _mesh(config: Config, rank: int) -> Iterator[Mesh]:
 
     from meshwright.ranks.grid import Grid
     from meshwright.ranks.mesh import Mesh
-    from meshwright.ranks.section import Timeout
+    from meshwright.ranks.timeouts import Timeouts
     from meshwright.ranks.transport import Transport
 
     device, grid = torch.device("cuda", 0), Grid(config.layout.axes)
@@ -116,11 +116,11 @@ def _mesh(config: Config, rank: int) -> Iterator[Mesh]:
         transport: Any = _transport(rank)
     else:
         transport = Transport()
-    alone = patch("meshwright.pipeline.pipeline.agreed", lambda schedule, *others, planned: schedule)
+    alone = patch("meshwright.strategies.pipeline.pipeline.agreed", lambda schedule, *others, planned: schedule)
     try:
         made = staticmethod(_on_real_tensors(DeviceMesh.from_group))
         with alone, patch.object(DeviceMesh, "from_group", made):
-            yield Mesh(grid, rank, device, transport, config.layout.token_axes, "cuda", timeout=Timeout())
+            yield Mesh(grid, rank, device, transport, config.layout.token_axes, timeout=Timeouts())
     finally:
         if grid.world_size > 1:
             dist.destroy_process_group()

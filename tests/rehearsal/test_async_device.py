@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.pipeline.schedule import AXONN, GPIPE, MESSAGE_DRIVEN, ONE_F_ONE_B, ScheduleRule
 from meshwright.ranks.grid import Grid
+from meshwright.strategies.pipeline.schedule import AXONN, GPIPE, MESSAGE_DRIVEN, ONE_F_ONE_B, ScheduleRule
 from tests.rehearsal.async_device import DURATION, Outcome, run_stage
 from tests.workers import run_ranks
 

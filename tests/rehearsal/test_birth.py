@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from meshwright.config import Config
-from meshwright.environment import Environment, Rendezvous
+from meshwright.ranks.environment import Environment, Rendezvous
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh, open_mesh
-from meshwright.tools.compare.run import count_sent
 from meshwright.tools.verify.job import leave_layout
 from meshwright.training.loop import Trainer, validate
-from tests.data_parallel.test_equality import SYNCS
+from meshwright.training.measured_run import count_sent
 from tests.harness import build, resolved
 from tests.mailbox_cases import spawn_within
+from tests.oracle.data_parallel import SYNCS
+from tests.oracle.tensor import BLOCKS, ONE_D, SEQUENCE, config_for
 from tests.rehearsal.births import births
-from tests.tensor.test_equality import BLOCKS, ONE_D, SEQUENCE, config_for
 from tests.tools.verify.cases import Drawn
 from tests.workers import free_port, run_ranks
 

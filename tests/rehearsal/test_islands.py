@@ -8,18 +8,18 @@ import sys
 import pytest
 import torch
 
+from meshwright.compute.tensor.cross_entropy import Classes, chunked_loss
+from meshwright.compute.tensor.gelu import gelu
+from meshwright.compute.tensor.islands import Islands, compiled_islands
 from meshwright.config import Config
 from meshwright.ranks.comm import RankGroup, SoloComm
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from meshwright.tensor.cross_entropy import Classes, chunked_loss
-from meshwright.tensor.gelu import gelu
-from meshwright.tensor.islands import Islands, compiled_islands
 from meshwright.training.step import train_step
-from tests.data_parallel.test_equality import BATCHES
 from tests.harness import build
+from tests.oracle.batches import BATCHES
+from tests.oracle.tensor import ONE_D, config_for
 from tests.rehearsal.fake_cuda import compiler
-from tests.tensor.test_equality import ONE_D, config_for
 from tests.workers import run_ranks
 
 pytestmark = [
@@ -85,8 +85,8 @@ def test_a_compiler_that_is_missing_is_said_before_any_process() -> None:
     program = (
         "import shutil; shutil.which = lambda name: None\n"
         "from meshwright.config import parse_config\n"
-        "from meshwright.decisions import resolve_process\n"
-        "from meshwright.machine import Machine\n"
+        "from meshwright.training.decisions import resolve_process\n"
+        "from meshwright.ranks.machine import Machine\n"
         "resolve_process(parse_config({'compile': 'islands', 'device': 'cpu'}), Machine(1, 2**30))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

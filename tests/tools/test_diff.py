@@ -12,11 +12,11 @@ import pytest
 from safetensors import safe_open
 from typer.testing import CliRunner
 
-from meshwright.checkpoint.manifest import MANIFEST, read_manifest
-from meshwright.checkpoint.shard import write_shard
 from meshwright.cli import app
-from meshwright.errors import MismatchError, UndecidedError
+from meshwright.ranks.errors import MismatchError, UndecidedError
 from meshwright.tools.diff import difference
+from meshwright.training.checkpoint.manifest import MANIFEST, read_manifest
+from meshwright.training.checkpoint.shard import write_shard
 from tests.training.runs import config_for, make_corpus, run
 
 Change = Callable[[Path], None]

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshwright.compute.models.experts_section import ExpertsSection
 from meshwright.data.tokenizer import byte_tokenizer
-from meshwright.errors import ConfigError
 from meshwright.families.llama.section import Llama
-from meshwright.models.experts_section import ExpertsSection
+from meshwright.ranks.errors import ConfigError
 from meshwright.tools.evaluate.load import LoadedText, load_text
 from meshwright.tools.generate import Request, Sampling, generate, generate_text, generate_tokens, whole_characters
 from tests.tools.evaluate.tiny import VOCABULARY, rigged_checkpoint, tiny_checkpoint, tiny_config

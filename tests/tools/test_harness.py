@@ -16,12 +16,12 @@ import pytest
 from typer.testing import CliRunner
 
 from meshwright.cli import app
-from meshwright.errors import ConfigError, DataError
+from meshwright.ranks.errors import ConfigError, DataError
 from meshwright.tools.evaluate.continuation import Opening, continuations
 from meshwright.tools.evaluate.likelihood import likelihoods, text_likelihoods
 from meshwright.tools.evaluate.load import load_text
 from meshwright.tools.generate import Sampling, generate_text, generate_tokens, whole_characters
-from tests.data.test_messages import MARKED, PLAIN, dialogue, make_tokenizer
+from tests.data.dialogues import MARKED, PLAIN, dialogue, make_tokenizer
 from tests.tools.evaluate.tiny import rigged_checkpoint, tiny_checkpoint, tiny_config
 
 FOLLOWS = {ord(" "): ord("c"), ord("c"): ord("a"), ord("a"): ord("t"), ord("b"): ord(" ")}

@@ -15,12 +15,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint import writer
-from meshwright.checkpoint.manifest import Manifest
-from meshwright.launch import Rank
-from meshwright.optim.optimizer import Optimizer
+from meshwright.ranks.launch import Rank
+from meshwright.strategies.optim.optimizer import Optimizer
 from meshwright.training import loop, worker
 from meshwright.training import step as step_module
+from meshwright.training.checkpoint import writer
+from meshwright.training.checkpoint.manifest import Manifest
 from meshwright.training.loop import Trainer
 from meshwright.training.metrics import MetricsWriter
 

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright import launch
 from meshwright.config import Config, parse_config
 from meshwright.data.packing import prepare
-from meshwright.decisions import resolve, this_machine
-from meshwright.errors import LaunchError
-from meshwright.launch import Ranks
+from meshwright.ranks import launch
+from meshwright.ranks.errors import LaunchError
+from meshwright.training.decisions import resolve, this_machine
 from meshwright.training.job import train
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "sleeps", "well", "under", "trees"]
@@ -74,7 +73,7 @@ def run_as(entry: str, config: Config, out: Path, *, resume: bool = False, **arg
     """The run by another entry function of tests/training/entries.py; why it failed, or nothing."""
     out.mkdir(parents=True, exist_ok=True)
     resolved = resolve(config, this_machine()).config
-    ranks = Ranks.of(resolved, str(out))
+    ranks = resolved.ranks(str(out))
     given = {"config": resolved, "asked": config, "out": out, "data": Path(config.data.source), "resume": resume}
     try:
         launch.run(f"tests.training.entries:{entry}", ranks, **(given | arguments))

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from meshwright.checkpoint import Checkpoint, find_checkpoint
-from meshwright.checkpoint.manifest import Best
 from meshwright.cli import app
 from meshwright.config import Config
-from meshwright.errors import CheckpointError
+from meshwright.ranks.errors import CheckpointError
 from meshwright.training.best import best_after
+from meshwright.training.checkpoint import Checkpoint, find_checkpoint
+from meshwright.training.checkpoint.manifest import Best
 from tests.training.runs import config_for, lines_of, make_corpus, run, run_as
 
 LOSSES = {"2": 3.0, "4": 2.0, "6": 2.5, "8": 2.0, "10": 2.2, "12": 1.0}

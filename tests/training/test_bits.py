@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.compute.tensor.linear import write_rows
 from meshwright.config import Config, parse_config
-from meshwright.optim.norm import gradient_norm
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from meshwright.tensor.linear import write_rows
-from tests.data_parallel.test_equality import train_step
+from meshwright.strategies.optim.norm import gradient_norm
 from tests.harness import build
+from tests.oracle.run import train_step
 from tests.workers import run_ranks
 
 ONE = Grid((("data", 1),))

@@ -8,48 +8,18 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 from torch import Tensor
 
 from meshwright.config import Config
-from meshwright.errors import CorruptionError, DivergedError, LaunchError
+from meshwright.ranks.errors import LaunchError
 from meshwright.ranks.mesh import Mesh
 from meshwright.training import step as step_module
-from meshwright.training.loop import Trainer
+from tests.training.replicas import EXPAND, NORM, config_of, ended, run_layout, spoil, trainer_of
 from tests.training.runs import config_for, lines_of, make_corpus, run, run_as
-from tests.training.test_replicas import EXPAND, NORM, config_of, run_layout, trainer_of
-
-
-def ended(trainer: Trainer, turns: int, *, flushes: bool = False) -> tuple[int, str, str]:
-    """The last step that was begun, and the error that it ended in."""
-    try:
-        for _ in range(turns):
-            trainer.turn(None)
-        if flushes:
-            trainer.flush()
-    except (CorruptionError, DivergedError) as error:
-        return trainer.step + 1, type(error).__name__, str(error)
-    return trainer.step, "", ""
 
 
 def spoiled(mesh: Mesh, config: Config, name: str, victim: int, bad: float) -> tuple[int, str, str, bool]:
     return spoil(trainer_of(mesh, config), name, victim, bad)
-
-
-def spoil(trainer: Trainer, name: str, victim: int, bad: float) -> tuple[int, str, str, bool]:
-    """One number of the victim's is bad before the third step; the error, and whether other weights were left alone."""
-    mesh, config = trainer.parts.mesh, trainer.parts.config
-    ended(trainer, 2)
-    weights = trainer.parts.strategy.weights  # waits for those that travel still, which would mend the bad one
-    if mesh.rank == victim:
-        parameter = dict(trainer.parts.model.named_parameters())[name]
-        parameter = parameter.to_local() if config.layout.data.sync == "fsdp" else parameter
-        parameter.data.view(-1)[1] = bad
-    before = [flat.values.clone() for flat in weights]
-    answer = ended(trainer, 2)
-    after = [flat.values for flat in trainer.parts.strategy.weights]
-    untouched = all(torch.equal(a, b) for a, b in zip(before, after, strict=True) if mesh.rank != victim)
-    return *answer, untouched
 
 
 SPOILED: dict[str, tuple[dict[str, Any], str, int]] = {
@@ -58,7 +28,6 @@ SPOILED: dict[str, tuple[dict[str, Any], str, int]] = {
     "subgraph": ({"data": {"size": 1}, "tensor": {"kind": "subgraph", "size": 2, "common": "one"}}, NORM, 0),
     "first stage": ({"data": {"size": 1}, "pipeline": {"size": 2}}, "positions.weight", 0),
     "last stage": ({"data": {"size": 1}, "pipeline": {"size": 2}}, NORM, 1),
-    "fsdp": ({"data": {"size": 2, "sync": "fsdp"}, "transport": "torch"}, EXPAND, 1),
 }
 
 

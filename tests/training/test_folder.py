@@ -21,19 +21,19 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from meshwright.checkpoint import CheckpointWriter, Piece
-from meshwright.checkpoint.manifest import Origin, Progress
 from meshwright.cli import app
+from meshwright.compute.models.chain import make_chain
+from meshwright.compute.parameters.bucket import Place
+from meshwright.compute.parameters.shard import Box, shard_specs
+from meshwright.compute.tensor.serial import SerialKit
 from meshwright.config import Config, run_text
 from meshwright.configs import shipped
-from meshwright.errors import CheckpointError, ConfigError
-from meshwright.models.chain import make_chain
-from meshwright.parameters.bucket import Place
-from meshwright.parameters.shard import Box, shard_specs
+from meshwright.ranks.errors import CheckpointError, ConfigError
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh, solo_mesh
-from meshwright.tensor.serial import SerialKit
 from meshwright.training import folder, resume
+from meshwright.training.checkpoint import CheckpointWriter, Piece
+from meshwright.training.checkpoint.manifest import Origin, Progress
 from meshwright.training.job import train
 from tests.patience import PATIENCE_SECONDS
 from tests.training.runs import config_for, make_corpus

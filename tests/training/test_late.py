@@ -16,10 +16,9 @@ from meshwright.config import Config, load_config
 from meshwright.ranks.mesh import Mesh
 from meshwright.training.loop import Trainer
 from tests.harness import build
-from tests.ranks.test_agreement import flip
-from tests.ranks.test_thread_world import RUN
-from tests.training.test_divergence import ended, spoil
-from tests.training.test_replicas import EXPAND, Rows, config_of, outcome, run_layout
+from tests.ranks.flips import flip
+from tests.ranks.runs import RUN
+from tests.training.replicas import EXPAND, Rows, config_of, ended, outcome, run_layout, spoil
 
 STEPS = 5
 KEYS = "step", "loss", "grad_norm", "learning_rate", "loss_scale", "applied"

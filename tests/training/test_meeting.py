@@ -13,13 +13,13 @@ import pytest
 
 from meshwright.config import Config
 from meshwright.data.files import silent
-from meshwright.decisions import resolve, this_machine
-from meshwright.environment import Environment
-from meshwright.errors import LaunchError
-from meshwright.launch import Rank, StopRequest
+from meshwright.ranks.environment import Environment
+from meshwright.ranks.errors import LaunchError
 from meshwright.ranks.grid import Grid
+from meshwright.ranks.launch import Rank, StopRequest
 from meshwright.ranks.mesh import Mesh
 from meshwright.training import meeting
+from meshwright.training.decisions import resolve, this_machine
 from meshwright.training.meeting import facts_of, meet, placement_notes, ranks_without
 from meshwright.training.worker import train_rank
 from tests.training.runs import config_for, make_corpus

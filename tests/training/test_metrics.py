@@ -16,17 +16,17 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from meshwright.checkpoint import Checkpoint, find_checkpoint, load_weights
+from meshwright.compute.models.chain import chain_of
 from meshwright.config import Config, load_config, parse_config
 from meshwright.config.schema import Precision
 from meshwright.data.packed import open_packed
-from meshwright.errors import LaunchError, MeshwrightError, PluginError
-from meshwright.models.chain import chain_of
 from meshwright.ranks.comm import DONE
+from meshwright.ranks.errors import LaunchError, MeshwrightError, PluginError
 from meshwright.ranks.flight_recorder import FlightRecorder
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.training import meeting, step_report
+from meshwright.training.checkpoint import Checkpoint, find_checkpoint, load_weights
 from meshwright.training.loop import Trainer
 from meshwright.training.metric import KEYS, Metric
 from meshwright.training.metrics import MetricsWriter, StepWork, metrics_line, peak_flops
@@ -139,7 +139,7 @@ def test_the_peak_is_that_of_the_runs_products(gpu: str, precision: Precision, p
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("sync, size", [("allreduce", 3), ("zero1", 2), ("server-loss", 3), ("fsdp", 2)])
+@pytest.mark.parametrize("sync, size", [("allreduce", 3), ("zero1", 2), ("server-loss", 3), ("zero3", 2)])
 def test_loss_is_the_global_mean(
     sync: str, size: int, corpus: Path, whole_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,7 +214,7 @@ def plain_loss(mesh: Mesh, run_folder: Path, corpus: Path, num_windows: int) -> 
     return float(torch.stack(losses).mean())
 
 
-@pytest.mark.parametrize("sync", ["allreduce", "fsdp"])
+@pytest.mark.parametrize("sync", ["allreduce", "zero3"])
 def test_validation_loss(sync: str, corpus: Path, tmp_path: Path) -> None:
     """Whole global batches from the file's beginning, over two ranks, without the dropout that the run trains with."""
     model = config_of(corpus).model.model_dump() | {"dropout": 0.5}

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.errors import DataError
-from meshwright.pipeline.clock import simulate
-from meshwright.pipeline.schedule import GPIPE, MESSAGE_DRIVEN, ScheduleRule
-from meshwright.pipeline.span import Span, Timeline
+from meshwright.ranks.errors import DataError
+from meshwright.strategies.pipeline.clock import simulate
+from meshwright.strategies.pipeline.schedule import GPIPE, MESSAGE_DRIVEN, ScheduleRule
+from meshwright.strategies.pipeline.span import Span, Timeline
 from meshwright.training.pictures import draw_loss, draw_timelines, smoothed
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from meshwright.config import Config
-from meshwright.errors import CorruptionError
-from meshwright.model import Batch
-from meshwright.ranks.grid import Grid, grid_of_run
+from meshwright.ranks.errors import CorruptionError
+from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.training.checks import (
     copy_hashes,
@@ -20,13 +19,10 @@ from meshwright.training.checks import (
     require_equal_replicas,
     saved,
 )
-from meshwright.training.loop import Trainer
-from tests.data_parallel.test_equality import BATCHES, config_for
-from tests.harness import build
-from tests.ranks.test_agreement import flip
+from tests.ranks.flips import flip
+from tests.training.replicas import EXPAND, MODEL, NORM, TABLE, config_of, outcome, run_layout, trainer_of
 from tests.training.runs import config_for as run_config
 from tests.training.runs import losses_of, make_corpus, run, run_as
-from tests.workers import run_ranks
 
 
 def test_the_majority_is_right() -> None:
@@ -51,50 +47,8 @@ def test_stages_hold_different_weights_and_the_ends_the_same_table() -> None:
     assert found.group == (0, 2)
 
 
-class Rows:
-    """A data set of the equality tests' random batches."""
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-
-    def __len__(self) -> int:
-        return 100 * self.config.batch.global_
-
-    def samples(self, first: int, count: int) -> Batch:
-        step, row = divmod(first, self.config.batch.global_)
-        return {name: x[row : row + count] for name, x in BATCHES["gpt2"](self.config, step).items()}
-
-    def held_out(self, first: int, count: int) -> Batch:
-        raise AssertionError("nobody validates here")
-
-
-MODEL = {
-    "layers": 2, "hidden": 24, "heads": 6, "positions": 12, "vocabulary": 300, "vocabulary_multiple": 24,
-    "dropout": 0.0,
-}  # fmt: skip
-EXPAND, NORM, TABLE = "blocks.1.feed_forward.expand.weight", "blocks.1.feed_forward_norm.weight", "tokens.weight"
-
-
 GROUPED = MODEL | {"family": "llama", "key_value_heads": 2, "feed_forward": 48, "head_norms": False}
 HEADS = "blocks.1.attention.query_key_value.weight"
-
-
-def config_of(layout: dict[str, Any], every: int = 1, model: dict[str, Any] = MODEL) -> Config:
-    return config_for("allreduce", 1, model=model, batch={"global": 12}, layout=layout, check={"every": every})
-
-
-def trainer_of(mesh: Mesh, config: Config) -> Trainer:
-    return Trainer(build(config, mesh), Rows(config))
-
-
-def outcome(trainer: Trainer, turns: int, **arguments: Any) -> tuple[int, str]:
-    """The last step that was begun, and the CorruptionError that it ended in."""
-    try:
-        for _ in range(turns):
-            trainer.turn(None, **arguments)
-    except CorruptionError as error:
-        return trainer.step + 1, str(error)
-    return trainer.step, ""
 
 
 def flipped_weight(mesh: Mesh, config: Config, name: str, victim: int) -> tuple[int, str]:
@@ -125,13 +79,6 @@ NAMED = [
     ("tesseract", EXPAND, 6, "ranks 2 and 6 should hold the same bits"),
     ("tesseract", NORM, 5, "rank 5 differs from ranks"),
 ]
-
-
-def run_layout(function: Any, config: Config, *arguments: Any) -> list[Any]:
-    """Ranks are processes: functions patch what one of them computes."""
-    return run_ranks(
-        function, grid_of_run(config), config, *arguments, token_axes=config.layout.token_axes, transport="torch"
-    )
 
 
 @pytest.mark.parametrize("layout", DATA, ids=lambda layout: layout["data"]["sync"])
@@ -190,10 +137,9 @@ def undisturbed(mesh: Mesh, config: Config) -> tuple[int, str]:
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("kind", [*SEVERAL_AXES, "fsdp"])
+@pytest.mark.parametrize("kind", SEVERAL_AXES)
 def test_replicas_agree_by_themselves(kind: str) -> None:
-    layout = SEVERAL_AXES.get(kind, {"data": {"size": 2, "sync": "fsdp"}, "transport": "torch"})
-    assert set(run_layout(undisturbed, config_of(layout))) == {(3, "")}
+    assert set(run_layout(undisturbed, config_of(SEVERAL_AXES[kind]))) == {(3, "")}
 
 
 @pytest.fixture(scope="module")

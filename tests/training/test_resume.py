@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from meshwright.config import Config
-from meshwright.decisions import resolve, this_machine
-from meshwright.errors import ConfigError, DataError
-from meshwright.launch import Interrupted, Ranks
-from meshwright.launch import run as run_ranks
-from meshwright.machine import find_mpiexec
+from meshwright.ranks.errors import ConfigError, DataError
+from meshwright.ranks.launch import Interrupted
+from meshwright.ranks.launch import run as run_ranks
+from meshwright.ranks.machine import find_mpiexec
+from meshwright.training.decisions import resolve, this_machine
 from meshwright.training.job import train
 from meshwright.training.status import status_of
 from tests.patience import PATIENCE_SECONDS
@@ -93,7 +93,7 @@ def interrupt(corpus: Path, out: Path) -> None:
     config = resolve(config_for(corpus), this_machine()).config
     given = {"config": config, "asked": config_for(corpus), "out": out, "data": corpus, "resume": False}
     try:
-        run_ranks("tests.training.entries:interrupting", Ranks.of(config), launcher=os.getpid(), **given)
+        run_ranks("tests.training.entries:interrupting", config.ranks(), launcher=os.getpid(), **given)
     except Interrupted as error:
         os._exit(error.exit_code)
 

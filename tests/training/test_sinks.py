@@ -16,7 +16,7 @@ from urllib.request import urlopen
 import pytest
 
 from meshwright.config import Config, parse_config, parse_run
-from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.ranks.errors import ConfigError, MeshwrightError
 from meshwright.training import sinks
 from meshwright.training.metrics import MetricsWriter
 from meshwright.training.sinks import TrackedRun, Tracker, open_sinks, require_sinks

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.machine import find_mpiexec
+from meshwright.ranks.machine import find_mpiexec
 from tests.patience import PATIENCE_SECONDS
 from tests.training.runs import config_for, make_corpus, run_as, tree_for
 
@@ -35,11 +35,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from meshwright.launch import function
+from meshwright.ranks.launch import function
 import meshwright as mw
 
 def launch(*job, **how):
-    print("torch" in sys.modules, "meshwright.parts" in sys.modules)
+    print("torch" in sys.modules, "meshwright.training.parts" in sys.modules)
     return []
 
 function.launch = launch

@@ -10,8 +10,8 @@ import pytest
 
 from meshwright.cli.runs import planned_trace, traced_steps
 from meshwright.config import Config
-from meshwright.errors import ConfigError
-from meshwright.pipeline.trace import read_trace
+from meshwright.ranks.errors import ConfigError
+from meshwright.strategies.pipeline.trace import read_trace
 from tests.training.runs import config_for, lines_of, make_corpus, run
 
 

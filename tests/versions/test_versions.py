@@ -9,13 +9,13 @@ from tests.versions.__main__ import broken, failures, promises, releases
 PAGE = """
 | promise or fault | what comes | test |
 |---|---|---|
-| weights are equal | to the bit | `tests/optim/test_norm.py::test_large`, tests/bits/test_root.py |
+| weights are equal | to the bit | `tests/strategies/optim/test_norm.py::test_large`, tests/compute/bits/test_root.py |
 | nodes | losses | tests/nodes/ |
 """
 REPORT = """<testsuites><testsuite>
-<testcase classname="tests.optim.test_norm" name="test_large[3-4]"><failure message="x"/></testcase>
-<testcase classname="tests.optim.test_norm" name="test_small"><failure message="x"/></testcase>
-<testcase classname="tests.bits.test_root" name="test_a"/>
+<testcase classname="tests.strategies.optim.test_norm" name="test_large[3-4]"><failure message="x"/></testcase>
+<testcase classname="tests.strategies.optim.test_norm" name="test_small"><failure message="x"/></testcase>
+<testcase classname="tests.compute.bits.test_root" name="test_a"/>
 <testcase classname="tests.nodes.test_equal" name="test_b"><error message="x"/></testcase>
 </testsuite></testsuites>"""
 
@@ -23,10 +23,10 @@ REPORT = """<testsuites><testsuite>
 def test_a_broken_promise_is_named_with_its_test() -> None:
     lost, unnamed = broken(failures(REPORT), PAGE)
     assert lost == [
-        "weights are equal: tests/optim/test_norm.py::test_large",
+        "weights are equal: tests/strategies/optim/test_norm.py::test_large",
         "nodes: tests/nodes/test_equal.py::test_b",
     ]
-    assert unnamed == {("tests/optim/test_norm", "test_small")}
+    assert unnamed == {("tests/strategies/optim/test_norm", "test_small")}
 
 
 def test_nothing_is_broken_without_a_failure() -> None:

@@ -12,13 +12,13 @@ from typing import ClassVar
 
 from tokenizers import processors
 
-from meshwright.convert.family import Family, Names, WithTokens, in_blocks, with_tokens
-from meshwright.convert.folder import Settings
+from meshwright.compute.models.section import Transformer
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.families.bert.model import NUM_ANSWERS, NUM_SEGMENTS
 from meshwright.families.bert.section import Bert, BertTrunk
 from meshwright.families.bert.specials import FIRST, MASK, NAMES, PADDING, SEPARATOR, Specials, specials_of
-from meshwright.models.section import Transformer
+from meshwright.training.convert.family import Family, Names, WithTokens, in_blocks, with_tokens
+from meshwright.training.convert.folder import Settings
 
 _MODEL_TYPES = {"original": "bert", "megatron": "megatron-bert"}
 _CLASSES = {"original": "Bert", "megatron": "MegatronBert"}

@@ -19,10 +19,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from meshwright.convert.family import Names, TensorPair, TensorShape
-from meshwright.convert.folder import Settings
 from meshwright.families.bert.convert import BertFamily
 from meshwright.families.bert.section import BertChoice, BertPairs, BertSpans, BertTrunk
+from meshwright.training.convert.family import Names, TensorPair, TensorShape
+from meshwright.training.convert.folder import Settings
 
 
 class BertTaskFamily(BertFamily):

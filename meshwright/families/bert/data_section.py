@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from meshwright.config.section import Positive, Rule, rule
 from meshwright.data.section import TokenSection
 from meshwright.data.text_section import MixedSection
-from meshwright.errors import Problem
-from meshwright.section import Positive, Rule, rule
+from meshwright.ranks.errors import Problem
 
 if TYPE_CHECKING:
     from meshwright.config import Config

@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from meshwright.compute.model import to_device
 from meshwright.data.files import ShowProgress, silent
-from meshwright.errors import ConfigError, DataError
 from meshwright.families.bert.data_section import TaskSection
 from meshwright.families.bert.section import BertChoice
 from meshwright.families.bert.specials import specials_of
 from meshwright.families.bert.task_files import pair_form, race_questions
 from meshwright.families.bert.tasks import TaskExample, examples, row_arrays, task_batch
-from meshwright.model import to_device
+from meshwright.ranks.errors import ConfigError, DataError
 from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, LoadedText, load_text
 from meshwright.tools.evaluate.tasks import Question, Task
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
+from meshwright.compute.model import counts_of, to_device
 from meshwright.data.files import ShowProgress, silent
-from meshwright.errors import CheckpointError
 from meshwright.families.bert.masked import MaskedSamples
 from meshwright.families.bert.section import Bert
 from meshwright.families.bert.specials import specials_of
-from meshwright.model import counts_of, to_device
+from meshwright.ranks.errors import CheckpointError
 from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, LoadedText, load_text
 from meshwright.tools.evaluate.tasks import Question, Task
 from meshwright.tools.evaluate.texts import TokenStream, stream_for

@@ -22,14 +22,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from meshwright.compute.model import to_device
 from meshwright.data.files import ShowProgress, silent
-from meshwright.errors import DataError
 from meshwright.families.bert.data_section import SquadData
 from meshwright.families.bert.evaluate_choices import fine_tuned
 from meshwright.families.bert.specials import specials_of
 from meshwright.families.bert.task_files import SquadQuestion, squad_questions
 from meshwright.families.bert.tasks import SquadWindow, row_arrays, squad_windows, task_batch
-from meshwright.model import to_device
+from meshwright.ranks.errors import DataError
 from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, LoadedText
 from meshwright.tools.evaluate.tasks import Task
 

@@ -21,16 +21,16 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from meshwright.compute.model import IGNORED, Batch, Samples
+from meshwright.compute.parameters.shard import seed_of
 from meshwright.config import Config
 from meshwright.data.packed import PackedCorpus, document_ends
 from meshwright.data.sampler import ShuffledSamples
 from meshwright.data.split import Split
-from meshwright.errors import ConfigError, DataError
 from meshwright.families.bert.data_section import MaskedData
 from meshwright.families.bert.section import ASKED_SHARE, Bert
 from meshwright.families.bert.specials import Specials, specials_of
-from meshwright.model import IGNORED, Batch, Samples
-from meshwright.parameters.shard import seed_of
+from meshwright.ranks.errors import ConfigError, DataError
 
 MASK_SHARE, RANDOM_SHARE = 0.8, 0.1
 

@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.compute.model import Batch, Chunk, Costs, Hidden, Scales
+from meshwright.compute.models.attention import Block
+from meshwright.compute.models.chain import Chain, blocks_of
+from meshwright.compute.parameters.shard import Initial
+from meshwright.compute.tensor.head import HeadShape, TableHead
+from meshwright.compute.tensor.kit import Kit
 from meshwright.config import Config
 from meshwright.families.bert.section import ASKED_SHARE, Bert, BertTrunk
-from meshwright.model import Batch, Chunk, Costs, Hidden, Scales
-from meshwright.models.attention import Block
-from meshwright.models.chain import Chain, blocks_of
-from meshwright.parameters.shard import Initial
-from meshwright.tensor.head import HeadShape, TableHead
-from meshwright.tensor.kit import Kit
 
 NUM_SEGMENTS = 2
 NUM_ANSWERS = 2
@@ -96,7 +96,7 @@ class BERT(Chain):
     def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
         # Padding is hidden from every token; what padding itself sees is read by nobody.
         seen = batch["mask"].flatten(0, -2).bool()[:, None, None, :]  # [B, 1, 1, T]
-        return (block(*hidden, seen),)
+        return (block(*hidden, seen=seen),)
 
     def final_states(self, hidden: Hidden) -> Tensor:
         (h,) = hidden

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from meshwright.errors import Problem
-from meshwright.models.section import TextTransformer
-from meshwright.section import Positive, Rule, rule
+from meshwright.compute.models.section import TextTransformer
+from meshwright.config.section import Positive, Rule, rule
+from meshwright.ranks.errors import Problem
 
 if TYPE_CHECKING:
     from meshwright.config import Config

@@ -13,8 +13,8 @@ from typing import Any
 
 from meshwright.data.records import checked_text
 from meshwright.data.source_files import plain_files
-from meshwright.errors import DataError
-from meshwright.foreign import open_named, parse_json, read_named
+from meshwright.ranks.errors import DataError
+from meshwright.ranks.foreign import open_named, parse_json, read_named
 
 LETTERS = "ABCDEFGH"
 

@@ -29,8 +29,6 @@ from meshwright.data.packing import check_agrees
 from meshwright.data.sampler import ShuffledSamples
 from meshwright.data.split import Split
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer, tokenizer_kind
-from meshwright.environment import cache_folder
-from meshwright.errors import ConfigError, DataError
 from meshwright.families.bert.data_section import RaceData, SentencePairData, SquadData, TaskSection
 from meshwright.families.bert.section import BertChoice, BertPairs
 from meshwright.families.bert.specials import Specials, specials_of
@@ -41,12 +39,14 @@ from meshwright.families.bert.task_files import (
     race_questions,
     squad_questions,
 )
-from meshwright.foreign import read_json
-from meshwright.outputs import free_path
+from meshwright.output.outputs import free_path
+from meshwright.ranks.environment import cache_folder
+from meshwright.ranks.errors import ConfigError, DataError
+from meshwright.ranks.foreign import read_json
 
 if TYPE_CHECKING:
+    from meshwright.compute.model import Batch
     from meshwright.config import Config
-    from meshwright.model import Batch
 
 _FORMAT = 2
 _HEADER = "task.json"

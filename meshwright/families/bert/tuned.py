@@ -22,13 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.compute.model import IGNORED, Batch, Costs, Scales
+from meshwright.compute.parameters.shard import Initial
+from meshwright.compute.tensor.head import HeadShape, TableHead
+from meshwright.compute.tensor.kit import Kit
 from meshwright.config import Config
 from meshwright.families.bert.model import BERT
 from meshwright.families.bert.section import BertChoice, BertPairs, BertTrunk
-from meshwright.model import IGNORED, Batch, Costs, Scales
-from meshwright.parameters.shard import Initial
-from meshwright.tensor.head import HeadShape, TableHead
-from meshwright.tensor.kit import Kit
 
 _INITIAL = Initial(0.02)
 

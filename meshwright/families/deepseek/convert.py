@@ -27,12 +27,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from meshwright.convert.family import Names, TensorPair, TensorShape, in_blocks
-from meshwright.convert.folder import Settings
-from meshwright.convert.rotary import HEAD, OUTSIDE, TABLE, RotaryFamily, pair_of_experts, rope_fields, rope_settings
-from meshwright.errors import CheckpointError
+from meshwright.config.section import shown
 from meshwright.families.deepseek.section import DeepSeek
-from meshwright.section import shown
+from meshwright.ranks.errors import CheckpointError
+from meshwright.training.convert.family import Names, TensorPair, TensorShape, in_blocks
+from meshwright.training.convert.folder import Settings
+from meshwright.training.convert.rotary import (
+    HEAD,
+    OUTSIDE,
+    TABLE,
+    RotaryFamily,
+    pair_of_experts,
+    rope_fields,
+    rope_settings,
+)
 
 _ATTENTION = {
     "attention_norm": "input_layernorm",

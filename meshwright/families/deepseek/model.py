@@ -35,16 +35,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.compute.context.spec import AttentionSpec
+from meshwright.compute.model import IGNORED, Batch, Chunk, Costs, Hidden, Scales, to_device
+from meshwright.compute.models.attention import AttentionCore
+from meshwright.compute.models.decoder import KeyValueCache
+from meshwright.compute.models.feed_forward import last_initial
+from meshwright.compute.models.rope import Rotation, rotate
+from meshwright.compute.models.rotary import RotaryBlock, RotaryDecoder, feed_forward_products
+from meshwright.compute.parameters.shard import Initial
+from meshwright.compute.tensor.kit import Kit
 from meshwright.config import Config
 from meshwright.families.deepseek.section import DeepSeek
-from meshwright.model import IGNORED, Batch, Chunk, Costs, Hidden, Scales, to_device
-from meshwright.models.attention import AttentionCore
-from meshwright.models.decoder import KeyValueCache
-from meshwright.models.feed_forward import last_initial
-from meshwright.models.rope import Rotation, rotate
-from meshwright.models.rotary import RotaryBlock, RotaryDecoder, feed_forward_products
-from meshwright.parameters.shard import Initial
-from meshwright.tensor.kit import Kit
 
 LATENT_EPSILON = 1e-6
 """The epsilon of the latents' norms, fixed in the authors' code and in transformers, whatever model.norm_epsilon is."""
@@ -70,7 +71,8 @@ class LatentAttention(nn.Module):
         self.shared_key = kit.linear("transform", hidden, model.rotary_width, initial, bias=False)
         # Columns are ordered by head, each with its key and its value, so that ranks get whole heads.
         self.key_value = expand(rank, model.heads * (model.head_width + model.value_width), initial, bias=False)
-        self.core = AttentionCore(kit, model.dropout, model.query_width**-0.5 * model.rope.score_factor)
+        scale = model.query_width**-0.5 * model.rope.score_factor
+        self.core = AttentionCore(kit, AttentionSpec(causal=True, scale=scale, dropout=model.dropout))
         self.output = kit.branches.contract(model.heads * model.value_width, hidden, last_initial(model), bias=False)
 
     def forward(self, h: Tensor, rotation: Rotation, cache: KeyValueCache | None, documents: Tensor | None) -> Tensor:
@@ -88,12 +90,10 @@ class LatentAttention(nn.Module):
         key = torch.cat([own, rotate(shared.unsqueeze(2), rotation).squeeze(2)], -1)
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [B, A, T, E + P], and [B, A, T, V]
         if cache is not None:
-            key, value = cache.extend(self.layer, key, value)
-        causal = query.shape[2] > 1 and documents is None
-        assert not causal or key.shape[2] == query.shape[2], "only one token at a time can follow a cache"
+            key, value = cache.extend(self.layer, key, value, self.core.spec.window)
         width = max(query.shape[-1], self.value_width)
         wide = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
-        attended = self.core(*wide, documents, causal)[..., : self.value_width]
+        attended = self.core(*wide, documents=documents)[..., : self.value_width]
         y: Tensor = self.output(attended.transpose(1, 2).flatten(2))
         return y
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from meshwright.errors import Problem
-from meshwright.models.experts_section import EXPERT_RULES
-from meshwright.models.rotary_section import AboveZero, RotaryTransformer, rope_has_a_ramp
-from meshwright.section import Count, Positive, Rule, at_most, even_near, rule
+from meshwright.compute.models.experts_section import EXPERT_RULES
+from meshwright.compute.models.rotary_section import AboveZero, RotaryTransformer, rope_has_a_ramp
+from meshwright.config.section import Count, Positive, Rule, at_most, even_near, rule
+from meshwright.ranks.errors import Problem
 
 if TYPE_CHECKING:
     from meshwright.config import Config

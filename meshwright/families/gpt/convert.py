@@ -15,10 +15,10 @@ import re
 from collections.abc import Set
 from typing import ClassVar
 
-from meshwright.convert.family import Family, WithTokens
-from meshwright.convert.folder import Settings
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.families.gpt.section import Gpt2
+from meshwright.training.convert.family import Family, WithTokens
+from meshwright.training.convert.folder import Settings
 
 # The same function under its two names: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))).
 _ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")

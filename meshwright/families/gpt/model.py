@@ -9,15 +9,15 @@ import math
 
 from torch import Tensor, nn
 
+from meshwright.compute.model import Batch, Chunk, Costs, Hidden
+from meshwright.compute.models.attention import Block
+from meshwright.compute.models.chain import blocks_of
+from meshwright.compute.models.decoder import Decoder, KeyValueCache
+from meshwright.compute.parameters.shard import Initial
+from meshwright.compute.tensor.head import HeadShape
+from meshwright.compute.tensor.kit import Kit
 from meshwright.config import Config
 from meshwright.families.gpt.section import Gpt2
-from meshwright.model import Batch, Chunk, Costs, Hidden
-from meshwright.models.attention import Block
-from meshwright.models.chain import blocks_of
-from meshwright.models.decoder import Decoder, KeyValueCache
-from meshwright.parameters.shard import Initial
-from meshwright.tensor.head import HeadShape
-from meshwright.tensor.kit import Kit
 
 
 class GPT(Decoder):
@@ -51,14 +51,14 @@ class GPT(Decoder):
         return (self.dropout(self.tokens(tokens) + self.positions(positions)),)  # [B, T, H]
 
     def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
-        return (block(*hidden, batch.get("documents")),)
+        return (block(*hidden, documents=batch.get("documents")),)
 
     def hidden(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         start = cache.num_tokens if cache is not None else 0
         positions = self.context.positions(start, tokens.shape[1], tokens.device)
         (h,) = self.embed({"tokens": tokens, "positions": positions})
         for block in self.blocks.values():
-            h = block(h, None, cache)
+            h = block(h, cache=cache)
         return self.final_states((h,))
 
     @staticmethod

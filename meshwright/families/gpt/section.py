@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from meshwright.models.section import TextTransformer
+from meshwright.compute.models.section import TextTransformer
 
 
 class Gpt2(TextTransformer):

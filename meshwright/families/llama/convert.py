@@ -23,14 +23,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from meshwright.compute.models.experts_section import ExpertsSection
 from meshwright.config.schema import Model
-from meshwright.convert.family import Names, TensorPair, TensorShape, in_blocks
-from meshwright.convert.folder import Settings
-from meshwright.convert.rotary import OUTSIDE, RotaryFamily, pair_of_experts, rope_fields, rope_settings
-from meshwright.errors import CheckpointError
+from meshwright.config.section import shown
 from meshwright.families.llama.section import Llama
-from meshwright.models.experts_section import ExpertsSection
-from meshwright.section import shown
+from meshwright.ranks.errors import CheckpointError
+from meshwright.training.convert.family import Names, TensorPair, TensorShape, in_blocks
+from meshwright.training.convert.folder import Settings
+from meshwright.training.convert.rotary import OUTSIDE, RotaryFamily, pair_of_experts, rope_fields, rope_settings
 
 _IN_BLOCK = {
     "attention_norm": "input_layernorm",

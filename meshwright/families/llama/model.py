@@ -12,17 +12,18 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from meshwright.compute.context.spec import AttentionSpec
+from meshwright.compute.model import Chunk, Costs
+from meshwright.compute.models.attention import AttentionCore
+from meshwright.compute.models.decoder import KeyValueCache
+from meshwright.compute.models.feed_forward import last_initial
+from meshwright.compute.models.rope import Rotation, rotate
+from meshwright.compute.models.rotary import RotaryBlock, RotaryDecoder, feed_forward_products
+from meshwright.compute.parameters.shard import Initial
+from meshwright.compute.tensor.copies import HeadGroups
+from meshwright.compute.tensor.kit import Kit
 from meshwright.config import Config
 from meshwright.families.llama.section import Llama
-from meshwright.model import Chunk, Costs
-from meshwright.models.attention import AttentionCore
-from meshwright.models.decoder import KeyValueCache
-from meshwright.models.feed_forward import last_initial
-from meshwright.models.rope import Rotation, rotate
-from meshwright.models.rotary import RotaryBlock, RotaryDecoder, feed_forward_products
-from meshwright.parameters.shard import Initial
-from meshwright.tensor.copies import HeadGroups
-from meshwright.tensor.kit import Kit
 
 
 class LlamaAttention(nn.Module):
@@ -36,7 +37,7 @@ class LlamaAttention(nn.Module):
         count = max(kit.local_heads(groups.count), kit.parts)
         self.queries = kit.local_heads(model.heads) // count
         self.parts = (count, self.queries + 2, groups.width)
-        self.core = AttentionCore(kit, model.dropout)
+        self.core = AttentionCore(kit, AttentionSpec(causal=True, dropout=model.dropout))
         width = model.heads * groups.width
         initial, last = Initial(0.02), last_initial(model)
         biased = "query-key-value" in model.biases
@@ -57,10 +58,8 @@ class LlamaAttention(nn.Module):
             part.flatten(2, 3).transpose(1, 2) for part in (rotate(query, rotation), rotate(key, rotation), value)
         )  # [B, K G, T, E], twice [B, K, T, E]
         if cache is not None:
-            key, value = cache.extend(self.layer, key, value)
-        causal = query.shape[2] > 1 and documents is None
-        assert not causal or key.shape[2] == query.shape[2], "only one token at a time can follow a cache"
-        return self.output(self.core(query, key, value, documents, causal).transpose(1, 2).flatten(2))
+            key, value = cache.extend(self.layer, key, value, self.core.spec.window)
+        return self.output(self.core(query, key, value, documents=documents).transpose(1, 2).flatten(2))
 
 
 class LlamaModel(RotaryDecoder):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from meshwright.errors import Problem
-from meshwright.models.experts_section import EXPERT_RULES
-from meshwright.models.rotary_section import RotaryTransformer, rope_has_a_ramp
-from meshwright.models.section import Branches
-from meshwright.section import Positive, Rule, divisors, even_near, listed, rule, shown
+from meshwright.compute.models.experts_section import EXPERT_RULES
+from meshwright.compute.models.rotary_section import RotaryTransformer, rope_has_a_ramp
+from meshwright.compute.models.section import Branches
+from meshwright.config.section import Positive, Rule, divisors, even_near, listed, rule, shown
+from meshwright.ranks.errors import Problem
 
 if TYPE_CHECKING:
     from meshwright.config import Config

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.errors import ConfigError
+from meshwright.ranks.errors import ConfigError
 
 _Step = Callable[[Tensor, Tensor], Tensor]
 """step(tokens [R, n], origins [R]): the log-probabilities [R, V] of what follows each row.

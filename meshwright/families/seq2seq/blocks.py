@@ -18,14 +18,15 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.compute.context.spec import AttentionSpec
+from meshwright.compute.model import Chunk
+from meshwright.compute.models.attention import AttentionCore, split_heads
+from meshwright.compute.models.chain import blocks_of
+from meshwright.compute.models.decoder import KeyValueCache
+from meshwright.compute.parameters.shard import Initial
+from meshwright.compute.tensor.dropout import InnerDropout
+from meshwright.compute.tensor.kit import Kit
 from meshwright.families.seq2seq.section import EncoderDecoder
-from meshwright.model import Chunk
-from meshwright.models.attention import AttentionCore, split_heads
-from meshwright.models.chain import blocks_of
-from meshwright.models.decoder import KeyValueCache
-from meshwright.parameters.shard import Initial
-from meshwright.tensor.dropout import InnerDropout
-from meshwright.tensor.kit import Kit
 
 KeyValue = tuple[Tensor, Tensor]
 """[B, A, n, E] each."""
@@ -72,18 +73,18 @@ class DecoderCache:
     def select(self, rows: Tensor) -> None:
         """Go on with these rows [n] of the batch, in this order; a row may come again."""
         # Beam search keeps several continuations of one hypothesis, and drops others.
-        self.target.layers = [(key[rows], value[rows]) for key, value in self.target.layers]
+        self.target.select(rows)
         self.source = [(key[rows], value[rows]) for key, value in self.source]
 
 
 class SelfAttention(nn.Module):
     """Self-attention over this rank's heads."""
 
-    def __init__(self, recipe: Recipe, kit: Kit) -> None:
+    def __init__(self, recipe: Recipe, kit: Kit, *, causal: bool) -> None:
         super().__init__()
         hidden, width, initials = recipe.model.hidden, recipe.width, recipe.initials
         self.heads = kit.local_heads(recipe.model.heads)
-        self.core = AttentionCore(kit, recipe.inner_dropout, recipe.scale)
+        self.core = AttentionCore(kit, AttentionSpec(causal, scale=recipe.scale, dropout=recipe.inner_dropout))
         self.query_key_value = kit.branches.expand(
             hidden, 3 * width, initials.query_key_value, groups=3, bias=recipe.bias
         )
@@ -92,14 +93,12 @@ class SelfAttention(nn.Module):
     def forward(
         self, h: Tensor, seen: Tensor | None, bias: Tensor | None, keep: Callable[[Tensor, Tensor], KeyValue] | None
     ) -> Tensor:
-        """`seen`: None: causal. `keep`: puts keys and values behind those of earlier tokens, and returns all."""
+        """`keep`: puts keys and values behind those of earlier tokens, and returns all."""
         query, key, value = split_heads(self.query_key_value(h), self.heads)  # [B, A, T, E]
         if keep is not None:
             key, value = keep(key, value)
-        # A bias has causality in it already (target_bias).
-        causal = seen is None and bias is None and query.shape[2] > 1
-        assert not causal or key.shape == query.shape, "only one token at a time can follow a cache"
-        return self.output(self.core(query, key, value, seen, causal, bias).transpose(1, 2).flatten(2))
+        # A target's bias has causality in it (target_bias).
+        return self.output(self.core(query, key, value, seen=seen, bias=bias).transpose(1, 2).flatten(2))
 
 
 class CrossAttention(nn.Module):
@@ -110,7 +109,7 @@ class CrossAttention(nn.Module):
         hidden, width, initials = recipe.model.hidden, recipe.width, recipe.initials
         self.index = index
         self.heads = kit.local_heads(recipe.model.heads)
-        self.core = AttentionCore(kit, recipe.inner_dropout, recipe.scale)
+        self.core = AttentionCore(kit, AttentionSpec(scale=recipe.scale, dropout=recipe.inner_dropout))
         self.query = kit.branches.expand(hidden, width, initials.query, bias=recipe.bias)
         self.key_value = kit.branches.expand(hidden, 2 * width, initials.key_value, groups=2, bias=recipe.bias)
         self.output = kit.branches.contract(width, hidden, initials.cross_output, bias=recipe.bias)
@@ -126,7 +125,7 @@ class CrossAttention(nn.Module):
             key, value = split_heads(self.key_value(memory), self.heads)  # [B, A, S, E]
             if kept is not None:
                 kept.append((key, value))
-        return self.output(self.core(query, key, value, seen, False).transpose(1, 2).flatten(2))
+        return self.output(self.core(query, key, value, seen=seen).transpose(1, 2).flatten(2))
 
 
 class CoderFeedForward(nn.Module):
@@ -146,12 +145,12 @@ class CoderFeedForward(nn.Module):
 class CoderBlock(nn.Module):
     """Base of the encoder's and the decoder's blocks: self-attention, and a norm before or after each sub-layer."""
 
-    def __init__(self, recipe: Recipe, kit: Kit) -> None:
+    def __init__(self, recipe: Recipe, kit: Kit, *, causal: bool) -> None:
         super().__init__()
         self.norm_first = recipe.norm_first
         self.dropout = nn.Dropout(recipe.model.dropout)
         self.attention_norm = recipe.norm()
-        self.attention = SelfAttention(recipe, kit)
+        self.attention = SelfAttention(recipe, kit, causal=causal)
 
     def add(self, h: Tensor, norm: nn.Module, sub_layer: Callable[[Tensor], Tensor]) -> Tensor:
         """h and what a sub-layer makes of it, with its norm."""
@@ -165,7 +164,7 @@ class EncoderBlock(CoderBlock):
     """`last`: gives the memory."""
 
     def __init__(self, recipe: Recipe, kit: Kit, last: bool) -> None:
-        super().__init__(recipe, kit)
+        super().__init__(recipe, kit, causal=False)
         self.feed_forward_norm = recipe.norm()
         self.feed_forward = CoderFeedForward(recipe, kit)
         # With norms behind the sums the memory has been normed; with norms in front nothing has normed the last sum.
@@ -182,7 +181,7 @@ class DecoderBlock(CoderBlock):
     """`index`: among the decoder's blocks."""
 
     def __init__(self, recipe: Recipe, kit: Kit, index: int) -> None:
-        super().__init__(recipe, kit)
+        super().__init__(recipe, kit, causal=True)
         self.index = index
         self.cross_norm = recipe.norm()
         self.cross = CrossAttention(recipe, kit, index)

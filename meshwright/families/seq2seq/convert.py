@@ -20,11 +20,11 @@ from typing import ClassVar
 
 from tokenizers import processors
 
-from meshwright.convert.family import Family, Names, WithTokens, in_blocks, with_tokens
-from meshwright.convert.folder import Settings
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.families.seq2seq.section import T5
 from meshwright.families.seq2seq.specials import SENTINEL, SEQUENCE_PADDING, specials_with_room
+from meshwright.training.convert.family import Family, Names, WithTokens, in_blocks, with_tokens
+from meshwright.training.convert.folder import Settings
 
 _COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
 _DISTANCES = "block.0.layer.0.SelfAttention.relative_attention_bias"

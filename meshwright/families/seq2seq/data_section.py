@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from meshwright.config.section import Positive, Rule, at_most, divisors, listed, rule
 from meshwright.data.forms_section import form_of
 from meshwright.data.records_section import RecordSection
 from meshwright.data.section import (
@@ -18,9 +19,8 @@ from meshwright.data.section import (
     Lengths,
 )
 from meshwright.data.text_section import MixedSection
-from meshwright.errors import Problem
 from meshwright.families.seq2seq.spans_section import span_lengths
-from meshwright.section import Positive, Rule, at_most, divisors, listed, rule
+from meshwright.ranks.errors import Problem
 
 if TYPE_CHECKING:
     from meshwright.config import Config

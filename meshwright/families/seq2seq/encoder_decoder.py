@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.compute.model import Batch, Chunk, Costs, Hidden
+from meshwright.compute.models.chain import Chain
 from meshwright.config import Config
 from meshwright.families.seq2seq.blocks import DecoderCache, EncoderBlock
 from meshwright.families.seq2seq.section import T5, EncoderDecoder
-from meshwright.model import Batch, Chunk, Costs, Hidden
-from meshwright.models.chain import Chain
 
 
 class _Together(torch.autograd.Function):

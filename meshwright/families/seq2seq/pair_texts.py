@@ -9,10 +9,10 @@ import numpy as np
 
 from meshwright.data.files import ShowProgress, silent
 from meshwright.data.packed import document_ends, is_prepared
-from meshwright.errors import ConfigError, DataError
 from meshwright.families.seq2seq.data_section import PairData
 from meshwright.families.seq2seq.load import LoadedSequence
 from meshwright.families.seq2seq.pairs import pair_corpus
+from meshwright.ranks.errors import ConfigError, DataError
 from meshwright.tools.evaluate.texts import held_out
 
 

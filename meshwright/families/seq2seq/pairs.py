@@ -29,8 +29,8 @@ from meshwright.data.records import checked_text, first_record, read_records, te
 from meshwright.data.records_section import Picks
 from meshwright.data.section import DIGITS, HUB, PREPARED, UNICODE
 from meshwright.data.source_files import choose_files, existing
-from meshwright.errors import DataError
 from meshwright.families.seq2seq.data_section import PairData, pairs_form
+from meshwright.ranks.errors import DataError
 
 Pair = tuple[str, str]
 """A source, which is read, and its target, which is to be written."""

@@ -24,9 +24,9 @@ import math
 
 import numpy as np
 
+from meshwright.compute.parameters.shard import seed_of
 from meshwright.data.sampler import Permutation, Sampler
 from meshwright.data.section import BUCKET_MULTIPLE
-from meshwright.parameters.shard import seed_of
 
 
 class PairOrder:

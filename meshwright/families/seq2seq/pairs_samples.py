@@ -18,15 +18,15 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from meshwright.compute.model import IGNORED, Batch, Samples
 from meshwright.config import Config
 from meshwright.data.packed import PackedCorpus, document_ends
 from meshwright.data.section import Lengths
 from meshwright.data.split import Split
-from meshwright.errors import DataError
 from meshwright.families.seq2seq.data_section import PairData
 from meshwright.families.seq2seq.pairs_order import PairOrder
 from meshwright.families.seq2seq.specials import SequenceSpecials, specials_for
-from meshwright.model import IGNORED, Batch, Samples
+from meshwright.ranks.errors import DataError
 
 
 def sequence_batch(

@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from meshwright.compute.model import IGNORED, Batch, to_device
 from meshwright.data.files import ShowProgress, silent
 from meshwright.data.section import Lengths
-from meshwright.errors import ConfigError, DataError
 from meshwright.families.seq2seq.load import LoadedSequence, load_sequence
 from meshwright.families.seq2seq.pair_texts import asked_pairs, pairs_for
 from meshwright.families.seq2seq.pairs_samples import sequence_batch
 from meshwright.families.seq2seq.spans import SpanSamples
 from meshwright.families.seq2seq.spans_section import span_lengths
-from meshwright.model import IGNORED, Batch, to_device
+from meshwright.ranks.errors import ConfigError, DataError
 from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, exponential
 from meshwright.tools.evaluate.scored import summed_loss
 from meshwright.tools.evaluate.tasks import Question

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from meshwright.errors import Problem
-from meshwright.models.section import Length, TextTransformer
-from meshwright.section import Layers, Positive, Rule, Share, rule
+from meshwright.compute.models.section import Length, TextTransformer
+from meshwright.config.section import Layers, Positive, Rule, Share, rule
+from meshwright.ranks.errors import Problem
 
 if TYPE_CHECKING:
     from meshwright.config import Config

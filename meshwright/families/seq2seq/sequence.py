@@ -17,16 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from meshwright.compute.model import Batch, to_device
 from meshwright.data.files import ShowProgress, silent
 from meshwright.data.section import Lengths
-from meshwright.errors import ConfigError, DataError
 from meshwright.families.seq2seq.beam import Answer, Beam, beam_of, beam_search
 from meshwright.families.seq2seq.blocks import DecoderCache
 from meshwright.families.seq2seq.load import LoadedSequence, load_sequence
 from meshwright.families.seq2seq.pair_texts import TextPairs, pairs_for
 from meshwright.families.seq2seq.pairs_samples import sequence_batch
 from meshwright.families.seq2seq.specials import SENTINEL
-from meshwright.model import Batch, to_device
+from meshwright.ranks.errors import ConfigError, DataError
 from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, config_at
 from meshwright.tools.evaluate.tasks import Question, Task
 from meshwright.tools.generate import Generated, Request, refuse

@@ -21,18 +21,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from meshwright.compute.model import Batch, Samples
+from meshwright.compute.parameters.shard import seed_of
 from meshwright.config import Config
 from meshwright.data.packed import PackedCorpus
 from meshwright.data.sampler import ShuffledSamples
 from meshwright.data.section import Lengths
 from meshwright.data.split import Split
-from meshwright.errors import DataError
 from meshwright.families.seq2seq.data_section import SpanData
 from meshwright.families.seq2seq.pairs_samples import sequence_batch
 from meshwright.families.seq2seq.spans_section import window_of
 from meshwright.families.seq2seq.specials import SequenceSpecials, specials_for
-from meshwright.model import Batch, Samples
-from meshwright.parameters.shard import seed_of
+from meshwright.ranks.errors import DataError
 
 
 class SpanSamples(ShuffledSamples):

@@ -7,7 +7,7 @@ is the largest for which source and target fit `data.sequence`; the target is th
 from __future__ import annotations
 
 from meshwright.data.section import BUCKET_MULTIPLE, SENTINELS, Lengths
-from meshwright.errors import ConfigError
+from meshwright.ranks.errors import ConfigError
 
 CUT_SHARE, MEAN_SPAN = 0.15, 3
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meshwright.compute.models.section import Network
 from meshwright.config import Config
 from meshwright.data.section import SENTINELS
 from meshwright.data.specials import ids_of
 from meshwright.data.tokenizer import Tokenizer
-from meshwright.errors import ConfigError, DataError
-from meshwright.models.section import Network
+from meshwright.ranks.errors import ConfigError, DataError
 
 SEQUENCE_PADDING = "<pad>"
 SENTINEL = "<extra_id_{}>"

@@ -17,13 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.compute.model import Chunk, Hidden
+from meshwright.compute.parameters.role import BIAS
+from meshwright.compute.parameters.shard import Initial
+from meshwright.compute.tensor.head import HeadShape
+from meshwright.compute.tensor.kit import Kit
 from meshwright.families.seq2seq.blocks import Initials, Recipe, encoder_decoder_blocks
 from meshwright.families.seq2seq.encoder_decoder import EncoderDecoderChain
 from meshwright.families.seq2seq.section import T5
-from meshwright.model import Chunk, Hidden
-from meshwright.parameters.shard import Initial
-from meshwright.tensor.head import HeadShape
-from meshwright.tensor.kit import Kit
 
 
 class T5Model(EncoderDecoderChain):
@@ -39,8 +40,8 @@ class T5Model(EncoderDecoderChain):
         if self.chunk.first:
             shape = (model.distance_buckets, model.heads)
             # On the first stage alone: biases travel with the hidden states to all blocks.
-            self.encoder_distances = kit.local(shape, 1, near, matrix=False)
-            self.decoder_distances = kit.local(shape, 1, near, matrix=False)
+            self.encoder_distances = kit.local(shape, 1, near, BIAS)
+            self.decoder_distances = kit.local(shape, 1, near, BIAS)
         self.blocks = encoder_decoder_blocks(_recipe(model, kit), kit, self.chunk)
         if self.chunk.last:
             self.norm = kit.norm(model.hidden, model.norm_epsilon, kind="rms")

@@ -12,13 +12,13 @@ import math
 import torch
 from torch import Tensor, nn
 
+from meshwright.compute.model import Chunk
+from meshwright.compute.parameters.shard import Initial
+from meshwright.compute.tensor.head import HeadShape
+from meshwright.compute.tensor.kit import Kit
 from meshwright.families.seq2seq.blocks import Initials, Recipe, encoder_decoder_blocks
 from meshwright.families.seq2seq.encoder_decoder import EncoderDecoderChain
 from meshwright.families.seq2seq.section import Attentional
-from meshwright.model import Chunk
-from meshwright.parameters.shard import Initial
-from meshwright.tensor.head import HeadShape
-from meshwright.tensor.kit import Kit
 
 LONGEST_WAVE = 10000
 """The wave lengths of positions go from 2 pi to this times 2 pi (section 3.5)."""

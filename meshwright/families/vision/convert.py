@@ -21,9 +21,9 @@ from typing import ClassVar
 
 import torch
 
-from meshwright.convert.family import Family, Names, TensorPair, TensorShape, as_text
-from meshwright.convert.folder import Settings
 from meshwright.families.vision.section import Vit
+from meshwright.training.convert.family import Family, Names, TensorPair, TensorShape, as_text
+from meshwright.training.convert.folder import Settings
 
 _EMBEDDINGS = "vit.embeddings"
 _PROJECTION = f"{_EMBEDDINGS}.patch_embeddings.projection"

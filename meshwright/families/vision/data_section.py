@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from meshwright.config.section import Rule
 from meshwright.data.section import DIGITS, DataSection, source_exists
-from meshwright.section import Rule
 
 
 class ImageData(DataSection):

@@ -16,9 +16,9 @@ import torch
 
 from meshwright.data.files import ShowProgress, silent
 from meshwright.data.section import STDLIB
-from meshwright.errors import ConfigError
 from meshwright.families.vision.images import open_source
 from meshwright.families.vision.section import ImageNetwork
+from meshwright.ranks.errors import ConfigError
 from meshwright.tools.evaluate.load import Facts, Loaded, load_model
 from meshwright.tools.evaluate.tasks import Question, Task
 

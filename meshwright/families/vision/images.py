@@ -32,19 +32,19 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
+from meshwright.compute.model import Batch
 from meshwright.config import Config
+from meshwright.config.section import Positive, Section
 from meshwright.data.dataset import Opened, open_splits
 from meshwright.data.files import ShowProgress, file_sha256, folder_lock, silent, staged_folder
 from meshwright.data.sampler import Permutation, ShuffledSamples
 from meshwright.data.section import DIGITS
 from meshwright.data.split import SPLITS, Split
-from meshwright.environment import cache_folder
-from meshwright.errors import ConfigError, DataError
 from meshwright.families.vision.data_section import ImageData
 from meshwright.families.vision.section import ImageNetwork
-from meshwright.foreign import plain, read_text
-from meshwright.model import Batch
-from meshwright.section import Positive, Section
+from meshwright.ranks.environment import cache_folder
+from meshwright.ranks.errors import ConfigError, DataError
+from meshwright.ranks.foreign import plain, read_text
 
 HEADER = ImageData.header
 _FORMAT: Literal[1] = 1

@@ -25,14 +25,16 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.compute.model import Batch, Chunk, Costs, Hidden
+from meshwright.compute.models.chain import blocks_of
+from meshwright.compute.parameters.role import HIDDEN_MATRIX
+from meshwright.compute.parameters.shard import Initial
+from meshwright.compute.tensor.head import HeadShape
+from meshwright.compute.tensor.kit import Kit
+from meshwright.compute.tensor.products import PLAIN
 from meshwright.config import Config
 from meshwright.families.vision.section import ResNeXt
 from meshwright.families.vision.vit import ImageChain
-from meshwright.model import Batch, Chunk, Costs, Hidden
-from meshwright.models.chain import blocks_of
-from meshwright.parameters.shard import Initial
-from meshwright.tensor.head import HeadShape
-from meshwright.tensor.kit import Kit
 
 KERNEL = 3
 """The width and height of the paths' kernels."""
@@ -147,10 +149,11 @@ class ResNeXtBlock(nn.Module):
         inner, epsilon = shape.inner, model.norm_epsilon
         width = inner // model.paths
         self.stride, self.paths = shape.stride, kit.local_heads(model.paths)
+        self.products = PLAIN if kit.inner is None else kit.inner.products
         self.expand = kit.branches.expand(shape.inputs, inner, he(shape.inputs), bias=False)
         self.expand_norm = kit.norm(inner, epsilon, kind="group", groups=model.paths, inside=True)
         # Cut along the paths, so that a rank has whole ones; `local` because no other rank reads them.
-        self.kernels = kit.local((inner, width, KERNEL, KERNEL), 0, he(width * KERNEL**2), matrix=True)
+        self.kernels = kit.local((inner, width, KERNEL, KERNEL), 0, he(width * KERNEL**2), HIDDEN_MATRIX)
         self.kernels_norm = kit.norm(inner, epsilon, kind="group", groups=model.paths, inside=True)
         self.contract = kit.branches.contract(inner, shape.outputs, he(inner), bias=False)
         self.contract_norm = kit.norm(shape.outputs, epsilon, kind="group", groups=model.paths)
@@ -158,7 +161,7 @@ class ResNeXtBlock(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         inside = F.relu(self.expand_norm(self.expand(h)))  # [B, S·S, d]
-        convolved = F.conv2d(image_of(inside), self.kernels(), None, self.stride, KERNEL // 2, 1, self.paths)
+        convolved = self.products.convolve(image_of(inside), self.kernels(), self.stride, KERNEL // 2, self.paths)
         inside = F.relu(self.kernels_norm(sequence_of(convolved)))  # [B, s·s, d]
         return F.relu(self.contract_norm(self.contract(inside)) + self.shortcut(h))  # [B, s·s, N]
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from meshwright.errors import Problem
-from meshwright.models.section import Branches, Length, Network, Transformer, heads_divide_hidden
-from meshwright.section import Layers, Positive, Rule, Share, divisors, listed, rule
+from meshwright.compute.models.section import Branches, Length, Network, Transformer, heads_divide_hidden
+from meshwright.config.section import Layers, Positive, Rule, Share, divisors, listed, rule
+from meshwright.ranks.errors import Problem
 
 if TYPE_CHECKING:
     from meshwright.config import Config

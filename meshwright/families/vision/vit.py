@@ -17,14 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.compute.model import Batch, Chunk, Costs, Hidden, Scales
+from meshwright.compute.models.attention import Block
+from meshwright.compute.models.chain import Chain, blocks_of
+from meshwright.compute.parameters.shard import Initial
+from meshwright.compute.tensor.head import HeadShape
+from meshwright.compute.tensor.kit import Kit
 from meshwright.config import Config
 from meshwright.families.vision.section import ImageNetwork, Vit
-from meshwright.model import Batch, Chunk, Costs, Hidden, Scales
-from meshwright.models.attention import Block
-from meshwright.models.chain import Chain, blocks_of
-from meshwright.parameters.shard import Initial
-from meshwright.tensor.head import HeadShape
-from meshwright.tensor.kit import Kit
 
 INITIAL = Initial(0.02)
 

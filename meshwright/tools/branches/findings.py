@@ -24,17 +24,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.compute.model import IGNORED, SAMPLES
+from meshwright.compute.models.chain import make_chain
+from meshwright.compute.subgraph.branches import assign
+from meshwright.compute.tensor.head import HeadShape
+from meshwright.compute.tensor.serial import SerialHead, SerialKit
 from meshwright.config import Config
-from meshwright.model import IGNORED, SAMPLES
-from meshwright.models.chain import make_chain
-from meshwright.parts import empty_batch
 from meshwright.ranks.mesh import Mesh, solo_mesh
-from meshwright.subgraph.branches import assign
-from meshwright.tensor.head import HeadShape
-from meshwright.tensor.serial import SerialHead, SerialKit
 from meshwright.tools.branches.graph import OperatorGraph
 from meshwright.tools.branches.regions import Region, find_operator_parts, find_split_joins
 from meshwright.tools.branches.trace import trace
+from meshwright.training.rank_model import empty_batch
 
 _NUMBER = re.compile(r"\d+")
 

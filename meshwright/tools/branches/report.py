@@ -6,9 +6,9 @@ import re
 
 from rich.table import Column, Table
 
-from meshwright.tables import print_table
+from meshwright.output.tables import print_table
+from meshwright.output.terminal import table_console
 from meshwright.tools.branches.findings import Bound, Findings, RegionGroup, unnumbered
-from meshwright.tools.report import table_console
 
 _FIRST_NUMBER = re.compile(r"\d+")
 

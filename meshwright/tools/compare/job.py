@@ -15,19 +15,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshwright.config import Config
+from meshwright.config.section import with_field
 from meshwright.data.files import ShowProgress, silent
-from meshwright.decisions import in_steps, resolve_process, this_machine
-from meshwright.drawing import require_matplotlib
-from meshwright.errors import ConfigError, LaunchError, Problem
-from meshwright.launch import Interrupted, joined
-from meshwright.machine import Machine, usable_cores
-from meshwright.section import with_field
+from meshwright.output.drawing import require_matplotlib
+from meshwright.planner.plan.cluster import CALIBRATED, Cluster, load_cluster
+from meshwright.planner.plan.predict import Planner
+from meshwright.ranks.errors import ConfigError, LaunchError, Problem
+from meshwright.ranks.launch import Interrupted, joined
+from meshwright.ranks.machine import Machine, usable_cores
 from meshwright.tools.compare.layouts import Contender
 from meshwright.tools.compare.report import as_dict, draw, html_of
 from meshwright.tools.compare.result import WARMUP_STEPS, Comparison, Measurement
-from meshwright.tools.compare.run import measure_run
-from meshwright.tools.plan.cluster import CALIBRATED, Cluster, load_cluster
-from meshwright.tools.plan.predict import Planner
+from meshwright.training.decisions import in_steps, resolve_process, this_machine
+from meshwright.training.measured_run import measure_run
 
 PAGE, PICTURE, NUMBERS = "comparison.html", "comparison.png", "comparison.json"
 NO_CLUSTER = f"Nothing was predicted: no --cluster, and no {CALIBRATED} here, which `meshwright calibrate` writes."

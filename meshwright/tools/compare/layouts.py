@@ -26,13 +26,13 @@ import torch
 
 from meshwright.config import Config, parse_config, parse_run
 from meshwright.config.load import load_undecided, read_run, read_yaml
+from meshwright.config.section import leaves_of
 from meshwright.data.files import ShowProgress, silent
-from meshwright.errors import ConfigError, Problem
-from meshwright.machine import usable_cores
-from meshwright.section import leaves_of
-from meshwright.tools.plan.cluster import Cluster
-from meshwright.tools.plan.search import search
-from meshwright.tools.plan.space import fixed_fields
+from meshwright.planner.plan.cluster import Cluster
+from meshwright.planner.plan.search import search
+from meshwright.planner.plan.space import fixed_fields
+from meshwright.ranks.errors import ConfigError, Problem
+from meshwright.ranks.machine import usable_cores
 
 OWN = ("layout", "memory", "precision", "threads")
 """The sections that a layout may set, besides batch.micro."""

@@ -20,12 +20,12 @@ from rich.table import Table as RichTable
 
 from meshwright.config import dump_tree
 from meshwright.config.yaml_text import yaml_text
+from meshwright.output.tables import print_table
+from meshwright.output.terminal import table_console
 from meshwright.parity.report import as_marks
-from meshwright.tables import print_table
 from meshwright.tools.compare.layouts import OWN
+from meshwright.tools.compare.picture import Bar, Panel, draw_comparison
 from meshwright.tools.compare.result import WARMUP_STEPS, Comparison, Measurement, StageBytes
-from meshwright.tools.report import table_console
-from meshwright.tools.report.comparison import Bar, Panel, draw_comparison
 from meshwright.training.phases import PHASES
 
 BESIDE = ("activations", "temporaries", "context", "cached", "communicators", "read")

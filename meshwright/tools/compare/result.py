@@ -19,15 +19,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from meshwright.ranks.grid import PIPE, grid_of_run
+from meshwright.planner.plan.predict import Prediction
+from meshwright.ranks.grid import PIPE
 from meshwright.ranks.ledger import Ledger, Traffic
-from meshwright.tools.plan.predict import Prediction
 from meshwright.tools.verify.tolerance import tolerance_of
 from meshwright.training.phases import PHASES
 
 if TYPE_CHECKING:
     from meshwright.tools.compare.layouts import Contender
-    from meshwright.tools.compare.run import MeasuredRun, RankFacts
+    from meshwright.training.measured_run import MeasuredRun, RankFacts
 
 WARMUP_STEPS = 2
 
@@ -90,7 +90,7 @@ class Measurement:
     @property
     def stages(self) -> list[RankFacts]:
         """The first rank of each stage, of which a prediction speaks, in the last round."""
-        grid = grid_of_run(self.contender.config)
+        grid = self.contender.config.grid
         origin = grid.coordinates(0)
         return [self.runs[-1].ranks[grid.rank(origin | {PIPE: stage})] for stage in range(grid.size(PIPE))]
 

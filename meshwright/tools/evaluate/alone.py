@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from meshwright.compute.model import IGNORED, to_device
 from meshwright.data.chat import kept_template
 from meshwright.data.dialogues import read_dialogues
 from meshwright.data.files import ShowProgress
@@ -25,8 +26,7 @@ from meshwright.data.messages import flagged, samples_of
 from meshwright.data.messages_section import MessagesData
 from meshwright.data.packed import DIALOGUE, IDS, SAID, PackedCorpus, is_prepared
 from meshwright.data.section import TokenSection
-from meshwright.errors import ConfigError, DataError
-from meshwright.model import IGNORED, to_device
+from meshwright.ranks.errors import ConfigError, DataError
 from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, LoadedText, exponential
 from meshwright.tools.evaluate.scored import summed_loss, windows
 from meshwright.tools.evaluate.texts import TokenStream, held_out

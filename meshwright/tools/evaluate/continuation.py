@@ -14,7 +14,7 @@ from itertools import accumulate
 
 import torch
 
-from meshwright.models.decoder import KeyValueCache
+from meshwright.compute.models.decoder import KeyValueCache
 from meshwright.tools.evaluate.load import BATCH_TOKENS, LoadedText
 from meshwright.tools.generate import Sampling, generate_tokens, whole_characters
 
@@ -82,7 +82,7 @@ def _together(loaded: LoadedText, openings: Sequence[Opening]) -> list[str]:
             break
         if len(stays) < len(alive):
             # Rows that have ended leave the batch, and their keys and values the cache.
-            cache.layers = [(key[stays], value[stays]) for key, value in cache.layers]
+            cache.select(stays)
         alive = [alive[place] for place in stays]
         fresh = torch.tensor([[made[row][-1]] for row in alive], device=loaded.device)
     return texts

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from meshwright.data.corpus import documents
 from meshwright.data.files import ShowProgress, silent
 from meshwright.data.forms_section import is_text
-from meshwright.errors import DataError
+from meshwright.ranks.errors import DataError
 from meshwright.tools.evaluate.load import BATCH_TOKENS, Facts, LoadedText, exponential, load_text
 from meshwright.tools.evaluate.tasks import Question, Task
 

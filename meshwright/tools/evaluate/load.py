@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint import Checkpoint, find_checkpoint, load_weights
-from meshwright.checkpoint.manifest import TOKENIZER_FILE
+from meshwright.compute.models.chain import make_chain
+from meshwright.compute.parameters.shard import shard_specs
+from meshwright.compute.precision import DTYPES
+from meshwright.compute.tensor.serial import SerialHead, SerialKit
 from meshwright.config import Config
+from meshwright.config.registry import entries
 from meshwright.data.marks_section import NO_BEGIN, AskedMarks
 from meshwright.data.section import TokenSection
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer
-from meshwright.errors import CheckpointError, ConfigError
-from meshwright.models.chain import make_chain
-from meshwright.parameters.shard import shard_specs
-from meshwright.parts import DTYPES
+from meshwright.ranks.errors import CheckpointError, ConfigError
 from meshwright.ranks.mesh import solo_mesh
-from meshwright.registry import entries
-from meshwright.tensor.serial import SerialHead, SerialKit
+from meshwright.training.checkpoint import Checkpoint, find_checkpoint, load_weights
+from meshwright.training.checkpoint.manifest import TOKENIZER_FILE
 
 BATCH_TOKENS = 8192
 """Tokens of a forward pass: enough to fill a device, few enough for a large model's activations."""

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from meshwright.config.registry import load_entry
 from meshwright.data.files import ShowProgress, silent
 from meshwright.data.messages import learned_dialogues
-from meshwright.errors import ConfigError, DataError
-from meshwright.registry import load_entry
+from meshwright.ranks.errors import ConfigError, DataError
 from meshwright.tools.evaluate.alone import (
     dialogue_perplexity,
     no_stride,

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from meshwright.config.registry import entries
 from meshwright.data.files import ShowProgress
-from meshwright.errors import ConfigError
-from meshwright.registry import entries
+from meshwright.ranks.errors import ConfigError
 from meshwright.tools.evaluate.load import Facts
 
 Fact = str | int | float | None

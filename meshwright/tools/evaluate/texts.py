@@ -23,8 +23,8 @@ from meshwright.data.packed import PackedCorpus, is_prepared, open_packed
 from meshwright.data.packing import corpus_for
 from meshwright.data.section import TokenSection
 from meshwright.data.tokenizer import pieces
-from meshwright.environment import cache_folder
-from meshwright.errors import ConfigError, DataError
+from meshwright.ranks.environment import cache_folder
+from meshwright.ranks.errors import ConfigError, DataError
 from meshwright.tools.evaluate.load import LoadedText
 
 

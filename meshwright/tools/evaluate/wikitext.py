@@ -20,8 +20,8 @@ import numpy as np
 
 from meshwright.data.files import ShowProgress
 from meshwright.data.tokenizer import pieces
-from meshwright.errors import DataError
-from meshwright.foreign import read_named
+from meshwright.ranks.errors import DataError
+from meshwright.ranks.foreign import read_named
 from meshwright.tools.evaluate.load import Facts, LoadedText, load_text
 from meshwright.tools.evaluate.perplexity import text_perplexity
 from meshwright.tools.evaluate.tasks import Question, Task

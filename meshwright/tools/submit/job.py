@@ -26,10 +26,10 @@ from pydantic import ConfigDict, Field, ValidationError
 from meshwright.config import Config
 from meshwright.config.load import WEIGHTS_FIELD, parse_run, read_run, run_file
 from meshwright.config.messages import problems_of
-from meshwright.errors import ConfigError, LaunchError
-from meshwright.outputs import refuse_existing
-from meshwright.registry import entries
-from meshwright.section import Positive, Section, shown
+from meshwright.config.registry import entries
+from meshwright.config.section import Positive, Section, shown
+from meshwright.output.outputs import refuse_existing
+from meshwright.ranks.errors import ConfigError, LaunchError
 from meshwright.tools.submit.forms import CONTROLS, CONTROLS_OF_TEXT
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?$")]

@@ -15,9 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from meshwright.errors import ConfigError
-from meshwright.launch.signals import STOPPED_EXIT_CODE
-from meshwright.section import Count
+from meshwright.config.section import Count
+from meshwright.ranks.errors import ConfigError
+from meshwright.ranks.launch.signals import STOPPED_EXIT_CODE
 from meshwright.tools.submit.job import SAFE_PATH, Submission, check_out
 from meshwright.tools.submit.manifests import Tree, manifest_text, patched
 from meshwright.tools.submit.node_shell import RUN_FOLDER, NodePlace, node_shell

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from meshwright.errors import ConfigError
+from meshwright.ranks.errors import ConfigError
 
 Tree = dict[str, Any]
 

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from meshwright.registry import entries
-from meshwright.section import Count, Positive, Size
+from meshwright.config.registry import entries
+from meshwright.config.section import Count, Positive, Size
 from meshwright.tools.submit.forms import Label, Variable, in_form
 from meshwright.tools.submit.image import IMAGE_USER
 from meshwright.tools.submit.job import Engine, Submission

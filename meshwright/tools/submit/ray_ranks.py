@@ -21,10 +21,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from meshwright.environment import outside_of, rank_variables
-from meshwright.errors import LaunchError
-from meshwright.launch.signals import STOPPED_EXIT_CODE
-from meshwright.launch.tether import die_with_parent
+from meshwright.ranks.environment import outside_of, rank_variables
+from meshwright.ranks.errors import LaunchError
+from meshwright.ranks.launch.signals import STOPPED_EXIT_CODE
+from meshwright.ranks.launch.tether import die_with_parent
 
 PLACE_SECONDS = 300.0
 RUN = "RUN"

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import ClassVar
 
-from meshwright.errors import ConfigError
-from meshwright.section import Count, Positive
+from meshwright.config.section import Count, Positive
+from meshwright.ranks.errors import ConfigError
 from meshwright.tools.submit.job import SAFE_PATH, Engine, Submission
 from meshwright.tools.submit.ray_ranks import RUN
 

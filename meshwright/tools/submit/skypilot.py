@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from meshwright.errors import ConfigError
-from meshwright.launch.signals import STOPPED_EXIT_CODE
-from meshwright.section import Count, Size
+from meshwright.config.section import Count, Size
+from meshwright.ranks.errors import ConfigError
+from meshwright.ranks.launch.signals import STOPPED_EXIT_CODE
 from meshwright.tools.submit.forms import Variable
 from meshwright.tools.submit.job import Engine, Submission, check_out
 from meshwright.tools.submit.manifests import Tree, manifest_text, patched

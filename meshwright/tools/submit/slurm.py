@@ -20,9 +20,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from meshwright.errors import ConfigError
-from meshwright.launch.signals import STOPPED_EXIT_CODE
-from meshwright.section import Positive, shown
+from meshwright.config.section import Positive, shown
+from meshwright.ranks.errors import ConfigError
+from meshwright.ranks.launch.signals import STOPPED_EXIT_CODE
 from meshwright.tools.submit.forms import directive_word, in_form
 from meshwright.tools.submit.job import SAFE_PATH, Engine, Submission
 

@@ -12,18 +12,16 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from meshwright.bits.section import Bits
+from meshwright.compute.bits.section import Bits
+from meshwright.compute.model import Samples
+from meshwright.compute.parameters.root import held_hashes
+from meshwright.compute.precision import DTYPES
 from meshwright.config import Config
 from meshwright.config.layout import Layout
 from meshwright.config.schema import Check, Offload, Precision
+from meshwright.config.section import with_field
 from meshwright.data.files import ShowProgress as Report
 from meshwright.data.files import silent
-from meshwright.decisions import in_steps, resolve, resolve_process, this_machine
-from meshwright.errors import DivergedError, LaunchError, MismatchError, ZeroGradientError
-from meshwright.launch import Interrupted, Rank, Ranks, StopRequest, joined, run
-from meshwright.launch.session import temporary_folder
-from meshwright.model import Samples
-from meshwright.parameters.root import held_hashes
 from meshwright.parity.compare import Row
 from meshwright.parity.gradients import Mistake
 from meshwright.parity.judge import Evidence, explain_modules
@@ -33,12 +31,15 @@ from meshwright.parity.record import PARALLEL, PASSES, REFERENCE, STATE, PartFac
 from meshwright.parity.reference import StepRecording, keep
 from meshwright.parity.rows import compare_all
 from meshwright.parity.trace import Trace
-from meshwright.parts import DTYPES, Parts, build
-from meshwright.section import with_field
+from meshwright.ranks.errors import DivergedError, LaunchError, MismatchError, ZeroGradientError
+from meshwright.ranks.launch import Interrupted, Rank, StopRequest, joined, run
+from meshwright.ranks.launch.session import temporary_folder
 from meshwright.tools.verify.outcome import reference_run, trace_reference
 from meshwright.tools.verify.tolerance import TOGETHER, tolerance_of
+from meshwright.training.decisions import in_steps, resolve, resolve_process, this_machine
 from meshwright.training.loop import Trainer
-from meshwright.typed.check import checked
+from meshwright.training.parts import Parts, build
+from meshwright.training.typed.check import checked
 
 WORKER = "meshwright.tools.verify.job:verify_rank"
 REFERENCE_WORKER = "meshwright.tools.verify.job:reference_worker"
@@ -158,7 +159,7 @@ def compare_bits(config: Config, data: Path, steps: int, report: Report) -> tupl
     for run_config, what in ((config, "the layout"), (one_device(config), "one device")):
         report(f"{what}'s own bits, {steps} steps", None)
         known = resolve(run_config, this_machine()).config
-        ranks = run(BITS_WORKER, Ranks.of(known), config=known, data=data, steps=steps)
+        ranks = run(BITS_WORKER, known.ranks(), config=known, data=data, steps=steps)
         sums: dict[str, int] = {}
         for numbers in ranks:
             # A tensor's hash is the sum of its elements' hashes; each rank adds those that it alone holds.
@@ -179,11 +180,10 @@ def bits_rank(rank: Rank, config: Config, data: Path, steps: int) -> dict[str, d
         for line in trainer.turn(rank.stop)[0]:
             numbers[f"loss of step {step}"] = repr(line.get("loss"))
             numbers[f"norm of step {step}"] = repr(line.get("grad_norm"))
-    optimizer = parts.optimizer
     held = (
-        (kind, tensor.to(parts.mesh.device), slot.places, slot.copy_axes)
-        for index, slot in enumerate(optimizer.slots)
-        for kind, tensor in optimizer.held.tensors(index).items()
+        (state.kind, state.values.to(parts.mesh.device), state.places, slot.copy_axes)
+        for slot, states in parts.stored()
+        for state in states
     )
     return {"steps": numbers, "tensors": {name: str(int(part)) for name, part in held_hashes(held, parts.mesh).items()}}
 
@@ -192,7 +192,7 @@ def _run(config: Config, worker: str, what: str, out: Path, data: Path, steps: i
     out.mkdir()
     config = resolve(config, this_machine()).config
     try:
-        run(worker, Ranks.of(config), config=config, out=out, data=data, steps=steps, traced=traced)
+        run(worker, config.ranks(), config=config, out=out, data=data, steps=steps, traced=traced)
     except Interrupted:
         raise
     except LaunchError as error:
@@ -257,21 +257,21 @@ def leave_layout(
 def _keep_places(parts: Parts, recording: StepRecording, known: dict[str, Any], kind: str, step: int) -> None:
     """Keep this rank's places of all parameters: gradients, weights in the precision that is stepped, or the
     optimizer's states. Of ranks with equal ones the first keeps them."""
-    for index, slot in enumerate(parts.strategy.slots):
+    for slot, (weight, *states) in parts.stored():
         if parts.mesh.index(*slot.copy_axes):
             continue
         if kind == "gradient":
-            assert slot.parameter.grad is not None, "a slot without a gradient"
-            flat = {kind: slot.parameter.grad.double() / parts.optimizer.scaler.scale}
+            if slot.parameter.grad is None:
+                continue  # frozen
+            flat = {kind: replace(weight, values=slot.parameter.grad.double() / parts.optimizer.scaler.scale)}
         else:
-            states = dict(parts.optimizer.held.tensors(index))
-            weight = states.pop("weight")
-            flat = {f"{STATE}{name}": x for name, x in states.items()} if kind == STATE else {kind: weight}
-        for place in slot.places:
+            flat = {f"{STATE}{state.kind}": state for state in states} if kind == STATE else {kind: weight}
+        for number, place in enumerate(slot.places):
             own = f"{place.name}@{'.'.join(map(str, place.box.offsets))}"
             known[own] = box_part(place.name, place.box.offsets, place.box.lengths, place.shape).as_json()
-            for name, x in flat.items():
-                keep(recording, name, step, {own: x[place.start : place.stop].view(place.box.lengths)})
+            for name, state in flat.items():
+                there = state.places[number]  # of a state that has a shape of its own another than the weight's
+                keep(recording, name, step, {own: state.values[there.start : there.stop].view(there.box.lengths)})
 
 
 def reference_worker(rank: Rank, config: Config, out: Path, data: Path, steps: int, traced: bool) -> None:
@@ -302,6 +302,7 @@ def leave_reference(
         dtype=str(DTYPES[config.precision.dtype]).removeprefix("torch."),
         stated=allowed.by_kind, together=list(TOGETHER) if allowed.together else [],
         dead=[name for name, gradient in outcome.gradients.items() if not gradient.any()],
+        frozen=[name for name in outcome.weights if name not in outcome.gradients],
     )  # fmt: skip
     trace = Trace(nn.Module())
     if traced:

@@ -17,8 +17,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from meshwright.compute.model import Batch
 from meshwright.config import Config
-from meshwright.model import Batch
 from meshwright.parity.record import PASSES
 from meshwright.parity.reference import PERTURBED_RUNS, StepRecording, movements
 from meshwright.parity.trace import Rounding, Trace
@@ -60,12 +60,10 @@ def reference_run(config: Config, batches: Iterable[Batch], steps: int, device: 
             gradients = _copies(reference.gradients)
         reference.update(step, norms[-1])
         if first if early else step == steps - 1:
-            for name, parameter in reference.nudged.items():  # which has no moments, and a layout's are zeros
-                for kind in config.optimizer.update.states:
-                    states.setdefault(kind, {})[name] = torch.zeros_like(parameter)
+            kinds = {spec.name for spec in config.optimizer.update.states}
             for name, parameter in reference.parameters.items():
                 for kind, x in reference.optimizer.state[parameter].items():
-                    if isinstance(x, Tensor) and x.shape == parameter.shape:  # not torch's count of steps
+                    if kind in kinds:  # torch also counts steps
                         states.setdefault(kind, {})[name] = x.cpu().clone()
     assert len(losses) == steps, f"{len(losses)} batches for {steps} steps"
     return Outcome(losses, norms, initial, gradients, _copies(reference.parameters), states)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from hashlib import blake2b
 from typing import cast
 
@@ -18,14 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.compute.context.context import Context
+from meshwright.compute.context.spec import AttentionSpec
+from meshwright.compute.model import IGNORED, SAMPLES, Batch
+from meshwright.compute.models.chain import make_chain
+from meshwright.compute.parameters.shard import Initial
 from meshwright.config import Config
+from meshwright.config.registry import load_entry
 from meshwright.config.schema import ScheduleSection
-from meshwright.context.context import Context
-from meshwright.model import IGNORED, SAMPLES, Batch
-from meshwright.models.attention import AttentionCore
-from meshwright.models.chain import make_chain
-from meshwright.parameters.shard import Initial
-from meshwright.registry import load_entry
 from meshwright.tools.verify.reference_kit import Experts, Layer, ReferenceKit
 
 _Shape = tuple[int, ...]
@@ -35,15 +36,17 @@ _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfl
 class MaskedSequences(Context):
     """Whole sequences in one attention, whose documents a mask of T x T keeps apart: layouts never make one."""
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
-        scale: float | None,
-    ) -> Tensor:  # fmt: skip
-        if mask is not None and mask.dtype == torch.int64:
-            starts = mask.to(query.device)
-            mask = (starts[:, :, None] == starts[:, None, :]).tril().unsqueeze(1)
-        grouped = query.shape[1] != key.shape[1]
-        return F.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        mask, causal = spec.mask, spec.causal
+        if spec.documents is not None:
+            starts = spec.documents.to(query.device)
+            mask, causal = (starts[:, :, None] == starts[:, None, :]).tril().unsqueeze(1), False
+        if spec.window is not None:
+            near = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril().triu(1 - spec.window)
+            mask, causal = near if mask is None else mask & near, False
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, spec.dropout, causal, scale=spec.scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
 
 
 class Reference:
@@ -53,9 +56,7 @@ class Reference:
         precision, self.config, self.device = config.precision, config, device
         self.level, self.dtype = precision.level, _DTYPES[precision.dtype]
         self.model = make_chain(config, ReferenceKit())
-        for module in self.model.modules():
-            if isinstance(module, AttentionCore):
-                module.context = MaskedSequences()
+        self.model.attend_in(MaskedSequences())
         self.model.to(device, self.dtype if self.level == "O0" else torch.float32)
         self.parameters = dict(self.model.named_parameters())
         self.gradients: dict[str, Tensor] = {}  # each parameter's .grad, to which autograd adds
@@ -72,6 +73,9 @@ class Reference:
                 self.narrow.add(name)
                 values = values.to(self.dtype)
             parameter.data.copy_(values if own == "weight" else torch.zeros_like(values))
+            if any(fnmatchcase(name, pattern) for pattern in config.model.frozen):
+                parameter.requires_grad_(False)
+                continue
             parameter.grad = self.gradients[name] = torch.zeros_like(parameter)
             if nudged:
                 self.nudged[name] = parameter
@@ -96,13 +100,12 @@ class Reference:
         experts = [module for module in self.model.modules() if isinstance(module, Experts)]
         if self.config.model.routing.counts_first:  # a balance over the batch hangs on all of it
             for module in experts:
-                module.counts = []
+                module.count()
             with torch.no_grad():
                 for rows in self._microbatches(batch):
                     self._loss(rows, scales)
             for module in experts:
-                assert module.counts, "experts that no pass reached"
-                module.counted, module.counts = torch.stack(module.counts).sum(0) * scales[SAMPLES], None
+                module.balance_by_counts(scales[SAMPLES])
         for rows in self._microbatches(batch):
             loss = self._loss(rows, scales)
             self.scaler.scale(loss).backward()
@@ -129,7 +132,7 @@ class Reference:
         settings = self.config.optimizer
         if settings.clip:
             total = torch.tensor(norm, dtype=torch.float64)
-            stepped = [parameter for name, parameter in self.parameters.items() if name not in self.nudged]
+            stepped = [self.parameters[name] for name in self.gradients if name not in self.nudged]
             nn.utils.clip_grads_with_norm_(stepped, settings.clip, total)
         for group in self.optimizer.param_groups:
             group["lr"] = settings.lr * rate_share(settings.schedule, step, self.config.steps)

@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.model import IGNORED
-from meshwright.parameters.shard import ONES, Initial
-from meshwright.tensor.copies import HeadGroups
-from meshwright.tensor.head import HeadShape
-from meshwright.tensor.router import ExpertsShape
+from meshwright.compute.model import IGNORED
+from meshwright.compute.parameters.role import Role
+from meshwright.compute.parameters.shard import ONES, Initial
+from meshwright.compute.tensor.copies import HeadGroups
+from meshwright.compute.tensor.head import HeadShape
+from meshwright.compute.tensor.router import ExpertsShape
 
 _Shape = tuple[int, ...]
 
@@ -96,8 +97,8 @@ class ReferenceKit:
     def leave(self, x: Tensor) -> Tensor:
         return x.sum(2)
 
-    def local(self, shape: _Shape, dim: int, initial: Initial, *, matrix: bool) -> nn.Module:
-        return Layer(lambda weight, _: weight, shape, initial, decays=matrix)
+    def local(self, shape: _Shape, dim: int, initial: Initial, role: Role) -> nn.Module:
+        return Layer(lambda weight, _: weight, shape, initial, decays=role.rule.decays)
 
     def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
         """Whole logits [B, t, V], without the table's padding, and torch's cross entropy."""
@@ -141,6 +142,15 @@ class Experts(nn.Module):
         """A balance over the batch: tokens of the mean sequence that took each expert, counted beforehand."""
         self.counts: list[Tensor] | None = None
         """Left by a pass that counts: tokens of its rows that took each expert."""
+
+    def count(self) -> None:
+        """Let passes count the tokens that take each expert."""
+        self.counts = []
+
+    def balance_by_counts(self, factor: float) -> None:
+        """Balance by the sum of all counts times a factor; passes count no more."""
+        assert self.counts, "experts that no pass reached"
+        self.counted, self.counts = torch.stack(self.counts).sum(0) * factor, None
 
     def forward(self, h: Tensor, places: Tensor | None = None) -> tuple[Tensor, ...]:
         shape, count = self.shape, self.shape.count

@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from meshwright import terminal
-from meshwright.tables import print_table
+from meshwright.output import terminal
+from meshwright.output.tables import print_table
 from meshwright.tools.verify.job import Verdict
 
 MOST_FAILURES = 20

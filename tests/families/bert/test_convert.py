@@ -9,22 +9,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from meshwright.checkpoint import Checkpoint, load_weights
+from meshwright.compute.parameters.shard import shard_specs
+from meshwright.compute.tensor.serial import SerialKit
 from meshwright.config.schema import Config, Precision
-from meshwright.convert import export_folder, import_folder
-from meshwright.data.tokenizer import byte_tokenizer
-from meshwright.errors import CheckpointError
-from meshwright.families.bert.convert import with_specials
 from meshwright.families.bert.data_section import MaskedData
 from meshwright.families.bert.model import BERT
 from meshwright.families.bert.section import Bert
-from meshwright.families.bert.specials import specials_of
-from meshwright.parameters.shard import shard_specs
+from meshwright.ranks.errors import CheckpointError
 from meshwright.ranks.mesh import solo_mesh
-from meshwright.tensor.serial import SerialKit
-from tests.convert.folders import check_refused, check_round_trip, saved
+from meshwright.training.checkpoint import Checkpoint, load_weights
+from meshwright.training.convert import export_folder, import_folder
+from tests.families.bert.pretrained import KINDS, hugging_face
 from tests.harness import build
 from tests.tools.evaluate.tiny import lively, save
+from tests.training.convert.folders import check_refused, check_round_trip
 
 transformers = pytest.importorskip("transformers")
 
@@ -34,28 +32,7 @@ INPUTS = {
     "segments": torch.tensor([[0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 0, 0]]),
     "mask": (TOKENS != 257).long(),
 }
-SIZES = {
-    "vocab_size": 261, "max_position_embeddings": 8, "hidden_size": 16, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "intermediate_size": 64, "pad_token_id": 257,
-}  # fmt: skip
-KINDS = {
-    ("original", True): "BertForPreTraining",
-    ("original", False): "BertForMaskedLM",
-    ("megatron", True): "MegatronBertForPreTraining",
-    ("megatron", False): "MegatronBertForMaskedLM",
-}
 BOTH = pytest.mark.parametrize("order, pairs", KINDS)
-
-
-def hugging_face(
-    folder: Path, order: str = "original", pairs: bool = True, *, dtype: torch.dtype = torch.float64, **changes: Any
-) -> Any:
-    """A random BERT as transformers saves it, with a tokenizer."""
-    kind = getattr(transformers, KINDS[order, pairs])
-    model = saved(kind, kind.config_class(**{**SIZES, **changes}), folder, dtype)
-    tokenizer = byte_tokenizer()
-    (folder / "tokenizer.json").write_text(with_specials(tokenizer.to_json(), specials_of(tokenizer)))
-    return model
 
 
 @torch.no_grad()

@@ -10,21 +10,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from meshwright.compute.model import Batch
 from meshwright.config import parse_run
-from meshwright.convert import export_folder, import_folder
 from meshwright.data.tokenizer import byte_tokenizer
-from meshwright.errors import CheckpointError, ConfigError
 from meshwright.families.bert.convert import with_specials
 from meshwright.families.bert.specials import specials_of
-from meshwright.model import Batch
+from meshwright.ranks.errors import CheckpointError, ConfigError
 from meshwright.tools.evaluate.load import load_text
 from meshwright.tools.evaluate.tasks import Question, measure
+from meshwright.training.convert import export_folder, import_folder
 from meshwright.training.job import train
-from tests.convert.folders import saved
-from tests.data_parallel.test_equality import BATCHES
+from tests.families.bert.pretrained import hugging_face as pretrained
 from tests.families.bert.task_files import make_mnli, make_qqp, make_race, make_squad
-from tests.families.bert.test_convert import hugging_face as pretrained
-from tests.families.bert.test_tuned import config_for
+from tests.families.bert.tuned import config_for
+from tests.oracle.batches import BATCHES
+from tests.training.convert.folders import saved
 from tests.training.runs import lines_of
 
 transformers = pytest.importorskip("transformers")

@@ -10,23 +10,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from meshwright.compute.model import IGNORED, counts_of
 from meshwright.config import Config
 from meshwright.config.schema import OptimizerSection, Precision
 from meshwright.config.schema import Validation as Validating
 from meshwright.data.packing import prepare
-from meshwright.errors import CheckpointError, ConfigError, DataError
 from meshwright.families.bert.data_section import MaskedData
 from meshwright.families.bert.evaluate_masked import masked_accuracy
 from meshwright.families.bert.masked import MaskedSamples
 from meshwright.families.bert.section import Bert
 from meshwright.families.bert.specials import specials_of
-from meshwright.model import IGNORED, counts_of
+from meshwright.ranks.errors import CheckpointError, ConfigError, DataError
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.tools.evaluate.load import LoadedText, load_text
 from meshwright.tools.evaluate.tasks import finite
 from meshwright.tools.evaluate.texts import stream_for
 from tests.harness import build
-from tests.tools.evaluate.test_commands import run, run_json
+from tests.tools.evaluate.commands import run, run_json
 from tests.tools.evaluate.tiny import lively, save, tiny_checkpoint
 
 TEXT = "".join(f"line {number} of {number * number} in all\n" for number in range(40))

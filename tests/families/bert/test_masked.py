@@ -13,15 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.compute.model import IGNORED, Batch
 from meshwright.config import Config, parse_config
 from meshwright.data.packed import PackedCorpus
 from meshwright.data.packing import prepare
 from meshwright.data.tokenizer import byte_tokenizer, parse_tokenizer
-from meshwright.errors import ConfigError, DataError
 from meshwright.families.bert.convert import with_specials
 from meshwright.families.bert.masked import MaskedSamples, runs
 from meshwright.families.bert.specials import NAMES, Specials, specials_of
-from meshwright.model import IGNORED, Batch
+from meshwright.ranks.errors import ConfigError, DataError
 
 END, T = 256, 32
 SPECIALS = Specials(padding=257, first=258, separator=259, mask=260, end=END, vocabulary_size=261)

@@ -13,17 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.compute.model import IGNORED, Batch, counts_of, scales_of
+from meshwright.compute.parameters.shard import num_parameters, shard_specs
+from meshwright.compute.tensor.serial import SerialKit
 from meshwright.config import Config, parse_config
 from meshwright.families.bert.convert import BertFamily
 from meshwright.families.bert.model import BERT
 from meshwright.families.bert.section import Bert
-from meshwright.model import IGNORED, Batch, counts_of, scales_of
-from meshwright.parameters.shard import num_parameters, shard_specs
-from meshwright.parts import build_model
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from meshwright.tensor.serial import SerialKit
-from tests.models.harness import random_model, train_both
+from meshwright.training.rank_model import build_model
+from tests.compute.models.harness import random_model, train_both
 from tests.workers import run_ranks
 
 ONE = Grid((("data", 1),))

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from meshwright.cli.weights import data_prepare
+from meshwright.compute.model import Batch
 from meshwright.config import Config, parse_run
 from meshwright.data.tokenizer import byte_tokenizer
-from meshwright.errors import ConfigError, DataError
 from meshwright.families.bert.specials import specials_of
 from meshwright.families.bert.task_files import race_questions, squad_questions
 from meshwright.families.bert.tasks import squad_labels, squad_windows
-from meshwright.model import Batch
+from meshwright.ranks.errors import ConfigError, DataError
 from tests.families.bert.task_files import make_mnli, make_qqp, make_race, make_squad, squad_paragraph
 
 BYTES = byte_tokenizer()

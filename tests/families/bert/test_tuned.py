@@ -3,45 +3,27 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from meshwright.config import Config, parse_config
-from meshwright.errors import ConfigError
-from meshwright.models.chain import make_chain
+from meshwright.compute.models.chain import make_chain
+from meshwright.config import Config
+from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tools.verify.reference import Reference
 from meshwright.tools.verify.reference_kit import ReferenceKit
 from meshwright.training.step import train_step
-from tests.context.test_equality import BLOCKS, CUT, ONE_D
-from tests.data_parallel.test_equality import BATCHES
+from tests.families.bert.tuned import config_for
 from tests.harness import build
-from tests.tensor.test_equality import check, run
+from tests.oracle.batches import BATCHES
+from tests.oracle.context import BLOCKS, CUT, ONE_D
+from tests.oracle.run import check, run
 from tests.workers import run_ranks
 
 FAMILIES = ("bert-pairs", "bert-spans", "bert-choice")
-STEPS = 3
-
-
-def config_for(family: str, layout: dict[str, Any], **model: Any) -> Config:
-    shape = {
-        "family": family, "layers": 2, "hidden": 24, "heads": 12, "positions": 12, "vocabulary": 300,
-        "vocabulary_multiple": 12, "dropout": 0.0,
-    }  # fmt: skip
-    tree = {
-        "model": shape | model,
-        "data": {"sequence": 12, "source": str(Path(__file__).parent)},
-        "batch": {"global": 8, "micro": 2 if "pipeline" in layout or "data" in layout else 4},
-        "layout": {"data": {"bucket": 8192}} | layout,
-        "precision": {"level": "O0", "dtype": "float64"},
-        "optimizer": {"lr": 1e-2, "clip": 0.5, "schedule": {"warmup": 3}},
-        "steps": STEPS,
-    }
-    return parse_config(tree)
 
 
 @cache

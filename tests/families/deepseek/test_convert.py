@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from meshwright.config import parse_config
-from meshwright.convert import export_folder, import_folder
-from meshwright.convert.folder import Settings
-from meshwright.convert.transfer import family_of
 from meshwright.data.tokenizer import byte_tokenizer
-from meshwright.errors import CheckpointError
 from meshwright.families.deepseek.section import DeepSeek
-from tests.convert.folders import check_refused, saved
-from tests.families.llama.test_convert import our_logits, their_logits
+from meshwright.ranks.errors import CheckpointError
+from meshwright.training.convert import export_folder, import_folder
+from meshwright.training.convert.folder import Settings
+from meshwright.training.convert.transfer import family_of
+from tests.families.llama.logits import our_logits, their_logits
+from tests.training.convert.folders import check_refused, saved
 
 transformers = pytest.importorskip("transformers")
 

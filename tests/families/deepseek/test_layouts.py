@@ -8,26 +8,23 @@ feed-forward.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
 from meshwright.config import Config, parse_config
-from meshwright.errors import ConfigError
-from tests.bits.runs import ended
-from tests.context.test_equality import BLOCKS, CUT, ONE_D, config_for
-from tests.families.deepseek.test_model import ROUTED, YARN
-from tests.tensor.test_equality import MODELS, check, run
+from meshwright.ranks.errors import ConfigError
+from tests.compute.bits.runs import ended
+from tests.families.deepseek.layouts import DENSE, LATER, RING, SHAPE, ULYSSES, deepseek, serial
+from tests.families.deepseek.models import ROUTED, YARN
+from tests.oracle.context import BLOCKS, CUT, ONE_D
+from tests.oracle.run import check, run
 
-RING, ULYSSES = ({"size": 2, "kind": kind} for kind in ("ring", "ulysses"))
 SUBGRAPH = {"kind": "subgraph", "size": 2}
 ZERO1 = {"size": 2, "sync": "zero1", "bucket": 8192}
 EXPERTS = {"data": {"size": 2, "expert": 2}}
 
-SHAPE: dict[str, Any] = MODELS["deepseek"] | {"layers": 2, "hidden": 24, "vocabulary_multiple": 12, "positions": 48}
-DENSE = SHAPE | {"experts": None, "heads": 4}
 LATENT_LAYOUTS: dict[str, dict[str, Any]] = {
     "1-D": {"tensor": ONE_D},
     "1-D of 4, cut": {"tensor": CUT | {"size": 4}},
@@ -40,9 +37,9 @@ LATENT_LAYOUTS: dict[str, dict[str, Any]] = {
     "ulysses x 1-D": {"context": ULYSSES, "tensor": ONE_D},
     "ring x cut x stages x replicas": {"context": RING, "tensor": CUT, "pipeline": {"size": 2}, "data": ZERO1},
     "stages x 2-D": {"pipeline": {"size": 2, "schedule": "message-driven"}, "tensor": BLOCKS},
-    "fsdp": {"data": {"size": 2, "sync": "fsdp"}},
+    "slices": {"data": {"size": 2, "sync": "zero3"}},
 }
-LATENT_LONG = {"2.5-D", "branches", "common layers on one rank", "stages x 2-D", "fsdp", "ring"}
+LATENT_LONG = {"2.5-D", "branches", "common layers on one rank", "stages x 2-D", "slices", "ring"}
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1-D": {"tensor": ONE_D},
@@ -61,7 +58,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 ONLY_LONG = {"1-D", "ring", "experts x stages x ring", "experts x slices", "experts x chunks", "zero2", "server", "cut"}
 
 
-LATER = SHAPE | {"layers": 1, "later_tokens": 2}
 LATER["experts"] = LATER["experts"] | {"dense_layers": 0}
 LATER_LAYOUTS: dict[str, dict[str, Any]] = {
     "cut": {"tensor": CUT},
@@ -71,21 +67,6 @@ LATER_LAYOUTS: dict[str, dict[str, Any]] = {
     "zero2 x 1-D": {"data": {"size": 2, "sync": "zero2"}, "tensor": ONE_D},
 }
 LATER_LONG = {"cut", "zero2 x 1-D", "one rank for both ends"}
-
-
-def deepseek(model: dict[str, Any], layout: dict[str, Any], **changes: Any) -> Config:
-    layout = dict(layout)
-    micro = 2 if "pipeline" in layout or "data" in layout else 4
-    settings = {"model": model, "layout": layout, "batch": {"global": 8, "micro": micro}} | changes
-    return config_for("deepseek", layout.pop("context", {}), **settings)
-
-
-@cache
-def serial(name: str) -> Any:
-    """One device's losses and gradients."""
-    return run(
-        deepseek({"dense": DENSE, "routed": SHAPE, "later": LATER, "later of 3": LATER | {"layers": 3}}[name], {})
-    )[0]
 
 
 def marked(layouts: dict[str, dict[str, Any]], only_long: set[str]) -> list[Any]:

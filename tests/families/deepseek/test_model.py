@@ -9,21 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.compute.model import SAMPLES
+from meshwright.compute.models.decoder import KeyValueCache
 from meshwright.config import Config, parse_config
 from meshwright.families.deepseek.model import DeepSeekModel
-from meshwright.model import SAMPLES
-from meshwright.models.decoder import KeyValueCache
 from meshwright.ranks.mesh import Mesh
-from tests.families.llama.test_model import ONE, T, WideNorm, batch, losses_of
-from tests.models.harness import random_model, train_both
+from tests.compute.models.harness import random_model, train_both
+from tests.families.deepseek.models import ROUTED, YARN
+from tests.families.llama.models import ONE, T, WideNorm, batch, losses_of
 from tests.workers import run_ranks
 
 STEPS = 20
-YARN = {"kind": "yarn", "factor": 4.0, "original": 16, "fast": 4.0, "slow": 0.25, "theta": 500.0}
-ROUTED = {
-    "count": 8, "per_token": 3, "width": 12, "shared": 24, "scores": "sigmoid", "scale": 1.7, "dense_layers": 1,
-    "bias_rate": 0.01,
-}  # fmt: skip
 GROUPED = ROUTED | {"groups": 4, "groups_per_token": 2}
 CASES: dict[str, dict[str, Any]] = {
     "dense": {"experts": None, "query_rank": None},

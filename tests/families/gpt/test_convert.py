@@ -10,17 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from meshwright.checkpoint import Checkpoint, restore
 from meshwright.config.schema import OptimizerSection
-from meshwright.convert import export_folder, import_folder
 from meshwright.data.tokenizer import byte_tokenizer
-from meshwright.errors import CheckpointError, DataError
+from meshwright.ranks.errors import CheckpointError, DataError
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.tools.evaluate.load import load_text
 from meshwright.tools.generate import Sampling, generate_text
-from tests.convert.folders import check_refused, check_round_trip, saved
+from meshwright.training.checkpoint import Checkpoint, restore
+from meshwright.training.convert import export_folder, import_folder
 from tests.harness import build
 from tests.tools.evaluate.tiny import tiny_checkpoint, tiny_config
+from tests.training.convert.folders import check_refused, check_round_trip, saved
 
 transformers = pytest.importorskip("transformers")
 

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.compute.model import SAMPLES
 from meshwright.families.llama.model import LlamaModel
-from meshwright.model import SAMPLES
 from meshwright.ranks.mesh import Mesh
-from tests.families.llama.test_model import ONE, as_theirs, batch, config_of, hugging_face
-from tests.models.harness import random_model
+from tests.compute.models.harness import random_model
+from tests.families.llama.models import ONE, as_theirs, batch, config_of, hugging_face
 from tests.workers import run_ranks
 
 THEIRS = ("mixtral", "qwen2_moe", "qwen3_moe")

@@ -8,77 +8,27 @@ replica would be another number; so would a capacity that went by anything but w
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from meshwright.config import Config, parse_config
-from meshwright.errors import ConfigError
+from meshwright.config import parse_config
+from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.mesh import Mesh
-from tests.context.test_equality import CUT, ONE_D, config_for
-from tests.data_parallel.test_equality import SYNCS, train
+from tests.families.llama.experts import BOUNDED, BOUNDED_LAYOUTS, LAYOUTS, MODEL, bounded_serial, experts, serial
 from tests.mpi_cases import EXPERTS as OVER_MPI
 from tests.mpi_workers import Answer, flat, unflat
-from tests.tensor.test_equality import MODELS, check, run
+from tests.oracle.data_parallel import SYNCS
+from tests.oracle.run import check, run, train
 
-RING, ULYSSES = ({"size": 2, "kind": kind} for kind in ("ring", "ulysses"))
-ZERO1 = {"size": 2, "sync": "zero1", "bucket": 8192}
-EXPERTS = {"count": 6, "per_token": 2, "balance": 0.3}
-MODEL = MODELS["llama"] | {
-    "layers": 2, "hidden": 24, "vocabulary_multiple": 12, "positions": 48, "biases": [], "feed_forward": 12,
-    "experts": EXPERTS,
-}  # fmt: skip
-
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "1-D": {"tensor": ONE_D},
-    "1-D, cut": {"tensor": CUT},
-    "ring": {"context": RING},
-    "ulysses x cut": {"context": ULYSSES, "tensor": CUT},
-    "stages": {"pipeline": {"size": 2, "schedule": "message-driven"}},
-    "experts": {"data": {"size": 2, "expert": 2}},
-    "experts x replicas": {"data": ZERO1 | {"size": 4, "expert": 2}},
-    "experts x cut": {"data": {"size": 2, "expert": 2}, "tensor": CUT},
-    "experts x stages x ring": {"data": {"size": 2, "expert": 2}, "pipeline": {"size": 2}, "context": RING},
-    "experts x slices": {"data": {"size": 4, "expert": 2, "sync": "zero3"}},
-    "experts x groups of slices": {"data": {"size": 4, "expert": 2, "shard": 2, "sync": "zero3"}},
-    "experts x chunks": {"data": {"size": 2, "expert": 2}, "pipeline": {"size": 2, "chunks": 2, "schedule": "1f1b"}},
-    "experts x slices of gradients x chunks in a v": {
-        "data": {"size": 4, "expert": 2, "sync": "zero2"},
-        "pipeline": {"size": 2, "chunks": 2, "placement": "v", "schedule": "message-driven", "limit": 4},
-    },
-    "ring x cut x stages x replicas": {"context": RING, "tensor": CUT, "pipeline": {"size": 2}, "data": ZERO1},
-}  # fmt: skip
 ONLY_LONG = {
     "1-D", "ring", "experts x slices", "experts x stages x ring", "experts",
     "experts x slices of gradients x chunks in a v",
 }  # fmt: skip
 
-BOUNDED = MODEL | {"experts": EXPERTS | {"capacity": 0.75}}
-BOUNDED_LAYOUTS = {
-    "1-D, cut": {"tensor": CUT},
-    "ulysses": {"context": ULYSSES},
-    "ring x cut": {"context": RING, "tensor": CUT},
-    "experts x ring x stages": {"data": {"size": 2, "expert": 2}, "pipeline": {"size": 2}, "context": RING},
-    "experts x replicas": {"data": ZERO1 | {"size": 4, "expert": 2}},
-    "experts x slices": {"data": {"size": 4, "expert": 2, "sync": "zero3"}},
-}
 BOUNDED_IN_CI = {"ring x cut", "experts x ring x stages"}
-
-
-def experts(layout: dict[str, Any], **changes: Any) -> Config:
-    layout = dict(layout)
-    micro = 2 if "pipeline" in layout or "data" in layout else 4
-    settings = {"model": MODEL, "layout": layout, "batch": {"global": 8, "micro": micro}} | changes
-    return config_for("llama", layout.pop("context", {}), **settings)
-
-
-@cache
-def serial() -> Any:
-    """One device's losses and gradients."""
-    return run(experts({}))[0]
 
 
 @pytest.mark.parametrize(
@@ -86,11 +36,6 @@ def serial() -> Any:
 )
 def test_equals_serial(name: str) -> None:
     check(run(experts(LAYOUTS[name])), serial())
-
-
-@cache
-def bounded_serial(rows: int = 8) -> Any:
-    return run(experts({}, model=BOUNDED, batch={"global": rows, "micro": 2}))[0]
 
 
 @pytest.mark.parametrize(
@@ -137,6 +82,7 @@ def test_equals_serial_with_every_sync(sync: str) -> None:
     [
         ("ulysses x cut", "selective"),
         ("experts x cut", 1),
+        ("experts x cut", "offload"),
         pytest.param("ulysses x cut", 1, marks=pytest.mark.long),
         pytest.param("experts x chunks", "selective", marks=pytest.mark.long),
         pytest.param("experts x groups of slices", 1, marks=pytest.mark.long),

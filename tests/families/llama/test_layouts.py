@@ -15,43 +15,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.config import Config, parse_config
-from meshwright.errors import ConfigError
 from meshwright.families.llama.model import LlamaModel
+from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.mesh import Mesh
-from tests.context.test_equality import BLOCKS, CUT, ONE_D, config_for, serial
-from tests.data_parallel.test_equality import assembled, global_batch
-from tests.families.llama.test_model import ONE, as_theirs, hugging_face
+from tests.families.llama.layouts import LAYOUTS, RING, SUBGRAPH, ULYSSES, ZERO1, llama
+from tests.families.llama.models import ONE, as_theirs, hugging_face
 from tests.harness import build
-from tests.tensor.test_equality import LONG, MODELS, check, run
+from tests.oracle.batches import global_batch
+from tests.oracle.context import BLOCKS, CUT, ONE_D, serial
+from tests.oracle.run import assembled, check, run
+from tests.oracle.tensor import LONG, MODELS
 from tests.workers import run_ranks
 
-RING, ULYSSES = ({"size": 2, "kind": kind} for kind in ("ring", "ulysses"))
-SUBGRAPH = {"kind": "subgraph", "size": 2}
-ZERO1 = {"size": 2, "sync": "zero1", "bucket": 8192}
-
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "1-D": {"tensor": ONE_D},
-    "1-D of 4, cut": {"tensor": CUT | {"size": 4}},
-    "2-D": {"tensor": BLOCKS},
-    "2.5-D": {"tensor": BLOCKS | {"d": 2}},
-    "branches": {"tensor": SUBGRAPH | {"branch": "block"}},
-    "branches' cores": {"tensor": SUBGRAPH | {"branch": "attention-core"}},
-    "ring": {"context": RING},
-    "ulysses": {"context": ULYSSES},
-    "ring of 4 x replicas": {"context": RING | {"size": 4}, "data": ZERO1},
-    "ulysses x 1-D": {"context": ULYSSES, "tensor": ONE_D},
-    "ring x cut x stages x replicas": {"context": RING, "tensor": CUT, "pipeline": {"size": 2}, "data": ZERO1},
-    "stages x 2-D": {"pipeline": {"size": 2, "schedule": "message-driven"}, "tensor": BLOCKS},
-    "fsdp": {"data": {"size": 2, "sync": "fsdp"}},
-}
 ONLY_LONG = {"1-D of 4, cut", "2.5-D", "branches", "ring of 4 x replicas", "stages x 2-D", "ulysses x 1-D", "1-D"}
 """Layouts whose parts others show."""
-
-
-def llama(layout: dict[str, Any], **changes: Any) -> Config:
-    layout = dict(layout)
-    micro = 2 if "pipeline" in layout or "data" in layout else 4
-    return config_for("llama", layout.pop("context", {}), layout=layout, batch={"global": 8, "micro": micro}, **changes)
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from meshwright.compute.model import IGNORED, Batch, counts_of, scales_of
+from meshwright.compute.models.chain import make_chain
+from meshwright.compute.parameters.shard import num_parameters, shard_specs
+from meshwright.compute.tensor.serial import SerialKit
 from meshwright.config import Config, parse_config
 from meshwright.families.seq2seq.blocks import DecoderCache
 from meshwright.families.seq2seq.encoder_decoder import EncoderDecoderChain
-from meshwright.model import IGNORED, Batch, counts_of, scales_of
-from meshwright.models.chain import make_chain
-from meshwright.parameters.shard import num_parameters, shard_specs
 from meshwright.ranks.mesh import Mesh
-from meshwright.tensor.serial import SerialKit
-from tests.models.harness import random_model
+from tests.compute.models.harness import random_model
 
 B = 3
 

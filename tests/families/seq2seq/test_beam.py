@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.errors import ConfigError
 from meshwright.families.seq2seq.beam import Answer, Beam, beam_search
+from meshwright.ranks.errors import ConfigError
 
 END, START, VOCABULARY = 0, 7, 3
 

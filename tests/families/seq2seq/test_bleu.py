@@ -11,14 +11,14 @@ import pytest
 
 from meshwright.config import Config
 from meshwright.data.files import silent
-from meshwright.errors import ConfigError, DataError
 from meshwright.families.seq2seq.load import load_sequence
 from meshwright.families.seq2seq.pair_texts import pairs_for
+from meshwright.ranks.errors import ConfigError, DataError
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.training.loop import Trainer
 from tests.harness import build
-from tests.tools.evaluate.test_commands import run, run_json
+from tests.tools.evaluate.commands import run, run_json
 from tests.tools.evaluate.tiny import save, sequence_config, tiny_checkpoint
 from tests.workers import run_ranks
 

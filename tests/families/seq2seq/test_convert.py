@@ -9,22 +9,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from meshwright.checkpoint import Checkpoint, load_weights
+from meshwright.compute.parameters.shard import shard_specs
+from meshwright.compute.tensor.serial import SerialKit
 from meshwright.config.schema import Config, Precision
-from meshwright.convert import export_folder, import_folder
 from meshwright.data.tokenizer import byte_tokenizer, parse_tokenizer
-from meshwright.errors import CheckpointError, DataError
 from meshwright.families.seq2seq.convert import T5Family
 from meshwright.families.seq2seq.data_section import SpanData
 from meshwright.families.seq2seq.section import T5
 from meshwright.families.seq2seq.t5 import T5Model
-from meshwright.parameters.shard import shard_specs
+from meshwright.ranks.errors import CheckpointError, DataError
 from meshwright.ranks.mesh import solo_mesh
-from meshwright.tensor.serial import SerialKit
 from meshwright.tools.generate import Request, generate
-from tests.convert.folders import check_refused, check_round_trip, saved
+from meshwright.training.checkpoint import Checkpoint, load_weights
+from meshwright.training.convert import export_folder, import_folder
 from tests.harness import build
 from tests.tools.evaluate.tiny import lively, save
+from tests.training.convert.folders import check_refused, check_round_trip, saved
 
 transformers = pytest.importorskip("transformers")
 

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.compute.model import IGNORED, Batch
 from meshwright.config import Config, parse_config
 from meshwright.data.dataset import Opened
 from meshwright.data.files import silent
 from meshwright.data.packing import pack
 from meshwright.data.tokenizer import Tokenizer, byte_tokenizer, parse_tokenizer
-from meshwright.errors import ConfigError, DataError
 from meshwright.families.seq2seq.data_section import PairData
 from meshwright.families.seq2seq.pairs import pair_corpus
 from meshwright.families.seq2seq.specials import SequenceSpecials, sequence_specials, specials_for
-from meshwright.model import IGNORED, Batch
+from meshwright.ranks.errors import ConfigError, DataError
 
 TEXTS = [(f"number {n} and its square", "=" * (n % 40) + str(n * n)) for n in range(300)]
 SEQUENCE = 40

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from meshwright.errors import DataError
 from meshwright.families.seq2seq.data_section import PairData
 from meshwright.families.seq2seq.pairs import MOST_CHARACTERS, docstring_pairs, function_pairs, pair_corpus
+from meshwright.ranks.errors import DataError
 
 PAIRS = [("one house", "ein Haus"), ("two\u2028houses", "zwei\x0cHäuser"), ("  three", "drei  ")]
 BLANK = [("", "nothing"), ("nothing", " ")]

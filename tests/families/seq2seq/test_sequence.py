@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshwright.compute.model import scales_of
 from meshwright.config.schema import BatchSection, Validation
 from meshwright.data.files import silent
-from meshwright.errors import CheckpointError, ConfigError, DataError
 from meshwright.families.seq2seq.beam import Answer, Beam, beam_search
 from meshwright.families.seq2seq.load import LoadedSequence, load_sequence
 from meshwright.families.seq2seq.pair_texts import pairs_for
 from meshwright.families.seq2seq.perplexity import target_perplexity
 from meshwright.families.seq2seq.sequence import answers, source_ids, text_of
-from meshwright.model import scales_of
+from meshwright.ranks.errors import CheckpointError, ConfigError, DataError
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.tools.evaluate.load import load_text
 from meshwright.tools.generate import Request, generate

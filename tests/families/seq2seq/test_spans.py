@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.compute.model import IGNORED, Batch
 from meshwright.data.section import Lengths
-from meshwright.errors import ConfigError, DataError
 from meshwright.families.seq2seq.spans import SpanSamples, parts_of
 from meshwright.families.seq2seq.spans_section import Window, span_lengths, window_of
 from meshwright.families.seq2seq.specials import SequenceSpecials
-from meshwright.model import IGNORED, Batch
+from meshwright.ranks.errors import ConfigError, DataError
 
 END, PAD, S0 = 256, 257, 258
 SPECIALS = SequenceSpecials(PAD, PAD, END, tuple(range(S0, S0 + 100)), S0 + 100)

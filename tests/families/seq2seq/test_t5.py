@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshwright.compute.model import counts_of, scales_of
+from meshwright.compute.tensor.serial import SerialKit
 from meshwright.config import Config, parse_config
 from meshwright.families.seq2seq.encoder_decoder import EncoderDecoderChain
 from meshwright.families.seq2seq.t5 import T5Model, distance_buckets
-from meshwright.model import counts_of, scales_of
-from meshwright.parts import build_model
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
-from meshwright.tensor.serial import SerialKit
+from meshwright.training.rank_model import build_model
+from tests.compute.models.harness import random_model
 from tests.families.seq2seq.pairs import counted_parameters, decoded, dropout_facts, pair_batch
-from tests.models.harness import random_model
 from tests.workers import run_ranks
 
 ONE = Grid((("data", 1),))

@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.compute.model import Batch, counts_of, scales_of
+from meshwright.compute.models.chain import chain_of
 from meshwright.config import Config, parse_config
 from meshwright.families.seq2seq.encoder_decoder import EncoderDecoderChain
 from meshwright.families.seq2seq.transformer import sinusoids
-from meshwright.model import Batch, counts_of, scales_of
-from meshwright.models.chain import chain_of
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
+from tests.compute.models.harness import random_model
 from tests.families.seq2seq.pairs import B, counted_parameters, decoded, dropout_facts, pair_batch
-from tests.models.harness import random_model
 from tests.workers import run_ranks
 
 ONE = Grid((("data", 1),))

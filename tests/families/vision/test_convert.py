@@ -10,16 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from meshwright.checkpoint import Checkpoint
 from meshwright.config import Config, parse_config
-from meshwright.convert import export_folder, import_folder
-from meshwright.errors import CheckpointError, ConfigError
 from meshwright.families.vision.evaluate import image_accuracy
+from meshwright.ranks.errors import CheckpointError, ConfigError
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.tools.evaluate.load import load_model
-from tests.convert.folders import check_refused, saved
+from meshwright.training.checkpoint import Checkpoint
+from meshwright.training.convert import export_folder, import_folder
 from tests.harness import build
 from tests.tools.evaluate.tiny import lively, save
+from tests.training.convert.folders import check_refused, saved
 
 transformers = pytest.importorskip("transformers")
 

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.config import Config, parse_config
-from meshwright.errors import CheckpointError, ConfigError
 from meshwright.families.vision.evaluate import image_accuracy
+from meshwright.ranks.errors import CheckpointError, ConfigError
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.tools.evaluate.load import load_model
 from tests.harness import build
-from tests.tools.evaluate.test_commands import run_json
+from tests.tools.evaluate.commands import run_json
 from tests.tools.evaluate.tiny import lively, save, tiny_checkpoint
 
 if find_spec("sklearn") is None:  # imported by the first test that reads digits: it takes three seconds

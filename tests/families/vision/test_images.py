@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from meshwright.config import Config, parse_config
-from meshwright.errors import ConfigError, DataError
 from meshwright.families.vision.data_section import ImageData
 from meshwright.families.vision.images import HEADER, ImageSamples, PackedImages, images_for, open_images, open_source
 from meshwright.families.vision.section import Vit
-from meshwright.foreign import RefusedError
+from meshwright.ranks.errors import ConfigError, DataError
+from meshwright.ranks.foreign import RefusedError
 
 if find_spec("sklearn") is None:  # imported by the first test that reads digits: it takes three seconds
     pytest.skip("pip install 'meshwright[images]'", allow_module_level=True)

@@ -11,20 +11,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.compute.models.chain import chain_of
+from meshwright.compute.parameters.shard import num_parameters, shard_specs
+from meshwright.compute.tensor.serial import SerialKit
 from meshwright.config import Config, parse_config
-from meshwright.errors import ConfigError
 from meshwright.families.vision.resnext import BlockShape, ResNeXtModel, block_shapes
-from meshwright.models.chain import chain_of
-from meshwright.parameters.shard import num_parameters, shard_specs
-from meshwright.parts import build_model, plan_stages
+from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mailbox import CutForms, TensorMeta
 from meshwright.ranks.mesh import Mesh, solo_mesh
 from meshwright.ranks.planned import planned_mesh
-from meshwright.stage_costs import counted_costs, time_links
-from meshwright.tensor.serial import SerialKit
-from tests.models.harness import random_model
-from tests.tensor.test_equality import check, run
+from meshwright.training.all_stages import plan_stages
+from meshwright.training.rank_model import build_model
+from meshwright.training.stage_costs import counted_costs, time_links
+from tests.compute.models.harness import random_model
+from tests.oracle.run import check, run
 from tests.workers import run_ranks
 
 ONE = Grid((("data", 1),))

@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from meshwright.cli import app
+from meshwright.compute.models.chain import chain_of
 from meshwright.config import Config, parse_config
 from meshwright.families.bert.section import ASKED_SHARE, Bert
-from meshwright.models.chain import chain_of
 from meshwright.tools.branches.findings import Findings, RegionGroup, TracedModel, findings_of, trace_model
 from meshwright.tools.branches.regions import find_operator_parts
 from meshwright.tools.branches.report import flops_text, place_text, render

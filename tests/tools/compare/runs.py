@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshwright.config import parse_config
-from meshwright.pipeline.trace import Timeline
+from meshwright.planner.plan.cluster import load_cluster
+from meshwright.planner.plan.memory import Memory
+from meshwright.planner.plan.predict import Prediction
 from meshwright.ranks.ledger import Traffic
+from meshwright.strategies.pipeline.trace import Timeline
 from meshwright.tools.compare.layouts import Contender
 from meshwright.tools.compare.result import Comparison, Measurement
-from meshwright.tools.compare.run import MeasuredRun, RankFacts, SentCalls
-from meshwright.tools.plan.cluster import load_cluster
-from meshwright.tools.plan.memory import Memory
-from meshwright.tools.plan.predict import Prediction
+from meshwright.training.measured_run import MeasuredRun, RankFacts, SentCalls
 
 MODEL = {"layers": 2, "hidden": 16, "heads": 2, "positions": 16, "vocabulary": 257, "dropout": 0.0}
 STAGES = {"pipeline": {"size": 2}}

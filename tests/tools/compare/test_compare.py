@@ -18,9 +18,10 @@ from typer.testing import CliRunner
 
 from meshwright import cli
 from meshwright.config import parse_config
-from meshwright.errors import ConfigError, LaunchError
-from meshwright.launch import Interrupted
-from meshwright.machine import Machine
+from meshwright.planner.plan.cluster import load_cluster
+from meshwright.ranks.errors import ConfigError, LaunchError
+from meshwright.ranks.launch import Interrupted
+from meshwright.ranks.machine import Machine
 from meshwright.tools.compare import job
 from meshwright.tools.compare.job import (
     NO_CLUSTER,
@@ -35,11 +36,10 @@ from meshwright.tools.compare.job import (
 from meshwright.tools.compare.layouts import Contender
 from meshwright.tools.compare.report import as_dict, html_of, render
 from meshwright.tools.compare.result import Measurement
-from meshwright.tools.plan.cluster import load_cluster
 from tests.patience import PATIENCE_SECONDS
 from tests.tools.compare.runs import MODEL, STAGES, comparison, contender, predicted, rank, run
 
-SMALL = Path(__file__).resolve().parent.parent / "calibrate" / "small.yaml"
+SMALL = Path(__file__).resolve().parents[2] / "planner" / "calibrate" / "small.yaml"
 STEPS = 100  # so many that a Ctrl-C after the first finds the run under way, also where this process waits for a core
 LAYOUTS = {"replicas": {"data": {"size": 2, "sync": "zero1"}}, "stages": STAGES}
 
@@ -160,7 +160,7 @@ def test_the_page_has_every_layout_and_escapes_its_name() -> None:
     rows = [
         Measurement(contender("a<b>"), (fine,), predicted(0.6, (100, {"data": 4000000}))),
         Measurement(contender("dead"), failure="rank 1 failed: <nothing> left\nmore"),
-        Measurement(contender("late"), (fine,), unpredicted="it is fsdp"),
+        Measurement(contender("late"), (fine,), unpredicted="it is server-loss"),
     ]
     page = html_of(comparison(*rows), b"\x89PNG")
     well_formed(page)
@@ -168,7 +168,7 @@ def test_the_page_has_every_layout_and_escapes_its_name() -> None:
     assert "4.00 / =" in page
     assert "+20.0%" in page
     assert "rank 1 failed: &lt;nothing&gt; left" in page
-    assert "late was not predicted: it is fsdp" in page
+    assert "late was not predicted: it is server-loss" in page
     assert "data:image/png;base64,iVBORw==" in page
     assert "`" not in page
     assert "prefers-color-scheme: dark" in page

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.errors import ConfigError
+from meshwright.ranks.errors import ConfigError
 from meshwright.tools.compare.job import cluster_of
 from meshwright.tools.compare.layouts import Contender, LayoutRequest, contenders_of, from_files, split_words
 
@@ -116,14 +116,14 @@ def test_what_is_asked_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_calibrated_file_is_taken_where_none_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(run.parent)
-    here = Path(__file__).resolve().parent.parent / "calibrate" / "small.yaml"
+    here = Path(__file__).resolve().parents[2] / "planner" / "calibrate" / "small.yaml"
     Path("cluster.yaml").write_text(here.read_text())
     assert (cluster := cluster_of(None)) is not None
     assert cluster.name == "small"
 
 
 def test_the_planners_layouts(run: Path) -> None:
-    small = str(Path(__file__).resolve().parent.parent / "calibrate" / "small.yaml")
+    small = str(Path(__file__).resolve().parents[2] / "planner" / "calibrate" / "small.yaml")
     fixed = ("layout.tensor={kind: none}", "layout.data.size=2", "layout.pipeline.size=1", "batch.micro=4")
     words = ("model.layers=1", "model.hidden=64", "model.heads=2", "data.sequence=32", "memory.recompute=none", *fixed)
     contenders = contenders_of(LayoutRequest(run, words, (), top=2, devices=2), cluster_of(small))

@@ -61,11 +61,11 @@ def test_errors_and_the_fastest() -> None:
 def test_no_fastest_is_foreseen_where_a_prediction_is_missing() -> None:
     rows = (
         Measurement(contender("a"), (FAST,), predicted(0.3, (1, {}))),
-        Measurement(contender("b"), (FAST,), unpredicted="it is fsdp"),
+        Measurement(contender("b"), (FAST,), unpredicted="it is server-loss"),
     )
     made = comparison(*rows)
     assert made.predicted_fastest is None
-    assert "b was not predicted: it is fsdp" in sentences(made)
+    assert "b was not predicted: it is server-loss" in sentences(made)
 
 
 def test_losses_are_held_against_the_first_ones_step_by_step_in_every_round() -> None:

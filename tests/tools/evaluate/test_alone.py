@@ -16,11 +16,11 @@ from meshwright.config import parse_run
 from meshwright.data.files import silent
 from meshwright.data.packed import DIALOGUE, IDS, SAID, open_packed
 from meshwright.data.tokenizer import load_tokenizer
-from meshwright.errors import ConfigError, DataError
+from meshwright.ranks.errors import ConfigError, DataError
 from meshwright.tools.evaluate.load import Facts, LoadedText, load_text
 from meshwright.tools.evaluate.tasks import Question, measure
 from meshwright.training.job import train
-from tests.data.test_messages import PLAIN, dialogue, make_dialogues, make_tokenizer
+from tests.data.dialogues import PLAIN, dialogue, make_dialogues, make_tokenizer
 from tests.training.runs import lines_of
 
 MODEL = {"family": "llama", "layers": 1, "hidden": 16, "heads": 2, "feed_forward": 16, "positions": 64}

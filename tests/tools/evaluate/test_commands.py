@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from meshwright.cli import app
-from meshwright.errors import CheckpointError, ConfigError
+from meshwright.ranks.errors import CheckpointError, ConfigError
+from tests.tools.evaluate.commands import run, run_json
 from tests.tools.evaluate.tiny import rigged_checkpoint, tiny_checkpoint
 
 FOLLOWS = {ord("b"): ord(" "), ord(" "): ord("c"), ord("c"): ord("a"), ord("a"): ord("t"), ord("t"): 256}
-
-
-def run(*words: object) -> str:
-    """The command's stdout."""
-    result = CliRunner().invoke(app, [str(word) for word in words])
-    if result.exception is not None:
-        raise result.exception
-    return result.stdout
-
-
-def run_json(*words: object) -> dict[str, Any]:
-    read: dict[str, Any] = json.loads(run(*words, "--json"))
-    return read
 
 
 def test_perplexity(tmp_path: Path) -> None:

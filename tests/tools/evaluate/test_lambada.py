@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.errors import DataError
+from meshwright.ranks.errors import DataError
 from meshwright.tools.evaluate.lambada import cloze_accuracy, passages
 from meshwright.tools.evaluate.load import load_text
 from tests.tools.evaluate.tiny import rigged_checkpoint, tiny_checkpoint

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.data.packing import prepare
-from meshwright.errors import CheckpointError, ConfigError, DataError
+from meshwright.ranks.errors import CheckpointError, ConfigError, DataError
 from meshwright.tools.evaluate.load import LoadedText, load_text
 from meshwright.tools.evaluate.perplexity import text_perplexity
 from meshwright.tools.evaluate.scored import windows

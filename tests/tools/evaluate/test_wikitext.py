@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.errors import ConfigError, DataError
+from meshwright.ranks.errors import ConfigError, DataError
 from meshwright.tools.evaluate.likelihood import likelihoods, text_likelihoods
 from meshwright.tools.evaluate.load import load_text
 from meshwright.tools.evaluate.tasks import Question, measure

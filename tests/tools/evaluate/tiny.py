@@ -6,15 +6,15 @@ from pathlib import Path
 
 import torch
 
-from meshwright.checkpoint import CheckpointWriter, pieces_of
-from meshwright.checkpoint.manifest import Origin, Progress
 from meshwright.config import Config
 from meshwright.config.schema import OptimizerSection, Precision
 from meshwright.data.text_section import TextData
 from meshwright.data.tokenizer import Tokenizer, byte_tokenizer
 from meshwright.families.gpt.section import Gpt2
-from meshwright.parts import Parts
 from meshwright.ranks.mesh import solo_mesh
+from meshwright.training.checkpoint import CheckpointWriter, pieces_of
+from meshwright.training.checkpoint.manifest import Origin, Progress
+from meshwright.training.parts import Parts
 from tests.harness import build
 
 VOCABULARY = 257

@@ -21,8 +21,8 @@ from unittest.mock import patch
 import pytest
 import yaml
 
-from meshwright.errors import ConfigError
-from meshwright.registry import OURS
+from meshwright.config.registry import OURS
+from meshwright.ranks.errors import ConfigError
 from meshwright.tools.submit import job
 from tests.tools.submit.asked import VOLUME, containers, stub, with_stubs, written
 

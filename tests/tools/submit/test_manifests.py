@@ -20,7 +20,7 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator, ValidationError
 
-from meshwright.errors import ConfigError
+from meshwright.ranks.errors import ConfigError
 from meshwright.tools.submit import job
 from tests.tools.submit.asked import containers, documents, pods, task, task_text, text_of
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from meshwright.errors import ConfigError
+from meshwright.ranks.errors import ConfigError
 from meshwright.tools.submit.manifests import patched
 from tests.tools.submit.asked import containers, documents, pods, task
 

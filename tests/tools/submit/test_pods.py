@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.errors import ConfigError
+from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.flight_recorder import Whereabouts
 from meshwright.ranks.hang import Record
 from meshwright.tools.submit.image import IMAGE, IMAGE_USER, LOCK_HELPER

@@ -19,11 +19,11 @@ import yaml
 from typer.testing import CliRunner
 
 from meshwright.cli import app
-from meshwright.errors import ConfigError, LaunchError, PluginError
-from meshwright.registry import OURS, _group
+from meshwright.config.registry import OURS, _group
+from meshwright.ranks.errors import ConfigError, LaunchError, PluginError
 from meshwright.tools.submit import job
+from tests.installed import install
 from tests.patience import PATIENCE_SECONDS
-from tests.test_extending import install
 from tests.tools.submit.asked import VOLUME, containers, documents, stub, task, text_of, with_stubs, written
 
 

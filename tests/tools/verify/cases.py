@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from meshwright.compute.model import Batch, rows_of
 from meshwright.config import Config, parse_config
-from meshwright.model import Batch, rows_of
-from meshwright.ranks.grid import Grid, grid_of_run
+from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.tools.verify.job import Verdict, compare_runs, leave_layout, leave_reference, one_device
-from tests.data_parallel.test_equality import BATCHES
 from tests.harness import build
+from tests.oracle.batches import BATCHES
 from tests.workers import run_ranks
 
 TEXT = {"positions": 12, "vocabulary": 300}
@@ -124,7 +124,7 @@ def run_layout(train: Drawn, folder: Path, steps: int, plant: Plant | None = Non
     """The ranks of the layout, forked; `folder` with what they leave."""
     folder.mkdir()
     config = train.config
-    run_ranks(layout_rank, grid_of_run(config), train, folder, steps, plant, token_axes=config.layout.token_axes)
+    run_ranks(layout_rank, config.grid, train, folder, steps, plant, token_axes=config.layout.token_axes)
     return folder
 
 

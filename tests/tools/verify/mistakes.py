@@ -4,28 +4,29 @@ so that two runs of ours would agree on them. Each patches what it breaks, and n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshwright import parts
-from meshwright.data_parallel.policies import AllReduce
+from meshwright.compute.model import Batch, counts_of
+from meshwright.compute.models import attention
+from meshwright.compute.parameters.bucket import Bucket, StepWeights
+from meshwright.compute.parameters.gradients import Gradients
+from meshwright.compute.parameters.role import StepRule
+from meshwright.compute.tensor import cross_entropy, serial
+from meshwright.compute.tensor.products import Products
 from meshwright.families.gpt import model as gpt
-from meshwright.model import Batch, counts_of
-from meshwright.models import attention
-from meshwright.optim import optimizer
-from meshwright.optim.optimizer import Optimizer
-from meshwright.optim.states import InPlace
-from meshwright.parameters.bucket import Bucket, StepWeights
-from meshwright.parameters.gradients import Gradients
-from meshwright.parts import Parts
 from meshwright.ranks.comm import DONE, Comm, Work
-from meshwright.tensor import cross_entropy, serial
-from meshwright.tensor.products import Products
+from meshwright.strategies.data_parallel import assembly
+from meshwright.strategies.data_parallel.policies import AllReduce
+from meshwright.strategies.optim import optimizer
+from meshwright.strategies.optim.optimizer import Optimizer
+from meshwright.strategies.optim.states import InPlace
 from meshwright.training import step as step_module
+from meshwright.training.parts import Parts
 from tests.tools.verify.cases import Plant
 
 
@@ -50,7 +51,7 @@ def one_wrong_element() -> None:
     right = AllReduce.reduce
 
     def wrong(self: AllReduce, bucket: Bucket, comm: Comm) -> Work:
-        if comm.index == 0 and bucket.matrix:
+        if comm.index == 0 and bucket.rule.decays:
             bucket.gradients[0] += 1e-9
         return right(self, bucket, comm)
 
@@ -77,8 +78,8 @@ def decayed_vectors() -> None:
     """Weight decay acts on biases and norms as well."""
     right = InPlace._step_together
 
-    def wrong(self: InPlace, members: list[int], matrix: bool, step: StepWeights) -> None:
-        right(self, members, True, step)
+    def wrong(self: InPlace, members: list[int], rule: StepRule, step: StepWeights) -> None:
+        right(self, members, replace(rule, decays=True), step)
 
     InPlace._step_together = wrong  # type: ignore[method-assign]
 
@@ -192,14 +193,14 @@ def half_sums() -> None:
 
 def wrong_cut() -> None:
     """The second rank of the tensor axis holds its part of a cut parameter the other way round."""
-    right = parts.draw_values
+    right = assembly.draw_values
 
     def wrong(out: Tensor, name: str, spec: Any, mesh: Any, seed: int) -> None:
         right(out, name, spec, mesh, seed)
         if name == "blocks.0.feed_forward.expand.weight" and mesh.index("tensor") == 1:
             out.copy_(out.flip(-1))
 
-    parts.draw_values = wrong
+    assembly.draw_values = wrong
 
 
 def dead_block() -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from meshwright.bits.grains import SampleGrains
+from meshwright.compute.bits.grains import SampleGrains
 from meshwright.config import Config
 from meshwright.config.schema import LossScale, Precision
-from meshwright.launch import Rank
+from meshwright.ranks.launch import Rank
 from meshwright.tools.verify.job import bits_rank, reference_worker, verify_rank
 from tests.tools.verify.mistakes import one_wrong_element
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from meshwright.config import Config
-from meshwright.errors import MismatchError, ZeroGradientError
+from meshwright.ranks.errors import MismatchError, ZeroGradientError
 from meshwright.tools.verify.job import Verdict, compare_runs
 from meshwright.tools.verify.table import as_dict
 from tests.tools.verify.cases import MODELS, Drawn, Repeated, config_for, run_layout, run_reference

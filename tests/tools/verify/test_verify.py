@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.bits.section import Bits
+from meshwright.compute.bits.section import Bits
 from meshwright.config import Config, parse_config
-from meshwright.errors import LaunchError, MismatchError
+from meshwright.config.section import with_field
 from meshwright.parity.compare import Row
-from meshwright.section import with_field
+from meshwright.ranks.errors import LaunchError, MismatchError
 from meshwright.tools.verify import job
 from meshwright.tools.verify.job import Verdict, verify
 from meshwright.tools.verify.table import as_dict, render

@@ -1,1 +1,0 @@
-"""Programs in the styles that people write, right and with planted mistakes: `python -m benchmarks.parity_styles`."""

@@ -1,0 +1,48 @@
+"""Experts whose products have shapes and addresses that do not depend on the layout.
+
+Rows that different ranks send to an expert are products of their own, as on a rank that has all experts. Operands are
+aligned as if allocated separately: some libraries choose kernels by address, and a part's address depends on the parts
+before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from meshwright.compute.tensor.experts import Experts, GroupedLinear, Runs, Trade
+from meshwright.compute.tensor.products import write_part
+from meshwright.compute.tensor.swiglu import swiglu
+
+ALIGNED_BYTES = 64
+"""Bytes of a cache line and of the widest vector, at which torch aligns allocations."""
+
+
+class AlignedLinear(GroupedLinear):
+    """A linear of experts whose operands are aligned."""
+
+    def operand(self, x: Tensor) -> Tensor:
+        return x.clone() if not x.is_contiguous() or x.data_ptr() % ALIGNED_BYTES else x
+
+    def write_run(self, rows: Sequence[int], x: Tensor, dy: Tensor, out: Tensor, beta: int) -> None:
+        for part, gradient, own in zip(x.split(rows), dy.split(rows), out, strict=True):
+            write_part(self.products.multiply(self.operand(part).t(), self.operand(gradient)), own, beta)
+
+
+class SeparateExperts(Experts):
+    """Experts that compute the rows of each sending rank by themselves."""
+
+    linear: ClassVar[type[GroupedLinear]] = AlignedLinear
+
+    def outputs(self, x: Tensor, runs: Runs) -> Tensor:
+        # Element-wise vectors begin at an expert's first row: the remainder at the end may be rounded differently.
+        parts = [swiglu(part.clone()) for part in self.expand(x, runs).split([*chain(*runs)])]
+        y: Tensor = self.contract(torch.cat(parts), runs)
+        return y
+
+    def outputs_here(self, x: Tensor, trade: Trade) -> Tensor:
+        return self.outputs(x, trade.coming.tolist())

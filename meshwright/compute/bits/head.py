@@ -1,0 +1,206 @@
+"""Head and cross entropy by parts of the vocabulary and runs of tokens, so that no layout changes their bits.
+
+Parts and runs: bits/blocks.py. The same two passes as cross_entropy.py, a part at a time: logits [C, V/N] of each of N
+parts, of whose statistics every rank gets all. The greatest logit has no order; sums over parts are trees over the
+part's index: of the exponentials, of the label's logit, and of dh. A run's gradients of table and bias are added as
+integers by whoever holds these.
+
+A token's loss is rounded to a multiple of 2^-40 where it is made, so that their sum has no order either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from meshwright.compute.bits.blocks import Blocks, parts_of, sum_of_products
+from meshwright.compute.model import IGNORED
+from meshwright.compute.parameters.fixed import SUMMED_LOSS, FixedPoint, rounded_loss
+from meshwright.compute.parameters.shard import Placements, WriteGradient
+from meshwright.compute.tensor.boundary import Boundary
+from meshwright.compute.tensor.cross_entropy import (
+    CHUNK_BYTES,
+    CHUNK_ROWS,
+    Classes,
+    chosen_rows,
+    ranges,
+    scale_shares,
+    shares_of,
+    wide_dtype,
+)
+from meshwright.compute.tensor.head import HeadShape, TableHead
+from meshwright.compute.tensor.linear import autocast_device, cast
+from meshwright.compute.tensor.products import Products, added, side_by_side, write_part
+from meshwright.ranks.agreement import all_rows
+from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.trees import tree_sum
+
+
+class PartHead(TableHead):
+    """Classes in parts, over the boundary's axis where it has one."""
+
+    def __init__(
+        self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None, boundary: Boundary, blocks: Blocks,
+        products: Products, table: Placements | None = None,
+    ) -> None:  # fmt: skip
+        """`table`: its placements; None: those of the classes."""
+        classes = boundary.inner(0)
+        super().__init__(mesh, shape, tied, classes if table is None else table, classes, boundary, products)
+        self.blocks = blocks
+        self.fixed: FixedPoint | None = None
+        """Where the step's loss scale stands, of which losses are multiples in training."""
+
+    def round_by(self, fixed: FixedPoint) -> None:
+        """Round losses.
+
+        Args:
+            fixed: gives the multiples, by the loss scale of the step.
+        """
+        self.fixed = fixed
+
+    def forward(self, h: Tensor, labels: Tensor, scale: float) -> Tensor:
+        h, table, bias = cast(h, self.block, self.bias)
+        with torch.autocast(autocast_device(h.device), enabled=False):
+            differentiates = torch.is_grad_enabled() and (h.requires_grad or table.requires_grad)
+            loss: Tensor = _PartLoss.apply(h, table, bias, labels, scale, self, differentiates)
+        return loss
+
+
+@dataclass
+class _RunGradients:
+    """A run's gradients: dh [rows, H] float32, this rank's leaf of a tree; dW [V/p, H]; db [V/p]."""
+
+    dh: Tensor
+    dtable: Tensor
+    dbias: Tensor | None
+
+
+class _PartLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, h: Tensor, table: Tensor, bias: Tensor | None, labels: Tensor, scale: float, head: PartHead,
+        differentiates: bool,
+    ) -> Tensor:  # fmt: skip
+        blocks, count = head.blocks, labels.shape[1]
+        whole = head.boundary.start_enter(h).wait()  # [B, T, H]
+        total = torch.zeros((), dtype=torch.float64, device=h.device)
+        ctx.head, ctx.shape, ctx.dtype, ctx.gradients = head, whole.shape, h.dtype, []
+        wanted = labels.chunk(blocks.runs if count > 1 else 1, 1)
+        rows_of_classes = head.own_classes(table)
+        for rows, own in zip(blocks.rows(whole[:, :count]), wanted, strict=True):
+            learns = differentiates and ctx.needs_input_grad[1]
+            loss, gradients = _run(rows, own, rows_of_classes, bias, scale, head, differentiates, learns)
+            total += loss
+            ctx.gradients.append(gradients)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+        head: PartHead = ctx.head
+        runs: list[_RunGradients] = ctx.gradients
+        ctx.gradients = []
+        dh = torch.zeros(ctx.shape, dtype=torch.float32, device=factor.device)
+        rows = head.blocks.joined([run.dh for run in runs], ctx.shape[0])
+        torch.mul(rows, factor.float(), out=dh[:, : rows.shape[1]])
+        leaving = head.boundary.start_leave(dh)
+        dtable = dbias = None
+        for run in runs:
+            if ctx.needs_input_grad[1]:
+                dtable = added(dtable, head.give(run.dtable, _times(run.dtable, factor)))
+            if run.dbias is not None:
+                write = _times(run.dbias, factor)
+                dbias = added(dbias, head.add_gradient("bias", run.dbias, write, may_wait=False))
+        return leaving.wait().to(ctx.dtype), dtable, dbias, *[None] * 4
+
+
+def _times(gradient: Tensor, factor: Tensor) -> WriteGradient:
+    return lambda out, beta: write_part(gradient * factor.to(gradient.dtype), out, beta)
+
+
+def _run(
+    rows: Tensor, labels: Tensor, table: Tensor, bias: Tensor | None, scale: float, head: PartHead,
+    differentiates: bool, learns: bool,
+) -> tuple[Tensor, _RunGradients]:  # fmt: skip
+    """The loss of a run's rows [B·t, H], a float64 scalar, and its gradients. `learns`: the table's, too."""
+    blocks, classes, index = head.blocks, head.classes, chosen_rows(labels, head.classes)
+    products = classes.products
+    all_of, labels = rows, labels.flatten()
+    if index is not None:
+        rows, labels = rows[index], labels[index]
+    counted, wide = (labels != IGNORED).unsqueeze(1), wide_dtype(rows)
+    factors, losses = counted.to(wide) * scale, rows.new_empty(rows.shape[0], 1, dtype=wide)
+    tables = [parts_of(own, blocks.hidden, -1) for own in parts_of(table, blocks.parts, 0)]
+    biases = [None] * len(tables) if bias is None else parts_of(bias, blocks.parts, 0)
+    dh = torch.empty(rows.shape if differentiates else (0,), dtype=torch.float32, device=rows.device)
+    dtable = torch.zeros_like(table if learns else table[:0], dtype=wide)
+    dbias = None if bias is None else torch.zeros_like(bias, dtype=wide)
+    device, height = classes.device_type, tables[0][0].shape[0]
+    for chunk in classes.alike(ranges(0, rows.shape[0], height, CHUNK_BYTES[device], CHUNK_ROWS[device]), rows):
+        those = parts_of(rows[chunk], blocks.hidden, -1)
+        logits = [logits_of_part(products, those, own, offsets) for own, offsets in zip(tables, biases, strict=True)]
+        losses[chunk] = _to_gradients(logits, labels[chunk].unsqueeze(1), factors[chunk], classes, blocks)
+        if differentiates:
+            columns = zip(*tables, strict=True)
+            dh[chunk] = side_by_side([
+                blocks.total(map(products.multiply, logits, column)) for column in columns
+            ])  # fmt: skip
+            for part, own in zip(logits, dtable.chunk(blocks.parts), strict=True) if learns else ():
+                if len(those) == 1:
+                    products.write_product(part.t(), those[0], own, beta=1)
+                else:
+                    write_part(side_by_side([products.multiply(part.t(), inputs) for inputs in those]), own, beta=1)
+            if dbias is not None:
+                dbias += torch.cat([part.sum(0, dtype=wide) for part in logits])
+    # The factor of the losses' quantum: in an evaluation they are sums, not parts of a mean.
+    quantum_scale = head.fixed.scale if head.fixed is not None and head.training else SUMMED_LOSS
+    loss = rounded_loss(torch.where(counted, losses, 0).to(torch.float64) * scale, quantum_scale).sum()
+    if index is not None and differentiates:
+        dh = torch.zeros(all_of.shape, dtype=dh.dtype, device=dh.device).index_copy_(0, index, dh)
+    return loss, _RunGradients(dh, dtable, dbias)
+
+
+def logits_of_part(
+    products: Products, rows: list[Tensor], table: list[Tensor], bias: Tensor | None
+) -> Tensor:  # fmt: skip
+    """[C, V/N] of a part of the classes, of parts of the hidden width."""
+    if len(rows) == 1:
+        return products.multiply(rows[0], table[0].t(), bias)
+    logits = sum_of_products(products, rows, (own.t() for own in table)).to(rows[0].dtype)
+    return logits if bias is None else logits.add_(bias)
+
+
+def _to_gradients(logits: list[Tensor], labels: Tensor, factors: Tensor, classes: Classes, blocks: Blocks) -> Tensor:
+    """The losses [C, 1] of logits [C, V/N] of each of this rank's parts, which become their gradients in place.
+    labels [C, 1], factors [C, 1]: as in cross_entropy.py."""
+    wide, height = wide_dtype(logits[0]), logits[0].shape[1]
+    parts = []
+    for number, part in enumerate(logits, blocks.first_part):
+        held = min(max(classes.vocabulary - number * height, 0), height)
+        targets = labels - number * height
+        mine = (targets >= 0) & (targets < held)
+        columns, certain = torch.where(mine, targets, 0), mine.to(wide).mul_(1 - classes.smoothing)
+        if held:
+            shares, statistics = shares_of(part, columns, certain, classes, held)
+        else:
+            shares, statistics = part, part.new_zeros(part.shape[0], 3, dtype=wide)
+            statistics[:, 0] = torch.finfo(wide).min
+        parts.append((held, columns, certain, shares, statistics))
+    everyone = all_rows(torch.stack([part[-1] for part in parts]), classes.comm).flatten(0, 1)  # [N, C, 3]
+    tops, sums, picked = everyone.split(1, 2)
+    highest = tops.amax(0)
+    relative = (tops - highest).exp_()
+    total = tree_sum((sums * relative).unbind())
+    losses = total.log().add_(highest).sub_(tree_sum(picked.clone().unbind()))
+    scales = relative.mul_(factors).div_(total).mul_(sums)
+    for number, (part, (held, columns, certain, shares, _)) in enumerate(zip(logits, parts, strict=True)):
+        if held:
+            own = scales[blocks.first_part + number]
+            scale_shares(part, shares, columns, certain, own, factors, classes, held)
+        else:
+            part.zero_()
+    return losses

@@ -1,0 +1,162 @@
+"""Norms whose bits no layout changes, also over a width that falls into parts.
+
+Parts: bits/blocks.py. Each part's sums are made by a kernel of its own, every rank gets those of all parts, and adds
+them by a tree over the part's index:
+
+| pass     | sums over a part [B, T, H/N], float64 | then                                                       |
+|----------|---------------------------------------|------------------------------------------------------------|
+| forward  | x, x² (rms: x²)                       | x̂ = (x - mean) / sqrt(variance + ε)                        |
+| backward | dx̂, dx̂ x̂ (rms: dx̂ x̂)                 | dx = (dx̂ - mean(dx̂) - x̂ mean(dx̂ x̂)) / sqrt(variance + ε)   |
+
+Sends, both ways: an all-gather of [N, 2, B, T], of rms [N, 1, B, T].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from meshwright.compute.bits.blocks import Blocks, apart, parts_of
+from meshwright.compute.parameters.role import NORM
+from meshwright.compute.parameters.shard import ONES, ZEROS, Placements, ShardedModule, ShardSpec
+from meshwright.compute.tensor.norms import Norm
+from meshwright.compute.tensor.products import added, write_sum
+from meshwright.ranks.agreement import all_rows
+from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.trees import tree_sum
+
+
+class _ByBlock(torch.autograd.Function):
+    """x · weight + bias, whose gradients are a sum by block of rows: each is added by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ShardedModule, cut: _Cut) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.layer, ctx.biased, ctx.cut = layer, bias is not None, cut
+        return x * weight if bias is None else (x * weight).add_(bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dweight = ctx.cut.add_sums(ctx.layer, "weight", weight, dy * x)
+        dbias = ctx.cut.add_sums(ctx.layer, "bias", weight, dy) if ctx.biased else None
+        return dy * weight, dweight, dbias, None, None
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """The blocks of x [B, T, ..., E] in which gradients are summed: runs of tokens, of these parts of heads, or of the
+    columns."""
+
+    blocks: Blocks
+    parts: int
+    columns: int
+
+    def add_sums(self, layer: ShardedModule, name: str, like: Tensor, x: Tensor) -> Tensor | None:
+        """Add the sum of each block's rows [n, E] of x to the gradient of the layer's parameter of that name."""
+        total = None
+        for run in self.blocks.cut(x):
+            for part in run.chunk(self.parts, 2) if self.parts > 1 else (run,):
+                write = partial(self.write_sums, apart(part).flatten(0, -2))
+                total = added(total, layer.add_gradient(name, like, write))
+        return total
+
+    def write_sums(self, rows: Tensor, out: Tensor, beta: int) -> None:
+        """A block's sum + beta · out, in `out`, by parts of the columns."""
+        for part, own in zip(parts_of(rows, self.columns, -1), out.chunk(self.columns), strict=True):
+            write_sum(part, own, beta)
+
+
+def scaled_by_block(
+    x: Tensor, layer: ShardedModule, bias: Tensor | None, blocks: Blocks, parts: int = 1, columns: int = 1
+) -> Tensor:
+    """x [B, T, ..., E] times the layer's `weight` [E], plus its `bias`, by runs of tokens and `parts` of heads, or of
+    `columns`."""
+    y: Tensor = _ByBlock.apply(x, layer.get_parameter("weight"), bias, layer, _Cut(blocks, parts, columns))
+    return y
+
+
+class BlockNorm(Norm):
+    """A norm whose weight's and bias' gradients are sums by block of rows."""
+
+    def __init__(
+        self, mesh: Mesh, width: int, epsilon: float, kind: Literal["layer", "rms"], *, bias: bool,
+        heads_over: tuple[str, ...], blocks: Blocks,
+    ) -> None:  # fmt: skip
+        """`blocks`: inside of pairs."""
+        super().__init__(mesh, width, epsilon, kind, bias=bias, heads_over=heads_over)
+        self.cut = (blocks, blocks.parts) if heads_over else (blocks.outer, 1)
+
+    def normed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return scaled_by_block(self.of_unit_scale(x, weight.shape), self, self.bias, *self.cut)
+
+
+class AffineNorm(Norm):
+    """A norm whose weight and bias are applied by operations of their own, whose gradients are sums over rows: the
+    gradients of torch's layer norm are added thread by thread, and have other bits if threads are more."""
+
+    def normed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y = self.of_unit_scale(x, weight.shape) * weight
+        return y if bias is None else y + bias
+
+
+class PartNorm(ShardedModule):
+    """Layer norm or rms over the hidden width between pairs, in float32 or better."""
+
+    def __init__(
+        self, mesh: Mesh, width: int, epsilon: float, kind: Literal["layer", "rms"], placements: Placements,
+        *, bias: bool, blocks: Blocks,
+    ) -> None:  # fmt: skip
+        """`placements`: of the width; `blocks`: between pairs."""
+        super().__init__(mesh)
+        self.width, self.epsilon, self.centred, self.blocks = width, epsilon, kind == "layer", blocks
+        self.comm = mesh.comm(*placements)
+        spec = ShardSpec((width,), placements, ONES, NORM)
+        self.weight = self.declare("weight", spec)
+        self.bias = self.declare("bias", replace(spec, initial=ZEROS)) if bias else None
+
+    def forward(self, h: Tensor) -> Tensor:
+        normed: Tensor = _Normed.apply(h.to(self.weight.dtype), self)
+        return scaled_by_block(normed, self, self.bias, self.blocks, columns=self.blocks.parts).to(h.dtype)
+
+    def means(self, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The mean over the whole width of each of some values [B, T, H/n], [B, T, 1] float64."""
+        of_parts = zip(*(parts_of(x, self.blocks.parts, -1) for x in values), strict=True)
+        sums = torch.stack([
+            torch.stack([part.sum(-1, dtype=torch.float64) for part in parts]) for parts in of_parts
+        ])  # fmt: skip
+        total = tree_sum(all_rows(sums, self.comm).flatten(0, 1).unbind()).div_(self.width)
+        return tuple(mean.unsqueeze(-1) for mean in total)
+
+
+class _Normed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: PartNorm) -> Tensor:
+        wide = x.to(torch.float64)
+        *mean, square = layer.means([x, wide * wide] if layer.centred else [wide * wide])
+        for own in mean:
+            square = (square - own * own).clamp_(min=0)
+            x = x - own.to(x.dtype)
+        scale = (square + layer.epsilon).rsqrt_().to(x.dtype)
+        normed = x * scale
+        ctx.save_for_backward(normed, scale)
+        ctx.layer = layer
+        return normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        normed, scale = ctx.saved_tensors
+        layer: PartNorm = ctx.layer
+        *mean, projection = layer.means([dy, dy * normed] if layer.centred else [dy * normed])
+        dx = dy - normed * projection.to(dy.dtype)
+        for own in mean:
+            dx = dx - own.to(dy.dtype)
+        return dx * scale, None

@@ -1,0 +1,138 @@
+"""A layer's products by runs of tokens and parts of its widths (blocks.py), so that no layout changes their bits.
+
+| sum over                | in                     | order                                                         |
+|-------------------------|------------------------|---------------------------------------------------------------|
+| parts of the inputs     | forward                | a tree in float32; rounded, or a leaf of the ranks' tree      |
+| parts of the outputs    | input gradient         | a tree in float32; a leaf of the ranks' tree, or rounded      |
+| runs of tokens          | weight, bias gradients | none: each run is an addend of fixed point (fixed.py)         |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+
+import torch
+from torch import Tensor
+
+from meshwright.compute.bits.blocks import Blocks, apart, parts_of, sum_of_products
+from meshwright.compute.parameters.shard import WriteGradient
+from meshwright.compute.tensor.copies import ALL_COLUMNS, Columns
+from meshwright.compute.tensor.products import PLAIN, Products, side_by_side, write_sum
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """dy of each run [rows, N] by parts of its columns, each in separate memory; `batch`: B of dy."""
+
+    runs: list[list[Tensor]]
+    batch: int
+
+
+@dataclass(frozen=True)
+class ExactProducts(Products):
+    """Products of one shape in every layout."""
+
+    blocks: Blocks
+    """The runs of tokens."""
+    inputs: int = 1
+    """Parts of x's width."""
+    columns: tuple[Columns, ...] = (ALL_COLUMNS,)
+    """The columns of W of each part of y's width; parts that share a key-value head have columns in common."""
+    groups: int = 1
+    """Equal groups of y's columns; a part has its share of each."""
+    products: Products = PLAIN
+    """The products of one part and one run."""
+    contracts: bool = False
+    """True if the sum over the inputs goes on over ranks (the second linear of a pair); else the sum of dx does."""
+
+    @property
+    def between(self) -> ExactProducts:
+        return replace(self, blocks=self.blocks.outer)
+
+    @cached_property
+    def copies(self) -> list[list[int]]:
+        """The parts whose columns are different ones; gradients of shared columns are addends of their own."""
+        kinds = dict.fromkeys(one.copy for one in self.columns)
+        return [[part for part, one in enumerate(self.columns) if one.copy == kind] for kind in kinds]
+
+    def outputs_of(self, held: int) -> int:
+        return sum(those.num_of(held) for those in self.columns)
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        owns = [self._by_input(those.of(weight)) for those in self.columns]
+        offsets = [None if bias is None else those.of(bias) for those in self.columns]
+        runs = []
+        for rows in self.blocks.rows(x):
+            inputs = parts_of(rows, self.inputs, -1)
+            ys = [self._y(inputs, *part) for part in zip(owns, offsets, strict=True)]
+            if self.groups > 1 and len(ys) > 1:  # each part has its share of every group
+                ys = [torch.stack([y.unflatten(-1, (self.groups, -1)) for y in ys], 2).flatten(1)]
+            runs.append(side_by_side(ys))
+        return self.blocks.joined(runs, x.shape[0])
+
+    def _by_input(self, weight: Tensor) -> list[Tensor]:
+        """Split a part's columns of the weight by parts of x's width, as kernels get them."""
+        return parts_of(self.blocks.own(weight), self.inputs, 0)
+
+    def _y(self, inputs: list[Tensor], owns: list[Tensor], bias: Tensor | None) -> Tensor:
+        if self.contracts:
+            total = self.blocks.total(self.products.multiply(part, own) for part, own in zip(inputs, owns, strict=True))
+            return total if bias is None else total.to(inputs[0].dtype).add_(bias)
+        if len(inputs) == 1:
+            return self.products.multiply(inputs[0], owns[0], bias)
+        y = self._rounded(inputs, owns)
+        return y if bias is None else y.add_(bias)
+
+    def read(self, dy: Tensor) -> Incoming:
+        runs = []
+        for rows in self.blocks.rows(dy):
+            parts = [rows]
+            if len(self.columns) > 1:
+                unbound = rows.unflatten(-1, (self.groups, len(self.columns), -1)).unbind(2)
+                parts = [apart(part).flatten(1) for part in unbound]
+            runs.append(parts)
+        return Incoming(runs, dy.shape[0])
+
+    def input_gradient(self, dy: Incoming, weight: Tensor) -> Tensor:
+        owns = [self._by_input(those.of(weight)) for those in self.columns]
+        by_input = [[own.t() for own in those] for those in zip(*owns, strict=True)]
+        sums = []
+        for run in dy.runs:
+            if self.contracts:
+                parts = [self._rounded(run, those) for those in by_input]
+            else:
+                parts = [self.blocks.total(map(self.products.multiply, run, those)) for those in by_input]
+            sums.append(side_by_side(parts))
+        return self.blocks.joined(sums, dy.batch)
+
+    def weight_gradients(self, x: Callable[[], Tensor], dy: Incoming) -> Iterator[WriteGradient]:
+        entered = cache(lambda: [parts_of(rows, self.inputs, -1) for rows in self.blocks.rows(x())])
+
+        def write(number: int, run: list[Tensor], those: Sequence[int], out: Tensor, beta: int) -> None:
+            for part in those:
+                by_input = partial(self._write_by_input, entered()[number], run[part])
+                self.columns[part].write(by_input)(out, beta if part == those[0] else 1)
+
+        for number, run in enumerate(dy.runs):
+            for those in self.copies:
+                yield partial(write, number, run, those)
+
+    def bias_gradients(self, dy: Incoming) -> Iterable[WriteGradient]:
+        def write(run: list[Tensor], those: Sequence[int], out: Tensor, beta: int) -> None:
+            for part in those:
+                self.columns[part].write(partial(write_sum, run[part]))(out, beta if part == those[0] else 1)
+
+        return (partial(write, run, those) for run in dy.runs for those in self.copies)
+
+    def _write_by_input(self, inputs: list[Tensor], dy: Tensor, out: Tensor, beta: int) -> None:
+        """Write the gradient of a part's columns, by parts of x's width."""
+        for rows, own in zip(inputs, out.chunk(len(inputs)), strict=True):
+            self.products.write_product(rows.t(), dy, own, beta)
+
+    def _rounded(self, rows: list[Tensor], owns: list[Tensor]) -> Tensor:
+        """Multiply [n, K] by [K, N] by parts of K; the sum is rounded once to the dtype of the rows."""
+        if len(rows) == 1:
+            return self.products.multiply(rows[0], owns[0])
+        return sum_of_products(self.products, rows, owns).to(rows[0].dtype)

@@ -1,0 +1,160 @@
+"""Attention of one run's queries at a time, to all keys: what is equal to the bit when a ring cuts the sequence.
+
+A ring's partial softmax adds blocks in the order in which they come round, which depends on the ranks. So with
+`bits.attention=runs` every layout, one device's too, attends from one run of queries (of `bits.sequence`) to the whole
+sequence, by one kernel of one shape. Ranks of a ring hold their own runs of queries and gather the keys and values:
+
+| tensor | outside        | inside: a kernel             | forward sends                 | backward sends         |
+|--------|----------------|------------------------------|-------------------------------|------------------------|
+| Q      | [B, A, T/c, E] | [B, A/parts, T/runs, E]      | -                             | -                      |
+| K, V   | [B, K, T/c, E] | [B, K/parts, T, E]           | all-gathers of [B, K, T, E]   | reduce-scatters of it  |
+
+The gradient of a key is a sum over the runs of queries, by a balanced tree in float32, and travels so. Zigzag's rank i
+of c holds chunks i and 2c-1-i, so the tree's leaves stand in the order 0, R-1, 1, R-2, ...: each rank has a subtree.
+A rank holds all keys of a layer while it attends, where a ring holds two blocks of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from meshwright.compute.bits.blocks import apart
+from meshwright.compute.bits.heads import Apart, HeadParts
+from meshwright.compute.context.context import HEADS, TOKENS, Heads
+from meshwright.compute.context.ring import RingAttention
+from meshwright.compute.context.spec import AttentionSpec
+from meshwright.compute.parameters.shard import own_stream
+from meshwright.ranks.trees import start_tree_reduce_scatter, tree_sum
+
+
+def leaf_of(run: int, count: int) -> int:
+    """The place of a run of queries in the tree of `count` runs: its mirror image stands beside it."""
+    return 2 * run if 2 * run < count else 2 * (count - 1 - run) + 1
+
+
+@dataclass(frozen=True)
+class RunsOfQueries(HeadParts):
+    """Whole sequences, of whose `count` runs of queries each is attended by itself."""
+
+    count: int
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """Attend run by run over whole sequences; the gradients of keys and values are summed over runs in the order
+        of the tree."""
+        runs = range(self.count)
+        keys, values = (_ForEachRun.apply(x, None, runs, self.count) for x in (key, value))
+        return self.attend_runs(query, keys, values, runs, spec)
+
+    def attend_runs(
+        self, query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], runs: Sequence[int],
+        spec: AttentionSpec,
+    ) -> Tensor:  # fmt: skip
+        """The output of the queries [B, A, t, E] of some runs, in their order, to whole sequences of keys and values
+        [B, K, T, E], which each run has by itself."""
+        count = len(runs)
+        outs = [
+            self._attend_grain_runs(operands[0], operands[1 : count + 1], operands[count + 1 :], runs, own, seed)
+            for operands, own, seed in self.by_grain((query, *keys, *values), spec)
+        ]
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _attend_grain_runs(
+        self, query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], runs: Sequence[int],
+        spec: AttentionSpec, seed: int,
+    ) -> Tensor:  # fmt: skip
+        parts = self.blocks.head_parts
+        length, total = query.shape[TOKENS] // len(runs), keys[0].shape[TOKENS]
+        outs = []
+        for run, own, k, v in zip(runs, query.chunk(len(runs), TOKENS), keys, values, strict=True):
+            by_head: list[Tensor] = []
+            of_run = spec_of_run(spec, slice(run * length, (run + 1) * length), total, query)
+            specs = [of_run] * parts
+            if of_run.bias is not None and of_run.bias.shape[HEADS] > 1:
+                specs = [replace(of_run, bias=apart(bias)) for bias in of_run.bias.chunk(parts, HEADS)]
+            for part in range(parts):
+                q, part_k, part_v = (Apart.apply(x.chunk(parts, HEADS)[part]) for x in (own, k, v))
+                label = f"{seed}/{self.blocks.first_head_part + part}/{run}"
+                with own_stream(label, query.device) if spec.dropout else nullcontext():
+                    # Of one part and run: Heads', not HeadParts'.
+                    out = Heads.attend(self, q, part_k, part_v, specs[part])
+                by_head.append(Apart.apply(out))
+            outs.append(torch.cat(by_head, HEADS))
+        return torch.cat(outs, TOKENS)
+
+
+def spec_of_run(spec: AttentionSpec, run: slice, total: int, like: Tensor) -> AttentionSpec:
+    """The spec of a run of queries to all `total` keys, which has a mask in place of causality: a kernel's own has its
+    corner at the first key. `like`: a query."""
+    bias = spec.bias
+    if bias is not None and bias.shape[TOKENS] > 1:
+        bias = bias[:, :, run]
+    if not spec.causal:
+        seen, bias = (None if x is None else apart(x) for x in (spec.seen, bias))
+        return replace(spec, seen=seen, bias=bias)
+    places = torch.arange(total, device=like.device)
+    seen = places[run, None] >= places
+    if spec.window is not None:
+        seen &= places[run, None] - places < spec.window
+    if spec.documents is None:
+        return replace(spec, causal=False, window=None, seen=seen)
+    starts = spec.documents.to(like.device)
+    # One shape for all runs, so a mask: of this run's queries, and freed after the run.
+    hidden = ~((starts[:, run, None] == starts[:, None, :]) & seen).unsqueeze(1)
+    bias = torch.zeros_like(hidden, dtype=like.dtype).masked_fill_(hidden, -torch.inf)
+    return replace(spec, causal=False, window=None, documents=None, bias=bias)
+
+
+class _ForEachRun(torch.autograd.Function):
+    """Whole keys or values [B, K, T, E] for each run of this rank's queries, of those [B, K, t, E] that it holds."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, ring: GatheredRing | None, runs: Sequence[int], count: int
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx.ring, ctx.dtype = ring, x.dtype
+        ctx.order = sorted(range(len(runs)), key=lambda place: leaf_of(runs[place], count))
+        whole = x if ring is None else ring.gathered(x)
+        return tuple(whole.view_as(whole) for _ in runs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        wide = torch.promote_types(ctx.dtype, torch.float32)
+        total = tree_sum(gradients[place].to(wide, copy=True) for place in ctx.order)
+        if ctx.ring is not None:  # this rank's [B, K, T/c, E] of the sum of every rank's
+            dealt = total.index_select(TOKENS, ctx.ring.dealt(total))
+            total = start_tree_reduce_scatter(dealt, ctx.ring.comm, TOKENS).wait()
+        return total.to(ctx.dtype), None, None, None
+
+
+class GatheredRing(RingAttention):
+    """A ring's share of every sequence, attended run by run."""
+
+    heads: RunsOfQueries
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        key, value = self.heads.shared(key, value, 1)
+        count = self.heads.count
+        runs = [run for chunk in self.runs(count) for run in chunk]  # a sequence of runs, dealt as its tokens are
+        keys, values = (_ForEachRun.apply(x, self, runs, count) for x in (key, value))
+        return self.heads.attend_runs(query, keys, values, runs, spec)
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """[B, K, T, E] of every rank's [B, K, T/c, E]."""
+        own = x.contiguous()
+        every = own.new_empty(self.size, *own.shape)
+        self.comm.all_gather(every, own)
+        whole = torch.cat(list(every), TOKENS)
+        return torch.empty_like(whole).index_copy_(TOKENS, self.dealt(whole), whole)
+
+    def dealt(self, x: Tensor) -> Tensor:
+        """The places in their sequence of all ranks' tokens, rank by rank."""
+        count = x.shape[TOKENS] // self.size
+        return torch.cat([self.positions(0, count, x.device, rank) for rank in range(self.size)])

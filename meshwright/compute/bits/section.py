@@ -1,0 +1,326 @@
+"""Whose bits a run's result has: its layout's, or every layout's. No torch.
+
+`layout-free` has two principles. A grain: every kernel gets operands of one shape, those of `samples` samples, in
+whatever microbatch, replica or stage they are. And sums in which order cannot matter: what grains, microbatches and
+ranks add up is rounded once to a multiple of one power of two, and added as integers (Demmel and Nguyen, "Fast
+reproducible floating-point summation", ARITH 2013, with a quantum that is fixed for the run).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Literal
+
+from meshwright.compute.tensor.section import whole_layers
+from meshwright.config.section import Positive, Rule, Section, can_share, divisors, listed, rule
+from meshwright.ranks.errors import Problem
+
+if TYPE_CHECKING:
+    from meshwright.compute.models.section import Network
+    from meshwright.config import Config
+
+KIND, SAMPLES, TENSOR, SEQUENCE = "bits.kind", "bits.samples", "bits.tensor", "bits.sequence"
+HIDDEN = "bits.hidden"
+
+VECTOR = 16
+"""Elements of a cache line in float32."""
+
+WHOLE_VECTORS = 64
+"""Elements of a block that are whole vectors of any processor, in any precision: an operation that goes element by
+element computes what is left over in another way."""
+
+
+class Bits(Section):
+    """Which layouts end with the same bits; a word stands for the kind."""
+
+    kind: Literal["usual", "layout-free"] = "usual"
+    """usual: a layout ends with its own last bits, run after run; layout-free: all layouts end with the same ones."""
+    samples: Positive = 1
+    """layout-free: samples that a kernel gets at a time. More is faster where samples are short."""
+    tensor: Positive = 1
+    """layout-free: equal parts of heads, widths and tables that a kernel gets at a time; tensor sizes divide it."""
+    hidden: Positive = 1
+    """layout-free: equal parts of the hidden width that a kernel gets at a time; layout.tensor.q divides it."""
+    sequence: Positive = 1
+    """layout-free: equal runs of a sequence that a kernel gets at a time; sizes that cut sequences divide it."""
+
+    attention: Literal["heads", "runs"] = "heads"
+    """layout-free: queries that a kernel of attention gets: whole sequences'; or one run's, so that rings may cut."""
+
+    @property
+    def layout_free(self) -> bool:
+        """Whether all layouts end with the same bits."""
+        return self.kind == "layout-free"
+
+    @property
+    def cuts(self) -> bool:
+        """Whether layouts may cut layers or sequences, and end with the same bits."""
+        return self.layout_free and self.tensor * self.hidden * self.sequence > 1
+
+    def head_parts(self, model: Network) -> int:
+        """Equal parts of attention's heads that a kernel gets at a time: those of the width, each in as many as it has
+        heads for, of the runs of a sequence, which ranks that cut sequences change for heads (Ulysses)."""
+        _, heads, members, _ = model.branches
+        own, queries = max(heads // self.tensor, 1), members // max(self.tensor // heads, 1)
+        return self.tensor * max(size for size in divisors(self.sequence) if can_share(own, queries, size))
+
+
+def _under_layout_free(field: str, *reads: str) -> Callable[[Callable[[Config], Iterator[Problem]]], Rule]:
+    """A rule that asks nothing of a run whose bits are its layout's."""
+
+    def bind(check: Callable[[Config], Iterator[Problem]]) -> Rule:
+        return rule(field, KIND, *reads)(lambda config: check(config) if config.bits.layout_free else iter(()))
+
+    return bind
+
+
+@_under_layout_free(SAMPLES, "batch.global", "batch.micro", "layout.data.size", "layout.tensor")
+def grains_fill_microbatches(config: Config) -> Iterator[Problem]:
+    grain, replica = config.bits.samples, config.batch.global_ // config.layout.data.size
+    micro, shares = config.batch.micro, config.layout.tensor.rows.parts
+    rows, of = (replica, "a replica") if micro == "auto" or replica % grain else (micro, f"batch.micro={micro}")
+    if replica % shares or rows % shares:
+        return  # who cuts rows says so
+    if rows // shares % grain:
+        each = f", {rows // shares} of which are each rank's" if shares > 1 else ""
+        rule_text = f"does not divide the {rows} samples of {of}{each}"
+        yield Problem(SAMPLES, grain, rule_text, listed(divisors(rows // shares)))
+
+
+@_under_layout_free(KIND, "precision")
+def sums_have_digits(config: Config) -> Iterator[Problem]:
+    if config.precision.dtype == "float64":
+        rule_text = "adds multiples of 2^-52, which would take digits of precision.dtype=float64"
+        yield Problem(KIND, config.bits.kind, rule_text, "usual, or precision.dtype=float32, bf16, fp16")
+
+
+@_under_layout_free("precision.loss_scale.initial", "precision")
+def scales_are_powers_of_two(config: Config) -> Iterator[Problem]:
+    scale = config.precision.loss_scale.initial
+    mantissa = scale / 2.0 ** (int(scale).bit_length() - 1) if scale >= 1 else 0.0
+    if config.precision.dtype == "fp16" and mantissa != 1:
+        rule_text = "is no power of two, and bits.kind=layout-free moves the quantum of its sums with it"
+        yield Problem("precision.loss_scale.initial", scale, rule_text, "1, 2, 4, ..., 65536, ...")
+
+
+def no_power_of_two(field: str, number: int, why: str, valid: str = "") -> Problem | None:
+    """The mistake of a number of addends of which no balanced tree can be made."""
+    lower = 2 ** (number.bit_length() - 1)
+    if number == lower:
+        return None
+    return Problem(field, number, f"is no power of two, {why}", f"{lower}, {2 * lower}{valid}")
+
+
+@_under_layout_free(TENSOR, "layout.tensor", "model")
+def parts_are_equal(config: Config) -> Iterator[Problem]:
+    """A power of two, since a tree adds them up; of which ranks hold equal numbers."""
+    parts, tensor = config.bits.tensor, config.layout.tensor
+    if problem := no_power_of_two(TENSOR, parts, "whose sums a tree makes"):
+        yield problem
+        return
+    for cut in whole_layers(config, TENSOR, parts) if parts > 1 else ():
+        if cut.problem is not None:
+            yield cut.problem
+    for field, width in config.model.widths[1:] if parts > 1 else ():  # of gates, which lie row by row beside others
+        if width % parts == 0 and width // parts % WHOLE_VECTORS:
+            rule_text = f"leaves {width // parts} of {field}={width} to a part, which are no whole vectors"
+            yield Problem(TENSOR, parts, rule_text, f"1; or {field}={WHOLE_VECTORS * parts}, any multiple")
+    size = tensor.inner_size
+    if parts % size:
+        rule_text = f"does not divide bits.tensor={parts}, the parts that kernels get"
+        other = "" if size & (size - 1) else f"; or {TENSOR}={size}"
+        yield Problem(tensor.inner_field, size, rule_text, listed(divisors(parts)) + other)
+
+
+@_under_layout_free(HIDDEN, "layout.tensor", "model")
+def parts_of_hidden_are_equal(config: Config) -> Iterator[Problem]:
+    """A power of two, as above."""
+    parts, tensor = config.bits.hidden, config.layout.tensor
+    size = tensor.inner_size if tensor.cuts_hidden else 1
+    uneven = [(field, width) for field, width in config.model.widths if parts > 1 and width % (parts * VECTOR)]
+    if problem := no_power_of_two(HIDDEN, parts, "whose sums a tree makes"):
+        yield problem
+    elif uneven:  # latent widths lie between pairs, too
+        field, width = uneven[0]
+        rule_text = f"does not cut {field}={width} into parts of whole vectors of {VECTOR}"
+        powers = [size for size in divisors(width // VECTOR) if not size & (size - 1)] if width % VECTOR == 0 else [1]
+        yield Problem(HIDDEN, parts, rule_text, listed(powers), (field,))
+    elif parts % size:
+        rule_text = f"does not divide bits.hidden={parts}, the parts of the hidden width that kernels get"
+        other = "" if size & (size - 1) else f"; or {HIDDEN}={size}"
+        yield Problem(tensor.inner_field, size, rule_text, listed(divisors(parts)) + other)
+
+
+@_under_layout_free(
+    SEQUENCE,
+    "layout.tensor",
+    "layout.context",
+    "model",
+    "data",
+    "bits.samples",
+    "bits.tensor",
+    "bits.hidden",
+    "bits.attention",
+)
+def runs_are_equal(config: Config) -> Iterator[Problem]:
+    """Each of whole vectors, and as many a rank as another."""
+    runs, tensor, context, model = config.bits.sequence, config.layout.tensor, config.layout.context, config.model
+    for length in model.sequences(config):
+        if length.number % runs:
+            rule_text = f"does not cut {length.field}={length.number}{length.note} into equal runs"
+            yield Problem(SEQUENCE, runs, rule_text, listed(divisors(length.number)), length.reads or (length.field,))
+            return
+        if problem := _kernels_are_whole_vectors(config, length.number):
+            yield problem
+            return
+    why = "and a tree adds up what runs of queries give to a key (bits.attention=runs)"
+    problem = no_power_of_two(SEQUENCE, runs, why, "; or bits.attention=heads")
+    if config.bits.attention == "runs" and problem is not None:
+        yield problem
+        return
+    again = tensor.inner_size if tensor.cuts_sequences else 1
+    again = math.lcm(again, context.strategy.chunks if context.size > 1 else 1)
+    if runs % (context.size * again):
+        field = "layout.context.size" if context.size > 1 else "layout.tensor.size"
+        parts = " x ".join([str(size) for size in (context.size, again) if size > 1])
+        rule_text = f"cuts sequences into {parts}, which does not divide bits.sequence={runs}"
+        valid = listed(divisors(runs // again if runs % again == 0 else 1))
+        if all(length.number % math.lcm(runs, context.size * again) == 0 for length in model.sequences(config)):
+            valid += f"; or bits.sequence={math.lcm(runs, context.size * again)}"
+        yield Problem(field, context.size if context.size > 1 else again, rule_text, valid)
+
+
+def _kernels_are_whole_vectors(config: Config, tokens: int) -> Problem | None:
+    """The mistake of elements that are left over of whole vectors, by the field that cuts, and numbers that leave none:
+    fewer parts, or more samples that a kernel gets at a time."""
+    bits, widths = config.bits, config.model.widths
+    cut = max(bits.tensor, bits.hidden)
+    odd = [
+        (field, width)
+        for field, width in widths
+        if bits.samples * tokens // bits.sequence * width // cut % WHOLE_VECTORS
+    ]
+    if not (bits.cuts and odd):
+        return None
+
+    def fits(samples: int, runs: int, cut: int) -> bool:
+        return all(samples * tokens // runs * width // cut % WHOLE_VECTORS == 0 for _, width in widths)
+
+    field, parts = next(
+        (field, parts)
+        for field, parts in ((SEQUENCE, bits.sequence), (TENSOR, bits.tensor), (HIDDEN, bits.hidden))
+        if parts > 1
+    )
+    fewer = [size for size in divisors(parts)[:-1] if fits(bits.samples, size, cut) if field == SEQUENCE] or [1]
+    grain = config.micro // config.layout.tensor.rows.parts
+    more = [
+        samples for samples in divisors(max(grain, 1)) if samples > bits.samples and fits(samples, bits.sequence, cut)
+    ]
+    name, width = odd[0]
+    rows = bits.samples * tokens // bits.sequence
+    rule_text = (
+        f"gives kernels {rows} tokens x {width // cut} of {name}={width}, and what is left "
+        f"over of {WHOLE_VECTORS} elements is computed in another way"
+    )
+    valid = (f"{SAMPLES}={more[0]}, or {field}=" if more else "") + listed(fewer)
+    return Problem(field, parts, rule_text, valid)
+
+
+@_under_layout_free("layout.context.size", "bits.tensor", SEQUENCE, "layout.tensor", "model")
+def parts_of_heads_are_dealt_equally(config: Config) -> Iterator[Problem]:
+    bits, context = config.bits, config.layout.context
+    if context.size == 1 or bits.tensor & (bits.tensor - 1) or not context.strategy.by_heads:
+        return
+    ranks = config.layout.tensor.inner_size
+    if (parts := bits.head_parts(config.model)) % (ranks * context.size):
+        rule_text = (
+            f"does not divide the {parts} parts of heads that kernels get, {ranks} ranks' (bits.tensor, sequence)"
+        )
+        yield Problem("layout.context.size", context.size, rule_text, listed(divisors(max(parts // ranks, 1))))
+
+
+@_under_layout_free("layout.context.kind", "layout.context", "bits.attention")
+def rings_have_runs_of_queries(config: Config) -> Iterator[Problem]:
+    context = config.layout.context
+    if context.size > 1 and not context.strategy.by_heads and config.bits.attention == "heads":
+        rule_text = "gives kernels of attention runs of queries, and bits.attention=heads whole sequences"
+        yield Problem("layout.context.kind", context.kind, rule_text, "ulysses; or bits.attention=runs")
+
+
+@_under_layout_free(TENSOR, HIDDEN, SEQUENCE, "model")
+def layers_fall_into_blocks(config: Config) -> Iterator[Problem]:
+    model, bits = config.model, config.bits
+    why = "" if model.has_attention else f"cuts layers of a {model.family}, whose norms see all positions"
+    if experts := model.routing.num_experts:
+        why = f"cuts layers, and those of model.experts.count={experts} are not cut"
+    for field, parts in ((TENSOR, bits.tensor), (HIDDEN, bits.hidden), (SEQUENCE, bits.sequence)) if why else ():
+        if parts > 1:
+            yield Problem(field, parts, why, "1")
+
+
+@_under_layout_free("layout.tensor", "bits.tensor", "model")
+def samples_share_no_addends(config: Config) -> Iterator[Problem]:
+    """A kernel's gradient of what all samples share is a sum over those that it gets."""
+    shared = config.model.shared_by_samples
+    if config.layout.tensor.rows.at_once > 1 and shared:
+        rule_text = f"brings the samples of several ranks together, and {shared} gives attention what they share"
+        yield Problem("layout.tensor.common", "all", rule_text, "one; or layout.tensor.kind=megatron")
+
+
+REFUSED: tuple[tuple[str, Callable[[Config], object], str], ...] = (
+    (
+        "layout.tensor.kind",
+        lambda config: None if config.layout.tensor.by_parts else config.layout.tensor.kind,
+        "none, megatron, subgraph, tesseract",
+    ),
+    (
+        "memory.summa",
+        lambda config: (
+            "stream"
+            if config.layout.tensor.cuts_hidden
+            and config.layout.tensor.inner_size > 1
+            and config.memory.summa == "stream"
+            else None
+        ),
+        "auto, gather, whole",
+    ),
+    (
+        "layout.context.kind",
+        lambda config: (
+            None
+            if config.layout.context.size == 1 or config.layout.context.strategy.layout_free
+            else config.layout.context.kind
+        ),
+        "ulysses",
+    ),
+    (
+        "layout.data.sync",
+        lambda config: None if config.layout.data.strategy.order_free else config.layout.data.sync,
+        "allreduce, ring, rooted, server-gradient, zero1, zero2, zero3",
+    ),
+    (
+        "optimizer.name",
+        lambda config: config.optimizer.name if config.optimizer.update.matrix_step else None,
+        "adamw, sgd",
+    ),
+    (
+        "precision.accumulate",
+        lambda config: config.precision.accumulate if config.precision.accumulate != "float32" else None,
+        "float32",
+    ),
+    ("compile", lambda config: config.compile if config.compile == "islands" else None, "none"),
+)
+"""Fields that are not layout-free yet: their value where a run has it, and the values to take instead."""
+
+
+@_under_layout_free(
+    KIND, "layout.tensor", "layout.context", "layout.data.sync", "optimizer.name", "precision", "compile",
+    "memory.summa",
+)  # fmt: skip
+def what_is_summed_in_an_order(config: Config) -> Iterator[Problem]:
+    for field, value_of, instead in REFUSED:
+        if (value := value_of(config)) is not None:
+            yield Problem(
+                field, value, "has sums or kernels whose bits depend on the layout (bits.kind=layout-free)", instead
+            )

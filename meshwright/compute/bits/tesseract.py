@@ -1,0 +1,170 @@
+"""The 2-D and 2.5-D kit by parts (bits/blocks.py), so that its bits are those of one device.
+
+b = B/(depth·row): this rank's rows of the batch. Every product is this rank's alone, and no sum of floats but dx's tree
+crosses to another: operands travel whole, weights' gradients as one addend of each row of ranks.
+
+| layer     | input         | multiplies by                 | forward sends          | backward sends              |
+|-----------|---------------|-------------------------------|------------------------|-----------------------------|
+| embedding | [b, T]        | [V/row, H/col]                | ids, output over row   | dy over row                 |
+| norm      | [b, T, H/col] | -                             | parts' sums over col   | the same                    |
+| linears   | [b, T, H/col] | [H, N/col], of [H/row, N/col] | x over col, W over row | x, dx over col; dW over row |
+| patches   | [b, T, P]     | [P, H/col]                    | -                      | -                           |
+| scores    | [b, T, H/col] | [H/col, n]                    | output over col        | -                           |
+| head      | [b, T, H/col] | [V/col, H], of [V/row, H/col] | h over col, W over row | dh over col, dW over row    |
+
+That is SUMMA with Y at rest in y and x in dx (summa.py); dW [H, N/col] of this rank's own rows goes panel by panel to
+the ranks of its column, which add what comes as integers. The table goes to its mirror first, and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache, partial
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.compute.bits.arithmetic import ExactArithmetic
+from meshwright.compute.bits.blocks import Blocks
+from meshwright.compute.bits.head import PartHead
+from meshwright.compute.parameters.shard import Initial, Shard, WriteGradient
+from meshwright.compute.tensor.boundary import Boundary, WholeActivations
+from meshwright.compute.tensor.copies import HeadGroups, part_columns
+from meshwright.compute.tensor.gathered import Weights
+from meshwright.compute.tensor.head import HeadShape
+from meshwright.compute.tensor.kit import LinearRole, NormKind
+from meshwright.compute.tensor.pair import CutContract, CutExpand
+from meshwright.compute.tensor.products import Products, add_gradients, added, write_part
+from meshwright.compute.tensor.serial import KitBase, SerialLinear, grouped
+from meshwright.compute.tensor.summa import X, Y
+from meshwright.compute.tensor.tesseract import TesseractKit
+from meshwright.ranks.mesh import Mesh
+
+
+def dealt(mesh: Mesh, panels: Tensor) -> Tensor:
+    """The panels [q, ...] that the ranks of this column have for this one, of the q that each has for all."""
+    panels = panels.contiguous()
+    received = torch.empty_like(panels)
+    mesh.comm("row").all_to_all(received, panels)
+    return received
+
+
+class GatheredLinear(CutExpand):
+    """x W + b, whose weight [I/row, N/col] is gathered over row, and whose gradient goes back as it came."""
+
+    def __init__(
+        self, mesh: Mesh, inputs: int, outputs: tuple[int, ...], initial: Initial, boundary: Boundary, weights: Weights,
+        *, bias: bool, products: Products, copies: int = 1,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            mesh, inputs, outputs, initial, boundary, bias=bias, products=products, copies=copies,
+            rows={"row": Shard(0)},
+        )  # fmt: skip
+        self.weights = weights
+        weights.blocks.append(self.weight)
+
+    def held(self, weight: Tensor) -> Tensor:
+        panels = self.weights.panels(self, Y, weight)
+        assert isinstance(panels, Tensor), "the config's rules let no weight stream here"
+        return panels.flatten(0, 1)
+
+    def add_weight_gradients(self, weight: Tensor, addends: Iterable[WriteGradient]) -> Tensor | None:
+        total = None
+        for write in addends:
+            total = added(total, self._add_rows(weight, write))
+        return total
+
+    def _add_rows(self, weight: Tensor, write: WriteGradient) -> Tensor | None:
+        """Add this rank's rows of what each rank of the column writes for the whole weight."""
+        q = self.mesh.size("row")
+
+        @cache  # one collective, whichever addend comes first
+        def addends(dtype: torch.dtype) -> Tensor:
+            whole = weight.new_empty(q * weight.shape[0], *weight.shape[1:], dtype=dtype)
+            write(whole, 0)
+            return dealt(self.mesh, whole.unflatten(0, (q, -1)))
+
+        def add(row: int, out: Tensor, beta: int) -> None:
+            write_part(addends(out.dtype)[row], out, beta)
+
+        return add_gradients(self, "weight", weight, (partial(add, row) for row in range(q)))
+
+
+class GatheredHead(PartHead):
+    """Classes over col, whose rows are gathered whole."""
+
+    def __init__(
+        self, mesh: Mesh, shape: HeadShape, tied: nn.Module | None, boundary: Boundary, blocks: Blocks, weights: Weights
+    ) -> None:
+        super().__init__(
+            mesh, shape, tied, boundary, blocks, weights.summa.products, {"row": Shard(0), "col": Shard(1)}
+        )
+        self.weights = weights
+        weights.blocks.append(self.block)
+
+    def own_classes(self, block: Tensor) -> Tensor:
+        panels = self.weights.panels(self, X, block)  # [q, V/q, H/q]: this column's rows, hidden block by hidden block
+        assert isinstance(panels, Tensor), "the config's rules let no weight stream here"
+        return panels.transpose(0, 1).flatten(1)
+
+    def give(self, like: Tensor, write: WriteGradient) -> Tensor | None:
+        whole = torch.empty_like(like, dtype=torch.float32)
+        write(whole, 0)
+        panels = whole.unflatten(1, (self.mesh.size("row"), -1)).transpose(0, 1)
+        addends = self.weights.summa.transpose(dealt(self.mesh, panels))  # [q, V/q, H/q]
+        total = None
+        for addend in addends:
+            total = added(total, super().give(addend, partial(write_part, addend)))
+        return total
+
+
+class ExactTesseract(TesseractKit):
+    """Blocks on [depth, row, col], by parts."""
+
+    arithmetic: ExactArithmetic
+
+    def norm(
+        self, width: int, epsilon: float, *, kind: NormKind = "layer", groups: int = 1, bias: bool = True,
+        inside: bool = False,
+    ) -> nn.Module:  # fmt: skip
+        return KitBase.norm(self, width, epsilon, kind=kind, groups=groups, bias=bias, inside=inside)
+
+    def expand(
+        self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True,
+        heads: HeadGroups | None = None,
+    ) -> nn.Module:  # fmt: skip
+        outputs = grouped(inner, groups)
+        products, copies = self.arithmetic.expand(outputs, heads, self.mesh.size("col"), self.mesh.index("col"))
+        return GatheredLinear(
+            self.mesh, hidden, outputs, initial, self.boundary, self.weights, bias=bias, products=products,
+            copies=copies,
+        )  # fmt: skip
+
+    def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+        return self._between(inner, hidden, initial, bias=bias, parts=self.arithmetic.blocks.all_parts)
+
+    def _between(self, inputs: int, outputs: int, initial: Initial, *, bias: bool, parts: int) -> GatheredLinear:
+        """A linear whose outputs are as activations between pairs. `parts`: of its inputs' width."""
+        blocks = self.arithmetic.blocks
+        columns = part_columns(1, outputs // self.mesh.size("col"), blocks.own_hidden)
+        return GatheredLinear(
+            self.mesh, inputs, (outputs,), initial, self.boundary, self.weights, bias=bias,
+            products=self.arithmetic.exact(blocks, inputs=parts, columns=columns),
+        )  # fmt: skip
+
+    def linear(self, role: LinearRole, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+        blocks = self.arithmetic.blocks
+        if role == "transform":
+            return self._between(inputs, outputs, initial, bias=bias, parts=blocks.hidden)
+        if role == "patches":  # that every rank of a row has whole
+            own = outputs // self.mesh.size("col")
+            products = self.arithmetic.between(role, own)
+            return SerialLinear(
+                self.mesh, inputs, (outputs,), initial, {"col": Shard(1)}, bias=False, products=products
+            )  # fmt: skip
+        boundary = WholeActivations(self.mesh, "col", in_order=True)
+        products = self.arithmetic.exact(blocks.between, inputs=blocks.own_hidden, contracts=True)
+        return CutContract(self.mesh, inputs, outputs, initial, boundary, bias=None, products=products)
+
+    def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
+        return GatheredHead(self.mesh, shape, tied, self.boundary, self.arithmetic.blocks, self.weights)

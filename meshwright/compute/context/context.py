@@ -1,0 +1,160 @@
+"""A rank's context: the tokens of every sequence that it holds, and how they attend to other ranks' tokens.
+
+Outside of attention a Transformer's layers work token by token, so a rank needs only its own tokens. Each kind of
+context parallelism implements attention over cut sequences; the base class holds whole sequences.
+
+Ulysses (DeepSpeed, arXiv 2309.14509) changes tokens of all heads for all tokens of some heads, and back:
+
+| tensor  | outside of attention | inside           | forward sends    | backward sends   |
+|---------|----------------------|------------------|------------------|------------------|
+| Q, K, V | [B, A, T/c, E]       | [B, A/c, T, E]   | three all-to-all | three all-to-all |
+| output  | [B, A, T/c, E]       | [B, A/c, T, E]   | one all-to-all   | one all-to-all   |
+
+Of K key-value heads fewer than c, each is copied c/K times before it travels: a rank gets one, and some of its queries.
+
+A layer and microbatch sends 8 all-to-alls of [B, A, T/c, E], (c - 1)/c of each to other ranks. A head sees its whole
+sequence on one rank, so masks, documents, causality and dropout are those of one device, and the kernel is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.compute.context.documents import attend_at_once, attend_by_document, attend_by_window, flash_takes
+from meshwright.compute.context.spec import AttentionSpec
+from meshwright.compute.context.widened import attend_widened
+from meshwright.compute.model import IGNORED, Batch
+from meshwright.ranks.collectives import all_to_all
+from meshwright.ranks.mesh import Mesh
+
+AXIS = "context"
+HEADS, TOKENS = 1, 2
+"""The dims of A and T in [B, A, T, E]."""
+
+
+class Heads:
+    """Attention of whole sequences over all heads that a rank has, in one call."""
+
+    widens: bool = False
+    """Whether a CPU's backward kernel gets halves as float32 (widened.py)."""
+
+    def shared(self, key: Tensor, value: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, K, t, E] of which each of so many ranks can have its part of the heads."""
+        if (heads := key.shape[HEADS]) < ranks:
+            key, value = (x.repeat_interleave(ranks // heads, HEADS) for x in (key, value))
+        return key, value
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """F.scaled_dot_product_attention of Q [B, A, T, E] and K, V [B, A/G, T, E]; with documents, of each document
+        by itself, and with a window, of blocks of tokens."""
+        grouped = query.shape[HEADS] != key.shape[HEADS]
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+            attention = attend_widened if self.widens else F.scaled_dot_product_attention
+            attended: Tensor = attention(
+                query, key, value, mask, spec.dropout, causal, scale=spec.scale, enable_gqa=grouped
+            )  # fmt: skip
+            return attended
+
+        starts, window = spec.documents, spec.within(key.shape[TOKENS]).window
+        # Each row is one document: a GPU's kernel for documents takes 1.8 times as long (docs/performance.md).
+        if starts is None or starts.is_meta or not starts[:, -1].any():
+            if window is None:
+                return attend(query, key, value, spec.mask, spec.causal)
+            starts = None
+        if flash_takes(query, key, value, spec.dropout):
+            flash = torch.ops.aten._flash_attention_forward
+            return attend_at_once(flash, starts, query, key, value, spec)
+        if starts is None:
+            return attend_by_window(attend, spec.window, query, key, value)
+        return attend_by_document(attend, starts, query, key, value, window)
+
+
+class WidenedHeads(Heads):
+    """Heads whose backward kernel gets halves as float32."""
+
+    widens = True
+
+
+class Context:
+    """The tokens of every sequence that a rank holds: all, or the i-th part on the i-th of `size` ranks."""
+
+    heads: Heads = Heads()
+    """How whole sequences attend."""
+    size, index = 1, 0
+
+    def attend_by(self, heads: Heads) -> None:
+        """Choose how whole sequences attend.
+
+        Args:
+            heads: computes attention of all heads that a rank has.
+        """
+        self.heads = heads
+
+    def runs(self, length: int, index: int | None = None) -> tuple[range, ...]:
+        """This rank's tokens of a sequence, or those of the rank `index`, in their order."""
+        part = length // self.size
+        at = self.index if index is None else index
+        return (range(at * part, (at + 1) * part),)
+
+    def positions(self, start: int, count: int, device: torch.device, index: int | None = None) -> Tensor:
+        """Places [count] in their sequence of this rank's tokens, or those of the rank `index`; they go on from `start`
+        where they are whole."""
+        if self.size == 1:
+            return torch.arange(start, start + count, device=device)
+        assert start == 0, "tokens follow a cache where sequences are whole"
+        of_rank = () if index is None else (index,)  # another package's runs may know its own rank alone
+        runs = self.runs(count * self.size, *of_rank)
+        return torch.cat([torch.arange(run.start, run.stop, device=device) for run in runs])
+
+    def cut(self, batch: Batch, inside: Collection[str]) -> Batch:
+        """This rank's tokens of a batch. `inside`: what attention reads (the mask of padding), which stays whole."""
+        if self.size == 1:
+            return batch
+        own: Batch = {}
+        for name, x in batch.items():
+            if name in inside:
+                own[name] = x
+            elif x.shape[1] == 1:
+                # A label [B, 1], which the first token answers, stays with the rank that holds this token, and nobody
+                # else counts it.
+                own[name] = x if self.index == 0 else torch.full_like(x, IGNORED)
+            else:
+                own[name] = torch.cat([x[:, run.start : run.stop] for run in self.runs(x.shape[1])], 1)
+        return own
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """Attend from this rank's queries to the keys of whole sequences.
+
+        Args: query [B, A, t, E]; key, value [B, A/G, t, E], each head for G queries; spec, with tensors of whole
+        sequences. Returns [B, A, t, E].
+        """
+        key, value = self.heads.shared(key, value, 1)
+        return self.heads.attend(query, key, value, spec)
+
+
+class CutContext(Context):
+    """A context of several ranks, each of which holds a part of every sequence's tokens."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh, self.comm = mesh, mesh.comm(AXIS)
+        self.size, self.index = mesh.size(AXIS), mesh.index(AXIS)
+
+
+class Ulysses(CutContext):
+    """Rank i has the i-th part of the heads inside of attention."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        key, value = self.heads.shared(key, value, self.size)
+        q, k, v = (
+            all_to_all(x, self.mesh, AXIS, gather_dim=TOKENS, scatter_dim=HEADS) for x in (query, key, value)
+        )  # [B, A/c, T, E]
+        attended = self.heads.attend(q, k, v, spec)
+        return all_to_all(attended, self.mesh, AXIS, gather_dim=HEADS, scatter_dim=TOKENS)
+
+
+WHOLE_SEQUENCES = Context()

@@ -1,0 +1,203 @@
+"""Attention of packed documents and of windows: each document is a separate causal attention, without a mask; of a
+window of W tokens a query sees the last W keys, and keys further back are not computed.
+
+`starts` [B, T], int64, where the host can read it: the place in its row where each token's document begins. It says
+which kernels run, so a run keeps it off the GPU (model.py). A plan's has no values: there a row is one document, the
+longest, which takes the most memory and time.
+
+| device                       | attention of a row of documents of t1, t2, ... tokens                              |
+|------------------------------|------------------------------------------------------------------------------------|
+| a GPU with FlashAttention    | one kernel for all rows, told where documents begin (Dao, arXiv 2307.08691)        |
+| others                       | a kernel a document; of shorter ones a kernel a block of about BLOCK tokens        |
+| a ring, `ring.py`            | a kernel a `Piece`: a run of queries and a run of keys of one document             |
+
+A window cuts queries into runs of max(W, BLOCK) tokens. A run sees itself and the W - 1 keys before it, with a mask of
+[run, run + W - 1]: about 2 W products a query. FlashAttention's kernel knows a window itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby, pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshwright.compute.context.spec import AttentionSpec, outside
+
+BLOCK = 128
+"""Short documents of up to so many tokens together go into one kernel with a mask: a kernel call costs as much as so
+many tokens' scores."""
+
+
+def flash_takes(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
+    """Whether a GPU's FlashAttention is there for these, in rows of heads as wide as it reads them."""
+    if not query.is_cuda or query.shape[-1] % 8:
+        return False
+    asked = torch.backends.cuda.SDPAParams(query, key, value, None, dropout, True, key.shape[1] != query.shape[1])
+    return torch.backends.cuda.can_use_flash_attention(asked)
+
+
+_Runs = tuple[tuple[int, int], tuple[int, int], bool, int | None]
+"""A run of queries and a run of keys, as (first, end); `causal` and `ahead` of a Piece."""
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Tensor]
+"""attend(query, key, value, mask, causal): softmax(scale · Q Kᵀ + mask) V."""
+
+
+class Piece(NamedTuple):
+    """Queries and keys of one document in some rows, which see each other: all, or (`causal`) each query the keys up
+    to its own place. Places are counted in what the ranks hold."""
+
+    rows: slice
+    queries: slice
+    keys: slice
+    causal: bool
+    ahead: int | None = None
+    """Places from the first key to the first query, of a piece in which a window hides keys; it has a mask."""
+
+
+def lengths_of(starts: Tensor) -> list[list[int]]:
+    """The lengths of each row's documents, in their order."""
+    places = starts.cpu().numpy()
+    ends = places[:, 1:] != places[:, :-1]
+    return [np.diff([0, *(np.flatnonzero(row) + 1), places.shape[1]]).tolist() for row in ends]
+
+
+def blocks_of(lengths: Sequence[int]) -> list[list[int]]:
+    """The documents of a row in runs that a kernel attends: those that fit into BLOCK tokens together, or one alone."""
+    blocks: list[list[int]] = []
+    room = 0
+    for length in lengths:
+        if length > room:
+            blocks.append([])
+            room = BLOCK
+        blocks[-1].append(length)
+        room -= length
+    return blocks
+
+
+def attend_by_document(
+    attend: Attend, starts: Tensor, query: Tensor, key: Tensor, value: Tensor, window: int | None = None
+) -> Tensor:
+    """[B, A, T, E] of queries, keys and values of whole rows."""
+    rows = []
+    # Splits, whose gradients are one concatenation: a slice's would be as large as the row, a document each.
+    for own, *operands in zip(lengths_of(starts), *(x.split(1) for x in (query, key, value)), strict=True):
+        blocks = blocks_of(own)
+        parts = zip(*(x.split([sum(block) for block in blocks], 2) for x in operands), strict=True)
+        outs = []
+        for block, (q, k, v) in zip(blocks, parts, strict=True):
+            if len(block) == 1:
+                outs.append(attend_by_window(attend, window, q, k, v))
+                continue
+            numbers = torch.repeat_interleave(torch.tensor(block))
+            hidden = outside(window or len(numbers), 0, len(numbers), len(numbers), numbers.device)
+            hidden |= numbers[:, None] != numbers
+            # The addend [t, t] of the scores of documents in one kernel.
+            mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -torch.inf).to(q.device)
+            outs.append(attend(q, k, v, mask, False))
+        rows.append(torch.cat(outs, 2))
+    return torch.cat(rows)
+
+
+def attend_by_window(attend: Attend, window: int | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """[B, A, T, E] of queries, keys and values of whole rows of one document each; None: no window."""
+    length = query.shape[2]
+    if window is None or window >= length:
+        return attend(query, key, value, None, True)
+    run = max(window, BLOCK)
+    outs, masks = [], dict[tuple[int, int], Tensor]()
+    before: list[Tensor] | None = None
+    # Splits, whose gradients are one concatenation, as those of documents.
+    for q, *own in zip(*(x.split(run, 2) for x in (query, key, value)), strict=True):
+        last = [] if before is None or window == 1 else [x[:, :, 1 - window :] for x in before]
+        k, v = own if not last else (torch.cat(both, 2) for both in zip(last, own, strict=True))
+        sizes = q.shape[2], k.shape[2]
+        if sizes not in masks:
+            hidden = outside(window, sizes[1] - sizes[0], *sizes, q.device)
+            masks[sizes] = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
+        outs.append(attend(q, k, v, masks[sizes], False) if k.shape[2] > window else attend(q, k, v, None, not last))
+        before = own
+    return torch.cat(outs, 2)
+
+
+def attend_at_once(
+    flash: Callable[..., Sequence[Tensor]], starts: Tensor | None, query: Tensor, key: Tensor, value: Tensor,
+    spec: AttentionSpec,
+) -> Tensor:  # fmt: skip
+    """[B, A, T, E] by one kernel, which takes all rows as one row, and the documents' ends in it.
+
+    `flash`: aten's _flash_attention_forward, or a function that does the same; `starts`: None: a document a row.
+    """
+    batch, _, length, _ = query.shape
+    by_row = [[length]] * batch if starts is None else lengths_of(starts)
+    lengths = [length for row in by_row for length in row]
+    # Copied from pinned memory, so that the host goes on.
+    ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    ends = ends.pin_memory().to(query.device, non_blocking=True) if query.is_cuda else ends
+    tokens = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # [B T, A, E]
+    how = {"scale": spec.scale}
+    if spec.window is not None:
+        how |= {"window_size_left": spec.window - 1, "window_size_right": 0}
+    out = flash(*tokens, ends, ends, max(lengths), max(lengths), spec.dropout, True, False, **how)[0]
+    return out.unflatten(0, (batch, -1)).transpose(1, 2)
+
+
+def pieces_of(
+    starts: np.ndarray, chunk: int, queries: Sequence[int], keys: Sequence[int], window: int | None = None
+) -> Iterator[Piece]:
+    """The pieces of queries in some of a row's chunks of `chunk` tokens and keys in some others.
+
+    `queries`, `keys`: the numbers of the chunks that two ranks hold, in their order. Two chunks share one document at
+    most, which goes from the one into the other.
+    """
+    by_row = [tuple(_pieces_of_row(row, chunk, queries, keys, window)) for row in starts]
+    first = 0
+    # Rows alike, as those of one document are, go into one kernel.
+    for pieces, rows in groupby(by_row):
+        last = first + len(list(rows))
+        for own_queries, own_keys, causal, ahead in pieces:
+            yield Piece(slice(first, last), slice(*own_queries), slice(*own_keys), causal, ahead)
+        first = last
+
+
+def _pieces_of_row(
+    starts: np.ndarray, chunk: int, queries: Sequence[int], keys: Sequence[int], window: int | None
+) -> Iterator[_Runs]:
+    for at, number in enumerate(queries):
+        own = starts[number * chunk : (number + 1) * chunk]
+        for key_at, key_number in enumerate(keys):
+            if key_number == number:
+                edges = [0, *(np.flatnonzero(own[1:] != own[:-1]) + 1).tolist(), chunk]
+                for begin, end in pairwise(edges):
+                    run = at * chunk + begin, at * chunk + end
+                    yield from _within(window, run, (key_at * chunk + begin, key_at * chunk + end), 0)
+            elif key_number < number and own[0] < (key_number + 1) * chunk:
+                begin = max(int(own[0]) - key_number * chunk, 0)
+                count = int(np.count_nonzero(own == own[0]))
+                run, keys_seen = (at * chunk, at * chunk + count), (key_at * chunk + begin, (key_at + 1) * chunk)
+                yield from _within(window, run, keys_seen, (number - key_number) * chunk - begin)
+
+
+def _within(window: int | None, queries: tuple[int, int], keys: tuple[int, int], ahead: int) -> Iterator[_Runs]:
+    """The parts of two runs of one document that a window leaves. `ahead`: places from the first key to the first
+    query; 0: the runs are one, and causal."""
+    (first, end), (first_key, end_key) = queries, keys
+    if window is None or ahead + end - first <= window:  # the last query sees the first key
+        yield queries, keys, ahead == 0, None
+        return
+    if ahead:  # queries from the last key's window on see nothing
+        end = min(end, first + window + (end_key - first_key) - 1 - ahead)
+    run = max(window, BLOCK)
+    for start in range(first, end, run):
+        stop = min(start + run, end)
+        place = ahead + start - first  # of the run's first query, counted from the first key
+        nearest = min(end_key, first_key + place + stop - start)
+        furthest = max(first_key, first_key + place - window + 1)
+        inner = place - (furthest - first_key)
+        if inner + stop - start <= window:  # no query's window ends inside
+            yield (start, stop), (furthest, nearest), inner == 0, None
+        else:
+            yield (start, stop), (furthest, nearest), False, inner

@@ -1,0 +1,91 @@
+"""The question that a layer asks of attention, as one value: `attend(query, key, value, spec)`.
+
+A layer fixes `causal`, `window`, `scale` and `dropout` when it is made; each call adds its tensors. Numbers and tensors
+are one value: recomputation (torch's checkpoint) keeps its arguments as objects, and an autograd function gets the
+tensors by themselves. A kernel or a context that does not know a field refuses a spec that sets this field (`only`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+
+def outside(window: int, ahead: int, queries: int, keys: int, device: torch.device) -> Tensor:
+    """bool [queries, keys]: True for a key that a window hides from a query, or that is later than the query. `ahead`:
+    places from the first key to the first query."""
+    distances = ahead + torch.arange(queries, device=device)[:, None] - torch.arange(keys, device=device)
+    return (distances < 0) | (distances >= window)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionSpec:
+    """softmax(scale · Q Kᵀ + bias) V over the keys that each query sees, with dropout on the weights."""
+
+    causal: bool = False
+    """Each token sees itself and the earlier tokens alone."""
+    window: int | None = None
+    """The number of keys that a causal token sees: itself and the tokens before it; None: no limit."""
+    scale: float | None = None
+    """The factor of scores; None: 1/√E."""
+    dropout: float = 0.0
+    """The share of weights set to zero in this call."""
+    documents: Tensor | None = None
+    """int64 [B, T] of whole sequences: the place at which each token's document begins. A causal token sees its own
+    document alone (documents.py)."""
+    seen: Tensor | None = None
+    """bool [B, 1, 1, S] of whole sequences: False for a key that no query sees, such as padding."""
+    bias: Tensor | None = None
+    """[1 or B, A, T, S]: an addend to the scores."""
+
+    def __post_init__(self) -> None:
+        if not self.causal and (self.documents is not None or self.window is not None):
+            raise ValueError("attention: `documents` and `window` need causal=True")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"attention: window={self.window} hides a token from itself; valid: 1 or more")
+        if self.causal and (self.seen is not None or self.bias is not None):
+            raise ValueError("attention: causal=True with `seen` or `bias`: put causality into the bias")
+
+    @property
+    def mask(self) -> Tensor | None:
+        """The mask of F.scaled_dot_product_attention: `seen` or `bias`."""
+        if self.seen is not None and self.bias is not None:
+            raise ValueError("attention: `seen` with `bias`: merge both (in_dtype)")
+        return self.seen if self.bias is None else self.bias
+
+    def only(self, *known: str, by: str) -> None:
+        """Raise ValueError if a field is set that is not among `known`. `by`: the kernel or context."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            # Not `!=`, which compares a tensor element by element.
+            is_set = value is not None if field.default is None else value != field.default
+            if is_set and field.name not in known:
+                raise ValueError(f"attention: {by} does not know `{field.name}`; it knows {', '.join(known)}")
+
+    def within(self, length: int) -> AttentionSpec:
+        """Drop a window that hides nothing in a sequence of `length` tokens."""
+        return self if self.window is None or self.window < length else replace(self, window=None)
+
+    def in_dtype(self, dtype: torch.dtype) -> AttentionSpec:
+        """Cast a bias to the queries' dtype and merge `seen` into the bias."""
+        if self.bias is None:
+            return self
+        bias = self.bias.to(dtype)  # autocast's queries are narrower than a bias that layers pass on
+        if self.seen is not None:
+            # The least finite number, not -inf: a row in which nothing may be seen would be 0 / 0.
+            bias = bias.masked_fill(~self.seen, torch.finfo(dtype).min)
+        return replace(self, bias=bias, seen=None)
+
+    def by_rows(self, count: int) -> list[AttentionSpec]:
+        """Split the tensors into `count` equal runs of rows; a tensor of one row is for all rows."""
+        if count == 1:
+            return [self]
+        tensors = self.documents, self.seen, self.bias
+        split: list[Sequence[Tensor | None]] = [
+            [x] * count if x is None or x.shape[0] == 1 else x.chunk(count) for x in tensors
+        ]
+        each = zip(*split, strict=True)
+        return [replace(self, documents=documents, seen=seen, bias=bias) for documents, seen, bias in each]

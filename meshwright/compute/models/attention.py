@@ -1,0 +1,129 @@
+"""The attention core: what stands between the two linears of an attention, over this rank's heads; and the block of
+self-attention and a GELU feed-forward that GPT-2, BERT and ViT have."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.compute.context.spec import AttentionSpec
+from meshwright.compute.models.chain import RunsInContext
+from meshwright.compute.parameters.shard import Initial
+from meshwright.compute.tensor.gelu import gelu
+from meshwright.compute.tensor.islands import UsesIslands
+from meshwright.compute.tensor.kit import Kit
+
+if TYPE_CHECKING:
+    from meshwright.compute.models.decoder import KeyValueCache
+    from meshwright.compute.models.section import Transformer
+
+
+def split_heads(x: Tensor, heads: int) -> tuple[Tensor, ...]:
+    """[B, T, G, N/G] -> G times [B, A, T, E].
+
+    `unbind`, whose gradient is one stack: a select's is zeros of all of x with one part copied in, and they add up.
+    """
+    return tuple(part.transpose(1, 2) for part in x.unflatten(-1, (heads, -1)).unbind(2))
+
+
+class AttentionCore(RunsInContext):
+    """Attention by a layer's spec. It has no parameters, and is cheap to compute again."""
+
+    def __init__(self, kit: Kit, spec: AttentionSpec) -> None:
+        """`spec`: without tensors; `dropout`: in training."""
+        super().__init__()
+        self.spec = spec
+        self.own_randomness = kit.own_randomness
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, documents: Tensor | None = None, seen: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Q [B, A, T, E]; K, V [B, A, S, E]. [B, A, T, E]. The tensors are fields of AttentionSpec; a causal layer's
+        bias hides later tokens itself."""
+        own, follows = self.spec, self.spec.causal and key.shape[2] > query.shape[2]
+        # The kernels' causal mask has no offset for several queries after a cache. A single query sees the whole cache,
+        # which keeps no key that a window hides.
+        assert not follows or query.shape[2] == 1, "only one token at a time can follow a cache"
+        assert not follows or own.window is None or key.shape[2] <= own.window, "a cache keeps a window's keys"
+        causal, window = own.causal and bias is None and not follows, None if follows else own.window
+        dropout = own.dropout if self.training else 0.0
+        spec = AttentionSpec(causal, window, own.scale, dropout, documents, seen, bias)
+        # `run` may keep the arguments alone and compute the scores again in the backward pass (recompute: selective).
+        attended: Tensor = self.run(self._attend, query, key, value, spec)
+        return attended
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+        """Attend in the context of this rank, with random numbers of its own."""
+        # Ranks have different heads of one batch: with a common random stream all heads would drop the same weights.
+        with self.own_randomness(spec.dropout):
+            return self.context.attend(query, key, value, spec.in_dtype(query.dtype))
+
+
+class SelfAttention(nn.Module):
+    """Self-attention over this rank's heads. `causal`: a token sees none behind it; `last`: the first values of the
+    linear that ends in the residual stream."""
+
+    def __init__(self, model: Transformer, kit: Kit, layer: int, last: Initial, *, causal: bool) -> None:
+        super().__init__()
+        self.layer = layer
+        self.heads = kit.local_heads(model.heads)
+        self.core = AttentionCore(kit, AttentionSpec(causal, dropout=model.dropout))
+        self.query_key_value = kit.branches.expand(model.hidden, 3 * model.hidden, Initial(0.02), groups=3)
+        self.output = kit.branches.contract(model.hidden, model.hidden, last)
+
+    def forward(
+        self, h: Tensor, seen: Tensor | None, documents: Tensor | None, cache: KeyValueCache | None
+    ) -> Tensor:  # fmt: skip
+        query, key, value = split_heads(self.query_key_value(h), self.heads)  # [B, A, T, E]
+        if cache is not None:
+            key, value = cache.extend(self.layer, key, value, self.core.spec.window)
+        attended = self.core(query, key, value, seen=seen, documents=documents)
+        return self.output(attended.transpose(1, 2).flatten(2))
+
+
+class GeluFeedForward(nn.Module, UsesIslands):
+    """Two linears with a GELU between: exact, or in GPT-2's `tanh` form."""
+
+    def __init__(self, model: Transformer, kit: Kit, last: Initial, *, tanh: bool) -> None:
+        super().__init__()
+        self.tanh = tanh
+        self.expand = kit.expand(model.hidden, model.inner, Initial(0.02))
+        self.contract = kit.contract(model.inner, model.hidden, last)
+
+    def forward(self, h: Tensor) -> Tensor:
+        inside = self.expand(h)
+        return self.contract(gelu(inside, self.islands) if self.tanh else F.gelu(inside))
+
+
+class Block(nn.Module):
+    """h + attention(norm(h)), then h + feed_forward(norm(h)); or without `norm_first` norm(h + attention(h)), then
+    norm(h + feed_forward(h))."""
+
+    def __init__(
+        self, model: Transformer, kit: Kit, layer: int, last: Initial, *, causal: bool = False, tanh: bool = False,
+        norm_first: bool = True, last_bias: bool = True,
+    ) -> None:  # fmt: skip
+        """`last`: the first values of the linears that end in the residual stream; `last_bias`: whether the
+        feed-forward's norm, the block's last where norms are behind the sums, has a bias."""
+        super().__init__()
+        self.norm_first = norm_first
+        self.attention_norm = kit.norm(model.hidden, model.norm_epsilon)
+        self.attention = SelfAttention(model, kit, layer, last, causal=causal)
+        self.feed_forward_norm = kit.norm(model.hidden, model.norm_epsilon, bias=last_bias)
+        self.feed_forward = GeluFeedForward(model, kit, last, tanh=tanh)
+        self.dropout = nn.Dropout(model.dropout)
+
+    def forward(
+        self, h: Tensor, *, seen: Tensor | None = None, documents: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:  # fmt: skip
+        """[B, T, H]. `seen`, `documents`: as AttentionSpec has them."""
+        if self.norm_first:
+            h = h + self.dropout(self.attention(self.attention_norm(h), seen, documents, cache))
+            return h + self.dropout(self.feed_forward(self.feed_forward_norm(h)))
+        h = self.attention_norm(h + self.dropout(self.attention(h, seen, documents, cache)))
+        normed: Tensor = self.feed_forward_norm(h + self.dropout(self.feed_forward(h)))
+        return normed

@@ -1,0 +1,49 @@
+"""Feed-forwards of gated linears, one for all tokens or several experts, beside which one may serve every token."""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+from torch import Tensor, nn
+
+from meshwright.compute.models.rotary_section import RotaryTransformer
+from meshwright.compute.parameters.shard import Initial
+from meshwright.compute.tensor.kit import ExpertsKit, Kit
+from meshwright.compute.tensor.router import ExpertsShape
+from meshwright.compute.tensor.swiglu import swiglu
+
+
+class FeedForward(nn.Module):
+    """contract(silu(gate) · up), both of one linear; perhaps times sigmoid(x w), as Qwen2-MoE's shared expert."""
+
+    def __init__(
+        self, hidden: int, inner: int, kit: Kit, last: Initial, *, bias: bool = False, gated: bool = False
+    ) -> None:
+        """`last`: the first values of the linear that ends in the residual stream. `gated`: by the sigmoid."""
+        super().__init__()
+        self.expand = kit.expand(hidden, 2 * inner, Initial(0.02), groups=2, bias=bias)
+        self.contract = kit.contract(inner, hidden, last, bias=bias)
+        self.gate = kit.linear("transform", hidden, 1, Initial(0.02), bias=False) if gated else None
+
+    def forward(self, h: Tensor) -> Tensor:
+        y: Tensor = self.contract(swiglu(self.expand(h)))
+        return y if self.gate is None else y * self.gate(h).sigmoid()
+
+
+def last_initial(model: RotaryTransformer) -> Initial:
+    """The first values of a linear that ends in the residual stream: narrower, the more of them add up."""
+    return Initial(0.02 / math.sqrt(2 * model.layers))
+
+
+def experts_of(model: RotaryTransformer, kit: Kit) -> nn.Module:
+    """A feed-forward of experts."""
+    experts = model.experts
+    assert experts is not None, "a model without experts"
+    shape = ExpertsShape(
+        model.hidden, model.expert_width, experts.count, experts.per_token, experts.renormalise, experts.balance,
+        experts.capacity, Initial(0.02), last_initial(model), scores=experts.scores, groups=experts.groups,
+        groups_chosen=experts.groups_per_token, scale=experts.scale, biased=experts.bias_rate is not None,
+        balance_over=experts.balance_over, router_z=experts.router_z,
+    )  # fmt: skip
+    return cast(ExpertsKit, kit).experts(shape)

@@ -1,0 +1,215 @@
+"""The chain of decoders with rotary positions and RMS norms: Llama's family's and DeepSeek's, each with blocks of its
+own.
+
+Feed-forwards may be of experts (tensor/experts.py). What passes from layer to layer then has the sum over layers of the
+routers' losses [B] beside the hidden states, where these are a part of the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.compute.model import EMBEDDINGS, SAMPLES, Batch, Chunk, Crossing, Hidden, Pieces, Scales, to_device
+from meshwright.compute.models.chain import blocks_of
+from meshwright.compute.models.decoder import Decoder, KeyValueCache
+from meshwright.compute.models.feed_forward import FeedForward, experts_of, last_initial
+from meshwright.compute.models.rope import Rotation, rotation_of
+from meshwright.compute.models.rotary_section import RotaryTransformer
+from meshwright.compute.parameters.shard import Initial
+from meshwright.compute.tensor.experts import Dispatch, Experts
+from meshwright.compute.tensor.head import HeadShape
+from meshwright.compute.tensor.kit import Kit
+
+
+class RotaryBlock(nn.Module):
+    """h + attention(norm(h)), then h + feed_forward(norm(h)). `attention`: of (h, rotation, cache, documents)."""
+
+    def __init__(
+        self, model: RotaryTransformer, kit: Kit, attention: nn.Module, *, has_experts: bool, bias: bool = False
+    ) -> None:
+        """`bias`: of a feed-forward's linears."""
+        super().__init__()
+        self.attention_norm = kit.norm(model.hidden, model.norm_epsilon, kind="rms")
+        self.attention = attention
+        self.feed_forward_norm = kit.norm(model.hidden, model.norm_epsilon, kind="rms")
+        self.has_experts = has_experts
+        last = last_initial(model)
+        self.feed_forward = (
+            experts_of(model, kit) if has_experts else FeedForward(model.hidden, model.inner, kit, last, bias=bias)
+        )
+        self.shared_expert = None
+        if has_experts and model.experts is not None and model.experts.shared:
+            shared, gated = model.experts.shared, model.experts.shared_gate
+            self.shared_expert = FeedForward(model.hidden, shared, kit, last, gated=gated)
+        self.dropout = nn.Dropout(model.dropout)
+
+    def forward(
+        self, hidden: Hidden, rotation: Rotation, cache: KeyValueCache | None = None, documents: Tensor | None = None,
+        places: Tensor | None = None,
+    ) -> Hidden:  # fmt: skip
+        """([B, T, H],), or with the routers' losses so far ([B, T, H], [B]), to the same."""
+        h, *losses = hidden
+        h, normed = self._attended(h, rotation, cache, documents)
+        if not self.has_experts:
+            return (h + self.dropout(self.feed_forward(normed)), *losses)
+        y, *own = self.feed_forward(normed, places)
+        if self.shared_expert is not None:
+            y = y + self.shared_expert(normed)
+        return h + self.dropout(y), *(total + one for total, one in zip(losses, own, strict=True))
+
+    def _attended(
+        self, h: Tensor, rotation: Rotation, cache: KeyValueCache | None, documents: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states [B, T, H] behind attention, and what the feed-forward reads of them."""
+        h = h + self.dropout(self.attention(self.attention_norm(h), rotation, cache, documents))
+        return h, self.feed_forward_norm(h)
+
+    def to_experts(
+        self, hidden: Hidden, rotation: Rotation, documents: Tensor | None, places: Tensor
+    ) -> tuple[Hidden, Dispatch]:
+        """The block up to where rows leave for their experts: (rows [R, H], h, weights, then with a shared expert what
+        it reads, then the routers' losses), and where the rows go."""
+        h, *losses = hidden
+        h, normed = self._attended(h, rotation, None, documents)
+        (rows, weights, own), plan = self.experts.dispatch(normed, places)
+        shared = () if self.shared_expert is None else (normed,)
+        return (rows, h, weights, *shared, *(total + one for total, one in zip(losses, own, strict=True))), plan
+
+    def from_experts(self, y: Tensor, stayed: Hidden, plan: Dispatch) -> Hidden:
+        """The rest of the block, when the experts' outputs y [R, H] are back. `stayed`: what to_experts gave beside
+        rows."""
+        h, weights, *rest = stayed
+        y = self.experts.combine(y, weights, plan)
+        if self.shared_expert is not None:
+            y = y + self.shared_expert(rest.pop(0))
+        return h + self.dropout(y), *rest
+
+    @property
+    def experts(self) -> Experts:
+        """Feed-forwards of experts, which the block has."""
+        return cast(Experts, self.feed_forward)
+
+
+class RotaryDecoder(Decoder):
+    """Tokens to a loss."""
+
+    def __init__(
+        self, model: RotaryTransformer, kit: Kit, chunk: Chunk | None, rotary_width: int,
+        make_block: Callable[[int], RotaryBlock],
+    ) -> None:  # fmt: skip
+        """`rotary_width`: a head's numbers that are turned; `make_block`: the block of a layer's number."""
+        super().__init__(chunk or Chunk.whole(model.layers))
+        self.rope, self.rotary_width = model.rope, rotary_width
+        # The mean over layers: what passes on is their sum.
+        self.loss_share = 1 / model.expert_layers if model.router_losses else 0.0
+        """The factor of the sum of the routers' losses in the loss."""
+        hidden, initial = model.hidden, Initial(0.02)
+        if self.chunk.first or (self.chunk.last and model.tied):
+            self.tokens = kit.embedding(model.padded_vocabulary, hidden, initial)
+        if self.chunk.first:
+            self.dropout = nn.Dropout(model.dropout)
+        self.blocks = blocks_of(self.chunk, make_block)
+        if self.chunk.last:
+            self.norm = kit.norm(hidden, model.norm_epsilon, kind="rms")
+        if self.chunk.has_head:
+            tied = self.tokens if model.tied else None
+            shape = HeadShape(hidden, model.vocabulary, model.padded_vocabulary, initial, over=self.chunk.head_over)
+            self.head = kit.head_loss(shape, tied)
+
+    def embed(self, batch: Batch) -> Hidden:
+        tokens = batch["tokens"]
+        h = self.dropout(self.tokens(tokens))
+        if not self.loss_share:
+            return (h,)
+        # A sum over layers of numbers near one, of which half precision would lose digits. It requires a gradient,
+        # since a stage is asked for the gradient of all that it was given.
+        wide = torch.promote_types(h.dtype, torch.float32)
+        return h, torch.zeros(tokens.shape[0], dtype=wide, device=h.device, requires_grad=True)
+
+    def run_layers(self, hidden: Hidden, batch: Batch, chunk: Chunk) -> Hidden:
+        """The rotation is computed once, and goes through the layers with the batch."""
+        batch = batch | self.turned(batch)
+        if not self.keeps_rows:
+            return super().run_layers(hidden, batch, chunk)
+        flow, given = self._layers_in_pieces(hidden, batch, chunk), None
+        while True:
+            try:
+                crossing = next(flow) if given is None else flow.send(given)
+            except StopIteration as end:
+                return cast(Hidden, end.value)
+            experts = next(module for module in self.blocks.modules() if isinstance(module, Experts))
+            given = experts.traded(crossing.rows, crossing.given, crossing.taken), *crossing.stays
+
+    def in_pieces(self, batch: Batch, scales: Scales, incoming: Hidden = (), chunk: Chunk | None = None) -> Pieces:
+        part = chunk or self.chunk
+        hidden = self.run_part(EMBEDDINGS, self.embed, batch) if part.first else incoming
+        hidden = yield from self._layers_in_pieces(hidden, batch | self.turned(batch), part)
+        return self.ended(hidden, batch, scales) if part.last else hidden
+
+    def _layers_in_pieces(self, hidden: Hidden, batch: Batch, part: Chunk) -> Pieces:
+        rotation, documents = Rotation(batch["cosines"], batch["sines"]), batch.get("documents")
+        groups = {layer: group for group in self.groups for layer in group.layers}
+        for layer in part.layers:
+            run_group = self.run_of(groups[layer])
+            block = cast(RotaryBlock, self.blocks[str(layer)])
+            if not block.has_experts:
+                hidden = run_group(partial(self._layers, (layer,), batch), hidden)
+                continue
+            # Each part of the layer is recomputed by itself: what came from other ranks is kept, and travels once.
+            run = partial(self.run_part, layer, run_group)
+            (rows, *stays), plan = run(block.to_experts, hidden, rotation, documents, batch["places"])
+            trade = block.experts.trade_of(plan, rows.device)
+            rows, *stayed = yield Crossing(rows, trade.given, trade.taken, tuple(stays))
+            rows = run(block.experts.outputs_here, rows, trade)
+            (rows,) = yield Crossing(rows, trade.taken, trade.given)
+            hidden = run(block.from_experts, rows, tuple(stayed), plan)
+        return hidden
+
+    def turned(self, batch: Batch) -> Batch:
+        """The entries by which layers know their tokens' places: cosines and sines, and the places themselves."""
+        tokens = batch["tokens"]
+        places = self.context.positions(0, tokens.shape[1], tokens.device)
+        # Once a microbatch and not once a layer.
+        return self._rotation(places, batch.get("documents"))._asdict() | {"places": places}
+
+    def layer(self, block: nn.Module, hidden: Hidden, batch: Batch) -> Hidden:
+        rotation = Rotation(batch["cosines"], batch["sines"])
+        passing: Hidden = block(hidden, rotation, None, batch.get("documents"), batch["places"])
+        return passing
+
+    def with_layers_losses(self, loss: Tensor, hidden: Hidden, scales: Scales) -> Tensor:
+        # A router's loss is a mean over sequences, so its scale counts samples and not tokens.
+        return loss + hidden[1].sum() * (self.loss_share * scales[SAMPLES]) if self.loss_share else loss
+
+    def hidden(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        start = cache.num_tokens if cache is not None else 0
+        rotation = self._rotation(self.context.positions(start, tokens.shape[1], tokens.device))
+        hidden = self.embed({"tokens": tokens})
+        for block in self.blocks.values():
+            hidden = cast(Hidden, block(hidden, rotation, cache))
+        return self.final_states(hidden)
+
+    def _rotation(self, positions: Tensor, documents: Tensor | None = None) -> Rotation:
+        """The rotation of tokens at these places of every sequence.
+
+        documents [B, T]: where in whole sequences each token's document begins; there positions are 0.
+        """
+        if documents is not None:
+            positions = positions - to_device({"starts": documents}, positions.device)["starts"][:, positions]
+        return rotation_of(self.rope, self.rotary_width, positions)
+
+
+def feed_forward_products(model: RotaryTransformer) -> tuple[int, ...]:
+    """Multiplications of a token's feed-forward, by layer: of experts those that a token takes, and the router."""
+    dense, experts = 3 * model.hidden * model.inner, model.experts
+    if experts is None:
+        return (dense,) * model.layers
+    widths = experts.per_token * model.expert_width + experts.shared
+    # 3 N: gate, up and down; the router's scores; the shared feed-forward's gate.
+    routed = model.hidden * (3 * widths + experts.count + experts.shared_gate)
+    return tuple(routed if model.has_experts(layer) else dense for layer in range(model.layers))

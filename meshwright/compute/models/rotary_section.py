@@ -1,0 +1,195 @@
+"""The section of decoders with rotary positions, RMS norms and SwiGLUs, some of experts: what Llama's family and
+DeepSeek's have in common. No torch.
+
+| rope.kind | frequencies                                                      | after                         |
+|-----------|------------------------------------------------------------------|-------------------------------|
+| plain     | theta^(-2i/E)                                                    | Su et al., arXiv 2104.09864   |
+| linear    | all divided by `factor`                                          | Chen et al., arXiv 2306.15595 |
+| llama3    | long waves divided by `factor`, short ones kept, a ramp between  | Llama 3.1                     |
+| yarn      | the same with a ramp over dims, and scores have a temperature    | Peng et al., arXiv 2309.00071 |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from meshwright.compute.models.experts_section import ExpertsSection
+from meshwright.compute.models.section import Routing, TextTransformer
+from meshwright.config.section import Layers, Positive, Section, Share, rule, union_of
+from meshwright.ranks.errors import Problem
+
+if TYPE_CHECKING:
+    from meshwright.config import Config
+
+AboveZero = Annotated[float, Field(gt=0)]
+Factor = Annotated[float, Field(ge=1)]
+
+
+class PlainRope(Section):
+    """Rotary positions as they were first: the same angles at any length."""
+
+    score_factor: ClassVar[float] = 1.0
+    """The factor of latent attention's scores."""
+    kind: Literal["plain"] = "plain"
+    """How the frequencies are lengthened."""
+    theta: AboveZero = 10000.0
+    """The base of the frequencies' powers."""
+
+
+class LinearRope(PlainRope):
+    """Positions divided by a factor."""
+
+    kind: Literal["linear"]  # type: ignore[assignment]
+    factor: Factor
+    """How many times longer sequences are than the first training's."""
+
+
+class Llama3Rope(PlainRope):
+    """Long waves are divided by the factor, short ones kept, and what is between is mixed (Llama 3.1)."""
+
+    kind: Literal["llama3"]  # type: ignore[assignment]
+    factor: Factor
+    """The divisor of long waves."""
+    original: Positive
+    """Positions of the training before it was lengthened."""
+    low_frequency: AboveZero = 1.0
+    """Waves longer than original / low_frequency are divided by the factor."""
+    high_frequency: AboveZero = 4.0
+    """Waves shorter than original / high_frequency are kept."""
+
+
+class YarnRope(PlainRope):
+    """Slow dims are divided by the factor, fast ones kept, and what is between is mixed (arXiv 2309.00071)."""
+
+    kind: Literal["yarn"]  # type: ignore[assignment]
+    factor: Factor
+    """The divisor of slow dims."""
+    original: Positive
+    """Positions of the training before it was lengthened."""
+    slow: AboveZero = 1.0
+    """Dims that turn fewer times than this within the original positions are divided by the factor."""
+    fast: AboveZero = 32.0
+    """Dims that turn more often than this are kept."""
+    attention_factor: AboveZero | None = None
+    """Queries and keys are multiplied by it; null: 0.1 ln(factor) + 1."""
+    truncate: bool = True
+    """Whether the ramp begins and ends at whole dims."""
+    mscale: AboveZero | None = None
+    """DeepSeek's: with mscale_all_dim, queries and keys are multiplied by the ratio of both temperatures instead."""
+    mscale_all_dim: AboveZero | None = None
+    """The divisor of that ratio; latent attention multiplies its scores by the square of this temperature."""
+
+    def temperature(self, weight: float = 1.0) -> float:
+        """0.1 weight ln(factor) + 1, by which YaRN multiplies queries and keys."""
+        return 0.1 * weight * math.log(self.factor) + 1.0
+
+    @property
+    def score_factor(self) -> float:  # type: ignore[override]
+        return 1.0 if self.mscale_all_dim is None else self.temperature(self.mscale_all_dim) ** 2
+
+    @property
+    def multiplier(self) -> float:
+        """The factor of queries and keys."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale is not None and self.mscale_all_dim is not None:
+            return self.temperature(self.mscale) / self.temperature(self.mscale_all_dim)
+        return self.temperature()
+
+
+ROPES: dict[str, type[PlainRope]] = {"plain": PlainRope, "linear": LinearRope, "llama3": Llama3Rope, "yarn": YarnRope}
+
+if TYPE_CHECKING:
+    Rope = PlainRope
+else:
+    Rope = union_of(ROPES, "kind", default="plain")
+
+
+@rule("model.rope")
+def rope_has_a_ramp(config: Config) -> Iterator[Problem]:
+    model = config.model
+    assert isinstance(model, RotaryTransformer), model
+    rope = model.rope
+    if isinstance(rope, Llama3Rope) and rope.low_frequency >= rope.high_frequency:
+        rule_text = f"is not below model.rope.high_frequency={rope.high_frequency}"
+        yield Problem(
+            "model.rope.low_frequency", rope.low_frequency, rule_text, f"{rope.high_frequency / 4:g}, any lower number"
+        )
+    if isinstance(rope, YarnRope) and rope.slow > rope.fast:  # Kimi-K2's are equal: a ramp of one dim
+        yield Problem("model.rope.slow", rope.slow, f"is above model.rope.fast={rope.fast}", f"{rope.fast:g} or less")
+
+
+class RotaryTransformer(TextTransformer):
+    """A decoder with rotary positions, RMS norms at the input of each sub-layer, and SwiGLUs."""
+
+    cuts_context: ClassVar[bool] = True
+    separates: ClassVar[bool] = True
+
+    width_fields: ClassVar[tuple[str, ...]] = ("hidden", "feed_forward")
+    feed_forward: Positive = 2048
+    """N: the inner width of a feed-forward, or of each expert."""
+    experts: ExpertsSection | None = None
+    """A mixture of experts; null: one feed-forward for all tokens."""
+    positions: Positive = 2048
+    """Tokens that a sequence may have; there is no table of them."""
+    vocabulary: Positive = 32000
+    norm_epsilon: AboveZero = 1e-5
+    dropout: Share = 0.0
+    rope: Rope = PlainRope()
+    """Rotary positions."""
+    tied: bool = False
+    """The head's weight is the table of tokens."""
+    layers: Layers = 12
+
+    @property
+    def inner(self) -> int:
+        return self.feed_forward
+
+    @property
+    def expert_width(self) -> int:
+        """The inner width of each expert."""
+        width = self.experts.width if self.experts is not None else None
+        return self.feed_forward if width is None else width
+
+    @property
+    def expert_layers(self) -> int:
+        """Layers whose feed-forward is of experts."""
+        return max(0, self.layers - self.experts.dense_layers) if self.experts is not None else 0
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts is not None and layer >= self.experts.dense_layers
+
+    @property
+    def routing(self) -> Routing:  # type: ignore[override]
+        experts = self.experts
+        if experts is None:
+            return Routing()
+        # Dropless experts have no capacity, and no count to report.
+        droppable = self.expert_layers * experts.per_token if experts.capacity is not None else 0
+        by_batch = experts.balance > 0 and experts.balance_over == "batch"
+        return Routing(experts.count, droppable, "model.experts", experts.bias_rate or 0.0, by_batch)
+
+    @property
+    def router_losses(self) -> str:
+        """The field that gives routers losses; empty where none has."""
+        experts = self.experts
+        if experts is None or not (experts.balance or experts.router_z):
+            return ""
+        return "model.experts.balance" if experts.balance else "model.experts.router_z"
+
+    @property
+    def losses_in_layers(self) -> str:  # type: ignore[override]
+        return self.router_losses
+
+    @property
+    def widths(self) -> tuple[tuple[str, int], ...]:
+        experts, widths = self.experts, [*super().widths]
+        if experts is not None and experts.width is not None:
+            widths.append(("model.experts.width", experts.width))
+        if experts is not None and experts.shared:
+            widths.append(("model.experts.shared", experts.shared))
+        return tuple(widths)

@@ -1,0 +1,67 @@
+"""A rank's gradients as sums of integers (fixed.py): equal bits in any order of portions, microbatches and chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.compute.parameters.fixed import FixedPoint
+from meshwright.compute.parameters.gradients import Gradients, OnFirst, OnGradient, Views, WriteGradient
+
+
+class ExactGradients(Gradients):
+    """`views`: int64. Each gradient is computed by itself, in float32, and added to its view as integers.
+
+    A microbatch is several portions, each with a backward pass of its own. The strategy is told of a gradient in the
+    last of them alone (`last_portion`): its bucket may leave then.
+    """
+
+    def __init__(
+        self, views: Views, fixed: FixedPoint, on_gradient: OnGradient | None, on_first: OnFirst | None = None
+    ) -> None:
+        super().__init__(views, on_gradient, on_first)
+        self.fixed = fixed
+        self._begun: set[nn.Parameter] = set()
+        """Parameters whose view holds a sum."""
+
+    def share(self, parameter: nn.Parameter, users: Sequence[int]) -> None:
+        """Chunks of a rank add up a tied table in one memory: their order cannot matter."""
+
+    def fill(self, parameter: nn.Parameter) -> None:
+        """Zeros where no gradient has come: what has is in its memory."""
+        if parameter not in self._begun:
+            if self._on_first:
+                self._on_first(parameter)
+            self._views[parameter].zero_()
+
+    def clear(self, parameter: nn.Parameter) -> None:
+        super().clear(parameter)
+        self._begun.discard(parameter)
+
+    def has(self, parameter: nn.Parameter) -> bool:
+        return parameter in self._begun
+
+    def _write(self, parameter: nn.Parameter, shape: torch.Size, write: WriteGradient, final: bool) -> None:
+        addend = torch.empty(shape, dtype=torch.float32, device=self._views[parameter].device)
+        write(addend, 0)
+        self._add(parameter, addend)
+        if final and self.on_gradient and self.last_portion:
+            self.on_gradient(parameter)
+
+    def _accumulated(self, parameter: nn.Parameter) -> None:
+        """Autograd's own sum is of one portion: it is taken from .grad before the next comes."""
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None:
+            self._add(parameter, gradient.to(torch.float32))
+        if self.on_gradient and self.last_portion and parameter not in self._last_work:
+            self.on_gradient(parameter)
+
+    def _add(self, parameter: nn.Parameter, addend: Tensor) -> None:
+        fresh = parameter not in self._begun
+        if fresh:
+            if self._on_first:
+                self._on_first(parameter)
+            self._begun.add(parameter)
+        self.fixed.add(self._views[parameter], addend.contiguous(), fresh=fresh)

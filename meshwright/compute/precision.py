@@ -1,0 +1,47 @@
+"""A run's precision: the dtypes of stored parameters, and the kernels of a GPU's products and attention."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from meshwright.compute.parameters.shard import shard_specs
+
+if TYPE_CHECKING:
+    from meshwright.config import Config
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+FLASH_ATTENTION = {9: ("FA3", "flash_attn_interface"), 10: ("FA4", "flash_attn.cute")}
+"""By major compute capability: torch's name of the FlashAttention written for such a GPU, and the package with it."""
+
+
+def store(config: Config, model: nn.Module) -> None:
+    """Cast a model's parameters to the dtype in which the run stores each."""
+    specs = shard_specs(model)
+    dtype = DTYPES[config.precision.dtype]
+    level = config.precision.level
+    for name, parameter in model.named_parameters():
+        stores_half = level == "O2" and specs[name].role.stored == "run"
+        if level == "O0" or stores_half:
+            parameter.data = parameter.data.to(dtype)
+
+
+def choose_kernels(config: Config, device: torch.device) -> None:
+    """Choose a GPU's products of float32 and its attention; other devices have no choice."""
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.fp32_precision = "tf32" if config.precision.tf32 else "ieee"
+        use_flash_attention(device)
+
+
+def use_flash_attention(device: torch.device) -> None:
+    """Activate the FlashAttention written for this GPU if installed; else torch's FlashAttention 2 runs."""
+    name, package = FLASH_ATTENTION.get(torch.cuda.get_device_capability(device)[0], ("", ""))
+    parents = [package.rpartition(".")[0] or package, package]  # find_spec of a part imports the whole
+    if package and torch.__version__ >= "2.13" and all(find_spec(part) is not None for part in parents):
+        from torch.nn.attention import activate_flash_attention_impl
+
+        activate_flash_attention_impl(name)

@@ -1,0 +1,71 @@
+"""The sub-graphs' section of a layout: what D&SP is to the config and to the planner. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import product
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from meshwright.compute.tensor.section import Cut, Rows, TensorSection
+from meshwright.config.section import Positive, Rule, divisors, rule
+from meshwright.ranks.errors import Problem
+
+if TYPE_CHECKING:
+    from meshwright.config import Config
+
+
+@rule("layout.tensor", "model")
+def branches_share_nothing(config: Config) -> Iterator[Problem]:
+    """A shared parameter in buckets that differ by rank would be summed between different exchanges, and hang."""
+    tensor, shared = config.layout.tensor, config.model.branches.shared
+    if isinstance(tensor, Subgraph) and tensor.common == "one" and tensor.size > 1 and shared:
+        rule_text = f"gives the first rank all that branches share, and {shared} is shared inside of them"
+        yield Problem("layout.tensor.common", "one", rule_text, "all")
+
+
+class Subgraph(TensorSection):
+    """D&SP: the branches of each block (heads, paths) assigned to sub-grids, the layers between data-parallel."""
+
+    kind: Literal["subgraph"]
+    size: Positive
+    """Sub-grids, among which branches are dealt out."""
+    common: Literal["all", "one"] = "all"
+    """Who computes the layers between branches: all, each on its share of the batch; one (D&SP-cSub): the first."""
+    branch: Literal["attention-core", "attention", "block"] = "attention"
+    """The part of a block that is cut along its heads; attention: the whole of it; block: the feed-forward too."""
+
+    axis_fields: ClassVar[tuple[tuple[str, str], ...]] = (("branch", "size"),)
+    kit_class: ClassVar[str] = "meshwright.compute.subgraph.kit:SubgraphKit"
+    by_parts: ClassVar[str] = kit_class
+    inner_axis: ClassVar[str] = "branch"
+    batch_axes: ClassVar[tuple[str, ...]] = ("branch",)
+    rules: ClassVar[tuple[Rule, ...]] = (branches_share_nothing,)
+    idle_alone: ClassVar[tuple[str, ...]] = ("common", "branch")
+
+    @property
+    def rows(self) -> Rows:
+        """Split outside of branches, inside of which a rank sees all; not where one rank computes the common layers."""
+        if self.common == "one":
+            return Rows(leads=self.size)
+        return Rows(self.size, at_once=self.size, by="layout.tensor.size=")
+
+    @property
+    def words(self) -> str:
+        common = "all ranks" if self.common == "all" else "the first sub-grid"
+        return f"{self.kind} ({self.branch} in branches, other layers on {common})"
+
+    def cuts(self, config: Config) -> Iterator[Cut]:
+        """Hidden widths and tables lie outside of branches and are whole."""
+        branches, (_, *inner) = config.model.branches[:2], config.model.widths
+        for field, number in (branches, *(inner if self.branch == "block" else ())):
+            # Branches are dealt whole: a head, or a path, is computed by one rank.
+            yield Cut(field, number, "layout.tensor.size", self.size)
+
+    @classmethod
+    def candidates(cls, devices: int) -> Iterator[Self]:
+        for size in divisors(devices)[1:]:
+            for common, branch in product(("all", "one"), ("attention-core", "attention", "block")):
+                yield cls.model_validate({"kind": "subgraph", "size": size, "common": common, "branch": branch})
+
+    def kit_settings(self, config: Config) -> Mapping[str, Any]:
+        return {"settings": self, "num_rows": config.bits.samples if config.bits.layout_free else config.micro}

@@ -1,0 +1,149 @@
+"""Grouped queries with more tensor ranks p than key-value heads K: c = p / K ranks copy a head and split its queries.
+
+One linear makes the queries, keys and values of K groups, [H, K (G + 2) E]: G queries, a key and a value each. The c
+ranks of a group hold all of the group's columns, [H, (G + 2) E], and multiply by some:
+
+| of a group's columns | i-th of c ranks multiplies by |
+|----------------------|-------------------------------|
+| G queries            | [i G/c, (i + 1) G/c)          |
+| key, value           | both, as the other c - 1 do   |
+
+Each rank's gradient is zero for the other ranks' queries, and for key and value covers its own queries only. The
+gradients are summed over the copies once a step.
+
+Alternative (Megatron-LM): cut the columns into p equal runs and gather the products, c - 1 of c parts of
+[B, T, (G + 2) E] in each layer and microbatch, forward and backward. Holding only its own queries would save a rank
+(G - G/c) H E elements, and make the parameter two boxes in a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.compute.parameters.shard import WriteGradient
+from meshwright.compute.tensor.products import PLAIN, Products
+
+
+@dataclass(frozen=True)
+class HeadGroups:
+    """`count` key-value heads of `width` elements, each read by `queries` queries."""
+
+    count: int
+    queries: int
+    width: int
+
+    @property
+    def columns(self) -> int:
+        """Columns of the linear that makes queries, keys and values."""
+        return self.count * (self.queries + 2) * self.width
+
+    def shared_by(self, ranks: int, rank: int, parts: int = 1, part: int = 0) -> Columns:
+        """The columns of part `part` (of `parts`) of rank `rank` (of `ranks`), among the columns that the rank holds.
+        ranks * parts is a multiple c of `count`."""
+        copies, width, index = ranks * parts // self.count, self.width, rank * parts + part
+        own, first = self.queries // copies * width, self.queries * width
+        held = max(self.count // ranks, 1)
+        corner = (index // copies - rank * parts // copies) * (first + 2 * width)
+        start = corner + index % copies * own
+        runs = ((start, start + own), (corner + first, corner + first + 2 * width))
+        return Columns(runs, held * (first + 2 * width), max(ranks // self.count, 1), index % copies)
+
+
+def part_columns(groups: int, width: int, parts: int) -> tuple[Columns, ...]:
+    """The columns of each of `parts` equal parts of a rank's columns, which are `groups` groups of `width`."""
+    if parts == 1:
+        return (ALL_COLUMNS,)
+    own = width // parts
+    return tuple(
+        Columns(
+            tuple((group * width + part * own, group * width + (part + 1) * own) for group in range(groups)),
+            groups * width,
+        )
+        for part in range(parts)
+    )
+
+
+def columns_of(
+    outputs: tuple[int, ...], heads: HeadGroups | None, ranks: int, rank: int, parts: int = 1, all_parts: int = 1
+) -> tuple[Columns, ...]:  # fmt: skip
+    """Return the columns of each of a rank's parts of a linear with outputs (N,) or (groups, N/groups).
+
+    Args:
+        heads: the heads whose queries, keys and values the outputs are, if they are; several ranks, or parts of all
+            ranks, may share one.
+        parts: of this rank; all_parts: of all ranks.
+    """
+    if heads is not None and heads.count < max(ranks, all_parts):
+        return tuple(heads.shared_by(ranks, rank, parts, part) for part in range(parts))
+    return part_columns(1 if len(outputs) == 1 else outputs[0], outputs[-1] // ranks, parts)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of the rank's weight and bias that a linear uses: `runs` (start, stop) of the `held` ones, of which
+    `copies` ranks have copies. `copy`: index among the parts that share them. None held are said: all are used."""
+
+    runs: tuple[tuple[int, int], ...] = ()
+    held: int | None = None
+    copies: int = 1
+    copy: int = 0
+
+    def of(self, x: Tensor) -> Tensor:
+        """The used columns of x [..., N]."""
+        return x if self.held is None else torch.cat([x[..., start:stop] for start, stop in self.runs], -1)
+
+    def num_of(self, held: int) -> int:
+        """Number of used columns among `held`."""
+        return held if self.held is None else sum(stop - start for start, stop in self.runs)
+
+    def write(self, write: WriteGradient) -> WriteGradient:
+        """Turns a function that writes the used columns' gradient into one that writes the held columns'."""
+        if self.held is None:
+            return write
+        sizes = [stop - start for start, stop in self.runs]
+
+        def write_held(out: Tensor, beta: int) -> None:
+            own = out.new_empty(*out.shape[:-1], sum(sizes))
+            write(own, 0)
+            if not beta:
+                out.zero_()
+            parts = own.split(sizes, -1)
+            for (start, stop), part in zip(self.runs, parts, strict=True):
+                out[..., start:stop].add_(part)
+
+        return write_held
+
+
+ALL_COLUMNS = Columns()
+
+
+@dataclass(frozen=True)
+class ColumnProducts(Products):
+    """Products with some of the columns that a rank holds."""
+
+    columns: Columns
+    products: Products = PLAIN
+    """The products with all columns that are used."""
+
+    def outputs_of(self, held: int) -> int:
+        return self.columns.num_of(held)
+
+    def read(self, dy: Tensor) -> Any:
+        return self.products.read(dy)
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.products.forward(x, self.columns.of(weight), None if bias is None else self.columns.of(bias))
+
+    def input_gradient(self, dy: Any, weight: Tensor) -> Tensor:
+        return self.products.input_gradient(dy, self.columns.of(weight))
+
+    def weight_gradients(self, x: Callable[[], Tensor], dy: Any) -> Iterable[WriteGradient]:
+        return map(self.columns.write, self.products.weight_gradients(x, dy))
+
+    def bias_gradients(self, dy: Any) -> Iterable[WriteGradient]:
+        return map(self.columns.write, self.products.bias_gradients(dy))

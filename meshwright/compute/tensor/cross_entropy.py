@@ -1,0 +1,360 @@
+"""Head and cross entropy as one function that never holds whole logits, over a vocabulary that may be split over ranks.
+
+The gradient of the logits, softmax - target, depends on later layers only by a factor, so it is computed in the forward
+pass, chunk by chunk; only dh [B·T, H] and dW [V, H] are kept. Multiplying the loss later costs one pass over both. So a
+pipeline's last stage computes dW in F under every schedule: deferring it would keep logits. A chunk is large enough for
+efficient matmuls; element-wise work goes by slices that stay in a core's cache.
+
+| symbol | local shape | meaning                                                             |
+|--------|-------------|---------------------------------------------------------------------|
+| h      | [B·T, H]    | hidden states, the same on all ranks of the vocabulary's axis        |
+| W, b   | [V/p, H], [V/p] | this rank's classes; those past the vocabulary's end are padding |
+| logits | [C, V/p]    | of a chunk of C tokens                                              |
+
+Padding is multiplied too, and masked in the softmax: a product of 50,257 columns leaves a GPU's fast kernels, one of
+50,304 does not.
+
+Element-wise work is two passes with the exchange between them. The first leaves each class's share among this rank's
+(one fused softmax), whose greatest is one over the sum of exponentials; the second scales them to gradients.
+
+Chunks end in a collective, so their length comes from what all ranks share: the V/p rows of their tables. How many of
+these are real classes differs from rank to rank. (Agreeing on a length would cost a collective, for nothing.)
+
+Sends, a chunk: one all-gather of [C, 3] (the greatest logit, the sum of exponentials, the label's logit), whose parts
+every rank adds up itself. The gradient of h is this rank's part of a sum over the axis: whoever brought h here adds the
+parts up. (Vocabulary-parallel cross entropy: Megatron-LM, arXiv 1909.08053, section 3; there in three all-reduces.)
+
+Label smoothing (Szegedy et al., arXiv 1512.00567, section 7) with share e of V real classes: a token's target is
+(1 - e) onehot + e / V, so its loss is log-sum-exp less the target's product with the logits. This product takes the
+place of the label's logit, and nothing more travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from meshwright.compute.model import IGNORED
+from meshwright.compute.parameters.bucket import VECTOR
+from meshwright.compute.parameters.shard import WriteGradient
+from meshwright.compute.tensor.islands import Islands
+from meshwright.compute.tensor.linear import autocast_device, cast
+from meshwright.compute.tensor.products import PLAIN, Products
+from meshwright.ranks.agreement import all_rows
+from meshwright.ranks.comm import Comm
+
+CHUNK_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
+"""Bytes of a chunk's float32 logits [C, V]."""
+
+CHUNK_ROWS = {"cpu": 256, "cuda": 1}
+"""The fewest rows of a chunk: 8 MiB at V = 8192. Each chunk reads and writes all of dW [V, H], which dominates short
+chunks: at V = 49152, 13 chunks of 40 rows took 1.2 times the step of 2 chunks."""
+
+CHUNK_OF_TABLE = {"cpu": 0.0, "cuda": 0.5}
+"""A chunk's logits may take this share of dW's float32 bytes [V, H], that is H / 2 rows, however many classes there
+are. With 152,064 classes CHUNK_BYTES is only 384 rows: 16,384 tokens of width 5,120 made 43 chunks, each of which read
+and wrote 3.1 GB of dW, 2 ms of an H100's memory beside 2 ms of products. Chunks of 2,560 rows make 7."""
+
+SLICE_BYTES = {"cpu": 2**19, "cuda": 256 * 2**20}
+"""Bytes of a chunk that element-wise work takes at a time: a CPU core's cache; on a GPU the whole chunk."""
+
+
+GiveTable = Callable[[Tensor, WriteGradient], Tensor | None]
+"""give(like, write): what the backward pass returns as the table's gradient (ShardedModule.gradient)."""
+
+
+@dataclass(frozen=True)
+class Classes:
+    """The classes that this rank holds: rows of a table of `vocabulary` real ones, split over `comm`'s ranks.
+
+    `smoothing`: the share of a token's target that all real classes have in equal parts. `device_type`: of the logits,
+    which decides how large chunks are. `labelled`: the share of tokens that have labels, of a masked language model one
+    in seven. `islands`: the two passes, compiled; else they are torch's operations, by slices.
+    """
+
+    vocabulary: int
+    comm: Comm
+    smoothing: float = 0.0
+    device_type: str = "cpu"
+    labelled: float = 1.0
+    islands: Islands | None = None
+    whole: bool = False
+    products: Products = PLAIN
+    """The products of hidden states, table and gradients."""
+
+    def of_rank(self, table: Tensor) -> tuple[int, int]:
+        """The class of the table's first row, and how many of its rows are real classes."""
+        first = self.comm.index * table.shape[0]
+        return first, min(max(self.vocabulary - first, 0), table.shape[0])
+
+    def alike(self, ranges: Iterable[slice], x: Tensor) -> Iterator[slice]:
+        """The ranges; for a meta tensor one range of each length, counted for all: a planned large vocabulary on a CPU
+        has thousands."""
+        if x.device.type != "meta":
+            yield from ranges
+            return
+        kinds: dict[int, list[slice]] = {}
+        for rows in ranges:
+            kinds.setdefault(rows.stop - rows.start, []).append(rows)
+        for same in kinds.values():
+            with self.comm.ledger.repeated(len(same)):
+                yield same[0]
+
+    def chunks(self, h: Tensor, table: Tensor) -> Iterator[slice]:
+        """Rows of h whose logits exist at a time; equal on all ranks, even those without classes."""
+        if self.whole:
+            return iter([slice(0, h.shape[0])] if h.shape[0] else [])
+        # The fewest rows, however large the vocabulary is.
+        least = max(CHUNK_ROWS[self.device_type], int(CHUNK_OF_TABLE[self.device_type] * h.shape[1]))
+        return ranges(0, h.shape[0], table.shape[0], CHUNK_BYTES[self.device_type], least)
+
+    def exchanges(self, chunk: slice, h: Tensor, table: Tensor) -> Iterator[slice]:
+        """Rows of a chunk whose statistics are exchanged together; with one rank, the rows still in the cache."""
+        if self.comm.size > 1 or self.islands is not None or self.whole:
+            return iter([chunk])
+        return self.alike(ranges(chunk.start, chunk.stop, table.shape[0], SLICE_BYTES[self.device_type]), h)
+
+    def slices(self, logits: Tensor) -> list[slice]:
+        """Rows of logits that element-wise work takes at a time, without communication in between."""
+        if self.whole:
+            return [slice(0, logits.shape[0])]
+        return list(ranges(0, logits.shape[0], logits.shape[1], SLICE_BYTES[self.device_type]))
+
+
+def ranges(start: int, stop: int, row_elements: int, most_bytes: int, least: int = 1) -> Iterator[slice]:
+    """start..stop in runs of rows whose float32 elements fill `most_bytes`, or of `least` rows; where they are many, by
+    the tiles of a product, of which rows are an inner dim in the table's gradient."""
+    rows = max(least, most_bytes // (4 * max(1, row_elements)))
+    rows -= rows % next(tile for tile in (128, 8, 1) if tile <= rows)
+    for first in range(start, stop, rows):
+        yield slice(first, min(first + rows, stop))
+
+
+def wide_dtype(h: Tensor) -> torch.dtype:
+    """Logits are at least float32."""
+    return torch.promote_types(h.dtype, torch.float32)
+
+
+def _logits(h: Tensor, table: Tensor, bias: Tensor | None, products: Products) -> Tensor:
+    """[C, V/p] of h [C, H]."""
+    logits = products.multiply(h, table.t()).to(wide_dtype(h))
+    return logits if bias is None else logits.add_(bias)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        classes: Classes,
+        scale: float,
+        give: GiveTable,
+        differentiates: bool,
+    ) -> Tensor:
+        counted = (labels != IGNORED).unsqueeze(1)
+        (first, held), products = classes.of_rank(weight), classes.products
+        targets = labels.unsqueeze(1) - first
+        factors = counted.to(wide_dtype(h)) * scale  # a bool times a number would be float32
+        losses = h.new_empty(h.shape[0], 1, dtype=wide_dtype(h))
+        # Several chunks' table gradients are added in float32 at least: a half loses addends below the sum's last bit.
+        adds = wide_dtype(h) if len([*islice(classes.chunks(h, weight), 2)]) > 1 else h.dtype
+        learns = differentiates and ctx.needs_input_grad[1]
+        dh = torch.empty_like(h) if differentiates else h
+        dweight = torch.empty_like(weight, dtype=adds) if learns else weight[:0]
+        if learns and not h.shape[0]:
+            dweight.zero_()  # no chunk writes it
+        dbias = None if bias is None else torch.zeros_like(bias, dtype=adds)
+        for chunk in classes.alike(classes.chunks(h, weight), h):
+            logits = products.multiply(h[chunk], weight.t(), bias)  # [C, V/p]
+            for rows in classes.exchanges(chunk, h, weight):
+                part = logits[rows.start - chunk.start : rows.stop - chunk.start]
+                losses[rows] = _to_gradients(part, targets[rows], factors[rows], classes, held)
+            if differentiates:
+                products.multiply(logits, weight, out=dh[chunk])
+                if learns:
+                    products.write_product(logits.t(), h[chunk], dweight, beta=0 if chunk.start == 0 else 1)
+                if dbias is not None:
+                    dbias += logits.sum(0, dtype=adds)
+            del logits, part  # else two chunks' logits would exist at once, and neither stay in a cache
+        ctx.save_for_backward(dh, dweight, dbias)
+        ctx.give = give
+        return torch.where(counted, losses, 0).sum(dtype=wide_dtype(h)) * scale
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+        dh, dweight, dbias = ctx.saved_tensors
+
+        def write(out: Tensor, beta: int) -> None:
+            if beta:
+                out.addcmul_(dweight, factor)
+            else:
+                torch.mul(dweight, factor, out=out)
+
+        given = ctx.give(dweight, write) if ctx.needs_input_grad[1] else None
+        return dh.mul_(factor), given, None if dbias is None else dbias.mul_(factor), *[None] * 5
+
+
+def _to_gradients(logits: Tensor, targets: Tensor, factors: Tensor, classes: Classes, held: int) -> Tensor:
+    """The losses [C, 1] of logits [C, V/p], which become their gradients, (softmax - target) · factor, in place.
+
+    `targets` [C, 1]: the labels as columns of these logits; those of other ranks, and ignored ones, lie outside. The
+    `held` first columns are real classes. Half-precision logits have float32 shares, and the label's gradient, which is
+    what two near numbers differ by, is rounded once.
+    """
+    wide = wide_dtype(logits)
+    equal = classes.smoothing / classes.vocabulary  # each class's smoothed share of a target; the label has the rest
+    mine = (targets >= 0) & (targets < held)
+    columns = torch.where(mine, targets, 0)
+    certain = mine.to(wide).mul_(1 - classes.smoothing)
+    islands, shares = classes.islands, logits
+    if not held:
+        statistics = logits.new_zeros(logits.shape[0], 3, dtype=wide)
+        statistics[:, 0] = torch.finfo(wide).min
+    elif islands is not None:
+        statistics = islands.statistics(logits, columns, certain, certain.new_full((), equal), held)
+    else:
+        shares, statistics = shares_of(logits, columns, certain, classes, held)
+    top, sums, _ = statistics.split(1, 1)
+    tops, everyones_sums, everyones_picked = all_rows(statistics, classes.comm).split(1, 2)  # [p, C, 1] each
+    highest = tops.amax(0)
+    total = (everyones_sums * (tops - highest).exp_()).sum(0)
+    losses = total.log().add_(highest).sub_(everyones_picked.sum(0))
+    scales = (top - highest).exp_().mul_(factors).div_(total)
+    if not held:
+        logits.zero_()
+    elif islands is not None:
+        islands.gradients(logits, top, columns, certain, certain.new_full((), equal), scales, factors, held)
+    else:
+        scale_shares(logits, shares, columns, certain, scales.mul_(sums), factors, classes, held)
+    return losses
+
+
+def shares_of(logits: Tensor, columns: Tensor, certain: Tensor, classes: Classes, held: int) -> tuple[Tensor, Tensor]:
+    """The first pass by slices: each class's share among this rank's [C, V/p], in the logits' memory where that is of
+    its dtype; and islands.py's statistics."""
+    wide, equal = certain.dtype, classes.smoothing / classes.vocabulary
+    in_place = logits.dtype == wide and classes.device_type == "cpu"
+    shares = logits if in_place else torch.empty_like(logits, dtype=wide)
+    statistics = torch.empty(logits.shape[0], 3, dtype=wide, device=logits.device)
+    top, sums, picked = statistics.split(1, 1)
+    logits[:, held:] = -torch.inf
+    for rows in classes.alike(classes.slices(logits), logits):
+        part = logits[rows]
+        picked[rows] = part.gather(1, columns[rows]) * certain[rows]
+        if equal:
+            picked[rows] += part[:, :held].sum(1, keepdim=True, dtype=wide).mul_(equal)
+        top[rows] = part.amax(1, keepdim=True)
+        torch.softmax(part, 1, dtype=wide, out=shares[rows])
+        sums[rows] = shares[rows].amax(1, keepdim=True).reciprocal_()  # the greatest logit's share is 1 / sum
+    return shares, statistics
+
+
+def scale_shares(
+    logits: Tensor, shares: Tensor, columns: Tensor, certain: Tensor, scales: Tensor, factors: Tensor,
+    classes: Classes, held: int,
+) -> None:  # fmt: skip
+    """The second pass by slices."""
+    equal = classes.smoothing / classes.vocabulary
+    targeted = (certain + equal).mul_(factors)  # a target's part that falls on `columns`
+    for rows in classes.alike(classes.slices(logits), logits):
+        part = shares[rows]
+        labelled = part.gather(1, columns[rows]).mul_(scales[rows]).sub_(targeted[rows])
+        if equal:
+            part.mul_(scales[rows])[:, :held].sub_(factors[rows], alpha=equal)
+            logits[rows] = part
+        else:
+            torch.mul(part, scales[rows], out=logits[rows])
+        logits[rows].scatter_(1, columns[rows], labelled.to(logits.dtype))
+
+
+def give_to_autograd(like: Tensor, write: WriteGradient) -> Tensor | None:
+    """A table that is no layer's parameter."""
+    out = torch.empty_like(like)
+    write(out, 0)
+    return out
+
+
+def chunked_loss(
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    classes: Classes,
+    scale: float,
+    give: GiveTable = give_to_autograd,
+) -> Tensor:
+    """`scale` times the sum of the counted tokens' cross entropy; the same on all ranks of the vocabulary's axis.
+
+    h [B·T, H]; weight [V/p, H]; bias [V/p]; labels [B·T] or [B, T], -100 is not counted. The scale goes into the
+    gradients as they are made, so that half-precision ones do not underflow. `give` takes the table's gradient.
+    """
+    h, weight, bias = cast(h, weight, bias)
+    index, labels = chosen_rows(labels, classes), labels.flatten()
+    if index is not None:
+        h, labels = h[index], labels[index]
+    differentiates = torch.is_grad_enabled() and (h.requires_grad or weight.requires_grad)
+    with torch.autocast(autocast_device(h.device), enabled=False):
+        loss: Tensor = _ChunkedLoss.apply(h, weight, bias, labels, classes, scale, give, differentiates)
+    return loss
+
+
+def chosen_rows(labels: Tensor, classes: Classes) -> Tensor | None:
+    """Indices of the rows of counted tokens if they are less than half, else None (all rows). For meta tensors, as many
+    as a sample is expected to have."""
+    flat = labels.flatten()
+    counted = flat != IGNORED
+    if labels.device.type == "meta":
+        if 2 * classes.labelled >= 1:
+            return None
+        samples, length = labels.numel() // labels.shape[-1], labels.shape[-1]
+        number = samples * max(1, round(classes.labelled * length))
+        return flat.new_empty(-(-number // VECTOR) * VECTOR)
+    selects = 2 * classes.labelled < 1 or classes.device_type == "cpu"  # on a GPU the host would wait for the count
+    if not selects or 2 * (number := int(counted.sum())) >= flat.numel():
+        return None
+    # Filled up to whole vectors with uncounted tokens: threads would share other row counts unevenly, and a product's
+    # bits would depend on the number of threads.
+    return torch.sort(~counted, stable=True).indices[: -(-number // VECTOR) * VECTOR]
+
+
+@torch.no_grad()
+def num_correct(h: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, classes: Classes) -> int:
+    """How many counted tokens have their label as the likeliest class; of equals, the lowest."""
+    first, held = classes.of_rank(weight)
+    table, offsets = weight[:held], None if bias is None else bias[:held]
+    right = 0
+    for rows in classes.alike(classes.chunks(h, weight), h):
+        best = h.new_full((rows.stop - rows.start, 2), torch.finfo(h.dtype).min, dtype=torch.float64)
+        if held:
+            values, columns = _logits(h[rows], table, offsets, classes.products).max(1)
+            best = torch.stack([values.double(), (columns + first).double()], 1)  # [C, 2]: the logit, its class
+        everyone = all_rows(best, classes.comm)  # [p, C, 2]
+        winner = everyone[:, :, 0].argmax(0)
+        likeliest = everyone[:, :, 1].gather(0, winner[None])[0].long()
+        right += int((likeliest == labels[rows]).sum())
+    return right
+
+
+@torch.no_grad()
+def chunked_token_losses(
+    h: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, vocabulary: int, products: Products = PLAIN
+) -> Tensor:  # fmt: skip
+    """The cross entropy of every token [B·T] over a whole table, at least float32; 0 where the label is -100."""
+    losses = h.new_zeros(h.shape[0], dtype=wide_dtype(h))
+    table, offsets = weight[:vocabulary], None if bias is None else bias[:vocabulary]
+    for rows in ranges(0, h.shape[0], vocabulary, CHUNK_BYTES[h.device.type]):
+        logits = _logits(h[rows], table, offsets, products)
+        targets = labels[rows].clamp(min=0).unsqueeze(1)
+        picked = logits.gather(1, targets).squeeze(1)
+        losses[rows] = torch.where(labels[rows] != IGNORED, logits.logsumexp(1) - picked, 0)
+    return losses

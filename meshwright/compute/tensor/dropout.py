@@ -1,0 +1,34 @@
+"""Dropout between the two linears of a pair, of which a rank holds a part of the width."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.compute.tensor.kit import Kit
+
+
+class InnerDropout(nn.Module):
+    """Dropout of [B, T, N/p] between the two linears of a pair, where each rank draws for its own part of the width."""
+
+    def __init__(self, kit: Kit, rate: float) -> None:
+        super().__init__()
+        self.rate, self.own_randomness, self.inner = rate, kit.own_randomness, kit.inner
+        self.by_block: nn.Module | None = None
+        """Draws instead, if masks are free of the layout."""
+
+    def draw_by(self, by_block: nn.Module) -> None:
+        """Draw masks by blocks.
+
+        Args:
+            by_block: drops elements of [B, T, N/p], with masks that no layout changes.
+        """
+        self.by_block = by_block
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.by_block is not None:
+            dropped: Tensor = self.by_block(x)
+            return dropped
+        rate = self.rate if self.training else 0.0
+        with self.own_randomness(rate):
+            return F.dropout(x, rate)

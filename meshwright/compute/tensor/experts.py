@@ -1,0 +1,334 @@
+"""Experts: a feed-forward of n SwiGLUs, of which each token takes k (Mixtral, arXiv 2401.04088; Qwen3-MoE).
+
+    y = Σ over a token's k experts e of  w_e · contract_e(swiglu(expand_e(x)))        which, and w_e: router.py
+
+| layer    | input        | weight                  | output          | forward sends | backward sends |
+|----------|--------------|-------------------------|-----------------|---------------|----------------|
+| router   | [B, T, H]    | [H, n]                  | [B, T, n]       | -             | -              |
+| expand   | [R, H]       | [n, H, 2, N/tensor]     | [R, 2, N/tensor]| enter         | leave          |
+| contract | [R, N/tensor]| [n, N/tensor, H]        | [R, H]          | leave         | enter          |
+
+R = B T k rows: a token's row is there once for each expert that it takes, rows are sorted by expert, and an expert's
+rows are one product. `enter` and `leave` are a pair's (boundary.py), where the inner width is cut; weights w_e enter as
+the rows do, since each rank has a part of every expert's output.
+
+Without a capacity no token is left out (dropless). With one, in training, an expert takes the first C tokens of each
+sequence that choose it, C = ceil(capacity k T / n), and adds nothing to those after (Switch Transformer; Megatron's
+policy `position`). It is counted by sequence, so the value is the same however sequences are dealt to replicas and
+microbatches; and by position, so a token's output depends on no later one, as it would if the likeliest stayed. Shapes
+are then fixed: R = n B C, rows that nobody takes are zeros. Where the context axis cuts sequences, ranks tell each
+other their tokens' experts first (one all-reduce of [B, T, k], forward); a rank has room for min(C, T/context) rows.
+
+Over the expert axis (GShard, arXiv 2006.16668) ranks have different tokens and n/expert experts each, so a row travels
+to the rank that holds its expert, and its output back: two all-to-alls of rows forward, two backward. Dropless, they
+have as many rows as the router gives each rank, of which an all-to-all of counts tells beforehand; with a capacity all
+have as many, and no counts travel. An expert's gradient is then that of all the group's tokens; the spec's cut says
+that it is summed over the other axes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, repeat
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from meshwright.compute.parameters.shard import Initial, Placements, Shard, ShardedModule, ShardSpec
+from meshwright.compute.tensor.boundary import UNCUT, Boundary
+from meshwright.compute.tensor.linear import cast
+from meshwright.compute.tensor.products import PLAIN, Products
+from meshwright.compute.tensor.router import ExpertsShape, Router
+from meshwright.compute.tensor.swiglu import swiglu
+from meshwright.ranks.collectives import start_all_reduce, trade_rows
+from meshwright.ranks.grid import EXPERT
+from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.planned import PlannedMesh
+
+Runs = Sequence[Sequence[int]]
+"""Rows of each expert, by run: one run, or one of each sending rank (bits/experts.py)."""
+
+
+class _Grouped(torch.autograd.Function):
+    """y = x W by run and expert: one product for an expert's rows of a run."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, runs: Runs, layer: GroupedLinear) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.runs, ctx.layer = runs, layer
+        multiply, operand = layer.products.multiply, layer.operand
+        return torch.cat([multiply(operand(part), operand(own)) for part, own in _pairs(x, weight, runs)])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        layer, lengths = ctx.layer, [sum(run) for run in ctx.runs]
+        dweight: Tensor | None = None
+        learns = ctx.needs_input_grad[1]
+        parts = zip(ctx.runs, x.split(lengths), dy.split(lengths), strict=True) if learns else ()
+        for run, rows, gradients in parts:
+            # One addend a run: where sums are of integers, each addend is rounded separately.
+            added = layer.add_gradient("weight", weight, partial(layer.write_run, run, rows, gradients))
+            dweight = added if dweight is None or added is None else dweight + added
+        multiply, operand = layer.products.multiply, layer.operand
+        dx = [multiply(operand(part), operand(own).t()) for part, own in _pairs(dy, weight, ctx.runs)]
+        return torch.cat(dx), dweight, None, None
+
+
+def _pairs(x: Tensor, weight: Tensor, runs: Runs) -> Iterator[tuple[Tensor, Tensor]]:
+    """The rows of each expert in each run, with its weight."""
+    return zip(x.split([*chain(*runs)]), chain(*repeat(weight, len(runs))), strict=True)
+
+
+class GroupedLinear(ShardedModule):
+    """x W of the expert that each row is sorted to; W [n, in, ..., out]."""
+
+    def __init__(
+        self, mesh: Mesh, shape: tuple[int, ...], placements: Placements, initial: Initial, products: Products = PLAIN
+    ) -> None:  # fmt: skip
+        super().__init__(mesh)
+        self.products = products
+        self.weight = self.declare("weight", ShardSpec(shape, placements, initial))
+
+    def forward(self, x: Tensor, runs: Runs) -> Tensor:
+        """x [R, in], of which each expert has so many rows in each run; [R, ..., out]."""
+        x, weight, _ = cast(x, self.weight.flatten(2), None)
+        y: Tensor = _Grouped.apply(x, weight, runs, self)
+        return y.unflatten(-1, self.weight.shape[2:])
+
+    def operand(self, x: Tensor) -> Tensor:
+        """Return x, a part of a larger tensor, as a product reads it."""
+        return x
+
+    def write_run(self, rows: Sequence[int], x: Tensor, dy: Tensor, out: Tensor, beta: int) -> None:
+        """Write a run's xᵀ dy + beta · out by expert to `out`."""
+        for part, gradient, own in zip(x.split(rows), dy.split(rows), out, strict=True):
+            self.products.write_product(part.t(), gradient, own, beta)
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """Where rows go. Sorted row i is pair pairs[i]'s, of a token and its k-th choice; pair j's is sorted row slots[j].
+
+    `rows`: each expert's sorted rows. `drops`: one behind the last index stands for a row of zeros.
+    """
+
+    pairs: Tensor
+    slots: Tensor
+    copies: int
+    rows: Sequence[int]
+    drops: bool = False
+
+
+class Dispatched(NamedTuple):
+    """Tokens dispatched to experts: rows [R, H] sorted by expert, weights [B, T, k], the router's losses."""
+
+    rows: Tensor
+    weights: Tensor
+    losses: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Trade:
+    """Rows that ranks have for each other's experts: given[j] go to rank j and taken[j] come from it, of which
+    coming[j, e] are for expert e of this rank. `evenly`: all of them are as many."""
+
+    given: Sequence[int]
+    taken: Sequence[int]
+    coming: Tensor
+    evenly: bool
+
+
+class _Gather(torch.autograd.Function):
+    """Row index[i] of x as row i. Backward, back [R, copies] says where each row went, and its copies are added up in
+    their order, so that the sum's bits are the same each time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, back: Tensor, zeros: bool) -> Tensor:
+        ctx.save_for_backward(back)
+        ctx.zeros = zeros
+        return (F.pad(x, (0, 0, 0, 1)) if zeros else x)[index]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        (back,) = ctx.saved_tensors
+        dx = (F.pad(dy, (0, 0, 0, 1)) if ctx.zeros else dy)[back.flatten()]
+        return dx.unflatten(0, back.shape).sum(1) if back.shape[1] > 1 else dx, None, None, None
+
+
+def gather_rows(x: Tensor, index: Tensor, back: Tensor, *, zeros: bool = False) -> Tensor:
+    """x [R/copies, H] -> [R', H]. `zeros`: an index one behind the last row is a row of zeros."""
+    y: Tensor = _Gather.apply(x, index, back, zeros)
+    return y
+
+
+class _CountDropped(torch.autograd.Function):
+    """Identity. The backward pass counts dropped pairs, so once even if the forward pass is recomputed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: Tensor, layer: Experts) -> Tensor:
+        ctx.save_for_backward(kept)
+        ctx.layer = layer
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        (kept,) = ctx.saved_tensors
+        ctx.layer.count_dropped((~kept).sum())
+        return dy, None, None
+
+
+def dropped_pairs(model: nn.Module, device: torch.device) -> Tensor:
+    """How many pairs of a token and an expert this rank has dropped since the last call, a scalar on its device."""
+    layers = [module for module in model.modules() if isinstance(module, Experts)]
+    counts = [count for layer in layers if (count := layer.take_dropped()) is not None]
+    return torch.stack(counts).sum() if counts else torch.zeros((), device=device)
+
+
+class Experts(nn.Module):
+    """The router and its experts. `boundary`: which axis cuts their inner width, and how activations cross it."""
+
+    linear: ClassVar[type[GroupedLinear]] = GroupedLinear
+
+    def __init__(
+        self, mesh: Mesh, shape: ExpertsShape, boundary: Boundary = UNCUT, products: Products = PLAIN
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.mesh, self.shape, self.boundary = mesh, shape, boundary
+        self.router = Router(mesh, shape, boundary, products)
+        self.travels = EXPERT in mesh.grid.names and mesh.size(EXPERT) > 1
+        self.dropped: Tensor | None = None
+        apart: Placements = {EXPERT: Shard(0)} if self.travels else {}
+        up, down = (shape.count, shape.hidden, 2, shape.inner), (shape.count, shape.inner, shape.hidden)
+        self.expand = self.linear(mesh, up, {**apart, **boundary.inner(3)}, shape.initial, products)
+        self.contract = self.linear(mesh, down, {**apart, **boundary.inner(1)}, shape.last, products)
+
+    def count_dropped(self, pairs: Tensor) -> None:
+        """Add to the number of dropped pairs."""
+        self.dropped = pairs if self.dropped is None else self.dropped + pairs
+
+    def take_dropped(self) -> Tensor | None:
+        """Return the number of dropped pairs since the last call; None: nothing was counted."""
+        dropped, self.dropped = self.dropped, None
+        return dropped
+
+    def forward(self, h: Tensor, places: Tensor | None = None) -> tuple[Tensor, ...]:
+        """[B, T, H] -> ([B, T, H],), and where the router has losses each sequence's [B], or this rank's part of it
+        where the context axis cuts sequences. `places`: of the rank's tokens in their sequence, there in training."""
+        dispatched, plan = self.dispatch(h, places)
+        x = dispatched.rows
+        if not self.travels:
+            y = self.outputs(x, [plan.rows])
+        else:
+            trade = self.trade_of(plan, x.device)
+            y = self.outputs_here(self.traded(x, trade.given, trade.taken), trade)
+            y = self.traded(y, trade.taken, trade.given)
+        return self.combine(y, dispatched.weights, plan), *dispatched.losses
+
+    def dispatch(self, h: Tensor, places: Tensor | None) -> tuple[Dispatched, Dispatch]:
+        """The forward pass up to the exchange of rows. h [B, T, H] and `places` as in `forward`."""
+        routed = self.router.route(self.router(h))
+        enter = self.boundary.enter
+        whole, weights = enter(h), enter(routed.weights.to(h.dtype))
+        ids = self.boundary.start_enter(routed.ids).wait()
+        if self.shape.capacity is not None and self.training:
+            plan, whole = self._bounded(whole, ids, places)
+        else:
+            order = ids.flatten().argsort(stable=True)  # all rows, sorted by expert
+            plan = Dispatch(order, order.argsort(), ids.shape[-1], rows_of_experts(ids, self.shape.count))
+        back = plan.slots.view(-1, plan.copies)
+        rows = gather_rows(whole.flatten(0, 1), plan.pairs // plan.copies, back, zeros=plan.drops)
+        return Dispatched(rows, weights, routed.losses), plan
+
+    def combine(self, y: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
+        """The chosen experts' outputs [B, T, H], each times its weight, of the outputs y [R, H] of all rows."""
+        y = gather_rows(y, plan.slots, plan.pairs.unsqueeze(1), zeros=plan.drops)
+        return self.boundary.leave((y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(2))
+
+    def _bounded(self, h: Tensor, ids: Tensor, places: Tensor | None) -> tuple[Dispatch, Tensor]:
+        """Each sequence's first C tokens of each expert; by expert, sequence and position. And h, which tells in the
+        backward pass what was dropped."""
+        (rows, tokens, copies), count = ids.shape, self.shape.count
+        before = earlier_tokens(ids, count)
+        cut = self.mesh.size("context") if "context" in self.mesh.grid.names else 1
+        earlier = before if cut == 1 else self._earlier_of_all(ids, places, tokens * cut)
+        most = self.shape.most_tokens(tokens * cut)
+        room = min(most, tokens)
+        kept = earlier < most
+        sequence = torch.arange(rows, device=ids.device).view(-1, 1, 1)
+        total = count * rows * room
+        slots = torch.where(kept, (ids * rows + sequence) * room + before, total).flatten()
+        pairs = slots.new_full((total + 1,), slots.numel())
+        pairs[slots] = torch.arange(slots.numel(), device=ids.device)
+        plan = Dispatch(pairs[:-1], slots, copies, [rows * room] * count, drops=True)
+        return plan, _CountDropped.apply(h, kept, self)
+
+    def _earlier_of_all(self, ids: Tensor, places: Tensor | None, length: int) -> Tensor:
+        """`earlier_tokens` where each rank of the context axis has some of a sequence's tokens, at these places."""
+        assert places is not None, "tokens of a part of a sequence, at places that nobody has said"
+        whole = ids.new_zeros(ids.shape[0], length, ids.shape[2])
+        whole[:, places] = ids
+        whole = start_all_reduce(whole, self.mesh.comm("context")).wait()
+        return earlier_tokens(whole, self.shape.count)[:, places]
+
+    def outputs(self, x: Tensor, runs: Runs) -> Tensor:
+        """Return the outputs of this rank's experts, in each run for these numbers of rows of x [R, H], in order."""
+        y: Tensor = self.contract(swiglu(self.expand(x, runs)), runs)
+        return y
+
+    def trade_of(self, plan: Dispatch, device: torch.device) -> Trade:
+        """Which rows travel between the ranks that hold experts. Dropless they tell each other how many, in an
+        all-to-all that is waited for; with a capacity every rank has as many."""
+        size, here = self.mesh.size(EXPERT), self.shape.count // self.mesh.size(EXPERT)
+        sent = torch.tensor(plan.rows).view(size, here)
+        if plan.drops:
+            coming = sent
+        else:
+            coming = torch.empty_like(sent)
+            self.mesh.comm(EXPERT).all_to_all(coming, sent)
+            if device.type == "meta":  # a plan: all ranks send equal numbers of rows, and this rank is the busiest
+                imbalance = self.mesh.imbalance if isinstance(self.mesh, PlannedMesh) else 1.0
+                coming = (sent[self.mesh.index(EXPERT)].expand(size, here) * imbalance).ceil().long()
+        return Trade(sent.sum(1).tolist(), coming.sum(1).tolist(), coming, evenly=plan.drops)
+
+    def traded(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """The rows that other ranks have for this one in exchange for x, waited for."""
+        return trade_rows(x, sent, received, self.mesh, EXPERT)
+
+    def outputs_here(self, x: Tensor, trade: Trade) -> Tensor:
+        """The outputs of this rank's experts for the rows x that have come, which are by rank and in it by expert."""
+        coming = trade.coming
+        size, here = coming.shape
+        if trade.evenly:
+            rows = int(coming[0, 0])
+            own = x.view(size, here, rows, -1).transpose(0, 1).flatten(0, 2)
+            y = self.outputs(own, [[size * rows] * here])
+            return y.view(here, size, rows, -1).transpose(0, 1).flatten(0, 2)
+        # Reorder from (rank, expert) to (expert, rank).
+        order = torch.arange(here).repeat(size).repeat_interleave(coming.flatten()).argsort(stable=True)
+        order, inverse = order.to(x.device), order.argsort().to(x.device)
+        own = gather_rows(x, order, inverse.unsqueeze(1))
+        return gather_rows(self.outputs(own, [coming.sum(0).tolist()]), inverse, order.unsqueeze(1))
+
+
+def rows_of_experts(ids: Tensor, count: int) -> list[int]:
+    """Rows of each expert; in a plan, whose tensors have no values, equal numbers."""
+    total = ids.numel()
+    if ids.device.type == "meta":
+        return [total * (index + 1) // count - total * index // count for index in range(count)]
+    rows: list[int] = torch.bincount(ids.flatten(), minlength=count).tolist()
+    return rows
+
+
+def earlier_tokens(ids: Tensor, count: int) -> Tensor:
+    """How many earlier tokens of its sequence take each expert that a token takes; ids and result [B, T, k]."""
+    taken = torch.zeros(*ids.shape[:2], count, dtype=ids.dtype, device=ids.device).scatter_(2, ids, 1)
+    return (taken.cumsum(1) - taken).gather(2, ids)

@@ -1,0 +1,132 @@
+"""Norms, computed in float32 or better, of activations whose hidden dim, or whose groups, a rank holds whole.
+
+| norm  | of             | over                        | weights   |
+|-------|----------------|-----------------------------|-----------|
+| layer | [B, T, H]      | H                           | [H], [H]  |
+| rms   | [B, T, H]      | H; no mean (arXiv 1910.07467) | [H]     |
+| group | [B, T, H]      | T and the channels of a group (arXiv 1803.08494) | [H], [H] |
+
+Layer norm over a hidden dim that is cut over an axis.
+
+forward:  sums of x and x² over H: one all-reduce of [R, 2]        x̂ = (x - mean) / sqrt(variance + ε),  y = x̂ γ + β
+backward: sums of dx̂ and dx̂ x̂ over H: one all-reduce of [R, 2]     dx = (dx̂ - mean(dx̂) - x̂ mean(dx̂ x̂)) / sqrt(...)
+
+R rows. (Tesseract, section 3.2.2.) Forward sums are float64: E[x²] - E[x]² would lose float32's digits where the mean
+is large. Sums are written where they travel, and worked on there: a GPU pays such small kernels by their number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from meshwright.compute.parameters.role import NORM
+from meshwright.compute.parameters.shard import ONES, ZEROS, Placements, ShardedModule, ShardSpec
+from meshwright.ranks.comm import Comm
+from meshwright.ranks.mesh import Mesh
+
+
+def kernel_operands(h: Tensor, device_type: str, *weights: Tensor) -> tuple[Tensor, ...]:
+    """h and weights as torch's norms take them, of one dtype.
+
+    A GPU's kernels add up in float32 whatever they read, so the few weights are rounded there, and h goes in as it is.
+    A CPU's add up the weights' gradients in half precision (5.9 off in sums of about 32, of 1,024 bf16 rows), so h is
+    widened.
+    """
+    if device_type == "cuda":
+        return h, *(weight.to(h.dtype) for weight in weights)
+    return h.to(weights[0].dtype), *weights
+
+
+class Norm(ShardedModule):
+    """Layer norm over the last dim, or x / sqrt(mean(x^2) + epsilon) · weight (rms); computed in float32 or better,
+    whatever the precision of the input, which is the output's."""
+
+    def __init__(
+        self, mesh: Mesh, width: int, epsilon: float, kind: Literal["layer", "rms"] = "layer", *, bias: bool = True,
+        heads_over: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
+        """`heads_over`: the axes that cut the heads, of a norm over a head's width."""
+        super().__init__(mesh)
+        self.kind, self.epsilon = kind, epsilon
+        spec = ShardSpec((width,), initial=ONES, role=NORM, partial_over=heads_over)
+        self.weight = self.declare("weight", spec)
+        self.bias = self.declare("bias", replace(spec, initial=ZEROS)) if bias else None
+
+    def forward(self, h: Tensor) -> Tensor:
+        biases = () if self.bias is None else (self.bias,)
+        x, weight, *cast = kernel_operands(h, self.mesh.device_type, self.weight, *biases)
+        return self.normed(x, weight, cast[0] if cast else None).to(h.dtype)
+
+    def normed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Norm x, scale it by the weight and add the bias; all of one dtype."""
+        return self.of_unit_scale(x, weight.shape, weight, bias)
+
+    def of_unit_scale(
+        self, x: Tensor, shape: torch.Size, weight: Tensor | None = None, bias: Tensor | None = None
+    ) -> Tensor:
+        """Norm x over its last dim, of this shape."""
+        if self.kind == "rms":
+            return F.rms_norm(x, shape, weight, self.epsilon)
+        return F.layer_norm(x, shape, weight, bias, self.epsilon)
+
+
+class GroupNorm(ShardedModule):
+    """The channels of `groups` groups, each group with its own mean and variance over all positions.
+
+    `placements`: of the channels, of which a rank holds whole groups.
+    """
+
+    def __init__(self, mesh: Mesh, channels: int, groups: int, epsilon: float, placements: Placements) -> None:
+        super().__init__(mesh)
+        self.groups, self.epsilon = groups // mesh.size(*placements), epsilon
+        self.weight = self.declare("weight", ShardSpec((channels,), placements, ONES, NORM))
+        self.bias = self.declare("bias", ShardSpec((channels,), placements, ZEROS, NORM))
+
+    def forward(self, h: Tensor) -> Tensor:
+        x, weight, bias = kernel_operands(h, self.mesh.device_type, self.weight, self.bias)
+        y = F.group_norm(x.transpose(1, 2), self.groups, weight, bias, self.epsilon)  # [B, H, T]
+        return y.transpose(1, 2).to(h.dtype)
+
+
+class SplitLayerNorm(torch.autograd.Function):
+    """Layer norm of x [..., H/n] over all `hidden` elements; weight and bias [H/n], float32 or float64. A narrower x is
+    read and written as it is, and nothing between is rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, hidden: int, epsilon: float, comm: Comm) -> Tensor:
+        sums = x.new_empty(*x.shape[:-1], 2, dtype=torch.float64)
+        mean, square = sums.unbind(-1)
+        torch.sum(x, -1, dtype=torch.float64, out=mean)
+        torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64, out=square).square_()
+        comm.all_reduce(sums)
+        sums.div_(hidden)
+        square.addcmul_(mean, mean, value=-1).clamp_(min=0).add_(epsilon).rsqrt_()
+        mean, scale = sums.to(weight.dtype).split(1, -1)
+        normed = (x - mean).mul_(scale)
+        ctx.save_for_backward(normed, scale, weight)
+        ctx.hidden, ctx.comm = hidden, comm
+        return torch.addcmul(bias, normed, weight, out=torch.empty_like(x))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        normed, scale, weight = ctx.saved_tensors
+        dnormed = dy * weight
+        product = dy * normed
+        sums = dnormed.new_empty(dnormed[..., 0].numel(), 2)  # of rows: dnormed, and its product with normed
+        torch.sum(dnormed.flatten(0, -2), -1, out=sums[:, 0])
+        torch.mv(product.flatten(0, -2), weight, out=sums[:, 1])
+        moving = ctx.comm.all_reduce(sums, wait=False)  # under the vectors' gradients
+        dweight = product.flatten(0, -2).sum(0)
+        dbias = dy.flatten(0, -2).sum(0)
+        moving.wait()
+        mean, projection = sums.div_(ctx.hidden).view(*dy.shape[:-1], 2).split(1, -1)
+        dnormed.sub_(mean).addcmul_(normed, projection, value=-1)
+        dx = torch.mul(dnormed, scale, out=torch.empty_like(dy))
+        return dx, dweight, dbias, None, None, None

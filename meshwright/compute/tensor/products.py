@@ -1,0 +1,152 @@
+"""The products of a layer y = x W + b: the one place in which matrices are multiplied.
+
+| product          | reads     | gives                                                        |
+|------------------|-----------|--------------------------------------------------------------|
+| forward          | x, W, b   | y = x W + b                                                  |
+| input gradient   | dy, W     | dx = dy Wᵀ                                                   |
+| weight gradients | x, dy     | addends of dW = xᵀ dy, written where the bucket holds dW     |
+| bias gradients   | dy        | addends of db, the sum of dy over its rows                   |
+
+All are made of `multiply` and `write_product`, which 2-D layers, heads and experts call for panels, chunks and rows. A
+kit hands each layer its products (arithmetic.py). `Products` multiplies all that a rank holds at once, in the dtype of
+the operands. A subclass overrides the four to compute a layer in other numbers, or the two to do so everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.compute.parameters.shard import ShardedModule, WriteGradient
+
+ADDS_WIDE = torch.__version__ >= "2.13"
+"""Earlier versions of torch add a product of halves only to a half."""
+
+
+class Products:
+    """One product each of all rows and columns that a rank holds."""
+
+    def multiply(self, a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """Multiply a [n, K] by b [K, N].
+
+        Args:
+            bias: [N], added to each row.
+            out: memory [n, N] of the result; never with a bias.
+        """
+        if bias is not None:
+            return torch.addmm(bias, a, b)
+        return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
+
+    def write_product(self, a: Tensor, b: Tensor, out: Tensor, beta: int) -> None:
+        """Write a b + beta · out to `out`. With a and b bound it writes a gradient, as `write_part` and `write_sum` do.
+
+        If the factors are narrower than `out`, a GPU's kernel adds without rounding; a CPU has none that does, and
+        multiplies first.
+        """
+        if out.dtype == a.dtype:
+            torch.addmm(out, a, b, beta=beta, out=out)
+        elif out.device.type == "cuda" and ADDS_WIDE:
+            torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, out=out)
+        else:
+            write_part(self.multiply(a, b), out, beta)
+
+    def convolve(self, x: Tensor, kernels: Tensor, stride: int, padding: int, groups: int) -> Tensor:
+        """Convolve images with kernels.
+
+        Args:
+            x: [B, C, S, S].
+            kernels: [D, C/groups, K, K].
+
+        Returns [B, D, s, s].
+        """
+        return F.conv2d(x, kernels, None, stride, padding, 1, groups)
+
+    @property
+    def between(self) -> Products:
+        """The products of a gradient as it is held between two pairs, before it enters one."""
+        return self
+
+    def outputs_of(self, held: int) -> int:
+        """Return the width N of y, of a weight with this number of held columns."""
+        return held
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Compute y = x W + b.
+
+        Args:
+            x: [B, ..., I].
+            weight: [I, N].
+            bias: [N].
+
+        Returns [B, ..., N], in any shape of these elements.
+        """
+        return self.multiply(x.flatten(0, -2), weight, bias)
+
+    def read(self, dy: Tensor) -> Any:
+        """Return dy [B, ..., N] in the form that the products of a backward pass share."""
+        return dy.flatten(0, -2)
+
+    def input_gradient(self, dy: Any, weight: Tensor) -> Tensor:
+        """Compute dx = dy Wᵀ.
+
+        Args:
+            dy: the result of `read`.
+            weight: [I, N].
+
+        Returns [B, ..., I], in any shape of these elements.
+        """
+        return self.multiply(dy, weight.t())
+
+    def weight_gradients(self, x: Callable[[], Tensor], dy: Any) -> Iterable[WriteGradient]:
+        """Yield functions that each write an addend of dW [I, N]. `x`: returns x [B, ..., I] when a gradient is due."""
+
+        def write(out: Tensor, beta: int) -> None:
+            self.write_product(x().flatten(0, -2).t(), dy, out, beta)
+
+        return (write,)
+
+    def bias_gradients(self, dy: Any) -> Iterable[WriteGradient]:
+        """Yield functions that each write an addend of db [N]."""
+        return (partial(write_sum, dy),)
+
+
+PLAIN = Products()
+
+
+def add_gradients(layer: ShardedModule, name: str, like: Tensor, addends: Iterable[WriteGradient]) -> Tensor | None:
+    """Add the addends to the gradient of a layer's parameter; returns what the backward pass hands to autograd."""
+    total: Tensor | None = None
+    for write in addends:
+        total = added(total, layer.add_gradient(name, like, write))
+    return total
+
+
+def added(total: Tensor | None, more: Tensor | None) -> Tensor | None:
+    """Add two addends of a gradient that autograd is handed; None if their layer adds them up by itself."""
+    return more if total is None or more is None else total + more
+
+
+def write_part(part: Tensor, out: Tensor, beta: int) -> None:
+    """Write part + beta · out to `out`, which may be wider: sums of rounded parts, not rounded sums."""
+    if beta:
+        out.add_(part)
+    else:
+        out.copy_(part)
+
+
+def write_sum(rows: Tensor, out: Tensor, beta: int) -> None:
+    """Write the sum of rows [n, N] + beta · out to `out`, which may be wider."""
+    if beta or out.dtype != rows.dtype:
+        write_part(rows.sum(0), out, beta)
+    else:
+        torch.sum(rows, 0, out=out)
+
+
+def side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """Join the parts of a tensor along its last dim."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), -1)

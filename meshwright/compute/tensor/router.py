@@ -1,0 +1,227 @@
+"""The router of experts: which of n each token takes, by what weights, and what keeps experts equally busy.
+
+    s = softmax(x R) or sigmoid(x R)      chosen: the k largest of s + b, of the groups whose two best sum highest
+                                          w_e = scale s_e, or scale s_e over the sum of the chosen
+
+Biases b decide who is chosen and nothing else: no loss has a gradient by them (balance without a loss, Wang et al.,
+arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437, section 2.1.2). A step moves each against its load:
+
+    b_e -= rate sign(n c_e - k T)         c_e: tokens of the global batch that took e; T: its tokens
+
+n c_e - k T is a sum over tokens, as a gradient is: so it is b's gradient here, and the same buckets sum it over
+microbatches and ranks. It is counted in the backward pass, once, also where the forward pass is computed again.
+
+The balance of a set of tokens (Switch Transformer, arXiv 2101.03961, equation 4; without its and DeepSeek's 1/k):
+
+    balance = n Σ_e f_e P_e        f_e: pairs of a token and one of its k experts that are e's, over the set's tokens
+                                   P_e: the mean of its tokens' p_e = s_e over the sum of all s
+
+`balance_over` says what is a set: one sequence, so that the value is the same however sequences are dealt; a
+microbatch; the step's global batch, whose f_e a pass without gradients counts beforehand (Qiu et al., arXiv
+2501.11873, who take the running mean instead). A gradient goes through P alone, which is linear: each sequence's share
+of the balance is n Σ_e f_e p̄_e with the set's f and its own mean p̄, and their mean is the balance. Where ranks hold
+parts of a sequence, counts are summed over them (one all-reduce of [B, n], forward), and a rank's own tokens give its
+part of the share.
+
+The z-loss (ST-MoE, arXiv 2202.08906, equation 5) is the mean over tokens of log(Σ_e exp(x R))².
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from meshwright.compute.parameters.role import ROUTER_BIAS
+from meshwright.compute.parameters.shard import ZEROS, Initial, ShardedModule, ShardSpec
+from meshwright.compute.tensor.boundary import Boundary
+from meshwright.compute.tensor.linear import linear
+from meshwright.compute.tensor.products import PLAIN, Products, write_part
+from meshwright.ranks.collectives import all_reduce, start_all_reduce
+from meshwright.ranks.mesh import Mesh
+
+LEAST = 1e-20
+"""Added to the sum of a token's sigmoids before it divides, as transformers does: all may be zero in float32."""
+
+
+@dataclass(frozen=True)
+class ExpertsShape:
+    """Experts as the model asks for them: `count` of width `inner`, `chosen` a token.
+
+    `renormalises`: the chosen experts' weights add up to 1, times `scale`. `balance`, `router_z`: the coefficients of
+    the two losses. `capacity`: the most tokens of a sequence that an expert takes in training, in those of an even
+    router; None: all that choose it. `groups_chosen`: of `groups`, whose experts a token may take. `biased`: a bias
+    takes part in the choice.
+    """
+
+    hidden: int
+    inner: int
+    count: int
+    chosen: int
+    renormalises: bool
+    balance: float
+    capacity: float | None
+    initial: Initial
+    last: Initial
+    """The first values of the linear that ends in the residual stream."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    groups: int = 1
+    groups_chosen: int = 1
+    scale: float = 1.0
+    biased: bool = False
+    balance_over: Literal["sequence", "microbatch", "batch"] = "sequence"
+    router_z: float = 0.0
+
+    def most_tokens(self, length: int) -> int:
+        """C: the most tokens of a sequence of this length that an expert takes."""
+        assert self.capacity is not None, "experts without a capacity"
+        return min(length, math.ceil(self.capacity * self.chosen * length / self.count))
+
+
+class Routed(NamedTuple):
+    """A router's word on tokens: the experts of each, `ids` [B, T, k], their `weights` [B, T, k], and where it has
+    losses each sequence's [B], or this rank's part of it where the context axis cuts sequences."""
+
+    weights: Tensor
+    ids: Tensor
+    losses: tuple[Tensor, ...]
+
+
+class Router(ShardedModule):
+    """Scores of experts, x R; R [H, n], b [n]."""
+
+    def __init__(self, mesh: Mesh, shape: ExpertsShape, boundary: Boundary, products: Products = PLAIN) -> None:
+        super().__init__(mesh)
+        self.shape, self.boundary, self.products = shape, boundary, products
+        self.weight = self.declare("weight", ShardSpec((shape.hidden, shape.count), initial=shape.initial))
+        spec = ShardSpec((shape.count,), initial=ZEROS, role=ROUTER_BIAS)
+        self.bias = self.declare("bias", spec) if shape.biased else None
+        self.counting = False
+        """Whether the current pass only counts loads."""
+        self.loads: Tensor | None = None
+        """Tokens that took each expert [n]: this rank's so far while `counting`, then the mean sequence's of the global
+        batch, until the step ends."""
+
+    def count(self) -> None:
+        """Let passes count loads alone, from zero."""
+        self.counting, self.loads = True, None
+
+    def balance_by(self, loads: Tensor) -> None:
+        """Balance by known loads, and count no more.
+
+        Args:
+            loads: [n], tokens of the mean sequence of the global batch that took each expert.
+        """
+        self.counting, self.loads = False, loads
+
+    def forward(self, h: Tensor) -> Tensor:
+        return linear(h, self.weight, None, self, self.products)
+
+    def route(self, logits: Tensor) -> Routed:
+        """The experts of tokens, logits [B, T, n]."""
+        shape = self.shape
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        scores = wide.softmax(-1) if shape.scores == "softmax" else wide.sigmoid()
+        if shape.groups == 1 and self.bias is None:
+            weights, ids = scores.topk(shape.chosen, -1)
+        else:
+            ids = self._choice(scores.detach())
+            if self.bias is not None:
+                scores = _CountLoads.apply(scores, self.bias, ids, self)
+            weights = scores.gather(-1, ids)
+        if shape.renormalises:
+            total = weights.sum(-1, keepdim=True)
+            weights = weights / (total if shape.scores == "softmax" else total + LEAST)
+        weights = weights * shape.scale if shape.scale != 1 else weights
+        if self.counting:
+            loads = counts_of(ids, shape.count, scores.dtype).sum(0)
+            self.loads = loads if self.loads is None else self.loads + loads
+        return Routed(weights, ids, (self._losses(wide, scores, ids),) if shape.balance or shape.router_z else ())
+
+    def _choice(self, scores: Tensor) -> Tensor:
+        """The experts that tokens choose, [B, T, k]."""
+        shape = self.shape
+        if self.bias is not None:
+            scores = scores + self.bias.detach()
+        if shape.groups > 1:
+            groups = scores.unflatten(-1, (shape.groups, -1))
+            best = groups.topk(2, -1)[0].sum(-1)
+            taken = torch.zeros_like(best, dtype=torch.bool)
+            taken.scatter_(-1, best.topk(shape.groups_chosen, -1)[1], True)
+            scores = groups.masked_fill(~taken.unsqueeze(-1), -torch.inf).flatten(-2)
+        return scores.topk(shape.chosen, -1)[1]
+
+    def _losses(self, logits: Tensor, scores: Tensor, ids: Tensor) -> Tensor:
+        """Each sequence's share of the balance and the z-loss, each times its coefficient."""
+        shape, inside = self.shape, self.boundary.split_axes
+        cut = tuple(axis for axis in self.mesh.grid.names if axis in (*inside, "context"))
+        tokens = scores.shape[1] * self.mesh.size(*cut)
+        losses = logits.new_zeros(scores.shape[0])
+        if shape.balance:
+            shares = scores if shape.scores == "softmax" else scores / (scores.sum(-1, keepdim=True) + LEAST)
+            if shape.balance_over == "batch" and self.loads is not None and not self.counting:
+                counts = self.loads.unsqueeze(0)
+            else:
+                # An evaluation, a plan and the pass that counts ask for no balance over a batch: any counts will do.
+                assert shape.balance_over != "batch" or self.counting or not self.training or ids.is_meta, "not counted"
+                counts = counts_of(ids, shape.count, scores.dtype)  # tokens of each sequence that took each expert
+                if cut and shape.balance_over != "batch":
+                    counts = start_all_reduce(counts, self.mesh.comm(*cut)).wait()
+                if shape.balance_over == "microbatch":
+                    counts = counts.mean(0, keepdim=True)
+            balance = (counts.unsqueeze(1) * shares).sum((1, 2)) * (shape.count / tokens**2)
+            losses = losses + shape.balance * balance
+        if shape.router_z:
+            losses = losses + logits.logsumexp(-1).square().sum(1) * (shape.router_z / tokens)
+        for axis in inside:  # whose ranks go on with one loss
+            losses = all_reduce(losses, self.mesh, axis)
+        return losses
+
+
+@contextmanager
+def counted_loads(model: nn.Module, mesh: Mesh, sequences: int) -> Iterator[None]:
+    """Let routers count, in the passes inside, which experts the global batch of so many sequences takes. Sends one
+    all-reduce of [routers, n] over the axes that split tokens."""
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    for router in routers:
+        router.count()
+    yield
+    loads = [router.loads for router in routers if router.loads is not None]
+    assert len(loads) == len(routers), "a router that no pass reached"
+    if loads:  # a stage may have none, and its ranks then all have none
+        mean = torch.stack(loads) / sequences
+        mesh.comm(*mesh.token_axes).all_reduce(mean)
+        for router, own in zip(routers, mean, strict=True):
+            router.balance_by(own)
+
+
+class _CountLoads(torch.autograd.Function):
+    """Scores as they are. The backward pass adds n c_e - k T of these tokens to the bias's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, bias: Tensor, ids: Tensor, router: Router) -> Tensor:
+        ctx.save_for_backward(ids, bias)
+        ctx.router = router
+        return scores.view_as(scores)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        ids, bias = ctx.saved_tensors
+        count = bias.numel()
+        loads = counts_of(ids, count, bias.dtype).sum(0)
+        excess = loads * count - ids.numel()
+        return gradient, ctx.router.add_gradient("bias", bias, partial(write_part, excess)), None, None
+
+
+def counts_of(ids: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """Tokens of each sequence that took each expert, [B, n]; ids [B, T, k]."""
+    counts = torch.zeros(ids.shape[0], count, dtype=dtype, device=ids.device)
+    return counts.scatter_add_(1, ids.flatten(1), torch.ones_like(ids, dtype=dtype).flatten(1))

@@ -1,0 +1,320 @@
+"""The tensor sections of a layout: what each kind of tensor parallelism is to the config and to the planner. No torch.
+
+| kind      | axes            | batch rows split over | divides                                                     |
+|-----------|-----------------|-----------------------|-------------------------------------------------------------|
+| none      | -               | -                     | nothing                                                     |
+| megatron  | tensor          | -                     | branches, widths, tables; sequence_parallel: sequences too  |
+| tesseract | depth, row, col | depth, row            | branches, widths, tables                                    |
+
+sub-graphs: subgraph/section.py. A kind is added by a subclass of TensorSection and its line in the registry
+(docs/extending.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from inspect import signature
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, cast
+
+from meshwright.config.registry import load_entry
+from meshwright.config.section import Positive, Rule, Section, at_most, can_share, divisors, field_of, listed, rule
+from meshwright.ranks.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from meshwright.compute.tensor.arithmetic import Arithmetic
+    from meshwright.compute.tensor.kit import Kit
+    from meshwright.config import Config
+    from meshwright.ranks.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A number of the model or the data that a layout divides into equal parts.
+
+    `field`, which holds the `number`, may be words, if `reads` names the fields that make it. `by`: the layout's field.
+    """
+
+    field: str
+    number: int
+    by: str
+    parts: int
+    note: str = ""
+    reads: tuple[str, ...] = ()
+
+    @property
+    def problem(self) -> Problem | None:
+        """The mistake of a layout whose parts would not be equal."""
+        if self.number % self.parts == 0:
+            return None
+        rule_text = f"does not divide {self.field}={self.number}{self.note}"
+        return Problem(self.by, self.parts, rule_text, listed(divisors(self.number)), self.reads or (self.field,))
+
+
+@dataclass(frozen=True)
+class PaddedCut(Cut):
+    """The rows of tables, which are padded: whatever their `number`, another padding makes their parts equal.
+
+    `field` holds the `multiple` that rows are padded to.
+    """
+
+    multiple: int = 1
+
+    @property
+    def problem(self) -> Problem | None:
+        if self.number % self.parts == 0:
+            return None
+        rule_text = f"is no multiple of {self.parts}, into which layout.tensor cuts the padded tables"
+        valid = f"{self.parts * self.multiple}, any multiple of {self.parts}"
+        return Problem(self.field, self.multiple, rule_text, valid, self.reads)
+
+
+@dataclass(frozen=True)
+class HeadsCut(Cut):
+    """Branches that fall into `members` equal parts each, a key-value head into its queries: where parts are more than
+    branches, several have the same one, and some of its members each."""
+
+    members: int = 1
+
+    @property
+    def problem(self) -> Problem | None:
+        if can_share(self.number, self.members, self.parts):
+            return None
+        rule_text = f"does not divide {self.field}={self.number}{self.note}"
+        many = [self.number * each for each in divisors(self.members)[1:]]
+        valid = listed([*divisors(self.number), *many])
+        return Problem(self.by, self.parts, rule_text, valid, self.reads or (self.field,))
+
+
+class Rows(NamedTuple):
+    """How ranks deal out a microbatch's rows between pairs; by default each has all of them."""
+
+    parts: int = 1
+    """Ranks among which rows are dealt out, hence the equal parts into which they must fall."""
+    at_once: int = 1
+    """Those parts that a rank sees between the two linears of a pair."""
+    by: str = ""
+    """In words, before the number of parts: which fields say so."""
+    leads: int = 1
+    """Ranks of which the first computes for all, while the others wait."""
+
+
+class TensorSection(Section):
+    """Base of the tensor sections: by itself, one that divides nothing. Subclasses add fields and `kind`, a Literal."""
+
+    kind: str
+    """How a layer is cut over ranks."""
+
+    axis_fields: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """The mesh's axes, outermost first, and the section's fields of their sizes."""
+    kit_class: ClassVar[str]
+    """The class of its kit, `module:attribute`; its first argument is the mesh."""
+    kit_fields: ClassVar[Mapping[str, str]] = {}
+    """The arguments of the kit's class besides the mesh, and the fields of the config that they are."""
+    rules: ClassVar[tuple[Rule, ...]] = ()
+    """Refusals: with which other fields the kind does not go, and why; checked where the kind is chosen."""
+    idle_alone: ClassVar[tuple[str, ...]] = ()
+    """Fields that have no effect where the layout has one tensor rank."""
+    gives_effect_to: ClassVar[tuple[str, ...]] = ()
+    """Fields of other sections that have an effect with this kind, and by default with no other."""
+    heads_axis: ClassVar[str] = ""
+    """The axis that cuts attention's heads, where several of its ranks can hold the same key-value head
+    (tensor/copies.py)."""
+    holds_experts: ClassVar[bool] = False
+    """Whether its kit has feed-forwards of experts."""
+    by_parts: ClassVar[str] = ""
+    """The class of the kit that multiplies part by part, so that bits can be free of the layout (bits/section.py); ""
+    where there is none."""
+    inner_axis: ClassVar[str] = ""
+    """The axis that cuts what lies between the two linears of a pair."""
+    inner_field: ClassVar[str] = "layout.tensor.size"
+    """The field of its size."""
+    cuts_hidden: ClassVar[bool] = False
+    """Whether the inner axis deals out the width between pairs as well."""
+    batch_axes: ClassVar[tuple[str, ...]] = ()
+    """The axes that split a microbatch's rows."""
+    by_size: ClassVar[bool] = False
+    """Whether what a rank runs and sends depends on a microbatch's size otherwise than in proportion."""
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """The mesh's axes and their sizes, outermost first."""
+        return tuple([(axis, getattr(self, field)) for axis, field in self.axis_fields])
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """The axes that split tokens: gradients of uncut parameters are summed over them."""
+        return self.batch_axes
+
+    @property
+    def cuts_sequences(self) -> bool:
+        """Whether the inner axis cuts sequences between pairs."""
+        return self.inner_axis in self.token_axes and self.inner_axis not in self.batch_axes
+
+    @property
+    def inner_size(self) -> int:
+        """The size of the inner axis."""
+        return dict(self.axes).get(self.inner_axis, 1)
+
+    @property
+    def same_activation(self) -> str:
+        """The inner axis, if its ranks all have the activation between two layers; nothing where each has its part."""
+        split = self.cuts_hidden or self.inner_axis in (*self.batch_axes, *self.token_axes)
+        return "" if split else self.inner_axis
+
+    @property
+    def rows(self) -> Rows:
+        """How a microbatch's rows are dealt out."""
+        return Rows()
+
+    @property
+    def words(self) -> str:
+        """The kind as tables name it, with the settings that change what a rank does; nothing where nothing is cut."""
+        cut = ", cut by sequence" if self.cuts_sequences else ""
+        return f"{self.kind}{cut}" if self.axes else ""
+
+    def cuts(self, config: Config) -> Iterator[Cut]:
+        """Fields of the model and the data that the kind divides, and by what."""
+        yield from ()
+
+    @classmethod
+    def candidates(cls, devices: int) -> Iterator[Self]:
+        """The sections that a planner tries on so many devices. Their sizes must divide these."""
+        yield from ()
+
+    def kit_settings(self, config: Config) -> Mapping[str, Any]:
+        """The values of these arguments, and of others that are no fields."""
+        return {name: field_of(config, field) for name, field in self.kit_fields.items()}
+
+    def kit(self, config: Config, mesh: Mesh, arithmetic: Arithmetic | None = None) -> Kit:
+        """Make the words that models are written in, for a rank. The kit's room and torch are imported here, not
+        before. `arithmetic`: None: all that a rank holds is computed at once.
+
+        Raises ConfigError if the kit is another package's and takes no arithmetic.
+        """
+        computes = {} if arithmetic is None else {"arithmetic": arithmetic}
+        make = load_entry(self.by_parts if arithmetic is not None and arithmetic.in_order else self.kit_class)
+        takes = signature(make).parameters.values()
+        if computes and not any(each.name == "arithmetic" or each.kind is each.VAR_KEYWORD for each in takes):
+            rule = f"is a kit that takes no arithmetic, which bits={config.bits.kind} needs"
+            raise ConfigError.of("layout.tensor", self.kind, rule, "`arithmetic`, or **computes, in its __init__")
+        return cast("Kit", make(mesh, **computes, **self.kit_settings(config)))
+
+
+def whole_layers(config: Config, by: str, parts: int) -> Iterator[Cut]:
+    """The cuts of a kit that divides all of a layer, and the tables: branches, widths, padded rows."""
+    model = config.model
+    heads = model.branches
+    yield HeadsCut(heads.field, heads.number, by, parts, members=heads.members)
+    for field, number in model.widths:
+        yield Cut(field, number, by, parts)
+    padded = ("model.vocabulary_multiple", model.padded_rows, by, parts)
+    yield PaddedCut(*padded, reads=tuple(field for field, _ in model.tables), multiple=model.vocabulary_multiple)
+
+
+class Whole(TensorSection):
+    """No tensor parallelism: every rank of a replica's one holds whole layers."""
+
+    kind: Literal["none"] = "none"
+    kit_class: ClassVar[str] = "meshwright.compute.tensor.serial:SerialKit"
+    holds_experts: ClassVar[bool] = True
+    by_parts: ClassVar[str] = "meshwright.compute.tensor.megatron:MegatronKit"
+
+    @classmethod
+    def candidates(cls, devices: int) -> Iterator[Self]:
+        yield cls()
+
+
+@rule("layout.tensor", "model.family")
+def sequences_can_be_cut(config: Config) -> Iterator[Problem]:
+    tensor, model = config.layout.tensor, config.model
+    if isinstance(tensor, Megatron) and tensor.sequence_parallel and next(model.sequences(config), None) is None:
+        rule_text = f"cuts the positions of an image, over which the norms of a {model.family} are taken"
+        yield Problem("layout.tensor.sequence_parallel", True, rule_text, "false")
+
+
+class Megatron(TensorSection):
+    """1-D: heads, inner widths and the vocabulary split over ranks (Megatron-LM)."""
+
+    kind: Literal["megatron"]
+    size: Positive
+    """Ranks that a layer is cut over."""
+    sequence_parallel: bool = False
+    """Tokens of norms and dropout are split over the same ranks: less memory, as many bytes."""
+
+    axis_fields: ClassVar[tuple[tuple[str, str], ...]] = (("tensor", "size"),)
+    kit_class: ClassVar[str] = "meshwright.compute.tensor.megatron:MegatronKit"
+    kit_fields: ClassVar[Mapping[str, str]] = {"sequence_parallel": "layout.tensor.sequence_parallel"}
+    rules: ClassVar[tuple[Rule, ...]] = (sequences_can_be_cut,)
+    idle_alone: ClassVar[tuple[str, ...]] = ("sequence_parallel",)
+    heads_axis: ClassVar[str] = "tensor"
+    holds_experts: ClassVar[bool] = True
+    by_parts: ClassVar[str] = kit_class
+    inner_axis: ClassVar[str] = "tensor"
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        return ("tensor",) if self.sequence_parallel else ()
+
+    def cuts(self, config: Config) -> Iterator[Cut]:
+        yield from whole_layers(config, "layout.tensor.size", self.size)
+        for length in config.model.sequences(config) if self.sequence_parallel else ():
+            note = f"{length.note}, as sequence_parallel asks"
+            yield Cut(length.field, length.number, "layout.tensor.size", self.size, note, length.reads)
+            if length.number % self.size:
+                return  # the lengths behind it are made of this one
+
+    @classmethod
+    def candidates(cls, devices: int) -> Iterator[Self]:
+        for size in divisors(devices)[1:]:
+            yield cls(kind="megatron", size=size)
+            yield cls(kind="megatron", size=size, sequence_parallel=True)
+
+
+@rule("layout.tensor")
+def depth_is_at_most_q(config: Config) -> Iterator[Problem]:
+    tensor = config.layout.tensor
+    if isinstance(tensor, Tesseract) and tensor.d > tensor.q:
+        rule_text = f"is more than layout.tensor.q={tensor.q}: beyond 3-D, layout.data.size does the same for less"
+        yield Problem("layout.tensor.d", tensor.d, rule_text, at_most(tensor.q))
+
+
+class Tesseract(TensorSection):
+    """2-D (d = 1: Optimus, SUMMA), 2.5-D and 3-D (d = q): blocks of everything on [q, q, d] ranks."""
+
+    kind: Literal["tesseract"]
+    q: Positive
+    """Rows and columns of ranks; q x q x d are a layer's."""
+    d: Positive = 1
+    """Layers of such squares, each with 1/d of the batch, at most q."""
+
+    axis_fields: ClassVar[tuple[tuple[str, str], ...]] = (("depth", "d"), ("row", "q"), ("col", "q"))
+    kit_class: ClassVar[str] = "meshwright.compute.tensor.tesseract:TesseractKit"
+    kit_fields: ClassVar[Mapping[str, str]] = {"policy": "memory.summa"}
+    rules: ClassVar[tuple[Rule, ...]] = (depth_is_at_most_q,)
+    gives_effect_to: ClassVar[tuple[str, ...]] = ("memory.summa",)
+    heads_axis: ClassVar[str] = "col"
+    batch_axes: ClassVar[tuple[str, ...]] = ("depth", "row")
+    by_size: ClassVar[bool] = True
+    by_parts: ClassVar[str] = "meshwright.compute.bits.tesseract:ExactTesseract"
+    inner_axis: ClassVar[str] = "col"
+    inner_field: ClassVar[str] = "layout.tensor.q"
+    cuts_hidden: ClassVar[bool] = True
+
+    @property
+    def rows(self) -> Rows:
+        return Rows(self.d * self.q, by="layout.tensor.d x q = ")
+
+    def cuts(self, config: Config) -> Iterator[Cut]:
+        yield from whole_layers(config, "layout.tensor.q", self.q)
+        for field in config.model.latent_fields:
+            if (number := getattr(config.model, field)) is not None:
+                yield Cut(f"model.{field}", number, "layout.tensor.q", self.q)
+
+    @classmethod
+    def candidates(cls, devices: int) -> Iterator[Self]:
+        for q in range(2, math.isqrt(devices) + 1):
+            for d in range(1, q + 1):
+                if devices % (q * q * d) == 0:
+                    yield cls(kind="tesseract", q=q, d=d)

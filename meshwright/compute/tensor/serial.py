@@ -1,0 +1,195 @@
+"""A kit's methods for layers that no axis cuts: the base of all kits, and the kit of one device.
+
+| layer     | input     | weight        | output        | sends |
+|-----------|-----------|---------------|---------------|-------|
+| embedding | [B, T]    | [V, H]        | [B, T, H]     | -     |
+| norm      | [B, T, H] | [H], [H]      | [B, T, H]     | -     |
+| expand    | [B, T, H] | [H, G, N/G]   | [B, T, G, N/G]| -     |
+| contract  | [B, T, N] | [N, H]        | [B, T, H]     | -     |
+| linear    | [B, t, I] | [I, N]        | [B, t, N]     | -     |
+| head      | [B, T, H] | [V, H]        | loss          | -     |
+
+The serial kit is the oracle that every other kit is compared with. A kit that cuts says how activations cross into its
+pairs (boundary.py), and writes anew the words whose weights its axes cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.compute.parameters.role import BIAS, TABLE, Role
+from meshwright.compute.parameters.shard import UNPLACED, ZEROS, Initial, Placements, ShardedModule, ShardSpec
+from meshwright.compute.tensor.arithmetic import AT_ONCE, Arithmetic
+from meshwright.compute.tensor.boundary import UNCUT, Boundary, start_copies
+from meshwright.compute.tensor.copies import HeadGroups
+from meshwright.compute.tensor.cross_entropy import chunked_token_losses
+from meshwright.compute.tensor.head import HeadShape, TableHead
+from meshwright.compute.tensor.kit import LinearPair, LinearRole, NormKind, Where
+from meshwright.compute.tensor.linear import Addends, Local, at_once, linear, lookup
+from meshwright.compute.tensor.norms import GroupNorm
+from meshwright.compute.tensor.products import PLAIN, Products
+from meshwright.compute.tensor.router import ExpertsShape
+from meshwright.ranks.collectives import cross
+from meshwright.ranks.mesh import Mesh
+
+TensorFunction = Callable[[Tensor], Tensor]
+"""A kit's function on a layer's input or output."""
+
+
+class Embedding(ShardedModule):
+    """Rows of a table. If an axis cuts it by rows, each rank looks up its own of `before`'s ids, the others add
+    nothing, and `after` sums. `addends`: of the table's gradient."""
+
+    def __init__(
+        self, mesh: Mesh, num_rows: int, hidden: int, initial: Initial, placements: Placements = UNPLACED, *,
+        before: TensorFunction = UNCUT.part, after: TensorFunction = UNCUT.whole, addends: Addends = at_once,
+    ) -> None:  # fmt: skip
+        super().__init__(mesh)
+        self.before, self.after, self.addends = before, after, addends
+        self.axes = [axis for axis, shard in placements.items() if shard.dim == 0]
+        self.weight = self.declare("weight", ShardSpec((num_rows, hidden), placements, initial, TABLE))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if not self.axes:
+            return lookup(ids, self, self.addends)  # [B, T, H]
+        rows = self.before(ids) - self.mesh.index(*self.axes) * self.weight.shape[0]
+        mine = (rows >= 0) & (rows < self.weight.shape[0])
+        found = lookup(torch.where(mine, rows, 0), self, self.addends)
+        return self.after(found * mine.unsqueeze(-1))
+
+
+class SerialLinear(ShardedModule):
+    """x W + b over the last dim of x; W [in, G, out/G]. `before`, `after`: what a kit does with x, and with the sum."""
+
+    def __init__(
+        self, mesh: Mesh, inputs: int, outputs: tuple[int, ...], initial: Initial, placements: Placements = UNPLACED,
+        *, bias: bool = True, products: Products = PLAIN, before: TensorFunction = UNCUT.part,
+        after: TensorFunction = UNCUT.whole,
+    ) -> None:  # fmt: skip
+        super().__init__(mesh)
+        self.products, self.before, self.after = products, before, after
+        self.weight = self.declare("weight", ShardSpec((inputs, *outputs), placements, initial))
+        self.bias = self.declare("bias", ShardSpec(outputs, initial=ZEROS, role=BIAS)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.flatten()
+        y = linear(self.before(x), self.weight.flatten(1), bias, self, self.products)
+        return self.after(y.unflatten(-1, self.weight.shape[1:]) if self.weight.dim() > 2 else y)
+
+
+class SerialHead(TableHead):
+    """The whole table: padding rows are never seen. It can also be asked what it computes, by evaluation and
+    generation, without gradients."""
+
+    def token_losses(self, h: Tensor, labels: Tensor) -> Tensor:
+        """Each token's loss in float32, [B, T]; 0 where it is not counted."""
+        vocabulary = self.classes.vocabulary
+        losses = chunked_token_losses(
+            h.flatten(0, -2), self.block, self.bias, labels.flatten(), vocabulary, self.classes.products
+        )
+        return losses.view(labels.shape)
+
+    def logits(self, h: Tensor) -> Tensor:
+        """[..., V] of hidden states [..., H], without the padding of the vocabulary."""
+        bias = None if self.bias is None else self.bias[: self.classes.vocabulary]
+        table = self.block[: self.classes.vocabulary]
+        return self.classes.products.multiply(h.reshape(-1, h.shape[-1]), table.t(), bias).view(*h.shape[:-1], -1)
+
+
+def grouped(inner: int, groups: int) -> tuple[int, ...]:
+    """The output dims of a linear whose groups are each split by themselves."""
+    return (inner,) if groups == 1 else (groups, inner // groups)
+
+
+class KitBase:
+    """Every word but `experts`, of layers that no axis cuts."""
+
+    hidden: ClassVar[Placements] = UNPLACED
+    """The placements of a vector [H] outside of pairs."""
+
+    def __init__(self, mesh: Mesh, boundary: Boundary = UNCUT, arithmetic: Arithmetic = AT_ONCE) -> None:
+        """`arithmetic`: of what a rank holds inside of pairs."""
+        self.mesh, self.arithmetic, self.parts, self.inner = mesh, arithmetic, arithmetic.parts, arithmetic
+        self.boundary, self.split_axes = boundary, boundary.split_axes
+        self.kept: dict[Any, Tensor] = {}
+
+    def outside(self, layer: ShardedModule) -> nn.Module:
+        """A layer between pairs, or its stand-in on a rank that has no part of it."""
+        return layer
+
+    def embedding(self, num_rows: int, hidden: int, initial: Initial) -> nn.Module:
+        return self.outside(Embedding(self.mesh, num_rows, hidden, initial, addends=self.arithmetic.lookup()))
+
+    def norm(
+        self, width: int, epsilon: float, *, kind: NormKind = "layer", groups: int = 1, bias: bool = True,
+        inside: bool = False,
+    ) -> nn.Module:  # fmt: skip
+        layer: ShardedModule
+        if kind == "group":
+            placements = self.boundary.inner(0) if inside else self.hidden
+            layer = GroupNorm(self.mesh, width, groups, epsilon, placements)
+        else:
+            # One weight for the heads of all ranks: each rank's gradient is of its heads alone, hence summed over them.
+            heads_over = tuple(self.boundary.inner(0)) if inside else ()
+            layer = self.arithmetic.norm(
+                self.mesh, width, epsilon, kind, bias=bias and kind == "layer", placements=self.hidden,
+                heads_over=heads_over, inside=inside,
+            )  # fmt: skip
+        return layer if inside else self.outside(layer)
+
+    def linear(self, role: LinearRole, inputs: int, outputs: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+        before, after = (self.boundary if role == end else UNCUT for end in ("patches", "scores"))
+        return SerialLinear(
+            self.mesh, inputs, (outputs,), initial, bias=bias and role == "transform",
+            products=self.arithmetic.between(role, outputs), before=before.part, after=after.whole,
+        )  # fmt: skip
+
+    @property
+    def branches(self) -> LinearPair:
+        return self
+
+    def expand(
+        self, hidden: int, inner: int, initial: Initial, *, groups: int = 1, bias: bool = True,
+        heads: HeadGroups | None = None,
+    ) -> nn.Module:  # fmt: skip
+        return SerialLinear(
+            self.mesh, hidden, grouped(inner, groups), initial, bias=bias, products=self.arithmetic.products
+        )  # fmt: skip
+
+    def contract(self, inner: int, hidden: int, initial: Initial, *, bias: bool = True) -> nn.Module:
+        return self.expand(inner, hidden, initial, bias=bias)  # alike, where no axis cuts pairs
+
+    def enter(self, x: Tensor, heads: int) -> Tensor:
+        boundary, own, start_sum = self.boundary, self.local_heads(heads), self.arithmetic.start_sum_of_heads
+        return cross(x, lambda x: start_copies(x, own, boundary), lambda dy: start_sum(dy, boundary))
+
+    def leave(self, x: Tensor) -> Tensor:
+        boundary, own, start_sum = self.boundary, x.shape[2], self.arithmetic.start_sum_of_heads
+        return cross(x, lambda x: start_sum(x, boundary), lambda dy: start_copies(dy, own, boundary))
+
+    def local(self, shape: tuple[int, ...], dim: int, initial: Initial, role: Role) -> nn.Module:
+        return Local(self.mesh, ShardSpec(shape, self.boundary.inner(dim), initial, role))
+
+    def head_loss(self, shape: HeadShape, tied: nn.Module | None = None) -> nn.Module:
+        return self.outside(self.arithmetic.head(self.mesh, shape, tied, UNCUT, SerialHead))
+
+    def local_heads(self, heads: int) -> int:
+        return self.arithmetic.heads_of(heads, self.mesh.size(*self.boundary.inner(0)))
+
+    def slice(self, x: Tensor, where: Where) -> Tensor:
+        return self.boundary.part(x) if where == "hidden" else x
+
+    def own_randomness(self, rate: float) -> AbstractContextManager[None]:
+        return nullcontext()  # one rank's, or every rank's stream is its own already
+
+
+class SerialKit(KitBase):
+    """One device."""
+
+    def experts(self, shape: ExpertsShape) -> nn.Module:
+        return self.arithmetic.experts(self.mesh, shape, self.boundary)

@@ -1,0 +1,53 @@
+"""SwiGLU (Shazeer, arXiv 2002.05202): silu(gate) · up of a linear's two groups, in one pass that keeps its input alone.
+
+    silu(g) = g σ(g)        dgate = dy · up · silu'(gate),  dup = dy · silu(gate)
+
+On a CPU the work goes by runs of rows that stay in a core's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from meshwright.compute.tensor.gelu import SLICE_ELEMENTS
+
+
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        y = torch.empty(x.shape[0], x.shape[2], dtype=x.dtype, device=x.device)
+        for part, value in _slices(x, y):
+            torch.mul(F.silu(part[:, 0]), part[:, 1], out=value)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor]:
+        (x,) = ctx.saved_tensors
+        dx = torch.empty_like(x)
+        for part, slope, gradient in _slices(x, dx, dy):
+            gate, up = part.unbind(1)
+            slope[:, 0] = torch.ops.aten.silu_backward(gradient * up, gate)
+            torch.mul(gradient, F.silu(gate), out=slope[:, 1])
+        return (dx,)
+
+
+def _slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Runs of the same rows of each."""
+    rows = tensors[0].shape[0]
+    if tensors[0].device.type == "cpu":
+        rows = max(1, SLICE_ELEMENTS // max(1, tensors[0][0].numel())) if rows else 1
+    return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """[..., 2, N], gates and ups -> [..., N]."""
+    y: Tensor = _Swiglu.apply(x.flatten(0, -3))
+    return y.view(*x.shape[:-2], x.shape[-1])

@@ -1,0 +1,292 @@
+"""The registry: every strategy under its name, ours and those that other packages bring. No torch.
+
+| group        | an entry is                                                   |
+|--------------|---------------------------------------------------------------|
+| models       | a subclass of models/section.py's Network                     |
+| tensor       | a subclass of tensor/section.py's TensorSection               |
+| data         | a subclass of data/section.py's DataSection                   |
+| schedules    | a ScheduleRule (pipeline/schedule.py)                         |
+| contexts     | a ContextKind of context/section.py                           |
+| syncs        | a Sync of data_parallel/section.py                            |
+| activations  | an ActivationPolicy of memory/section.py                      |
+| optimizers   | an Update of optim/section.py                                 |
+| sinks        | a Sink of training/sinks.py                                   |
+| metrics      | a Metric of training/metric.py, in every run that knows of it |
+| convert      | a subclass of convert/family.py's Family, by `model.family`   |
+| eval         | a Task of tools/evaluate/tasks.py                             |
+| submit       | a subclass of tools/submit/job.py's Engine                    |
+
+No run names an entry of the last three: commands load them when they are asked for one, and they may import torch.
+
+An entry is written `module:attribute`, ours here, those of another package as entry points of the group
+`meshwright.GROUP` in its metadata, those of a script or a notebook by `register`. What a run names imports no torch: it
+names what needs torch as text, `module:attribute`, which `load_entry` loads when it is called.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from functools import cache, reduce
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from meshwright.ranks.environment import registered, remember_registered
+from meshwright.ranks.errors import ConfigError, PluginError
+
+OURS: Mapping[str, Mapping[str, str]] = {
+    "models": {
+        "gpt2": "meshwright.families.gpt.section:Gpt2",
+        "llama": "meshwright.families.llama.section:Llama",
+        "deepseek": "meshwright.families.deepseek.section:DeepSeek",
+        "bert": "meshwright.families.bert.section:Bert",
+        "bert-pairs": "meshwright.families.bert.section:BertPairs",
+        "bert-spans": "meshwright.families.bert.section:BertSpans",
+        "bert-choice": "meshwright.families.bert.section:BertChoice",
+        "transformer": "meshwright.families.seq2seq.section:Attentional",
+        "t5": "meshwright.families.seq2seq.section:T5",
+        "vit": "meshwright.families.vision.section:Vit",
+        "resnext": "meshwright.families.vision.section:ResNeXt",
+    },
+    "tensor": {
+        "none": "meshwright.compute.tensor.section:Whole",
+        "megatron": "meshwright.compute.tensor.section:Megatron",
+        "tesseract": "meshwright.compute.tensor.section:Tesseract",
+        "subgraph": "meshwright.compute.subgraph.section:Subgraph",
+    },
+    "data": {
+        "text": "meshwright.data.text_section:TextData",
+        "masked": "meshwright.families.bert.data_section:MaskedData",
+        "pairs": "meshwright.families.seq2seq.data_section:PairData",
+        "spans": "meshwright.families.seq2seq.data_section:SpanData",
+        "images": "meshwright.families.vision.data_section:ImageData",
+        "sentence-pairs": "meshwright.families.bert.data_section:SentencePairData",
+        "squad": "meshwright.families.bert.data_section:SquadData",
+        "race": "meshwright.families.bert.data_section:RaceData",
+        "messages": "meshwright.data.messages_section:MessagesData",
+    },
+    "schedules": {
+        "gpipe": "meshwright.strategies.pipeline.schedule:GPIPE",
+        "1f1b": "meshwright.strategies.pipeline.schedule:ONE_F_ONE_B",
+        "axonn": "meshwright.strategies.pipeline.schedule:AXONN",
+        "message-driven": "meshwright.strategies.pipeline.schedule:MESSAGE_DRIVEN",
+    },
+    "contexts": {
+        "ulysses": "meshwright.compute.context.section:ULYSSES",
+        "ring": "meshwright.compute.context.section:RING_ATTENTION",
+    },
+    "syncs": {
+        "server-loss": "meshwright.strategies.data_parallel.section:SERVER_LOSS",
+        "server-gradient": "meshwright.strategies.data_parallel.section:SERVER_GRADIENT",
+        "rooted": "meshwright.strategies.data_parallel.section:ROOTED",
+        "allreduce": "meshwright.strategies.data_parallel.section:ALLREDUCE",
+        "ring": "meshwright.strategies.data_parallel.section:RING",
+        "zero1": "meshwright.strategies.data_parallel.section:ZERO1",
+        "zero2": "meshwright.strategies.data_parallel.section:ZERO2",
+        "zero3": "meshwright.strategies.data_parallel.section:ZERO3",
+    },
+    "activations": {
+        "none": "meshwright.strategies.memory.section:NONE",
+        "selective": "meshwright.strategies.memory.section:SELECTIVE",
+        "auto": "meshwright.strategies.memory.section:AUTO",
+        "ops": "meshwright.strategies.memory.section:OPS",
+        "offload": "meshwright.strategies.memory.section:OFFLOAD",
+    },
+    "sinks": {
+        "tensorboard": "meshwright.training.sinks:TENSORBOARD",
+        "wandb": "meshwright.training.sinks:WANDB",
+        "mlflow": "meshwright.training.sinks:MLFLOW",
+        "trackio": "meshwright.training.sinks:TRACKIO",
+        "prometheus": "meshwright.training.sinks:PROMETHEUS",
+    },
+    "optimizers": {
+        "adamw": "meshwright.strategies.optim.section:ADAMW",
+        "sgd": "meshwright.strategies.optim.section:SGD",
+        "momentum": "meshwright.strategies.optim.section:MOMENTUM",
+        "muon": "meshwright.strategies.optim.section:MUON",
+    },
+    "metrics": {},  # ours are a table of their own, training/step_report.py
+    "convert": {
+        "gpt2": "meshwright.families.gpt.convert:Gpt2Family",
+        "llama": "meshwright.families.llama.convert:LlamaFamily",
+        "deepseek": "meshwright.families.deepseek.convert:DeepSeekFamily",
+        "bert": "meshwright.families.bert.convert:BertFamily",
+        "t5": "meshwright.families.seq2seq.convert:T5Family",
+        "vit": "meshwright.families.vision.convert:VitFamily",
+        "bert-pairs": "meshwright.families.bert.convert_tuned:BertPairsFamily",
+        "bert-spans": "meshwright.families.bert.convert_tuned:BertSpansFamily",
+        "bert-choice": "meshwright.families.bert.convert_tuned:BertChoiceFamily",
+    },
+    "eval": {
+        "perplexity": "meshwright.tools.evaluate.perplexity:PERPLEXITY",
+        "wikitext": "meshwright.tools.evaluate.wikitext:WIKITEXT",
+        "bleu": "meshwright.families.seq2seq.sequence:BLEU",
+        "lambada": "meshwright.tools.evaluate.lambada:LAMBADA",
+        "masked-lm": "meshwright.families.bert.evaluate_masked:MASKED",
+        "images": "meshwright.families.vision.evaluate:IMAGES",
+        "pairs": "meshwright.families.bert.evaluate_choices:PAIRS",
+        "squad": "meshwright.families.bert.evaluate_squad:SQUAD",
+        "race": "meshwright.families.bert.evaluate_choices:RACE",
+        "lm-eval": "meshwright.tools.evaluate.published:LM_EVAL",
+    },
+    "submit": {
+        "slurm": "meshwright.tools.submit.slurm:Slurm",
+        "kubernetes": "meshwright.tools.submit.kubernetes:Kubernetes",
+        "ray": "meshwright.tools.submit.ray_script:Ray",
+        "skypilot": "meshwright.tools.submit.skypilot:SkyPilot",
+    },
+}
+
+BASES: Mapping[str, str] = {
+    "models": "meshwright.compute.models.section:Network",
+    "tensor": "meshwright.compute.tensor.section:TensorSection",
+    "data": "meshwright.data.section:DataSection",
+    "schedules": "meshwright.strategies.pipeline.schedule:ScheduleRule",
+    "contexts": "meshwright.compute.context.section:ContextKind",
+    "syncs": "meshwright.strategies.data_parallel.section:Sync",
+    "activations": "meshwright.strategies.memory.section:ActivationPolicy",
+    "optimizers": "meshwright.strategies.optim.section:Update",
+    "sinks": "meshwright.training.sinks:Sink",
+    "metrics": "meshwright.training.metric:Metric",
+    "convert": "meshwright.training.convert.family:Family",
+    "eval": "meshwright.tools.evaluate.tasks:Task",
+    "submit": "meshwright.tools.submit.job:Engine",
+}
+"""The class that an entry of a group is an instance or a subclass of."""
+
+NAMED_BY: Mapping[str, str] = {
+    "models": "model.family",
+    "tensor": "layout.tensor.kind",
+    "data": "data.kind",
+    "schedules": "layout.pipeline.schedule",
+    "contexts": "layout.context.kind",
+    "syncs": "layout.data.sync",
+    "activations": "memory.recompute",
+    "optimizers": "optimizer.name",
+    "sinks": "metrics.sinks",
+}
+"""The field by which a run names an entry of a group. A run has every metric; other groups are commands' own."""
+
+
+def entries(group: str) -> dict[str, Any]:
+    """The entries of a group by name, ours first. Those that cannot be used are left out where a run names the group,
+    as check_plugins has told them; in a group of a command they raise PluginError."""
+    known, failures = _group(group)
+    if failures and group not in NAMED_BY:
+        raise PluginError("; ".join(failures))
+    return known
+
+
+def default_family() -> str:
+    """The `model.family` of a run that names none: the first one of ours."""
+    return next(iter(OURS["models"]))
+
+
+def where_from(group: str, name: str) -> str:
+    """The `module:attribute` that brings a strategy; empty where no package does."""
+    points = metadata.entry_points(group=f"meshwright.{group}")
+    brought = [(point.name, point.value) for point in points]
+    brought += [(known, value) for of, known, value, _ in registered() if of == group]
+    return OURS[group].get(name) or next((value for known, value in brought if known == name), "")
+
+
+def brought(config: Any) -> list[str]:
+    """The strategies of other packages that take part in a run's sums, as `field=name`."""
+    fields = {group: NAMED_BY[group] for group in ("models", "tensor", "contexts", "syncs")}
+    named = {group: reduce(getattr, field.split("."), config) for group, field in fields.items()}
+    return [f"{fields[group]}={name}" for group, name in named.items() if name not in OURS[group]]
+
+
+def register(group: str, name: str, entry: Any) -> None:
+    """Make a strategy known by a name to this process and to those that it starts, ranks among them.
+
+    `entry`: a class, or `module:attribute`, which other processes import: in a notebook it stands in a file. To be
+    called before the first config is read, since that is when its words are put together; the same again is no mistake.
+    Raises ConfigError where the group or the module is not there, the name is taken, or it is too late.
+    """
+    if group not in OURS:
+        raise ConfigError.of("group", group, "is no group of strategies", ", ".join(OURS))
+    value, folder, loaded = _importable(entry)
+    known = registered()
+    if (group, name, value, folder) in known:
+        return
+    if name in OURS[group] or any(other[:2] == (group, name) for other in known):
+        raise ConfigError.of("name", name, f"is the name of another {group} entry", "another name")
+    base = load_entry(BASES[group])
+    if not _suits(loaded, base):
+        raise ConfigError.of("entry", value, f"is no {base.__name__}", f"one, as docs/extending.md has it for {group}")
+    # Unions and rules of the sections are composed when the first config is read, of what is known then.
+    if _group.cache_info().currsize:
+        rule = "comes after the first config was read, whose words are put together once"
+        raise ConfigError.of("register", name, rule, "before it, in a new process or a kernel that is started again")
+    remember_registered([*known, (group, name, value, folder)])
+
+
+def _importable(entry: Any) -> tuple[str, str, Any]:
+    """An entry as `module:attribute`, the folder that the module is imported from, and the entry itself. Raises
+    ConfigError where another process could not import it."""
+    valid = "module:attribute, as in lion:LION; in a notebook %%writefile lion.py makes the module"
+    if not isinstance(entry, str | type):
+        raise ConfigError.of("entry", entry, "is no class, and does not know where it stands", valid)
+    value = entry if isinstance(entry, str) else f"{entry.__module__}:{entry.__qualname__}"
+    module = value.partition(":")[0]
+    # Ranks come from a clean process: what stands in __main__ here does not stand in theirs.
+    if module == "__main__":
+        raise ConfigError.of(
+            "entry", value, "stands in the script or notebook itself, which ranks do not import", valid
+        )
+    try:
+        loaded = load_entry(value)
+        file = Path(str(sys.modules[module].__file__)).resolve()
+    except Exception as error:  # whatever an import of somebody else's code may raise
+        raise ConfigError.of("entry", value, f"cannot be loaded: {type(error).__name__}: {error}", valid) from error
+    return value, str(file.parents[module.count(".") + (file.stem == "__init__")]), loaded
+
+
+def _suits(entry: Any, base: type) -> bool:
+    return isinstance(entry, base) or (isinstance(entry, type) and issubclass(entry, base))
+
+
+def check_plugins() -> None:
+    """Raises PluginError where a strategy of another package cannot be used: package, entry point, cause."""
+    if failures := [failure for group in NAMED_BY for failure in _group(group)[1]]:
+        raise PluginError("; ".join(failures))
+
+
+@cache
+def _group(group: str) -> tuple[dict[str, Any], list[str]]:
+    """Entries of a group by name, and a line for each entry of another package that cannot be used."""
+    failures: list[str] = []
+    base, known = load_entry(BASES[group]), {name: load_entry(value) for name, value in OURS[group].items()}
+    points = [
+        (f"mw.register({group}, {name}, {value})", folder, metadata.EntryPoint(name, value, f"meshwright.{group}"))
+        for of, name, value, folder in registered()
+        if of == group
+    ]
+    for point in metadata.entry_points(group=f"meshwright.{group}"):
+        package = point.dist.name if point.dist is not None else "a package"
+        where = f"{package}: the entry point {point.name} of {point.group}, {point.value},"
+        points.append((where, "", point))
+    for where, folder, point in points:
+        if point.name in known:
+            failures.append(f"{where} has the name of another {group} entry")
+            continue
+        if folder and folder not in sys.path:
+            sys.path.append(folder)  # of the script that registered it, whose path its ranks do not have
+        try:
+            entry = point.load()
+        except Exception as error:  # whatever an import of somebody else's code may raise
+            failures.append(f"{where} cannot be loaded: {type(error).__name__}: {error}")
+            continue
+        if _suits(entry, base):
+            known[point.name] = entry
+        else:
+            failures.append(f"{where} is no {base.__name__}")
+    return known, failures
+
+
+def load_entry(value: str) -> Any:
+    """The object that `module:attribute` names."""
+    # The standard library's own reading of `module:attribute`, as other packages' entry points have it.
+    return metadata.EntryPoint("", value, "").load()

@@ -1,5 +1,0 @@
-"""Hugging Face folders (config.json, safetensors, tokenizer.json) in and out, by family. Needs no transformers."""
-
-from meshwright.convert.transfer import Imported, export_folder, import_folder, read_folder, resting_token
-
-__all__ = ["Imported", "export_folder", "import_folder", "read_folder", "resting_token"]

@@ -1,0 +1,110 @@
+"""Tables on a terminal of any width: a name is broken at its dots and slashes, never inside of a word.
+
+rich breaks a word that is wider than the column that is left for it. `print_table` gives every column at least the
+width of its longest word; if the terminal is too narrow for that, a row becomes a list with a line for each column.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.box import HEAVY_HEAD, SIMPLE_HEAD, Box
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.ranks.streams import visible
+
+WORDS = re.compile(r"\s+|[^\s./,:]+[./,:]*|[./,:]+")
+"""Blanks, or a word with the separators behind it, at the end of which a line may be broken."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """A frame of a table. `edge`: columns of the left and right side; `between`: columns between two cells."""
+
+    box: Box
+    edge: int
+    between: int
+
+
+FORMS = (Form(HEAVY_HEAD, 4, 3), Form(SIMPLE_HEAD, 2, 2))
+"""With a frame; without one, for narrow terminals."""
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table whose cells are texts, in the first of these forms that fits the console: with a frame, without
+    one, a list for each row. Cells are no markup."""
+    columns = [[plain(column.header), *map(plain, column.cells)] for column in table.columns]
+    least = [max(map(longest_word, cells)) for cells in columns]
+    natural = [max(cell_len(line) for cell in cells for line in cell.split("\n")) for cells in columns]
+    for form in FORMS:
+        room = console.width - form.edge - form.between * (len(columns) - 1)
+        if sum(least) <= room:
+            console.print(framed(table, columns, shares_of(natural, least, room), form))
+            return
+    print_lists(console, table, columns)
+
+
+def plain(cell: object) -> str:
+    """Return a cell's text with visible control characters."""
+    return visible(cell.plain if isinstance(cell, Text) else str(cell))
+
+
+def longest_word(cell: str) -> int:
+    return max((cell_len(word) for word in WORDS.findall(cell)), default=0)
+
+
+def shares_of(natural: Sequence[int], least: Sequence[int], room: int) -> list[int]:
+    """The widths of columns: the natural ones, of which the widest gives way until all fit into `room`."""
+    widths = list(natural)
+    while sum(widths) > room:
+        widest = max((at for at, width in enumerate(widths) if width > least[at]), key=lambda at: widths[at])
+        widths[widest] -= 1
+    return widths
+
+
+def framed(table: Table, columns: Sequence[Sequence[str]], widths: Sequence[int], form: Form) -> Table:
+    """The table with columns of these widths, whose cells have their line breaks."""
+    edge = form.edge // 4  # a frame has a blank at its inside
+    made = Table(
+        title=None if table.title is None else Text(plain(table.title), style="table.title"), box=form.box,
+        show_header=table.show_header, pad_edge=bool(edge), padding=(0, 1) if edge else (0, 0),
+    )  # fmt: skip
+    for column, cells, width in zip(table.columns, columns, widths, strict=True):
+        header = Text(broken(cells[0], width))
+        made.add_column(header, justify=column.justify, width=width, no_wrap=True)
+    for row, cells in zip(table.rows, zip(*(cells[1:] for cells in columns), strict=True), strict=True):
+        texts = (Text(broken(cell, width)) for cell, width in zip(cells, widths, strict=True))
+        made.add_row(*texts, end_section=row.end_section)
+    return made
+
+
+def broken(cell: str, width: int) -> str:
+    """The text in lines of at most `width` columns, broken between words."""
+    lines = []
+    for text in cell.split("\n"):
+        line = ""
+        for word in WORDS.findall(text):
+            if line and cell_len(line + word.rstrip()) > width:
+                lines.append(line.rstrip())
+                line = ""
+            line += word if line or word.strip() else ""
+        lines.append(line.rstrip())
+    return "\n".join(lines)
+
+
+def print_lists(console: Console, table: Table, columns: Sequence[Sequence[str]]) -> None:
+    """Print each row as a list: its first cell, then a line for each other column that has a text."""
+    if table.title is not None:
+        console.print(Text(plain(table.title), style="table.title"), soft_wrap=True)
+    headers = [cells[0].replace("\n", " ") for cells in columns]
+    for first, *others in zip(*(cells[1:] for cells in columns), strict=True):
+        head = f"{headers[0]} {first}" if headers[0] else first
+        console.print(Text(head, style="bold"), soft_wrap=True)
+        for header, cell in zip(headers[1:], others, strict=True):
+            if cell:
+                console.print(Text(f"  {header}: {cell}" if header else f"  {cell}"), soft_wrap=True)

@@ -1,0 +1,130 @@
+"""From points to the curves and rates of a cluster file (plan/cluster.py).
+
+A call's time is decomposed as plan/timing.py composes it: launch, then bytes, then the rest.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from meshwright.compute.precision import DTYPES
+from meshwright.planner.calibrate.kernels import product_shapes
+from meshwright.planner.calibrate.timing import CPU_BATCH_FLOPS, Points
+from meshwright.planner.plan.cluster import Curve, Device, Level, Links, Measured, interpolated
+
+LEAST_PART = 1 / 50
+"""The least share of a call's time left after subtracting its known parts: for the smallest calls the difference is
+noise."""
+
+SPECIAL_BYTES = 8
+"""Bytes that a special or random kernel reads and writes for an element."""
+
+DIGITS = 4
+
+
+def merged(ranks: Sequence[Mapping[str, Points]]) -> dict[str, Points]:
+    """The medians over the ranks, point by point."""
+    first = ranks[0]
+    return {
+        name: [
+            tuple(map(statistics.median, zip(*(of[name][index] for of in ranks), strict=True)))
+            for index in range(len(points))
+        ]
+        for name, points in first.items()
+    }
+
+
+def fit_device(kind: Literal["cpu", "cuda"], memory: int, points: Mapping[str, Points]) -> Device:
+    """A device from the points of measure_device. The curve is that of the dtype with the most points; other
+    dtypes have the peaks that give their rates by the same curve.
+    """
+    # A GPU's host issues kernels while the device runs others: what a kernel takes has no part of that in it.
+    issue, launch = (points["launch"][0][1], points["graph"][0][1]) if kind == "cuda" else (0.0, points["launch"][0][1])
+    bandwidth = tuple(
+        (size, rounded(size / max(seconds - launch, seconds * LEAST_PART))) for size, seconds in points["stream"]
+    )
+    names = [name.removeprefix("product ") for name in points if name.startswith("product ")]
+    products = {name: _rates(kind, name, points[f"product {name}"], bandwidth) for name in names}
+    curve = max(products, key=lambda name: len(products[name]))
+    peak = max(rate for _, rate in products[curve])
+    efficiency = tuple((side, rounded(rate / peak)) for side, rate in products[curve])
+    # Other dtypes have one or few points: assume the same curve below their own peak.
+    peaks = {name: rounded(rates[-1][1] / interpolated(efficiency, rates[-1][0])) for name, rates in products.items()}
+    attention = [flops / seconds / peak for flops, seconds in points["attention"]]
+    elements = {}
+    for name in ("special", "random"):  # on top of launch and bytes: the mean over the kernels of a kind
+        beyond = []
+        for count, seconds in points[name]:
+            touched = count * SPECIAL_BYTES
+            # `tiny` and not `launch`: these kernels are timed out of autograd, whose part the launch has in it.
+            rest = seconds - (launch if issue else points["tiny"][0][1]) - touched / interpolated(bandwidth, touched)
+            beyond.append(max(0.0, rest / count))
+        elements[name] = rounded(statistics.mean(beyond))
+    return Device.model_validate(
+        {
+            "kind": kind,
+            "memory": memory,
+            "reserved": int(points["reserved"][0][0]),
+            "staged": int(points["staged"][0][0]),
+            "peak": peaks | {curve: rounded(peak)},
+            "efficiency": efficiency,
+            "attention": rounded(min(1.0, statistics.mean(attention))) if attention else None,
+            "bandwidth": bandwidth,
+            "launch": rounded(launch),
+            "issue": rounded(issue),
+            "elements": elements,
+            "host_link": rounded(points["host link"][0][0] / points["host link"][0][1]),
+            "disk": rounded(points["disk"][0][0] / points["disk"][0][1]),
+        }
+    )
+
+
+def _rates(kind: Literal["cpu", "cuda"], dtype: str, points: Points, bandwidth: Curve) -> Points:
+    """Flops a second of products of each side; of a CPU's in the time that its memory leaves them."""
+    rates = []
+    for side, seconds in points:
+        computing = seconds
+        if kind == "cpu":
+            # A core loads its operands or multiplies, one or the other, so the memory's seconds are taken out here and
+            # added again by plan/timing.py. A GPU loads the next tiles under the product: there the longer one counts.
+            batch, shapes = max(1, CPU_BATCH_FLOPS // (2 * int(side) ** 3)), product_shapes(int(side))
+            touched = [batch * (m * n + m * k + n * k) * DTYPES[dtype].itemsize for m, n, k in shapes]
+            memory = statistics.mean(size / interpolated(bandwidth, size) for size in touched) / batch
+            computing = max(seconds - memory, seconds * LEAST_PART)
+        rates.append((side, 2 * side**3 / computing))
+    return rates
+
+
+def fit_links(measured: Mapping[int, Mapping[str, Points]], overlaps: float) -> Links:
+    """Links from the points of measure_links, by number of ranks. The one level is fitted to sends."""
+    fewest = min(measured)
+    rows = [
+        Measured(verb=verb, ranks=ranks, points=tuple((size, rounded(seconds)) for size, seconds in points))
+        for ranks, verbs in sorted(measured.items())
+        for verb, points in verbs.items()
+    ]
+    return Links(levels=(fit_level(measured[fewest]["send"]),), measured=tuple(rows), overlaps=rounded(overlaps))
+
+
+def fit_level(points: Points) -> Level:
+    """The line seconds = latency + bytes / bandwidth with the least relative errors; neither term is negative."""
+    # Relative errors: with absolute ones the largest payload alone would decide the line.
+    weights = [1 / seconds**2 for _, seconds in points]
+    sums = [
+        sum(w * size**power * seconds**other for w, (size, seconds) in zip(weights, points, strict=True))
+        for power, other in ((0, 0), (1, 0), (2, 0), (0, 1), (1, 1))
+    ]
+    one, x, xx, y, xy = sums
+    divisor = one * xx - x * x
+    latency, slope = ((y * xx - x * xy) / divisor, (one * xy - x * y) / divisor) if divisor > 0 else (0.0, 0.0)
+    if latency < 0 or slope <= 0:
+        # A line below zero at either end is noise: then through the origin, by bandwidth alone.
+        latency, slope = 0.0, xy / xx
+    return Level(latency_seconds=rounded(latency), bandwidth_bytes_per_second=rounded(1 / slope))
+
+
+def rounded(value: float) -> float:
+    """The value with as many digits as a measurement has."""
+    return float(f"{value:.{DIGITS}g}")

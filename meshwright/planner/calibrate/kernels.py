@@ -1,0 +1,218 @@
+"""Kernels of a device, timed by a rank of its own while all others of the machine do the same: cores share their
+memory and their clock, GPUs their host.
+
+| points    | x                                     | seconds of                                                      |
+|-----------|---------------------------------------|-----------------------------------------------------------------|
+| launch    | -                                     | a kernel of a few elements, with its part of autograd           |
+| graph     | -                                     | the same without its host; none on a CPU                        |
+| product D | the cube root of mnk                  | a product in dtype D: mean of a linear's three, of three shapes |
+| attention | flops, forward and backward           | a fused causal attention forward and backward                   |
+| stream    | bytes read and written                | an element-wise kernel, forward and backward                    |
+| special   | elements                              | an exponential and the like                                     |
+| random    | elements                              | a draw of random numbers                                        |
+| host link | bytes                                 | a copy between the device's memory and the host's               |
+| disk      | bytes, written and read               | a file written, made durable, and read from the disk            |
+| reserved  | bytes of a context; 0 on a CPU        | (none)                                                          |
+| staged    | bytes more when it has planned stages | (none)                                                          |
+
+Special and random kernels are timed out of autograd: `tiny` is such a call of a few elements. Products are so large,
+or so many in a batch, that their launch does not show.
+
+A kernel of a training step finds what it reads in memory: since a weight was used last, the whole model went through
+the caches. So each call has operands of its own (timing.cold_seconds): the same ones over and over would lie in the
+caches, and products of side 256 would be a tenth faster than a run's.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryFile
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from meshwright.compute.precision import DTYPES
+from meshwright.config import parse_config
+from meshwright.planner.calibrate.timing import CallTimer, Effort, Points
+from meshwright.ranks.machine import forget_cached, peak_resident_bytes
+from meshwright.training.all_stages import plan_stages
+from meshwright.training.stage_costs import first_ranks
+
+CHAIN = 64
+"""The most kernels of an autograd chain, whose kept tensors just exceed the caches."""
+
+_SPECIAL: tuple[Callable[[Tensor], Tensor], ...] = (
+    torch.exp,
+    torch.sigmoid,
+    F.gelu,
+    lambda x: F.log_softmax(x, -1),
+)
+"""Kernels that a model's activations, softmaxes and losses are made of."""
+
+
+def measure_device(effort: Effort, timer: CallTimer, folder: Path) -> dict[str, Points]:
+    """All points of this rank's device. `folder`: whose disk is measured."""
+    device = timer.device
+    # Products of all sides are timed in the dtype that such a device mostly computes in.
+    curve = "float32"
+    if device.type == "cuda":
+        curve = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    tiny = torch.ones(4, 4, device=device)
+    staged = _staged_bytes() if device.type == "cpu" else 0  # first: kernels' peak memory would hide part of it
+    points: dict[str, Points] = {
+        "launch": [(1, _chain_seconds(timer, 4))],
+        "graph": [(1, _graph_seconds(timer))] if device.type == "cuda" else [],
+        "tiny": [(1, timer.seconds(lambda: tiny + tiny))],
+    }
+    context = 0
+    if device.type == "cuda":  # held beside torch's segments; asked now, when the first kernels have been loaded
+        free, total = torch.cuda.mem_get_info(device)
+        context = total - free - torch.cuda.memory_reserved(device)
+    points |= {
+        "reserved": [(context, 0.0)],
+        "staged": [(staged, 0.0)],
+        f"product {curve}": [(side, _product_seconds(effort, timer, side, DTYPES[curve])) for side in effort.sides],
+    }
+    for name, dtype in DTYPES.items():  # no dtype is left out: a slow rate is better than a refusal
+        if name != curve:
+            points[f"product {name}"] = [(effort.dtype_side, _product_seconds(effort, timer, effort.dtype_side, dtype))]
+    if device.type == "cuda":  # as runs multiply float32, unless precision.tf32=false
+        matmul = torch.backends.cuda.matmul
+        before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+        seconds = _product_seconds(effort, timer, effort.dtype_side, torch.float32)
+        points["product tf32"] = [(effort.dtype_side, seconds)]
+        matmul.fp32_precision = before
+    points["attention"] = list(_attentions(effort, timer, DTYPES[curve]))
+    points["stream"] = [(size, _chain_seconds(timer, size // 12)) for size in effort.stream_bytes]
+    elements = effort.special_elements
+    rows = elements // 256, 256
+
+    def special_call(special: Callable[[Tensor], Tensor]) -> Callable[[], object]:
+        x = torch.randn(rows, device=device)
+        return lambda: special(x)
+
+    points["special"] = [
+        (elements, timer.cold_seconds(4 * elements, partial(special_call, special))) for special in _SPECIAL
+    ]
+    x = torch.empty(rows, device=device)
+    points["random"] = [(elements, timer.seconds(lambda: torch.empty_like(x).bernoulli_(0.9)))]
+    host = torch.zeros(effort.copy_bytes // 4, pin_memory=device.type == "cuda")  # pinned, as an offloaded optimizer's
+    there = torch.zeros_like(host, device=device)
+    copied = timer.seconds(lambda: there.copy_(host, non_blocking=True))
+    points["host link"] = [(effort.copy_bytes, copied)]
+    points["disk"] = [_disk(effort, timer, folder)]
+    return points
+
+
+def _chain_seconds(timer: CallTimer, num_elements: int) -> float:
+    """A kernel of a chain y = y b, forward or backward: it reads two tensors of [num_elements] and writes one. The
+    results of the forward pass are kept to the end, as activations are."""
+    # Long enough that autograd's start does not show, short enough that what is kept lies in no cache.
+    length = max(2, min(CHAIN, timer.cold_bytes // (4 * num_elements)))
+    x, b, dy = (torch.ones(num_elements, device=timer.device) for _ in range(3))
+    x.requires_grad_()
+
+    def chain() -> None:
+        activations = [x]
+        for _ in range(length):
+            activations.append(activations[-1] * b)
+        torch.autograd.grad(activations[-1], x, dy)
+
+    return timer.seconds(chain) / (2 * length)
+
+
+def _graph_seconds(timer: CallTimer) -> float:
+    """A tiny kernel in a graph of many that wait for each other: a GPU's own seconds for it, without the host's."""
+    x, graph = torch.zeros(4, device=timer.device), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CHAIN):
+            x.add_(1)
+    return timer.seconds(graph.replay) / CHAIN
+
+
+def product_shapes(side: int) -> tuple[tuple[int, int, int], ...]:
+    """(M, N, K) of the products of which one of a side is the mean."""
+    return (side, side, side), (4 * side, side // 2, side // 2), (2 * side, side // 4, 2 * side)
+
+
+def _product_seconds(effort: Effort, timer: CallTimer, side: int, dtype: torch.dtype) -> float:
+    """Mean seconds of a product with mnk = side³, over three shapes and a linear's three products of each."""
+    shapes, batch = product_shapes(side), max(1, effort.batch_flops // (2 * side**3))
+    return sum(_linear_seconds(timer, batch, shape, dtype) for shape in shapes) / (len(shapes) * 3 * batch)
+
+
+def _linear_seconds(timer: CallTimer, batch: int, shape: tuple[int, int, int], dtype: torch.dtype) -> float:
+    """A linear's product forward, its input's gradient and its weight's: `batch` times x [M, K], w [N, K], y [M, N].
+
+    All three, since one of them in bf16 can take 15 times as long as another on a CPU.
+    """
+    rows, columns, inner = shape
+    lead = (batch,) if batch > 1 else ()
+    sizes = ((rows, inner), (columns, inner), (rows, columns))
+    operand_bytes = 2 * batch * sum(map(math.prod, sizes)) * dtype.itemsize  # and as many results
+
+    def make() -> Callable[[], object]:
+        x, w, dy = (torch.randn(*lead, *size, device=timer.device, dtype=dtype) for size in sizes)
+        y, dw, dx = torch.zeros_like(dy), torch.zeros_like(w), torch.zeros_like(x)
+
+        def linear() -> None:
+            torch.matmul(x, w.mT, out=y)
+            torch.matmul(dy, w, out=dx)
+            torch.matmul(dy.mT, x, out=dw)
+
+        return linear
+
+    return timer.cold_seconds(operand_bytes, make)
+
+
+def _attentions(effort: Effort, timer: CallTimer, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
+    """Points of a fused attention; none where torch has no such attention for the device."""
+    for length in effort.lengths:
+        for width in effort.widths:
+            shape = (*effort.attended, length, width)
+            probe = torch.empty(shape, device=timer.device, dtype=dtype, requires_grad=True)
+            if torch._fused_sdp_choice(probe, probe, probe) == SDPBackend.MATH.value:
+                return
+
+            def make(shape: tuple[int, ...] = shape) -> Callable[[], object]:
+                q, k, v, dy = (torch.randn(shape, device=timer.device, dtype=dtype) for _ in range(4))
+                inputs = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+                return lambda: torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), inputs, dy)
+
+            products = (2 + 5) / 2  # forward, and backward, which computes the first one again; half of each is masked
+            elements = math.prod(shape)
+            yield products * 2.0 * elements * length, timer.cold_seconds(4 * elements * dtype.itemsize, make)
+
+
+def _disk(effort: Effort, timer: CallTimer, folder: Path) -> tuple[float, float]:
+    """A file written and read by all ranks at once: they share the disk, and each gets its part of the rate."""
+    content = os.urandom(effort.copy_bytes)
+    timer.meet()
+    with TemporaryFile(dir=folder) as file:
+        start = time.perf_counter()
+        file.write(content)
+        file.flush()
+        # fsync: else the page cache would be timed.
+        os.fsync(file.fileno())
+        forget_cached(file.fileno())  # else it would be read from memory
+        file.seek(0)
+        file.read()
+        return 2 * effort.copy_bytes, time.perf_counter() - start
+
+
+def _staged_bytes() -> int:
+    """Bytes by which a rank grows when it plans the stages of a small pipeline. Before anything was freed that might
+    take them in."""
+    sizes = {"layers": 2, "hidden": 16, "heads": 2, "positions": 16, "vocabulary": 512}
+    layout = {"pipeline": {"size": 2, "partition": [1, 1]}}
+    config = parse_config({"model": sizes, "data": {"sequence": 16}, "batch": {"global": 2}, "layout": layout})
+    before = peak_resident_bytes()
+    plan_stages(config, first_ranks(config)[0])
+    return peak_resident_bytes() - before

@@ -1,0 +1,230 @@
+"""The links between ranks: every verb of a Comm and a mailbox's messages, timed as a job's ranks meet them.
+
+| verb                                                    | payload, bytes of                |
+|---------------------------------------------------------|----------------------------------|
+| all_reduce, broadcast, reduce                           | the tensor                       |
+| reduce_scatter, all_gather, all_to_all, gather, scatter | all members' parts together      |
+| send                                                    | the tensor sent to the next rank |
+| message                                                 | the message to a neighbour       |
+
+Rooted verbs take another root at each call, so that none begins before the last one has arrived. Payloads take turns:
+as in a run, none lies in a cache. Where there are more ranks than cores, the times have in them that ranks take turns.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
+
+import torch
+from torch import Tensor
+
+from meshwright.planner.calibrate.timing import Effort, Points, lower_quartile, wait_for_device
+from meshwright.ranks.comm import Comm
+from meshwright.ranks.grid import PIPE
+from meshwright.ranks.launch import StopRequest
+from meshwright.ranks.machine import usable_cores
+from meshwright.ranks.mailbox import Mailbox, Side, TensorMeta, both_sides
+from meshwright.ranks.mesh import Mesh
+
+ROUNDS = 5
+MOST_CALLS = 1000
+_ELEMENT_BYTES = 4
+WORK_SECONDS = 5e-3
+MEETING_BYTES = 2**20
+"""About the work between two collectives of tensor parallelism, and the bytes that they sum."""
+_MOST_PAYLOADS = 512
+"""Small payloads that take turns are no more than these: their time is latency, wherever they lie."""
+TURNS_ROUNDS = 10
+"""How many points' time is spent on oversubscription: how cores are shared changes from call to call."""
+
+TimedCall = Callable[[int], object]
+"""The i-th call of a row of calls."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Times calls that all ranks make together. The first rank decides their number: 0 when asked to stop."""
+
+    comm: Comm
+    device: torch.device
+    point_seconds: float
+    stop: StopRequest
+
+    def seconds(self, call: TimedCall) -> float:
+        """Seconds of a call in an undisturbed round, as this rank sees them."""
+
+        def one_round(calls: int) -> float:
+            self.comm.barrier()  # else a rank's wait for a late one would be timed
+            wait_for_device(self.device)
+            start = time.perf_counter()
+            for index in range(calls):
+                call(index)
+            wait_for_device(self.device)
+            return (time.perf_counter() - start) / calls
+
+        return self.undisturbed(one_round)
+
+    def undisturbed(self, one_round: Callable[[int], float]) -> float:
+        """Time `one_round` that makes so many calls by itself, and gives the seconds of one."""
+        one_round(2)  # connections, buffers
+        # All ranks make as many calls, or they would hang: the first says how many, by its own clock. No calls mean
+        # that the job was asked to stop, which every rank learns at the same place.
+        wanted = max(1, min(MOST_CALLS, math.ceil(self.point_seconds / ROUNDS / one_round(2))))
+        calls = torch.tensor([0 if self.stop.requested else wanted])
+        self.comm.broadcast(calls, root=0)
+        if not calls.item():
+            sys.exit()
+        return lower_quartile([one_round(int(calls.item())) for _ in range(ROUNDS)])
+
+
+def measure_links(effort: Effort, mesh: Mesh, stop: StopRequest) -> dict[str, Points]:
+    """Points (bytes of the payload, seconds) of each verb among all ranks, which are those of the pipe axis."""
+    conversation = Conversation(mesh.comm(PIPE), mesh.device, effort.point_seconds, stop)
+    points: dict[str, Points] = {}
+    for wanted in effort.payloads:
+        for verb, payload, call in _verbs(conversation.comm, mesh.device, wanted, effort.cold_bytes):
+            points.setdefault(verb, []).append((payload, conversation.seconds(call)))
+    exchange = Exchange(mesh.mailbox(PIPE), mesh.index(PIPE), mesh.size(PIPE))
+    points["message"] = []
+    for payload in effort.payloads:
+        count = payloads_in_turn(payload, effort.cold_bytes)
+        xs = list(torch.zeros(count, payload, dtype=torch.uint8, device=mesh.device))
+        both_ways = conversation.undisturbed(partial(exchange.there_and_back, conversation, xs))
+        points["message"].append((payload, both_ways / 2))
+    return points
+
+
+def measure_overlap(effort: Effort, mesh: Mesh, stop: StopRequest) -> float:
+    """The part of a sum of `overlap_bytes` that goes on while this rank multiplies matrices for twice its time."""
+    comm = mesh.comm(PIPE)
+    conversation = Conversation(comm, mesh.device, effort.point_seconds * ROUNDS, stop)
+    x = torch.zeros(effort.overlap_bytes // _ELEMENT_BYTES, device=mesh.device)
+    a, b = (torch.randn(effort.dtype_side, effort.dtype_side, device=mesh.device) for _ in range(2))
+    alone = conversation.seconds(lambda _: comm.all_reduce(x))
+    product = conversation.seconds(lambda _: torch.matmul(a, b))
+    # Twice the sum's time, so that all of it could be hidden; the same number on all ranks, which meet in the sum.
+    count = torch.tensor([math.ceil(2 * alone / product)])
+    comm.broadcast(count, root=0)
+
+    def compute() -> None:
+        for _ in range(int(count.item())):
+            torch.matmul(a, b)
+
+    def beside(_: int) -> None:
+        work = comm.all_reduce(x, wait=False)
+        compute()
+        work.wait()
+
+    work_seconds = conversation.seconds(lambda _: compute())
+    # Seconds one after the other, less seconds together.
+    hidden = alone + work_seconds - conversation.seconds(beside)
+    return min(1.0, max(0.0, hidden / alone))
+
+
+def measure_turns(effort: Effort, mesh: Mesh, stop: StopRequest) -> float:
+    """Oversubscription: how many times as long a rank's work takes among all of them, where they sum MEETING_BYTES
+    after every WORK_SECONDS of it, as the processor time that it takes while only as many ranks work as there are
+    cores. For CPUs.
+
+    Ranks that share cores and meet often lose more than their share of a core (2.3 in place of 2 for 4 ranks on 2
+    cores): cores are shared unevenly, all wait for the last, and each finds its caches full of another's.
+    """
+    comm = mesh.comm(PIPE)
+    conversation = Conversation(comm, mesh.device, TURNS_ROUNDS * effort.point_seconds, stop)
+    x = torch.zeros(MEETING_BYTES // _ELEMENT_BYTES)
+    side = effort.dtype_side
+    count = math.ceil(effort.cold_bytes / (3 * _ELEMENT_BYTES * side**2))
+    # As many operands as caches do not hold take turns, as a run's weights do.
+    factors = cycle([(torch.randn(side, side), torch.randn(side, side), torch.zeros(side, side)) for _ in range(count)])
+
+    def work(products: int) -> float:
+        """Processor time of a product, of so many."""
+        start = time.process_time()
+        for _ in range(products):
+            a, b, product = next(factors)
+            torch.matmul(a, b, out=product)
+        return (time.process_time() - start) / products
+
+    wanted = torch.tensor([math.ceil(WORK_SECONDS / work(count))])
+    comm.broadcast(wanted, root=0)
+    products = int(wanted.item())
+
+    def work_and_meet(_: int) -> None:
+        work(products)
+        comm.all_reduce(x)
+
+    comm.barrier()
+    own = 1.0  # of a rank beyond the cores, whom nobody asks
+    if mesh.index(PIPE) < usable_cores():
+        own = lower_quartile([work(products) for _ in range(TURNS_ROUNDS)])
+    comm.barrier()
+    # The sum's own time is not work that sharing made longer.
+    meeting = conversation.seconds(lambda _: comm.all_reduce(x))
+    return max(1.0, (conversation.seconds(work_and_meet) - meeting) / (products * own))
+
+
+def _verbs(
+    comm: Comm, device: torch.device, wanted_bytes: int, cold_bytes: int
+) -> Iterator[tuple[str, int, TimedCall]]:
+    """(verb, bytes of its payload, a call) of all verbs; payloads are whole parts for every rank, and in no cache."""
+    size, index = comm.size, comm.index
+    elements = max(1, wanted_bytes // _ELEMENT_BYTES // size)
+    payload = size * elements * _ELEMENT_BYTES
+    pool = torch.zeros(2, payloads_in_turn(payload, cold_bytes), size, elements, device=device)
+    wholes, others = (list(half) for half in pool)
+    parts, aparts = [whole[index] for whole in wholes], [other[index] for other in others]
+    after, before = (index + 1) % size, (index - 1) % size
+    verbs: dict[str, Callable[[int, int], object]] = {
+        "all_reduce": lambda at, _: comm.all_reduce(wholes[at]),
+        "reduce_scatter": lambda at, _: comm.reduce_scatter(parts[at], wholes[at]),
+        "all_gather": lambda at, _: comm.all_gather(wholes[at], parts[at]),
+        "all_to_all": lambda at, _: comm.all_to_all(others[at], wholes[at]),
+        "broadcast": lambda at, root: comm.broadcast(wholes[at], root),
+        "reduce": lambda at, root: comm.reduce(wholes[at], root),
+        "gather": lambda at, root: comm.gather(wholes[at], aparts[at], root),
+        "scatter": lambda at, root: comm.scatter(aparts[at], wholes[at], root),
+        "send": lambda at, _: comm.exchange(wholes[at], after, others[at], before),
+    }
+    for verb, call in verbs.items():
+        yield verb, payload, lambda number, call=call: call(number % len(wholes), number % size)  # type: ignore[misc]
+
+
+def payloads_in_turn(payload: int, cold_bytes: int) -> int:
+    """How many payloads take turns, each twice in memory: in a run what is sent was computed a while ago."""
+    return max(1, min(_MOST_PAYLOADS, cold_bytes // (2 * payload)))
+
+
+class Exchange:
+    """Messages to and fro between neighbours: ranks 0 and 1, 2 and 3, ...; the last of an odd number has none."""
+
+    def __init__(self, mailbox: Mailbox, index: int, size: int) -> None:
+        self.mailbox = mailbox
+        self.side: Side = "before" if index % 2 else "after"
+        self.paired = index % 2 == 1 or index < size - 1
+        self.epoch = 0
+
+    def there_and_back(self, conversation: Conversation, xs: Sequence[Tensor], calls: int) -> float:
+        """Seconds of a message and its answer, of so many, in which the payloads `xs` take turns."""
+        expected = calls if self.paired else 0
+        # Posted before timing, as a pipeline posts a step's receives.
+        counts = {"before": 0, "after": 0} | {self.side: expected}
+        self.mailbox.open(self.epoch, both_sides(TensorMeta(tuple(xs[0].shape), xs[0].dtype)), **counts)
+        self.epoch += 1
+        conversation.comm.barrier()
+        start = time.perf_counter()
+        for index in range(expected):
+            if self.side == "after":
+                self.mailbox.send("after", index, (xs[index % len(xs)],))
+                self.mailbox.wait()
+            else:
+                self.mailbox.wait()
+                self.mailbox.send("before", index, (xs[index % len(xs)],))
+        self.mailbox.flush()
+        wait_for_device(conversation.device)
+        return (time.perf_counter() - start) / calls

@@ -1,0 +1,261 @@
+"""A run's layout as an interactive page: one HTML file (page.html, a Jinja2 template) that loads nothing from a
+network.
+
+It shows each rank's place in the grid, the blocks of every weight in their owners' colours, each collective as arrows
+with its bytes, and a step on the virtual clock, which the page computes again as sliders move (clock.js). Its other
+numbers are those of the tables (tables.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader
+from markupsafe import Markup
+
+from meshwright.compute.models.chain import split_name
+from meshwright.planner.explain.tables import Explained, Forecast
+from meshwright.planner.plan.compose import Composition, unit_layers
+from meshwright.planner.plan.memory import Parameter
+from meshwright.planner.plan.recorder import Kernel, Program, Start
+from meshwright.ranks.errors import ConfigError
+from meshwright.ranks.grid import PIPE, Grid
+from meshwright.ranks.ledger import VERBS, Traffic
+from meshwright.ranks.planned import planned_mesh
+from meshwright.strategies.pipeline.task import TaskKind
+
+SCRIPTS = Path(__file__).parent
+"""The folder of the template and of the page's JavaScript."""
+
+ROW, WIDE = 8, 1.6
+"""The most ranks side by side along the innermost axis; the grid's ratio of width to height."""
+CELL_WIDTH, CELL_HEIGHT, GAP, TITLE = 74, 46, 8, 20
+"""Pixels of a rank's cell, between blocks of cells, and of a block's title."""
+
+WORDS = {
+    "rank": "a process with a device of its own; a run of n devices has ranks 0 to n - 1",
+    "axis": "a direction of the grid: ranks that differ on one axis alone form a group, and talk to each other",
+    "data": "replicas: ranks with the same weights and other samples, whose gradients are summed",
+    "pipe": "stages: each holds some layers, and passes activations on to the next",
+    "tensor": "1-D: every matrix is cut along its columns, the next one along its rows",
+    "row, col": "2-D: every matrix is cut into q x q blocks, and activations with it",
+    "depth": "2.5-D: several such squares, each with other samples",
+    "branch": "sub-graphs: heads, and parts of the feed-forward layer, are dealt out whole",
+    "context": "every sequence is cut into pieces; attention brings them together, in a ring or head by head",
+    "expert": "ranks with different experts, to whom tokens travel and come back",
+    "all_reduce": "a sum over the group that each member gets",
+    "reduce_scatter, all_gather": "the two halves of an all_reduce: each gets a part of the sum; each gets all parts",
+    "all_to_all": "each member sends every other a piece of its own",
+    "F, B, W": "a microbatch forward, backward, and its weights' gradients where these are a task of their own",
+    "microbatch": "some samples of a replica that go through the model together",
+    "idle": "the share of a step in which a stage does no task",
+}
+"""The page's words, explained."""
+
+
+def write_page(explained: Explained, predicted: Forecast, path: Path, name: str) -> None:
+    """`name`: of the run, for the title. Raises ConfigError where the page cannot be written."""
+    templates = Environment(loader=FileSystemLoader(SCRIPTS), autoescape=True, trim_blocks=True)
+    templates.policies["json.dumps_kwargs"] = {}  # axes in the order of the grid, not of the alphabet
+    config = explained.run.config
+    page = templates.get_template("page.html").render(
+        title=f"{name}: {config.layout.summary}",
+        ranks=config.layout.world_size,
+        batch=config.batch_summary,
+        words=WORDS,
+        facts=page_facts(explained, predicted),
+        # The only text on the page that is not escaped: files of this package.
+        scripts=[Markup((SCRIPTS / file).read_text(encoding="utf-8")) for file in ("clock.js", "page.js")],
+    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError.of("--page", path, f"cannot be written ({error.strerror})", "a path that can") from error
+
+
+def page_facts(explained: Explained, predicted: Forecast) -> dict[str, Any]:
+    """The page's data, for JSON."""
+    run = explained.run
+    stages = range(len(run.stages))
+    holders: list[list[int]] = [[] for _ in stages]
+    for rank in range(run.grid.world_size):
+        holders[run.grid.coordinates(rank)[PIPE]].append(rank)
+    sendings = [row for stage in stages for row in sent_rows(run, stage)]
+    return {
+        "grid": drawn_grid(run.grid),
+        "ranksPerNode": explained.ranks_per_node,
+        "stages": [
+            {"first": run.ranks[stage], "ranks": holders[stage], "holds": explained.held(stage)} for stage in stages
+        ],
+        "weights": list(weight_blocks(explained, holders)),
+        "groups": {axes: run.grid.groups(*axes.split("+")) for axes in sorted({row["axes"] for row in sendings})},
+        "sendings": sendings,
+        "passes": list(passes_in_order(run)),
+        "clock": clock_facts(explained, predicted),
+    }
+
+
+def drawn_grid(grid: Grid) -> dict[str, Any]:
+    """Each rank's cell, in pixels, and the boxes around ranks of one index on an outer axis.
+
+    The innermost axis runs from left to right. The blocks of an outer axis stand in the number of columns that makes
+    the picture a little wider than high: of two axes the outer one runs downwards.
+    """
+    levels = [level for level in grid.nesting if level[1] > 1] or [grid.nesting[-1]]
+    shapes = _columns_and_sizes([size for _, size in levels])
+    ranks: list[dict[str, Any]] = []
+    boxes: list[dict[str, Any]] = []
+
+    def place(level: int, x: float, y: float) -> None:
+        """Place the ranks of the axes from `level` inwards at (x, y), in order."""
+        if level == len(levels):
+            ranks.append({"x": x, "y": y, "at": grid.coordinates(len(ranks))})
+            return
+        (name, size), (columns, width, height) = levels[level], shapes[level]
+        for index in range(size):
+            left, top = x + index % columns * (width + GAP), y + index // columns * (height + GAP)
+            if level == len(levels) - 1:
+                place(level + 1, left, top)
+            else:
+                boxes.append({"title": f"{name} {index}", "x": left, "y": top, "width": width, "height": height})
+                place(level + 1, left + GAP, top + TITLE)
+
+    place(0, 0, 0)
+    return {
+        "axes": [{"name": name, "size": size} for name, size in grid.axes],
+        "inner": levels[-1][0], "cell": [CELL_WIDTH, CELL_HEIGHT], "ranks": ranks, "boxes": boxes,
+        "width": max(rank["x"] for rank in ranks) + CELL_WIDTH + GAP * (len(levels) - 1),
+        "height": max(rank["y"] for rank in ranks) + CELL_HEIGHT + GAP * (len(levels) - 1),
+    }  # fmt: skip
+
+
+def _columns_and_sizes(sizes: Sequence[int]) -> list[tuple[int, float, float]]:
+    """For each axis, outermost first: the columns in which its blocks stand, and a block's width and height."""
+    shapes: list[tuple[int, float, float]] = []
+    width, height = float(CELL_WIDTH), float(CELL_HEIGHT)
+    for number, size in enumerate(reversed(sizes)):
+        columns = min(size, ROW)
+        if number:  # as close to the wanted shape as they come
+            shape = {n: n * (width + GAP) / (-(-size // n) * (height + GAP)) for n in range(1, size + 1)}
+            columns = min(shape, key=lambda n: abs(math.log(shape[n] / WIDE)))
+        shapes.append((columns, width, height))
+        rows = -(-size // columns)
+        # The block of the next axis holds these, with a margin around them and its title above.
+        width = columns * (width + GAP) + GAP
+        height = rows * (height + GAP) + TITLE
+    return shapes[::-1]
+
+
+def weight_blocks(explained: Explained, holders: Sequence[Sequence[int]]) -> Iterator[dict[str, Any]]:
+    """Each weight with its blocks and the ranks that hold each block; of equal layers the stage's first alone.
+    `holders`: the ranks of each stage."""
+    run, config = explained.run, explained.run.config
+    alike = explained.recordings.outline(config).alike
+    shown: dict[str, tuple[Parameter, str, list[int]]] = {}
+    for stage, plan in enumerate(run.stages):
+        firsts = {alike[layer] for layer in range(config.model.num_blocks)}
+        firsts |= {explained.layers[position].start for position in run.placement.positions[stage]}
+        # Of equal stages the first one's buckets are planned; parameters stand in the same order in all.
+        for parameter, like in zip(plan.parameters, run.stages[run.like[stage]].parameters, strict=True):
+            layer, _ = split_name(parameter.name)
+            if layer is None or layer in firsts:
+                shown.setdefault(parameter.name, (parameter, like.name, []))[2].append(stage)
+    mesh = planned_mesh(run.grid, 0, config.layout.token_axes)
+    for name, (parameter, like_name, stages) in shown.items():
+        spec = replace(parameter.spec, tied=True) if name in run.tied else parameter.spec
+        blocks: defaultdict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = defaultdict(list)
+        for rank in (rank for stage in stages for rank in holders[stage]):
+            box = spec.box(run.grid, rank)
+            if box.num_elements:
+                blocks[box.offsets, box.lengths].append(rank)
+        bucket = next(each for each in run.buckets[run.like[stages[0]]] if like_name in each.names)
+        yield {
+            "name": name, "shape": list(spec.shape), "stages": stages,
+            "cut": {axis: shard.dim for axis, shard in spec.placements.items()},
+            "owner": None if spec.owner is None else spec.owner[0],
+            "summed": list(spec.sum_axes(mesh)), "slices": bucket.num_elements // bucket.stepped_elements,
+            "frozen": not spec.role.rule.trained,
+            "blocks": [
+                {"offsets": list(offsets), "lengths": list(lengths), "ranks": ranks}
+                for (offsets, lengths), ranks in blocks.items()
+            ],
+        }  # fmt: skip
+
+
+def sent_rows(run: Composition, stage: int) -> Iterator[dict[str, Any]]:
+    """The ledger of the stage's first rank in a step, by task, part, axes and verb. `others`: bytes that each other
+    member of the group sends to a root, which receives and has none of its own."""
+    rows: defaultdict[tuple[str, str, str, str], Traffic] = defaultdict(Traffic)
+    others: defaultdict[tuple[str, str, str, str], int] = defaultdict(int)
+    for sending in run.sendings(stage):
+        for event in sending.program.events:
+            if isinstance(event, Start) and VERBS[event.verb].direction == "to root":
+                size = len(run.grid.group(run.ranks[stage], *event.axes.split("+")))
+                sent_bytes = VERBS[event.verb].sent_bytes(event.payload_bytes, size, is_root=False)
+                key = sending.task, sending.part, event.axes, event.verb
+                others[key] += sending.times * event.times * sent_bytes
+        for (axes, verb), traffic in sending.program.traffic.items():
+            rows[sending.task, sending.part, axes, verb].include(traffic.scaled(sending.times))
+    for (task, part, axes, verb), traffic in rows.items():
+        if traffic.calls:
+            peers = {peer: entry.sent_bytes for peer, entry in traffic.by_peer.items() if entry.calls}
+            yield {
+                "stage": stage, "task": task, "part": part, "axes": axes, "verb": verb, "calls": traffic.calls,
+                "bytes": traffic.sent_bytes, "direction": VERBS[verb].direction, "peers": peers,
+                "others": others[task, part, axes, verb],
+            }  # fmt: skip
+
+
+def passes_in_order(run: Composition) -> Iterator[dict[str, Any]]:
+    """Products and collectives of the first microbatch's tasks in the order of their starts, by part of the model;
+    parts of equal programs once."""
+    seen: set[tuple[int, TaskKind]] = set()
+    for stage, plan in enumerate(run.stages):
+        for unit in (unit for chunk in plan.chunks for unit in chunk.units):
+            layers = unit_layers(unit)
+            ends = "embeddings" if stage == 0 and unit is plan.chunks[0].units[0] else "head"
+            # A longer group of layers is extrapolated from recordings of two layers and one.
+            part = "layers {}-{}".format(*layers[:2]) if len(layers) > 1 else f"layer {layers[0]}" if layers else ends
+            for kind in run.kinds:
+                key = id(unit.recording.programs), kind
+                if key not in seen:
+                    seen.add(key)
+                    steps = steps_of(unit.recording.programs[kind][0])
+                    yield {"stage": stage, "part": part, "task": str(kind), "steps": steps}
+
+
+def steps_of(program: Program) -> list[dict[str, Any]]:
+    """The collectives of a program, and between two of them the floating-point operations of the products."""
+    steps: list[dict[str, Any]] = []
+    for event in program.events:
+        if isinstance(event, Start):
+            steps.append({
+                "axes": event.axes, "verb": event.verb, "bytes": event.payload_bytes, "times": event.times,
+                "direction": VERBS[event.verb].direction,
+                "peers": {} if event.root is None else {event.root: event.payload_bytes},
+            })  # fmt: skip
+        elif isinstance(event, Kernel) and event.flops:
+            if not steps or "flops" not in steps[-1]:
+                steps.append({"flops": 0.0, "products": 0})
+            steps[-1]["flops"] += event.times * event.flops
+            steps[-1]["products"] += event.times
+    return steps
+
+
+def clock_facts(explained: Explained, predicted: Forecast) -> dict[str, Any]:
+    """The run's pipeline, and its step on the virtual clock, with which the page compares its own computation."""
+    config, placement = explained.run.config, explained.run.placement
+    spans = predicted.chosen.tasks
+    return {
+        "stages": placement.num_stages, "chunks": placement.num_chunks, "shape": placement.shape,
+        "microbatches": config.num_microbatches, "schedule": predicted.schedule, "work": predicted.work,
+        # A fixed order's limits differ between stages and follow from the schedule alone.
+        "limit": None if config.layout.pipeline.limit == "auto" else config.layout.pipeline.limit,
+        "spans": [[span.stage, span.name, span.start_seconds, span.end_seconds] for span in spans],
+    }  # fmt: skip

@@ -1,0 +1,224 @@
+"""`meshwright doctor --nodes`: the nodes of a job as its ranks see them, run as one of the ranks.
+
+    torchrun | srun | mpirun ... meshwright doctor --nodes [--cluster cluster.yaml --out nodes.yaml]
+
+Measured are the first ranks of each two hosts, and the first two ranks of each host, one pair at a time, so that a pair
+has the network for itself:
+
+| measure   | of                                                                    |
+|-----------|-----------------------------------------------------------------------|
+| latency   | an exchange of 8 bytes, both ways at once                             |
+| bandwidth | an exchange of up to 16 MiB, less the latency: bytes a second each way |
+
+If two hosts do not reach each other, the ranks' connections have failed before, with an error that names both hosts.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from meshwright.output.tables import print_table
+from meshwright.output.terminal import table_console
+from meshwright.planner.calibrate.report import writer_of
+from meshwright.planner.plan.cluster import Cluster, Level, load_cluster
+from meshwright.ranks.agreement import all_texts
+from meshwright.ranks.comm import Comm
+from meshwright.ranks.environment import cache_folder, chosen_interface, read_environment, starts_mpi
+from meshwright.ranks.errors import ConfigError
+from meshwright.ranks.launch import Rank, Ranks, joined, run
+from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.torch_comm import TorchTransport
+from meshwright.ranks.transports import TransportName
+from meshwright.training.meeting import ranks_without
+
+_SMALL_BYTES = 8
+_FIRST_BYTES, _MOST_BYTES = 2**18, 2**24
+_PAIR_SECONDS = 1.0
+"""Seconds for which a pair is measured, about: a slow link gets smaller messages."""
+_WARM_UPS, _ROUNDS = 3, 15
+
+
+@dataclass(frozen=True)
+class NodeRank:
+    """A rank and its host. `clock_seconds`: its host's clock minus rank 0's."""
+
+    rank: int
+    host: str
+    interface: str
+    address: str
+    clock_seconds: float
+
+
+@dataclass(frozen=True)
+class NodePair:
+    """Two ranks: seconds of a small exchange, bytes a second each way of a large one."""
+
+    ranks: tuple[int, int]
+    hosts: tuple[str, str]
+    latency: float
+    bandwidth: float
+
+    @property
+    def within(self) -> bool:
+        """Whether both ranks are on one host."""
+        return self.hosts[0] == self.hosts[1]
+
+
+@dataclass(frozen=True)
+class NodesReport:
+    """`folders`: by path, the ranks that do not see what rank 0 writes there."""
+
+    transport: TransportName
+    ranks: tuple[NodeRank, ...]
+    pairs: tuple[NodePair, ...]
+    folders: dict[str, tuple[str, ...]]
+
+    def levels(self, joins: int) -> tuple[Level, ...]:
+        """The links, innermost first: medians of the pairs. `joins`: devices of a node."""
+        groups = [[pair for pair in self.pairs if pair.within == within] for within in (True, False)]
+        return tuple(
+            Level(
+                joins=joins if pairs[0].within else None,
+                latency_seconds=float(f"{median(pair.latency for pair in pairs):.4g}"),
+                bandwidth_bytes_per_second=float(f"{median(pair.bandwidth for pair in pairs):.4g}"),
+            )
+            for pairs in groups
+            if pairs
+        )
+
+
+def examine_nodes(folders: Sequence[Path], cluster: Path | None, out: Path) -> NodesReport | None:
+    """Measure the nodes of the job that this process is a rank of; the report, on rank 0 alone.
+
+    `cluster`: a cluster file of one node; it is written to `out` with links over several. Raises ConfigError where
+    this process is no rank, and LaunchError where the ranks do not reach each other.
+    """
+    if not joined():
+        rule = "measures the nodes of a job, and this process is no rank of any"
+        raise ConfigError.of("--nodes", "true", rule, "torchrun|srun|mpirun ... meshwright doctor --nodes")
+    environment = read_environment()
+    base = None if cluster is None else load_cluster(str(cluster))
+    looked_at = [str(folder.absolute()) for folder in folders or (Path.cwd(), cache_folder())]
+    transport: TransportName = "mpi" if starts_mpi() else "torch"
+    ranks = Ranks((("data", environment.world_size),), transport=transport)
+    (tree,) = run("meshwright.planner.nodes:measure_nodes", ranks, folders=looked_at)
+    if environment.rank != 0:
+        return None
+    report = NodesReport(
+        transport,
+        tuple(NodeRank(**row) for row in tree["ranks"]),
+        tuple(NodePair(**{**row, "ranks": tuple(row["ranks"]), "hosts": tuple(row["hosts"])}) for row in tree["pairs"]),
+        {path: tuple(blind) for path, blind in tree["folders"].items()},
+    )
+    if base is not None:
+        with writer_of(out) as write:
+            write(with_links(base, report))
+    return report
+
+
+def with_links(base: Cluster, report: NodesReport) -> Cluster:
+    """The cluster of `base`'s nodes with the links that were measured between them.
+
+    Raises ConfigError where all ranks are on one host. What `calibrate` has measured within a node stays.
+    """
+    own = base.links.get(report.transport, base.links["torch"])
+    between = [level for level in report.levels(base.devices_per_node) if level.joins is None]
+    if not between:
+        host = report.ranks[0].host
+        raise ConfigError.of("--cluster", base.name, f"gets no links between nodes: all ranks are on {host}", "2 hosts")
+    inner = own.levels[0].model_copy(update={"joins": base.devices_per_node})
+    measured = tuple(row for row in own.measured if row.ranks <= base.devices_per_node)
+    links = own.model_copy(update={"levels": (inner, *between), "measured": measured})
+    hosts = sorted({rank.host for rank in report.ranks})
+    source = f"{base.source}; links between {', '.join(hosts)}: meshwright doctor --nodes"
+    return base.model_copy(update={"links": {**base.links, report.transport: links}, "source": source})
+
+
+def measure_nodes(rank: Rank, folders: Sequence[str]) -> dict[str, Any]:
+    """One rank's part: its host and clock, its pairs in the order that all ranks follow, and the folders that it
+    sees."""
+    mesh = rank.mesh
+    address = mesh.transport.peers.address if isinstance(mesh.transport, TorchTransport) else ""
+    mesh.world.barrier()  # all ranks leave it at about one moment: their clocks can be compared
+    own = NodeRank(mesh.rank, socket.gethostname(), chosen_interface(), address, time.time())
+    ranks = [NodeRank(**json.loads(text)) for text in all_texts(json.dumps(asdict(own)), mesh.world)]
+    hosts = [one.host for one in ranks]
+    first = ranks[0].clock_seconds
+    places: dict[str, list[int]] = {}
+    for number, host in enumerate(hosts):
+        places.setdefault(host, []).append(number)
+    # The first two ranks of each host, then the first ranks of each two hosts: one pair at a time, in one order.
+    measured = [(here[0], here[1]) for here in places.values() if len(here) > 1]
+    measured += combinations([here[0] for here in places.values()], 2)
+    pairs = [_measured(mesh, pair, hosts) for pair in measured]
+    told = [json.loads(text) for text in all_texts(json.dumps(pairs), mesh.world)]
+    return {
+        "ranks": [asdict(one) | {"clock_seconds": round(one.clock_seconds - first, 3)} for one in ranks],
+        "pairs": [told[pair["ranks"][0]][index] for index, pair in enumerate(pairs)],
+        "folders": {folder: ranks_without(mesh, Path(folder)) for folder in folders},
+    }
+
+
+def _measured(mesh: Mesh, pair: tuple[int, int], hosts: Sequence[str]) -> dict[str, Any]:
+    """The pair's measures on its two ranks; zeros on the others, which wait."""
+    latency = bandwidth = 0.0
+    if mesh.rank in pair:
+        other = pair[1 - pair.index(mesh.rank)]
+        latency = _exchange_seconds(mesh.world, other, _SMALL_BYTES, _WARM_UPS, _ROUNDS)
+        # Both ranks take the size that one of them found.
+        once = torch.tensor([_exchange_seconds(mesh.world, other, _FIRST_BYTES, 1, 1)], dtype=torch.float64)
+        theirs = torch.empty_like(once)
+        mesh.world.exchange(once, other, theirs, other)
+        rate = _FIRST_BYTES / max(once.item(), theirs.item())
+        size = min(_MOST_BYTES, max(_FIRST_BYTES, int(rate * _PAIR_SECONDS / (_ROUNDS + 1))))
+        seconds = _exchange_seconds(mesh.world, other, size, 1, _ROUNDS)
+        # Less the latency, but by at most nine tenths: small messages on a fast link take little more than that.
+        bandwidth = size / max(seconds - latency, seconds / 10)
+    mesh.world.barrier()
+    return asdict(NodePair(pair, (hosts[pair[0]], hosts[pair[1]]), latency, bandwidth))
+
+
+def _exchange_seconds(world: Comm, other: int, num_bytes: int, warm_ups: int, rounds: int) -> float:
+    """The median time of an exchange with the other rank."""
+    sent, received = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
+    times = []
+    for _ in range(warm_ups + rounds):
+        start = time.perf_counter()
+        world.exchange(sent, other, received, other)
+        times.append(time.perf_counter() - start)
+    return median(times[warm_ups:])
+
+
+def as_dict(report: NodesReport) -> dict[str, Any]:
+    """For `--json`."""
+    return asdict(report)
+
+
+def render(report: NodesReport) -> None:
+    """Print the hosts, the pairs, the folders."""
+    console = table_console()
+    hosts = Table("host", "ranks", "interface", "address", "clock, s")
+    for host in dict.fromkeys(rank.host for rank in report.ranks):
+        own = [rank for rank in report.ranks if rank.host == host]
+        numbers = ", ".join(str(rank.rank) for rank in own)
+        address, clock = own[0].address or "its name's", f"{own[0].clock_seconds:+.2f}"
+        hosts.add_row(host, numbers, own[0].interface or "its name's", address, clock)
+    pairs = Table("pair", "latency, us", "bandwidth, MB/s", title=f"over {report.transport}, one pair at a time")
+    for pair in report.pairs:
+        name = f"within {pair.hosts[0]}" if pair.within else " - ".join(pair.hosts)
+        pairs.add_row(name, f"{pair.latency * 1e6:,.0f}", f"{pair.bandwidth / 1e6:,.1f}")
+    for table in (hosts, pairs):
+        print_table(console, table)
+    for folder, blind in report.folders.items():
+        console.print(f"{folder}: " + (f"not shared: {', '.join(blind)} does not see it" if blind else "shared by all"))

@@ -1,0 +1,343 @@
+"""Gradients' buckets as a run would make them, the programs that sum and publish them, and a rank's memory with them.
+
+The programs are the data-parallel policies' own (data_parallel/), run on buckets of meta tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from meshwright.compute.models.chain import chain_of
+from meshwright.compute.parameters.bucket import Bucket, BucketKey, SlotSize, arranged, gradient_dtype, padded
+from meshwright.compute.parameters.owners import Segments
+from meshwright.compute.parameters.role import StepRule
+from meshwright.compute.precision import DTYPES
+from meshwright.config import Config
+from meshwright.config.registry import load_entry
+from meshwright.planner.plan.memory import Memory, Parameter, Peak
+from meshwright.planner.plan.recorder import Program, Recorder
+from meshwright.planner.plan.remembered import remembered
+from meshwright.planner.plan.software import Software
+from meshwright.ranks.comm import Comm
+from meshwright.ranks.grid import ENDS, HEAD_COPIES, PIPE, Grid
+from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.planned import planned_mesh
+from meshwright.strategies.data_parallel.assembly import bucket_bytes
+from meshwright.strategies.data_parallel.strategy import BucketBytes, HeldBytes, Policy, Synchroniser
+from meshwright.strategies.memory.offload import SINGLE, moment_bytes, state_bytes
+from meshwright.strategies.optim.section import Update
+from meshwright.strategies.optim.states import by_rule, stepped_together
+
+
+@dataclass(frozen=True)
+class PlannedBucket:
+    """A bucket of gradients. `names`: its parameters'; `num_elements`: with its padding; `stepped_elements`: those that
+    this rank's optimizer steps; `matrices`: the shape of each matrix among them, of a rule that steps matrices;
+    `blocks`: it is summed behind the backward pass; `summed_in`: its gradients' type. `slices`: its gradients are
+    slices: `reduce` then runs for each microbatch, but once if the bucket `waits` for the step's end; `across` sums
+    slices that other ranks have too, once. Where weights are slices, too, `gather` brings them together, and
+    `parts_back` are the parts of the model that read them going backward."""
+
+    kind: BucketKey
+    summed_in: torch.dtype
+    names: tuple[str, ...]
+    num_elements: int
+    stepped_elements: int
+    matrices: tuple[tuple[int, ...], ...]
+    blocks: bool
+    parts_back: frozenset[int]
+    waits: bool
+    slices: bool
+    reduce: Program
+    publish: Program
+    across: Program
+    gather: Program
+
+    def sums(self, num_microbatches: int) -> int:
+        """The number of sums of the bucket in a step."""
+        # A bucket whose gradients are late keeps them whole, and is summed once at the step's end.
+        return num_microbatches if self.slices and not self.waits else 1
+
+    @cached_property
+    def sizes(self) -> BucketBytes:
+        kind, value, gradient = self.kind, self.kind.dtype.itemsize, self.summed_in.itemsize * self.kind.rule.trained
+        return BucketBytes(
+            (kind.dtype, kind.rule.decays, kind.sum_axes, kind.cut_axes), kind.parts, self.num_elements * value,
+            self.num_elements * gradient, self.stepped_elements * value, self.stepped_elements * gradient, self.waits,
+        )  # fmt: skip
+
+    @property
+    def stepped(self) -> SlotSize:
+        """The size of this rank's slot."""
+        return SlotSize(self.stepped_elements, self.kind.dtype, self.kind.rule, self.matrices)
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of an element's float32 master, where weights are halves."""
+        return SINGLE if self.kind.rule.trained and self.kind.dtype.itemsize < SINGLE else 0
+
+    def touched_bytes(self, config: Config, device_type: str) -> int:
+        """Bytes that the norm and the optimizer's step read and write: weight and moments twice, gradients once in
+        each, and where weights are halves the gradient's widening and the rounding; on a CPU the float64 copy of which
+        the norm is (norm.py)."""
+        size, gradient = self.kind.dtype.itemsize, self.summed_in.itemsize
+        # The norm reads the gradient; the step reads it, and reads and writes master or weight and every moment.
+        each = gradient + max(SINGLE, size) * (2 + 1)
+        if gradient < SINGLE:
+            each += gradient + SINGLE
+        # Written once and read once: the CPU's norm is of a wide copy.
+        if device_type == "cpu" and gradient < torch.float64.itemsize:
+            each += 2 * torch.float64.itemsize
+        if self.master_bytes:
+            each += SINGLE + size
+        return self.stepped_elements * each + 2 * sum(moment_bytes(config.optimizer.update, self.stepped))
+
+
+class _Group(NamedTuple):
+    """Parameters that share a bucket, as PlannedBucket has them; `num_elements`: without padding."""
+
+    kind: BucketKey
+    names: tuple[str, ...]
+    num_elements: int
+    parts_back: frozenset[int]
+    waits: bool
+
+
+class _Arrangement(NamedTuple):
+    """Facts by which parameters share a bucket."""
+
+    by_part: bool
+    """Weights are gathered part by part."""
+    by_chunk: bool
+    """A chunk fills buckets of its own, else a bucket would wait for the other chunk's backward pass."""
+    bucket_bytes: int
+    grid: Grid
+    """The run's axes; of one rank each, unless matrices are dealt out to ranks."""
+    token_axes: tuple[str, ...]
+    update: Update
+    policy: str
+    """The data-parallel policy that deals matrices out; empty: the optimizer steps no matrices."""
+
+
+@dataclass(frozen=True, eq=False)
+class HeldParameters:
+    """The parameters that a rank holds, in the model's order. Equal if they are the same object."""
+
+    parameters: tuple[Parameter, ...]
+    tied: frozenset[str] = frozenset()
+    """Names of parameters that another stage holds, too."""
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The parameters' shapes by name."""
+        return {parameter.name: parameter.shape for parameter in self.parameters}
+
+    @remembered()
+    def groups(self, rule: _Arrangement) -> list[_Group]:
+        """The parameters that share a bucket, in the order in which buckets leave."""
+        mesh = planned_mesh(rule.grid, 0, rule.token_axes)
+        specs = {
+            parameter.name: replace(parameter.spec, tied=True) if parameter.name in self.tied else parameter.spec
+            for parameter in self.parameters
+        }
+        sizes = {parameter.name: parameter.num_elements for parameter in self.parameters}
+        items = [(parameter.name, parameter.num_elements, parameter.dtype) for parameter in self.parameters]
+        # Gradients that come with B, or from two chunks, are whole only when the step's last microbatch is through.
+        late = {parameter.name for parameter in self.parameters if parameter.comes_with_b or len(parameter.chunks) > 1}
+        using = {parameter.name: parameter.parts for parameter in self.parameters} if rule.by_part else None
+        back = {parameter.name: parameter.parts_back for parameter in self.parameters}
+        chunks = {parameter.name: parameter.chunks for parameter in self.parameters} if rule.by_chunk else None
+        return [
+            _Group(
+                kind, tuple(names), sum(sizes[name] for name in names),
+                frozenset(part for name in names for part in back[name]), not late.isdisjoint(names),
+            )
+            for kind, names in arranged(
+                items, specs, mesh, rule.bucket_bytes, using, chunks, rule.update.rule_of,
+                load_entry(rule.policy)().dealt_over(mesh) if rule.policy else None,
+            )
+        ]  # fmt: skip
+
+
+class Buckets:
+    """Plans buckets, and remembers the programs of equal ones."""
+
+    def of(self, config: Config, rank: int, held: HeldParameters) -> list[PlannedBucket]:
+        """A rank's buckets, in the order in which they leave."""
+        grid, update = config.grid, config.optimizer.update
+        mesh = planned_mesh(grid, rank, config.layout.token_axes)
+        if not update.matrix_step:  # nothing is dealt out to ranks
+            grid = Grid(tuple((name, 1) for name in grid.names), (grid.names[0], 1) if grid.copies else None)
+        sync = config.layout.data.strategy
+        policy, widens = load_entry(sync.policy)(), config.widens_gradients
+        buckets: list[PlannedBucket] = []
+        comms: dict[tuple[str, ...], tuple[Comm, tuple[int, ...]]] = {}
+        arrangement = _Arrangement(
+            sync.gathers, sync.slices and config.layout.pipeline.chunks > 1, bucket_bytes(config), grid,
+            mesh.token_axes, update, sync.policy if update.matrix_step else "",
+        )  # fmt: skip
+        for kind, names, elements, parts_back, waits in held.groups(arrangement):
+            if kind.sum_axes not in comms:
+                comms[kind.sum_axes] = mesh.comm(*kind.sum_axes), tuple(mesh.comm(axis).size for axis in kind.sum_axes)
+            comm, sizes = comms[kind.sum_axes]
+            num_elements = padded(elements, comm.size)
+            summed_in = gradient_dtype(kind.dtype, widens)
+            ranks = tuple(zip(kind.sum_axes, sizes, strict=True))
+            stepped, *programs = self._programs(
+                sync.policy, kind.dtype, summed_in, num_elements, ranks, comm.index, kind.segments
+            )
+            if not kind.rule.trained:  # gathered, and neither summed nor published
+                programs[:3] = [Program()] * 3
+            summing = mesh.comm(*(axis for axis in kind.sum_axes if axis not in policy.apart))
+            matrices = _stepped_matrices(
+                kind, [held.shapes[name] for name in names], summing.index if stepped else None
+            )
+            buckets.append(PlannedBucket(
+                kind, summed_in, names, num_elements, stepped, matrices, policy.blocks, parts_back, waits, sync.slices,
+                *programs,
+            ))  # fmt: skip
+        return buckets
+
+    @remembered()
+    def _programs(
+        self, policy: str, dtype: torch.dtype, summed_in: torch.dtype, num_elements: int,
+        axes: tuple[tuple[str, int], ...], index: int, segments: Segments,
+    ) -> tuple[int, Program, Program, Program, Program]:  # fmt: skip
+        # Not the order of axes: what a sum sends is the same in every order, only its seconds differ (network.py). The
+        # rank's place among the ranks: a root does more than the others.
+        recorder, stand_ins = Recorder(), {ENDS: PIPE, HEAD_COPIES: f"axis of {HEAD_COPIES}"}
+        copies = next(((stand_ins[name], size) for name, size in axes if name == HEAD_COPIES), None)
+        grid = Grid(tuple((stand_ins.get(name, name), size) for name, size in axes), copies)
+        mesh = planned_mesh(grid, index, (), observer=recorder.started)
+        return _programs(
+            load_entry(policy)(), dtype, summed_in, num_elements, [name for name, _ in axes], segments, mesh, recorder
+        )
+
+    @remembered(
+        "model", "data", "bits", "batch.global_", "layout.data", "layout.context", "layout.tensor", "layout.order",
+        "layout.pipeline.size",
+    )  # fmt: skip
+    def share(self, config: Config) -> Program:
+        """The program by which rank 0 gets its rows of a step's batch; where it is the server, it scatters all."""
+        recorder = Recorder()
+        mesh = planned_mesh(config.grid, 0, config.layout.token_axes, "cpu", recorder.started)
+        sync = config.layout.data.strategy
+        shapes = chain_of(config).sample_shapes(config).items()
+        with recorder.program(mesh.ledger) as recorded:
+            own = load_entry(sync.synchroniser)([], mesh, load_entry(sync.policy)())
+            own.share(
+                lambda _, count: {
+                    name: torch.empty(count, *shape, dtype=torch.long, device="meta") for name, shape in shapes
+                },
+                config.replica_batch,
+            )
+        return recorded()
+
+
+def _stepped_matrices(
+    kind: BucketKey, shapes: Sequence[tuple[int, ...]], rank: int | None
+) -> tuple[tuple[int, ...], ...]:  # fmt: skip
+    """Return the shapes of the matrices that a rank steps. `rank`: among those that sum the bucket; None: one that
+    steps nothing of it."""
+    if kind.rule.by != "matrices" or rank is None:
+        return ()
+    if not kind.segments:
+        return tuple(shapes)
+    begins = accumulate((math.prod(shape) for shape in shapes), initial=0)
+    first, last = kind.segments[rank : rank + 2]
+    return tuple(shape for shape, begin in zip(shapes, begins, strict=False) if first <= begin < last)
+
+
+def loads_program(config: Config, rank: int, routers: int) -> Program:
+    """The program that sums what a rank's routers have counted of a batch (tensor/router.py)."""
+    recorder = Recorder()
+    mesh = planned_mesh(config.grid, rank, config.layout.token_axes, "cpu", recorder.started)
+    wide = torch.promote_types(DTYPES[config.precision.dtype], torch.float32)
+    with recorder.program(mesh.ledger) as recorded:
+        loads = torch.empty(routers, config.model.routing.num_experts, dtype=wide, device="meta")
+        mesh.comm(*mesh.token_axes).all_reduce(loads)
+    return recorded()
+
+
+def _programs(
+    policy: Policy, dtype: torch.dtype, summed_in: torch.dtype, num_elements: int, axes: Sequence[str],
+    segments: Segments, mesh: Mesh, recorder: Recorder,
+) -> tuple[int, Program, Program, Program, Program]:  # fmt: skip
+    """The number of elements that this rank steps, its programs that sum and publish a bucket, the one that sums over
+    the axes that the policy leaves out, and the one that gathers slices of weights."""
+    values = torch.empty(num_elements, dtype=dtype, device=mesh.device)
+    gradients = torch.empty(num_elements, dtype=summed_in, device=mesh.device)  # empty_like is steps in Python there
+    # No rule counts here: it is the segments that say how whole matrices are sent.
+    bucket = Bucket(values, gradients, {}, (), StepRule("elements"), tuple(axes), (), segments=segments)
+    comm = mesh.comm(*(axis for axis in axes if axis not in policy.apart))
+    # On meta tensors the policy sends nothing; its comm writes the program.
+    start, stop = policy.owned(bucket, comm)
+    with recorder.program(mesh.ledger) as recorded:
+        policy.reduce(bucket, comm).wait()
+    reduce = recorded()
+    with recorder.program(mesh.ledger) as recorded:
+        policy.publish(bucket, comm).wait()
+    publish = recorded()
+    with recorder.program(mesh.ledger) as recorded:
+        mesh.comm(*(axis for axis in axes if axis in policy.apart)).all_reduce(gradients[start:stop])
+    across = recorded()
+    with recorder.program(mesh.ledger) as recorded:
+        # What zero3 gathers before a task: the whole bucket of its ranks' slices.
+        comm.all_gather(values, values[: values.numel() // comm.size])
+    return stop - start, reduce, publish, across, recorded()
+
+
+def streams(config: Config) -> bool:
+    """Whether an optimizer steps each bucket as it comes: an offloaded one that does not wait for the norm, as clipping
+    and fp16's loss scale do."""
+    waits = config.optimizer.clip is not None or config.precision.dtype == "fp16"
+    return config.memory.offload.to != "none" and not waits
+
+
+def memory_of(
+    config: Config, buckets: Sequence[PlannedBucket], peak: Peak, context_bytes: int, software: Software
+) -> Memory:
+    """The memory of a rank with these buckets, whose tasks hold so much at most."""
+    held = held_of(config, buckets)
+    # They exist when the tasks' memory is gone: so the larger of the two counts, not the sum.
+    widened = max(map(sum, widened_together(config, buckets, software)), default=0)
+    most = max(peak.total_bytes + held.passing, widened)
+    activations = min(peak.activation_bytes, most)
+    return Memory(
+        held.weights,
+        held.gradients + software.apart_bytes(config, held.weights),
+        state_bytes(config, slots_of(buckets)),
+        activations,
+        most - activations,
+        context_bytes,
+        host=peak.host_bytes,
+    )
+
+
+def widened_together(config: Config, buckets: Sequence[PlannedBucket], software: Software) -> Iterator[list[int]]:
+    """The bytes of each float32 copy of half-precision gradients that an optimizer on the device has at a time."""
+    if config.memory.offload.to != "none":
+        return
+    for members in by_rule([bucket.kind.rule for bucket in buckets]).values():
+        own = [buckets[index] for index in members]
+        sizes = [bucket.stepped_elements * SINGLE if bucket.summed_in.itemsize < SINGLE else 0 for bucket in own]
+        for some in [range(len(sizes))] if software.widening == "whole" else stepped_together(sizes):
+            yield [sizes[index] for index in some]
+
+
+def held_of(config: Config, buckets: Sequence[PlannedBucket]) -> HeldBytes:
+    """The bytes of weights and gradients that a rank has of these buckets, as its strategy says."""
+    synchroniser: type[Synchroniser] = load_entry(config.layout.data.strategy.synchroniser)
+    return synchroniser.held([bucket.sizes for bucket in buckets])
+
+
+def slots_of(buckets: Sequence[PlannedBucket]) -> list[SlotSize]:
+    """The sizes of the slots that a rank's optimizer steps."""
+    return [bucket.stepped for bucket in buckets if bucket.kind.rule.trained]

@@ -1,0 +1,454 @@
+"""A run composed of recordings: what each stage's tasks cost, which parameters it holds, what its ranks send.
+
+Tasks run their parts one after the other, forward from the first, backward from the last; memory is followed from part
+to part. What a part gives to the next stays in memory, since the next one's backward pass reads it; what it gives to
+another stage leaves, and what came from one stays. Stages that do and hold the same are looked at once.
+
+A stage of several chunks holds their parameters in common buckets, and does each chunk's tasks for itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial, reduce
+from itertools import pairwise, product
+
+from meshwright.compute.model import EMBEDDINGS, HEAD, Chunk
+from meshwright.compute.models.chain import split_name
+from meshwright.config import Config
+from meshwright.planner.plan.buckets import Buckets, HeldParameters, PlannedBucket, loads_program
+from meshwright.planner.plan.memory import Parameter
+from meshwright.planner.plan.recorder import Cost, Program, Seconds, place
+from meshwright.planner.plan.recordings import Forms, Recording, Recordings, bytes_of
+from meshwright.planner.plan.remembered import COUNTS, remembered, replaced
+from meshwright.ranks.grid import PIPE
+from meshwright.ranks.ledger import MESSAGE, Ledger, Traffic
+from meshwright.ranks.mailbox import Side
+from meshwright.strategies.data_parallel.gathering import Walk
+from meshwright.strategies.memory.section import FIELD, KEEPS_ALL
+from meshwright.strategies.pipeline.pipeline import message_forms, sides_of
+from meshwright.strategies.pipeline.placement import ChunkPlacement
+from meshwright.strategies.pipeline.span import CATEGORIES
+from meshwright.strategies.pipeline.stages import chunks_of, piece_placement_of, placement_of, rule_of
+from meshwright.strategies.pipeline.task import TaskKind
+
+Sent = dict[tuple[str, str], Traffic]
+Gathered = Mapping[tuple[TaskKind, int], Sequence[int]]
+"""Buckets by the kind and the chunk of the task that gathers them."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parts that run at once: one; or a group of `layers` like ones that are recomputed together, of which groups of
+    two and of one are recorded. `whole` records the group itself."""
+
+    recording: Recording
+    parameters: tuple[Parameter, ...]
+    whole: Callable[[], Recording]
+    smaller: Recording | None = None
+    layers: int = 1
+
+    def cost(self, kind: TaskKind, which: int, seconds: Seconds) -> Cost:
+        costs = [
+            Cost(seconds(program), program.kept_bytes, program.peak_bytes, program.flops, program.host_bytes)
+            for program, _ in self.passes(kind, which)
+        ]
+        return costs[0] if self.smaller is None else costs[0].extended(costs[1], self.layers - 2)
+
+    def passes(self, kind: TaskKind, which: int) -> list[tuple[Program, int]]:
+        """The recorded programs that add up to the unit's task, and how often each counts: of a group that is extended
+        the recording of two layers layers - 1 times, less that of one."""
+        passes = [(self.recording.programs[kind][which], max(1, self.layers - 1))]
+        if self.smaller is not None:
+            passes.append((self.smaller.programs[kind][which], 2 - self.layers))
+        return passes
+
+    def freed(self, kind: TaskKind, read_bytes: int) -> int:
+        """After B, or where its W needs them after that: what it was given to read, so many bytes, and the gradient
+        that came back from the next part."""
+        gradient_bytes = bytes_of(self.recording.outgoing)
+        waits = (
+            min(read_bytes, self.recording.kept_input_bytes),
+            min(gradient_bytes, self.recording.kept_gradient_bytes),
+        )
+        # Where nothing is split, no W comes, and a recording keeps nothing for it: B frees all.
+        return sum(waits) if kind is TaskKind.WEIGHT else read_bytes + gradient_bytes - sum(waits)
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """The tasks of a chunk. `units`: in the order of the forward pass; `incoming`, `outgoing`: what passes the cuts
+    before and after it. `handed_bytes`: where the stage itself holds the position before, what that leaves in memory;
+    None: it comes by message. `hands_on`: whether the stage holds the position after."""
+
+    units: tuple[Unit, ...]
+    incoming: Forms
+    outgoing: Forms
+    handed_bytes: int | None = None
+    hands_on: bool = False
+
+    def cost(self, kind: TaskKind, which: int, seconds: Seconds = lambda program: 0.0) -> Cost:
+        """The cost of a task of a microbatch at a place of the step (recordings.place); without `seconds` bytes and
+        operations alone."""
+        return reduce(Cost.then, self.costs(kind, which, seconds), Cost())
+
+    def costs(self, kind: TaskKind, which: int, seconds: Seconds) -> list[Cost]:
+        """The cost of each unit, in the order in which they run; messages count at the ends."""
+        order = self.units if kind is TaskKind.FORWARD else self.units[::-1]
+        costs = [unit.cost(kind, which, seconds) for unit in order]
+        comes, leaves = self.handed_bytes is None, not self.hands_on
+        if kind is TaskKind.FORWARD:
+            pairs = pairwise(order)
+            kept = (0 if unit.recording.holds_input else before.recording.output_bytes for before, unit in pairs)
+            freed = [0, *kept]
+            # A received activation was allocated by the mailbox before the task, a sent one leaves with it; of a
+            # stage's own neighbouring chunk neither is true.
+            freed[-1] += order[-1].recording.output_bytes * leaves - bytes_of(self.incoming) * comes
+        else:
+            # B frees what its parts were given to read; whoever does not read its input had it freed in F already.
+            pairs = pairwise(order)
+            given = [before.recording.output_bytes if unit.recording.holds_input else 0 for unit, before in pairs]
+            given.append(bytes_of(self.incoming) if self.handed_bytes is None else self.handed_bytes)
+            freed = [unit.freed(kind, own) for unit, own in zip(order, given, strict=True)]
+        if kind is TaskKind.BACKWARD:
+            freed[0] -= bytes_of(self.outgoing) * leaves  # came with a message, and is counted there
+            freed[-1] += bytes_of(self.incoming) * comes  # made here, and sent
+        return [replace(cost, kept_bytes=cost.kept_bytes - own) for cost, own in zip(costs, freed, strict=True)]
+
+
+COUNTING = "the pass that counts experts' loads"
+"""A forward pass before the step, where a router's balance is over the batch (training/step.py)."""
+BUCKETS = "buckets"
+"""The part of the model that a sum of gradients is for: parameters that share flat memory."""
+
+
+@dataclass(frozen=True)
+class Sending:
+    """An item of a rank's ledger of a step, `times` times. `task`: forward, backward, weight, or what is done beside
+    them; `part`: of the model that it is for; `program`: what sends it, without events where it is not recorded."""
+
+    task: str
+    part: str
+    program: Program
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """A stage's chunks, and its parameters in the model's order."""
+
+    chunks: tuple[ChunkPlan, ...]
+    parameters: tuple[Parameter, ...]
+
+    def apart_bytes(self, config: Config) -> int:
+        """Bytes of the second memory in which a stage of both ends adds up a tied table's gradients (gradients.py)."""
+        ends = {EMBEDDINGS, HEAD}
+        # One chunk adds both uses up in one memory; two chunks, or pieces, come in an order that messages choose, and
+        # would round differently.
+        parted = len(self.chunks) > 1 or config.layout.data.in_pieces
+        tied = [each for each in self.parameters if ends <= set(each.parts)] if parted else []
+        return sum(each.gradient_bytes(config) for each in tied)
+
+
+def compose_stages(config: Config, recordings: Recordings, partition: Sequence[int]) -> list[StagePlan]:
+    """Every stage of a layout with so many layers a position; each position is given what the one before gives."""
+    outline, placement = recordings.outline(config), placement_of(config)
+    parameters: list[dict[str, Parameter]] = [{} for _ in range(placement.num_stages)]
+    plans: list[ChunkPlan] = []
+    forms: Forms = ()
+    for position, whole in enumerate(chunks_of(partition)):
+        stage, incoming = placement.stage_of[position], forms
+        units: list[Unit] = []
+        parts = [(config, Chunk(range(0), True, False))] if whole.first else []
+        parts += [(own, Chunk(group, False, False)) for own, group in _groups(config, whole.layers)]
+        parts += [(config, Chunk(range(0), False, True))] if whole.last else []
+        for own, chunk in parts:
+            unit = _unit(own, recordings, chunk, forms)
+            forms = unit.recording.outgoing
+            units.append(unit)
+            number = position // placement.num_stages
+            for parameter in unit.parameters:
+                before = parameters[stage].get(parameter.name)
+                parameters[stage][parameter.name] = used(parameter, before, chunk, number)
+        plan = ChunkPlan(tuple(units), incoming, () if whole.last else forms)
+        if plans and placement.stage_of[position - 1] == stage:
+            # In a v the middle positions lie on one stage: no message, the activation stays where it is.
+            plan = replace(plan, handed_bytes=plans[-1].units[-1].recording.output_bytes)
+            plans[-1] = replace(plans[-1], hands_on=True)
+        plans.append(plan)
+    return [
+        StagePlan(
+            tuple(plans[position] for position in placement.positions[stage]),
+            # Buckets are filled in the model's order, whatever the order of a stage's chunks.
+            tuple(sorted(own.values(), key=lambda parameter: outline.order[parameter.name])),
+        )
+        for stage, own in enumerate(parameters)
+    ]
+
+
+def _groups(config: Config, layers: Sequence[int]) -> Iterator[tuple[Config, Sequence[int]]]:
+    """Yield the layers that are recorded together, with the config by whose policy they run."""
+    policy = config.memory.policy
+    alone = replaced(config, FIELD, KEEPS_ALL, *COUNTS) if policy.by_groups else config
+    for group in policy.groups(config, layers):
+        if group.wrapped:
+            yield config, group.layers
+        else:
+            yield from ((alone, group.layers[place : place + 1]) for place in range(len(group.layers)))
+
+
+def used(parameter: Parameter, before: Parameter | None, chunk: Chunk, number: int) -> Parameter:
+    """The parameter with the part of a stage that uses it besides those of `before`; `chunk`: it is in there. `number`:
+    of the stage's chunk that the part belongs to."""
+    layer, _ = split_name(parameter.name)
+    part = layer if layer is not None else EMBEDDINGS if chunk.first else HEAD
+    parts, parts_back = (before.parts, before.parts_back) if before else ((), ())
+    back = (part,) if parameter.read_back else ()
+    chunks = tuple(sorted({*(before.chunks if before else ()), number}))
+    return replace(parameter, parts=(*parts, part), parts_back=(*parts_back, *back), chunks=chunks)
+
+
+def _unit(config: Config, recordings: Recordings, chunk: Chunk, incoming: Forms) -> Unit:
+    """The unit of a chunk's part, recorded whole where that is small, else extended from recordings of two and one."""
+    count, layers = len(chunk.layers), chunk.layers
+    alike, whole = {recordings.outline(config).alike[layer] for layer in layers}, partial(recordings.of, config, chunk)
+    # Groups of unlike layers do not grow by one layer's share: these are recorded as they are.
+    if count <= 2 or len(alike) > 1:
+        recording = whole(incoming)
+        return Unit(recording, recording.parameters, partial(whole, incoming))
+    # Each layer once, though their programs are one recording: the parameters have names of their own.
+    ones = [recordings.of(config, Chunk(range(layer, layer + 1), False, False), incoming) for layer in layers]
+    two = recordings.of(config, Chunk(layers[:2], False, False), incoming)
+    parameters = tuple(parameter for one in ones for parameter in one.parameters)
+    return Unit(two, parameters, partial(whole, incoming), ones[0], count)
+
+
+class Composition:
+    """A resolved run's stages with the buckets of their gradients. `placement`: of their chunks; `like`: for each stage
+    the first one that does and holds the same; `buckets`: of these; `tied`: the parameters on two stages; `kinds`: of
+    the tasks; `peers`: the axes of the ranks that share a stage. `known`: the buckets, if they are planned."""
+
+    def __init__(
+        self,
+        config: Config,
+        stages: list[StagePlan],
+        buckets: Buckets,
+        known: dict[int, list[PlannedBucket]] | None = None,
+    ) -> None:
+        self.config, self.stages = config, stages
+        self._buckets, self._known = buckets, known
+        self.grid, self.placement = config.grid, placement_of(config)
+        self.tasks = self.placement
+        """The placement whose numbers tasks have as their chunk."""
+        if config.layout.data.in_pieces and all(stage.chunks for stage in stages):  # an estimate's ending has no tasks
+            positions = map(self.chunk, range(self.placement.num_positions))
+            layers = [sum(len(unit_layers(unit)) for unit in chunk.units) for chunk in positions]
+            self.tasks = piece_placement_of(config, layers)
+        self.kinds = (TaskKind.FORWARD, TaskKind.BACKWARD, *([TaskKind.WEIGHT] if rule_of(config).splits else []))
+        self.peers = "+".join(name for name in self.grid.names if name in config.layout.peer_axes)
+        alone = len(stages) == 1 and not config.layout.data.in_pieces
+        self.agrees = not alone and self.grid.size(*(self.peers.split("+") if self.peers else ())) > 1
+        """Whether a stage's ranks must agree on each task (pipeline.agreed)."""
+        places = [place(index, config.num_microbatches) for index in range(config.num_microbatches)]
+        self.counts = [places.count(which) for which in range(max(places) + 1)]
+        """The number of microbatches at each place of the step."""
+        origin = dict.fromkeys(self.grid.names, 0)
+        self.ranks = [self.grid.rank(origin | {PIPE: stage}) for stage in range(len(stages))]
+        """The first rank of each stage."""
+        names = [{parameter.name for parameter in stage.parameters} for stage in stages]
+        # Embeddings and head at the two ends: with one stage their gradients are added up locally, not sent.
+        self.tied = tied = frozenset(names[0] & names[-1] if len(stages) > 1 else ())
+        # Stages of equal work run the same recordings as often, and have or lack a tied parameter alike: their costs,
+        # buckets and memory are counted once, since most stages of a long pipeline are alike.
+        first: dict[Hashable, int] = {}
+        self.like = []
+        for stage, own in enumerate(stages):
+            work = tuple(
+                tuple((id(unit.recording.programs), unit.layers) for unit in chunk.units) for chunk in own.chunks
+            )
+            shared = any(parameter.name in tied for parameter in own.parameters)
+            self.like.append(first.setdefault((work, shared), stage))
+
+    @cached_property
+    def buckets(self) -> dict[int, list[PlannedBucket]]:
+        """The buckets of the stages in `like`."""
+        return self._known or {
+            stage: self._buckets.of(
+                self.config, self.ranks[stage], HeldParameters(self.stages[stage].parameters, self.tied)
+            )
+            for stage in dict.fromkeys(self.like)
+        }
+
+    def chunk(self, position: int) -> ChunkPlan:
+        """The chunk at a position of the chain."""
+        return self.stages[self.placement.stage_of[position]].chunks[position // self.placement.num_stages]
+
+    def traffic(self, stage: int) -> Sent:
+        """The ledger of the stage's first rank: its kit's collectives, messages, agreements, gradients' sums."""
+        total: Sent = {}
+        for sending in self.sendings(stage):
+            for key, entry in sending.program.traffic.items():
+                # Traffic is mutable and shared by recordings: copies are added, never the recording's own.
+                total.setdefault(key, Traffic()).include(entry.scaled(sending.times))
+        return total
+
+    def sendings(self, stage: int) -> Iterator[Sending]:
+        """The same ledger, item by item."""
+        yield from self._passes(stage, CATEGORIES, self.kinds, self.tasks)
+        buckets = self.buckets[self.like[stage]]
+        for which, times in enumerate(self.counts):
+            for (kind, _), gathered in self.gathers(stage, which).items():
+                for index in gathered:
+                    yield Sending(f"gather for {CATEGORIES[kind]}", BUCKETS, buckets[index].gather, times)
+        if self.config.model.routing.counts_first:
+            yield from self._passes(stage, {TaskKind.FORWARD: COUNTING}, (TaskKind.FORWARD,), self.placement)
+            for index, times in self.counting_gathers(stage).items():
+                yield Sending(f"gather for {COUNTING}", BUCKETS, buckets[index].gather, times)
+            yield Sending(COUNTING, "experts' loads", self.loads(stage))
+        for bucket in buckets:
+            yield Sending("sum of gradients", BUCKETS, bucket.reduce, bucket.sums(self.config.num_microbatches))
+            yield Sending("new weights", BUCKETS, bucket.publish)
+            yield Sending("sum of gradients", BUCKETS, bucket.across)
+
+    def _passes(
+        self, stage: int, names: Mapping[TaskKind, str], kinds: Sequence[TaskKind], tasks: ChunkPlacement
+    ) -> Iterator[Sending]:
+        """The sendings of all microbatches' tasks of these kinds. `tasks`: the placement whose numbers they have."""
+        chunks, count = self.stages[stage].chunks, self.config.num_microbatches
+        for which, times in enumerate(self.counts):
+            for kind, chunk in product(kinds, chunks):
+                for unit in chunk.units:
+                    begins = stage == 0 and unit is chunks[0].units[0]
+                    part = "layers" if unit_layers(unit) else "embeddings" if begins else "head"
+                    for program, passes in unit.passes(kind, which):
+                        yield Sending(names[kind], part, program, times * passes)
+        ledger, messages = Ledger(), self.messages(stage, back=TaskKind.BACKWARD in kinds)
+        # Messages are the same in each microbatch, so one is recorded and counted so many times.
+        with ledger.repeated(count):
+            for other, side in sides_of(stage, self.placement).items():
+                for size in messages[side]:
+                    ledger.record(PIPE, MESSAGE, size, other - stage)
+        yield Sending("between stages", "activations and their gradients", Program(traffic=ledger.traffic))
+        if self.agrees:
+            ledger = Ledger()
+            with ledger.repeated(count * len(kinds) * sum(map(len, tasks.numbers[stage]))):
+                # The stage's first rank tells its peers which task is next, in 8 bytes.
+                ledger.record(self.peers, "broadcast", 8 * (self.grid.size(*self.peers.split("+")) - 1), 0)
+            yield Sending("between stages", "which task is next", Program(traffic=ledger.traffic))
+
+    def loads(self, stage: int) -> Program:
+        """The sum of the loads that a stage's routers have counted, of a balance over the batch."""
+        names = [parameter.name for parameter in self.stages[stage].parameters]
+        routers = sum(name.endswith("router.weight") for name in names)
+        return loads_program(self.config, self.ranks[stage], routers) if routers else Program()
+
+    def counting_gathers(self, stage: int) -> Counter[int]:
+        """How often the pass that counts experts' loads gathers each bucket; the head's stay (whole_weights)."""
+        if not self.config.layout.data.strategy.gathers:
+            return Counter()
+        buckets = self.buckets[self.like[stage]]
+        walk, chunks = walk_through(buckets, self.groups(stage))
+        head = {index for index, bucket in enumerate(buckets) if max(chunks[-1].parts) in bucket.kind.parts}
+        gathered = Counter(head)
+        for _ in range(self.config.num_microbatches):
+            for chunk in chunks:
+                walk.begin()
+                gathered.update(index for part in chunk.parts for index in walk.forward(part).sent if index not in head)
+        return gathered
+
+    def messages(self, stage: int, *, back: bool = True) -> dict[Side, list[int]]:
+        """Bytes of a microbatch's messages to each side: activations one way and, `back`, gradients the other way."""
+        passing = [self.chunk(position).outgoing for position in range(self.placement.num_positions - 1)]
+        forms = message_forms(stage, self.placement, passing)
+        return {
+            side: [bytes_of(cut.tensors) for cut in cuts.values() if back or not cut.inward]
+            for side, cuts in forms.items()
+        }
+
+    def gathers(self, stage: int, which: int) -> Gathered:
+        """The buckets that the tasks of a microbatch at a place of the step gather (data_parallel/gathering.py)."""
+        if not self.config.layout.data.strategy.gathers:
+            return {}
+        return self._gathers(self.like[stage])[which]
+
+    @remembered()
+    def _gathers(self, stage: int) -> list[Gathered]:
+        groups = self.groups(stage)
+        chunks = [[layer for unit in chunk for layer in unit] for chunk in groups]
+        every = (group for own in chunks for group in self.config.memory.policy.groups(self.config, own))
+        again = {layer for group in every if group.wrapped for layer in group.layers}
+        # Weights that a part left gathered are found by the next, so the walk depends on the order of parts.
+        return gathered_buckets(self.buckets[stage], groups, len(self.counts), again)
+
+    def groups(self, stage: int) -> list[list[list[int]]]:
+        """The layers of each unit of each chunk of a stage, in the order of the forward pass."""
+        return [[unit_layers(unit) for unit in chunk.units] for chunk in self.stages[stage].chunks]
+
+    @property
+    def most_flops(self) -> float:
+        """Floating-point operations of products of the busiest rank in a step."""
+        # The busiest stage sets the pace; of stages that are alike one stands for all.
+        again = [TaskKind.FORWARD] * self.config.model.routing.counts_first
+        return max(
+            sum(times * chunk.cost(kind, which).flops
+                for which, times in enumerate(self.counts)
+                for kind, chunk in product((*self.kinds, *again), self.stages[stage].chunks))
+            for stage in dict.fromkeys(self.like)
+        )  # fmt: skip
+
+
+def unit_layers(unit: Unit) -> list[int]:
+    """The layers of a unit, by number; none where it is an end of the chain."""
+    layers = {split_name(parameter.name)[0] for parameter in unit.parameters}
+    return sorted(layer for layer in layers if layer is not None)
+
+
+def gathered_buckets(
+    buckets: Sequence[PlannedBucket], groups: Sequence[Sequence[Sequence[int]]], places: int, again: Collection[int]
+) -> list[Gathered]:
+    """By the microbatch's place, what its tasks gather: the run's own walk, one microbatch after the other.
+
+    `groups`: as Composition.groups has them. `again`: layers that go forward again in the backward pass.
+    """
+    walk, chunks = walk_through(buckets, groups)
+    places_gathered: list[Gathered] = []
+    for _ in range(places):
+        gathered: dict[tuple[TaskKind, int], list[int]] = {}
+        for number, chunk in enumerate(chunks):
+            walk.begin()
+            gathered[TaskKind.FORWARD, number] = [index for part in chunk.parts for index in walk.forward(part).sent]
+        for number, chunk in reversed(list(enumerate(chunks))):
+            backward = gathered[TaskKind.BACKWARD, number] = []
+            units = [list(group) for group in groups[number] if group]
+            ends = [EMBEDDINGS] * chunk.first, [HEAD] * chunk.last
+            for group in filter(None, (ends[1], *reversed(units), ends[0])):
+                # A group's last layer goes backward first; a recomputed group then reads its weights forward once more.
+                backward += walk.backward(group[-1]).sent
+                if group in units and group[0] in again:
+                    backward += [index for part in group for index in walk.forward(part).sent]
+                for part in reversed(group[:-1]):
+                    backward += walk.backward(part).sent
+        places_gathered.append(gathered)
+    return places_gathered
+
+
+def walk_through(
+    buckets: Sequence[PlannedBucket], groups: Sequence[Sequence[Sequence[int]]]
+) -> tuple[Walk, list[Chunk]]:
+    """The run's own bookkeeping of gathered weights at a step's beginning, and a stage's chunks."""
+    parts = sorted({part for bucket in buckets for part in bucket.kind.parts})
+    of = {part: [index for index, bucket in enumerate(buckets) if part in bucket.kind.parts] for part in parts}
+    kept = {
+        part: {index for index in of[part] if part in buckets[index].parts_back}
+        for part in (EMBEDDINGS, HEAD)
+        if part in of
+    }
+    layers = [tuple(layer for group in chunk for layer in group) for chunk in groups]
+    last = len(groups) - 1
+    chunks = [
+        Chunk(own, number == 0 and EMBEDDINGS in of, number == last and HEAD in of) for number, own in enumerate(layers)
+    ]
+    # The run's own (data_parallel/gathering.py), so that planned and real gathers cannot differ.
+    return Walk(of, kept, chunks), chunks

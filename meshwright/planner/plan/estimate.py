@@ -1,0 +1,310 @@
+"""Estimates for the search: a layout's memory and seconds at a hundredth of a prediction's cost.
+
+The memory of weights is that of the real kit's parameters in the real buckets. Seconds are composed as in a prediction
+(predict.py), but of interpolated parts (timed_parts.py), and with a formula (`pipeline_seconds`) instead of a simulated
+pipeline. Recomputation is not recorded: it lengthens the backward pass and shrinks the kept activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+from meshwright.compute.model import EMBEDDINGS, HEAD
+from meshwright.config import Config
+from meshwright.config.layout import PipelineSection
+from meshwright.config.schema import BatchSection
+from meshwright.config.section import with_field
+from meshwright.planner.plan.buckets import HeldParameters, PlannedBucket, held_of, memory_of, streams
+from meshwright.planner.plan.compose import StagePlan
+from meshwright.planner.plan.memory import Memory, Peak
+from meshwright.planner.plan.passes import Sum
+from meshwright.planner.plan.recordings import check
+from meshwright.planner.plan.remembered import PARTS, remembered, replaced
+from meshwright.planner.plan.site import Links
+from meshwright.planner.plan.space import CHUNKS
+from meshwright.planner.plan.timed_parts import HeldActivations, StageShape, TimedParts
+from meshwright.planner.plan.timed_run import TimedRun
+from meshwright.ranks.grid import PIPE
+from meshwright.strategies.pipeline.partition import balanced, ranges_of
+from meshwright.strategies.pipeline.placement import ChunkPlacement
+from meshwright.strategies.pipeline.stages import placement_of, rule_of
+
+if TYPE_CHECKING:
+    from meshwright.planner.plan.predict import Planner
+
+WEIGHTS = (
+    *PARTS, "layout.data", "layout.pipeline.size", "layout.pipeline.chunks", "layout.pipeline.placement",
+    "memory.offload", "optimizer",
+)  # fmt: skip
+"""The fields on which weights, gradients and states depend, besides the gradients' type and the partition."""
+
+WIDENS = "widens_gradients"
+
+SURE = 0.95
+"""Factor that makes an estimate a lower bound of the prediction."""
+
+MIN_RECOMPUTED_SHARE = 0.9
+"""Lower bound of the share of a group's forward pass that is recomputed; the last layer's end is not."""
+
+MAX_KEPT_SHARE = 0.99
+"""Recomputing attention is worth trying where a layer then keeps less than this share of its activations."""
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A stage's seconds forward, backward, and of weight gradients where these are tasks (W); bytes sent to the next
+    stage."""
+
+    forward: float
+    backward: float
+    weights: float
+    outgoing_bytes: int
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """The pipeline phase: its seconds, seconds until the end of the last stage's first forward pass, and seconds of the
+    longest last task of a stage."""
+
+    seconds: float
+    forward: float
+    last: float
+
+
+@dataclass(frozen=True)
+class _Ending:
+    """Seconds after the pipeline phase on the stage with most parameters: gradients' sums, optimizer, publishing; the
+    shares of sums and of publishing that run under computation. `gather`: least seconds to gather sliced weights in a
+    pass through the model."""
+
+    gather: float
+    reduce: float
+    steps: float
+    publish: float
+    norm: float
+    overlaps: float
+    publishes: float
+
+
+class Estimates:
+    """Bounds and estimates for layouts of any runs on one cluster. Remembers what layouts share."""
+
+    def __init__(self, planner: Planner) -> None:
+        self.planner = planner
+        self.parts = TimedParts(planner)
+        self._held = HeldActivations(self.parts)
+
+    def estimated_seconds(self, config: Config) -> float:
+        """SURE times the estimated seconds of a step."""
+        partition = self._partition(config)
+        passes = self._passes(config, partition, self.planner.site.links(config, PIPE))
+        ending = self._ending(config, partition)
+        sums = config.num_microbatches if config.layout.data.strategy.slices else 1
+        # Slices are summed for every microbatch, whole gradients once, under the last task of the phase. Buckets of
+        # other chunks than the last task's have left before.
+        reduce = ending.reduce / config.layout.pipeline.chunks
+        summed = passes.seconds + sums * max(0.0, reduce - ending.overlaps * passes.last)
+        summed += max(0.0, 2 * config.num_microbatches * ending.gather - ending.publishes * passes.seconds)
+        published = max(0.0, ending.publish - ending.publishes * passes.forward)
+        return SURE * (summed + ending.norm + (0.0 if streams(config) else ending.steps) + published)
+
+    def least_seconds(self, config: Config) -> float:
+        """A lower bound of the estimated seconds of all layouts that differ in schedule, limit or sync only: the
+        chain's work, shared equally among stages."""
+        count, layout = config.num_microbatches, config.layout
+        one, stages = self._work_of_model(config, self.planner.site.links(config)), layout.pipeline.size
+        # The last stage begins when the first microbatch has passed one chunk of each other stage.
+        filled = (stages - 1) * one.forward / max(CHUNKS, layout.pipeline.chunks)
+        return SURE * (count * (one.forward + one.backward) + filled) / stages
+
+    @remembered(*PARTS, "micro", WIDENS, "memory.recompute")
+    def _work_of_model(self, config: Config, links: Links) -> _Work:
+        # The whole model as one stage; an equal share of it is at most the slowest stage's work.
+        return self._work(config, self.parts.shapes(config, (config.model.num_blocks,))[0], links, split=False)
+
+    def estimated_memory(self, config: Config) -> Memory:
+        """SURE times the estimated memory of the fullest rank, in which temporaries reuse the bytes of wider gradients.
+        Independent of the order of axes."""
+        partition = self._partition(config)
+        (alone, passing), (kept, total) = self._alone_memory(config, partition), self._held.of(config, partition)
+        activations = int(SURE * kept)
+        most = max(int(SURE * total) + passing, alone.temporaries)
+        return replace(alone, activations=activations, temporaries=most - activations)
+
+    def recomputes_for_nothing(self, config: Config) -> bool:
+        """Whether the layout recomputes attention although the kernel keeps too little (MAX_KEPT_SHARE)."""
+        return config.memory.policy.attention and self.parts.kept_share(config) > MAX_KEPT_SHARE
+
+    def weights_memory(self, config: Config) -> Memory:
+        """Weights, gradients and states of the stage with most parameters. Independent of the order of axes."""
+        return self._alone_memory(config, self._partition(config))[0]
+
+    @remembered(
+        *WEIGHTS, WIDENS, "layout.transport", "layout.pipeline.partition",
+        "layout.pipeline.head",
+    )  # fmt: skip
+    def _alone_memory(self, config: Config, partition: tuple[int, ...]) -> tuple[Memory, int]:
+        """(weights_memory, the bytes of it that are not alive at the activations' peak (HeldBytes.passing))."""
+        check(config)
+        data, placement, device = config.layout.data, placement_of(config), self.planner.cluster.device
+        held, context = self._fullest(config, partition, placement), self.planner.site.context(config)
+        weights = 0 if data.strategy.gathers else sum(each.weight_bytes for each in held.parameters)
+        gradients = 0 if data.strategy.slices else sum(each.gradient_bytes(config) for each in held.parameters)
+        memory = Memory(weights, gradients, 0, 0, 0, context)
+        if memory.total > device.memory_bytes:  # nobody needs to know of buckets
+            return memory, 0
+        buckets = self._buckets_of_fullest(config, partition)
+        memory = memory_of(config, buckets, Peak(0, 0), context, self.planner.software)
+        return memory, held_of(config, buckets).passing
+
+    @remembered(*PARTS, "micro", "num_microbatches", WIDENS, "memory.recompute", "layout.pipeline")
+    def _passes(self, config: Config, partition: tuple[int, ...], links: Links) -> _Passes:
+        shapes, works, placement = self.parts.shapes(config, partition), {}, placement_of(config)
+        rule, count, own = rule_of(config), config.num_microbatches, links.without(PIPE)
+        for shape in shapes:
+            if shape not in works:
+                works[shape] = self._work(config, shape, own, split=rule.splits)
+        chunks = [works[shape] for shape in shapes]
+        forward = [chunk.forward for chunk in chunks]
+        backward = [chunk.backward for chunk in chunks]
+        weights = [chunk.weights for chunk in chunks]
+        limits = [rule.limit_at(stage, placement, count) for stage in range(placement.num_stages)]
+        sizes = tuple(chunk.outgoing_bytes for chunk in chunks[:-1])
+        hops = self._message_seconds(config, links, placement, sizes)
+        seconds = pipeline_seconds(forward, backward, weights, hops, limits, count, placement)
+        return _Passes(seconds, sum(forward) + sum(hops), max(weights if rule.splits else backward))
+
+    def _work(self, config: Config, shape: StageShape, links: Links, *, split: bool) -> _Work:
+        parts = self.parts.of(config, links)
+        stage = [(parts[place], times) for place, times in shape]
+        policy, again = config.memory.policy, 0.0
+        layers = sum(times for timed, times in stage if timed.part.is_layer)
+        if policy.attention:
+            again = MIN_RECOMPUTED_SHARE * layers * self.parts.attention_again(config, links)
+        elif policy.by_groups and not policy.recorded and layers:  # single operations that are kept may leave little
+            forward = sum(times * timed.forward for timed, times in stage if timed.part.is_layer)
+            again = MIN_RECOMPUTED_SHARE * forward * (policy.wrapped_layers(config, layers) / layers)
+        return _Work(
+            sum(times * timed.forward for timed, times in stage),
+            sum(times * (timed.inputs if split else timed.backward) for timed, times in stage) + again,
+            sum(times * timed.weights for timed, times in stage) if split else 0.0,
+            stage[-1][0].part.outgoing_bytes,
+        )
+
+    @remembered("layout.tensor")
+    def _message_seconds(
+        self, config: Config, links: Links, placement: ChunkPlacement, sizes: tuple[int, ...]
+    ) -> list[float]:
+        """Seconds of a message from each position to the next; 0 within a stage."""
+        # Of rank 0's pipeline only; a prediction takes each stage's first rank.
+        ranks, site = links.stages(), self.planner.site
+        holders = [ranks[placement.stage_of[position]] for position in range(placement.num_positions)]
+        return [
+            site.message_seconds(config, links, start, end, size) if start != end else 0.0
+            for (start, end), size in zip(pairwise(holders), sizes, strict=True)
+        ]
+
+    @remembered(*WEIGHTS, WIDENS, "layout.transport", "layout.order", "batch.global_")
+    def _ending(self, config: Config, partition: tuple[int, ...]) -> _Ending:
+        stage = StagePlan((), self._fullest(config, partition, placement_of(config)).parameters)
+        planned = {0: self._buckets_of_fullest(config, partition)}
+        # A step of one microbatch under any schedule ends as others do.
+        pipeline = PipelineSection().model_copy(update={"size": config.layout.pipeline.size})
+        batch = BatchSection().model_copy(update={"global_": config.batch.global_, "micro": config.replica_batch})
+        one = replaced(replaced(config, "layout.pipeline", pipeline, WIDENS), "batch", batch, WIDENS)
+        run = TimedRun(self.planner.site, self.planner.buckets, one, [stage], planned)
+        known: dict[Hashable, Sum] = {}
+        sums = []
+        for bucket in run.buckets[0]:
+            # Buckets of equal layers are equal, and share their programs.
+            alike = id(bucket.reduce), len(bucket.names), bucket.stepped
+            if alike not in known:
+                known[alike] = run.sum(bucket, 0.0)
+            sums.append(known[alike])
+        gathered = run.buckets[0] if config.layout.data.strategy.gathers else ()
+        gathers = sorted(run.seconds(bucket.gather) for bucket in gathered)
+        return _Ending(
+            # Weights of two parts stay gathered between passes: the largest two, for a lower bound.
+            sum(gathers[:-2]),
+            sum(one.reduce for one in sums), sum(max(one.steps, one.lane) for one in sums),
+            sum(one.publish for one in sums), run.norm(), run.overlap("sums"), run.overlap("gathers"),
+        )  # fmt: skip
+
+    @remembered(*PARTS)
+    def _fullest(self, config: Config, partition: tuple[int, ...], placement: ChunkPlacement) -> HeldParameters:
+        """The parameters of the stage with most elements."""
+        parts, runs = self.parts.parameters(config), ranges_of(partition)
+        alike = self.planner.recordings.outline(config).alike
+        elements = {place: sum(each.num_elements for each in own) for place, own in parts.items()}
+        held = [
+            [layer for at in placement.positions[stage] for layer in runs[at]] for stage in range(placement.num_stages)
+        ]
+        sizes = [sum(elements[alike[layer]] for layer in layers) for layers in held]
+        sizes[0] += elements[-1]
+        sizes[placement.last_stage] += elements[len(alike)]  # a tied table of one stage is counted twice, and held once
+        stage = sizes.index(max(sizes))
+        own = {each.name: replace(each, parts=(EMBEDDINGS,)) for each in parts[-1]} if stage == 0 else {}
+        for layer in held[stage]:
+            own |= {
+                f"{layer} {each.name}": replace(each, name=f"{layer} {each.name}", parts=(layer,))
+                for each in parts[alike[layer]]
+            }
+        if stage == placement.last_stage:
+            for each in parts[len(alike)]:
+                own[each.name] = replace(each, parts=(*(own[each.name].parts if each.name in own else ()), HEAD))
+        return HeldParameters(tuple(own.values()))
+
+    @remembered(*WEIGHTS, WIDENS)
+    def _buckets_of_fullest(self, config: Config, partition: tuple[int, ...]) -> list[PlannedBucket]:
+        """The buckets of the stage with most elements, equal in every order of axes."""
+        held = self._fullest(config, partition, placement_of(config))
+        return self.planner.buckets.of(replaced(config, "layout.order", "auto", WIDENS), 0, held)
+
+    def _partition(self, config: Config) -> tuple[int, ...]:
+        """Layers by position."""
+        pipeline = config.layout.pipeline
+        if pipeline.size > 1 and isinstance(pipeline.partition, str):
+            return self._balanced(config, config.replica_batch)
+        return self.planner.partition(config)
+
+    @remembered("model", "data", "layout.pipeline.size", "layout.pipeline.chunks")
+    def _balanced(self, config: Config, samples: int) -> tuple[int, ...]:
+        """The balanced cut from which the clock starts, which takes longer than an estimate to choose layers."""
+        # The work's proportions are the same for any microbatch of a step of as many samples.
+        batch = config.batch.model_copy(update={"global_": samples, "micro": samples})
+        one = with_field(config.model_copy(update={"batch": batch}), "layout.data.size", 1)
+        return balanced(self.planner.work(one), config.layout.pipeline.size * config.layout.pipeline.chunks)
+
+
+def pipeline_seconds(
+    forward: Sequence[float], backward: Sequence[float], weights: Sequence[float], hops: Sequence[float],
+    limits: Sequence[int], count: int, placement: ChunkPlacement,
+) -> float:  # fmt: skip
+    """Estimated seconds of a pipeline for `count` = m microbatches. A position of the chain takes f, b, w for its tasks
+    (w = 0 where B includes W) and h for a message to the next position. Stage s, with its first chunk at position s,
+    has at most k microbatches in flight, counted once for each chunk.
+
+    | the maximum over s of the seconds until                | seconds                                            |
+    |--------------------------------------------------------|----------------------------------------------------|
+    | s has done all, begun when those ahead had done one    | sum of f + h ahead of s, m (f + b + w) of chunks   |
+    | the gradients of its last backward pass have come back | the same without w, sum of b + h ahead of s, w_0   |
+    | its limit has let all microbatches pass                | m / k times from each of its chunks to the end and |
+    |                                                        | back: sum of f + b + 2h                            |
+    """
+    ahead, behind = (
+        list(accumulate((own + hop for own, hop in zip(seconds, hops, strict=False)), initial=0.0))
+        for seconds in (forward, backward)
+    )  # until a message has come to each stage, through one task of each before it
+    there_and_back = ahead[-1] + forward[-1] + backward[-1] + behind[-1]
+    longest = 0.0
+    for s, limit in enumerate(limits):
+        own = placement.positions[s]
+        turned = count * sum(forward[at] + backward[at] for at in own)
+        busy = ahead[s] + turned + count * sum(weights[at] for at in own)
+        back = ahead[s] + turned + behind[s] + weights[0]
+        passed = count / limit * sum(there_and_back - ahead[at] - behind[at] for at in own)
+        longest = max(longest, busy, back, passed)
+    return longest

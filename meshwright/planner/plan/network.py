@@ -1,0 +1,372 @@
+"""Seconds of collectives and messages: latency and bandwidth, level by level, of the algorithm that a library takes.
+
+How a group lies: a unit of level 0 is a device; one of level l + 1 is what level l joins. Ranks fill units in order:
+rank r is in unit r // (devices of a unit). Two ranks meet at the innermost level whose next unit holds both, and send
+over that level's links alone.
+
+How long it takes: a group has u units at a level (n ranks in all), whose links have latency a and leave it b bytes a
+second; S is the whole payload. It goes over several levels one after another (a sum over levels), or as one ring over
+all of them (`slowest`: the least b; `once`: the latencies of the n - 1 steps of a ring, of which most go over inner
+links).
+
+| verb                       | seconds, the least of                                                                 |
+|----------------------------|---------------------------------------------------------------------------------------|
+| all-gather, reduce-scatter | ring: (n-1)/n S / slowest + once; levels: sum (u-1)/u S / b + (u-1) a                 |
+| all-reduce                 | ring, levels: twice that; on a level a tree, where it is less: 2 log2(u) (a + S / b)  |
+| broadcast, reduce          | chain: S / slowest + once; tree: sum log2(u) (a + S / b)                              |
+| all-to-all                 | pairs: sum over levels of peers there x (a + members x S/n / b), on a ring farther    |
+| gather, scatter            | pairs: sum over levels of peers there x (a + S/n / b)                                 |
+| send, of a ring            | a + S / b of the slowest step                                                         |
+
+Sources: Thakur, Rabenseifner, Gropp, Optimization of collective communication operations in MPICH, IJHPCA 2005,
+sections 2 to 4; Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, JPDC 2009; NCCL's cost model
+(src/graph/tuning.cc: the lesser of rings, whose latency counts inner and outer steps apart, and trees).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import dropwhile
+from math import ceil, log2
+
+from meshwright.planner.plan.cluster import Cluster, Curve, Level, interpolated
+from meshwright.planner.plan.remembered import remembered
+from meshwright.ranks.errors import ConfigError
+from meshwright.ranks.grid import ENDS, HEAD_COPIES, PIPE, Grid
+from meshwright.ranks.ledger import VERBS, Traffic
+from meshwright.ranks.transports import TransportName
+
+
+@dataclass(frozen=True)
+class _Span:
+    """A group at a level where ranks of it meet.
+
+    `units`: how many of the level's units the group has in one unit of the next. `members`: ranks of it in one unit.
+    `peers`: how many ranks a rank meets there. `hops`: steps of a ring through the group that go over these links.
+    (The most of each, where units hold different numbers of its ranks.) `bandwidth`: bytes a second out of a unit that
+    are left to the group while the other groups over the same axes send too.
+    """
+
+    units: int
+    members: int
+    peers: int
+    hops: int
+    latency: float
+    bandwidth: float
+    ring: bool
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A group of `size` ranks by its spans, innermost first. `close`: its ranks are neighbours: consecutive, or all in
+    one unit that the innermost level joins."""
+
+    size: int
+    spans: tuple[_Span, ...]
+    close: bool
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """A cluster's levels, with ranks counted into their units."""
+
+    levels: tuple[Level, ...]
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Devices in a unit of each level."""
+        sizes = [1]
+        for level in self.levels[:-1]:
+            assert level.joins is not None, level
+            sizes.append(sizes[-1] * level.joins)
+        return tuple(sizes)
+
+    def check(self, num_ranks: int) -> None:
+        """Raises ConfigError where the cluster has fewer devices."""
+        joins = self.levels[-1].joins
+        if joins is not None and num_ranks > joins * self.sizes[-1]:
+            rule = "has more ranks than the cluster has devices"
+            raise ConfigError.of("layout", f"{num_ranks} ranks", rule, f"<= {joins * self.sizes[-1]}")
+
+    def unit(self, rank: int, level: int) -> int:
+        """The number of the level's unit that holds the rank. After the last level there is one that holds all."""
+        return rank // self.sizes[level] if level < len(self.sizes) else 0
+
+    def meeting(self, rank: int, other: int) -> int:
+        """The level over whose links one rank reaches another."""
+        return next(n for n in range(len(self.levels)) if self.unit(rank, n + 1) == self.unit(other, n + 1))
+
+    def shapes(self, grid: Grid, axes: Sequence[str]) -> list[_Shape]:
+        """The different shapes that the groups over these axes have: one, where numbers of ranks and of devices in a
+        unit divide each other."""
+        offsets = grid.group(0, *axes)
+        if len(offsets) == 1:
+            return [_Shape(1, (), close=True)]
+        if not {HEAD_COPIES, ENDS} & set(axes) and self._is_even(grid):
+            # All groups lie alike, so rank 0's stands for them, and a unit is shared by as many as fill it.
+            groups = [_Group(self, offsets)]
+            sharing = [size // most for size, most in zip(self.sizes, groups[0].members, strict=False)]
+            return [groups[0].shape(lambda level, unit: sharing[level])]
+        # Stand-ins: ENDS is the first and the last stage, HEAD_COPIES a run of neighbours on the axis that is copied.
+        kept = {*axes, PIPE} if ENDS in axes else set(axes)
+        runs = [0]  # of an axis, where each group is a run of neighbours on it
+        if grid.copies and HEAD_COPIES in axes and grid.copies[0] not in axes:
+            kept.add(grid.copies[0])
+            runs = list(grid.group(0, grid.copies[0])[:: grid.copies[1]])
+        others = grid.group(0, *(name for name in grid.names if name not in kept))
+        firsts = tuple(sorted(first + run for first in others for run in runs))
+        # What lies between multiples of both a block of whole groups and the outermost unit repeats.
+        inward = dropwhile(lambda axis: axis[0] not in kept, grid.nesting)
+        window = math.lcm(math.prod(size for _, size in inward), self.sizes[-1])
+        firsts = tuple(first for first in firsts if first < window)
+        groups = [_Group(self, [first + offset for offset in offsets]) for first in firsts]
+        crossing = Counter((level, unit) for group in groups for level, unit in group.crossed)
+        return list(dict.fromkeys(group.shape(lambda level, unit: crossing[level, unit]) for group in groups))
+
+    def step(self, grid: Grid, sender: int, receiver: int) -> _Shape:
+        """Two ranks as a group, while every rank in the sender's unit sends as far along the pipe as it does."""
+        # Stages meet at the innermost level that joins them, so a neighbour on the same node costs no network.
+        number = self.meeting(sender, receiver)
+        level, size = self.levels[number], self.sizes[number]
+        far = grid.coordinates(receiver)[PIPE] - grid.coordinates(sender)[PIPE]
+        first = sender // size * size
+        unit = range(first, min(first + size, grid.world_size))
+        places = [(rank, grid.coordinates(rank)) for rank in unit]
+        # All senders of the unit share its links while the pipeline is full.
+        sends = [(rank, place | {PIPE: place[PIPE] + far}) for rank, place in places]
+        crossing = sum(
+            self.meeting(rank, grid.rank(to)) == number for rank, to in sends if 0 <= to[PIPE] < grid.size(PIPE)
+        )
+        span = _Span(2, 1, 1, 2, level.latency_seconds, level.share(crossing, 2, 1), level.kind == "ring")
+        return _Shape(2, (span,), close=number == 0 or abs(receiver - sender) == 1)
+
+    def _is_even(self, grid: Grid) -> bool:
+        """True where units and the grid's inner axes divide each other all the way, so that all groups lie alike.
+
+        Then one group answers for a million ranks. Nodes of six are the counterexample: rank 0's group of four stays
+        inside of a node, and the next one crosses.
+        """
+        for size in self.sizes:
+            left = min(size, grid.world_size)
+            for _, axis in reversed(grid.nesting):
+                left, rest = (left // axis, left % axis) if left > axis else (1, axis % left)
+                if rest:
+                    return False
+        return True
+
+
+class _Group:
+    """A group's ranks, counted into units: `counts[l]` of level l, and last in the one that holds all. `members`: by
+    level the most ranks in a unit; `crossed`: (level, unit) of the units out of which it sends."""
+
+    def __init__(self, tiers: Tiers, ranks: Sequence[int]) -> None:
+        self._tiers, self._ranks = tiers, ranks
+        self.counts = [Counter(tiers.unit(rank, level) for rank in ranks) for level in range(len(tiers.levels) + 1)]
+        self.members = [max(count.values()) for count in self.counts]
+        # By level: for each unit of the next, the units of this one in it.
+        self._inner: list[dict[int, list[int]]] = []
+        for level, size in enumerate(tiers.sizes):
+            inner = defaultdict(list)
+            for unit in self.counts[level]:
+                inner[tiers.unit(unit * size, level + 1)].append(unit)
+            self._inner.append(inner)
+        self.crossed = [
+            (level, unit)
+            for level, inner in enumerate(self._inner)
+            for units in inner.values()
+            if len(units) > 1
+            for unit in units
+        ]
+
+    def shape(self, sharing: Callable[[int, int], int]) -> _Shape:
+        """`sharing`: how many groups send out of a unit of a level."""
+        # Steps of a ring that leave a unit, by level.
+        rings = [len(count) if len(count) > 1 else 0 for count in self.counts]
+        crossed: defaultdict[int, list[int]] = defaultdict(list)
+        for number, unit in self.crossed:
+            crossed[number].append(unit)
+        spans = tuple(
+            _Span(
+                units=(num_units := max(map(len, self._inner[number].values()))),
+                members=self.members[number],
+                peers=self.members[number + 1] - min(self.counts[number][unit] for unit in units),
+                hops=rings[number] - rings[number + 1],
+                latency=level.latency_seconds,
+                bandwidth=level.share(max(sharing(number, unit) for unit in units), num_units, self.members[number]),
+                ring=level.kind == "ring",
+            )
+            for number, level in enumerate(self._tiers.levels)
+            if (units := crossed[number])
+        )
+        consecutive = self._ranks[-1] - self._ranks[0] == len(self._ranks) - 1
+        return _Shape(len(self._ranks), spans, close=consecutive or len(self._inner[0]) == 1)
+
+
+class ClusterNetwork:
+    """Seconds of a job's collectives on a cluster. `overlaps`: the part of one that goes on under computation;
+    `channels`: those of a communicator.
+
+    Measured times (`Links.measured`) go before models, for groups of neighbours (`Shape.close`). Between numbers of
+    ranks, and between payloads, they follow straight lines over logarithms; beyond the largest payload its
+    bandwidth holds, before the smallest its seconds; beyond the numbers of ranks the models do. Where ranks share
+    cores, everything takes as many times as long as there are ranks to a core; a measurement has its own ranks'
+    part in it already."""
+
+    def __init__(self, cluster: Cluster, backend: TransportName, grid: Grid) -> None:
+        """Raises ConfigError where the cluster has no links of this backend, or too few devices for the grid."""
+        if backend not in cluster.links:
+            rule = f"has no links in the cluster {cluster.name}"
+            raise ConfigError.of("backend", backend, rule, ", ".join(cluster.links))
+        links = cluster.links[backend]
+        self.overlaps, self.channels = links.overlaps, links.channels
+        tiers = Tiers(links.levels)
+        tiers.check(grid.world_size)
+        self._cluster, self._grid, self._tiers = cluster, grid, tiers
+        self._measured: dict[tuple[str, int], Curve] = {
+            (entry.verb, entry.ranks): entry.points for entry in links.measured
+        }
+        outermost = tiers.sizes[-1]
+        # On one node all ranks share its cores; between nodes only those of one do.
+        self._slowdown = cluster.oversubscription(min(grid.world_size, outermost) if outermost > 1 else grid.world_size)
+
+    @remembered()
+    def collective(self, axes: str, verb: str, payload_bytes: int) -> float:
+        """Seconds of a collective over `axes` (`data`, `row+depth`) of the slowest group, while all groups over these
+        axes do the same. `payload_bytes`: of the whole tensor, as in ledger.py."""
+        return max(self._group(shape, verb, payload_bytes) for shape in self._shapes(axes))
+
+    @remembered()
+    def _shapes(self, axes: str) -> list[_Shape]:
+        return self._tiers.shapes(self._grid, axes.split("+"))
+
+    def ranks(self, axes: str) -> int:
+        """The number of ranks in a group over `axes`."""
+        return max(shape.size for shape in self._shapes(axes))
+
+    def message(self, sender: int, receiver: int, payload_bytes: int) -> float:
+        """Seconds of a pipeline's message, while all who share links with the sender send as far along the pipe."""
+        return self._group(self._step(sender, receiver), "message", payload_bytes)
+
+    @remembered()
+    def _step(self, sender: int, receiver: int) -> _Shape:
+        return self._tiers.step(self._grid, sender, receiver)
+
+    def _group(self, shape: _Shape, verb: str, payload_bytes: int) -> float:
+        if shape.size == 1:
+            return 0.0
+        measured = self._timed(verb, shape.size, payload_bytes) if shape.close else None
+        return self._slowdown * _modelled(shape, verb, payload_bytes) if measured is None else measured
+
+    def _timed(self, verb: str, num_ranks: int, payload_bytes: int) -> float | None:
+        """Measured seconds; None beyond the numbers of ranks with which it was measured."""
+        numbers = sorted(ranks for name, ranks in self._measured if name == verb)
+        fewer = [number for number in numbers if number <= num_ranks]
+        more = [number for number in numbers if number >= num_ranks]
+        # No extrapolation over ranks: beyond them algorithms change, which the model knows.
+        if not fewer or not more:
+            return None
+        # Each measurement has its own ranks' share of the cores in it already: that is taken out, this run's put in.
+        cores = self._cluster.oversubscription
+        points = [
+            (
+                number,
+                interpolated(self._measured[verb, number], payload_bytes, power=True) * self._slowdown / cores(number),
+            )
+            for number in sorted({fewer[-1], more[0]})
+        ]
+        # Beyond the largest payload its bandwidth holds.
+        return interpolated(points, num_ranks, power=True)
+
+
+def _modelled(shape: _Shape, verb: str, payload_bytes: float) -> float:
+    """Seconds of a group's collective by the table above, or of a pipeline's message, whose shape has one span."""
+    spans, payload = shape.spans, payload_bytes
+    if verb in ("send", "message"):
+        return max(payload / span.bandwidth + span.latency for span in spans)
+    if verb in ("gather", "scatter"):
+        return sum(span.peers * (payload / shape.size / span.bandwidth + span.latency) for span in spans)
+    if verb == "all_to_all":
+        # Messages to one peer after another, no tree: nothing of a payload is common to two of its receivers. On a ring
+        # of u units a rank's parts pass (u/2)^2 links in all, where a switch's, one hop each, pass u - 1.
+        seconds = 0.0
+        for span in spans:
+            farther = span.units**2 // 4 / (span.units - 1) if span.ring else 1.0
+            seconds += span.peers * (farther * (span.members * payload / shape.size) / span.bandwidth + span.latency)
+        return seconds
+    # A ring through all ranks, cut open at its quickest step: n ranks make n steps around, of which a collective takes
+    # n - 1 (NCCL's tuning.cc counts inner and outer apart).
+    slowest = min(span.bandwidth for span in spans)
+    once = sum(span.hops * span.latency for span in spans) - min(span.latency for span in spans)
+    # A tree over one level's units: every step carries the payload.
+    trees = [ceil(log2(span.units)) * (payload / span.bandwidth + span.latency) for span in spans]
+    if verb in ("broadcast", "reduce"):
+        return min(payload / slowest + once, sum(trees))
+    ring = (shape.size - 1) / shape.size * payload / slowest + once  # each step passes 1/n of the payload on
+    levels = [(span.units - 1) * (payload / span.units / span.bandwidth + span.latency) for span in spans]
+    if verb in ("all_gather", "reduce_scatter"):
+        return min(ring, sum(levels))
+    assert verb == "all_reduce", f"{verb}: nobody knows how it goes over links"
+    # Twice a reduce-scatter: around one ring, or level by level. Then each unit sums inside, one level further out the
+    # same goes on with the sums, and the results come back. A tree moves the whole payload at each step and wins where
+    # latency counts: small payloads, many units.
+    return 2 * min(ring, sum(map(min, levels, trees)))
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Messages and bytes inside of nodes, and between them."""
+
+    messages_inside: int = 0
+    messages_between: int = 0
+    bytes_inside: int = 0
+    bytes_between: int = 0
+
+    def __add__(self, other: Volume) -> Volume:
+        return Volume(
+            self.messages_inside + other.messages_inside,
+            self.messages_between + other.messages_between,
+            self.bytes_inside + other.bytes_inside,
+            self.bytes_between + other.bytes_between,
+        )
+
+
+def volumes(
+    grid: Grid, ranks_per_node: int, rank: int, traffic: Mapping[tuple[str, str], Traffic]
+) -> dict[tuple[str, str], Volume]:
+    """A rank's ledger by axis and verb, split into messages inside of its node and to other nodes (SUPER, IPDPS 2021,
+    equations 4 to 7; docs/subgraph.md).
+
+    A collective counts as if every rank that has something for another one sent it there; libraries send along trees
+    and rings instead, whose edges they choose themselves. As in the paper, a rank's part for itself counts as a message
+    of no bytes inside of its node.
+    """
+    split: dict[tuple[str, str], Volume] = {}
+    for (axis, verb), entry in traffic.items():
+        ranks, direction = grid.group(rank, *axis.split("+")), VERBS[verb].direction
+        index = ranks.index(rank)
+        if direction == "to each":
+            sends = [(ranks, entry.calls * VERBS[verb].passes, entry.sent_bytes)]
+        else:
+            sends = [
+                (
+                    (ranks if peer == index else ())
+                    if direction == "from root"
+                    else (ranks[peer if direction == "to root" else (index + peer) % len(ranks)],),
+                    part.calls,
+                    part.sent_bytes,
+                )
+                for peer, part in entry.by_peer.items()
+            ]
+        volume = Volume()
+        for receivers, messages, sent_bytes in sends:
+            elsewhere = sum(receiver // ranks_per_node != rank // ranks_per_node for receiver in receivers)
+            # Bytes in equal parts to all but the rank itself, messages to itself as well (SUPER counts them).
+            between = sent_bytes * elsewhere // max(1, sum(receiver != rank for receiver in receivers))
+            inside = messages * (len(receivers) - elsewhere)
+            volume += Volume(inside, messages * elsewhere, sent_bytes - between, between)
+        split[axis, verb] = volume
+    return split

@@ -1,0 +1,433 @@
+"""The pipeline phase of a step: the pipeline's own engine on the virtual clock, however many microbatches there are.
+
+The middle of a long step is periodic, so a shorter step is simulated and extended:
+
+| the shorter step is long enough when                                | and each further microbatch adds               |
+|---------------------------------------------------------------------|------------------------------------------------|
+| the pipeline's state recurs (`_period`)                             | its share of a period, and no memory           |
+| one microbatch more takes the slowest stage's seconds               | these seconds; without a limit also memory     |
+
+The first is exact: what a stage does depends on the pipeline's state alone. The second is exact under GPipe, whose
+stages do one kind of task at a time: its seconds are a maximum of sums that grow by a constant for each microbatch, at
+most by the slowest F and the slowest B, and from then on always. Under other schedules no step is faster than its
+slowest stage, and a step at this pace keeps it but for its first and last microbatches. Tests compare with whole
+simulations. If neither happens within MOST_TASKS tasks, the two longest steps are extrapolated linearly.
+
+The end of a step: gradients' sums after the pipeline, the optimizer, publishing. All ranks of a stage do the same, so
+one is simulated. A bucket leaves when the last task that writes it has passed the bucket's layers; buckets travel one
+after another, under the rest of that task. The optimizer begins when all gradients and the norm are there; an
+offloaded optimizer that needs no norm takes each bucket as it arrives. Published weights travel under the next step's
+first forward pass in its order. A step's seconds are from one first forward pass to the next.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from math import lcm
+
+from meshwright.config import Config
+from meshwright.planner.plan.memory import Peak
+from meshwright.planner.plan.recorder import Cost, PieceCosts, place
+from meshwright.strategies.pipeline.clock import Pace, simulate
+from meshwright.strategies.pipeline.placement import ChunkPlacement
+from meshwright.strategies.pipeline.schedule import ScheduleRule
+from meshwright.strategies.pipeline.span import Span, Timeline
+from meshwright.strategies.pipeline.stages import placement_of, rule_of
+from meshwright.strategies.pipeline.task import Task, TaskKind
+from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PASSES
+
+WHOLE_TASKS = 3_000
+"""A step of at most this many tasks is simulated whole."""
+
+MOST_TASKS = 25_000
+"""Tasks of the longest shortened step that is simulated before extrapolation."""
+
+_ROUND = 12
+"""The number of microbatches left out is a multiple of this, which most periods divide."""
+
+_TICKS = 2.0**40
+"""Clock ticks a second. Sums of whole ticks are exact, so that recurring states compare equal."""
+
+_ALIKE = 1e-9
+"""Tolerance in seconds for equal times where stages share cores, whose pace changes during a task."""
+
+TaskCosts = Callable[[int, TaskKind, int], Cost]
+"""costs(position, kind, place): cost of a task at a position of the chain; `place`: of its microbatch in the step
+(recorder.place)."""
+Latency = Callable[[int, int], float]
+"""latency(from, to): seconds of a message between neighbouring positions."""
+Pieces = Callable[[int, TaskKind, int], PieceCosts]
+"""pieces(position, kind, place): the task's pieces, at positions that have pieces (pieces.py)."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The pipeline phase: its seconds, and by stage the last task, peak memory and seconds of tasks. `timeline`: of a
+    shorter step where there are many microbatches. `chunk_ends`: by stage and chunk, seconds from the begin of the
+    stage's last task to the end of the chunk's last task; negative if the latter ended before."""
+
+    seconds: float
+    timeline: Timeline
+    last: tuple[Span, ...]
+    peaks: tuple[Peak, ...]
+    busy: tuple[float, ...]
+    chunk_ends: tuple[Mapping[int, float], ...] = ()
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the phase without a task, averaged over stages."""
+        return 1 - sum(self.busy) / (len(self.busy) * self.seconds) if self.seconds else 0.0
+
+    def shown(self) -> Passes:
+        """These passes with as much of the timeline as a picture can show."""
+        if len(self.timeline.spans) <= WHOLE_TASKS:
+            return self
+        return replace(self, timeline=Timeline(len(self.busy), self.timeline.spans[:WHOLE_TASKS]))
+
+    def continued(self, delays: Sequence[float], busy: Sequence[float], peaks: tuple[Peak, ...]) -> Passes:
+        """A step with a longer middle, by which each stage's last task is delayed."""
+        last = tuple(
+            span._replace(start_seconds=span.start_seconds + seconds, end_seconds=span.end_seconds + seconds)
+            for span, seconds in zip(self.last, delays, strict=True)
+        )
+        more = tuple(own + added for own, added in zip(self.busy, busy, strict=True))
+        return Passes(self.seconds + max(delays), self.timeline, last, peaks, more, self.chunk_ends)
+
+
+def phase_of(
+    config: Config, placement: ChunkPlacement, costs: TaskCosts, latency: Latency, pace: Pace | None = None,
+    pieces: Pieces | None = None,
+) -> PipelinePhase:  # fmt: skip
+    """The pipeline phase of a step. `costs`: with all stages at work; `pace`: how much faster tasks are while fewer
+    stages work."""
+    return PipelinePhase(rule_of(config), placement, config.num_microbatches, costs, latency, pace, pieces)
+
+
+def tasks_of_stages(config: Config, costs: TaskCosts, latency: Latency, some: int) -> list[list[Task]]:
+    """Each stage's tasks, of whole chunks, in the order of their begin, in a step of `some` microbatches."""
+    phase = phase_of(config, placement_of(config), costs, latency)
+    spans = phase.simulated(some).timeline.spans
+    tasks: list[list[Task]] = [[] for _ in range(phase.stages)]
+    for span in spans:
+        tasks[span.stage].append(Task(TaskKind(span.name[0]), span.microbatch or 0, span.chunk))
+    return tasks
+
+
+class PipelinePhase:
+    """A step of `count` microbatches; simulates fewer where it can."""
+
+    def __init__(
+        self,
+        rule: ScheduleRule,
+        placement: ChunkPlacement,
+        count: int,
+        costs: TaskCosts,
+        latency: Latency,
+        pace: Pace | None,
+        pieces: Pieces | None = None,
+    ) -> None:
+        self.rule, self.placement, self.stages = rule, placement, placement.num_stages
+        self.count, self.pace = count, pace
+        tasks = sum(len(own) for stage in range(self.stages) for own in placement.numbers[stage])
+        self.tasks_of_one = tasks * len(rule.kinds)
+        self.is_long = count * self.tasks_of_one > WHOLE_TASKS
+        self.pieces = None if pieces is None else cache(pieces)
+        self.costs = cache(lambda *key: replace(cost := costs(*key), seconds=_ticks(cost.seconds)))
+        self.latency = cache(lambda start, end: _ticks(latency(start, end)))
+        self.fills = rule.limit_at(0, placement, count) == count * placement.num_chunks
+
+    @cached_property
+    def beginning(self) -> Passes:
+        """The first microbatches of a long step: a lower bound of its memory."""
+        return self.simulated(next(self.lengths())) if self.is_long else self.whole
+
+    @cached_property
+    def whole(self) -> Passes:
+        """The whole step."""
+        if not self.is_long:
+            return self.simulated(self.count)
+        before: tuple[int, Passes] | None = None
+        for some in self.lengths():
+            shorter = self.simulated(some) if before else self.beginning
+            if some == self.count:
+                return shorter.shown()
+            # Under GPipe no state recurs, since microbatches pile up between the stages.
+            known = None if self.fills else self.repeated(some, shorter)
+            if known is None and before is not None and self.pace is None:
+                grown = (shorter.seconds - before[1].seconds) / (some - before[0])
+                if abs(grown - self.slowest) <= _ALIKE * self.slowest:
+                    known = self.line(some, shorter, *before)
+            if known is not None:
+                return known.shown()
+            if before is not None and some * self.tasks_of_one > MOST_TASKS:
+                return self.line(some, shorter, *before).shown()
+            before = some, shorter
+        raise AssertionError("the last length is the whole step")
+
+    def lengths(self) -> Iterator[int]:
+        """Numbers of microbatches to simulate, ascending; the first fills all stages. With chunks, whole rounds of as
+        many microbatches as stages are left out."""
+        positions, stages = self.placement.num_positions, self.stages
+        some, more = positions + min(positions, 16) + 8, positions // 2 + 8
+        left_out = _ROUND if self.placement.num_chunks == 1 else lcm(_ROUND, stages)
+        while some < self.count:
+            # Leaves out whole periods, and keeps the last microbatches' places.
+            some += (self.count - some) % left_out
+            yield some
+            some, more = some + more, 2 * more
+        yield self.count
+
+    def simulated(self, some: int) -> Passes:
+        """Simulate a step of `some` microbatches, with the places of a step of `count`."""
+        begun: list[list[Cost]] = [[] for _ in range(self.stages)]
+
+        def seconds(stage: int, task: Task) -> float:
+            # The last simulated microbatch is the step's last, which completes gradients.
+            index = task.microbatch if task.microbatch < some - 1 else self.count - 1
+            cost = self.cost(stage, task, place(index, self.count))
+            begun[stage].append(cost)  # a stage's tasks begin in the order in which the clock asks
+            return cost.seconds
+
+        def latency(start: int, end: int, task: Task) -> float:
+            chunk, at = self.placement.places[start][task.chunk]
+            position = self.placement.positions[start][chunk]
+            if self.pieces is not None and self.placement.crosses(start, task):
+                before = at if task.kind is TaskKind.FORWARD else at - 1
+                return _ticks(self.pieces(position, task.kind, 0).trades[before])
+            return self.latency(position, position + (1 if task.kind is TaskKind.FORWARD else -1))
+
+        timeline = simulate(self.stages, some, self.rule, seconds, latency, self.pace, self.placement)
+        last, busy = [timeline.spans[0]] * self.stages, [0.0] * self.stages
+        ends: list[dict[int, float]] = [{} for _ in range(self.stages)]
+        for span in timeline.spans:  # in the order in which they begin
+            last[span.stage] = span
+            ends[span.stage][self.placement.places[span.stage][span.chunk][0]] = span.end_seconds
+            busy[span.stage] += span.seconds
+        peaks = []
+        for costs in begun:
+            live = kept = most = host = most_host = 0
+            for cost in costs:
+                most = max(most, live + cost.peak_bytes)  # a task's peak stands on what those before it have kept
+                live += cost.kept_bytes
+                kept = max(kept, live)
+                host += cost.host_bytes
+                most_host = max(most_host, host)
+            peaks.append(Peak(kept, most, most_host))
+        chunk_ends = tuple(
+            {chunk: end - span.start_seconds for chunk, end in own.items()}
+            for own, span in zip(ends, last, strict=True)
+        )
+        return Passes(timeline.total_seconds, timeline, tuple(last), tuple(peaks), tuple(busy), chunk_ends)
+
+    def repeated(self, some: int, shorter: Passes) -> Passes | None:
+        """The whole step, if a period shows before the shorter step's first stage takes in its last microbatch."""
+        period = _period(shorter.timeline, exact=self.pace is None)
+        if period is None:
+            return None
+        microbatches, seconds, busy = period
+        # Whole periods are left out; the remainder is simulated.
+        if rest := (self.count - some) % microbatches:
+            shorter = self.simulated(some + rest)
+        times = (self.count - some - rest) // microbatches
+        return shorter.continued([times * seconds] * self.stages, [times * each for each in busy], shorter.peaks)
+
+    def cost(self, stage: int, task: Task, which: int) -> Cost:
+        """The cost of a stage's task, or of one piece of it; `which`: the microbatch's place."""
+        chunk, at = self.placement.places[stage][task.chunk]
+        position = self.placement.positions[stage][chunk]
+        if self.pieces is None:
+            return self.costs(position, task.kind, which)
+        own = self.pieces(position, task.kind, which).costs[at]
+        return replace(own, seconds=_ticks(own.seconds))
+
+    @cached_property
+    def slowest(self) -> float:
+        """Seconds of a microbatch in the slowest stage; under GPipe the slowest F plus the slowest B."""
+        middle = [
+            [
+                sum(
+                    self.cost(stage, Task(kind, 0, at), 1).seconds
+                    for own in self.placement.numbers[stage]
+                    for at in own
+                )
+                for kind in self.rule.kinds
+            ]
+            for stage in range(self.stages)
+        ]
+        return sum(map(max, zip(*middle, strict=True))) if self.fills else max(map(sum, middle))
+
+    def line(self, some: int, longer: Passes, fewer: int, shorter: Passes) -> Passes:
+        """The whole step by linear extrapolation of two shorter ones, at least at the slowest stage's pace."""
+        times = (self.count - some) / (some - fewer)
+
+        def beyond(long: float, short: float) -> float:
+            return times * (long - short)
+
+        peaks = longer.peaks
+        seconds = as_before = beyond(longer.seconds, shorter.seconds)
+        if self.pace is None:
+            # Two steps that are too short may show a pace below the slowest stage's.
+            seconds = max(seconds, (self.count - some) * self.slowest)
+        delays = [seconds] * self.stages
+        if self.fills:  # a stage whose backward passes are fast ends before the others, and ever longer before them
+            ends = zip(longer.last, shorter.last, strict=True)
+            delays = [seconds - as_before + beyond(long.end_seconds, short.end_seconds) for long, short in ends]
+            peaks = tuple(
+                Peak(
+                    long.activation_bytes + round(beyond(long.activation_bytes, short.activation_bytes)),
+                    long.total_bytes + round(beyond(long.total_bytes, short.total_bytes)),
+                    long.host_bytes + round(beyond(long.host_bytes, short.host_bytes)),
+                )
+                for long, short in zip(longer.peaks, shorter.peaks, strict=True)
+            )
+        busy = [beyond(*both) for both in zip(longer.busy, shorter.busy, strict=True)]
+        return longer.continued(delays, busy, peaks)
+
+
+def _period(timeline: Timeline, *, exact: bool) -> tuple[int, float, list[float]] | None:
+    """The pipeline's period when its first stage takes in the last microbatch: (microbatches, seconds, each stage's
+    seconds of tasks), or None.
+
+    The state is the set of tasks begun for microbatches that are not finished in all stages. It recurs with a period
+    where each of these tasks began and ends one period after the same task of as many microbatches before, and each
+    stage has begun as many tasks of each kind in between.
+    """
+    tasks: dict[tuple[int, str, int], list[Span]] = {}
+    for span in timeline.spans:  # of a chunk each kind in the order of microbatches
+        tasks.setdefault((span.stage, span.name[0], span.chunk), []).append(span)
+    taken = tasks[0, str(TaskKind.FORWARD), 0]
+    now = taken[-1].start_seconds
+    starts = {key: [span.start_seconds for span in spans] for key, spans in tasks.items()}
+    begun = {key: bisect_left(times, now) for key, times in starts.items()}
+    # Microbatches before `oldest` are finished in all stages.
+    oldest = max(0, min(begun.values()) - 1)
+    slack = 0.0 if exact else _ALIKE * now
+    for microbatches in range(1, oldest):
+        seconds = now - taken[-1 - microbatches].start_seconds
+        # Counts first: they mostly fail, and cost one bisection each.
+        same = all(
+            bisect_left(times, now - seconds - slack) == begun[key] - microbatches for key, times in starts.items()
+        ) and all(
+            abs(one.start_seconds - before.start_seconds - seconds) <= slack
+            and abs(one.end_seconds - before.end_seconds - seconds) <= slack
+            for key, spans in tasks.items()
+            for one, before in zip(
+                spans[oldest : begun[key]], spans[oldest - microbatches : begun[key] - microbatches], strict=True
+            )
+        )
+        if same:
+            busy = [0.0] * timeline.num_stages
+            for (stage, _, _), spans in tasks.items():
+                busy[stage] += sum(span.seconds for span in spans[oldest - microbatches : oldest])
+            return microbatches, seconds, busy
+    return None
+
+
+def _ticks(seconds: float) -> float:
+    return round(seconds * _TICKS) / _TICKS
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A bucket's timing in seconds. `ready`: from the begin of its stage's last task until it may leave, negative if an
+    earlier task writes it last; `reduce`, `publish`: its collectives; `steps`: its optimizer step; `lane`: fetching and
+    writing back its offloaded states; `read`: from the begin of its stage's first task to the read of its weights."""
+
+    ready: float
+    reduce: float
+    publish: float
+    steps: float
+    lane: float
+    read: float = 0.0
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """`phases`: seconds by name (training/phases.py), along the step's critical path."""
+
+    seconds: float
+    phases: dict[str, float]
+    timeline: Timeline
+
+
+def finish(
+    passes: Passes,
+    sums: Sequence[Sequence[Sum]],
+    norm_seconds: float,
+    *,
+    streams: bool,
+    overlaps: float,
+    publishes: float,
+) -> PlannedStep:
+    """The step's end. `sums`: each stage's buckets in the order in which they leave; `norm_seconds`: of the norm's
+    collectives; `streams`: whether the optimizer steps each bucket on arrival; `overlaps`, `publishes`: the pace of a
+    sum and of publishing under computation, 0 to 1.
+    """
+    arrived = [_arrivals(span, own, overlaps) for span, own in zip(passes.last, sums, strict=True)]
+    ends = [times[-1] if times else span.end_seconds for times, span in zip(arrived, passes.last, strict=True)]
+    all_summed = max(passes.seconds, *ends)
+    if streams:
+        stepped = []
+        for times, own, span in zip(arrived, sums, passes.last, strict=True):
+            now = span.end_seconds
+            for summed, one in zip(times, own, strict=True):
+                now = max(now, summed) + max(one.steps, one.lane)
+            stepped.append(now)
+        starts = [min([*times, end]) for times, end in zip(arrived, ends, strict=True)]
+        over = max(stepped) + norm_seconds
+    else:
+        begin = all_summed + norm_seconds
+        starts = [begin] * len(sums)
+        # Fetching bucket i + 1 overlaps stepping bucket i; nothing hides the first fetch, half of its lane.
+        first = [own[0].lane / 2 if own else 0.0 for own in sums]
+        stepped = [
+            begin + fetch + sum(max(one.steps, one.lane) for one in own) for fetch, own in zip(first, sums, strict=True)
+        ]
+        over = max(stepped)
+    begins = [
+        min((span.start_seconds for span in passes.timeline.spans if span.stage == stage), default=0.0)
+        for stage in range(len(sums))
+    ]
+    late = [_wait_for_published(own, begin, publishes) for own, begin in zip(sums, begins, strict=True)]
+    seconds = max(over, *(done + waits for done, waits in zip(stepped, late, strict=True)))
+    spans = [
+        Span(stage, name, name, start, end)
+        for stage, span in enumerate(passes.last)
+        for name, start, end in (
+            (DATA_PARALLEL, span.end_seconds, ends[stage]),
+            (OPTIMIZER, starts[stage], stepped[stage]),
+        )
+        if end > start
+    ]
+    timeline = Timeline(passes.timeline.num_stages, (*passes.timeline.spans, *spans))
+    phases = {
+        PASSES: passes.seconds + seconds - over,
+        DATA_PARALLEL: all_summed - passes.seconds,
+        OPTIMIZER: over - all_summed,
+    }
+    return PlannedStep(seconds, phases, timeline)
+
+
+def _wait_for_published(sums: Sequence[Sum], begins: float, overlaps: float) -> float:
+    """Seconds that a stage's next forward pass waits for published weights. `begins`: seconds until its first task."""
+    # The last buckets hold the first layers, which are read first and so sent first.
+    wait = sent = 0.0
+    for one in reversed(sums):
+        sent += one.publish
+        wait = max(wait, sent - overlaps * (begins + one.read))
+    return wait
+
+
+def _arrivals(last: Span, sums: Sequence[Sum], overlaps: float) -> list[float]:
+    """The ends of the buckets' sums, in seconds. Under a task a collective runs at the pace `overlaps`."""
+    times, free = [], 0.0
+    for one in sums:
+        begin = max(free, last.start_seconds + one.ready)
+        beside = min(one.reduce, overlaps * max(0.0, last.end_seconds - begin))
+        ended = begin + beside / overlaps if overlaps else begin
+        free = ended if beside == one.reduce else max(begin, last.end_seconds) + one.reduce - beside
+        times.append(free)
+    return times

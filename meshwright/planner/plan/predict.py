@@ -1,0 +1,250 @@
+"""Predictions of a run on a cluster: a step's seconds, every stage's memory, what its ranks send. Nothing is trained.
+
+A run's `auto` fields are resolved as the run itself resolves them (decisions.py), with the cluster's memory for the
+machine's and recordings for built stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from meshwright.compute.model import Costs
+from meshwright.compute.models.chain import split_name
+from meshwright.config import Config
+from meshwright.config.layout import DataParallel
+from meshwright.config.schema import Offload
+from meshwright.config.section import with_field
+from meshwright.planner.plan.buckets import Buckets, held_of, slots_of, streams
+from meshwright.planner.plan.cluster import Cluster
+from meshwright.planner.plan.compose import Composition, StagePlan, compose_stages
+from meshwright.planner.plan.memory import Memory
+from meshwright.planner.plan.passes import Passes, PlannedStep, finish
+from meshwright.planner.plan.process import held_by_processes
+from meshwright.planner.plan.recordings import Recordings, check
+from meshwright.planner.plan.remembered import COUNTS, PARTS, remembered, replaced
+from meshwright.planner.plan.site import Site
+from meshwright.planner.plan.software import OWN_SOFTWARE, Software
+from meshwright.planner.plan.timed_run import TimedRun
+from meshwright.ranks.ledger import Traffic
+from meshwright.ranks.machine import SLOW_SHARE, Machine
+from meshwright.strategies.memory.offload import state_bytes
+from meshwright.strategies.pipeline.partition import fastest
+from meshwright.strategies.pipeline.span import Timeline
+from meshwright.strategies.pipeline.stages import placement_of, rule_of
+from meshwright.training.decisions import resolve_layout
+from meshwright.training.phases import PASSES
+from meshwright.training.stage_costs import microbatch_bytes, shared_work
+
+STAGES = (*PARTS, *COUNTS, "memory.recompute", "layout.pipeline")
+"""The fields on which a stage's tasks depend, with what replicas send under them left out."""
+
+PHASE = (*STAGES, "layout.data", "layout.transport", "layout.order", "memory.offload", "optimizer")
+"""The fields on which a step's pipeline phase depends."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A run's step. `config`: as it was resolved. `phases`: seconds by name. `memory`, `traffic`: of
+    the first rank of each stage; a step's ledger. `timeline`: where microbatches are many, of the first ones.
+    `idle_share`: of the pipeline phase, over all of them. `flops`: floating-point operations of the busiest rank's
+    products in a step."""
+
+    config: Config
+    cluster: Cluster
+    seconds: float
+    phases: dict[str, float]
+    memory: tuple[Memory, ...]
+    traffic: tuple[Mapping[tuple[str, str], Traffic], ...]
+    timeline: Timeline
+    idle_share: float
+    flops: float
+
+    @property
+    def fullest(self) -> Memory:
+        """The memory of the rank that holds most."""
+        return max(self.memory, key=lambda memory: memory.total)
+
+    @property
+    def worst_memory(self) -> int:
+        """Bytes on the rank that holds most."""
+        return self.fullest.total
+
+    @property
+    def measured_memory(self) -> int:
+        """The bytes that a run measures (training/metrics.py): on a GPU what torch has allocated, on a CPU all that is
+        resident."""
+        return self.fullest.allocated if self.cluster.device.kind == "cuda" else self.worst_memory + self.fullest.read
+
+    @property
+    def fits(self) -> bool:
+        return self.worst_memory <= self.cluster.device.memory_bytes
+
+
+@dataclass
+class Planner:
+    """Predicts runs on one cluster, and remembers what they have in common."""
+
+    cluster: Cluster
+    software: Software = OWN_SOFTWARE
+    recordings: Recordings = field(init=False)
+    site: Site = field(init=False)
+    buckets: Buckets = field(default_factory=Buckets)
+    _last: tuple[Config, TimedRun] | None = None
+
+    def __post_init__(self) -> None:
+        # The attention that this software has on such a device.
+        device = self.cluster.device
+        attention = self.software.attention or ("torch" if device.attention_efficiency is None else "fused")
+        self.software = self.software.model_copy(update={"attention": attention})
+        self.recordings = Recordings(self.cluster.device.kind, self.software)
+        self.site = Site(self.cluster, self.software)
+
+    def on(self, cluster: Cluster) -> Planner:
+        """A planner for a cluster with the same kind of devices, whose links or devices are of another speed."""
+        # Programs and buckets do not depend on how fast a cluster is, so nothing is recorded again.
+        other = Planner(cluster, self.software)
+        other.recordings, other.buckets = self.recordings, self.buckets
+        return other
+
+    def predict(self, config: Config) -> Prediction:
+        """Raises ConfigError for what cannot be planned: sync server-loss, O1, a partition that is
+        measured when the run begins, a dtype or a transport that the cluster knows nothing about."""
+        run = self._run(config)
+        config, passes, step = run.config, self.passes(run.config), self._step(run)
+        sent = tuple(run.traffic(stage) for stage in range(len(run.stages)))
+        return Prediction(
+            config,
+            self.cluster,
+            step.seconds,
+            step.phases,
+            held_by_processes(run, run.memory(passes), sent),
+            sent,
+            step.timeline,
+            passes.idle_share,
+            run.most_flops,
+        )
+
+    def _step(self, run: TimedRun) -> PlannedStep:
+        passes = self.passes(run.config)
+        sums = {
+            stage: run.sums(stage, run.tasks.places[stage][passes.last[stage].chunk][0], passes.chunk_ends[stage])
+            for stage in run.buckets
+        }
+        every = [sums[like] for like in run.like]
+        beside = {"overlaps": run.overlap("sums"), "publishes": run.overlap("gathers")}
+        step, counting = finish(passes, every, run.norm(), streams=streams(run.config), **beside), run.counting()
+        phases = step.phases | {PASSES: step.phases[PASSES] + counting}
+        return replace(step, seconds=step.seconds + counting, phases=phases)
+
+    def least_memory(self, config: Config) -> Memory:
+        """The memory of the fullest rank's tensors and context in a step's first microbatches, in a fraction of a
+        prediction's time."""
+        run = self._run(config)
+        return max(run.memory(self.passes(run.config, brief=True)), key=lambda each: each.total)
+
+    def seconds(self, config: Config) -> float:
+        """A prediction's seconds, without its memory."""
+        return self._step(self._run(config)).seconds
+
+    def _run(self, config: Config) -> TimedRun:
+        """The resolved run; the last one is at hand."""
+        # A search asks for least_memory first, then for the prediction of the same layout.
+        if self._last is None or self._last[0] != config:
+            check(config)
+            resolved = self.resolved(config)
+            self._last = config, TimedRun(self.site, self.buckets, resolved, self.stages(resolved))
+        return self._last[1]
+
+    def passes(self, config: Config, *, brief: bool = False) -> Passes:
+        """The pipeline phase of a resolved run. `brief`: its beginning alone."""
+        data = config.layout.data
+        if not data.strategy.slices:
+            # Sums and states come after the phase, unless slices travel under its tasks.
+            usual = DataParallel(size=data.size, shard=data.shard, expert=data.expert, exchange=data.exchange)
+            config = with_field(with_field(config, "layout.data", usual), "memory.offload", Offload())
+        return self._passes(config, brief)
+
+    @remembered(*PHASE)
+    def _passes(self, config: Config, brief: bool) -> Passes:
+        phase = self._timed(config).phase
+        return phase.beginning.shown() if brief else phase.whole
+
+    @remembered(*PHASE, last=True)
+    def _timed(self, config: Config) -> TimedRun:
+        return TimedRun(self.site, self.buckets, config, self.stages(config))
+
+    def resolved(self, config: Config) -> Config:
+        """The config as a run resolves it on a machine like the cluster, where each rank has a device's memory."""
+        device = self.cluster.device
+        half, single = (device.peak_of(name, tf32=False) for name in (config.precision.dtype, "float32"))
+        slow = device.kind == "cpu" and half is not None and single is not None and half < SLOW_SHARE * single
+        # What the run would read of its own machine, of which a device's share beside its context is free.
+        machine = Machine(
+            cores=self.cluster.cores or 1, memory=device.memory_bytes - self.site.context(config), shared=False,
+            slow_halves=slow,
+        )  # fmt: skip
+        return resolve_layout(config, machine, self).config
+
+    def partition(self, config: Config) -> tuple[int, ...]:
+        """Layers of each position of the chain."""
+        pipeline = config.layout.pipeline
+        if pipeline.size == 1:
+            return (config.model.num_blocks,)
+        if not isinstance(pipeline.partition, str):
+            return pipeline.partition
+        assert pipeline.partition == "auto", "refused before"
+        return self._fastest(config)
+
+    @remembered(
+        "model", "data", "micro", "num_microbatches", "layout.pipeline", "layout.data.expert", "layout.data.exchange"
+    )
+    def _fastest(self, config: Config) -> tuple[int, ...]:
+        # The run's own function, so that planned and real stages are the same.
+        return fastest(self.work(config), placement_of(config), rule_of(config), config.num_microbatches)
+
+    def work(self, config: Config) -> Costs:
+        """The counted work of the chain's parts."""
+        return shared_work(config, self.recordings.outline(config).parameters, self.cluster.device.kind)
+
+    def fixed_bytes(self, config: Config) -> list[int]:
+        """Weights, gradients and the optimizer's states in the memory of each stage's first rank."""
+        run, kind = Composition(config, self.stages(config), self.buckets), self.cluster.device.kind
+        each = [run.buckets[like] for like in run.like]
+        return [
+            sum(held_of(config, buckets))
+            + stage.apart_bytes(config)
+            + state_bytes(config, slots_of(buckets), on_cpu=kind == "cpu")
+            for stage, buckets in zip(run.stages, each, strict=True)
+        ]
+
+    def block_bytes(self, config: Config) -> list[list[int]]:
+        """The rank's block of each weight that takes part in 2-D products, by stage."""
+        return [
+            [
+                parameter.weight_bytes
+                for parameter in stage.parameters
+                if split_name(parameter.name)[0] is not None and {"row", "col"} <= parameter.spec.axes
+            ]
+            for stage in self.stages(config)
+        ]
+
+    @remembered(*PARTS, "micro", "memory.recompute", "layout.pipeline", "layout.order")
+    def microbatch_bytes(self, config: Config) -> Sequence[int]:
+        """Counted by the run's own function, so that both decide alike: recordings differ by some percent."""
+        # Replicas hold the same microbatches, and meta tensors have no values.
+        data = config.layout.data
+        one = DataParallel(size=data.expert, expert=data.expert, exchange=data.exchange)
+        for field_name, value in (("layout.data", one), ("batch.micro", config.micro), ("seed", 0)):
+            config = with_field(config, field_name, value)
+        return microbatch_bytes(config, self.cluster.device.kind, self.software.attention or "torch")
+
+    @remembered(*STAGES, "layout.order", last=True)
+    def stages(self, config: Config) -> list[StagePlan]:
+        """A layout's stages. Until somebody has decided how 2-D operands travel, they keep no gathered weights."""
+        # Replicas change no stage.
+        config = replaced(config, "layout.data.sync", DataParallel().sync, *COUNTS)
+        if config.memory.summa == "auto":
+            # What decides the operands' way asks for the stages' memory first.
+            config = replaced(config, "memory.summa", "whole", *COUNTS)
+        return compose_stages(config, self.recordings, self.partition(config))

@@ -1,0 +1,321 @@
+"""A process's memory on its device beyond tensors: what its allocator caches, its context, communicators' buffers.
+
+NCCL gives each communicator buffers, for every channel and neighbour that it sends through; a process group of torch
+has a communicator of its own. A channel's bytes after two facts: on four A100 joined by NVLink (24 channels) a group of
+two took 544 MiB and a larger one 688 MiB (github.com/NVIDIA/nccl, issue 964), rings and trees together; between two
+ranks that send to each other directly, a channel takes 10 MiB to receive and 2 MiB to send (issue 1685).
+
+| communicators of a rank                  | buffers of                                            |
+|------------------------------------------|-------------------------------------------------------|
+| one for each set of axes that it used    | rings and trees; under direct verbs every other rank  |
+| the world's: norm, step report           | rings and trees                                       |
+| two for each neighbour stage             | rings and trees of two (they are born by a sum); one  |
+|                                          | neighbour                                             |
+
+A rank's memory as its process holds it: recorded allocations, replayed through the model of its allocator.
+
+| comes                                                     | goes                                                    |
+|-----------------------------------------------------------|---------------------------------------------------------|
+| parameters; then buckets of values and gradients, masters | the parameters, when their bucket is filled             |
+| messages, some before they have come (mailbox.py)         | activations after B, or W; gradients after B            |
+| what tasks allocate, in the order of their recordings     | as recorded                                             |
+| what a part gives to the next, or back to the one before  | when that has gone forward, or backward, if it reads it |
+| moments, in the first step                                | never                                                   |
+| float32 copies of half-precision gradients                | when they have been stepped                             |
+
+Two steps are replayed, since states that come in the first lie between its activations. They have as many microbatches
+as fill the stage and a few more, in the schedule's own order: a longer step does the same again. Where it holds more,
+as GPipe does, it holds as much more of the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from meshwright.planner.plan.allocator import Allocator, CachingAllocator, Heap, MemoryBlock, OutOfDeviceMemory
+from meshwright.planner.plan.buckets import held_of, slots_of, widened_together
+from meshwright.planner.plan.memory import Footprint, Memory
+from meshwright.planner.plan.passes import tasks_of_stages
+from meshwright.planner.plan.recorder import MemoryEvents, Start, place
+from meshwright.planner.plan.recordings import Recording, bytes_of
+from meshwright.planner.plan.software import Software
+from meshwright.ranks.grid import PIPE
+from meshwright.ranks.ledger import MESSAGE, Traffic
+from meshwright.ranks.mailbox import AHEAD
+from meshwright.strategies.memory.offload import moment_bytes, state_bytes
+from meshwright.strategies.pipeline.pipeline import sides_of
+from meshwright.strategies.pipeline.task import Task, TaskKind
+
+if TYPE_CHECKING:
+    from meshwright.planner.plan.compose import ChunkPlan, Composition
+    from meshwright.planner.plan.timed_run import TimedRun
+
+REPLAYED_STEPS = 2
+
+_NOTHING: tuple[Hashable, int] = (None, 0)
+
+
+class StageReplay:
+    """The memory of a stage's first rank. `ahead`: messages of a side that have memory before they come."""
+
+    def __init__(self, run: Composition, stage: int, ahead: int, allocator: Allocator, software: Software) -> None:
+        self._run, self._ahead, self._software = run, ahead, software
+        self._plan, self._buckets = run.stages[stage], run.buckets[run.like[stage]]
+        self._messages: dict[str, Iterator[tuple[Hashable, int]]] = {}
+        self._allocator = allocator
+        self._live: dict[Hashable, MemoryBlock] = {}
+        self._units = [[_Unit(unit.whole()) for unit in chunk.units] for chunk in self._plan.chunks]
+
+    def run(self, tasks: Sequence[Task], num_microbatches: int) -> Footprint:
+        """Replay steps of these tasks, of a step of at least that many microbatches. Raises OutOfDeviceMemory."""
+        self._build()
+        for step in range(REPLAYED_STEPS):
+            for name, kind in (("activation", TaskKind.FORWARD), ("gradient", TaskKind.BACKWARD)):
+                own = [(task, self._message_bytes(task)) for task in tasks if task.kind is kind]
+                # Memory is posted before anybody knows which message comes: each has room for the largest (mailbox.py).
+                most = max((size for _, size in own), default=0)
+                keys = [((name, task.chunk, task.microbatch), most) for task, size in own if size]
+                self._messages[name] = iter(keys)
+                for _ in range(self._ahead):
+                    self._take(*next(self._messages[name], _NOTHING))
+            self._take("passing", held_of(self._run.config, self._buckets).passing)
+            for task in tasks:
+                last = task.microbatch == num_microbatches - 1
+                # The last of the few stands for the step's last, whose gradients become whole.
+                index = self._run.config.num_microbatches - 1 if last else task.microbatch
+                self._task(task, place(index, self._run.config.num_microbatches))
+            self._drop(["passing"])
+            self._optimize(first=step == 0)
+        return Footprint(self._allocator.peak_allocated, self._allocator.peak_reserved)
+
+    def _build(self) -> None:
+        config = self._run.config
+        for parameter in self._plan.parameters:
+            self._take(("parameter", parameter.name), parameter.weight_bytes)
+        for index, bucket in enumerate(self._buckets):
+            kept = held_of(config, [bucket])
+            self._take(("values", index), kept.weights)
+            self._take(("gradients", index), kept.gradients)
+            self._take(("half gradients", index), self._software.apart_bytes(config, kept.weights))
+            # As the run builds: only one bucket at a time is there twice, in its parameters and by itself.
+            self._drop(("parameter", name) for name in bucket.names)
+        if config.memory.offload.to == "none":
+            for index, bucket in enumerate(self._buckets):
+                self._take(("master", index), bucket.stepped_elements * bucket.master_bytes)
+        else:
+            half = state_bytes(config, slots_of(self._buckets)) // 2
+            self._take(("staging", 0), half)
+            self._take(("staging", 1), half)
+        self._take(("tied",), self._plan.apart_bytes(config))
+        self._take(("buffers",), self._software.buffers_bytes)
+
+    def _message_bytes(self, task: Task) -> int:
+        """Bytes of the message that a task begins with."""
+        chunk = self._plan.chunks[task.chunk]
+        if task.kind is TaskKind.FORWARD:
+            return bytes_of(chunk.incoming) if chunk.handed_bytes is None else 0
+        return bytes_of(chunk.outgoing) if not chunk.hands_on else 0
+
+    def _task(self, task: Task, which: int) -> None:
+        chunk, units = self._plan.chunks[task.chunk], self._units[task.chunk]
+        if task.kind is not TaskKind.WEIGHT and self._message_bytes(task):  # it has come, and others may
+            self._take(*next(self._messages["activation" if task.kind is TaskKind.FORWARD else "gradient"], _NOTHING))
+        if task.kind is TaskKind.FORWARD:
+            for index, unit in enumerate(units):
+                self._replay(task, index, unit, which)
+                if index and not unit.recording.holds_input:  # else its backward pass reads it, and frees it then
+                    self._drop(self._given(units[index - 1], task.kind, task.chunk, index - 1, task.microbatch, which))
+            if not chunk.hands_on:  # what the last part gives was sent
+                self._drop(self._given(units[-1], task.kind, task.chunk, len(units) - 1, task.microbatch, which))
+            return
+        for index in reversed(range(len(units))):
+            unit = units[index]
+            self._replay(task, index, unit, which)
+            # What pending weight gradients need of a part's input, or of the gradient that came back, goes after W.
+            waits = {TaskKind.BACKWARD: unit.recording, TaskKind.WEIGHT: None}[task.kind]
+            if waits is None or not waits.kept_input_bytes:
+                self._drop(self._inputs(chunk, units, task, index, which))
+            if waits is None or not waits.kept_gradient_bytes:
+                self._drop(self._gradients(chunk, units, task, index, which))
+        if chunk.handed_bytes is None and task.kind is TaskKind.BACKWARD:  # what goes back was sent
+            self._drop(self._given(units[0], TaskKind.BACKWARD, task.chunk, 0, task.microbatch, which))
+
+    def _inputs(
+        self, chunk: ChunkPlan, units: Sequence[_Unit], task: Task, index: int, which: int
+    ) -> Iterable[Hashable]:
+        """The storages of a unit's input: of the unit before, of a message, or of the stage's own chunk before."""
+        if index:
+            return self._given(units[index - 1], TaskKind.FORWARD, task.chunk, index - 1, task.microbatch, which)
+        if chunk.handed_bytes is None:
+            return [("activation", task.chunk, task.microbatch)]
+        before = self._units[task.chunk - 1]
+        return self._given(before[-1], TaskKind.FORWARD, task.chunk - 1, len(before) - 1, task.microbatch, which)
+
+    def _gradients(
+        self, chunk: ChunkPlan, units: Sequence[_Unit], task: Task, index: int, which: int
+    ) -> Iterable[Hashable]:
+        """The storages of the gradient of a unit's output, mirrored: of the unit after, a message, the chunk after."""
+        if index < len(units) - 1:
+            return self._given(units[index + 1], TaskKind.BACKWARD, task.chunk, index + 1, task.microbatch, which)
+        if not chunk.hands_on:
+            return [("gradient", task.chunk, task.microbatch)]
+        after = self._units[task.chunk + 1]
+        return self._given(after[0], TaskKind.BACKWARD, task.chunk + 1, 0, task.microbatch, which)
+
+    def _given(
+        self, unit: _Unit, kind: TaskKind, chunk: int, index: int, microbatch: int, which: int
+    ) -> list[Hashable]:
+        """The storages that a unit gave to the next one or to the one before, and does not keep itself."""
+        return [
+            (chunk, index, number) if number in unit.crossing else (chunk, index, number, microbatch)
+            for number in unit.recording.leaving[kind][which]
+        ]
+
+    def _replay(self, task: Task, index: int, unit: _Unit, which: int) -> None:
+        # A third of a search's seconds: eight million events for 110,000 layouts, so nothing is called here twice.
+        live, allocate, free = self._live, self._allocator.allocate, self._allocator.free
+        own, crossing = (task.chunk, index), unit.crossing
+        for number, size in unit.recording.programs[task.kind][which].memory:
+            key = (*own, number) if number in crossing else (*own, number, task.microbatch)
+            left = live.pop(key, None)  # where the event allocates: one that the microbatch before has left
+            if left is not None:
+                free(left)
+            if size > 0:
+                live[key] = allocate(size)
+
+    def _optimize(self, *, first: bool) -> None:
+        """Sum gradients and step."""
+        config = self._run.config
+        for bucket in self._buckets:
+            self._transient(bucket.reduce.memory)
+            self._transient(bucket.across.memory)
+        if config.memory.offload.to == "none":
+            for index, bucket in enumerate(self._buckets) if first else ():
+                for number, size in enumerate(moment_bytes(config.optimizer.update, bucket.stepped)):
+                    self._take(("state", number, index), size)
+        for sizes in widened_together(config, self._buckets, self._software):
+            for number, size in enumerate(sizes):
+                self._take(("widened", number), size)
+            self._drop(("widened", number) for number in range(len(sizes)))
+        for bucket in self._buckets:
+            self._transient(bucket.publish.memory)
+
+    def _transient(self, events: MemoryEvents) -> None:
+        for number, size in events:
+            if size > 0:
+                self._take(("transient", number), size)
+            else:
+                self._drop([("transient", number)])
+        self._drop(("transient", number) for number, _ in events)
+
+    def _take(self, key: Hashable, size: int) -> None:
+        if size:
+            assert key not in self._live, f"{key} is there already"
+            self._live[key] = self._allocator.allocate(size)
+
+    def _drop(self, keys: Iterable[Hashable]) -> None:
+        for key in keys:
+            if key in self._live:
+                self._allocator.free(self._live.pop(key))
+
+
+class _Unit:
+    """A part's recording. `crossing`: the storages that another microbatch than their own frees, or none does."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        # A layer's gathered weights are an example: the first microbatch of a step finds none, the last leaves none.
+        came: dict[int, int] = {}
+        went: dict[int, int] = {}
+        for kind, programs in recording.programs.items():
+            for which, program in enumerate(programs):
+                for number, size in program.memory:
+                    (came if size > 0 else went)[number] = which
+                for number in recording.leaving.get(kind, [()] * len(programs))[which]:
+                    went[number] = which
+        self.crossing = frozenset(number for number, which in came.items() if went.get(number) != which)
+
+
+MIB = 2**20
+PAIR_CHANNEL, GROUP_CHANNEL = 544 * MIB // 24, 688 * MIB // 24
+DIRECT_CHANNEL = 12 * MIB
+"""Bytes of a channel: rings and trees of two ranks, and of more; a rank that is sent to directly."""
+
+DIRECT = frozenset(("all_to_all", "gather", "scatter", "send"))
+"""Verbs in which each rank sends to each other one, or to one."""
+
+READ = {"all_reduce": 2, "reduce_scatter": 1}
+"""Sums of what lies in memory that the ranks of a machine share: of each other rank's n-th part, a rank of n reads its
+own piece, and in an all-reduce the piece that the other has summed."""
+
+
+def held_by_processes(
+    run: TimedRun, memory: Sequence[Memory], sent: Sequence[Mapping[tuple[str, str], Traffic]]
+) -> tuple[Memory, ...]:
+    """The memory of each stage's first rank with what its process holds beyond tensors. The fullest one's allocations
+    are replayed; the others' allocators are taken to hold as much more, in proportion."""
+    channels, device = run.network.channels, run.cluster.device
+    memory = [
+        replace(
+            own,
+            # Only a pipeline's ranks plan stages, which loads torch's compiler.
+            context=own.context + device.staged_bytes * (len(memory) > 1),
+            communicators=channels and channels * channel_bytes(run, stage, sent[stage]),
+            read=read_bytes(run, stage),
+        )
+        for stage, own in enumerate(memory)
+    ]
+    fullest = max(range(len(memory)), key=lambda stage: memory[stage].total)
+    room = device.memory_bytes - memory[fullest].context - memory[fullest].communicators
+    # Tensors alone do not fit, so nobody needs to know what is cached beside them.
+    if memory[fullest].allocated > room:
+        return tuple(memory)
+    # Enough to fill the stages; 1F1B holds no more later, GPipe in proportion.
+    some = min(run.config.num_microbatches, run.placement.num_positions + 3)
+    tasks = tasks_of_stages(run.config, run.cost, run.latency, some)[fullest]
+    replay = partial(StageReplay, run, fullest, AHEAD[device.kind], software=run.software)
+    try:
+        limited = Heap() if device.kind == "cpu" else CachingAllocator(room)
+        footprint = replay(allocator=limited).run(tasks, some)
+    except OutOfDeviceMemory:
+        # It does not fit by what is cached: how much it would take, a device without a limit says.
+        footprint = replay(allocator=CachingAllocator()).run(tasks, some)
+    # One replay, not one a stage: 0.04 to 0.1 s each, and only the fullest decides what fits.
+    share = footprint.reserved / footprint.allocated - 1
+    return tuple(replace(own, cached=round(share * own.allocated)) for own in memory)
+
+
+def read_bytes(run: TimedRun, stage: int) -> int:
+    """Bytes of other ranks' gradients that a rank reads where they lie, on a machine of CPUs (ranks/window_comm.py)."""
+    if run.cluster.device.kind != "cpu" or run.cluster.cores is None or not run.config.layout.data.strategy.over_mpi:
+        return 0
+    sums = (
+        event for bucket in run.buckets[run.like[stage]] for event in bucket.reduce.events if isinstance(event, Start)
+    )
+    return sum(
+        READ[each.verb] * each.payload_bytes * (ranks - 1) // ranks
+        for each in sums
+        if each.verb in READ and (ranks := run.network.ranks(each.axes)) > 1
+    )
+
+
+def channel_bytes(run: TimedRun, stage: int, sent: Mapping[tuple[str, str], Traffic]) -> int:
+    """Bytes of a channel of each of a rank's communicators together."""
+    world = "+".join(run.grid.names)
+    verbs: dict[str, set[str]] = {world: set()}
+    for axes, verb in sent:
+        verbs.setdefault(axes, set()).add(verb)
+    total = 0
+    for axes, used in verbs.items():
+        ranks = run.network.ranks(axes)
+        if axes == PIPE and MESSAGE in used:
+            # Two communicators for each neighbour stage, which torch makes by a sum of two ranks.
+            total += 2 * len(sides_of(stage, run.placement)) * (PAIR_CHANNEL + DIRECT_CHANNEL)
+            used -= {MESSAGE}
+        if ranks > 1 and (used or axes == world):
+            total += PAIR_CHANNEL if ranks == 2 else GROUP_CHANNEL
+            total += (ranks - 1) * DIRECT_CHANNEL * bool(used & DIRECT)
+    return total

@@ -1,0 +1,155 @@
+"""The run that a search is asked about, from a file or from a model's name, and the words that make its answer of it.
+
+Only shapes matter to a plan: neither corpus nor tokenizer need be on this machine.
+
+`layout: auto` in a run file: the planner decides, when the command begins.
+
+| what           | from                                                                                     |
+|----------------|------------------------------------------------------------------------------------------|
+| the cluster    | `plan: {cluster: NAME or FILE}`; without it cluster.yaml, which `calibrate` has written  |
+| the devices    | the launcher's ranks (torchrun, srun, mpirun); `plan: {devices: N}`; GPUs here, or cores |
+| ranks per node | those that start here                                                                    |
+
+What a `key=value` word sets stays. Every rank plans for itself, and all find the same.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from meshwright.config import Config
+from meshwright.config.load import DECIDED, ELSEWHERE, RunTree, load_undecided, model_names, parse_run
+from meshwright.config.section import with_field
+from meshwright.configs import shipped
+from meshwright.data.files import ShowProgress, silent
+from meshwright.planner.plan.cluster import CALIBRATED, Cluster, load_cluster
+from meshwright.planner.plan.foreign import ForeignJob, read_foreign
+from meshwright.planner.plan.search import search
+from meshwright.planner.plan.space import fixed_fields
+from meshwright.ranks.errors import ConfigError
+from meshwright.training.decisions import this_machine
+
+
+@dataclass(frozen=True)
+class NamedRun:
+    """A run without a file: a model's name, tokens of a sequence (None: the model reads no text), samples a step."""
+
+    model: str | None = None
+    sequence: int | None = None
+    batch: int | None = None
+
+    @property
+    def given(self) -> dict[str, object]:
+        """The options that were given, by name."""
+        options = {"--model": self.model, "--sequence": self.sequence, "--batch": self.batch}
+        return {name: value for name, value in options.items() if value is not None}
+
+    def config(self, words: Sequence[str], cluster: Cluster) -> Config:
+        """In bf16 where the cluster's devices are GPUs, as large models are trained. Raises ConfigError."""
+        if self.batch is None:
+            raise ConfigError.of("--batch", "nothing", "is given: a plan is of a step", "samples a step, such as 512")
+        data = {} if self.sequence is None else {"sequence": self.sequence}
+        precision = "bf16" if cluster.device.kind == "cuda" else "float32"
+        tree = {"model": self.model, "data": data, "batch": {"global": self.batch}, "precision": precision}
+        return parse_run(tree, words, undecided=DECIDED, unread=ELSEWHERE)
+
+
+def planned_run(run: Path | None, named: NamedRun, words: Sequence[str], cluster: Cluster) -> tuple[Config, list[str]]:
+    """The run that is asked about, and the `key=value` words. Raises ConfigError where both or neither are given."""
+    words = list(words)
+    if named.given and run is not None and "=" in str(run):  # the first word stands where a run file would
+        run, words = None, [str(run), *words]
+    if run is not None and not run.is_file() and str(run) in model_names():
+        given = " ".join(f"{name} {value}" for name, value in named.given.items() if name != "--model")
+        valid = f"--model {run} {given or '--sequence N --batch N'}"
+        raise ConfigError.of("run", run, "is a model, and no run file", valid)
+    if run is not None and named.given:
+        option, value = next(iter(named.given.items()))
+        raise ConfigError.of(option, value, f"has no effect beside the run file {run}", "one of them")
+    if run is None and named.model is None:
+        raise ConfigError.of("run", "nothing", "is given", "RUN.yaml, or --model NAME --sequence N --batch N")
+    if run is None:
+        return named.config(words, cluster), words
+    # What the run's data reads need not be here: only shapes matter to a plan.
+    return load_undecided(run, words, elsewhere=True), words
+
+
+def asked_run(
+    source: Path | None, run: Path | None, named: NamedRun, words: Sequence[str], cluster: Cluster
+) -> tuple[Config, list[str], ForeignJob | None]:
+    """The run that is asked about, the `key=value` words, and the job of another program that it is, if `source` is
+    one's file. Raises ConfigError as planned_run, and where both a run file and a job are given."""
+    if source is None:
+        return *planned_run(run, named, words, cluster), None
+    if run is not None and "=" not in str(run):
+        raise ConfigError.of("--from", source, f"has no effect beside the run file {run}", "one of them")
+    words = [*([str(run)] if run is not None else []), *words]
+    job = read_foreign(source, named.model, named.sequence, named.batch)
+    return parse_run(job.run, words, undecided=DECIDED, unread=ELSEWHERE), words, job
+
+
+@contextmanager
+def stopped_by_signals(report: ShowProgress) -> Iterator[ShowProgress]:
+    """While entered, Ctrl-C and SIGTERM are a KeyboardInterrupt, also where a shell that started this in the background
+    had Ctrl-C ignored. One that comes where Python drops exceptions is raised by the next report."""
+    asked: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        raise KeyboardInterrupt
+
+    def tell(text: str, share: float | None) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        report(text, share)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield tell
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+_KEYS = ("cluster", "devices")
+
+
+def planned_config(run: RunTree, overrides: Sequence[str] = (), report: ShowProgress = silent) -> Config:
+    """The run with the fastest layout that fits. Raises ConfigError as parse_run and search do."""
+    asked = _asked(run.plan)
+    config = parse_run(run.tree, overrides, undecided=DECIDED)
+    machine = this_machine()
+    cores = machine.gpus if config.device != "cpu" and machine.gpus else machine.cores
+    # A launcher's ranks are there; their number is no choice any more.
+    devices = machine.world_size if machine.joined else asked.get("devices") or cores
+    config = with_field(config, "layout.ranks_per_node", machine.ranks_here(devices))
+    name = asked.get("cluster")
+    if not name and not CALIBRATED.is_file():
+        rule = "says nothing of where to run: layout: auto asks for plan: {cluster: ...}, or for cluster.yaml here"
+        valid = f"meshwright calibrate (writes {CALIBRATED}), or {', '.join(shipped('clusters'))}"
+        raise ConfigError.of("plan.cluster", "none", rule, valid)
+    cluster = load_cluster(name or str(CALIBRATED))
+    # The launcher has placed the ranks already: no layout may assume other nodes.
+    fixed = fixed_fields(overrides) | {"layout.ranks_per_node"}
+    return search(config, cluster, devices, 1, fixed=fixed, report=report).predictions[0].config
+
+
+def _asked(section: Any) -> dict[str, Any]:
+    """The `plan` section, checked."""
+    if not isinstance(section, dict):
+        raise ConfigError.of("plan", section, "is no section", "{cluster: NAME or FILE, devices: N}")
+    for key, value in section.items():
+        if key not in _KEYS:
+            raise ConfigError.of(f"plan.{key}", value, "is an unknown key", ", ".join(_KEYS))
+    devices = section.get("devices", 1)
+    if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
+        raise ConfigError.of("plan.devices", devices, "is not a whole number", "a whole number >= 1")
+    if not isinstance(section.get("cluster", ""), str):
+        raise ConfigError.of("plan.cluster", section["cluster"], "is no text", "a cluster's name or file")
+    return section

@@ -1,0 +1,592 @@
+"""Records a rank's task on meta tensors: kernels and collectives in the order in which they begin.
+
+While a Recorder is entered, it records each operation on meta tensors as a kernel and follows live memory
+(memory/recompute.py). It also observes the collectives of a planned mesh (ranks/planned.py).
+
+| kind      | a kernel that                                                                    |
+|-----------|----------------------------------------------------------------------------------|
+| product   | multiplies matrices                                                              |
+| attention | is a fused attention; a causal one counts half of the products                   |
+| special   | takes exponentials, logarithms, error functions: expensive on a CPU              |
+| random    | draws random numbers                                                             |
+| norm      | normalises rows, which takes sums of rows                                        |
+| norm back | is a norm's backward pass, which takes sums of columns as well                   |
+| cast      | converts half precision to FP8, in both orders of a matrix                       |
+| element   | does anything else, at memory bandwidth                                          |
+
+Where a program fuses element kernels (Software.fuses_elements: torch.compile's Inductor, Transformer Engine),
+consecutive ones are one kernel: it reads tensors that none of them made, and writes tensors that are alive when the
+next product, collective or lookup begins.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import weakref
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from meshwright.ranks.comm import Work
+from meshwright.ranks.ledger import HOST, TO_HOST, Ledger, Traffic
+from meshwright.strategies.memory.recompute import LiveBytes, tensors_in
+
+KernelKind = Literal["product", "attention", "special", "random", "norm", "norm back", "cast", "element"]
+LowProducts = Literal["fp8", "mxfp8"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """An operation on the device. `touched_bytes`: read and written. `elements`: of the largest tensor among inputs and
+    results. `side`: cube root of m n k of one product of a batch of `members`. `times`: equal kernels in a row."""
+
+    kind: KernelKind
+    flops: float
+    touched_bytes: int
+    elements: int
+    dtype: str
+    side: float = 0.0
+    times: int = 1
+    members: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A collective begins. `axes`: of its comm (`row`, `data+row`); `payload_bytes`: of the whole tensor, of which
+    ledger.py says what is sent; `root`: rank index of a rooted verb; `times`: equal collectives in a row."""
+
+    number: int
+    axes: str
+    verb: str
+    payload_bytes: int
+    root: int | None = None
+    times: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """A copy between the device and its host's memory begins, on a lane of its own."""
+
+    number: int
+    to_host: bool
+    payload_bytes: int
+    times: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class WaitFor:
+    """The rank waits for the end of the collective or of the copy `number`."""
+
+    number: int
+
+
+_Event = Kernel | Start | HostCopy | WaitFor
+
+MemoryEvents = tuple[tuple[int, int], ...]
+"""(storage number, bytes) in order; negative bytes: the storage is freed. Numbers are unique within a recording."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A recorded task. `kept_bytes`: live bytes at its end minus live bytes at its begin; `peak_bytes`: most live bytes
+    above those at its begin; `memory`: every allocation and free in order; `traffic`: sent bytes as a run's ledger has
+    them."""
+
+    events: tuple[_Event, ...] = ()
+    kept_bytes: int = 0
+    peak_bytes: int = 0
+    traffic: Mapping[tuple[str, str], Traffic] = field(default_factory=dict)
+    leads: int = 1
+    """Ranks that wait while this one works, except between a verb it roots and the next one to it (sub-graphs)."""
+    memory: MemoryEvents = ()
+
+    @cached_property
+    def flops(self) -> float:
+        return sum(event.times * event.flops for event in self.events if isinstance(event, Kernel))
+
+    @cached_property
+    def host_bytes(self) -> int:
+        """Bytes that its end has in host memory and its begin has not."""
+        copies = (event for event in self.events if isinstance(event, HostCopy))
+        return sum(copy.times * copy.payload_bytes * (1 if copy.to_host else -1) for copy in copies)
+
+
+Seconds = Callable[[Program], float]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds, bytes and flops of a task or a part of one; bytes as in Program."""
+
+    seconds: float = 0.0
+    kept_bytes: int = 0
+    peak_bytes: int = 0
+    flops: float = 0.0
+    host_bytes: int = 0
+
+    def then(self, other: Cost) -> Cost:
+        """The cost of this task and the other after it."""
+        return Cost(
+            self.seconds + other.seconds,
+            self.kept_bytes + other.kept_bytes,
+            # The second task's peak stands on what the first one left.
+            max(self.peak_bytes, self.kept_bytes + other.peak_bytes),
+            self.flops + other.flops,
+            self.host_bytes + other.host_bytes,
+        )
+
+    def extended(self, step: Cost, times: int) -> Cost:
+        """A group of layers from recordings of two and of one (`step`): self + times * (self - step)."""
+        return Cost(
+            self.seconds + times * (self.seconds - step.seconds),
+            self.kept_bytes + times * (self.kept_bytes - step.kept_bytes),
+            self.peak_bytes + times * (self.peak_bytes - step.peak_bytes),
+            self.flops + times * (self.flops - step.flops),
+            self.host_bytes + times * (self.host_bytes - step.host_bytes),
+        )
+
+
+DISTINCT = 3
+"""Programs of a task in a step: the first microbatch's, the last one's, and one for all between."""
+
+
+@dataclass(frozen=True)
+class PieceCosts:
+    """A task in pieces (pieces.py), by place in its chunk: the cost of each piece, and seconds of the exchange between
+    it and the next."""
+
+    costs: tuple[Cost, ...]
+    trades: tuple[float, ...]
+
+
+def place(microbatch: int, num_microbatches: int) -> int:
+    """The index of a microbatch's program among at most DISTINCT."""
+    # The last microbatch completes gradients, also in a step of one or two microbatches.
+    if microbatch == num_microbatches - 1:
+        return min(num_microbatches, DISTINCT) - 1
+    return min(microbatch, 1)
+
+
+_FLAT = frozenset(["mm", "addmm", "addmm_"])
+"""Products of linears, which run in FP8; attention's batched products do not."""
+_FUSED = frozenset(["special", "random", "norm", "norm back", "element"])
+_PRODUCTS = {"mm": 0, "addmm": 1, "addmm_": 1, "bmm": 0, "baddbmm": 1, "baddbmm_": 1}
+"""Products of matrices: index of the argument that is the first factor."""
+CONVOLUTIONS = {"convolution": 1, "convolution_backward": 2}
+"""Convolutions: products in multiples of a forward pass."""
+ATTENTIONS = {
+    "_scaled_dot_product_flash_attention_for_cpu": (0, 1.0),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (1, 2.5),
+    "_scaled_dot_product_flash_attention": (0, 1.0),
+    "_scaled_dot_product_flash_attention_backward": (1, 2.5),
+    "_scaled_dot_product_efficient_attention": (0, 1.0),
+    "_scaled_dot_product_efficient_attention_backward": (1, 2.5),
+}
+"""Fused attentions: index of the argument that is the query, and products in multiples of a forward pass."""
+SPECIAL = frozenset([
+    "exp", "log", "tanh", "sigmoid", "gelu", "gelu_backward", "silu", "silu_backward", "erf", "logsumexp",
+    "softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax",
+])  # fmt: skip
+NORMS: dict[str, KernelKind] = {
+    "native_layer_norm": "norm", "native_group_norm": "norm",
+    "native_layer_norm_backward": "norm back", "native_group_norm_backward": "norm back",
+}  # fmt: skip
+RANDOM = frozenset(["bernoulli", "native_dropout", "uniform", "normal", "rand_like", "rand"])
+LOOKUPS = frozenset(["embedding", "gather", "index", "index_select"])
+"""Operations that read as many bytes of their first tensor as they write."""
+UPDATES = frozenset(["index_put_", "index_add_", "scatter_", "scatter_add_"])
+"""Operations that read and write as many bytes of their first tensor as their last one has."""
+NOTHING = frozenset(["empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"])
+"""Operations that allocate and launch no kernel."""
+_OUT = re.compile("(.*_)?out")
+"""Overloads that write into a tensor given by the caller."""
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """The Work of a recorded collective; `wait` records a WaitFor."""
+
+    wait: Callable[[], None]
+
+
+_Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape, strides and dtype of a tensor."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """An operation's results for inputs of given forms. `results`: of each the form of a new tensor, the index of the
+    input that is returned, or None; empty where results are views of inputs, for which torch is asked each time.
+    `kind`: list or tuple of results; None: a single one. `kernel`: set where forms alone determine it."""
+
+    results: tuple[_Form | int | None, ...] = ()
+    kind: type | None = None
+    kernel: Kernel | None = None
+
+
+_KNOWN: dict[Hashable, _Known] = {}
+"""_Known by (operation, forms of its inputs)."""
+_META = torch.device("meta")
+
+
+def _shapes_in(values: Iterable[Any]) -> tuple[Hashable, ...]:
+    """The values, with (shape, strides, dtype) for each tensor. Raises TypeError for a tensor that is not meta."""
+    shapes: list[Hashable] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            if not value.is_meta:
+                raise TypeError("a tensor with values")
+            shapes.append((value.shape, value.stride(), value.dtype))
+        elif isinstance(value, list | tuple):
+            shapes.append(_shapes_in(value))
+        else:
+            # 1, 1.0 and True are equal as keys but give tensors of different dtypes.
+            shapes.append((type(value), value))
+    return tuple(shapes)
+
+
+def _form_of(x: Tensor) -> _Form:
+    return tuple(x.shape), x.stride(), x.dtype
+
+
+def _known_of(result: Any, given: list[Tensor], before: list[_Form]) -> _Known:
+    """The entry of _KNOWN for a call. `before`: forms of the inputs before the call."""
+    several = type(result) in (list, tuple)
+    if not (several or isinstance(result, Tensor)):
+        return _Known()
+    addresses = {x.untyped_storage()._cdata for x in given}
+    made: list[_Form | int | None] = []
+    for one in result if several else (result,):
+        if one is None:
+            made.append(None)
+            continue
+        numbers = [number for number, x in enumerate(given) if x is one]
+        if len(numbers) == 1 and before[numbers[0]] == _form_of(one):
+            made.append(numbers[0])
+            continue
+        storage = one.untyped_storage() if isinstance(one, Tensor) and one.is_meta else None
+        whole = storage is not None and storage.nbytes() == one.numel() * one.element_size()
+        if storage is None or not whole or storage._cdata in addresses:
+            return _Known()
+        addresses.add(storage._cdata)
+        made.append(_form_of(one))
+    return _Known(tuple(made), type(result) if several else None)
+
+
+class Recorder(LiveBytes):
+    """Records the programs of a rank. `fuses_dropout`, `fuses_elements`: as in Software; `fast_norms`: norms run at
+    memory bandwidth; `products`: the format in which linears multiply half precision."""
+
+    def __init__(
+        self, *, fuses_dropout: bool = False, fuses_elements: bool = False, fast_norms: bool = False,
+        products: LowProducts | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self._fuses_dropout, self._fuses_elements = fuses_dropout, fuses_elements
+        self._fast_norms, self._products = fast_norms, products
+        self._row = _Row()
+        self._casts: dict[int, weakref.ref[Any]] = {}  # storages that have an FP8 copy
+        self._dropped: int | None = None  # storage written by the last kernel, if it is a dropout
+        self._events: list[_Event] = []
+        self._starts = 0
+        self._ledger = Ledger()
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunction():  # as LiveBytes
+            given = [*tensors_in(args), *(tensors_in(kwargs.values()) if kwargs else ())]
+            result, known = self._result_of(op, args, kwargs or {}, given)
+            self._note(op, args, known, given, *self.follow(given, result))
+        return result
+
+    def _result_of(
+        self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: list[Tensor]
+    ) -> tuple[Any, _Known | None]:
+        """The operation's results on meta tensors. They depend on forms alone, so torch is asked once for each form."""
+        # torch computes a meta result's form in Python, which took most of a recording's time.
+        try:
+            key = id(op), _shapes_in(args), (_shapes_in(kwargs.values()), tuple(kwargs)) if kwargs else None
+            known = _KNOWN.get(key)
+        except TypeError:  # an argument that cannot be hashed, or a tensor that is not meta
+            return op(*args, **kwargs), None
+        if known is None:
+            before = [_form_of(x) for x in given]
+            result = op(*args, **kwargs)
+            known = _KNOWN[key] = _known_of(result, given, before)
+            return result, known
+        if not known.results:
+            return op(*args, **kwargs), known
+        made = [
+            given[one] if isinstance(one, int)
+            else one and torch.empty_strided(one[0], one[1], dtype=one[2], device=_META)
+            for one in known.results
+        ]  # fmt: skip
+        return made[0] if known.kind is None else known.kind(made), known
+
+    def _note(
+        self, op: Any, args: tuple[Any, ...], known: _Known | None, given: list[Tensor], results: list[Tensor],
+        new: list[Tensor],
+    ) -> None:  # fmt: skip
+        name, mutates, overwrites = _facts(op)
+        # torch launches no kernel for a view, which neither allocates nor writes.
+        if name not in NOTHING and (new or mutates or not results):
+            # The last inputs of an out= overload are written, not read.
+            given = given[: len(given) - len(results)] if overwrites else given
+            kernel = known.kernel if known is not None else None
+            if kernel is None:
+                kernel = _kernel(op, name, args, given, results)
+                # Where strides show that no two elements share memory, forms alone say what is touched.
+                if known is not None and all(
+                    x.numel() <= 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+                    for x in (*given, *results)
+                ):
+                    known.kernel = kernel
+            if self._ledger.times != 1:
+                kernel = replace(kernel, times=self._ledger.times)
+            if self._fast_norms and kernel.kind in NORMS.values():
+                kernel = replace(kernel, kind="element")
+            if self._products and name in _FLAT and kernel.dtype in ("bf16", "fp16"):
+                self._cast(args[_PRODUCTS[name] :][:2])
+                kernel = replace(kernel, dtype=self._products, touched_bytes=kernel.touched_bytes // 2)
+            if self._fuses_elements and kernel.kind in _FUSED and name not in LOOKUPS | UPDATES:
+                if self._row.kernels and self._row.kernels[-1].times != kernel.times:
+                    self._end_row()
+                self._row.add(kernel, *({self.number_of(x): _size_bytes(x) for x in some} for some in (given, results)))
+                return
+            self._end_row()
+            if name == "add" and self._dropped is not None and self._dropped in map(self.number_of, given):
+                # Dropout and the residual's sum are one kernel: the bytes between the two are neither written nor read.
+                dropout = self._events.pop()
+                assert isinstance(dropout, Kernel)
+                touched = dropout.touched_bytes + kernel.touched_bytes - 2 * _size_bytes(results[0])
+                kernel = replace(dropout, touched_bytes=touched)
+            self._events.append(kernel)
+            # native_dropout returns (output, mask); the residual's sum reads the output.
+            drops = self._fuses_dropout and name == "native_dropout"
+            self._dropped = self.number_of(results[0]) if drops else None
+
+    def _cast(self, operands: Iterable[Tensor]) -> None:
+        """Record a cast of each operand without an FP8 copy. A cast reads once and writes both orders of the matrix:
+        FP8 products take one order only (Transformer Engine's cast_transpose)."""
+        for x in operands:
+            storage = x.untyped_storage()
+            known = self._casts.get(storage._cdata)
+            if known is None or known() is not storage:
+                self._casts[storage._cdata] = weakref.ref(storage)
+                size = x.numel() * (x.element_size() + 2)
+                self._write(Kernel("cast", 0.0, size, x.numel(), "bf16", times=self._ledger.times))
+
+    def _end_row(self) -> None:
+        """Record the pending element kernels as one."""
+        if self._row.kernels:
+            self._events.append(self._row.fused({number for number, _ in self._storages.values()}))
+            self._row = _Row()
+
+    def started(self, axes: str, verb: str, payload_bytes: int, root: int | None) -> Work:
+        """A collective, or a copy to or from the host, begins (planned.Observer)."""
+        self._starts += 1
+        self._dropped = None
+        times = self._ledger.times
+        self._write(
+            HostCopy(self._starts, verb == TO_HOST, payload_bytes, times)
+            if axes == HOST
+            else Start(self._starts, axes, verb, payload_bytes, root, times)
+        )
+        return UnderWay(partial(self._write, WaitFor(self._starts)))
+
+    def _write(self, event: _Event) -> None:
+        self._end_row()
+        self._events.append(event)
+
+    def taken_memory(self) -> MemoryEvents:
+        """Allocations and frees since the last program or the last call."""
+        events = tuple(self.changes)
+        self.changes.clear()
+        return events
+
+    @contextmanager
+    def program(self, ledger: Ledger) -> Iterator[Callable[[], Program]]:
+        """Record the operations inside of the context; the yielded function returns their Program afterwards."""
+        # Peak and kept bytes are relative to what is alive now, which belongs to earlier tasks.
+        before = self.live
+        self._events, self.peak, self._ledger, self._dropped = [], before, ledger, None
+        self._row = _Row()
+        ledger.traffic.clear()
+        self.changes.clear()
+
+        def make() -> Program:
+            self._end_row()
+            traffic = {key: entry.scaled(1) for key, entry in ledger.traffic.items()}
+            kept, peak = self.live - before, self.peak - before
+            return Program(tuple(self._events), kept, peak, traffic, memory=self.taken_memory())
+
+        with self:
+            yield make
+
+
+@dataclass(slots=True)
+class _Row:
+    """Element kernels in a row that a program makes one of; the bytes that these made, read and changed by storage."""
+
+    kernels: list[Kernel] = field(default_factory=list)
+    _made: dict[int, int] = field(default_factory=dict)
+    _read: dict[int, int] = field(default_factory=dict)
+    _changed: dict[int, int] = field(default_factory=dict)
+
+    def add(self, kernel: Kernel, read: dict[int, int], written: dict[int, int]) -> None:
+        """One more, which reads and writes so many bytes of these storages."""
+        self.kernels.append(kernel)
+        for number, size in read.items():
+            if number not in self._made:
+                self._read[number] = max(size, self._read.get(number, 0))
+        for number, size in written.items():
+            # In place, of what was there before the row: that is written whatever becomes of it.
+            target = self._changed if number in read and number not in self._made else self._made
+            target[number] = size
+
+    def fused(self, alive: Collection[int]) -> Kernel:
+        """All of them as one. `alive`: the storages that are still there."""
+        written = sum(size for number, size in self._made.items() if number in alive)
+        touched = sum(self._read.values()) + sum(self._changed.values()) + written
+        special = any(kernel.kind in ("special", "random") for kernel in self.kernels)
+        most = max(self.kernels, key=lambda kernel: kernel.elements)
+        kind: KernelKind = "special" if special else "element"
+        return Kernel(kind, 0.0, touched, most.elements, most.dtype, times=most.times)
+
+
+_FACTS: dict[int, tuple[str, bool, bool]] = {}
+
+
+def _facts(op: Any) -> tuple[str, bool, bool]:
+    """(name, whether it mutates an argument, whether it is an out= overload, whose last arguments are written alone)"""
+    # By id, of which each operation has one for good: a search records millions of calls, and its hash is Python's.
+    known = _FACTS.get(id(op))
+    if known is None:
+        schema = op._schema
+        name = schema.name.removeprefix("aten::")
+        known = _FACTS[id(op)] = name, schema.is_mutable, bool(_OUT.fullmatch(schema.overload_name))
+    return known
+
+
+_DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def _kernel(op: Any, name: str, args: tuple[Any, ...], given: list[Tensor], results: list[Tensor]) -> Kernel:
+    """The kernel of an operation: its kind, its floating-point operations, the bytes that it reads and writes."""
+    if name in LOOKUPS:  # of a table it reads the rows that it copies, and no others
+        moved = [*given[1:], *results, *results]
+    elif name in UPDATES:  # of a table it reads and writes the rows of the last argument
+        moved = [*given[1:], *given[-1:], *given[-1:]]
+    else:
+        moved = [*given, *results]
+    touched = sum(_size_bytes(x) for x in moved)
+    largest = max((x.numel() for x in moved), default=0)
+    dtype = _DTYPES.get((results or given)[0].dtype, "float32") if results or given else "float32"
+    flops, side, members = _products(name, args)
+    if name in ATTENTIONS:
+        # A fused causal attention leaves out the tiles above the diagonal, half of its products.
+        causal = [argument.name for argument in op._schema.arguments].index("is_causal")
+        if causal < len(args) and args[causal]:  # trailing defaults are not among `args`, and is_causal's is False
+            flops /= 2
+    fresh = name.removesuffix("_")  # the same function in place has the same kernel
+    kind: KernelKind = "element"
+    if name in _PRODUCTS or name in CONVOLUTIONS:
+        kind = "product"
+    elif name in ATTENTIONS:
+        kind = "attention"
+    elif name in NORMS:
+        kind = NORMS[name]
+    elif fresh in SPECIAL:
+        kind = "special"
+    elif fresh in RANDOM:
+        kind = "random"
+    return Kernel(kind, flops, touched, largest, dtype, side, members=members)
+
+
+def _products(name: str, args: tuple[Any, ...]) -> tuple[float, float, int]:
+    """Floating-point operations, the cube root of a product's three sizes, and how many such there are in a batch."""
+    if name in _PRODUCTS:
+        first = _PRODUCTS[name]
+        *batch, rows, inner = args[first].shape
+        columns = args[first + 1].shape[-1]
+        members = math.prod(batch)
+        return 2.0 * members * rows * inner * columns, float(rows * inner * columns) ** (1 / 3), members
+    if name in ATTENTIONS:
+        # Forward Q K' and P V; backward recomputes the scores and makes dQ, dK, dV and dP: five products for two.
+        first, times = ATTENTIONS[name]
+        query, key = args[first], args[first + 1]
+        batch, heads, rows, width = query.shape
+        side = float(rows * width * key.shape[2]) ** (1 / 3)
+        return times * 4.0 * batch * heads * rows * key.shape[2] * width, side, 1
+    if name in CONVOLUTIONS:
+        # As matrix products over patches: [B x positions, channels a group x kernel] times [.., channels out].
+        times = CONVOLUTIONS[name]
+        x, weight = args[times - 1], args[times]
+        rows, inner = x.shape[0] * math.prod(x.shape[2:]), math.prod(weight.shape[1:])
+        groups = x.shape[1] // weight.shape[1]
+        side = float(rows * inner * (weight.shape[0] // groups)) ** (1 / 3)
+        return times * 2.0 * rows * inner * weight.shape[0], side, 1
+    return 0.0, 0.0, 1
+
+
+def _size_bytes(x: Tensor) -> int:
+    """The bytes of memory that a tensor shows: an expanded one no more than its storage has."""
+    return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
+
+
+def between(small: float, large: float, share: float) -> float:
+    """At `share` of the way from the small microbatch's figure to the large one's, or beyond."""
+    return max(0.0, small + share * (large - small))  # before the small one a line may fall below nothing
+
+
+def interpolated_program(small: Program, large: Program, share: float) -> Program:
+    """The program at `share` of the way from the small one to the large one, or beyond; empty where they differ.
+
+    So two recordings give a task's program for a microbatch of any size: the operations are the same, and the flops,
+    bytes, elements and payload of each are those of its samples plus those of its weights, which two sizes tell apart.
+    Not so of what goes through samples in pieces, of which there are more of a larger size, and the last is a rest. A
+    product's side grows as the cube root of its flops.
+    """
+    if len(small.events) != len(large.events):
+        return Program()
+    events = []
+    for one, other in zip(small.events, large.events, strict=True):
+        event = _interpolated_event(one, other, share)
+        if event is None:
+            return Program()
+        events.append(event)
+    return Program(tuple(events))
+
+
+def _interpolated_event(one: _Event, other: _Event, share: float) -> _Event | None:
+    """None for events of two kinds."""
+
+    if type(one) is not type(other):
+        return None
+    if isinstance(one, Kernel) and isinstance(other, Kernel):
+        if (one.kind, one.dtype, one.times) != (other.kind, other.dtype, other.times):
+            return None
+        return Kernel(
+            one.kind,
+            between(one.flops, other.flops, share),
+            round(between(one.touched_bytes, other.touched_bytes, share)),
+            round(between(one.elements, other.elements, share)),
+            one.dtype,
+            # mnk grows in proportion to samples, its cube root does not.
+            between(one.side**3, other.side**3, share) ** (1 / 3),
+            one.times,
+            round(between(one.members, other.members, share)),
+        )
+    if isinstance(one, Start) and isinstance(other, Start):
+        if (one.axes, one.verb, one.times) != (other.axes, other.verb, other.times):
+            return None
+        # The verb and the comm are the layout's; only what travels grows with samples.
+        return replace(one, payload_bytes=round(between(one.payload_bytes, other.payload_bytes, share)))
+    return one

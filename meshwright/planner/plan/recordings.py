@@ -1,0 +1,305 @@
+"""Recordings: the programs of a model's parts, each run once on meta tensors by the real kits and the real stage.
+
+The parts are the embeddings, groups of layers, the head (model.py). Layers that are alike are recorded once; so a model
+of a hundred layers costs as much as one of two. A part's programs differ with the place of the microbatch in the step:
+the first gathers weights that the others find, the last makes gradients whole.
+
+A group of k layers that are recomputed together is k-1 times what a second layer adds to a group, and a group of one:
+the last layer of a group need not be computed again to its end.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from meshwright.compute.model import EMBEDDINGS, SAMPLES, Chunk, Costs, links
+from meshwright.compute.models.chain import chain_of, first_trained, make_chain, parameters_of, split_name
+from meshwright.compute.parameters.bucket import Bucket, make_buckets
+from meshwright.compute.parameters.gradients import Gradients
+from meshwright.compute.parameters.shard import check_patterns, shard_specs, use_gradients
+from meshwright.compute.tensor.linear import autocasts_of
+from meshwright.compute.tensor.serial import SerialKit
+from meshwright.config import Config
+from meshwright.config.layout import DataParallel, PipelineSection
+from meshwright.config.registry import entries, load_entry
+from meshwright.config.schema import BatchSection
+from meshwright.config.section import with_field
+from meshwright.planner.plan.memory import Parameter
+from meshwright.planner.plan.recorder import DISTINCT, Program, Recorder
+from meshwright.planner.plan.remembered import remembered
+from meshwright.planner.plan.software import OWN_SOFTWARE, Software
+from meshwright.ranks.errors import ConfigError
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mailbox import TensorMeta
+from meshwright.ranks.mesh import solo_mesh
+from meshwright.strategies.memory.activations import run_by_policy
+from meshwright.strategies.memory.section import EVERY, Group
+from meshwright.strategies.pipeline.stage import Stage
+from meshwright.strategies.pipeline.stages import rule_of
+from meshwright.strategies.pipeline.task import TaskKind
+from meshwright.training.on_device import AsOnDevice
+from meshwright.training.rank_model import build_kit, build_model, empty_batch
+
+Forms = tuple[TensorMeta, ...]
+
+_ALL = 2**60
+# A recording's bucket holds every parameter: only the views into which linears write their gradients matter there.
+
+
+@dataclass(frozen=True)
+class Recording:
+    """`programs`: of each task, by the microbatch's place in the step (`place`). `outgoing`: what it gives to the next
+    part; `output_bytes`: of that, what is freed when nobody reads it. `holds_input`: whether its backward pass reads
+    what the part was given, or only what was made of it. `kept_input_bytes`, `kept_gradient_bytes`: what W needs of
+    that, and of the gradient that the next part gave back; the rest is freed after B. `leaving`: by task and place, the
+    storages that go when nobody reads what it gave: after F to the next part, after B to the one before.
+    """
+
+    programs: dict[TaskKind, tuple[Program, ...]]
+    parameters: tuple[Parameter, ...]
+    outgoing: Forms
+    output_bytes: int
+    holds_input: bool
+    kept_input_bytes: int
+    kept_gradient_bytes: int
+    leaving: dict[TaskKind, tuple[frozenset[int], ...]]
+
+    def moved(self, layers: int) -> Recording:
+        """This part so many layers further on."""
+        if layers == 0:
+            return self
+        moved = []
+        for parameter in self.parameters:
+            layer, inner = split_name(parameter.name)
+            name = parameter.name if layer is None else f"blocks.{layer + layers}.{inner}"
+            moved.append(replace(parameter, name=name))
+        return replace(self, parameters=tuple(moved))  # the programs are shared: equal layers send and hold the same
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A model's parts, whatever the layout. `alike`: for each layer the first of its like neighbours;
+    `order`: the place of each parameter in the whole model, by name; `parameters`: how many each part has.
+    """
+
+    alike: tuple[int, ...]
+    order: dict[str, int]
+    parameters: Costs
+    first_trained: int = EMBEDDINGS
+    """The first part with a trained parameter (models/chain.py)."""
+
+
+def bytes_of(forms: Iterable[TensorMeta]) -> int:
+    """The bytes of tensors of these forms together."""
+    return sum(form.size_bytes for form in forms)
+
+
+SYNC = "layout.data.sync"
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError for what cannot be predicted."""
+    check_recorded(config)
+    if unplanned := config.layout.data.strategy.unplanned:
+        planned = ", ".join(name for name, entry in entries("syncs").items() if not entry.unplanned)
+        raise ConfigError.of(SYNC, config.layout.data.sync, f"{unplanned}: it cannot be planned", planned)
+    if config.layout.pipeline.partition == "measured":
+        rule = "is known when the run begins: it cannot be planned"
+        raise ConfigError.of("layout.pipeline.partition", "measured", rule, "auto, or layers a stage")
+
+
+def check_recorded(config: Config) -> None:
+    """Raises ConfigError for what cannot be recorded on meta tensors."""
+    if config.layout.pipeline.head == "spread":
+        rule = "lets all stages wait for each other in every microbatch, which no plan and no clock counts"
+        raise ConfigError.of("layout.pipeline.head", "spread", rule, "last")
+
+
+@dataclass
+class Recordings:
+    """Records the parts that it is asked for, and remembers them.
+
+    Of a device they depend on its kind, and of a run's software on what it does in a layer (software.py). What is sent,
+    and held of parameters, is the same on all.
+    """
+
+    kind: str = "cpu"
+    software: Software = OWN_SOFTWARE
+    recorded: list[Recording] = field(default_factory=list)
+    """All that have been made."""
+
+    @remembered("model", "data")
+    def outline(self, config: Config) -> Outline:
+        # Whole parameters, so that the outline is the same under every layout.
+        kit, costs = SerialKit(solo_mesh(torch.device("meta"))), chain_of(config).products(config)
+        model = make_chain(config, kit)
+        learns = first_trained(config, kit)
+        parts: dict[int, list[Hashable]] = {layer: [cost, learns < layer] for layer, cost in enumerate(costs.layers)}
+        order = {name: index for index, (name, _) in enumerate(model.named_parameters())}
+        for name, parameter in model.named_parameters():
+            layer, inner = split_name(name)
+            if layer is not None:
+                parts[layer].append((inner, tuple(parameter.shape), parameter.requires_grad))
+        alike: list[int] = []
+        for layer, part in parts.items():
+            # Only neighbours count as alike, so that a chunk of like layers is always some layers after a recorded one.
+            goes_on = layer > 0 and parts[layer - 1] == part
+            alike.append(alike[-1] if goes_on else layer)
+        check_patterns(config.model.frozen, shard_specs(model))
+        specs = [shard_specs(make_chain(config, kit, link)) for link in links(config.model.num_blocks)]
+        return Outline(tuple(alike), order, parameters_of(*specs), learns)
+
+    def of(self, config: Config, chunk: Chunk, incoming: Forms) -> Recording:
+        """The beginning, the end, or some layers, which are recomputed together where any are. `incoming`: what it is
+        given by the part before."""
+        further = 0
+        if chunk.layers:
+            alike = self.outline(config).alike
+            first = alike[chunk.layers[0]]
+            if all(alike[layer] == first for layer in chunk.layers):  # then those after the first of its kind are too
+                # The programs of like layers are one; only the parameters' names differ.
+                further = chunk.layers[0] - first
+                chunk = replace(chunk, layers=range(first, first + len(chunk.layers)))
+        learns = self.outline(config).first_trained < chunk.parts[0]
+        recording = self._record(as_recorded(config, chunk), chunk, incoming, rule_of(config).splits, learns)
+        return recording.moved(further)
+
+    @remembered(
+        "model", "data", "bits", "precision", "batch", "memory.recompute", "memory.summa",
+        "layout.data", "layout.context", "layout.tensor", "layout.order",
+    )  # fmt: skip
+    def _record(self, config: Config, chunk: Chunk, incoming: Forms, splits: bool, learns: bool) -> Recording:
+        # Numbers of stages change no part, and meta tensors have no values: one recording serves all stages and seeds.
+        config = with_field(config.model_copy(update={"seed": 0}), "layout.pipeline", _ONE_STAGE)
+        software = self.software
+        # The embeddings' and the head's products stay in the run's format, as Transformer Engine leaves them.
+        recorder, on_device = software.recorder(layers=bool(chunk.layers)), software.on_device(self.kind)
+        self.recorded.append(_record(config, recorder, on_device, chunk, incoming, software, splits, learns))
+        return self.recorded[-1]
+
+
+def as_recorded(config: Config, chunk: Chunk) -> Config:
+    """Return the config of the same part in the recorded run: few microbatches, and replicas only if forward passes
+    wait for each other on them."""
+    layout, policy, data = config.layout, config.memory.policy, config.layout.data
+    count = min(config.num_microbatches, DISTINCT if layout.tensor.by_size else 2)
+    # Rows that were received are kept by groups that the policy runs only.
+    exchange, recompute = data.exchange if policy.by_groups else "blocking", config.memory.recompute
+    if policy.by_groups and (policy.make, policy.keeps_inputs) == (EVERY.make, EVERY.keeps_inputs):
+        recompute = max(1, len(chunk.layers))  # a part is one group, whichever size was asked for
+    if not data.strategy.unplanned:
+        data = _ONE_REPLICA.model_copy(update={"size": data.expert, "expert": data.expert, "exchange": exchange})
+    layout = layout.model_copy(update={"data": data, "pipeline": _ONE_STAGE})
+    if layout.order != "auto":  # of an order the layer's axes count, which name groups
+        usual = tuple(name for name, _ in layout.layer_axes)
+        own = tuple(name for name, _ in layout.axes if name in usual)
+        layout = layout.model_copy(update={"order": "auto" if own == usual else own})
+    batch = _BATCH.model_copy(update={"global_": count * config.micro * data.size, "micro": config.micro})
+    memory = config.memory.model_copy(update={"recompute": recompute})
+    return config.model_copy(update={"layout": layout, "batch": batch, "memory": memory})
+
+
+_ONE_REPLICA, _ONE_STAGE, _BATCH = DataParallel(), PipelineSection(), BatchSection()
+
+
+def parameters_in(model: nn.Module) -> tuple[Parameter, ...]:
+    """A part's, in the order of registration."""
+    specs = shard_specs(model)
+    return tuple(
+        Parameter(name, tuple(parameter.shape), parameter.dtype, specs[name])
+        for name, parameter in model.named_parameters()
+    )
+
+
+def _record(
+    config: Config, recorder: Recorder, on_device: AsOnDevice, chunk: Chunk, incoming: Forms, software: Software,
+    splits: bool, learns: bool,
+) -> Recording:  # fmt: skip
+    """Run a part's tasks for each place of a microbatch, on one replica and stage: compose.py adds what these send."""
+    layout, policy = config.layout, config.memory.policy
+    mesh = software.mesh(Grid(layout.axes, config.copies), layout.token_axes, on_device.device_type, recorder)
+    kit, sync = build_kit(config, mesh), layout.data.strategy
+    model = build_model(config, kit, mesh, chunk)
+    run_by_policy(config, mesh, model, [Group(chunk.layers, wrapped=policy.by_groups)])
+    own = model.named_parameters(), shard_specs(model)
+    buckets = list(make_buckets(*own, mesh, _ALL, widens=config.widens_gradients))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    with_b: set[str] = set()
+
+    def announced(parameter: nn.Parameter) -> None:
+        if gradients.defers:  # W is put off, so this gradient came with B, as a norm's does
+            with_b.add(names[parameter])
+
+    gradients = Gradients({x: view for bucket in buckets for x, view in bucket.views.items()}, announced)
+    use_gradients(model, gradients)
+    strategy = load_entry(sync.synchroniser)([], mesh, load_entry(sync.policy)())
+    strategy.expect(False)  # no bucket leaves: sums of gradients are programs of their own (buckets.py)
+    run, leads = strategy.forward if chunk.last else None, layout.tensor.rows.leads
+    stage = Stage(model, gradients, run=run, learns=learns, autocasts=autocasts_of(config, mesh))
+    programs: dict[TaskKind, list[Program]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}
+    leaving: dict[TaskKind, list[frozenset[int]]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}
+    scales, count = dict.fromkeys((*model.labels, SAMPLES), 1.0), min(config.num_microbatches, DISTINCT)
+    # By place in the step. The last differs if it frees gathered weights; the first writes gradients, others add.
+    places = tuple(range(count)) if count == 1 or layout.tensor.by_size else (0, 1, 1)
+    for index in range(places[-1] + 1):
+        batch = empty_batch(config, kit, model, mesh.device)
+        given = tuple(torch.empty(form.shape, dtype=form.dtype, device="meta") for form in incoming)
+        saved: dict[int, set[int]] = {}
+        with on_device, _seeing(saved), recorder.program(mesh.ledger) as recorded:
+            outgoing = stage.forward(index, given, batch, scales)
+        programs[TaskKind.FORWARD].append(replace(recorded(), leads=leads))
+        forms = () if chunk.last else tuple(TensorMeta(tuple(x.shape), x.dtype) for x in outgoing)
+        reads_again = policy.by_groups and policy.keeps_inputs and len(chunk.layers) > 0
+        holds_input = reads_again or any(x.untyped_storage()._cdata in saved for x in given)
+        alive = recorder.live
+        del outgoing  # what goes now is what its reader will free, not what autograd keeps
+        output_bytes = alive - recorder.live
+        leaving[TaskKind.FORWARD].append(frozenset(number for number, _ in recorder.taken_memory()))
+        coming = tuple(torch.empty(form.shape, dtype=form.dtype, device="meta") for form in forms)
+        with on_device, recorder.program(mesh.ledger) as recorded:
+            returned = stage.backward(index, coming, defers=splits)
+        programs[TaskKind.BACKWARD].append(replace(recorded(), leads=leads))
+        watched = [[weakref.ref(x.untyped_storage()) for x in tensors] for tensors in (given, coming)]
+        del returned, coming, given  # what the weak references still see, pending weight gradients hold
+        leaving[TaskKind.BACKWARD].append(frozenset(number for number, _ in recorder.taken_memory()))
+        kept_input, kept_gradient = (sum(x.nbytes() for ref in refs if (x := ref()) is not None) for refs in watched)
+        if splits:
+            with recorder.program(mesh.ledger) as recorded:
+                stage.weights(index, final=index == places[-1])
+            programs.setdefault(TaskKind.WEIGHT, []).append(replace(recorded(), leads=leads))
+    by_kind = {kind: tuple(each[index] for index in places) for kind, each in programs.items()}
+    left = {kind: tuple(each[index] for index in places) for kind, each in leaving.items()}
+    held = _with_facts(model, chunk, buckets, saved, with_b)
+    return Recording(by_kind, held, forms, output_bytes, holds_input, kept_input, kept_gradient, left)
+
+
+def _with_facts(
+    model: nn.Module, chunk: Chunk, buckets: Sequence[Bucket], saved: Mapping[int, set[int]], with_b: set[str]
+) -> tuple[Parameter, ...]:
+    """A part's parameters, with what its recording has shown of each. `saved`: where what autograd keeps begins, by
+    storage; `with_b`: the names of those whose gradients come with B."""
+    read = {
+        place.name
+        for bucket in buckets
+        for place in bucket.places
+        if any(place.start <= at < place.stop for at in saved.get(bucket.values.untyped_storage()._cdata, ()))
+    }
+    return tuple(
+        replace(each, comes_with_b=each.name in with_b, read_back=bool(chunk.layers) or each.name in read)
+        for each in parameters_in(model)
+    )
+
+
+def _seeing(saved: dict[int, set[int]]) -> torch.autograd.graph.saved_tensors_hooks:
+    """While entered, the storages that autograd keeps are added, and where in them what it keeps begins."""
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        saved.setdefault(x.untyped_storage()._cdata, set()).add(int(x.storage_offset()))
+        return x
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)

@@ -1,0 +1,342 @@
+"""Reports of a search: tables for a terminal, plain values for a script, a run file that `train` takes, a timeline."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+from rich.table import Column, Table
+
+from meshwright.compute.models.chain import chain_of
+from meshwright.config import Config, dump_tree, run_text
+from meshwright.config.registry import entries
+from meshwright.config.yaml_text import yaml_text
+from meshwright.output import terminal
+from meshwright.output.drawing import require_matplotlib
+from meshwright.output.outputs import new_path, refuse_existing
+from meshwright.output.tables import print_table
+from meshwright.planner.plan.answer import (
+    NO_DIFFERENCE,
+    Training,
+    alike_sentence,
+    answer,
+    is_difference,
+    seconds_text,
+    sureness,
+    tight_sentence,
+)
+from meshwright.planner.plan.evaluator import RunnerUp
+from meshwright.planner.plan.foreign import foreign_words
+from meshwright.planner.plan.memory import CONTEXT, bytes_text, verdict
+from meshwright.planner.plan.predict import Prediction
+from meshwright.planner.plan.search import SearchResult, layout_text
+from meshwright.planner.plan.software import OWN
+from meshwright.planner.plan.space import CHOICES, is_fixed
+from meshwright.ranks.errors import ConfigError
+from meshwright.ranks.streams import PatientStream, say
+from meshwright.strategies.pipeline.trace import write_trace
+from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PASSES, PHASES
+from meshwright.training.pictures import draw_timelines
+
+STOPPED = "stopped by Ctrl-C or SIGTERM: there may be faster ones among those that were not predicted"
+
+NOT_LOOKED_AT = "not looked at (stopped)"
+
+_WIDTH = 120
+"""Columns, where no terminal says how many there are."""
+
+
+@dataclass
+class BestSoFar:
+    """Prints a line on stderr for the first layout that fits, and for each faster one that a search comes to."""
+
+    _start: float = field(default_factory=time.monotonic)
+
+    def __call__(self, best: Prediction) -> None:
+        """`3 s: so far data 64 (zero2); micro 1: 7.09 s a step, 70.36 GB of 85.52 GB (fits).`"""
+        seconds = time.monotonic() - self._start
+        told = answer(best, layout_text(best.config), Training())
+        # Asked for anew each time: while a bar is drawn, stderr is one that prints above it.
+        say(f"{seconds:.0f} s: so far {told}", file=cast(TextIO, PatientStream(cast(TextIO, sys.stderr))), flush=True)
+
+
+def checked_output(out: Path | None, page: Path | None, trace: Path | None) -> Path:
+    """Return the run file to write, by default a new one. Raises ConfigError where it or the page is there already,
+    PictureError where a trace has no picture."""
+    refuse_existing("--out", out)
+    refuse_existing("--page", page)
+    if trace is not None:
+        require_matplotlib("--trace")
+    return out or new_path(Path("plan.yaml"))
+
+
+def write_run(best: Prediction, path: Path) -> None:
+    """Write the run with its layout, decided as it was predicted. Raises ConfigError where it cannot be written."""
+    head = (
+        f"# {layout_text(best.config)}\n"
+        f"# predicted on {best.config.layout.world_size} devices of {best.cluster.name}: {seconds_text(best.seconds)} "
+        f"a step, {bytes_text(best.worst_memory)} of {bytes_text(best.cluster.device.memory_bytes)} "
+        f"({verdict(best.fullest, best.cluster)})\n"
+    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(run_text(best.config, head), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError.of("--out", path, f"cannot be written ({error.strerror})", "a path that can") from error
+
+
+def write_timeline(best: Prediction, path: Path) -> Path:
+    """Write the step for Perfetto, and beside it as a picture, whose path is returned."""
+    write_trace(best.timeline, path)
+    picture = path.with_suffix(".png")
+    draw_timelines({layout_text(best.config): best.timeline}, picture)
+    return picture
+
+
+def as_dict(result: SearchResult) -> dict[str, Any]:
+    """The search as plain values for a script: seconds, bytes, floating-point operations a second and device."""
+    best, job = result.predictions[0], result.job
+    training = result.training
+    runner_ups = [
+        {
+            "strategy": runner_up.strategy,
+            "layout": layout_text(runner_up.config),
+            "seconds": None if runner_up.prediction is None else runner_up.prediction.seconds,
+            "memory": runner_up.memory.parts,
+            "held": runner_up.memory.held if runner_up.prediction else None,
+            "why": why(runner_up, best),
+            "config": _decided(runner_up.config),
+        }
+        for runner_up in result.runner_ups
+    ]
+    return {
+        "cluster": job.cluster.name,
+        "devices": job.devices,
+        "answer": answer(best, layout_text(best.config), result.training),
+        "sure": sureness(job.cluster, best.config.model.hidden),
+        "training_seconds": training.seconds(best),
+        "dollars": training.dollars(best),
+        "words": words_to_paste(best.config, job.run),
+        "program": result.program and result.program.name,
+        "facts": result.program and result.program.software.model_dump(mode="json"),
+        "words_of_program": foreign_words(result.program, best.config) if result.program else None,
+        "changes": {change.what: change.seconds for change in result.changes},
+        "stopped": result.stopped,
+        "left_share": result.left_share,
+        "counts": asdict(result.counts),
+        "layouts": [figures_of(one) | {"config": _decided(one.config)} for one in result.predictions],
+        "tight": [figures_of(one) | {"config": _decided(one.config)} for one in result.tight],
+        "losers": runner_ups,
+        "not_looked_at": list(result.not_reached),
+        "absent": {kind: str(problem) for kind, problem in result.illegal.items()},
+    }
+
+
+def render(result: SearchResult) -> None:
+    """Print the answer, how sure it is, what would change it; the fastest, and why other strategies lose."""
+    console = terminal.console(width=None if sys.stdout.isatty() else _WIDTH)
+    best = result.predictions[0]
+    for sentence in plan_sentences(result):
+        console.print(sentence)
+    console.print()
+    print_table(console, _fastest(result))
+    print_table(console, _memory(result))
+    if result.runner_ups or result.not_reached:
+        print_table(console, _runner_ups(result))
+    for kind, problem in result.illegal.items():
+        console.print(f"no legal layout of kind {kind}: {problem}")
+    console.print(looked_at(result))
+    if result.program and (theirs := foreign_words(result.program, best.config)):
+        console.print(f"the first, in the words of {result.program.title}:")
+        say(theirs)
+    if words := words_to_paste(best.config, result.job.run):
+        console.print("the first, in words behind any command on this run:")
+        say(words)  # on one line, to be pasted
+
+
+def plan_sentences(result: SearchResult) -> list[str]:
+    """The answer, how sure it is, and what would change it."""
+    job, best = result.job, result.predictions[0]
+    said = [answer(best, layout_text(best.config), result.training)]
+    if result.program is not None and result.program.name != OWN:
+        said.append(f"As {result.program.title} runs it: {len(result.program.sources)} facts that are not ours.")
+    if result.stopped:
+        said += [STOPPED, f"{result.left_share:.0%} of the families of layouts were not looked at."]
+    if result.tight:
+        said.append(tight_sentence(result.tight[0], best, layout_text(result.tight[0].config)))
+    if (alike := alike_sentence(result.predictions)) is not None:
+        said.append(alike)
+    said.append(sureness(job.cluster, best.config.model.hidden))
+    for change in result.changes:
+        share = change.seconds / best.seconds - 1
+        # Below half a percent a rounded figure would say +0 %.
+        told = "as long" if abs(share) < 0.005 else f"{share:+.0%}"
+        said.append(f"With {change.what}: {seconds_text(change.seconds)} ({told}).")
+    if result.nearly_fits is not None:
+        seconds, config, memory = result.nearly_fits
+        more = bytes_text(memory.total - job.cluster.device.memory_bytes)
+        about = f"{layout_text(config)} would fit, and take about {seconds_text(seconds)}"
+        said.append(f"With {more} more a device: {about}.")
+    return said
+
+
+def looked_at(result: SearchResult) -> str:
+    """How many layouts there were, and what became of them."""
+    job, counts = result.job, result.counts
+    nodes = result.predictions[0].config.layout.ranks_per_node
+    return (
+        f"{job.devices} devices of {job.cluster.name} ({nodes} of a node's {job.cluster.devices_per_node}), a step of "
+        f"{job.run.batch.global_} samples. {counts.legal:,} legal layouts: {counts.too_full:,} too full with weights, "
+        f"gradients and states alone, {counts.unfit:,} with all else; {counts.too_slow:,} too slow by their estimates, "
+        f"{counts.dominated:,} recompute, offload or slice for nothing; {counts.predicted:,} predicted"
+    )
+
+
+def figures_of(one: Prediction) -> dict[str, Any]:
+    """Floating-point operations are those of the model's products: what is recomputed does not count."""
+    config, family = one.config, chain_of(one.config)
+    samples_per_second = config.batch.global_ / one.seconds
+    # The model's products alone, as papers count MFU: recomputing is no work that anybody asked for.
+    flops = family.flops_per_sample(config) * samples_per_second / config.layout.world_size
+    peak = one.cluster.device.peak_of(config.precision.dtype, tf32=config.precision.tf32)
+    assert peak is not None, f"{config.precision.dtype} was predicted without a peak"
+    return {
+        "layout": layout_text(config),
+        "seconds": one.seconds,
+        "tokens_per_second": family.tokens_per_sample(config) * samples_per_second,
+        "flops_per_device": flops,
+        "peak_share": flops / peak,
+        "idle_share": one.idle_share,
+        "phases": one.phases,
+        "memory": one.fullest.parts,
+        "held": one.fullest.held,
+        "verdict": verdict(one.fullest, one.cluster),
+    }
+
+
+def _fastest(result: SearchResult) -> Table:
+    table = Table(
+        "", Column("layout", overflow="fold"), Column("step", justify="right"), Column("tokens/s", justify="right"),
+        Column("of\npeak", justify="right"), Column("idle in\npipeline", justify="right"),
+        Column("memory", justify="right"), "",
+        title="The fastest that fit, and faster ones that are tight (predicted)",
+    )  # fmt: skip
+    for place, one in (*enumerate(result.predictions, 1), *(("", one) for one in result.tight)):
+        figures, memory = figures_of(one), one.fullest
+        table.add_row(
+            str(place), figures["layout"], seconds_text(one.seconds), f"{figures['tokens_per_second']:,.0f}",
+            f"{figures['peak_share']:.1%}",
+            f"{one.idle_share:.1%}" if one.config.layout.pipeline.size > 1 else "-",
+            bytes_text(memory.total), figures["verdict"],
+        )  # fmt: skip
+    return table
+
+
+def _memory(result: SearchResult) -> Table:
+    """The memory of each layout's fullest rank by part: allocated and reserved as torch counts them, then the rest of
+    what its process holds."""
+    shown = (*result.predictions, *result.tight)
+    table = Table(
+        "bytes of the fullest rank", *(Column(str(place), justify="right") for place in range(1, len(shown) + 1)),
+        title="What the memory of these layouts is made of",
+    )  # fmt: skip
+    parts = [one.fullest.parts for one in shown]
+    sums = {
+        "cached": ("allocated (torch.cuda.max_memory_allocated)", [one.fullest.allocated for one in shown]),
+        "context": ("reserved (torch.cuda.max_memory_reserved)", [one.fullest.reserved for one in shown]),
+    }
+    # A sum stands behind its parts: what torch allocates, then what its allocator keeps beside that, then the process.
+    order = [part for part in parts[0] if part not in ("cached", "context", "communicators")]
+    for part in (*order, "cached", "context", "communicators"):
+        if part in sums:
+            name, sizes = sums[part]
+            table.add_row(name, *map(bytes_text, sizes), style="bold")
+        table.add_row(f"  {CONTEXT if part == 'context' else part}", *(bytes_text(each[part]) for each in parts))
+    table.add_row("what its process holds", *(bytes_text(one.worst_memory) for one in shown), style="bold")
+    return table
+
+
+def _runner_ups(result: SearchResult) -> Table:
+    table = Table(
+        "strategy", Column("its best", overflow="fold"), Column("step", justify="right"),
+        Column("why", overflow="fold"),
+        title="The best of each other strategy, and why it loses",
+    )  # fmt: skip
+    for runner_up in result.runner_ups:
+        seconds = "-" if runner_up.prediction is None else seconds_text(runner_up.prediction.seconds)
+        named = strategy_text(runner_up.strategy)
+        table.add_row(named, layout_text(runner_up.config), seconds, why(runner_up, result.predictions[0]))
+    for strategy in result.not_reached:
+        table.add_row(strategy_text(strategy), "-", "-", NOT_LOOKED_AT)
+    return table
+
+
+def strategy_text(strategy: str) -> str:
+    """`zero3 (as FSDP)`: with the name under which others know it."""
+    sync = entries("syncs").get(strategy)
+    return f"{strategy} (as {sync.like})" if sync is not None and sync.like else strategy
+
+
+_PHASE_WORDS = {
+    PASSES: "forward and backward", DATA_PARALLEL: "waits for gradients' sums", OPTIMIZER: "the optimizer's step",
+}  # fmt: skip
+
+
+def why(runner_up: RunnerUp, best: Prediction) -> str:
+    """`does not fit: ...`, with the largest part; or `1.30 x as long: most in forward and backward, ...`."""
+    if runner_up.prediction is None:
+        parts = runner_up.memory.parts
+        # The largest part is what a reader could do something about.
+        most = max(parts, key=lambda part: parts[part])
+        alone = "" if runner_up.whole else " before it computes anything"
+        device = bytes_text(best.cluster.device.memory_bytes)
+        needs = f"{bytes_text(runner_up.memory.total)} of {device}{alone}"
+        return f"does not fit: {needs}, most for {most} ({bytes_text(parts[most])})"
+    own = runner_up.prediction
+    share = own.seconds / best.seconds
+    told = f"{share:.2f} x as long"
+    if verdict(own.fullest, own.cluster) != verdict(best.fullest, best.cluster):
+        told = f"{verdict(own.fullest, own.cluster)} ({bytes_text(own.worst_memory)}); {told}"
+    if not is_difference(share - 1, best.cluster):
+        return f"{told}, {NO_DIFFERENCE}"
+    # Seconds and not shares: the phase in which the two steps differ most is the reason.
+    later = {phase: own.phases.get(phase, 0.0) - best.phases.get(phase, 0.0) for phase in PHASES}
+    phase = max(later, key=lambda name: later[name])
+    stages = runner_up.config.layout.pipeline.size > 1
+    place = "forward and backward through stages" if stages and phase == PASSES else _PHASE_WORDS[phase]
+    idle = f", idle {own.idle_share:.1%} of it" if stages else ""
+    return f"{told}: most in {place}, {seconds_text(later[phase])} more{idle}" if later[phase] > 0 else told
+
+
+def _decided(config: Config) -> dict[str, Any]:
+    """The sections that the planner decides."""
+    tree = dump_tree(config)
+    return {section: tree[section] for section in ("layout", "batch", "memory")}
+
+
+def words_to_paste(best: Config, run: Config) -> str:
+    """`layout.data.size=64 layout.data.sync=zero3 batch.micro=1`: the fields of the space in which a layout is another
+    than the run's, as words behind a command."""
+    fields = [*(choice.field for choice in CHOICES), "layout.data.exchange"]
+    before = dict(_leaves("", run.model_dump(mode="json", by_alias=True)))
+    after = {name: value for name, value in _leaves("", dump_tree(best)) if is_fixed(name, fields)}
+    words = []
+    for name, value in after.items():
+        if name not in before or before[name] != value:
+            # YAML in one word, without the "..." that ends a plain scalar's document.
+            flow = yaml_text(value, flow=True).removesuffix("\n").removesuffix("...")
+            words.append(shlex.quote(f"{name}={flow.strip().replace(', ', ',')}"))
+    return " ".join(words)
+
+
+def _leaves(prefix: str, tree: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, dict):
+        for name, inner in tree.items():
+            yield from _leaves(f"{prefix}.{name}" if prefix else name, inner)
+    else:
+        yield prefix, tree

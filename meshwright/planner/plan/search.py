@@ -1,0 +1,493 @@
+"""The search for the fastest layouts that fit: cheap bounds rule layouts out, and few are predicted.
+
+| question to a layout      | answered by                                                 | ruled out where      |
+|---------------------------|-------------------------------------------------------------|----------------------|
+| the work of its parts     | recordings at two sizes of microbatch, scaled: of all       | the top K are faster |
+|                           | schedules and limits of a size of microbatch at once        |                      |
+| the memory of its weights | parameters in buckets, with gradients and states: of a      | it does not fit      |
+|                           | whole family at once (space.py)                             |                      |
+| an estimate of its memory | the same recordings (estimate.py)                           | it does not fit      |
+| an estimate of its step,  | the same, on the links between its ranks                    | the top K are faster |
+| in each order of axes     |                                                             |                      |
+| the memory of its tensors | recordings of its own, its first microbatches simulated     | it does not fit      |
+| its seconds               | the whole step (predict.py)                                 | the top K are faster |
+| its memory                | its allocations, replayed (process.py)                      | it does not fit      |
+
+The run file's own layout is predicted first, if it is legal. Layouts follow in rounds (evaluator.round_of): one stage
+before several; whole layers, then layers cut inside or along the sequence over more and more ranks, then both cuts
+together, where each cut alone is fast enough. After each round at most SIMULATED layouts are predicted in the order of
+their estimates, and layouts slower than the K fastest predictions are left out of the next round. The search ends when
+the next estimate is above the K-th prediction: estimates are at most 1/SURE of predictions (estimate.py).
+
+A layout that recomputes or offloads is looked at when the same layout without that does not fit or is tight; a layout
+that slices is not predicted where the same layout without slices fits and is estimated to be SYNCS_APART times as
+fast. Both are looked at where fewer than K layouts fit without. Attention whose kernel keeps nothing is not recomputed.
+
+Layouts that fit even with Device.unpredicted_share rank first; tight layouts that are faster stand beside them. One
+layout of each strategy (evaluator.strategy_of) is predicted; a strategy does not fit where neither its fastest layouts
+nor its least full one do. Ctrl-C ends a search with the best layouts so far.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from bisect import insort
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from meshwright.config import Config
+from meshwright.config.registry import entries
+from meshwright.config.section import with_field
+from meshwright.data.files import ShowProgress, silent
+from meshwright.planner.plan.answer import Change, Training
+from meshwright.planner.plan.cluster import Cluster
+from meshwright.planner.plan.estimate import Estimates
+from meshwright.planner.plan.evaluator import (
+    Evaluator,
+    Keep,
+    Queued,
+    RunnerUp,
+    SearchState,
+    cuts_within,
+    round_of,
+    strategy_of,
+)
+from meshwright.planner.plan.memory import Memory, bytes_text, verdict
+from meshwright.planner.plan.predict import Planner, Prediction
+from meshwright.planner.plan.software import Program
+from meshwright.planner.plan.space import SearchJob, as_messages, families, own_layout
+from meshwright.ranks.errors import ConfigError, Problem
+from meshwright.strategies.memory.section import keeping_all
+
+SIMULATED = 80
+"""Most layouts predicted in a round once any fits: estimates let pass many layouts that do not quite fit."""
+
+SYNCS_APART = 1.05
+"""How far estimates of two syncs err apart: zero3 was estimated 2 % slower than zero1 and predicted 4 % faster."""
+
+AS_MESSAGES = 2
+"""How many of the fastest layouts with shared experts are also predicted with rows as messages, which takes several
+times as long to simulate."""
+
+TRIES = 6
+"""Layouts predicted of a strategy that is not among the fastest, until one fits; then its least full one decides."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Numbers of layouts by their end in the search."""
+
+    legal: int
+    """Looked at. A family that cannot fit, a microbatch size too slow for a family, and a layout that fits in no order
+    of its axes count once."""
+    too_full: int
+    """Weights, gradients and states alone do not fit."""
+    unfit: int
+    """Activations and all else do not fit beside them."""
+    dominated: int
+    """Recompute, offload or slice where the same layout fits without."""
+    too_slow: int
+    """Estimated to be slower than the K fastest that fit, or than K tight ones where tight themselves."""
+    predicted: int
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """`predictions`: the fastest layouts that fit, fastest first; at least one, and only tight ones where none fits.
+    `tight`: tight layouts that are faster. `runner_ups`: the best layout of each other strategy; `not_reached`:
+    strategies not looked at when Ctrl-C `stopped` the search, and `left_share` of the families. `predicted`: all
+    predictions within the device's memory. `illegal`: a broken rule by kind of tensor section without a legal layout.
+    `nearly_fits`: (estimated seconds, layout, memory) of a layout that would be the fastest if it fitted. `program`:
+    another program whose layouts alone were searched. `training`, `changes`: the user's goal, and what would alter
+    it."""
+
+    job: SearchJob
+    predictions: tuple[Prediction, ...]
+    tight: tuple[Prediction, ...]
+    runner_ups: tuple[RunnerUp, ...]
+    not_reached: tuple[str, ...]
+    predicted: tuple[Prediction, ...]
+    illegal: dict[str, Problem]
+    counts: Counts
+    stopped: bool = False
+    left_share: float = 0.0
+    nearly_fits: tuple[float, Config, Memory] | None = None
+    training: Training = field(default_factory=Training)
+    program: Program | None = None
+    changes: tuple[Change, ...] = ()
+
+
+def layout_text(config: Config) -> str:
+    """`megatron, cut by sequence: data 4 (zero1), pipe 2 (1f1b), tensor 2; micro 4, recompute auto, offload host`.
+    A `data` of one replica is left out."""
+    memory, layout = config.memory, config.layout
+    limit, kind, data = layout.pipeline.limit, layout.tensor.words, layout.data
+    words = [f"micro {config.micro}"]
+    words += [f"limit {limit}"] * (limit != "auto")
+    words += ["rows to experts as messages"] * data.in_pieces
+    words += [f"recompute {memory.recompute}"] * memory.policy.recomputes
+    words += [f"offload {memory.offload.to}"] * (memory.offload.to != "none")
+    axes = layout.summary
+    if data.strategy.like:
+        axes = axes.replace(f"({data.sync})", f"({data.sync}, as {data.strategy.like})")
+    if layout.world_size == 1:
+        axes = "one device"
+    elif math.prod(size for name, size in layout.axes if name in layout.token_axes) == 1:
+        axes = ", ".join(part for part in axes.split(", ") if not part.startswith("data "))
+    return f"{f'{kind}: ' if kind else ''}{axes}; {', '.join(words)}"
+
+
+def search(
+    config: Config,
+    cluster: Cluster,
+    devices: int,
+    top: int = 5,
+    *,
+    fixed: Collection[str] = (),
+    keep: Keep = lambda layout: True,
+    models: Estimates | None = None,
+    report: ShowProgress = silent,
+    partial: bool = False,
+    program: Program | None = None,
+    improved: Callable[[Prediction], None] = lambda best: None,
+) -> SearchResult:
+    """The `top` fastest layouts of a run that fit on `devices`, among layouts for which `keep` is true.
+
+    `fixed`: fields that keep the run's values (space.py). `models`: shared by searches on one cluster.
+    `partial`: whether Ctrl-C ends the search with the best so far. `program`: searches this program's layouts alone.
+    `improved`: called with each new fastest prediction that fits.
+
+    Raises ConfigError where no layout is legal, or none fits, with the bytes that the closest layout lacks.
+    """
+    job = SearchJob(config, cluster, devices, frozenset(fixed), program.layouts if program else {})
+    evaluator = Evaluator(job, models or Estimates(Planner(cluster)), keep)
+    current = _Search(evaluator, top, report, improved)
+    # torch's first pass leaves reference cycles, which would count as memory: it runs while the collector is on.
+    stopped = not _finishes(current.predict_own, partial)
+    with _uncollected():
+        stopped = stopped or not _finishes(current.run, partial)
+    if stopped and not current.known:
+        raise KeyboardInterrupt
+    if not current.found.legal:
+        problems = current.found.refused.values()
+        raise ConfigError([Problem("--devices", devices, "leaves the run no legal layout"), *problems])
+    if not current.known:
+        raise current.nothing_fits()
+    return replace(current.result(stopped=stopped), program=program)
+
+
+def _finishes(work: Callable[[], None], partial: bool) -> bool:
+    """Whether the work was done, not stopped by Ctrl-C. Without `partial` Ctrl-C is raised on."""
+    try:
+        work()
+    except KeyboardInterrupt:
+        if not partial:
+            raise
+        return False
+    return True
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Python's cyclic garbage collector off: it would walk a hundred thousand layouts again and again."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            # Moves all objects to the oldest generation: the next young collection does not walk them.
+            gc.freeze()
+            gc.unfreeze()
+            gc.enable()
+
+
+class _Search:
+    """A search under way.
+
+    `queue`: layouts to predict, in the order of their estimates; the first `passed` are done with. `best`: the fastest
+    predictions that fit; `tight`: the fastest that nearly do not; `known`: all; `fastest`: one by strategy, one that
+    fits before one that is tight. `fitting`: estimated seconds of layouts that fit. `dominated`: layouts that save
+    memory which one of `fitting` does not need; they fit, too. `behind`: layouts that would be tight, and no faster.
+    """
+
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        top: int,
+        report: ShowProgress,
+        improved: Callable[[Prediction], None],
+    ) -> None:
+        self.evaluator, self.top, self.report, self.improved = evaluator, top, report, improved
+        self.found = SearchState()
+        self.simulated = self.passed = 0
+        self.families: list[Config] = []
+        self.strategies: list[str] = []
+        self.looked_at = 0
+        self.best: list[Prediction] = []
+        self.tight: list[Prediction] = []
+        self.known: list[Prediction] = []
+        self.queue: list[Queued] = []
+        self.dominated: dict[Config, Queued] = {}
+        self.behind: list[Queued] = []
+        self.seen: set[Config] = set()
+        self.full: set[Config] = set()
+        self.fitting: dict[Config, float] = {}
+        self.fastest: dict[str, Prediction] = {}
+
+    @property
+    def cutoff(self) -> float:
+        """Seconds of the K-th fastest prediction that fits; slower layouts cannot be in the answer."""
+        return self.best[-1].seconds if len(self.best) >= self.top else math.inf
+
+    @property
+    def left_share(self) -> float:
+        """The share of families not looked at yet."""
+        return 1 - self.looked_at / max(1, len(self.families))
+
+    def predict_own(self) -> None:
+        """List the families of layouts, and predict the run's own layout."""
+        every = families(self.evaluator.job, self.found.refused)
+        self.families = [family for family in every if self.evaluator.keep(family.layout)]
+        self.strategies = list(dict.fromkeys(map(strategy_of, self.families)))
+        own = own_layout(self.evaluator.job)
+        # Predicted whatever its estimate, so that the user can compare.
+        if own is None or own.layout.data.strategy.unplanned or not self.evaluator.keep(own.layout):
+            return
+        self.found.count(own)
+        self._predict(own)
+
+    def run(self) -> None:
+        """Predict the fastest layouts, and one of each strategy."""
+        rounds = _in_rounds(self.families)
+        for place, own in enumerate(rounds):
+            self._gather(own)
+            self._predict_fastest(complete=place > 0 or len(rounds) == 1)
+        self._try_messages()
+        # Where fewer than K fit, layouts that save memory for nothing fill the answer.
+        for config in [*self.fitting] if len(self.best) < self.top else ():
+            found = SearchState()
+            self.evaluator.evaluate_savings(config, {*self.full, *self.fitting}, found, math.inf)
+            self.dominated |= {queued.config: queued for queued in found.queue if queued.config not in self.seen}
+            self.found.include(found)
+        for queued in sorted(self.dominated.values(), key=lambda one: one.seconds):
+            if len(self.best) < self.top and not queued.tight:
+                self._predict(queued.config)
+        for strategy in self.strategies:
+            if not self._try(strategy) and strategy in self.found.slow:
+                self._try_slow(strategy)
+
+    def result(self, *, stopped: bool) -> SearchResult:
+        """The answer so far. Strategies that a stopped search has not predicted are `not_reached`."""
+        best, found = tuple(self.best) or tuple(self.tight), self.found
+        first = best[0]
+        tight = tuple(one for one in self.tight if self.best and one.seconds < first.seconds)
+        others = [strategy for strategy in self.strategies if strategy != strategy_of(first.config)]
+        not_reached = tuple(strategy for strategy in others if stopped and strategy not in self.fastest)
+        runner_ups = []
+        for strategy in others:
+            if strategy in self.fastest:
+                one = self.fastest[strategy]
+                runner_ups.append(RunnerUp(strategy, one.config, one.fullest, whole=True, prediction=one))
+            elif strategy in found.closest and strategy not in not_reached:
+                runner_ups.append(found.closest[strategy])
+        illegal = {kind: problem for kind, problem in found.refused.items() if kind not in found.kinds}
+        nearly_fits = found.nearly_fits if found.nearly_fits and found.nearly_fits[0] < first.seconds else None
+        predicted = tuple(sorted(self.known, key=lambda one: one.seconds))
+        # Too slow is the rest, so that the numbers add up to `legal`.
+        out = found.too_full + found.unfit + len(self.dominated) + len(predicted)
+        counts = Counts(
+            found.legal, found.too_full, found.unfit, len(self.dominated), found.legal - out, len(predicted)
+        )
+        return SearchResult(
+            self.evaluator.job, best, tight, tuple(runner_ups), not_reached, predicted, illegal, counts, stopped,
+            self.left_share, nearly_fits,
+        )  # fmt: skip
+
+    def nothing_fits(self) -> ConfigError:
+        """The error that names the layout that lacks the least memory, and how much."""
+        job, closest = self.evaluator.job, min(self.found.closest.values(), key=lambda one: one.excess)
+        device = self.evaluator.device_bytes
+        needs = f"{closest.memory.text}; {bytes_text(closest.memory.total - device)} are missing"
+        alone = "" if closest.whole else " before it computes anything"
+        rule = (
+            f"has {bytes_text(device)} a device, and none of {self.found.legal:,} legal layouts on {job.devices} "
+            f"fits: the closest, {layout_text(closest.config)}, needs {bytes_text(closest.memory.total)}{alone} "
+            f"({needs})"
+        )
+        return ConfigError.of("--cluster", job.cluster.name, rule, "more --devices, or a smaller model")
+
+    def _gather(self, own: Sequence[Config]) -> None:
+        """Queue the layouts of one round whose estimates fit and are below the cutoff."""
+        cutoff, found = self.cutoff, SearchState()
+        try:
+            for family in own:
+                # Two cuts together make no layer cheaper than one of them alone.
+                if any(self.found.least.get(cut, 0.0) >= cutoff for cut in cuts_within(family.layout)):
+                    self.found.count(family, slow=True)
+                else:
+                    self._evaluate(family, cutoff, found)
+                self.looked_at += 1
+        finally:
+            self.queue = sorted([*self.queue[self.passed :], *found.queue], key=lambda queued: queued.seconds)
+            self.passed = 0
+            self.found.include(found)
+
+    def _evaluate(self, family: Config, cutoff: float, found: SearchState) -> None:
+        """Evaluate a family into `found`, and show it on the progress line."""
+        looked_at = f"{self.found.legal + found.legal:,} layouts, {self.left_share:.0%} of the families left"
+        self.report(f"{looked_at}; now {family.layout.summary}", 1 - self.left_share)
+        self.evaluator.evaluate_family(family, found, cutoff)
+
+    def _predict_fastest(self, *, complete: bool) -> None:
+        """Predict in the order of the estimates until K layouts fit; `complete`: until the next estimate is slower than
+        the K-th."""
+        # A limit for each round: the first round's layouts would use up one limit for all.
+        limit = self.simulated + SIMULATED
+        while self.passed < len(self.queue):
+            queued = self.queue[self.passed]
+            if len(self.best) >= self.top and (not complete or queued.seconds >= self.best[-1].seconds):
+                return
+            if self.known and self.simulated >= limit:
+                return
+            self.passed += 1
+            behind = bool(self.best) and queued.seconds >= self.best[0].seconds
+            # A tight layout is shown only where it is faster than the first that fits.
+            if queued.tight and (behind or len(self.tight) >= self.top):
+                self.behind.append(queued)
+                self._queue_savings(queued.config)
+                continue
+            # The queue is ordered by estimates, so a layout of the same sync in `fitting` was estimated to be as fast.
+            sync, enough = queued.config.layout.data.sync, queued.seconds / SYNCS_APART
+            if any(
+                keeps in self.fitting and (keeps.layout.data.sync == sync or self.fitting[keeps] <= enough)
+                for keeps in without_savings(queued.config)
+            ):
+                self.dominated[queued.config] = queued
+                self.fitting[queued.config] = queued.seconds  # rules out layouts that save even more
+                continue
+            if not self._predict(queued.config, self.cutoff):
+                self.behind.append(queued)
+
+    def _queue_savings(self, config: Config) -> None:
+        """Queue the layouts that save more memory than `config`, which does not fit or is tight."""
+        self.full.add(config)
+        found = SearchState()
+        self.evaluator.evaluate_savings(config, self.full, found, self.cutoff)
+        for queued in found.queue:
+            insort(self.queue, queued, lo=self.passed, key=lambda one: one.seconds)
+        self.found.include(found)
+
+    def _try_messages(self) -> None:
+        """Predict the fastest layouts with shared experts again with rows as messages, under the first limit that
+        fits."""
+        # Chosen by predictions: estimates do not know rows as messages. Layouts that differ in schedule or slices alone
+        # give one variant.
+        sharing = [one for one in self.known if one.config.layout.data.expert > 1]
+        sharing.sort(key=lambda one: (not self._fits(one), one.seconds))
+        variants = dict.fromkeys(tuple(as_messages(one.config, self.evaluator.job)) for one in sharing)
+        for limits in [*filter(None, variants)][:AS_MESSAGES]:
+            for config in limits:
+                self.found.count(config)
+                known = len(self.known)
+                if not self._predict(config, self.cutoff) or len(self.known) > known:
+                    break
+
+    def _try(self, strategy: str) -> bool:
+        """Predict a strategy's layouts by their estimates until one fits or TRIES do not, then its least full one.
+        Returns whether one fits."""
+        # The fastest by their estimates use most memory.
+        for number in range(TRIES + 1):
+            left = (*self.dominated.values(), *self.behind, *self.queue[self.passed :])
+            waiting = [one for one in left if strategy_of(one.config) == strategy and one.config not in self.seen]
+            if strategy in self.fastest or not waiting:
+                break
+            if number < TRIES:
+                # Layouts that are tight by their estimates mostly do not fit.
+                self._predict(min(waiting, key=lambda one: (one.tight, one.seconds)).config)
+            else:
+                self._predict(self.evaluator.least_full(min(waiting, key=lambda one: one.memory).config))
+        return strategy in self.fastest
+
+    def _try_slow(self, strategy: str) -> None:
+        """Predict one layout of a strategy whose layouts were all above the cutoff: "why not this strategy?"."""
+        # The first round with a layout that fits ends the loop.
+        for own in _in_rounds([family for family in self.families if strategy_of(family) == strategy]):
+            found = SearchState()
+            for family in own:
+                self._evaluate(family, math.inf, found)
+            for runner_up in found.closest.values():
+                self.found.include_runner_up(runner_up)
+            self.behind += found.queue
+            if self._try(strategy):
+                return
+
+    def _predict(self, config: Config, cutoff: float = math.inf) -> bool:
+        """Predict a layout. False where it takes `cutoff` seconds or more; its memory is not known then."""
+        if config in self.seen:
+            self.found.legal -= 1  # the run's own
+            return True
+        self.simulated += 1
+        looked_at = f"{self.found.legal:,} layouts, {self.left_share:.0%} of the families left"
+        self.report(f"{looked_at}; predicting number {self.simulated}: {layout_text(config)}", 1 - self.left_share)
+        found, strategy = self.evaluator.predict_or_memory(config, cutoff), strategy_of(config)
+        if found is None:
+            return False
+        self.seen.add(config)
+        self.dominated.pop(config, None)
+        if isinstance(found, Memory):
+            self.found.unfit += 1
+            self.found.include_runner_up(RunnerUp(strategy, config, found, whole=True))
+            self._queue_savings(config)
+            return True
+        self.known.append(found)
+        fits = self._fits(found)
+        if fits:
+            self.fitting[config] = self.evaluator.models.estimated_seconds(config)
+        else:
+            self._queue_savings(config)
+        for fastest in (self.best,) if fits else (self.tight,):
+            insort(fastest, found, key=lambda one: one.seconds)
+            del fastest[self.top :]
+        if fits and self.best[0] is found:
+            self.improved(found)
+        known = self.fastest.get(strategy, found)
+        self.fastest[strategy] = min(known, found, key=lambda one: (not self._fits(one), one.seconds))
+        return True
+
+    def _fits(self, prediction: Prediction) -> bool:
+        return verdict(prediction.fullest, self.evaluator.job.cluster) == "fits"
+
+
+def _in_rounds(every: Sequence[Config]) -> list[list[Config]]:
+    """Families of layouts, round by round."""
+    rounds: dict[tuple[bool, int, int], list[Config]] = {}
+    for family in every:
+        rounds.setdefault(round_of(family.layout), []).append(family)
+    return [rounds[this] for this in sorted(rounds)]
+
+
+def without_savings(config: Config) -> Iterator[Config]:
+    """The same layout without offload, without recomputation, or with each sync that slices less. These are as fast or
+    faster, except under a limit by memory, where they admit fewer microbatches and nothing is yielded."""
+    pipeline, memory, data = config.layout.pipeline, config.memory, config.layout.data
+    if pipeline.limit_by_memory:
+        return
+    if memory.offload.to != "none":
+        yield with_field(config, "memory.offload.to", "none")
+    if memory.policy.recomputes:
+        yield keeping_all(config)
+    if data.strategy.slices:
+        for other, sync in entries("syncs").items():
+            if other == data.sync:
+                return
+            if sync.candidate:
+                # Syncs are registered from the one that slices least. Without slices there is no axis `replicate`.
+                shard, order = data.shard if sync.slices else None, config.layout.order
+                if shard is None and order != "auto":
+                    order = tuple(name for name in order if name != "replicate")
+                own = data.model_copy(update={"sync": other, "shard": shard})
+                layout = config.layout.model_copy(update={"data": own, "order": order})
+                yield config.model_copy(update={"layout": layout})

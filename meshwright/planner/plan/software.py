@@ -1,0 +1,209 @@
+"""A run's software, as far as its seconds and its memory hang on it and neither config nor cluster say it.
+
+Meshwright's own runs are the defaults. What other programs do is data: a preset of configs/software, a file each, whose
+facts name their sources. `plan --software NAME --fact name=value` and validation/ read them. `recorder` and `on_device`
+turn the facts of a layer into what records it; the others are read where a step's seconds and memory are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError, field_validator
+
+from meshwright.config import Config
+from meshwright.config.load import read_yaml, value_of_word
+from meshwright.config.messages import problems_of
+from meshwright.config.section import Positive, Section, Size
+from meshwright.configs import shipped
+from meshwright.planner.plan.cluster import AttentionKernel, Cluster, Share
+from meshwright.planner.plan.recorder import LowProducts, Recorder
+from meshwright.ranks.errors import ConfigError
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.planned import planned_mesh
+from meshwright.training.on_device import AsOnDevice, Attention
+
+Communication = Literal["sums", "gathers", "layers"]
+
+
+class Software(Section):
+    """`attention`: how queries, keys and values are attended (on_device.py); None: fused where the device has such a
+    kernel, else torch's own steps. `overlapped`: what is sent while the device computes: the sums of gradients, under
+    the last backward pass; sharded weights as they are gathered and stepped ones as they are published; what a layer
+    sends between its own products."""
+
+    attention: Attention | None = None
+    attention_kernel: AttentionKernel | None = None
+    """A fused attention's generation, of which a device knows the pace (Device.attentions); None: torch's."""
+    heads: Literal["together", "apart"] = "together"
+    """Whether one kernel works on all heads, or each head has its own."""
+    gelu: Literal["fused", "steps"] = "fused"
+    """A kernel of its own, which torch has of GPT-2's since 1.12, or eight."""
+    fuses_dropout: bool = False
+    """Whether dropout and the sum with the residual after it are one kernel."""
+    fuses_elements: bool = False
+    """Whether element kernels in a row are one, as torch.compile and Transformer Engine make them: what only they read
+    is never written."""
+    norms: Literal["steps", "torch", "fast"] = "torch"
+    """The kernels of norms: of RMS norm one an operation, as torch had it before 2.9; torch's and Apex's, which reduce
+    rows and columns at a part of the memory's pace (Device.norms); or tuned ones at its whole pace."""
+    logits: Literal["slices", "whole"] = "slices"
+    """Whether the head has the float32 logits of some tokens at a time, or of the whole microbatch."""
+    products: Literal["stored"] | LowProducts = "stored"
+    """The format in which layers' linears multiply: the run's, or FP8 or MXFP8, into which operands are cast."""
+    messages: Literal["whole", "split"] = "whole"
+    """The message of a tensor rank to the next stage: all of the activation that its peers have too, or 1/t of
+    it, which they gather there."""
+    gradients: Literal["summed", "both"] = "summed"
+    """Whether half-precision gradients are gone when they have been added to float32 sums, or stay beside them."""
+    buffers_bytes: Size | Literal[0] = 0
+    """Buffers of a process beyond ours: flat ones for collectives."""
+    optimizer: Literal["fused", "steps"] = "fused"
+    """One kernel for many parameters, or STEPS_OF_ADAMW for each, as torch's AdamW stepped tensors before 2.0."""
+    widening: Literal["parts", "whole"] = "parts"
+    """Whether an optimizer on the device has float32 copies of some half-precision gradients at a time, or of all."""
+    publishes: Literal["gathers", "broadcasts"] = "gathers"
+    """How stepped slices reach the other ranks: all of a bucket's at once, or each rank's by a broadcast of its own."""
+    one_process: bool = False
+    """Whether one process drives all devices of a node, as torch's DataParallel does: its threads go forward in turn
+    under the interpreter's lock (backward passes have threads beneath it), and every step makes each replica's
+    parameters anew. Else each device has a process."""
+    imbalance: Annotated[float, Field(ge=1)] = 1.0
+    """Rows of the busiest rank of an expert group in those that an even router would give it; the others wait for it.
+    What a router does is known of a run, not of its config. A capacity makes it 1."""
+    overlapped: frozenset[Communication] = frozenset(("sums", "gathers", "layers"))
+
+    @field_validator("overlapped", mode="before")
+    @classmethod
+    def parse_words(cls, value: object) -> object:
+        """`sums,gathers` -> both; `none` -> none."""
+        return [word for word in value.split(",") if word not in ("", "none")] if isinstance(value, str) else value
+
+    def recorder(self, *, layers: bool = True) -> Recorder:
+        """The recorder of this software's layers, or of a part without any, whose products are in the run's format."""
+        return Recorder(
+            fuses_dropout=self.fuses_dropout,
+            fuses_elements=self.fuses_elements,
+            fast_norms=self.norms == "fast",
+            products=self.products if layers and self.products != "stored" else None,
+        )
+
+    def on_device(self, kind: str) -> AsOnDevice:
+        """A mode in which meta tensors do what this software's layers do on a kind of device."""
+        return AsOnDevice(
+            kind,
+            self.attention or "torch",
+            gelu_in_steps=self.gelu == "steps",
+            heads_apart=self.heads == "apart",
+            norms_in_steps=self.norms == "steps",
+        )
+
+    def mesh(self, grid: Grid, token_axes: tuple[str, ...], kind: str, recorder: Recorder) -> Mesh:
+        """The first rank's mesh of a planned job on a kind of device, whose collectives the recorder writes down."""
+        whole = self.logits == "whole"
+        return planned_mesh(grid, 0, token_axes, kind, recorder.started, self.imbalance, whole_logits=whole)
+
+    def apart_bytes(self, config: Config, half_bytes: int) -> int:
+        """Bytes of half-precision gradients that stay beside their float32 sums; `half_bytes`: of all of them."""
+        return half_bytes if self.gradients == "both" and config.widens_gradients else 0
+
+
+STEPS_OF_ADAMW, STEPPED_BYTES = 9, 88
+"""The kernels of an AdamW that goes step by step, and what they read and write of an element: decay 8 bytes, each
+moment's decay and sum 8 + 12, root, bias correction and epsilon 8 each, the quotient 16."""
+
+OWN_SOFTWARE = Software()
+OWN = "meshwright"
+
+
+JobForm = Literal["toml", "arguments", "accelerate"]
+
+
+class _Fact(BaseModel, extra="forbid", frozen=True):
+    """A fact's value, and the text or code that says so."""
+
+    value: Any = Field(alias="is")  # a Section would refuse true and false where any value may stand
+    source: str
+
+
+class KnownMemory(Section):
+    """Measured rows of a program's memory beside predictions: the mean error, and the most by which a row held more
+    than is predicted, as shares; `of`: whose rows, and what was counted of them."""
+
+    rows: Positive
+    error: Share
+    most: Annotated[float, Field(ge=0)]
+    of: str
+
+
+class _Preset(BaseModel, extra="forbid", frozen=True):
+    """A file of configs/software. `layouts`: values of fields of the layout that the program knows, by dotted name;
+    `form`: of its jobs' files; `syncs`: its words for ours of layout.data.sync."""
+
+    program: str
+    facts: dict[str, _Fact]
+    layouts: dict[str, tuple[Any, ...]] = Field(default_factory=dict)
+    form: JobForm | None = None
+    syncs: dict[str, str] = Field(default_factory=dict)
+    memory: KnownMemory | None = None
+
+
+@dataclass(frozen=True)
+class Program:
+    """Somebody's program by name. `title`: its whole name; `sources`: of each fact that is not as in our own runs;
+    `layouts`, `form`, `syncs`, `memory`: as in its file; no layouts: any."""
+
+    name: str
+    title: str
+    software: Software
+    sources: dict[str, str]
+    layouts: dict[str, tuple[Any, ...]]
+    form: JobForm | None
+    syncs: dict[str, str]
+    memory: KnownMemory | None = None
+
+    def on(self, cluster: Cluster) -> Cluster:
+        """The cluster with what this program's rows have held beyond predictions in place of what others' have."""
+        if self.memory is None:
+            return cluster
+        device = cluster.device.model_copy(update={"unpredicted_share": self.memory.most})
+        return cluster.model_copy(update={"device": device})
+
+
+def load_program(name: str = OWN, facts: Sequence[str] = ()) -> Program:
+    """A preset by its name, with facts laid over it (`attention=steps`). Raises ConfigError with what is valid."""
+    files = shipped("software")
+    if name not in files:
+        raise ConfigError.of("--software", name, "is no program that we know the facts of", ", ".join(files))
+    preset = _Preset.model_validate(read_yaml(files[name]))
+    said = {fact: each.value for fact, each in preset.facts.items()}
+    for word in facts:
+        fact, equals, text = word.partition("=")
+        if not equals:
+            raise ConfigError.of("--fact", word, "is no fact and value", "attention=fused, overlapped=sums,gathers")
+        said[fact] = value_of_word(fact, text)
+    try:
+        software = Software.model_validate(said)
+    except ValidationError as error:
+        raise ConfigError(problems_of(error, [], Software)) from error
+    sources = {fact: each.source for fact, each in preset.facts.items()}
+    sources |= {word.partition("=")[0]: "--fact" for word in facts}
+    return Program(name, preset.program, software, sources, preset.layouts, preset.form, preset.syncs, preset.memory)
+
+
+def with_imbalance(software: Software, config: Config, imbalance: float) -> Software:
+    """The software with a run's imbalance of experts. Raises ConfigError where that is no factor or has no effect."""
+    if imbalance == 1:
+        return software
+    if not imbalance > 1:
+        raise ConfigError.of("--imbalance", imbalance, "is the busiest rank's share of an even one", "1 or more")
+    if not config.model.routing.num_experts:
+        raise ConfigError.of("--imbalance", imbalance, "has no effect on a model without experts", "1")
+    # A capacity cuts every expert's rows to the same number.
+    if config.model.routing.droppable_pairs:
+        rule = "has no effect with model.experts.capacity, which gives all ranks as many rows"
+        raise ConfigError.of("--imbalance", imbalance, rule, "1, or model.experts.capacity=null")
+    return software.model_copy(update={"imbalance": imbalance})

@@ -1,0 +1,339 @@
+"""A chain's distinct parts for a microbatch of any size, interpolated from recordings at two sizes, for estimates.
+
+Kernels and payloads are interpolated linearly, within and beyond the two sizes (recorder.py). Where a part's events
+differ between the two (the head's, with its chunks of logits), only its seconds are.
+
+HeldActivations: bytes of activations that a layout holds, of microbatches in flight and of recomputed layers whose
+weight gradients wait.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from meshwright.compute.model import Chunk
+from meshwright.compute.parameters.role import HIDDEN_MATRIX
+from meshwright.config import Config
+from meshwright.config.layout import DataParallel, PipelineSection
+from meshwright.config.section import with_field
+from meshwright.planner.plan.memory import Parameter
+from meshwright.planner.plan.recorder import Kernel, Program, between, interpolated_program
+from meshwright.planner.plan.recordings import Forms, Recording, bytes_of
+from meshwright.planner.plan.remembered import PARTS, remembered
+from meshwright.ranks.mailbox import AHEAD
+from meshwright.strategies.memory.offload import SINGLE
+from meshwright.strategies.memory.section import FIELD, keeping_all
+from meshwright.strategies.pipeline.partition import ranges_of
+from meshwright.strategies.pipeline.placement import ChunkPlacement
+from meshwright.strategies.pipeline.stages import placement_of, rule_of
+from meshwright.strategies.pipeline.task import TaskKind
+
+if TYPE_CHECKING:
+    from meshwright.planner.plan.predict import Planner
+    from meshwright.planner.plan.site import Links
+
+_SIZES = 2, 4
+"""Samples of the two recordings, in multiples of the smallest microbatch that the tensor section can cut."""
+
+
+_Mix = tuple[tuple[float, Program], ...]
+"""(factor, program) whose seconds add up: one program, or the two recorded ones with factors, where their events differ
+in kind or number (a head's slices, of which the last is a rest)."""
+
+
+@dataclass(frozen=True)
+class EstimatedPart:
+    """The embeddings, a layer, or the head, for one size of microbatch: programs, bytes kept by a forward pass, bytes
+    sent to the next part, and parameters."""
+
+    programs: dict[TaskKind, tuple[_Mix, ...]]
+    kept_bytes: float
+    outgoing_bytes: int
+    parameters: tuple[Parameter, ...]
+    is_layer: bool
+
+
+@dataclass(frozen=True)
+class TimedPart:
+    """A part's seconds forward and backward; `inputs`, `weights`: of the two halves of a split backward pass."""
+
+    part: EstimatedPart
+    forward: float
+    backward: float
+    inputs: float
+    weights: float
+
+
+StageShape = tuple[tuple[int, int], ...]
+"""A stage as (position of the distinct part, number of such parts)."""
+
+
+@dataclass
+class TimedParts:
+    """The parts for layouts on one cluster."""
+
+    planner: Planner
+
+    def distinct(self, config: Config) -> Iterator[tuple[int, Chunk]]:
+        """The chain's distinct parts by position, in the order of the forward pass."""
+        yield -1, Chunk(range(0), True, False)
+        for first in dict.fromkeys(self.planner.recordings.outline(config).alike):
+            yield first, Chunk(range(first, first + 1), False, False)
+        yield config.model.num_blocks, Chunk(range(0), False, True)
+
+    @remembered("model", "data")
+    def shapes(self, config: Config, partition: tuple[int, ...]) -> list[StageShape]:
+        """By position of the chain, (distinct part, number of such parts)."""
+        alike, last = self.planner.recordings.outline(config).alike, len(partition) - 1
+        shapes = []
+        for stage, run in enumerate(ranges_of(partition)):
+            parts = Counter(alike[layer] for layer in run)
+            parts.update([-1] * (stage == 0) + [len(alike)] * (stage == last))
+            shapes.append(tuple(sorted(parts.items())))
+        return shapes
+
+    @remembered(*PARTS, "micro", "widens_gradients")
+    def of(self, config: Config, links: Links) -> dict[int, TimedPart]:
+        """By position: -1 the embeddings, i the first of each run of equal layers, num_blocks the head. `links`: of the
+        axes that cut a layer."""
+        return {place: self._time(config, part, links) for place, part in self.untimed(config).items()}
+
+    def _time(self, config: Config, part: EstimatedPart, links: Links) -> TimedPart:
+        """The part's seconds at its quickest place in the step. Half of a backward pass's kernels count for weights,
+        with the widening of a layer's gradients, which a recording of one microbatch lacks."""
+        timer = self.planner.site.timer_of(links.world_size, config.precision.tf32)
+        overlaps = links.overlaps if "layers" in self.planner.software.overlapped else 0.0
+
+        def seconds(mix: _Mix, overlaps: float) -> float:
+            return max(0.0, sum(times * timer.seconds(program, links, overlaps) for times, program in mix))
+
+        forward, backward = (
+            # Most microbatches neither gather (the first) nor sum (the last): the quickest place.
+            min((seconds(mix, overlaps), place) for place, mix in enumerate(part.programs[kind]))
+            for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
+        )
+        mix = part.programs[TaskKind.BACKWARD][backward[1]]
+        # A linear's backward pass has two products of equal flops: the input's gradient and, if it is trained, the
+        # weight's.
+        matrices = [each for each in part.parameters if each.spec.role.name == HIDDEN_MATRIX.name]
+        trained = sum(each.num_elements for each in matrices if each.spec.role.rule.trained)
+        share = trained / whole if (whole := sum(each.num_elements for each in matrices)) else 1.0
+        weights = sum(times * timer.computing(program) for times, program in mix) * share / (1 + share)
+        inputs, widened = seconds(mix, 0.0) - weights, 0.0
+        if config.widens_gradients and part.is_layer:
+            learning = [each for each in part.parameters if each.spec.role.rule.trained]
+            elements = sum(each.num_elements for each in learning)
+            # Reads the gradient, reads and writes the sum.
+            touched = sum(each.weight_bytes for each in learning) + 2 * SINGLE * elements
+            widened = timer.kernel_seconds(Kernel("element", 0.0, touched, elements, "float32"))
+        each = forward[0], backward[0] + widened, inputs, weights + widened
+        return TimedPart(part, *(timer.part + seconds for seconds in each))
+
+    @remembered(*PARTS, "micro")
+    def untimed(self, config: Config) -> dict[int, EstimatedPart]:
+        """The parts without seconds, equal in every order of axes."""
+        smallest, micro = smallest_micro(config), config.micro
+        by_size = config.layout.tensor.by_size  # what stays, what travels: recorded at each size
+        sizes = (micro,) * 2 if by_size else tuple(size * smallest for size in _SIZES)
+        share = (micro / smallest - _SIZES[0]) / (_SIZES[1] - _SIZES[0])
+        ends, parts = (-1, config.model.num_blocks), {}
+        before: tuple[Forms, Forms] = (), ()
+        small, large = (_alone(config, size) for size in sizes)
+        for place, chunk in self.distinct(config):
+            # A part's input is the output of the part before, at the same size of microbatch.
+            one, other = (
+                self.planner.recordings.of(alone, chunk, forms)
+                for alone, forms in zip((small, large), before, strict=True)
+            )
+            before = one.outgoing, other.outgoing
+            programs = {
+                kind: tuple(_mixed(*both, share) for both in zip(one.programs[kind], other.programs[kind], strict=True))
+                for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
+            }
+            kept = between(_kept(one), _kept(other), share)
+            sent = round(between(bytes_of(one.outgoing), bytes_of(other.outgoing), share))
+            parts[place] = EstimatedPart(programs, kept, sent, _without_schedule(one), place not in ends)
+        return parts
+
+    @remembered(*PARTS)
+    def parameters(self, config: Config) -> dict[int, tuple[Parameter, ...]]:
+        """The parameters of each part, which no size of microbatch changes."""
+        alone, parts = _alone(config, _SIZES[0] * smallest_micro(config)), {}
+        forms: Forms = ()
+        for place, chunk in self.distinct(config):
+            recording = self.planner.recordings.of(alone, chunk, forms)
+            forms, parts[place] = recording.outgoing, _without_schedule(recording)
+        return parts
+
+    @remembered(*PARTS, "memory.recompute")
+    def kept_share(self, config: Config) -> float:
+        """The share of the first layer's kept bytes that remains where attention is recomputed."""
+        kept, still = (_kept(recording) for recording in self._with_attention_again(config))
+        # One layer stands for all, which are cut alike.
+        return still / kept
+
+    @remembered(*PARTS, "micro", "memory.recompute")
+    def attention_again(self, config: Config, links: Links) -> float:
+        """Seconds that recomputed attention adds to the first layer's backward pass."""
+        timer = self.planner.site.timer_of(links.world_size, config.precision.tf32)
+        once, twice = (
+            timer.seconds(recording.programs[TaskKind.BACKWARD][-1], links, 1.0)
+            for recording in self._with_attention_again(config)
+        )
+        # In proportion to the samples; attention grows at least as fast, except for kernel launches.
+        share = config.micro / (_SIZES[0] * smallest_micro(config))
+        return max(0.0, twice - once) * share
+
+    def _with_attention_again(self, config: Config) -> tuple[Recording, Recording]:
+        """Recordings of the first layer for a small microbatch: (without, with) recomputed attention."""
+        alone = _alone(config, _SIZES[0] * smallest_micro(config))
+        again = with_field(alone, FIELD, config.memory.recompute)
+        recordings = self.planner.recordings
+        forms = recordings.of(alone, Chunk(range(0), True, False), ()).outgoing
+        once, twice = (recordings.of(one, Chunk(range(1), False, False), forms) for one in (alone, again))
+        return once, twice
+
+
+def smallest_micro(config: Config) -> int:
+    """Least samples of a microbatch with which every rank has one."""
+    sizes = dict(config.layout.tensor.axes)
+    return math.prod(sizes[axis] for axis in config.layout.tensor.batch_axes)
+
+
+def _alone(config: Config, micro: int) -> Config:
+    """One replica of one stage, with few microbatches of `micro` samples a step."""
+    data = config.layout.data
+    one = {
+        "data": DataParallel(expert=data.expert, exchange=data.exchange),
+        "pipeline": PipelineSection(),
+        "order": "auto",
+    }
+    count = 2 if config.layout.tensor.by_size else 1  # the first microbatch gathers weights
+    batch = config.batch.model_copy(update={"global_": count * micro, "micro": micro})
+    memory = keeping_all(config).memory
+    # Recordings are made before memory.summa is decided.
+    if memory.summa == "auto":
+        memory = memory.model_copy(update={"summa": "gather"})
+    return config.model_copy(update={"layout": config.layout.model_copy(update=one), "batch": batch, "memory": memory})
+
+
+def _kept(recording: Recording) -> int:
+    """Bytes kept by the recording's forward pass."""
+    return recording.programs[TaskKind.FORWARD][-1].kept_bytes
+
+
+def _without_schedule(recording: Recording) -> tuple[Parameter, ...]:
+    """A recording's parameters without facts of the schedule under which it was recorded."""
+    return tuple(Parameter(each.name, each.shape, each.dtype, each.spec) for each in recording.parameters)
+
+
+def _mixed(small: Program, large: Program, share: float) -> _Mix:
+    """The program at `share` of the way from the small to the large one, or both with factors. Below the small one: the
+    small one in proportion to samples, since a head of few rows has other slices."""
+    program = interpolated_program(small, large, share)
+    if program.events or not small.events:
+        return ((1.0, program),)
+    # The events differ (a GPU's head has more slices at the larger size): only seconds are interpolated.
+    first, second = _SIZES
+    return ((1 - share, small), (share, large)) if share >= 0 else ((1 + share * (second - first) / first, small),)
+
+
+MIN_DEFERRED_SHARE = 0.5
+"""Lower bound of the activations of deferred weight gradients, as a share of the estimate: which stage defers how many
+W is uncertain."""
+
+
+@dataclass
+class HeldActivations:
+    """Bytes of activations by layout."""
+
+    parts: TimedParts
+
+    @remembered(*PARTS, "micro", "num_microbatches", "memory.recompute", "layout.pipeline")
+    def of(self, config: Config, partition: tuple[int, ...]) -> tuple[float, float]:
+        """(Bytes that the fullest stage keeps, its peak bytes of all microbatches), independent of sync and states."""
+        shapes = self.parts.shapes(config, partition)
+        parts, placement = self.parts.untimed(config), placement_of(config)
+        kept, total, deferring = 0.0, 0.0, self._deferring(config, partition, placement)
+        rule, count = rule_of(config), config.num_microbatches
+        # Candidates for the fullest: the first (most microbatches), the longest (most layers), deferring ones (most W).
+        for stage in {0, placement.stage_of[partition.index(max(partition))], *deferring}:
+            own = placement.positions[stage]
+            works = [[(parts[place], times) for place, times in shapes[position]] for position in own]
+            # In flight at the first backward task, counted once for each chunk; message-driven: the likely number.
+            most = min(rule.limit_at(stage, placement, count), count * placement.num_chunks)
+            in_flight = most if rule.fixed else rule.held(stage, placement.num_stages, most)
+            if config.layout.pipeline.limit_by_memory:
+                in_flight = 1  # what memory allows
+            keeps = in_flight * sum(self._kept_bytes(config, work) for work in works) / placement.num_chunks
+            if stage in deferring:
+                whole = sum(times * part.kept_bytes for work in works for part, times in work if part.is_layer)
+                deferred = max(0, most - in_flight) * deferring[stage] * whole / placement.num_chunks
+                keeps += MIN_DEFERRED_SHARE * deferred
+            # Messages from both sides have memory before they arrive (mailbox.py).
+            ahead = min(AHEAD[self.parts.planner.cluster.device.kind], count)
+            beside = max(
+                ahead
+                * (
+                    (parts[shapes[at - 1][-1][0]].outgoing_bytes if at else 0)
+                    + (parts[shapes[at][-1][0]].outgoing_bytes if at < len(shapes) - 1 else 0)
+                )
+                for at in own
+            )
+            # At the begin of its backward pass a recomputed group holds all of its activations.
+            recomputed = 0.0
+            for work in works if config.memory.policy.by_groups else ():
+                layers = [(part.kept_bytes, times) for part, times in work if part.is_layer]
+                if layers:
+                    group = config.memory.policy.group_size(config, sum(times for _, times in layers))
+                    recomputed = max(recomputed, group * min(size for size, _ in layers))
+            kept = max(kept, keeps)
+            total = max(total, keeps + beside + recomputed)
+        return kept, total
+
+    @remembered(
+        "model", "data", "micro", "num_microbatches", "memory.recompute", "layout.pipeline", "layout.data.expert",
+        "layout.data.exchange",
+    )  # fmt: skip
+    def _deferring(self, config: Config, partition: tuple[int, ...], placement: ChunkPlacement) -> dict[int, float]:
+        """By stage, the share of microbatches whose W of recomputed layers waits for the in-flight limit. A stage takes
+        microbatches at the slowest stage's pace without W, and its remaining time is too short for all W. Of stages
+        that hold as much, the last, which has the fewest gradients on their way."""
+        rule, in_groups = rule_of(config), config.memory.policy.by_groups
+        if rule.fixed or config.layout.pipeline.limit_by_memory or not (rule.splits and in_groups):
+            return {}
+        costs = self.parts.planner.work(config)
+        layers = [sum(costs.layers[layer] for layer in layers) for layers in ranges_of(partition)]
+        ends = [0.0] * len(layers)
+        ends[0] += costs.embedding
+        ends[-1] += costs.head
+        own = [placement.positions[stage] for stage in range(placement.num_stages)]
+        # A recomputed layer's F, second F, B and W take equal seconds; embeddings and head have one F.
+        weights = [sum(layers[at] + ends[at] for at in positions) / 3 for positions in own]
+        passes = [sum(layers[at] + ends[at] * 2 / 3 for at in positions) for positions in own]
+        alike = {tuple(partition[at] for at in positions): stage for stage, positions in enumerate(own)}
+        return {
+            stage: max(0.0, 1 - (max(passes) - passes[stage]) / weights[stage])
+            for stage in alike.values()
+            if weights[stage]
+        }
+
+    def _kept_bytes(self, config: Config, stage: Sequence[tuple[EstimatedPart, int]]) -> float:
+        """Bytes that a forward pass keeps on a stage; a recomputed group keeps its input."""
+        policy = config.memory.policy
+        if not policy.recomputes:
+            return sum(times * part.kept_bytes for part, times in stage)
+        layers = [(part, times) for part, times in stage if part.is_layer]
+        kept = sum(times * part.kept_bytes for part, times in layers)
+        if policy.attention:
+            return self.parts.kept_share(config) * kept
+        num_layers = sum(times for _, times in layers)
+        wrapped = policy.wrapped_layers(config, num_layers) / max(1, num_layers)
+        inputs = sum(times * part.outgoing_bytes for part, times in layers)
+        # A CPU's memory is the host's, too.
+        here = policy.keeps_inputs or self.parts.planner.cluster.device.kind == "cpu"
+        return (1 - wrapped) * kept + here * wrapped * inputs / max(1, policy.group_size(config, num_layers))

@@ -1,0 +1,229 @@
+"""A resolved run on a planner's cluster: how long its tasks, sums and optimizer take there, what its ranks hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+
+from meshwright.config import Config
+from meshwright.planner.plan.buckets import Buckets, PlannedBucket, memory_of
+from meshwright.planner.plan.compose import Composition, StagePlan
+from meshwright.planner.plan.memory import Memory
+from meshwright.planner.plan.passes import Passes, PipelinePhase, Sum, phase_of
+from meshwright.planner.plan.pieces import piece_costs
+from meshwright.planner.plan.recorder import Cost, Kernel, PieceCosts, Program, Start
+from meshwright.planner.plan.recordings import bytes_of
+from meshwright.planner.plan.remembered import remembered
+from meshwright.planner.plan.site import Site
+from meshwright.planner.plan.software import STEPPED_BYTES, STEPS_OF_ADAMW, Communication
+from meshwright.ranks.mailbox import AHEAD
+from meshwright.strategies.memory.offload import SINGLE
+from meshwright.strategies.pipeline.clock import Pace
+from meshwright.strategies.pipeline.schedule import FORWARD_ONLY
+from meshwright.strategies.pipeline.task import TaskKind
+
+
+class TimedRun(Composition):
+    """A resolved run at a site: how long its tasks, sums and optimizer take there."""
+
+    def __init__(
+        self,
+        site: Site,
+        buckets: Buckets,
+        config: Config,
+        stages: list[StagePlan],
+        known: dict[int, list[PlannedBucket]] | None = None,
+    ) -> None:
+        super().__init__(config, stages, buckets, known)
+        self.site, self.cluster, self.software = site, site.cluster, site.software
+        self.network, self.timer = site.network(config), site.timer(config)
+        self.devices_per_host = self.timer.ranks_per_node if self.software.one_process else 1
+        # One process issues forward kernels of all devices in turn; backward passes have threads of their own.
+        self.forward_timer = site.timer(config, self.devices_per_host)
+        self.agreement = self.network.collective(self.peers, "broadcast", 8) if self.agrees else 0.0
+        """Seconds until a stage's ranks agree on a task."""
+        self.pace: Pace | None = None
+        if self.cluster.cores is not None:
+            # Stages that wait leave their cores to the others; where every rank has a device, nobody can.
+            ranks, timer = self.grid.world_size // len(stages), self.timer
+            self.pace = lambda busy: timer.gain(busy * ranks)
+
+    def seconds(self, program: Program) -> float:
+        return self.timer.seconds(program, self.network, self.overlap("layers"))
+
+    def overlap(self, communication: Communication) -> float:
+        """The part of a communication that goes on under computation."""
+        # What a program does not overlap no link can hide.
+        return self.network.overlaps if communication in self.software.overlapped else 0.0
+
+    def memory(self, passes: Passes) -> tuple[Memory, ...]:
+        """The memory of each stage's first rank."""
+        memory = []
+        for stage, (peak, plan) in enumerate(zip(passes.peaks, self.stages, strict=True)):
+            beside = self.awaited_bytes(stage) + plan.apart_bytes(self.config) + self.software.buffers_bytes
+            most, buckets = replace(peak, total_bytes=peak.total_bytes + beside), self.buckets[self.like[stage]]
+            memory.append(memory_of(self.config, buckets, most, self.site.context(self.config), self.software))
+        return tuple(memory)
+
+    def awaited_bytes(self, stage: int) -> int:
+        """Messages that a rank waits for have memory before they come; all from a side as much as the largest
+        (mailbox.py)."""
+        most, count = AHEAD[self.cluster.device.kind], self.config.num_microbatches
+        sides = [sizes for sizes in self.messages(stage).values() if sizes]
+        return sum(min(most, count * len(sizes)) * max(sizes) for sizes in sides)
+
+    @cached_property
+    def phase(self) -> PipelinePhase:
+        pieces = self.pieces if self.config.layout.data.in_pieces else None
+        return phase_of(self.config, self.tasks, self.cost, self.latency, self.pace, pieces)
+
+    def counting(self) -> float:
+        """Seconds of the pass before the step in which routers count the batch, where their balance is over it."""
+        if not self.config.model.routing.counts_first:
+            return 0.0
+        count = self.config.num_microbatches
+        phase = PipelinePhase(FORWARD_ONLY, self.placement, count, self.cost, self.latency, self.pace)
+        return phase.whole.seconds + max(self.seconds(self.loads(stage)) for stage in range(len(self.stages)))
+
+    def pieces(self, position: int, kind: TaskKind, which: int) -> PieceCosts:
+        """A task at a position of the chain in pieces, where rows travel to experts as messages."""
+        stage = self.placement.stage_of[position]
+        return self._pieces(self.like[stage], position // self.placement.num_stages, kind, which)
+
+    @remembered()
+    def _pieces(self, stage: int, chunk: int, kind: TaskKind, which: int) -> PieceCosts:
+        return piece_costs(
+            self.stages[stage].chunks[chunk], kind, which, self._cost(stage, chunk, kind, which), self.seconds,
+            lambda start: start.times * self.network.collective(start.axes, start.verb, start.payload_bytes),
+        )  # fmt: skip
+
+    def cost(self, position: int, kind: TaskKind, which: int) -> Cost:
+        """The cost of a task at a position of the chain, with what its ranks tell each other before it."""
+        stage = self.placement.stage_of[position]
+        return self._cost(self.like[stage], position // self.placement.num_stages, kind, which)
+
+    @remembered()
+    def _cost(self, stage: int, chunk: int, kind: TaskKind, which: int) -> Cost:
+        timer, overlap = self.forward_timer if kind is TaskKind.FORWARD else self.timer, self.overlap("layers")
+        cost = (
+            self.stages[stage]
+            .chunks[chunk]
+            .cost(kind, which, lambda program: timer.part + timer.seconds(program, self.network, overlap))
+        )
+        seconds = self.agreement + cost.seconds + self.moved_beside(stage, chunk, kind, which, cost.seconds)
+        return replace(cost, seconds=seconds)
+
+    def moved_beside(self, stage: int, chunk: int, kind: TaskKind, which: int, seconds: float) -> float:
+        """Seconds that a task of a stage's chunk takes longer as slices travel under it: weights that are gathered, the
+        first of them before it begins, and gradients that are summed in every microbatch; the step's last has its own
+        account (`sums`)."""
+        if not self.config.layout.data.strategy.slices:
+            return 0.0
+        buckets = self.buckets[stage]
+        gathered = [self.seconds(buckets[index].gather) for index in self.gathers(stage, which).get((kind, chunk), ())]
+        summed = 0.0
+        if kind is self.kinds[-1] and which < len(self.counts) - 1:
+            own = [bucket for bucket in buckets if bucket.kind.chunks in ((), (chunk,))]
+            summed = sum(self.seconds(bucket.reduce) for bucket in own if not bucket.waits)
+        # The first gather of a task has no kernels before it that it could hide under.
+        before = sum(gathered) if not self.overlap("gathers") else max(gathered[:1], default=0.0)
+        after = 0.0 if self.overlap("sums") else summed
+        # The rest is exposed only as far as the task is shorter than what travels beside it.
+        beside = sum(gathered) + summed - before - after
+        return before + after + max(0.0, beside - self.network.overlaps * seconds)
+
+    def latency(self, start: int, end: int) -> float:
+        """Seconds of a message from a position of the chain to the one beside it, on another stage."""
+        sender, receiver = (self.ranks[self.placement.stage_of[position]] for position in (start, end))
+        size = bytes_of(self.chunk(min(start, end)).outgoing)
+        return self.site.message_seconds(self.config, self.network, sender, receiver, size)
+
+    def norm(self) -> float:
+        """Seconds of what ranks tell each other between backward pass and optimizer: the next batch's rows, where a
+        server scatters them, the step report, the norm."""
+        world = "+".join(self.grid.names)
+        # A lone rank tells nobody anything.
+        if self.grid.world_size == 1:
+            return 0.0
+        shared = self.seconds(self._buckets.share(self.config))
+        return (
+            shared
+            # The norm's square, then a row of every rank's step report (training/step_report.py).
+            + self.network.collective(world, "all_reduce", 8)
+            + self.network.collective(world, "all_gather", 1024)
+        )
+
+    def sums(self, stage: int, chunk: int, ends: Mapping[int, float]) -> list[Sum]:
+        """The stage's buckets, in the order in which they leave. `chunk`: the one whose task is the stage's last;
+        `ends`: as Passes.chunk_ends has them: other chunks' gradients are there before that task."""
+        plan = self.stages[stage].chunks[chunk]
+        passed = self.agreement
+        ready = {
+            parameter.name: max((ends.get(each, 0.0) for each in parameter.chunks), default=0.0)
+            for parameter in self.stages[stage].parameters
+        }
+        costs = plan.costs(self.kinds[-1], len(self.counts) - 1, self.seconds)
+        for unit, cost in zip(plan.units[::-1], costs, strict=True):
+            passed += cost.seconds
+            ready |= {parameter.name: passed for parameter in unit.parameters}
+        read: dict[str, float] = {}
+        passed_forward = self.agreement
+        for each in self.stages[stage].chunks:  # a stage's chunks go forward for the first time in their order
+            for unit, cost in zip(each.units, each.costs(self.kinds[0], 0, self.seconds), strict=True):
+                for parameter in unit.parameters:
+                    # A parameter of two chunks is read first by the first one.
+                    read.setdefault(parameter.name, passed_forward)
+                passed_forward += cost.seconds
+        sums = [
+            self.sum(
+                bucket,
+                # A sum that blocks stands behind the whole task; others leave with the last gradient of their bucket.
+                passed if bucket.blocks else max(ready[name] for name in bucket.names),
+                min(read[name] for name in bucket.names),
+            )
+            for bucket in self.buckets[stage]
+            if bucket.kind.rule.trained
+        ]
+        # Of several chunks' buckets those that are full first leave first, while other chunks are at work.
+        return sorted(sums, key=lambda one: one.ready) if len(self.stages[stage].chunks) > 1 else sums
+
+    def sum(self, bucket: PlannedBucket, ready: float, read: float = 0.0) -> Sum:
+        device, config = self.cluster.device, self.config
+        lane = 0.0
+        if config.memory.offload.to != "none":
+            rate = device.host_link_bytes_per_second
+            if config.memory.offload.to != "host":
+                rate = min(rate, device.disk_bytes_per_second)
+            # The optimizer's states (master and moments) go to the device and back.
+            states = bucket.master_bytes + SINGLE * len(config.optimizer.update.states_of(bucket.kind.rule))
+            lane = 2 * bucket.stepped_elements * states / rate
+        steps = self.step_seconds(bucket) if bucket.stepped_elements else 0.0
+        reduce, publish = self.seconds(bucket.reduce) + self.seconds(bucket.across), self.published(bucket)
+        if self.software.one_process:
+            # torch's DataParallel makes every parameter of every replica anew, one call each.
+            publish += self.devices_per_host * len(bucket.names) * device.issue_seconds
+        return Sum(ready, reduce, publish, steps, lane, read)
+
+    def published(self, bucket: PlannedBucket) -> float:
+        """Seconds until the other ranks have what a bucket's owners have stepped."""
+        starts = [event for event in bucket.publish.events if isinstance(event, Start)]
+        if self.software.publishes == "gathers" or not starts:
+            return self.seconds(bucket.publish)
+        # A rank's slices of all buckets are one message, and the other ranks' stand behind it.
+        (start,), own = starts, next(own for own in self.buckets.values() if bucket in own)
+        ranks, total = self.network.ranks(start.axes), sum(each.num_elements for each in own if each.kind.rule.trained)
+        every = start.payload_bytes * total // bucket.num_elements
+        return bucket.num_elements / total * ranks * self.network.collective(start.axes, "broadcast", every // ranks)
+
+    def step_seconds(self, bucket: PlannedBucket) -> float:
+        """Seconds in which the optimizer steps a bucket's slot."""
+        elements, count = bucket.stepped_elements, 1
+        touched = bucket.touched_bytes(self.config, self.cluster.device.kind)
+        if self.software.optimizer == "steps":
+            # Steps for each parameter apart, so small kernels: the host that issues them may be the slower one.
+            count = STEPS_OF_ADAMW * len(bucket.names)
+            elements //= len(bucket.names)
+            touched = elements * STEPPED_BYTES // STEPS_OF_ADAMW
+        kernel = Kernel("element", 0.0, touched, elements, "float32")
+        return count * max(self.timer.kernel_seconds(kernel), self.cluster.device.issue_seconds if count > 1 else 0.0)

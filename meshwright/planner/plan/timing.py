@@ -1,0 +1,200 @@
+"""Seconds of kernels and programs on a device.
+
+A kernel: a roofline over what such kernels reach (Williams et al., CACM 2009).
+
+| kind      | seconds                                                                               |
+|-----------|---------------------------------------------------------------------------------------|
+| product   | max(flops / (peak of its dtype x efficiency at its side), bytes / bandwidth) + launch |
+|           | on a CPU their sum: what computes also moves what is computed with                    |
+| attention | max(flops / (peak of its dtype x attention's part at its side), bytes / bandwidth) +  |
+|           | launch                                                                                |
+| norms     | bytes / (bandwidth x norms' part) + launch                                            |
+| others    | bytes / bandwidth + elements x seconds of such an element + launch                    |
+
+Efficiency and bandwidth are the device's curves: over the cube root of mnk, and over the bytes that a kernel touches.
+A batch of b products is as good on a GPU as one with b times the mnk: on an H100 4 products of 1024 x 1024 x 2048 reach
+626 Tflop/s, one of 2048 x 2048 x 2048 reaches 632, and one of 1024 x 1024 x 2048 alone 350 (github.com/openxla/xla,
+xla/service/gpu/model/matmul_interpolator_data.h, sm_90, bf16).
+
+A program: kernels one after the other, collectives beside them as far as the links allow. A rank has three lanes. Its
+host issues kernels and collectives, each for `Device.issue`; its device does a kernel when it has been issued and the
+one before is done; collectives go on one after the other. So many small kernels take the host's time and large ones the
+device's, not the sum. A collective that is waited for at once takes its whole time; of one that begins earlier, the
+part `Links.overlaps` goes on meanwhile. Copies to and from the host are a fourth lane, over `Device.host_link`. On a
+CPU the host is the device: it issues nothing, `launch` is a kernel's part of it, and `Device.part` what Python and
+autograd take for a pass through a part of the chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import reduce
+from typing import NamedTuple, Protocol
+
+from meshwright.planner.plan.cluster import AttentionKernel, Cluster, interpolated
+from meshwright.planner.plan.recorder import HostCopy, Kernel, Program, Start, WaitFor
+from meshwright.planner.plan.remembered import remembered
+from meshwright.ranks.errors import ConfigError
+from meshwright.ranks.ledger import VERBS
+
+
+class Collectives(Protocol):
+    """The links between ranks (network.py, site.py)."""
+
+    def collective(self, axes: str, verb: str, payload_bytes: int) -> float:
+        """Seconds of a collective over `axes`."""
+
+
+class Kernels(NamedTuple):
+    """Kernels in a row: seconds of a device that waits for nothing; seconds of the host that issues them; and those
+    until the last is done if the device had nothing else to do."""
+
+    device: float = 0.0
+    host: float = 0.0
+    both: float = 0.0
+
+    def then(self, other: Kernels) -> Kernels:
+        return Kernels(
+            self.device + other.device,
+            self.host + other.host,
+            # Max-plus: the device is busy when the row ends, or it waited for the host in the second one.
+            max(self.both + other.device, self.host + other.both),
+        )
+
+
+Step = Kernels | Start | HostCopy | WaitFor
+"""Kernels, or what begins or is waited for."""
+
+
+class Timer:
+    """Seconds of a rank's kernels and programs while `ranks_per_node` ranks compute on its node. `slowdown`: how many
+    times as long everything takes as on a core of one's own (Cluster.oversubscription). `tf32`: precision.tf32.
+    `devices_per_host`: for how many one host issues kernels in turn. `attention`: a fused one's generation."""
+
+    def __init__(
+        self, cluster: Cluster, ranks_per_node: int, *, tf32: bool = False, devices_per_host: int = 1,
+        attention: AttentionKernel | None = None,
+    ) -> None:  # fmt: skip
+        self._cluster, self._attention = cluster, attention
+        self._issue = devices_per_host * cluster.device.issue_seconds
+        self._tf32 = tf32
+        self._steps: dict[int, tuple[Program, tuple[Step, ...]]] = {}
+        self.ranks_per_node = ranks_per_node
+        self.slowdown = cluster.oversubscription(ranks_per_node)
+        self.part = self.slowdown * cluster.device.python_seconds_per_part
+        """Seconds that a pass through a part of the chain takes beyond its program (Device.part)."""
+
+    def gain(self, ranks: int) -> float:
+        """The speed-up while only so many of the node's ranks compute: the others leave them their cores."""
+        return self.slowdown / self._cluster.oversubscription(ranks)
+
+    @remembered()
+    def kernel_seconds(self, kernel: Kernel) -> float:
+        """Seconds of one of its `times`. Raises ConfigError where the device's peak in its dtype is not known."""
+        return self.slowdown * (self._cluster.device.launch_seconds + self._work(kernel))
+
+    def _work(self, kernel: Kernel) -> float:
+        device = self._cluster.device
+        memory = kernel.touched_bytes / interpolated(device.bandwidth_bytes_per_second, kernel.touched_bytes)
+        match kernel.kind:
+            case "product":
+                # Tiles of all members of a batch fill a GPU together; a core multiplies one member after the other.
+                side = kernel.side * (kernel.members ** (1 / 3) if device.kind == "cuda" else 1)
+                low = kernel.dtype in ("fp8", "mxfp8") and device.low_efficiency
+                peak = self._peak(kernel, tf32=self._tf32)
+                products = kernel.flops / (peak * interpolated(low or device.efficiency, side))
+                # A GPU loads the next tiles under the product, a core does one or the other.
+                return products + memory if device.kind == "cpu" else max(products, memory)
+            case "attention":
+                other = self._attention and device.attention_kernels.get(self._attention)
+                shares = other or device.attention_efficiency
+                assert shares is not None, f"{self._cluster.name} has no fused attention: {kernel}"
+                # A fused attention of float32 takes no TF32: on an H100 it does 31 Tflop/s, 0.46 of float32's peak.
+                peak = self._peak(kernel, tf32=False)
+                return max(kernel.flops / (peak * interpolated(shares, kernel.side)), memory)
+            case "norm" | "norm back":
+                return memory / device.norms[kernel.kind == "norm back"]
+            case "special" | "random":
+                return memory + kernel.elements * device.seconds_per_element.get(kernel.kind, 0.0)
+            case "element" | "cast":
+                return memory
+
+    def _peak(self, kernel: Kernel, *, tf32: bool) -> float:
+        peak = self._cluster.device.peak_of(kernel.dtype, tf32=tf32)
+        if peak is not None:
+            return peak
+        rule = f"is no dtype of which {self._cluster.name} says how fast it multiplies (device.peak)"
+        raise ConfigError.of(
+            "precision.dtype", kernel.dtype, rule, ", ".join(self._cluster.device.peak_flops_per_second)
+        )
+
+    def seconds(self, program: Program, network: Collectives, overlaps: float) -> float:
+        """Seconds from a program's beginning to its last kernel or wait, where the part `overlaps` of a collective goes
+        on under kernels."""
+        return play(
+            self._condensed(program),
+            lambda start: start.times * network.collective(start.axes, start.verb, start.payload_bytes),
+            overlaps,
+            self.gain(self.ranks_per_node // program.leads) if program.leads > 1 else 1.0,
+            self._issue,
+            self._cluster.device.host_link_bytes_per_second,
+        )
+
+    def computing(self, program: Program) -> float:
+        """Seconds of its kernels alone."""
+        every = reduce(Kernels.then, (step for step in self._condensed(program) if isinstance(step, Kernels)))
+        return max(every.device, every.both)
+
+    def _condensed(self, program: Program) -> tuple[Step, ...]:
+        if id(program) not in self._steps:
+            # Kernels in a row become one step, once a program: a search plays the same program many times.
+            steps: list[Step] = []
+            row = Kernels()
+            for event in program.events:
+                if isinstance(event, Kernel):
+                    device, issue = self.kernel_seconds(event), self._issue
+                    # Of equal kernels the slower lane sets the pace: the device's work, or the host's issuing.
+                    both = issue + device + (event.times - 1) * max(issue, device)
+                    row = row.then(Kernels(event.times * device, event.times * issue, both))
+                else:
+                    steps += [row, event]
+                    row = Kernels()
+            self._steps[id(program)] = program, (*steps, row)  # the program is kept, so that no other gets its id
+        return self._steps[id(program)][1]
+
+
+def play(
+    steps: Iterable[Step],
+    collective: Callable[[Start], float],
+    overlaps: float,
+    alone: float = 1.0,
+    issue: float = 0.0,
+    host_link: float = 1.0,
+) -> float:
+    """The moment at which the rank is done with all steps, from 0. `collective`: seconds of one that is waited for;
+    `alone`: how much faster a rank is while those wait that it leads (Program.leads); `issue`: the host's seconds for a
+    collective; `host_link`: bytes a second of copies to and from the host."""
+    now, free, pace, host = 0.0, 0.0, alone, 0.0
+    copied = 0.0
+    under_way: dict[int, tuple[float, float, str | None]] = {}
+    for step in steps:
+        if isinstance(step, Kernels):
+            now = max(now + step.device / pace, host + step.both) if step.host else now + step.device / pace
+            host += step.host
+        elif isinstance(step, Start):
+            seconds, host = collective(step), host + issue * step.times
+            # Collectives go one after the other; only the part that overlaps runs while kernels do, the rest at the
+            # wait.
+            free = max(now, free, host) + overlaps * seconds
+            under_way[step.number] = free, (1 - overlaps) * seconds, step.verb
+            # A root's scatter gives its ranks work again (cSub), so it no longer has their cores to itself.
+            pace = 1.0 if VERBS[step.verb].direction == "from root" else pace
+        elif isinstance(step, HostCopy):
+            copied = max(now, copied) + step.times * step.payload_bytes / host_link
+            under_way[step.number] = copied, 0.0, None
+        else:
+            hidden, rest, verb = under_way.pop(step.number)
+            now = max(now, hidden) + rest
+            free = max(free, now if rest else free)
+            pace = alone if verb and VERBS[verb].direction == "to root" else pace
+    return now

@@ -1,0 +1,82 @@
+"""A rank's data-parallel strategy, assembled: parameters in buckets, and the sums of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol, cast
+
+from torch import Tensor, nn
+
+from meshwright.compute.model import Chunk, RunsParts
+from meshwright.compute.parameters.bucket import PartsUsing, make_buckets
+from meshwright.compute.parameters.shard import ShardSpec, draw_values
+from meshwright.compute.precision import DTYPES
+from meshwright.config.registry import load_entry
+from meshwright.ranks.mesh import Mesh
+from meshwright.strategies.data_parallel.strategy import Synchroniser
+
+if TYPE_CHECKING:
+    from meshwright.compute.parameters.fixed import FixedPoint
+    from meshwright.config import Config
+
+
+class Bucketed(RunsParts, Protocol):
+    """A chain of blocks whose parameters are held in buckets."""
+
+    blocks: nn.ModuleDict
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+    def get_submodule(self, target: str) -> nn.Module: ...
+
+
+def build_strategy(
+    config: Config, mesh: Mesh, model: Bucketed, specs: dict[str, ShardSpec], chunks: Sequence[Chunk],
+    using: Callable[[], PartsUsing], fixed: FixedPoint | None = None,
+) -> Synchroniser:  # fmt: skip
+    """Build a rank's strategy. Buckets draw the initial values of meta parameters.
+
+    Args:
+        specs: of the whole model's parameters.
+        chunks: of the chain that this rank holds.
+        using: returns the parts of the chain that use each parameter.
+        fixed: the format in which gradients are added; None: the dtype of gradients.
+    """
+    sync = config.layout.data.strategy
+    policy = load_entry(sync.policy)()
+    users = {} if policy.owners == "all" else using()
+    parts = users if sync.gathers else None
+    own = {
+        name: tuple(number for number, chunk in enumerate(chunks) if not set(those).isdisjoint(chunk.parts))
+        for name, those in users.items()
+    }
+    # A sliced bucket leaves when its chunk is done; one of two chunks would wait for the later chunk.
+    by_chunk = own if sync.slices and len(chunks) > 1 else None
+
+    def fill(name: str, out: Tensor) -> nn.Parameter:
+        draw_values(out, name, specs[name], mesh, config.seed)
+        parameter = nn.Parameter(out.new_empty(0), requires_grad=specs[name].role.rule.trained)
+        parameter.data = out
+        owner, _, own = name.rpartition(".")
+        # Registered anew: a meta tensor cannot get memory in place (swap_tensors fails under FakeTensorMode).
+        model.get_submodule(owner).register_parameter(own, parameter)
+        return parameter
+
+    buckets = make_buckets(
+        model.named_parameters(), specs, mesh, bucket_bytes(config), parts, by_chunk,
+        rule_of=config.optimizer.update.rule_of, dealt_over=policy.dealt_over(mesh), widens=config.widens_gradients,
+        exact=fixed is not None, shares=sync.over_mpi, fill=None if mesh.device.type == "meta" else fill,
+    )  # fmt: skip
+    strategy = load_entry(sync.synchroniser)(buckets, mesh, policy, fixed)
+    if policy.owners != "all":
+        strategy.follow(model, users, chunks)
+    return cast(Synchroniser, strategy)
+
+
+def bucket_bytes(config: Config) -> int:
+    """Return the bytes of a bucket. Under offload a bucket is the optimizer's chunk, which is stepped while the next
+    one is summed."""
+    offload = config.memory.offload
+    if offload.to == "none":
+        return config.layout.data.bucket
+    return offload.chunk * offload.bucket * DTYPES[config.precision.dtype].itemsize

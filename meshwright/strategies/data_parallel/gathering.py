@@ -1,0 +1,275 @@
+"""Weights kept as slices: those of a part of the model are gathered for its computation, and freed afterwards.
+
+| sync  | gradients of S bytes           | weights of P bytes                     | a rank sends, m microbatches   |
+|-------|--------------------------------|----------------------------------------|--------------------------------|
+| zero3 | reduce-scatter each microbatch | all-gather of a part before it goes    | m (n-1)/n S for gradients, at  |
+|       |                                | forward, and again before backward     | most 2m (n-1)/n P for weights  |
+
+ZeRO-3 (arXiv 1910.02054, section 5.3; torch's fully_shard, arXiv 2304.11277). A part is what a chain runs at once: the
+embeddings, a layer, the head. Parameters that two parts use (a tied table) are gathered for each. While a part is
+computed the next one's weights travel: forward the layer behind, backward the layer before. So a rank holds its slices
+and two parts. Where forward turns to backward, and where the next microbatch begins, what is there is kept: of L layers
+on one device a microbatch gathers L and L-1 more, and the first of them is still there for the next microbatch. A stage
+of a pipeline does not know which task comes next, and gathers in each all parts of the chunk that it is of.
+
+Autograd keeps weights for the backward pass, as references to memory that is given back and filled again: so a part's
+memory always is the same storage, which is resized. Of embeddings and head only what autograd has kept is gathered
+again: a look-up's gradient needs no table.
+
+Layers that are recomputed gather while they go forward again in the backward pass; one layer at a time needs nothing
+more than without recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.compute.model import EMBEDDINGS, HEAD, Batch, Chunk, Hidden, Model, RunsParts, Scales
+from meshwright.compute.parameters.bucket import Bucket, FlatWeights, PartsUsing
+from meshwright.compute.parameters.fixed import FixedPoint
+from meshwright.ranks.agreement import make_equal
+from meshwright.ranks.mesh import Mesh
+from meshwright.strategies.data_parallel.sharded import Sharded, SlicedSum, Zero2, allocate, free
+from meshwright.strategies.data_parallel.strategy import BucketBytes, HeldBytes, Policy
+
+
+class Zero3(Zero2):
+    """Rank r owns the r-th slice of every bucket, of weights and gradients; nothing is published."""
+
+    publishes = False
+
+
+@dataclass(frozen=True)
+class Move:
+    """Buckets to free, to wait for, and to start gathering when a part begins, each in one order on all ranks."""
+
+    released: tuple[int, ...]
+    gathered: tuple[int, ...]
+    started: tuple[int, ...]
+
+    @property
+    def sent(self) -> tuple[int, ...]:
+        return self.gathered + self.started
+
+
+class Walk:
+    """A rank's walk through its parts, and the buckets that are whole. Pure, so the planner walks it as well.
+
+    `buckets`: by part. `kept`: of embeddings and head those that their backward passes read. `chunks`: those of the
+    chain that the rank holds. A chain that is one chunk turns from its end to its backward pass, and from that to the
+    next microbatch.
+    """
+
+    def __init__(
+        self, buckets: Mapping[int, Collection[int]], kept: Mapping[int, set[int]], chunks: Sequence[Chunk]
+    ) -> None:
+        self._order = {part: chunk.parts for chunk in chunks for part in chunk.parts}
+        self._buckets = buckets
+        self._read_back = {**buckets, **kept}
+        """By part, the buckets that its backward pass reads."""
+        self._returns = len(chunks) == 1 and chunks[0].first and chunks[0].last
+        self._back_at: int | None = None
+        """The part whose backward pass has begun last; None in a forward pass."""
+        self._begins = True
+        self.held: set[int] = set()
+
+    def begin(self) -> None:
+        """A forward pass begins."""
+        self._back_at, self._begins = None, True
+
+    def forward(self, part: int) -> Move:
+        """A part goes forward, in a forward pass or recomputed in a backward pass."""
+        fresh, self._begins = self._begins and not self._returns, False
+        order, here = self._order[part], self._buckets[part]
+        index = order.index(part)
+        # Recomputed: the part goes forward again inside of the backward pass, which goes on with the part before it.
+        if self._back_at in order and part >= self._back_at:
+            return self._back_from(part, here, fresh=False)
+        if index + 1 < len(order):
+            return self._moved(here, ahead=self._buckets[order[index + 1]], fresh=fresh)
+        # The last part is where forward turns to backward: the layer before it is needed again at once.
+        turns = index > 0 and self._returns
+        return self._moved(here, stays=self._buckets[order[index - 1]] if turns else (), fresh=fresh)
+
+    def backward(self, part: int) -> Move:
+        """A part's backward pass begins."""
+        before, self._back_at = self._back_at, part
+        order = self._order[part]
+        same = part == before == HEAD  # the head's two functions; a layer twice in a row belongs to another microbatch
+        # A part that is not further back than the last one belongs to another task, which may be of any chunk.
+        fresh = (before not in order or part >= before) and not self._returns and not same
+        return self._back_from(part, self._read_back[part], fresh=fresh)
+
+    def _back_from(self, part: int, here: Collection[int], *, fresh: bool) -> Move:
+        order = self._order[part]
+        if index := order.index(part):
+            return self._moved(here, ahead=self._read_back[order[index - 1]], fresh=fresh)
+        return self._moved(here, stays=self._buckets[order[1]] if len(order) > 1 else (), fresh=fresh)
+
+    def _moved(
+        self, here: Collection[int], *, ahead: Collection[int] = (), stays: Collection[int] = (), fresh: bool
+    ) -> Move:
+        """`stays`: kept if it is there. `fresh`: nothing is kept, whatever the task before has left."""
+        wanted = {*here, *ahead, *stays}
+        released = self.held if fresh else self.held - wanted
+        left = self.held - released
+        gathered, started = set(here) - left, set(ahead) - left - set(here)
+        self.held = left | gathered | started
+        return Move(tuple(sorted(released)), tuple(sorted(gathered)), tuple(sorted(started)))
+
+
+class GatheredSum(SlicedSum):
+    """A bucket whose weights are a slice as well. Replicas are compared before the cut: afterwards only ranks of other
+    shard groups hold equal slices."""
+
+    def __init__(self, bucket: Bucket, mesh: Mesh, policy: Policy) -> None:
+        self.pinned = False
+        """Whether the weights stay whole."""
+        super().__init__(bucket, mesh, policy)
+        self.differing = super().make_equal() if mesh.device.type != "meta" else []
+        # The slice in separate memory, since the bucket's is freed.
+        slot = self.slot
+        slot.parameter.data = slot.parameter.data.clone()
+        self.weights = FlatWeights(slot.parameter.detach(), slot.places, slot.copy_axes)
+        free(bucket.values)
+
+    def gather(self) -> None:
+        """Start to gather the other ranks' slices of the weights."""
+        if not self.pinned:
+            allocate(self.bucket.values)
+            self.arriving = self.comm.all_gather(self.bucket.values, self.weights.values, wait=False)
+
+    def release(self) -> None:
+        """Free the weights' memory."""
+        self.wait()
+        if not self.pinned:
+            free(self.bucket.values)
+
+    def make_equal(self) -> list[str]:
+        differing, self.differing = self.differing, []
+        if make_equal(self.weights.values, self.mesh.comm(*self.weights.copy_axes)):
+            differing += [place.name for place in self.weights.places]
+        return differing
+
+
+class Gathering(Sharded):
+    """Holds slices of all weights, and whole weights of two parts of the model."""
+
+    sum_of = GatheredSum
+    every: list[GatheredSum]  # type: ignore[assignment]
+
+    def __init__(self, buckets: Iterable[Bucket], mesh: Mesh, policy: Policy, fixed: FixedPoint | None = None) -> None:
+        super().__init__(buckets, mesh, policy, fixed)
+        self._index_of = {x.values.untyped_storage()._cdata: index for index, x in enumerate(self.buckets)}
+        """Buckets by the storage of their values."""
+        self._kept: dict[int, set[int]] = {}
+        self._walk = Walk(self._of, self._kept, ())
+
+    def follow(self, model: RunsParts, using: PartsUsing, chunks: Sequence[Chunk]) -> None:
+        """Gather what a chain's parts need when it runs them."""
+        super().follow(model, using, chunks)
+        self._kept = {part: set() for part in self._of.keys() & {EMBEDDINGS, HEAD}}
+        self._walk = Walk(self._of, self._kept, chunks)
+
+    @classmethod
+    def held(cls, buckets: Sequence[BucketBytes]) -> HeldBytes:
+        """Slices of weights, too; and whole the two neighbouring parts of the model that are largest together."""
+        of: dict[int, set[int]] = {}
+        for index, each in enumerate(buckets):
+            for part in each.parts:
+                of.setdefault(part, set()).add(index)
+        parts = [of[part] for part in sorted(of)]
+        pairs = (one | other for one, other in zip(parts, parts[1:] or parts, strict=False))
+        two = max((sum(buckets[index].weights for index in pair) for pair in pairs), default=0)
+        slices = sum(each.own_weights for each in buckets)
+        return super().held(buckets)._replace(weights=slices, passing_weights=two)
+
+    def forward(self, model: Model, batch: Batch, scales: Scales, incoming: Hidden) -> Hidden:
+        self._walk.begin()
+        return super().forward(model, batch, scales, incoming)
+
+    def publish(self, *, wait: bool = True) -> None:
+        super().publish(wait=wait)
+        self._release(self._walk.held)
+        self._walk.held = set()
+
+    @contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """The head's weights stay for what is computed of its input; each other part's come when it runs."""
+        self._walk.begin()
+        head = set(self._of[max(self._of)])
+        # Sampling and evaluation call the head by itself, outside of any part that would gather for it.
+        for index in sorted(head - self._walk.held):
+            self.every[index].gather()
+        self._wait(head)
+        for index in head:
+            self.every[index].pinned = True
+        yield
+        for index in head:
+            self.every[index].pinned = False
+        self._release(self._walk.held | head)
+        self._walk.held = set()
+
+    def run_part(self, part: int, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Run a part with its weights; its backward pass begins with them, too."""
+        self._move(part, self._walk.forward(part))
+        if not torch.is_grad_enabled():
+            return function(*arguments)
+        if part in self._kept:
+            # Which weights the backward passes of embeddings and head read is seen in what autograd keeps of them: a
+            # look-up keeps no table.
+            def note(x: Tensor) -> Tensor:
+                index = self._index_of.get(x.untyped_storage()._cdata)
+                if index is not None:
+                    self._kept[part].add(index)
+                return x
+
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+                result = function(*arguments)
+        else:
+            result = function(*arguments)
+        return self._turning(part, result)
+
+    def _turning(self, part: int, result: Any) -> Any:
+        """The result, whose gradient calls for the part's weights when it is whole."""
+        hidden = result if isinstance(result, tuple) else (result,)
+        learn = [x for x in hidden if x.requires_grad]
+        # An identity node behind the part, since hooks on `grad_fn` fire early where a model has two streams.
+        turned = iter(_Turn.apply(lambda: self._move(part, self._walk.backward(part)), *learn))
+        hidden = tuple(next(turned) if x.requires_grad else x for x in hidden)
+        return hidden if isinstance(result, tuple) else hidden[0]
+
+    def _move(self, part: int, move: Move) -> None:
+        """Wait for the weights of the part that begins, and start those of the one ahead."""
+        self._release(move.released)
+        for index in move.gathered:
+            self.every[index].gather()
+        self._wait(set(self._of[part]) & self._walk.held)
+        for index in move.started:
+            self.every[index].gather()
+
+    def _release(self, indices: Collection[int]) -> None:
+        for index in sorted(indices):
+            self.every[index].release()
+
+
+class _Turn(torch.autograd.Function):
+    """Passes tensors through; `visit` is called when all of their gradients are there."""
+
+    @staticmethod
+    def forward(ctx: Any, visit: Callable[[], None], *hidden: Tensor) -> Hidden:
+        # An output without a gradient stays without one, rather than becoming a tensor of zeros.
+        ctx.set_materialize_grads(False)
+        ctx.visit = visit
+        return tuple(x.view_as(x) for x in hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.visit()
+        return None, *gradients

@@ -1,0 +1,174 @@
+"""Gradients kept as slices: a bucket is summed when a microbatch has filled it, and its memory is freed.
+
+| sync  | gradients of S bytes           | the optimizer steps | then       | a rank sends, m microbatches        |
+|-------|--------------------------------|---------------------|------------|-------------------------------------|
+| zero2 | reduce-scatter each microbatch | 1/n                 | all-gather | m (n-1)/n S + (n-1)/n P             |
+
+ZeRO-2 (arXiv 1910.02054, section 5.2). A rank holds its slice of every gradient. During a backward pass it also holds,
+for each kind of bucket, three whole ones: the bucket being filled, the bucket before it on its way, and a tied table's,
+which is filled from the head's backward pass to the embedding's. With one microbatch a step sends what zero1 sends;
+each further microbatch costs one more reduce-scatter, the price of not holding whole gradients in between.
+
+A bucket is sliced over all axes of its sum except two, along which ranks hold equal slices and sum them once a step:
+the pipeline's ends, which finish a tied table at different times, and the shard groups of hybrid sharding (HSDP, arXiv
+2304.11277, section 3.2.2). Without stages, groups sum a slice under the rest of the last backward pass; with stages,
+whose replicas order their weight gradients differently, after it.
+
+With W tasks (deferred weight gradients), parameters whose gradients come with B (norms, tables) run ahead of their
+bucket's others by a number of microbatches that depends on message timing. Sums must not depend on timing, or equal
+runs would round differently: such a bucket accumulates whole gradients and is summed at the step's end, and so does a
+tied table whose two ends are chunks of one stage.
+
+With several chunks a stage, each chunk has buckets of its own, filled in the order of microbatches.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.compute.parameters.bucket import Bucket, floats_in
+from meshwright.ranks.grid import ENDS, PIPE, REPLICATE
+from meshwright.ranks.mesh import Mesh
+from meshwright.strategies.data_parallel.policies import Zero1
+from meshwright.strategies.data_parallel.strategy import BucketBytes, BucketSum, HeldBytes, Policy, State, Synchroniser
+
+
+class Zero2(Zero1):
+    """Rank r holds the r-th slice of every bucket's gradients and optimizer states."""
+
+    apart = (ENDS, REPLICATE)
+    """Copies of a slice: shard groups, and the pipeline's ends, which finish a tied table at different times."""
+
+
+class SlicedSum(BucketSum):
+    """A bucket that is summed in each microbatch into a slice of the slot. Between sums its whole gradients have no
+    memory."""
+
+    def __init__(self, bucket: Bucket, mesh: Mesh, policy: Policy) -> None:
+        super().__init__(bucket, mesh, policy)
+        # With a meeting of all ranks at each bucket, the fastest would wait for the slowest each time.
+        self.comm = self.comm.under_way()
+        self.arrived = self.total
+        """The rank's part of the whole gradients, where the sum of a microbatch arrives."""
+        self.total = torch.zeros_like(self.arrived)
+        if bucket.rule.trained:
+            self.slot.parameter.grad = floats_in(self.total)
+        self.waits = len(bucket.chunks) > 1
+        """Whether the bucket accumulates whole gradients until the step's end."""
+        self.times_left = 0
+        """Number of the bucket's sums begun in this step."""
+        self.last = False
+        """Whether the step's last sum of the bucket has begun, after which `copies` may sum the slice."""
+        free(bucket.gradients)
+
+    def begin(self) -> None:
+        self.collect()
+        allocate(self.bucket.gradients)
+
+    def take(self, parameter: nn.Parameter) -> None:
+        self.collect()  # of the microbatch before
+        super().take(parameter)
+
+    def leave(self) -> None:
+        allocate(self.bucket.gradients)  # one without an element here
+        super().leave()
+        self.times_left += 1
+
+    def collect(self) -> None:
+        """Wait for the sum under way, if any, add it to the slice, and free the whole gradients."""
+        if self.state is not State.SUMMING:
+            return
+        self.end()
+        if self.times_left > 1:
+            self.total.add_(self.arrived)
+        else:
+            self.total.copy_(self.arrived)
+        free(self.bucket.gradients)
+        self.refill()
+        if self.last:
+            self.cross()
+
+    def cross(self) -> None:
+        self.collect()
+        if self.state not in (State.CROSSING, State.SUMMED):
+            self.work, self.state = self.copies.all_reduce(self.total, wait=False), State.CROSSING
+
+    def publish(self) -> None:
+        super().publish()
+        self.times_left, self.last = 0, False
+
+
+class Sharded(Synchroniser):
+    """Sums each bucket in every microbatch into slices that the slots hold.
+
+    When a bucket is full, the backward pass waits for the sum of the bucket before, which bounds the whole buckets. The
+    ranks of a sum do their tasks in one order (Layout.peer_axes), so that no two wait for each other.
+    """
+
+    every_microbatch = True
+    sum_of: type[SlicedSum] = SlicedSum
+    sums: list[SlicedSum]  # type: ignore[assignment]
+    _sum_of: dict[nn.Parameter, SlicedSum]  # type: ignore[assignment]
+
+    @classmethod
+    def held(cls, buckets: Sequence[BucketBytes]) -> HeldBytes:
+        """Bytes of all slices, of whole buckets that wait, and of the three largest buckets of each kind."""
+        by_kind: defaultdict[Hashable, list[int]] = defaultdict(list)
+        for each in buckets:
+            if not each.waits:
+                by_kind[each.kind].append(each.gradients)
+        at_once = sum(sum(sorted(sizes)[-3:]) for sizes in by_kind.values())
+        late = sum(each.gradients for each in buckets if each.waits)
+        slices = sum(each.own_gradients for each in buckets)
+        return super().held(buckets)._replace(gradients=slices, passing_gradients=late + at_once)
+
+    def filled(self, parameter: nn.Parameter) -> None:
+        """Note a parameter's gradient of a microbatch, and begin the sums of its chunk's full buckets in order."""
+        one, chunk = self._sum_of[parameter], self.gradients.user
+        if self.gradients.defers:  # it did not wait for W, as others of its bucket may
+            one.waits = True
+        one.take(parameter)
+        if one.state is not State.FULL and not one.waits:  # nothing can leave now that could not before
+            return
+        order = [one for one in self.sums if not one.waits and one.bucket.chunks in ((), (chunk,))]
+        # The bucket with the fewest sums begun comes first. Ends at the last bucket: one without elements on this rank
+        # is full again at once.
+        while order and (following := min(order, key=lambda one: one.times_left)).state is State.FULL:
+            self._leave(following)
+            if following is order[-1]:
+                break
+
+    def arrivals(self) -> Iterator[int]:
+        for one in self.sums:
+            if not one.times_left or any(self.gradients.has(parameter) for parameter in one.bucket.views):
+                self._leave(one)
+        return self._ended()
+
+    def _leave(self, one: SlicedSum) -> None:
+        """Begin a bucket's sum after the sums of buckets that fill at other times have ended."""
+        for other in self.sums:
+            # Buckets of one part of the model, where it is gathered by part, become full at about the same time.
+            if other is not one and not (one.bucket.parts and one.bucket.parts == other.bucket.parts):
+                other.collect()
+        for parameter in one.bucket.views:
+            self.gradients.fill(parameter)
+            self.gradients.clear(parameter)
+        # Beside stages weight gradients come in an order of their own, and slices go on behind the backward pass.
+        one.last = self._final and self.mesh.size(PIPE) == 1
+        one.leave()
+
+
+def free(x: Tensor) -> None:
+    """Free a tensor's memory; the tensor and its views stay valid for `allocate`."""
+    x.untyped_storage().resize_(0)
+
+
+def allocate(x: Tensor) -> None:
+    """Allocate memory for a freed tensor; its values are undefined."""
+    storage = x.untyped_storage()
+    if storage.nbytes() == 0:
+        storage.resize_(x.numel() * x.element_size())

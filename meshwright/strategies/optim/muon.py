@@ -1,0 +1,84 @@
+"""Muon (Jordan et al., 2024): a hidden layer's matrix steps along its momentum, made orthogonal.
+
+    M <- momentum M + (1 - momentum) G      O = orthogonal((1 - momentum) G + momentum M)
+    W <- (1 - rate decay) W - 0.2 sqrt(max(rows, columns)) rate O
+
+The factor gives O the root mean square of an AdamW step (Moonlight, arXiv 2502.16982), so one rate serves both: all
+that is no hidden layer's matrix (tables of tokens and classes, biases, norms) steps by AdamW. `orthogonal` needs the
+whole matrix, by which Muon differs from every other optimizer here: a rank must hold it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.config.schema import OptimizerSection
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""The coefficients of a quintic whose five iterations bring every singular value near 1, as published."""
+ITERATIONS = 5
+AS_ADAMW = 0.2
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """About U Vᵀ of a matrix U S Vᵀ, by Newton-Schulz iterations X <- a X + (b A + c A²) X with A = X Xᵀ.
+
+    In the matrix's own precision: in half of it two right programs differ by what a wrong one may differ by.
+    """
+    a, b, c = COEFFICIENTS
+    x = matrix.t() if matrix.shape[0] > matrix.shape[1] else matrix  # the smaller side is squared
+    # By the Frobenius norm no singular value is above 1, where the iteration converges; a gradient of zeros stays zero.
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(ITERATIONS):
+        square = x @ x.t()
+        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return x.t() if matrix.shape[0] > matrix.shape[1] else x
+
+
+def muon_step(
+    settings: OptimizerSection, weights: list[Tensor], gradients: list[Tensor], states: list[list[Tensor]], rate: float,
+    weight_decay: float, steps_taken: int,
+) -> None:  # fmt: skip
+    """Step matrices [rows, columns] by their momentum, the only state."""
+    (averages,) = states
+    for weight, gradient, average in zip(weights, gradients, averages, strict=True):
+        average.lerp_(gradient, 1 - settings.momentum)
+        # Nesterov's form of momentum: the gradient counts once more beside the running average.
+        direction = orthogonal(gradient.lerp(average, settings.momentum))
+        weight.mul_(1 - rate * weight_decay)
+        weight.add_(direction, alpha=-rate * AS_ADAMW * math.sqrt(max(weight.shape)))
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon in plain torch, over groups that say whether their parameters are `hidden` layers' matrices."""
+
+    def __init__(self, groups: Iterable[dict[str, Any]], lr: float, momentum: float, **adamw: Any) -> None:
+        listed = list(groups)  # torch keeps these very dicts: a rate that is set here is AdamW's, too
+        self._rest = torch.optim.AdamW([group for group in listed if not group["hidden"]], lr=lr, **adamw)
+        super().__init__(listed, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        self._rest.step()
+        for group in (group for group in self.param_groups if group["hidden"]):
+            for parameter in group["params"]:
+                gradient, state, kept = parameter.grad.flatten(1), self.state[parameter], group["momentum"]
+                before = state.get("exp_avg", torch.zeros_like(parameter)).flatten(1)
+                average = kept * before + (1 - kept) * gradient
+                state["exp_avg"] = average.view_as(parameter)
+                x = kept * average + (1 - kept) * gradient
+                x = x / torch.linalg.matrix_norm(x)
+                for _ in range(ITERATIONS):  # from the right: the same polynomial of the singular values
+                    inner = x.mT @ x
+                    x = x @ (
+                        COEFFICIENTS[0] * torch.eye(len(inner), dtype=x.dtype, device=x.device)
+                        + COEFFICIENTS[1] * inner
+                        + COEFFICIENTS[2] * inner @ inner
+                    )
+                size = AS_ADAMW * max(x.shape) ** 0.5
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * size * x.view_as(parameter))

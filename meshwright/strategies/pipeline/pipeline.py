@@ -1,0 +1,356 @@
+"""The driver on a rank: it does what the engine says, sends what comes of it, and waits for messages.
+
+A GPU does tasks later than its host gives them. A schedule that were asked at once would know nothing of the messages
+that come while a task runs, and W would always follow its B. So it is asked for the next task when the task before the
+last has ended: one task runs then, and one waits behind it.
+
+A model on one device is a pipeline of one stage, to which no message comes. The clock (clock.py) drives the same
+engine without a rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from meshwright.compute.model import Batch, Crossing, Hidden, Scales
+from meshwright.ranks.comm import NAP_SECONDS, Comm, size_bytes
+from meshwright.ranks.flight_recorder import Call
+from meshwright.ranks.grid import PIPE
+from meshwright.ranks.mailbox import CutForms, Mailbox, Message, MessageMeta, Side, TensorMeta
+from meshwright.ranks.mesh import Mesh
+from meshwright.strategies.pipeline.engine import stage_process
+from meshwright.strategies.pipeline.pieces import PiecewiseChunks
+from meshwright.strategies.pipeline.placement import ChunkPlacement
+from meshwright.strategies.pipeline.schedule import FORWARD_ONLY, Schedule, ScheduleRule
+from meshwright.strategies.pipeline.span import Moment, Span, Watch, task_span
+from meshwright.strategies.pipeline.stage import Stage
+from meshwright.strategies.pipeline.task import Arrival, Task, TaskKind, View
+
+EVALUATED = 2
+"""Microbatches of an evaluation, for each stage, whose hidden states are held where all stages have a part of the head:
+then they meet. A third of the time is theirs to fill and to empty the pipeline."""
+
+Seed = Callable[[int, int], None]
+"""seed(i, c): sets the random numbers of microbatch i's forward pass in chunk c."""
+
+Received = dict[Arrival, Hidden]
+"""Messages by the tasks that they make ready."""
+
+
+class Synchronises(Protocol):
+    """A data-parallel strategy, as far as a pipeline sees it. `every_microbatch`: it sums in each one."""
+
+    every_microbatch: bool
+
+    def expect(self, final: bool) -> None:
+        """Say whether the coming gradients are the step's last of their parameters."""
+
+
+class Pipeline:
+    """A rank's chunks under a schedule.
+
+    `stages`: its chunks, which `placement` gives their positions in the chain; by default there is one. `peers`: the
+    ranks that share the stage (the tensor kit's), and must do its tasks in one order; nobody where there is one stage,
+    since without messages all decide alike. `mailbox`, `forms`: the way to the stages beside this one, and what passes
+    there. `pieces`: the chunks as training runs them, where rows travel to experts as messages.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        rule: ScheduleRule,
+        mesh: Mesh,
+        peers: Comm,
+        mailbox: Mailbox,
+        forms: MessageMeta,
+        strategy: Synchronises,
+        placement: ChunkPlacement | None = None,
+        pieces: PiecewiseChunks | None = None,
+    ) -> None:
+        self.stages = stages
+        self.rule = rule
+        self.mesh = mesh
+        self.row = mesh.comm(PIPE)
+        self.placement = placement or ChunkPlacement(self.row.size)
+        self.sides = sides_of(self.row.index, self.placement)
+        self.peers = peers
+        self.mailbox = mailbox
+        self.forms = forms
+        self.strategy = strategy
+        self.pieces = pieces
+        self.watch = Watch(mesh.device)
+        self.done: list[tuple[Task, Moment, Moment]] = []
+        self._epoch = -1
+
+    @property
+    def spans(self) -> list[Span]:
+        """The tasks of the last step. Each begins where the one before it ended, unless a message was waited for."""
+        return [task_span(self.row.index, task, start(), end()) for task, start, end in self.done]
+
+    def train(self, batches: Sequence[Batch], scales: Scales, seed: Seed) -> Tensor:
+        """Forward and backward passes of a step's microbatches, whose gradients add up.
+
+        Returns the sum of the scaled losses, a float64 scalar; 0 on a rank that computes no loss.
+        """
+        if self.pieces is not None:
+            return self._train_in_pieces(self.pieces, batches, scales, seed)
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        received: Received = {}
+        last = len(batches) - 1
+        self.strategy.expect(False)
+
+        def act(task: Task) -> Hidden:
+            nonlocal total
+            index, stage = task.microbatch, self.stages[task.chunk]
+            if task.kind is TaskKind.FORWARD:
+                # Before each forward pass: dropout then hangs on the microbatch alone, and not on the order of tasks.
+                seed(index, task.chunk)
+                outgoing = stage.forward(index, received.pop(task, ()), batches[index], scales)
+                if stage.is_last:
+                    total += outgoing[0]
+                return outgoing
+            if index == last or len(self.stages) > 1:  # another chunk's last may have come before
+                self.strategy.expect(index == last)
+            if task.kind is TaskKind.BACKWARD:
+                return stage.backward(index, received.pop(task, ()), defers=self.rule.splits)
+            # A final gradient leaves for the other replicas; zero2 and zero3 sum in every microbatch, the others in the
+            # last.
+            stage.weights(index, final=self.strategy.every_microbatch or index == last)
+            return ()
+
+        self._drive(self.rule, len(batches), act, received)
+        return total
+
+    def _train_in_pieces(self, pieces: PiecewiseChunks, batches: Sequence[Batch], scales: Scales, seed: Seed) -> Tensor:
+        """`train` where rows travel to experts under other tasks."""
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        received: Received = {}
+        last = len(batches) - 1
+
+        def act(task: Task) -> Hidden | Crossing:
+            nonlocal total
+            index, (chunk, place) = task.microbatch, pieces.placement.places[self.row.index][task.chunk]
+            stage = pieces.stages[chunk]
+            if task.kind is TaskKind.FORWARD:
+                seed(index, task.chunk)
+                outgoing = stage.forward(index, place, received.pop(task, ()), batches[index], scales)
+                if isinstance(outgoing, tuple) and stage.stage.is_last:
+                    total += outgoing[0]
+                return outgoing
+            self.strategy.expect(index == last)
+            if task.kind is TaskKind.BACKWARD:
+                return stage.backward(index, place, received.pop(task, ()))
+            stage.weights(index, place, final=index == last)
+            return ()
+
+        self._drive(self.rule, len(batches), act, received, pieces)
+        return total
+
+    def evaluate(self, batches: Sequence[Batch], use: Callable[[Tensor, Batch], None]) -> None:
+        """Forward passes without gradients. On the last stage `use` is given each microbatch with its normed hidden
+        states [B, T, H], of which no more than one is held; where the head is cut over stages, on every stage, and a
+        few are."""
+        states = None if self.pieces is None else self.pieces.states
+        if states is None:
+            self._evaluate(batches, use)
+            return
+        count, found = self.row.size, list[Tensor]()
+        for start in range(0, len(batches), EVALUATED * count):
+            own = batches[start : start + EVALUATED * count]
+            self._evaluate(own, lambda h, batch: found.append(h))
+            for batch in own:
+                h = found.pop(0) if found else torch.empty(states.shape, dtype=states.dtype, device=self.mesh.device)
+                self.row.broadcast(h, count - 1)
+                use(h, batch)
+
+    def _evaluate(self, batches: Sequence[Batch], use: Callable[[Tensor, Batch], None]) -> None:
+        received: Received = {}
+
+        def act(task: Task) -> Hidden:
+            batch, stage = batches[task.microbatch], self.stages[task.chunk]
+            outgoing = stage.evaluate(received.pop(task, ()), batch)
+            if stage.is_last:
+                use(outgoing[0], batch)
+            return outgoing
+
+        self._drive(FORWARD_ONLY, len(batches), act, received)
+
+    def preview(self, batches: Sequence[Batch], scales: Scales, seed: Seed) -> None:
+        """The forward passes that `train` will make, without gradients: layers see what they will compute."""
+        received: Received = {}
+
+        def act(task: Task) -> Hidden:
+            index, stage = task.microbatch, self.stages[task.chunk]
+            seed(index, task.chunk)
+            with torch.no_grad(), stage.autocast():
+                return stage.run_forward(stage.model, batches[index], scales, received.pop(task, ()))
+
+        self._drive(FORWARD_ONLY, len(batches), act, received)
+
+    def _drive(
+        self,
+        rule: ScheduleRule,
+        num_batches: int,
+        act: Callable[[Task], Hidden | Crossing],
+        received: Received,
+        pieces: PiecewiseChunks | None = None,
+    ) -> None:
+        """Run the rank's engine to its end. What arrives lies in `received` until a task takes it."""
+        recorder = self.mesh.recorder
+        # A stage ahead of this one may send the next pass's first message before this pass ends: the epoch tells them
+        # apart.
+        self._epoch += 1
+        coming = {
+            # Receives are posted ahead, so their number is counted here; an evaluation has no gradients to receive.
+            side: num_batches * sum(forms.inward or TaskKind.BACKWARD in rule.kinds for forms in subjects.values())
+            for side, subjects in self.forms.items()
+        }
+        self.mailbox.open(self._epoch, self.forms, coming["before"], coming["after"])
+        self.done = []
+        self.watch.start()
+        schedule = agreed(rule.schedule, rule.kinds, self.peers, planned=self.mesh.device.type == "meta")
+        placement = self.placement if pieces is None else pieces.placement
+        process = stage_process(rule.view(self.row.index, self.row.size, num_batches, placement), schedule)
+        arrived: list[Arrival] | None = None
+        start = self.watch.now()
+        while True:
+            try:
+                action = next(process) if arrived is None else process.send(arrived)
+            except StopIteration:
+                break
+            if isinstance(action, Task):
+                recorder.task = action
+                arrived = self._pass_on(action, act(action), received, pieces)
+                end = self.watch.now()
+                self.done.append((action, start, end))
+                start = end
+                arrived += self._polled(received, pieces)
+                # One task runs on the device and one waits behind it. Asked at once, the schedule would know none of
+                # the messages that come meanwhile; asked when the last task has ended, the device would idle.
+                messages = self.row.size > 1 or pieces is not None
+                while messages and len(self.done) > 1 and not self.done[-2][-1].is_past():
+                    time.sleep(NAP_SECONDS)
+                    arrived += self._polled(received, pieces)
+            else:
+                recorder.task = ""
+                arrived = self._awaited(received, pieces)
+                start = self.watch.now()
+        recorder.task = ""
+        self.mailbox.flush()
+        self.row.assemble()  # stages end at different moments, and the next thing they do is a collective
+
+    def _polled(self, received: Received, pieces: PiecewiseChunks | None) -> list[Arrival]:
+        """The tasks that other stages' messages and trades of rows have made ready since the last call."""
+        arrived = [self._taken(message, received, pieces) for message in self.mailbox.poll()]
+        for arrival, rows in pieces.exchanges.poll() if pieces is not None else ():
+            received[arrival] = (rows,)
+            arrived.append(arrival)
+        return arrived
+
+    def _awaited(self, received: Received, pieces: PiecewiseChunks | None) -> list[Arrival]:
+        """At least one message, or the rows of one trade, asleep until they come."""
+        if pieces is None or pieces.exchanges.is_empty:
+            return [self._taken(message, received, pieces) for message in self.mailbox.wait()]
+        arrived: list[Arrival] = []
+
+        def ready() -> bool:
+            arrived.extend(self._polled(received, pieces))
+            return bool(arrived)
+
+        comm, trades = pieces.exchanges.comm, pieces.exchanges.under_way
+        size = sum(size_bytes(trade.came) for trade in trades)
+        with self.mesh.recorder.waiting(Call(comm.axis, "all_to_all", size, comm.ranks)):
+            self.mesh.transport.wait_until(ready)
+        return arrived
+
+    def _taken(self, message: Message, received: Received, pieces: PiecewiseChunks | None) -> Arrival:
+        """The task that a message makes ready; its tensors lie in `received` until then."""
+        # A message's subject is the position before the cut that it crossed: activations cross it inward.
+        inward = self.forms[message.side][message.subject].inward
+        kind, to = (TaskKind.FORWARD, message.subject + 1) if inward else (TaskKind.BACKWARD, message.subject)
+        placement = self.placement if pieces is None else pieces.placement
+        numbers = placement.numbers[self.row.index][to // self.row.size]
+        arrival = Arrival(kind, message.index, numbers[0] if inward else numbers[-1])
+        received[arrival] = message.tensors
+        return arrival
+
+    def _pass_on(
+        self, task: Task, outgoing: Hidden | Crossing, received: Received, pieces: PiecewiseChunks | None
+    ) -> list[Arrival]:
+        """Send what came of a task; what stays on this rank, for its next chunk, has arrived."""
+        placement = self.placement if pieces is None else pieces.placement
+        sent = placement.receiver(self.row.index, task)
+        if sent is None:
+            return []
+        to, arrival = sent
+        if isinstance(outgoing, Crossing):
+            assert pieces is not None, f"rows of {task}, which nobody expects"
+            pieces.exchanges.begin(arrival, outgoing)
+            return []
+        if to == self.row.index:
+            received[arrival] = outgoing
+            return [arrival]
+        chunk, _ = placement.places[self.row.index][task.chunk]
+        position = self.placement.positions[self.row.index][chunk]
+        subject = position if task.kind is TaskKind.FORWARD else position - 1
+        self.mailbox.send(self.sides[to], task.microbatch, outgoing, subject)
+        return []
+
+
+def sides_of(stage: int, placement: ChunkPlacement) -> dict[int, Side]:
+    """The stages that a stage sends to, and on which side they are."""
+    count = placement.num_stages
+    # With two stages the neighbour before and the neighbour after are one rank: a line says which side it is.
+    ring: dict[int, Side] = {(stage - 1) % count: "before", (stage + 1) % count: "after"} if placement.is_ring else {}
+    line: dict[int, Side] = {stage - 1: "before", stage + 1: "after"}
+    return ring or {other: side for other, side in line.items() if 0 <= other < count}
+
+
+def message_forms(stage: int, placement: ChunkPlacement, passing: Sequence[tuple[TensorMeta, ...]]) -> MessageMeta:
+    """The messages between a stage and its neighbours. `passing[k]`: the tensors that position k gives to k + 1."""
+    meta: dict[Side, dict[int, CutForms]] = {"before": {}, "after": {}}
+    sides = sides_of(stage, placement)
+    for position in placement.positions[stage]:
+        for subject, other in ((position - 1, position - 1), (position, position + 1)):
+            if 0 <= other < placement.num_positions and (there := placement.stage_of[other]) != stage:
+                meta[sides[there]][subject] = CutForms(passing[subject], inward=other < position)
+    return meta
+
+
+def agreed(schedule: Schedule, kinds: tuple[TaskKind, ...], peers: Comm, *, planned: bool) -> Schedule:
+    """The schedule as the first of a stage's ranks follows it: it tells the others what it decides, and they obey.
+
+    Ranks that share layers meet in the layers' collectives, so they must do the same tasks in the same order, though
+    messages reach them at different moments. Sends one broadcast of 8 bytes a task, between hosts. `planned`: nobody is
+    there to be told by, and each decides what the first would.
+    """
+    if peers.size == 1:
+        return schedule
+    # What was told is kept until its message is here: the leader may have it earlier than this rank.
+    told: Task | None = None
+
+    def lead(view: View) -> Task | None:
+        task = schedule(view)
+        # A wait is not told: who follows waits for the next word anyway.
+        if task is not None:
+            peers.broadcast(torch.tensor(kinds.index(task.kind) + task.chunk * len(kinds)), 0)
+        return task
+
+    def follow(view: View) -> Task | None:
+        nonlocal told
+        if told is None:
+            code = torch.empty((), dtype=torch.int64)
+            peers.broadcast(code, 0)
+            chunk, kind = divmod(int(code), len(kinds))
+            told = view.next(kinds[kind], chunk)
+        if not view.ready(told.kind, told.chunk):
+            return None  # its message has reached the leader, and will reach us
+        task, told = told, None
+        return task
+
+    return lead if peers.index == 0 or planned else follow

@@ -1,0 +1,116 @@
+"""Which chunks of the model's chain each stage holds, and who sends what to whom.
+
+A stage holds `num_chunks` contiguous parts of the chain. With one the chain is cut into as many parts as there are
+stages; with several it passes through all stages more than once, and the wait of the first and the last pass is
+shorter by as much (interleaved stages: Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+
+| shape | the chain's positions on stages 0, 1, 2, 3 | neighbours |
+|---|---|---|
+| loop | 0 4, 1 5, 2 6, 3 7 | the last stage sends on to the first: a ring |
+| v (ZB-V, Qi et al., arXiv 2401.10241) | 0 7, 1 6, 2 5, 3 4 | a line; at its turns a stage sends to itself |
+
+A position counts along the chain, a chunk among those of one stage: chunk c is at positions c p ... c p + p - 1.
+
+**Pieces.** A chunk may fall into pieces, where rows leave for other ranks' experts and where they come back
+(pieces.py). A stage's tasks then count its pieces, through all of its chunks, where others count chunks. What ends a
+piece inside of a chunk comes to the next one by an exchange of the ranks that share the stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from meshwright.strategies.pipeline.task import Arrival, Task, TaskKind
+
+Shape = Literal["loop", "v"]
+
+
+@dataclass(frozen=True)
+class ChunkPlacement:
+    """The chunks of `num_stages` stages, `num_chunks` on each.
+
+    `pieces`: how many each position's chunk falls into; none: chunks are whole. `spreads_head`: every stage, of one
+    chunk, has a part of the head's classes (spread_head.py).
+    """
+
+    num_stages: int
+    num_chunks: int = 1
+    shape: Shape = "loop"
+    pieces: tuple[int, ...] = ()
+    spreads_head: bool = False
+    num_positions: int = field(init=False, repr=False, compare=False)
+    last_stage: int = field(init=False, repr=False, compare=False)
+    """The stage that holds the chain's end. Its beginning is on stage 0."""
+    is_ring: bool = field(init=False, repr=False, compare=False)
+    """Whether the last stage and the first are neighbours, who otherwise are none."""
+    positions: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    """By stage, the positions of its chunks, in order."""
+    stage_of: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """The stage of each position."""
+    numbers: tuple[tuple[range, ...], ...] = field(init=False, repr=False, compare=False)
+    """By stage and chunk, the numbers that its tasks have as their chunk. A part of the head is one chunk more."""
+    places: tuple[tuple[tuple[int, int], ...], ...] = field(init=False, repr=False, compare=False)
+    """By stage and such a number, the chunk of the task, and the task's place in it."""
+
+    def __post_init__(self) -> None:
+        stages, chunks = range(self.num_stages), range(self.num_chunks)
+        # A v goes back through the stages in every second chunk: its turns are on the first and the last stage.
+        stage_of = tuple(
+            stage for chunk in chunks for stage in (reversed(stages) if self.shape == "v" and chunk % 2 else stages)
+        )
+        positions: list[list[int]] = [[] for _ in stages]
+        for position, stage in enumerate(stage_of):
+            positions[stage].append(position)
+        last = stage_of[-1]
+        counts = [[self.pieces[at] if self.pieces else 1 for at in own] for own in positions]
+        if self.spreads_head:
+            counts = [[2] if stage == last else [1, 2] for stage in stages]
+        numbers = tuple(
+            tuple(range(sum(own[:chunk]), sum(own[: chunk + 1])) for chunk in range(len(own))) for own in counts
+        )
+        # Past the frozen dataclass: what follows from the other fields is computed once, not at every task.
+        self.__dict__.update(
+            num_positions=len(stage_of),
+            last_stage=last,
+            # Two stages are neighbours on a line as well.
+            is_ring=self.shape == "loop" and self.num_chunks > 1 and self.num_stages > 2,
+            positions=tuple(map(tuple, positions)),
+            stage_of=stage_of,
+            numbers=numbers,
+            places=tuple(
+                tuple((chunk, place) for chunk, count in enumerate(own) for place in range(count)) for own in counts
+            ),
+        )
+
+    def receiver(self, stage: int, task: Task) -> tuple[int, Arrival] | None:
+        """The stage that a task's result goes to, perhaps this one, and the message as it knows it; None: nobody."""
+        if task.kind is TaskKind.WEIGHT:
+            return None
+        step = 1 if task.kind is TaskKind.FORWARD else -1
+        chunk, place = self.places[stage][task.chunk]
+        if place != (len(self.numbers[stage][chunk]) - 1 if step == 1 else 0):
+            return stage, Arrival(task.kind, task.microbatch, task.chunk + step)
+        to = self.positions[stage][chunk] + step if chunk < self.num_chunks else -1
+        if not 0 <= to < self.num_positions:
+            return None
+        receiver = self.stage_of[to]
+        entry = self.numbers[receiver][to // self.num_stages]
+        return receiver, Arrival(task.kind, task.microbatch, entry[0] if step == 1 else entry[-1])
+
+    def sender(self, stage: int, kind: TaskKind, number: int) -> int | None:
+        """The stage that a task's activations or gradients come from; None: it begins or ends the chain."""
+        chunk, place = self.places[stage][number]
+        if place != (0 if kind is TaskKind.FORWARD else len(self.numbers[stage][chunk]) - 1):
+            return stage
+        if chunk == self.num_chunks:
+            return None
+        source = self.positions[stage][chunk] + (-1 if kind is TaskKind.FORWARD else 1)
+        return self.stage_of[source] if 0 <= source < self.num_positions else None
+
+    def crosses(self, stage: int, task: Task) -> bool:
+        """Whether a task's result comes back to its own stage by a trade of rows with other ranks."""
+        chunk, place = self.places[stage][task.chunk]
+        if task.kind is TaskKind.WEIGHT:
+            return False
+        return place < len(self.numbers[stage][chunk]) - 1 if task.kind is TaskKind.FORWARD else place > 0

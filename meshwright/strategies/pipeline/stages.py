@@ -1,0 +1,79 @@
+"""All stages of a run's pipeline as each rank knows them: chunks, placement, schedule, and the tensors in between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from meshwright.compute.model import Chunk
+from meshwright.compute.parameters.shard import ShardSpec
+from meshwright.ranks.mailbox import MessageMeta, TensorMeta
+from meshwright.strategies.pipeline.partition import ranges_of
+from meshwright.strategies.pipeline.pipeline import message_forms
+from meshwright.strategies.pipeline.placement import ChunkPlacement
+from meshwright.strategies.pipeline.schedule import MESSAGE_DRIVEN, ONE_F_ONE_B, ScheduleRule
+
+if TYPE_CHECKING:
+    from meshwright.config import Config
+
+ALONE_IN_FLIGHT = 2
+"""Microbatches in flight without pipeline stages where rows travel to experts under another microbatch's tasks."""
+
+
+@dataclass(frozen=True)
+class Stages:
+    """All stages of a pipeline, as every rank knows them."""
+
+    chunks: tuple[Chunk, ...]
+    """By position in the chain."""
+    specs: dict[str, ShardSpec]
+    """The specs of all parameters of the model. `tied`: of a table that the first and the last stage hold."""
+    passing: tuple[tuple[TensorMeta, ...], ...]
+    """The tensors from position i to i + 1."""
+    placement: ChunkPlacement
+    states: TensorMeta | None = None
+    """The hidden states that a head cut over stages reads."""
+
+    def of(self, stage: int) -> tuple[Chunk, ...]:
+        """A stage's chunks."""
+        return tuple(self.chunks[position] for position in self.placement.positions[stage])
+
+    def ends(self, position: int) -> tuple[tuple[TensorMeta, ...], tuple[TensorMeta, ...]]:
+        """(Tensors that a position receives, tensors that it sends)."""
+        passing = ((), *self.passing, ())
+        return passing[position], passing[position + 1]
+
+    def message(self, stage: int) -> MessageMeta:
+        """The tensors between a stage and its neighbours."""
+        return message_forms(stage, self.placement, self.passing)
+
+
+def chunks_of(partition: Sequence[int], head_over: tuple[str, ...] = ()) -> tuple[Chunk, ...]:
+    """Return the chunks of a chain by position. `partition`: layers in each; `head_over`: as in Chunk."""
+    runs = ranges_of(partition)
+    return tuple(Chunk(run, position == 0, position == len(runs) - 1, head_over) for position, run in enumerate(runs))
+
+
+def placement_of(config: Config) -> ChunkPlacement:
+    """Return which stage has which chunks."""
+    pipeline = config.layout.pipeline
+    return ChunkPlacement(pipeline.size, pipeline.chunks if pipeline.size > 1 else 1, pipeline.placement)
+
+
+def piece_placement_of(config: Config, partition: Sequence[int]) -> ChunkPlacement:
+    """Return which stage has which pieces if rows travel as messages: a layer with experts is cut twice."""
+    whole = placement_of(config)
+    layers = ranges_of(partition)
+    pieces = tuple(1 + 2 * sum(config.model.has_experts(layer) for layer in own) for own in layers)
+    return ChunkPlacement(whole.num_stages, whole.num_chunks, whole.shape, pieces)
+
+
+def rule_of(config: Config) -> ScheduleRule:
+    """Return the run's schedule with its limit of microbatches in flight. A lone stage has one, or ALONE_IN_FLIGHT if
+    rows travel under another microbatch's tasks."""
+    settings = config.layout.pipeline
+    if settings.size == 1:
+        return MESSAGE_DRIVEN.limited(ALONE_IN_FLIGHT) if config.layout.data.in_pieces else ONE_F_ONE_B
+    rule = settings.rule
+    return rule if settings.limit == "auto" else rule.limited(settings.limit)

@@ -1,0 +1,221 @@
+"""Reading a checkpoint: any box of any tensor, whatever the layout that wrote it."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from meshwright.compute.parameters.shard import Box
+from meshwright.config import Config
+from meshwright.config.load import model_names
+from meshwright.config.messages import problems_of
+from meshwright.ranks.errors import CheckpointError, DamagedError
+from meshwright.ranks.foreign import plain, plain_folder
+from meshwright.training.checkpoint.manifest import (
+    GET_ANOTHER,
+    MANIFEST,
+    StoredFile,
+    StoredRun,
+    read_manifest,
+    stored_file,
+)
+from meshwright.training.checkpoint.shard import BadBlock, StoredShard
+from meshwright.version import __version__
+
+STEP = re.compile(r"step-(\d+)")
+
+
+class Checkpoint:
+    """An open checkpoint folder. Bytes are checked before they are used; nothing else is hashed.
+
+    `bad`: a list that collects blocks that are not those written; by default the first one is raised.
+    """
+
+    def __init__(self, folder: Path, bad: list[BadBlock] | None = None) -> None:
+        self.folder = folder
+        self._bad = bad
+        self.manifest = read_manifest(folder)
+        self.shards: dict[str, StoredShard] = {}
+        """Those read from so far, by file."""
+        self.shapes = {run.parameter: run.shape for run in self.manifest.runs if run.kind == "weight"}
+        """The global shape of every parameter."""
+        for file in self.manifest.files:
+            path = folder / file.file
+            try:
+                size = path.stat().st_size
+            except OSError as error:
+                raise DamagedError(f"{path} is missing; {GET_ANOTHER}") from error
+            # File sizes now, which costs nothing; contents when they are read.
+            if size != file.size_bytes:
+                raise DamagedError(f"{path} is damaged: {size} bytes, not {file.size_bytes}; {GET_ANOTHER}")
+
+    @property
+    def config(self) -> Config:
+        """The config of the run that wrote it. Raises CheckpointError where this version has other fields."""
+        origin = self.manifest.origin
+        try:
+            return Config.model_validate(origin.config)  # the data's files may be gone: only a new run needs them
+        except ValidationError as error:
+            first = problems_of(error, model_names())[0]
+            raise CheckpointError(
+                f"{self.folder} has a config that this version ({__version__}) does not read: {first}; it was written "
+                f"by meshwright {origin.version}: read it with that one, or with a newer one than both"
+            ) from error
+
+    def dtype_of(self, parameter: str) -> str:
+        """The dtype in which a parameter's weight is stored. Raises CheckpointError where there is none."""
+        runs = self.manifest.parts.get((parameter, "weight"))
+        if runs is None:
+            raise CheckpointError(f"{self.folder} has no weight of {parameter}")
+        return runs[0].dtype
+
+    def read(self, parameter: str, kind: str, box: Box) -> Tensor:
+        """A box of a parameter's tensor in its stored dtype, assembled from the parts that overlap it."""
+        runs = self.manifest.parts.get((parameter, kind))
+        if runs is None:
+            known = sorted({kind for name, kind in self.manifest.parts if name == parameter})
+            holds = f"holds only {', '.join(known)} of it" if known else "does not have this parameter"
+            raise CheckpointError(f"{self.folder} has no {kind} of {parameter}: it {holds}")
+        shape = runs[0].shape
+        assert all(part.stop <= size for part, size in zip(box.slices, shape, strict=True)), f"{box} of {shape}"
+        result = torch.empty(box.lengths, dtype=runs[0].torch_dtype)
+        for run in runs:  # disjoint boxes that cover the tensor: the manifest was checked
+            if (common := run.box.intersection(box)) is not None:
+                self._read_run(run, common.within(run.box), result[common.within(box).slices])
+        return result
+
+    def file(self, name: str) -> Path | None:
+        """The path of a file beside the shards, once it is known to be whole; None where there is none.
+
+        A file that the manifest does not list was put there by the user, who was asked to (an import's tokenizer).
+        """
+        for file in self.manifest.files:
+            if file.file == name:
+                self._check(file)
+        return plain(self.folder / name) if (self.folder / name).is_file() else None
+
+    def check_files(self) -> None:
+        """Check every file. Raises DamagedError."""
+        for file in self.manifest.files:
+            self._check(file)
+
+    def damage_besides(self) -> Iterator[DamagedError]:
+        """Check the bytes that a `read` of every tensor leaves out: other files, and tensors that no run names."""
+        keys: defaultdict[int, set[str]] = defaultdict(set)
+        for run in self.manifest.runs:
+            keys[run.group].add(run.key)
+        known: defaultdict[int, set[str]] = defaultdict(set)
+        for number, group in enumerate(self.manifest.groups):
+            for index in group:
+                known[index] |= keys[number]
+        for index, file in enumerate(self.manifest.files):
+            try:
+                if file.header_bytes is None:
+                    self._check(file)
+                else:
+                    self._shard(file).check(known[index])
+            except DamagedError as error:
+                yield error
+
+    def check_frames(self, part: int, of: int) -> None:
+        """Check what `read` may skip in every `of`-th file from `part` on: a shard's header, all of another file.
+        (Nobody reads from replicas' shards, which hold no tensor.) Raises DamagedError."""
+        for file in self.manifest.files[part::of]:
+            if file.header_bytes is None:
+                self._check(file)
+            else:
+                self._shard(file)
+
+    def _read_run(self, run: StoredRun, box: Box, out: Tensor) -> None:
+        """Fill `out` with a box of a run; `box` is relative to the corner of the run's box."""
+        whole = Box(tuple(0 for _ in run.lengths), run.lengths)
+        # The numbers of the box's first and last element in the run's, row by row; between them lie its rows and gaps.
+        begin = last = 0
+        for cut, length in zip(box.slices, run.lengths, strict=True):
+            begin, last = begin * length + cut.start, last * length + cut.stop - 1
+        # The group's files that hold these elements, by position.
+        for part in range((run.start + begin) // run.length, (run.start + last) // run.length + 1):
+            start, stop = run.bounds(part)
+            shard = self._shard(self.manifest.files[self.manifest.groups[run.group][part]])
+            wanted = (max(begin, start) - start, min(last + 1, stop) - start)
+            for offset, values in shard.elements(run, part, *wanted):
+                position = 0
+                # A slice of flat memory is up to three boxes: part of a row, whole rows, part of a row.
+                for rows in whole.flat_parts(start + offset, start + offset + values.numel()):
+                    if (common := rows.intersection(box)) is not None:
+                        there = values[position : position + rows.num_elements].view(rows.lengths)
+                        out[common.within(box).slices] = there[common.within(rows).slices]
+                    position += rows.num_elements
+
+    def _shard(self, file: StoredFile) -> StoredShard:
+        if file.file not in self.shards:
+            self.shards[file.file] = StoredShard(self.folder / file.file, file, self._bad)
+        return self.shards[file.file]
+
+    def _check(self, file: StoredFile) -> None:
+        if file.header_bytes is not None:
+            self._shard(file).check()
+            return
+        path = self.folder / file.file
+        try:
+            whole = stored_file(path) == file
+        except OSError as error:
+            raise DamagedError(f"{path} cannot be read: {error.strerror}; {GET_ANOTHER}") from error
+        if not whole:
+            raise DamagedError(f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}; {GET_ANOTHER}")
+
+
+def steps_in(folder: Path) -> list[tuple[int, Path]]:
+    """The complete checkpoints in a folder, oldest first."""
+    steps = [(int(match[1]), path) for path in folder.glob("step-*") if (match := STEP.fullmatch(path.name))]
+    return sorted((step, path) for step, path in steps if (path / MANIFEST).is_file())
+
+
+def newest_step(folder: Path) -> Path | None:
+    """The newest complete checkpoint in a folder of step folders, or None."""
+    steps = steps_in(folder)
+    return steps[-1][1] if steps else None
+
+
+def newest_whole(folder: Path, before: int) -> Path | None:
+    """The newest undamaged checkpoint before step `before`."""
+    for step, path in reversed(steps_in(folder)):
+        if step < before:
+            try:
+                Checkpoint(path).check_files()
+            except CheckpointError:
+                continue
+            return path
+    return None
+
+
+BEST = "best"
+"""The name, in a run's folder or in its `checkpoints`, of the checkpoint of its best validation."""
+
+
+def find_checkpoint(path: Path) -> Path:
+    """A checkpoint by its own folder, by the run's, or by the run's `checkpoints` folder (then the newest); or by
+    the name `best` in one of the latter, which the newest one's progress tells.
+
+    Raises CheckpointError with what was looked for.
+    """
+    if (path / MANIFEST).is_file():
+        return plain_folder(path)
+    if path.name == BEST and not path.exists():
+        last = find_checkpoint(path.parent)
+        best = read_manifest(last).progress.best
+        if best is None:
+            raise CheckpointError(f"{last} tells of no best validation: checkpoint.best=true keeps one")
+        if not (last.with_name(f"step-{best.step}") / MANIFEST).is_file():
+            raise CheckpointError(f"{last} says that step-{best.step} is the best, and it is not there any more")
+        return plain_folder(plain(last.with_name(f"step-{best.step}"), path.parent))
+    for folder in (path / "checkpoints", path):
+        if (newest := newest_step(folder)) is not None:
+            return plain_folder(plain(newest, path))
+    raise CheckpointError(f"{path} holds no checkpoint: neither {MANIFEST} nor checkpoints/step-N nor step-N")

@@ -1,0 +1,155 @@
+"""The pieces that each rank writes into a checkpoint, and loading one, whatever layout wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.compute.models.chain import make_chain
+from meshwright.compute.parameters.bucket import Place, Slices
+from meshwright.compute.parameters.shard import Box, ShardSpec, shard_specs
+from meshwright.compute.tensor.serial import SerialKit
+from meshwright.config.schema import Config, Model
+from meshwright.ranks.errors import CheckpointError
+from meshwright.ranks.mesh import Mesh, solo_mesh
+from meshwright.training.checkpoint.manifest import Best, Progress
+from meshwright.training.checkpoint.reader import Checkpoint
+from meshwright.training.parts import Parts
+
+
+@dataclass(frozen=True)
+class Piece:
+    """This rank's elements of a `kind` (weight, exp_avg, ...) of a box of a parameter, which `place` names; flat.
+
+    `first`: the number of the first of them in the box, row by row. `slices`: how ranks share the flat memory in which
+    the place lies. The first of them also has pieces without an element, so that it can tell of all.
+    """
+
+    kind: str
+    place: Place
+    tensor: Tensor
+    slices: Slices = field(default_factory=Slices)
+    first: int = 0
+
+
+def pieces_of(parts: Parts) -> Iterator[Piece]:
+    """Yield this rank's slices of weights and optimizer states; of ranks with equal slices the first writes them."""
+    for slot, states in parts.stored():
+        for state in states if parts.mesh.index(*slot.copy_axes) == 0 else ():
+            slices, values = state.slices, state.values
+            number = parts.mesh.index(*slices.axes)
+            start = number * slices.length
+            for place in slices.places:
+                begin, end = max(place.start, start), min(place.stop, start + values.numel())
+                if place.start < place.stop and (begin < end or number == 0):
+                    held = values[begin - start : end - start] if begin < end else values[:0]
+                    yield Piece(state.kind, place, held, slices, begin - place.start)
+
+
+def progress_of(parts: Parts, step: int, samples: int, best: Best | None = None) -> Progress:
+    """The run's progress after `step` steps. `best`: its best validation."""
+    optimizer = parts.optimizer
+    return Progress(step, samples, optimizer.steps_taken, optimizer.scaler.scale, optimizer.scaler.good_steps, best)
+
+
+def restore(parts: Parts, checkpoint: Checkpoint) -> Progress:
+    """Load weights, optimizer states and loss scaling; the data cursor is in the result.
+
+    Raises CheckpointError where it is damaged, or of another model or optimizer. Tables may be padded otherwise.
+    """
+    checkpoint.check_frames(parts.mesh.rank, parts.mesh.grid.world_size)  # the tensors are checked as they are read
+    _check_shapes(parts.specs, checkpoint, parts.config.model)
+    stored, wanted = checkpoint.config.optimizer.name, parts.config.optimizer.name
+    kinds = {kind for _, kind in checkpoint.manifest.parts}
+    if stored != wanted and kinds != {"weight"}:  # weights alone suit every optimizer
+        raise CheckpointError(
+            f"{checkpoint.folder} holds the states of another optimizer: optimizer.name={wanted} cannot go on from "
+            f"those of {stored}; keep optimizer.name={stored}, or begin a new run"
+        )
+    progress = checkpoint.manifest.progress
+    optimizer = parts.optimizer
+    optimizer.prepare_states(progress.steps_taken)
+    for state in (state for _, states in parts.stored() for state in states):
+        # Without a step that did not overflow there are no states yet: they are zero.
+        for place in state.places if state.kind in kinds else ():
+            if (place.name, state.kind) not in checkpoint.manifest.parts:
+                name = place.name
+                raise CheckpointError(
+                    f"{checkpoint.folder} has no {state.kind} of {name}, which its run did not train: zeros would make "
+                    f"the first steps several times too long; keep {name} in model.frozen, or begin a new run from "
+                    "its weights (meshwright convert export, and weights=FOLDER)"
+                )
+            values = _read(checkpoint, place.name, state.kind, place.box)
+            state.values[place.start : place.stop] = values.flatten().to(state.values)
+    if optimizer.scaler.dynamic and checkpoint.config.precision.dtype == "fp16":
+        optimizer.scaler.resume(progress.loss_scale, progress.good_steps)
+    # Half-precision weights are cast again from the masters read, then sent to the ranks that step other slices.
+    optimizer.held.refresh()
+    parts.strategy.publish()
+    parts.strategy.publish_frozen()
+    return progress
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, specs: dict[str, ShardSpec], mesh: Mesh, checkpoint: Checkpoint) -> None:
+    """Fill a model's parameters, without an optimizer."""
+    _check_shapes(specs, checkpoint, checkpoint.config.model)
+    for name, parameter in model.named_parameters():
+        stored = _read(checkpoint, name, "weight", specs[name].box(mesh.grid, mesh.rank))
+        parameter.copy_(stored.to(parameter))
+
+
+def _read(checkpoint: Checkpoint, name: str, kind: str, box: Box) -> Tensor:
+    """The box of a parameter's tensor, with zeros in rows of padding that the checkpoint lacks."""
+    runs = checkpoint.manifest.parts.get((name, kind))
+    shape = runs[0].shape if runs else checkpoint.shapes[name]
+    if not shape or box.offsets[0] + box.lengths[0] <= shape[0]:
+        return checkpoint.read(name, kind, box)
+    rows = max(0, shape[0] - box.offsets[0])
+    there = checkpoint.read(name, kind, Box((shape[0] - rows, *box.offsets[1:]), (rows, *box.lengths[1:])))
+    return torch.cat([there, there.new_zeros(box.lengths[0] - rows, *box.lengths[1:])])
+
+
+def misfit_of(config: Config, checkpoint: Checkpoint) -> str:
+    """A sentence on the first parameter that differs between the checkpoint and the run's model; empty if none does."""
+    whole = make_chain(config, SerialKit(solo_mesh(torch.device("meta"))))
+    return _misfit(shard_specs(whole), checkpoint, config.model)
+
+
+def stateless_of(config: Config, checkpoint: Checkpoint) -> str:
+    """The first parameter that the run trains and of which the checkpoint of a trained run has no states; empty if it
+    has all."""
+    kinds, parts = {kind for _, kind in checkpoint.manifest.parts}, checkpoint.manifest.parts
+    update = config.optimizer.update
+    whole = make_chain(config, SerialKit(solo_mesh(torch.device("meta"))))
+    for name, spec in shard_specs(whole).items():
+        states = {state.name for state in update.states_of(update.rule_of(spec.role))} & kinds
+        if any((name, state) not in parts for state in states):
+            return name
+    return ""
+
+
+def _check_shapes(specs: dict[str, ShardSpec], checkpoint: Checkpoint, model: Model) -> None:
+    if misfit := _misfit(specs, checkpoint, model):
+        raise CheckpointError(f"{checkpoint.folder} is of another model: {misfit}")
+
+
+def _misfit(specs: dict[str, ShardSpec], checkpoint: Checkpoint, model: Model) -> str:
+    shapes = checkpoint.shapes
+    # Of a model that is this one but for the padding of its tables, rows that it has more, or less, are padding (older
+    # versions had none in positions). Under another dropout, and frozen or not, weights mean the same.
+    free = dict.fromkeys(("vocabulary_multiple", "dropout", "frozen"))
+    for name, spec in specs.items():
+        there = shapes.get(name)
+        if there == spec.shape:
+            continue
+        other_rows = there and there[1:] == spec.shape[1:]
+        if other_rows and checkpoint.config.model.model_copy(update=free) == model.model_copy(update=free):
+            continue
+        other = f"it has {list(there)}" if there is not None else "it has no such parameter"
+        return f"{name} should be {list(spec.shape)}, and {other}"
+    extra = sorted(set(shapes) - set(specs))
+    return f"it has {extra[0]}, which this one has not" if extra else ""

@@ -1,0 +1,287 @@
+"""Write a checkpoint while the run goes on: the step waits only for the copy.
+
+A thread of every rank writes its shard and leaves a note for rank 0 on a board (ranks/board.py): the shard's listing,
+or nothing if writing failed. Rank 0's thread waits for all notes and publishes the folder by a rename. All ranks must
+see one file system, as for loading under another layout. Between steps the ranks agree, in a small collective, on why
+the last checkpoint was not written: a full disk could not hold a file with the cause.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from pydantic import TypeAdapter
+from safetensors import SafetensorError
+from torch import Tensor
+
+from meshwright.compute.parameters.root import elements_hash, root_text
+from meshwright.data.files import sync
+from meshwright.ranks.agreement import all_texts
+from meshwright.ranks.board import await_path
+from meshwright.ranks.errors import CheckpointError, MeshwrightError
+from meshwright.ranks.mesh import Mesh
+from meshwright.training.checkpoint.manifest import (
+    Groups,
+    Listing,
+    Manifest,
+    Origin,
+    Progress,
+    Roots,
+    StoredFile,
+    StoredRun,
+    read_manifest,
+    stored_file,
+)
+from meshwright.training.checkpoint.reader import newest_step, steps_in
+from meshwright.training.checkpoint.restore import Piece
+from meshwright.training.checkpoint.shard import BLOCK_BYTES, write_shard
+
+PARTIAL = ".partial-"
+VISIBLE_SECONDS = 10.0
+"""Seconds for a network file system to show rank 0's new folder to other ranks."""
+TEXT_LENGTH = 500
+"""The most characters of a failure's text exchanged between ranks."""
+ABANDONED = "\1"
+"""The text of a failure that only follows from another rank's."""
+ENTRY_BYTES = 1000
+"""Upper bound of a tensor's bytes in a shard's header and the manifest, without its blocks' digests."""
+
+_LISTING = TypeAdapter(Listing)
+
+
+class CheckpointWriter:
+    """Writes step folders into `folder`; of those that this run wrote it keeps the newest `keep`, and the best one as
+    the progress says it (training/best.py). All ranks open it together.
+
+    A checkpoint that cannot be written costs the run that checkpoint and nothing else: the older ones stay. Only
+    `wait`, behind the last one, raises. `unfinished` (on rank 0): the checkpoints in which an earlier run was killed,
+    now removed. `beside`: the texts of further files of a step folder, by file name; rank 0's are written.
+    """
+
+    def __init__(self, folder: Path, mesh: Mesh, keep: int, origin: Origin, beside: Mapping[str, str]) -> None:
+        self.folder = folder
+        self.mesh = mesh
+        self.keep = keep
+        self.origin = origin
+        self.beside = beside
+        self.unfinished = self._clear() if mesh.rank == 0 else []
+        before = list(self._written_before()) if mesh.rank == 0 else []
+        self._own = {progress.step for progress in before}
+        self._best = before[-1].best if before else None
+        # A name unique to this writer, so that an earlier attempt's files are not taken for this one's.
+        token = torch.tensor([secrets.randbits(40)], dtype=torch.int64)
+        mesh.world.broadcast(token, 0)
+        self._token = f"{PARTIAL}{int(token):x}"
+        self._board = mesh.transport.board(folder)
+        self._thread: threading.Thread | None = None
+        self._step = 0
+        self._failure = ""
+        """Why this rank could not do its part of the last checkpoint."""
+        self._failing = False
+
+    def save(self, progress: Progress, pieces: Iterable[Piece], data_root: str | None = None) -> list[str]:
+        """Copy the pieces, then write them in the background; first wait for the checkpoint before. `data_root`: of
+        the order of data (parameters/root.py), as rank 0 knows it.
+
+        Returns notes to the user on that one and on this one: the first of several failures, and their end; on rank 0
+        also that the folder had to be made again.
+        """
+        notes = self._notes(self._outcome())
+        # The step waits only for this copy, which the thread writes while later steps change the weights.
+        copies = [(piece, piece.tensor.detach().to("cpu", copy=True).contiguous()) for piece in pieces]
+        needed = sum(tensor.nbytes + ENTRY_BYTES + 64 * (tensor.nbytes // BLOCK_BYTES) for _, tensor in copies)
+        total = torch.tensor([needed], dtype=torch.int64)
+        self.mesh.world.all_reduce(total)
+        self._step = progress.step
+        partial = self.folder / f"{self._token}-step-{progress.step}"
+        if self.mesh.rank == 0 and not self.folder.exists():
+            notes.append(
+                f"warning: {self.folder} was removed during the run, and every checkpoint in it: it is made again"
+            )
+        self._failure = self._begin(partial, int(total)) if self.mesh.rank == 0 else ""
+        # Agreed before any thread begins: all ranks write this checkpoint, or none.
+        if problem := self._agree(self._failure):
+            self._failure = self._failure or ABANDONED
+            return notes + self._notes(problem)
+        work = (partial, progress, copies, data_root)
+        self._thread = threading.Thread(target=self._guarded_write, args=work, name="checkpoint")
+        self._thread.start()
+        return notes
+
+    def wait(self) -> None:
+        """Return when nothing is being written. Raises CheckpointError, on all ranks, where the last write failed."""
+        if failure := self._outcome():
+            newest = newest_step(self.folder)
+            rest = f"the newest complete one is {newest}" if newest else "there is no complete one"
+            raise CheckpointError(f"a checkpoint could not be written to {self.folder}: {failure}; {rest}")
+
+    def _outcome(self) -> str:
+        """Why the last checkpoint was not written, agreed on by all ranks; empty where it was."""
+        if self._thread is not None:
+            with self.mesh.transport.aside():
+                self._thread.join()
+            self._thread = None
+        return self._agree(self._failure)
+
+    def _agree(self, failure: str) -> str:
+        """The first rank's failure that is a cause and not a consequence."""
+        texts = all_texts(failure[:TEXT_LENGTH], self.mesh.world)
+        if cause := next((text for text in texts if text and text != ABANDONED), ""):
+            return cause
+        # Consequences without a cause: a person or another program removed the folder.
+        return "its folder was removed while it was written" if ABANDONED in texts else ""
+
+    def _notes(self, failure: str) -> list[str]:
+        """Notes for the user: when checkpoints begin to fail, and when they succeed again."""
+        was, self._failing = self._failing, bool(failure)
+        if failure and not was:
+            return [f"warning: no checkpoint of step {self._step}: {failure}; training goes on with the older ones"]
+        return ["checkpoints are written again"] if was and not failure else []
+
+    def _begin(self, partial: Path, needed: int) -> str:
+        """Make the folder to write into where there is room for the checkpoint; returns why it cannot be written."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if shutil.disk_usage(self.folder).free < needed:
+                # The new one needs room beside the newest, which is never removed before another is complete: a kill
+                # in between would lose the run. So keep=1 takes room for two.
+                self._prune(max(1, self.keep - 1))
+            if (room := shutil.disk_usage(self.folder).free) < needed:
+                stay = "; the newest stays until the next is complete" if self.keep == 1 else ""
+                return f"it needs {needed:,} bytes, and {self.folder} has {room:,}{stay}"
+            partial.mkdir()
+        except OSError as error:
+            return str(error)
+        return ""
+
+    def _written_before(self) -> Iterator[Progress]:
+        """The complete checkpoints that this run wrote before it was resumed, oldest first. The run's random identity
+        is asked, not its name: another run's checkpoints, or an import, are nobody's to prune."""
+        for _, path in steps_in(self.folder):
+            with suppress(CheckpointError):  # a damaged one is kept: a person may want to look at it
+                manifest = read_manifest(path)
+                if self.origin.run and manifest.origin.run == self.origin.run:
+                    yield manifest.progress
+
+    def _prune(self, keep: int) -> None:
+        """Remove this run's oldest checkpoints, all but `keep` and the best."""
+        own = [(step, path) for step, path in steps_in(self.folder) if step in self._own]
+        for step, path in own[:-keep]:
+            if self._best is None or step != self._best.step:
+                self._remove(path)
+
+    def _clear(self) -> list[str]:
+        unfinished = []
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for path in sorted(self.folder.glob(f"{PARTIAL}*")):
+                shutil.rmtree(path)
+                unfinished.append(path.name)
+        except OSError as error:
+            raise CheckpointError(f"checkpoints cannot be written to {self.folder}: {error.strerror}") from error
+        return unfinished
+
+    def _guarded_write(
+        self, partial: Path, progress: Progress, copies: list[tuple[Piece, Tensor]], data_root: str | None
+    ) -> None:
+        note = f"{partial.name}/rank-{self.mesh.rank}.json"
+        """The board's key of this rank's note on its shard."""
+        try:
+            await_path(partial, VISIBLE_SECONDS)
+            listing = self._write_shard(partial, copies)
+            self._board.post(note, _LISTING.dump_json(listing).decode())
+            if self.mesh.rank == 0 and not self._publish(partial, progress, data_root):
+                self._failure = ABANDONED
+        except Exception as error:  # any exception: the step that waits for this thread must learn of it
+            removed = not partial.exists() and not (self.folder / f"step-{progress.step}").exists()
+            ours = isinstance(error, OSError | SafetensorError | MeshwrightError)  # whose words say enough
+            text = str(error) if ours else f"{type(error).__name__}: {error}"
+            self._failure = ABANDONED if removed else f"rank {self.mesh.rank}: {text}"
+            with suppress(OSError):
+                self._board.post(note, "")  # rank 0 need not wait
+            with suppress(OSError):
+                self._remove(partial)  # half a checkpoint is useless, and the disk may be full
+
+    def _remove(self, path: Path) -> None:
+        """Rename a folder, then remove it, so that nobody sees it half removed, even ranks that still write to it."""
+        shutil.rmtree(path.rename(self.folder / f"{self._token}-gone-{self.mesh.rank}"))
+
+    def _write_shard(self, partial: Path, copies: list[tuple[Piece, Tensor]]) -> Listing:
+        path = partial / f"rank-{self.mesh.rank}.safetensors"
+        groups, runs = runs_of((piece for piece, _ in copies), self.mesh)
+        tensors, root = {}, 0
+        for piece, tensor in copies:
+            name, place = f"{piece.kind} of {piece.place.name}", piece.place
+            root += int(elements_hash(name, place.shape, place.box, piece.first, tensor.flatten()))
+            key, whole = key_of(piece), tensor.numel() == place.box.num_elements
+            assert key not in tensors, f"{key} is written twice"
+            if tensor.numel():
+                tensors[key] = tensor.view(place.box.lengths) if whole else tensor
+        listing = Listing(write_shard(path, tensors), groups, runs, root)
+        sync(path)
+        return listing
+
+    def _publish(self, partial: Path, progress: Progress, data_root: str | None) -> bool:
+        """Wait for all shards and publish the checkpoint. False if a rank has failed."""
+        notes = [f"{partial.name}/rank-{rank}.json" for rank in range(self.mesh.grid.world_size)]
+        texts = self._board.collect(notes, self.mesh.timeout.wait)
+        if not all(texts):
+            return False
+        files: list[StoredFile] = []
+        groups: list[tuple[int, ...]] = []
+        runs: list[StoredRun] = []
+        hashes: list[int] = []
+        for text in texts:
+            listing = _LISTING.validate_json(text)
+            hashes.append(listing.root)
+            files.append(listing.file)  # in rank order, so that a group of ranks is one of files
+            runs += (replace(run, group=run.group + len(groups)) for run in listing.runs)
+            groups += listing.groups
+        for name, text in self.beside.items():
+            path = partial / name
+            path.write_text(text, encoding="utf-8")
+            sync(path)
+            files.append(stored_file(path))
+        roots = Roots(root_text(hashes), data_root)
+        sync(Manifest(progress, self.origin, tuple(files), tuple(groups), tuple(runs), roots).write(partial))
+        sync(partial)
+        # Files before the folder, the folder before its name: after a power cut the step is there whole or not at all.
+        target = self.folder / f"step-{progress.step}"
+        if target.exists():
+            self._remove(target)
+        partial.rename(target)
+        sync(self.folder)
+        self._own.add(progress.step)
+        self._best = progress.best
+        self._prune(self.keep)
+        return True
+
+
+def key_of(piece: Piece) -> str:
+    """A piece's name in a shard: a rank has one box of a parameter at most."""
+    return f"{piece.kind}/{piece.place.name}"
+
+
+def runs_of(pieces: Iterable[Piece], mesh: Mesh) -> tuple[Groups, tuple[StoredRun, ...]]:
+    """A rank lists runs: the first of those that share a place lists its run, and the others nothing.
+
+    So a thousand ranks list no more than one would, and rank 0 has no more to read.
+    """
+    groups: dict[tuple[int, ...], int] = {}
+    runs = []
+    for piece in pieces:
+        place, axes = piece.place, piece.slices.axes
+        if mesh.index(*axes) == 0:
+            group = groups.setdefault(mesh.grid.group(mesh.rank, *axes), len(groups))
+            start, length = (place.start, piece.slices.length) if axes else (0, place.box.num_elements)
+            box = (place.shape, place.box.offsets, place.box.lengths)
+            dtype = str(piece.tensor.dtype).removeprefix("torch.")
+            runs.append(StoredRun(place.name, piece.kind, *box, dtype, key_of(piece), group, start, length))
+    return tuple(groups), tuple(runs)

@@ -1,0 +1,112 @@
+"""Hugging Face's form of decoders with rotary positions and experts: the parts common to Llama's and DeepSeek's
+families."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from meshwright.compute.models.rotary_section import ROPES, PlainRope
+from meshwright.config.section import shown
+from meshwright.data.tokenizer import Tokenizer
+from meshwright.training.convert.family import Family, TensorPair, TensorShape, WithTokens
+from meshwright.training.convert.folder import Settings
+
+OUTSIDE = {"tokens": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+_ORIGINAL = "original_max_position_embeddings"
+_ROPE_KEYS = {
+    "rope_theta": "theta",
+    "factor": "factor",
+    _ORIGINAL: "original",
+    "low_freq_factor": "low_frequency",
+    "high_freq_factor": "high_frequency",
+    "beta_fast": "fast",
+    "beta_slow": "slow",
+    "attention_factor": "attention_factor",
+    "truncate": "truncate",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+}
+"""Our fields of a rotation by transformers' keys."""
+_SAME = {"default": "plain", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
+"""Our kinds of rotation by transformers' rope_type."""
+_NEEDED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",)}
+"""Keys that transformers requires, by rope_type."""
+_THETA = {"mixtral": 1e6}
+"""Default rope_theta by model_type, where the class's default is not 10,000."""
+
+
+class RotaryFamily(Family):
+    """The base of families of causal decoders with rotary positions."""
+
+    rests_padding = True
+    rows: ClassVar = {"tokens": "vocabulary", "head": "vocabulary"}
+    copied: ClassVar = {HEAD: TABLE}
+
+    def copies(self, model: Any) -> dict[str, str]:
+        return super().copies(model) if model.tied else {}
+
+    def with_tokenizer(self, model: Any, text: str, tokenizer: Tokenizer) -> WithTokens:
+        ids = {"bos_token": tokenizer.begin, "eos_token": tokenizer.end}
+        tokens = {key: tokenizer.name_of(token) for key, token in ids.items() if token is not None}
+        return WithTokens(text, {f"{key}_id": token for key, token in ids.items()}, tokens)
+
+
+def pair_of_experts(name: str, shape: TensorShape, linears: str | Sequence[str]) -> TensorPair:
+    """The pair of our tensor of all n experts, [n, in, ..., out], with Hugging Face's linears [out, in]."""
+    theirs = {f"{linear}.weight": (shape[-1], shape[1]) for linear in linears}
+    return TensorPair(
+        name, shape, theirs,
+        lambda *parts: torch.stack(parts).unflatten(0, (shape[0], -1)).movedim(-1, 1),  # [n, in, linears, out]
+        lambda whole: list(whole.view(*shape[:2], -1, shape[-1]).movedim(1, -1).flatten(0, 1)),
+    )  # fmt: skip
+
+
+def rope_settings(rope: PlainRope) -> dict[str, object]:
+    """transformers' settings of a rotation: `rope_parameters`, and `rope_theta` and `rope_scaling` of older
+    versions."""
+    theirs = {ours: key for key, ours in _ROPE_KEYS.items()}
+    values = {theirs[field]: value for field, value in rope.model_dump(exclude_none=True, exclude={"kind"}).items()}
+    scaling = {"rope_type": next(name for name, ours in _SAME.items() if ours == rope.kind)} | values
+    return {
+        "rope_parameters": scaling,
+        "rope_theta": rope.theta,
+        "rope_scaling": None if rope.kind == "plain" else scaling,
+    }
+
+
+def rope_fields(settings: Settings) -> dict[str, object]:
+    """Our fields of a rotation, from `rope_parameters`, or from `rope_theta` and `rope_scaling` of older versions.
+
+    As in transformers, `rope_scaling` wins over `rope_parameters`, and original positions outside of the section over
+    those inside. Raises CheckpointError for a rope_type or a key that our rotations do not have.
+    """
+    values = settings.values
+    where = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
+    written = values.get(where) or {}
+    if not isinstance(written, dict):
+        raise settings.refused(f"{where}={shown(written)} is no section")
+    theta = values.get("rope_theta", _THETA.get(values["model_type"], PlainRope().theta))
+    theirs = {"rope_theta": theta} | {key: value for key, value in written.items() if value is not None}
+    kind = theirs.pop("rope_type", theirs.pop("type", "default"))
+    theirs.pop("type", None)
+    if kind not in _SAME:
+        raise settings.refused(f"{where}: rope_type={shown(kind)} is not supported; valid: {', '.join(_SAME)}")
+    if kind in ("llama3", "yarn"):
+        # Without either key the original positions are max_position_embeddings.
+        inside = theirs.get(_ORIGINAL, values.get("max_position_embeddings"))
+        theirs[_ORIGINAL] = values.get(_ORIGINAL, inside)
+    if lacking := [key for key in _NEEDED.get(kind, ()) if key not in theirs]:
+        raise settings.refused(f"{where}: rope_type={kind} lacks {', '.join(lacking)}")
+    # Some folders write it with the value that changes nothing.
+    if theirs.get("partial_rotary_factor") == 1.0:
+        del theirs["partial_rotary_factor"]
+    known = {key: ours for key, ours in _ROPE_KEYS.items() if ours in ROPES[_SAME[kind]].model_fields}
+    for key, value in theirs.items():
+        if key not in known:
+            raise settings.refused(f"{where}: {key}={shown(value)} is not supported; valid: {', '.join(known)}")
+    return {"kind": _SAME[kind]} | {known[key]: value for key, value in theirs.items()}

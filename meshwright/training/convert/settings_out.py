@@ -1,0 +1,106 @@
+"""The JSON files beside exported weights: the published files, changed where the model or its special tokens have
+changed, or new files for a model trained from random weights.
+
+Of the published config.json only keys whose meaning has changed are rewritten. Tokens at which generation must stop are
+added to `eos_token_id`: the end token (data.end), and the token with which a chat template closes an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.data.marks import GENERATION, MODEL, SETTINGS, ids_of
+from meshwright.data.tokenizer import Tokenizer
+from meshwright.ranks.foreign import parse_json
+from meshwright.training.convert.family import Family, as_text
+from meshwright.training.convert.folder import Settings
+
+DTYPE_KEYS = ("dtype", "torch_dtype")
+"""transformers' key of the weights' dtype, and the key's older name."""
+_OF_A_CLASS = ("architectures", "id2label", "label2id")
+_EOS = "eos_token_id"
+
+
+@dataclass(frozen=True)
+class TokenizerOut:
+    """A checkpoint's tokenizer and the text of its tokenizer.json. `closing`: ids of tokens that close an answer."""
+
+    text: str
+    tokenizer: Tokenizer
+    closing: Sequence[int] = ()
+
+
+def settings_texts(
+    family: Family,
+    model: Any,
+    published: Mapping[str, str],
+    tokenizer: TokenizerOut | None,
+    dtype: str,
+    same_family: bool,
+    names: Set[str],
+) -> dict[str, str]:
+    """Texts by file name.
+
+    `published`: texts of the files that the weights were imported with; `same_family`: whether they are of a model of
+    this family; `names`: the exported tensors; `dtype`: torch's name of the weights' dtype.
+    """
+    kept = parse_json(published[MODEL]) if MODEL in published else None
+    settings = family.settings(model)
+    if kept is not None:
+        # Settings are compared as we write them, for the published model and for the run's. A key on which both agree
+        # keeps its published value, and so does every key that we do not write.
+        before = family.settings(family.read(Settings(Path("the published config.json"), dict(kept)), names))
+        changed = {key: value for key, value in settings.items() if key not in before or before[key] != value}
+        other_class = {} if same_family else {key: settings[key] for key in _OF_A_CLASS if key in settings}
+        settings = {**kept, **changed, **other_class}
+    # A new file takes the older key, which every version of transformers reads.
+    key = next((name for name in DTYPE_KEYS if name in settings), DTYPE_KEYS[1])
+    settings[key] = dtype
+    texts = family.further_files(model) | dict(published)
+    if tokenizer is not None:
+        text, ids, tokens = family.with_tokenizer(model, tokenizer.text, tokenizer.tokenizer)
+        # Published ids stay; only missing ones are added.
+        settings |= {key: token for key, token in ids.items() if key not in settings}
+        if _EOS in ids:
+            settings, texts = _with_ends(settings, texts, tokenizer)
+        texts["tokenizer.json"] = text
+        about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.positions, **tokens}
+        if SETTINGS not in published:
+            texts[SETTINGS] = as_text(about)
+        elif kept is None or text != tokenizer.text:  # the model's special tokens were appended
+            texts[SETTINGS] = as_text(about | parse_json(published[SETTINGS]))
+    return texts | {MODEL: as_text(settings)}
+
+
+def _with_ends(
+    settings: dict[str, Any], texts: dict[str, str], tokenizer: TokenizerOut
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """config.json's settings and the files' texts with every `eos_token_id` that transformers' generate needs in order
+    to stop where `generate` here does."""
+    generation, end = parse_json(texts[GENERATION]) if GENERATION in texts else None, tokenizer.tokenizer.end
+    # Generation stops at these ids, the end token first.
+    ends = [end, *sorted(tokenizer.tokenizer.marks.stops.union(tokenizer.closing) - {end})]
+    # Without an eos_token_id in generation_config.json, transformers' generate reads config.json's.
+    if generation is None or not ids_of(generation.get(_EOS)):
+        return settings | _ended(settings, tokenizer, ends), texts
+    texts = texts | {GENERATION: texts[GENERATION]}
+    if ended := _ended(generation, tokenizer, ends):
+        texts[GENERATION] = as_text(generation | ended)
+    # config.json then needs the end token alone: generate does not read it.
+    return settings | _ended(settings, tokenizer, [end]), texts
+
+
+def _ended(settings: Mapping[str, Any], tokenizer: TokenizerOut, wanted: Sequence[int]) -> dict[str, Any]:
+    """A new `eos_token_id` that holds the `wanted` ids; {} where the settings hold them already."""
+    stored = ids_of(settings.get(_EOS))
+    if set(wanted) <= set(stored):
+        return {}
+    special = tokenizer.tokenizer.special_tokens
+    # transformers writes its class's default (LlamaConfig: 2) into every config.json: a stored id stays only where it
+    # is a special token of the tokenizer.
+    kept = [token for token in stored if tokenizer.tokenizer.name_of(token) in special]
+    ids = list(dict.fromkeys([*kept, *wanted]))
+    return {_EOS: ids[0] if len(ids) == 1 else ids}

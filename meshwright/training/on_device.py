@@ -1,0 +1,207 @@
+"""Meta tensors that do what a device's do: its attention, its dropout, its GELU, its autocast.
+
+| attention     | what stands between the linears                                                                   |
+|---------------|---------------------------------------------------------------------------------------------------|
+| fused         | one kernel forward, one backward; nothing of [B, A, T, S] in memory                               |
+| fused-softmax | Q Kᵀ, one kernel that scales, masks and takes the softmax, dropout, the product with V, in the    |
+|               | run's dtype: Megatron-LM's kernels (Narayanan et al., SC 2021, section 4.2)                       |
+| steps         | the same, but scaling, masking and softmax are kernels of their own                               |
+| torch         | the steps of F.scaled_dot_product_attention without a fused kernel, in float32 for half precision |
+
+All but the fused kernel multiply all of a causal attention's scores, and keep 5 bytes of each where there is dropout in
+half precision: the softmax, the mask of the dropout, its product.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from meshwright.compute.context.kernels import Kernel, kernel_of
+from meshwright.compute.context.widened import attend_widened
+from meshwright.compute.tensor.gelu import gelu
+
+Attention = Literal["fused", "fused-softmax", "steps", "torch"]
+
+LOWERED = frozenset([
+    "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "addbmm", "baddbmm", "linear", "conv1d",
+    "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention",
+])  # fmt: skip
+"""Functions whose tensors autocast narrows (torch's page on AMP, "Autocast Op Reference")."""
+_LOSSES = frozenset(["cross_entropy", "nll_loss", "mse_loss", "kl_div", "binary_cross_entropy_with_logits", "prod"])
+WIDENED = {
+    "cpu": _LOSSES,
+    "cuda": _LOSSES | frozenset([
+        "softmax", "log_softmax", "logsumexp", "layer_norm", "group_norm", "rms_norm", "norm", "sum", "cumsum", "exp",
+        "expm1", "log", "log1p", "pow", "__pow__", "__rpow__", "rsqrt", "reciprocal", "__rdiv__", "softplus",
+    ]),
+}  # fmt: skip
+"""Functions whose tensors autocast widens to float32, by type of device. Our models call no others that it casts."""
+
+_OURS = frozenset([F.scaled_dot_product_attention, attend_widened, kernel_of, F.dropout, F.rms_norm, F.gelu])
+"""Functions that devices do in other ways than meta tensors."""
+
+
+class AsOnDevice(TorchFunctionMode):
+    """While entered, F.scaled_dot_product_attention is the `attention` of a device of that type (a fused kernel where
+    it fits, as the function would choose), dropout on a GPU is one kernel, and on a CPU GELU is our own.
+    `gelu_in_steps`: kernel by kernel, as a program of torch's operators has it; `heads_apart`: each attended by kernels
+    of its own; `norms_in_steps`: RMS norm on a GPU too, which torch has a kernel for since 2.9. Under autocast tensors
+    are cast before they are used, so that autograd keeps what it would on the device; of our layers' weights each is
+    cast where it is used, once a pass."""
+
+    def __init__(
+        self,
+        device_type: str,
+        attention: Attention,
+        *,
+        gelu_in_steps: bool = False,
+        heads_apart: bool = False,
+        norms_in_steps: bool = False,
+    ) -> None:
+        super().__init__()
+        self.heads_apart, self.norms_in_steps = heads_apart, norms_in_steps
+        self.device_type, self.attention, self.gelu_in_steps = device_type, attention, gelu_in_steps
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        casts = torch.is_autocast_enabled("cpu")
+        # Most calls are looks at a tensor's shape: half a million in a search.
+        if not casts and function not in _OURS:
+            return function(*args, **(kwargs or {}))
+        # torch's autocast goes by a tensor's device, so meta tensors pass it by.
+        if casts and (dtype := self._autocast_dtype(function, kwargs or {})) is not None:
+
+            def cast(x: Any) -> Any:
+                is_cast = isinstance(x, Tensor) and x.is_meta and x.is_floating_point() and x.dtype != torch.float64
+                return x.to(dtype) if is_cast else x
+
+            args, kwargs = tree_map(cast, (args, kwargs))
+        if function is attend_widened and self.attention != "fused":  # whose backward pass has no kernel to widen
+            function = F.scaled_dot_product_attention
+        if function is F.scaled_dot_product_attention and self.attention != "torch":
+            return self._attend(*args, **(kwargs or {}))
+        if function is kernel_of and self.attention != "fused":
+            return Kernel()  # what gives a ring its sums, too
+        if function is F.dropout and self.device_type == "cuda":
+            return self._drop(*args, **(kwargs or {}))
+        if function is F.rms_norm and self.device_type == "cuda" and not self.norms_in_steps:
+            # Meta tensors take torch's steps where a GPU has one kernel each way; layer norm's move the same bytes.
+            given = dict(zip(("input", "normalized_shape", "weight", "eps"), args, strict=False)) | dict(kwargs or {})
+            return F.layer_norm(given["input"], given["normalized_shape"], given.get("weight"))
+        if (
+            function is F.gelu
+            and kwargs == {"approximate": "tanh"}
+            and (self.gelu_in_steps or self.device_type == "cpu")
+        ):
+            [x] = args
+            if self.gelu_in_steps:
+                return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+            return gelu(x, device_type="cpu")
+        return function(*args, **(kwargs or {}))
+
+    def _autocast_dtype(self, function: Any, kwargs: Mapping[str, Any]) -> torch.dtype | None:
+        """The dtype that autocast gives to a function's tensors; None where it leaves them. One that is told where to
+        write, or in which dtype, is left alone."""
+        if "out" in kwargs or kwargs.get("dtype") is not None:
+            return None
+        if function.__name__ in LOWERED:
+            return torch.get_autocast_dtype("cpu")
+        return torch.float32 if function.__name__ in WIDENED[self.device_type] else None
+
+    def _drop(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        assert not inplace, "no layer of ours drops in place"
+        return _dropout(x, p, on_gpu=True) if training and p > 0 else x
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        if self.heads_apart and query.shape[1] > 1:
+            assert not enable_gqa, "a published program's heads have keys of their own"
+            heads = [x.split(1, 1) for x in (query, key, value)]
+            masks: Sequence[Tensor | None] = [attn_mask] * query.shape[1]
+            if attn_mask is not None and attn_mask.dim() > 3 and attn_mask.shape[1] > 1:
+                masks = attn_mask.split(1, 1)  # a bias of each head
+            each = zip(*heads, masks, strict=True)
+            return torch.cat([self._attend(q, k, v, mask, dropout_p, is_causal, scale) for q, k, v, mask in each], 1)
+        if enable_gqa and (self.attention != "fused" or self.device_type != "cpu"):
+            # These take a key a query; FlashAttention, which a GPU has, would not ask for it.
+            groups = query.shape[1] // key.shape[1]
+            key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+        if self.attention != "fused":
+            masked = attn_mask is not None or is_causal
+            return _attend_in_steps(
+                query, key, value, attn_mask, dropout_p, masked,
+                apart=self.attention == "steps", on_gpu=self.device_type == "cuda",
+            )  # fmt: skip
+        learns_mask = attn_mask is not None and attn_mask.requires_grad
+        # The fused kernels give a mask no gradient, and the CPU's knows no dropout: torch would take its steps.
+        if learns_mask or (self.device_type == "cpu" and dropout_p > 0):
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            # As torch does in front of these kernels; the addend is memory, too.
+            attn_mask = torch.where(attn_mask, 0.0, -math.inf).to(query.dtype)
+        if self.device_type == "cpu":
+            attended: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+            )[0]
+        else:
+            bias = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
+            attended = torch.ops.aten._scaled_dot_product_efficient_attention(
+                query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
+            )[0]
+        return attended
+
+
+def _attend_in_steps(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, masked: bool, *, apart: bool,
+    on_gpu: bool,
+) -> Tensor:  # fmt: skip
+    """Scores and probabilities [B·A, T, S] in the queries' dtype; the scale is an argument of the first product.
+    `apart`: scaling and masking are kernels of their own."""
+    heads = query.shape[:2]
+    scores = torch.bmm(_HeadsInRow.apply(query), _HeadsInRow.apply(key).mT).unflatten(0, heads)
+    if apart:
+        # Any factor: the kernel counts, not its numbers, which meta tensors do not have.
+        scores = scores * 1.0
+        if masked:
+            hidden = torch.empty((), dtype=torch.bool, device=scores.device).expand(scores.shape[-2:])
+            scores = scores.masked_fill(hidden, -math.inf)
+    if mask is not None and mask.dtype != torch.bool:
+        scores = scores + mask
+    probabilities = torch.softmax(scores, -1)
+    if dropout:
+        probabilities = _dropout(probabilities, dropout, on_gpu=on_gpu)
+    return torch.bmm(probabilities.flatten(0, 1), _HeadsInRow.apply(value)).unflatten(0, heads)
+
+
+def _dropout(x: Tensor, share: float, *, on_gpu: bool) -> Tensor:
+    """On a GPU one kernel, which keeps a mask of bytes; elsewhere, as on meta tensors, three, with a mask in x's
+    dtype."""
+    return torch.native_dropout(x, share, True)[0] if on_gpu else torch.dropout(x, share, True)
+
+
+class _HeadsInRow(torch.autograd.Function):
+    """[B, A, T, E] -> [B·A, T, E] without a copy: a batched product takes operands with strides, and on meta tensors
+    those of sequences before samples ([T, B, A, E], as Megatron-LM lays activations out) stand for any."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        *ctx.heads, length, width = x.shape
+        count = math.prod(ctx.heads)
+        return x.as_strided((count, length, width), (width, count * width, 1))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.unflatten(0, ctx.heads)

@@ -1,0 +1,506 @@
+"""Typing rules of torch's operators: the kinds of results from the kinds of inputs.
+
+| operators                   | partial inputs                            | a cut dim that is                  |
+|-----------------------------|-------------------------------------------|------------------------------------|
+| sums, differences           | stay partial; beside a whole one: refused | kept                               |
+| products by elements        | one may be partial, two: refused          | kept                               |
+| other functions of elements | refused: f(a + b) is not f(a) + f(b)      | kept                               |
+| products of matrices, sums  | one may be partial, two: refused          | summed over: the result is partial |
+| maxima, softmax, norms      | refused                                   | reduced over: the result is own    |
+| a function's backward pass  | its incoming gradient may be partial      | as forward                         |
+| look-ups with whole indices | stay partial                              | looked up in: the result is partial|
+| unlisted operators          | the result is own                         | the result is own                  |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from meshwright.strategies.memory.recompute import tensors_in
+from meshwright.training.typed.kinds import (
+    NONE,
+    Axes,
+    Dim,
+    Kind,
+    aligned,
+    axes_of,
+    broadcast,
+    joined,
+    length,
+    reshaped,
+    uncut,
+)
+
+
+class WrongSum(Exception):
+    """A sum over `axis` is missing, or made once too often: the symptom (`shown`) and the remedy. `names`: the
+    parameters whose gradients are summed; `place`, `since`: the modules of the symptom and of the operator that made
+    the sum partial."""
+
+    def __init__(self, axis: str, shown: str, remedy: str, names: Sequence[str] = ()) -> None:
+        super().__init__(f"{shown} ({axis})")
+        self.axis, self.shown, self.remedy, self.names = axis, shown, remedy, names
+        self.place = self.since = ""
+
+
+SUM_FIRST = "sum it over the axis first (all_reduce, or reduce_scatter where a part is enough)"
+
+
+@dataclass
+class Call:
+    """An operator's call: arguments by their names in torch's schema, results, and a look-up of tensors' kinds.
+
+    `inputs`: the tensors among the arguments, and their `kinds`; `shape`: of the first result.
+    """
+
+    name: str
+    given: dict[str, Any]
+    results: Sequence[Tensor]
+    kind_of: Callable[[Tensor], Kind]
+    elementwise: bool = False
+
+    def __post_init__(self) -> None:
+        self.shape = self.results[0].shape
+        self.inputs = list(tensors_in(value for name, value in self.given.items() if name != "out"))
+        self.kinds = [self.kind_of(x) for x in self.inputs]
+
+    def kind(self, name: str) -> Kind:
+        return self.kind_of(self.given[name])
+
+    def number(self, name: str, default: int = 0) -> int:
+        return int(self.given.get(name, default))
+
+    def refuse_partial(self, kinds: Iterable[Kind]) -> None:
+        """Raises WrongSum where an input of this non-linear operator is partial; integers and masks are exempt."""
+        if self.results[0].is_floating_point():
+            refuse_partial(kinds, self.name)
+
+
+Rule = Callable[[Call], Kind | list[Kind]]
+
+
+def kinds_of_results(call: Call) -> list[Kind]:
+    """The kind of every result. Raises WrongSum."""
+    if rule := RULES.get(call.name) or (function if call.elementwise else None):
+        made = rule(call)
+        return made if isinstance(made, list) else [made] * len(call.results)
+    if all(kind.constant for kind in call.kinds):
+        return of_numbers(call)
+    return [_loose(call.kinds, x.shape) for x in call.results]
+
+
+def of_numbers(call: Call) -> list[Kind]:
+    return [Kind(uncut(x.shape), constant=True) for x in call.results]
+
+
+def _loose(kinds: Sequence[Kind], shape: Sequence[int]) -> Kind:
+    """The kind of a result of which no rule is known: axes over which an input differs are `own`."""
+    return joined(kinds, uncut(shape), NONE.union(*(kind.cut | kind.partial for kind in kinds)))
+
+
+def add(kinds: Sequence[Kind], shape: Sequence[int]) -> Kind:
+    partial = NONE.union(*(kind.partial for kind in kinds))
+    loose = NONE.union(*(kind.own | kind.unknown for kind in kinds))
+    for axis in sorted(partial - loose):
+        for kind in kinds:
+            if not kind.constant and axis not in kind.partial:
+                word = kind.word(axis)
+                else_ = "a later sum counts the whole one once a rank" if word == "whole" else "parts meet addends"
+                raise WrongSum(axis, f"a partial sum is added to what is {word}", f"{SUM_FIRST}; else {else_}")
+    dims, lost = broadcast(kinds, shape)
+    return joined(kinds, dims, lost, partial)
+
+
+def multiply(kinds: Sequence[Kind], shape: Sequence[int]) -> Kind:
+    """A product, linear in each of its factors."""
+    partial: Axes = NONE
+    loose = NONE.union(*(kind.own | kind.unknown for kind in kinds))
+    for kind in kinds:
+        for axis in sorted(partial & kind.partial - loose):
+            raise WrongSum(axis, "two partial sums are multiplied", SUM_FIRST)
+        partial |= kind.partial
+    dims, lost = broadcast(kinds, shape)
+    cut = NONE.union(*(kind.cut for kind in kinds))
+    return joined(kinds, dims, lost | (partial & cut), partial)
+
+
+def refuse_partial(kinds: Iterable[Kind], name: str) -> None:
+    kinds = list(kinds)
+    loose = NONE.union(*(kind.own | kind.unknown for kind in kinds))
+    for axis in sorted(NONE.union(*(kind.partial for kind in kinds)) - loose):
+        raise WrongSum(axis, f"{name.strip('_')}, which is not linear, is taken of a partial sum", SUM_FIRST)
+
+
+def function(call: Call) -> Kind:
+    """A function of elements that is not linear."""
+    kinds = call.kinds
+    call.refuse_partial(kinds)
+    dims, lost = broadcast(kinds, call.shape)
+    return joined(kinds, dims, lost.union(*(kind.partial for kind in kinds)))
+
+
+def sums(call: Call) -> Kind:
+    if len(call.inputs) == 1 and call.given.get("other"):
+        for axis in sorted(call.kinds[0].partial):
+            raise WrongSum(axis, "a number is added to a partial sum, once on every rank", SUM_FIRST)
+    return add(call.kinds, call.shape)
+
+
+def filled(call: Call) -> Kind:
+    kind, mask = call.kinds[:2]
+    value = call.given["value"]
+    if not isinstance(value, Tensor) and value != 0:
+        refuse_partial([kind], "a mask's value")
+    return multiply([kind, mask], call.shape)
+
+
+def copied(call: Call) -> Kind:
+    """The last input, written over the first, or a number (fill)."""
+    if len(call.inputs) == 1:
+        return Kind(uncut(call.shape), constant=True)
+    source = call.kind_of(call.inputs[-1])
+    dims, lost = broadcast([source], call.shape)
+    return joined([source], dims, lost, source.partial)
+
+
+def linear_in_first(call: Call) -> Kind:
+    """Division, or the backward pass of a function of elements: linear in the incoming gradient. A softmax's, along
+    `dim`, as well."""
+    first, *others = call.kinds
+    refuse_partial(others, "division" if call.name == "div" else call.name)
+    made = multiply([first, *others], call.shape)
+    if "softmax" not in call.name:
+        return made
+    return made.loosened(axes_of(others[0].dims[call.number("dim", -1) % len(others[0].dims)]))
+
+
+def product(a: Kind, b: Kind, summed: Sequence[Dim], dims: Sequence[Dim]) -> Kind:
+    """A sum of products over the dims `summed`; `dims`: the result's."""
+    over = axes_of(*summed)
+    loose = a.own | b.own | a.unknown | b.unknown
+    for axis in sorted(a.partial & b.partial - loose):
+        raise WrongSum(axis, "two partial sums are multiplied", SUM_FIRST)
+    partial = a.partial | b.partial
+    lost, seen = partial & over, NONE
+    for dim in dims:
+        lost |= axes_of(dim) & (seen | partial | over)
+        seen |= axes_of(dim)
+    return joined([a, b], tuple(dims), lost, partial | over)
+
+
+def matrices(call: Call) -> Kind:
+    """a @ b; of addmm, addmv and baddbmm, beta * self + a @ b."""
+    *addend, a, b = call.kinds
+    if len(a.dims) == 2:
+        made = product(a, b, [a.dims[1], b.dims[0]], [a.dims[0], *b.dims[1:]])
+    elif batch := aligned(a.dims[0], b.dims[0]):
+        made = product(a, b, [a.dims[2], b.dims[1]], [batch, a.dims[1], b.dims[2]])
+    else:
+        made = _loose([a, b], call.shape)
+    return add([*addend, made], call.shape) if addend and call.given.get("beta", 1) != 0 else made
+
+
+def without(kind: Kind, reduced: Sequence[int], shape: Sequence[int], partial: Axes, lost: Axes) -> Kind:
+    """The kind without the `reduced` dims, which stay with a length of 1 where the shape has them (keepdim)."""
+    kept = [dim for position, dim in enumerate(kind.dims) if position not in reduced]
+    if len(shape) == len(kind.dims):
+        kept = [((1, NONE),) if at in reduced else dim for at, dim in enumerate(kind.dims)]
+    return joined([kind], tuple(kept), lost, kind.partial | partial)
+
+
+def reduced(call: Call) -> list[Kind]:
+    """A reduction: a sum or a mean; or one that is not linear, as a maximum, a norm, a variance."""
+    kind, dim, linear = call.kinds[0], call.given.get("dim"), call.name in ("sum", "mean")
+    if not linear:
+        call.refuse_partial([kind])
+    every = range(len(kind.dims))
+    dims = list(dim) if isinstance(dim, list | tuple) else [] if dim is None else [dim]
+    gone = [every[at] for at in dims] or list(every)  # without a dim all of them
+    over = axes_of(*(kind.dims[at] for at in gone))
+    partial, lost = (over, kind.partial & over) if linear else (NONE, over | kind.partial)
+    return [without(kind, gone, x.shape, partial, lost) for x in call.results]
+
+
+def along(call: Call) -> list[Kind]:
+    """A function of rows along `dim`: softmax, sorting."""
+    kind = call.kinds[0]
+    call.refuse_partial([kind])
+    at = call.number("dim", -1) % len(kind.dims)
+    loose = kind.loosened(axes_of(kind.dims[at]) | kind.partial)
+    # topk shortens the row.
+    return [_resized(loose, at, x.shape[at]) for x in call.results]
+
+
+def _resized(kind: Kind, at: int, size: int) -> Kind:
+    """The kind with another length of the dim `at`, whose factors become one."""
+    dims = [*kind.dims]
+    dims[at] = ((size, axes_of(dims[at])),)
+    return replace(kind, dims=tuple(dims))
+
+
+def transposed(call: Call) -> Kind:
+    kind = call.kinds[0]
+    order = list(range(len(kind.dims)))
+    if call.name == "permute":
+        order = [at % len(order) for at in call.given["dims"]]
+    elif len(order) > 1:
+        one, other = (call.number("dim0", 0) % len(order), call.number("dim1", 1) % len(order))
+        order[one], order[other] = order[other], order[one]
+    return replace(kind, dims=tuple(kind.dims[at] for at in order))
+
+
+def expanded(call: Call) -> Kind:
+    kind, shape = call.kinds[0], call.shape
+    dims: list[Dim] = [((size, NONE),) for size in shape[: len(shape) - len(kind.dims)]]
+    before = call.inputs[0].shape
+    for dim, old, new in zip(kind.dims, before, shape[len(dims) :], strict=True):
+        dims.append(dim if old == new else ((old, axes_of(dim)), (new, NONE)) if axes_of(dim) else ((new, NONE),))
+    return replace(kind, dims=tuple(dims))
+
+
+def inserted(call: Call) -> Kind:
+    """A new dim: unsqueeze, or the gradient of select, zero but at the selected index."""
+    kind = call.kinds[0]
+    at = call.number("dim") % len(call.shape)
+    return replace(kind, dims=(*kind.dims[:at], ((call.shape[at], NONE),), *kind.dims[at:]))
+
+
+def selected(call: Call) -> Kind:
+    """One index of a dim (select), or each (unbind): a cut dim has another one on every rank."""
+    kind = call.kinds[0]
+    at = call.number("dim") % len(kind.dims)
+    loose = kind.loosened(axes_of(kind.dims[at]))
+    return replace(loose, dims=loose.dims[:at] + loose.dims[at + 1 :])
+
+
+def resized(call: Call) -> list[Kind]:
+    """Dims shortened (slice, split) or padded with zeros."""
+    made, given = [], call.kinds[0]
+    for x in call.results:
+        kind = given
+        for at, (old, new) in enumerate(zip(call.inputs[0].shape, x.shape, strict=True)):
+            kind = kind if old == new else _resized(kind, at, new)
+        made.append(kind)
+    return made
+
+
+def concatenated(call: Call) -> Kind:
+    """Tensors side by side; where addends stand beside whole values, the axis is `own`."""
+    tensors = [x for x in call.inputs if x.dim() == call.inputs[-1].dim()]
+    kinds = [call.kind_of(x) for x in tensors]
+    if call.name == "stack":
+        at = call.number("dim") % (len(kinds[0].dims) + 1)
+        kinds = [replace(kind, dims=(*kind.dims[:at], ((1, NONE),), *kind.dims[at:])) for kind in kinds]
+    else:
+        at = call.number("dim") % len(kinds[0].dims)
+    solid = [kind for kind in kinds if not kind.constant] or kinds
+    partial = NONE.union(*(kind.partial for kind in kinds))
+    lost = NONE.union(*(partial - kind.partial for kind in solid))
+    dims: list[Dim] = []
+    for place in range(len(kinds[0].dims)):
+        cuts = {axes_of(kind.dims[place]) for kind in solid}
+        lost |= NONE.union(*cuts) if len(cuts) > 1 else NONE
+        dims.append(((call.shape[place], NONE.union(*cuts)),) if place == at else solid[0].dims[place])
+    return joined(kinds, tuple(dims), lost, partial)
+
+
+def looked_up(call: Call) -> Kind:
+    """Rows of a table, and the table's gradient. Where an axis cuts the table, each rank looks up its own rows and
+    masks the others."""
+    ids = call.kind("indices")
+    if call.name == "embedding":
+        table = call.kind("weight")
+        return product(table, ids, [table.dims[0]], [*ids.dims, table.dims[1]])
+    gradient = call.kind("grad_output")
+    return product(gradient, ids, [*gradient.dims[:-1], *ids.dims], [((call.shape[0], NONE),), gradient.dims[-1]])
+
+
+def gathered(call: Call) -> Kind:
+    kind, ids = call.kind("self"), call.kind("index")
+    at = call.number("dim") % len(kind.dims)
+    over = axes_of(kind.dims[at])
+    dims, lost = broadcast([ids], call.shape)
+    others = axes_of(*kind.dims[:at], *kind.dims[at + 1 :])
+    return joined(
+        [kind, ids],
+        dims,
+        lost | (others - ids.cut) | (over & (ids.cut | ids.partial | ids.own | ids.unknown)),
+        kind.partial | over,
+    )
+
+
+def rows_added(call: Call) -> Kind:
+    """self[index] += source along `dim`: source's rows are summed."""
+    source, ids = call.kind("source"), call.kind("index")
+    at = call.number("dim") % len(source.dims)
+    dims = [*source.dims]
+    over = axes_of(dims[at]) | ids.cut
+    dims[at] = ((call.shape[at], NONE),)
+    return add([call.kind("self"), joined([source, ids], tuple(dims), NONE, source.partial | over)], call.shape)
+
+
+def put(call: Call) -> Kind:
+    """self[indices] = values, or += with `accumulate`."""
+    values = call.kind("values")
+    indices = [call.kind_of(x) for x in tensors_in(call.given["indices"])]
+    if not call.given.get("accumulate"):
+        return _loose([call.kind("self"), values, *indices], call.shape)
+    over = values.cut.union(*(ids.cut for ids in indices))
+    rows = joined([values, *indices], uncut(call.shape), NONE, values.partial | over)
+    return add([call.kind("self"), rows], call.shape)
+
+
+def scattered(call: Call) -> Kind:
+    """Values written over indices of each row along `dim`."""
+    at = call.number("dim") % len(call.shape)
+    lost = NONE.union(*(axes_of(kind.dims[at]) | kind.partial for kind in call.kinds))
+    kinds = [_resized(kind, at, call.shape[at]) for kind in call.kinds]
+    dims, apart = broadcast(kinds, call.shape)
+    return joined(kinds, dims, lost | apart)
+
+
+def norm_forward(call: Call) -> list[Kind]:
+    """A layer or group norm, and its statistics."""
+    kind = call.kinds[0]
+    refuse_partial(call.kinds, call.name)
+    cut = axes_of(kind.dims[-1]) if call.name == "native_layer_norm" else axes_of(*kind.dims[2:])
+    dims, lost = broadcast([kind], call.shape)
+    made = joined([kind], dims, lost | kind.partial).loosened(cut)
+    made = joined([made, *call.kinds[1:]], made.dims)
+    kinds = [made]
+    for x in call.results[1:]:  # statistics: the dims with another length and the same cuts; a length of 1 has none
+        pairs = zip(made.dims, x.shape, strict=False)
+        short = (dim if length(dim) == n else ((n, axes_of(dim) if n > 1 else NONE),) for dim, n in pairs)
+        kinds.append(replace(made, dims=tuple(short)))
+    return kinds
+
+
+def norm_backward(call: Call) -> list[Kind]:
+    """Gradients of a norm's input, weight and bias."""
+    gradient, x, *others = call.kinds[:2] + [kind for kind in call.kinds[2:] if len(kind.dims) == 1]
+    refuse_partial([x, *others], call.name)
+    dx = multiply([gradient, x], call.inputs[1].shape)
+    last = len(dx.dims) - 1 if call.name == "native_layer_norm_backward" else 1
+    over = axes_of(*dx.dims[:last], *dx.dims[last + 1 :])
+    dweight = joined([dx], (dx.dims[last],), dx.partial & over, dx.partial | over)
+    dx = joined([dx, *others], dx.dims, NONE, dx.partial)
+    return [dx, dweight, dweight][: len(call.results)]
+
+
+def attended(call: Call) -> list[Kind]:
+    """softmax(q kᵀ) v, [B, A, T, E]. Under context parallelism keys and values are gathered before."""
+    query, key, value = call.kinds[:3]
+    refuse_partial([query, key], "attention's softmax")
+    lost = _keys_apart(query, key, value)
+    dims = [*query.dims[:3], value.dims[3]]
+    made = joined([query, key, value], tuple(dims), lost, value.partial)
+    return [made, *(replace(made, dims=made.dims[: x.dim()]) for x in call.results[1:])]
+
+
+def _keys_apart(query: Kind, key: Kind, value: Kind) -> Axes:
+    """The axes that cut keys differently from queries, or inside a head."""
+    apart = axes_of(query.dims[3], key.dims[3], key.dims[2], value.dims[2])
+    for place in (0, 1):
+        held = {axes_of(kind.dims[place]) for kind in (query, key, value)}
+        apart |= NONE.union(*held) if len(held) > 1 else NONE
+    return apart
+
+
+def attended_backward(call: Call) -> list[Kind]:
+    gradient, query, key, value = call.kinds[:4]
+    refuse_partial([query, key, value], "attention's softmax")
+    lost, over = _keys_apart(query, key, value), axes_of(query.dims[2])
+    kinds, partial = [gradient, query, key, value], gradient.partial
+    dq = joined(kinds, query.dims, lost, partial)
+    # Every query position adds to the gradients of all keys.
+    return [dq, *(joined(kinds, kind.dims, lost, partial | over) for kind in (key, value))]
+
+
+def convolved(call: Call) -> Kind:
+    """[B, C, ...] by [O, C/groups, ...]."""
+    x, weight, *bias = call.kinds
+    space = axes_of(*x.dims[2:], *weight.dims[2:])
+    grouped = call.number("groups", 1) > 1
+    summed_dims = [weight.dims[1], *([] if grouped else [x.dims[1]])]
+    out = uncut(call.shape)
+    made = product(x, weight, summed_dims, [x.dims[0], weight.dims[0], *out[2:]]).loosened(space)
+    if not bias:
+        return made
+    return add([made, replace(bias[0], dims=(bias[0].dims[0], *(((1, NONE),) for _ in out[2:])))], call.shape)
+
+
+def convolved_backward(call: Call) -> list[Kind]:
+    gradient, x, weight = call.kinds[:3]
+    grouped = call.number("groups", 1) > 1
+    space = axes_of(*x.dims[2:], *weight.dims[2:], *gradient.dims[2:])
+    channels = [] if grouped else [gradient.dims[1]]
+    dx = product(gradient, weight, channels, x.dims).loosened(space)
+    dw = product(gradient, x, [gradient.dims[0]], [gradient.dims[1], *weight.dims[1:]]).loosened(space)
+    db = product(gradient, gradient.settled(gradient.partial), [gradient.dims[0]], [gradient.dims[1]]).loosened(space)
+    return [kind for kind, asked in zip((dx, dw, db), call.given["output_mask"], strict=True) if asked]
+
+
+def dropped(call: Call) -> list[Kind]:
+    """Ranks that hold the same values draw the same masks, since the step seeds them."""
+    return [call.kinds[0], Kind(uncut(call.results[-1].shape), constant=True)][: len(call.results)]
+
+
+def losses(call: Call) -> list[Kind]:
+    """nll_loss of log-probabilities [N, V], and their gradient."""
+    kind, labels = call.kind("self"), call.kind("target")
+    if call.name == "nll_loss_backward":
+        gradient = call.kind("grad_output")
+        return [joined([gradient, kind, labels], kind.dims, axes_of(kind.dims[-1]), gradient.partial)]
+    dims, over = ((kind.dims[0],), NONE) if call.results[0].dim() else ((), axes_of(kind.dims[0]))
+    made = joined([kind, labels], dims, axes_of(kind.dims[-1]), kind.partial | over)
+    return [made, replace(made, dims=())]
+
+
+_ROWS: dict[str, Rule] = {
+    """
+        zeros ones full empty empty_like zeros_like ones_like full_like new_empty new_zeros new_full new_ones zero
+        new_empty_strided empty_strided empty_permuted arange scalar_tensor normal uniform bernoulli rand randn
+        rand_like randn_like linspace eye
+    """: of_numbers,
+    "add sub rsub": sums,
+    "neg clone _to_copy positive detach alias lift_fresh": lambda call: call.kinds[0],
+    "copy fill": copied,
+    "mul": lambda call: multiply(call.kinds, call.shape),
+    "div": linear_in_first, "masked_fill": filled,
+    "where": lambda call: multiply([call.kinds[0], add(call.kinds[1:], call.shape)], call.shape),
+    # self + value * tensor1 * tensor2
+    "addcmul": lambda call: add(
+        [call.kind("self"), multiply([call.kind("tensor1"), call.kind("tensor2")], call.shape)], call.shape
+    ),
+    "mm mv bmm addmm addmv baddbmm": matrices,
+    """
+        sum mean amax amin max min argmax argmin logsumexp var std var_mean linalg_vector_norm norm prod any all
+    """: reduced,
+    "softmax _softmax _log_softmax log_softmax _safe_softmax sort topk": along,
+    "cumsum": lambda call: call.kinds[0].loosened(axes_of(call.kinds[0].dims[call.number("dim")])),
+    "view _unsafe_view squeeze": lambda call: reshaped(call.kinds[0], call.shape),
+    "t transpose permute": transposed,
+    "expand": expanded,
+    "unsqueeze select_backward": inserted,
+    "select unbind": selected,
+    "slice split split_with_sizes constant_pad_nd slice_backward": resized,
+    "cat stack": concatenated,
+    "embedding embedding_dense_backward": looked_up, "gather": gathered,
+    "scatter": scattered, "index_add": rows_added, "index_put": put,
+    "native_layer_norm native_group_norm": norm_forward,
+    "native_layer_norm_backward native_group_norm_backward": norm_backward,
+    "_scaled_dot_product_flash_attention_for_cpu": attended,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": attended_backward,
+    "convolution": convolved, "convolution_backward": convolved_backward,
+    "native_dropout": dropped, "nll_loss_forward nll_loss_backward": losses,
+    """
+        threshold_backward gelu_backward silu_backward tanh_backward sigmoid_backward
+        _softmax_backward_data _log_softmax_backward_data
+    """: linear_in_first,
+}  # fmt: skip
+RULES = {name: rule for names, rule in _ROWS.items() for name in names.split()}
+"""Rules by the operator's name; in-place and `out` variants share the rule."""

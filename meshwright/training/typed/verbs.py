@@ -1,0 +1,160 @@
+"""Typing rules of the verbs between ranks (collectives and messages), over the axes of their group.
+
+| verb                             | takes                       | gives                                               |
+|----------------------------------|-----------------------------|-----------------------------------------------------|
+| all_reduce                       | partial, own, unknown       | whole                                               |
+| reduce_scatter, reduce           | partial, own, unknown       | own: each rank's part; the root's sum               |
+| all_gather, broadcast            | anything                    | whole                                               |
+| scatter, gather, all_to_all      | anything                    | own                                                 |
+| exchange, receive                | anything                    | unknown: a ring's turns are not followed            |
+
+A sum of whole tensors counts the value once a rank, and a sum of cut tensors adds different parts: both are refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwright.ranks.comm import DONE, Comm, Done, RankGroup, Sent, SoloComm, Work
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mailbox import Mailbox
+from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.transport import Transport
+from meshwright.training.typed.kinds import Axes, Kind, length, uncut
+from meshwright.training.typed.operators import WrongSum
+from meshwright.training.typed.watch import Watch
+
+
+class TypedComm(SoloComm):
+    """A group whose verbs move nothing and set the kinds of their results. `axes`: the mesh axes of the group;
+    `others`: the other axes."""
+
+    def __init__(self, group: RankGroup, watch: Watch, axes: Axes, others: Axes) -> None:
+        super().__init__(group)
+        self.watch, self.axes, self.others = watch, axes, others
+        self._given: dict[torch.Size, Kind] = {}
+        """Kinds of the tensors that this rank has broadcast, by shape."""
+
+    def _addends(self, x: Tensor) -> None:
+        """Raises WrongSum where the tensor is whole or cut over an axis of the group."""
+        if not self.axes:  # groups that are no mesh axis (a pipeline's ends, copies of heads): each addend is its own
+            return
+
+        def look(kind: Kind, names: list[str]) -> Kind:
+            for axis in sorted(self.axes):
+                word = "whole" if kind.constant else kind.word(axis)
+                if word == "whole" and not kind.constant:
+                    shown = "what every rank holds whole is summed, so that it is counted once a rank"
+                    raise WrongSum(axis, shown, "leave the sum out: it was made before, or nothing was split", names)
+                if word == "cut":
+                    shown = "different parts are summed, which are no addends of one value"
+                    remedy = "gather them (all_gather), or sum over the axis that splits the tokens"
+                    raise WrongSum(axis, shown, remedy, names)
+            return kind
+
+        with self.watch.placing([self.watch.kind(x)]):
+            self.watch.change(x, look)
+
+    def _sum(self, x: Tensor, root: int | None) -> Work:
+        self._meet("all_reduce" if root is None else "reduce", x)
+        self._addends(x)
+        self.watch.change(x, lambda kind, _: (kind.settled if root is None else kind.loosened)(self.axes))
+        return DONE
+
+    def _reduce_scatter(self, part: Tensor, x: Tensor, _: object = None, /) -> Done:
+        self._meet("reduce_scatter", part, x)
+        self._addends(x)
+        kind = self.watch.kind(x)
+        self.watch.say(part, _flat(kind, part).loosened(self.axes))
+        return DONE
+
+    def _collect(self, x: Tensor, part: Tensor, root: object = None, /) -> Done:
+        if root is not None:
+            return self._give("gather", x, part)
+        self._meet("all_gather", x, part)
+        kind = self.watch.kind(part)
+        row = kind.settled(self.axes)
+        if list(x.shape[1:]) == list(map(length, row.dims)):  # x: [n, *shape], of which each row is of this kind
+            dims = ((x.shape[0], frozenset[str]()),), *row.dims
+            self.watch.say(x, Kind(dims, row.partial, row.own, row.unknown, row.constant))
+        else:
+            self.watch.say(x, row.shaped(x.shape))
+        if kind.constant:
+            # Parameters whose slices were gathered are of their declared kinds again.
+            for _, parameter, declared in self.watch.memory(x).declared:
+                self.watch.say(parameter, declared)
+        return DONE
+
+    def _broadcast(self, x: Tensor, root: int | None, /) -> Work:
+        self._meet("broadcast", x)
+        if root == self.index:
+            self.watch.change(x, lambda kind, _: kind.settled(self.axes))
+            self._given[x.shape] = self.watch.kind(x)
+        elif self.size > 1:
+            # The root's tensor is not on this rank. A tensor of the same shape that this rank has broadcast as root is
+            # taken to be alike; without one, an untouched buffer may receive anything.
+            kind = self._given.get(x.shape, self.watch.kind(x))
+            unseen = Kind(uncut(x.shape), unknown=self.others)
+            self.watch.say(x, unseen if kind.constant else kind.settled(self.axes))
+        return DONE
+
+    def _scatter(self, part: Tensor, x: Tensor, _: object = None, /) -> Done:
+        return self._give("scatter", part, x)
+
+    def _all_to_all(self, out: Tensor, x: Tensor, _: object = None, /) -> Done:
+        return self._give("all_to_all", out, x)
+
+    _trade = _all_to_all
+
+    def _message(self, sent: Sent, received: Sent) -> Work:
+        if not received:
+            self._meet("send", sent[0][0])
+            return DONE
+        into = received[0][0]
+        x = sent[0][0] if sent else into
+        self._meet("exchange", into, x)
+        kind = _flat(self.watch.kind(x), into).settled(self.axes)
+        self.watch.say(into, Kind(kind.dims, kind.partial, kind.own, kind.unknown | self.axes))
+        return DONE
+
+    def _give(self, verb: str, out: Tensor, x: Tensor) -> Done:
+        """A verb after which each rank of the group holds something else."""
+        self._meet(verb, out, x)
+        # A rank without a part, such as a worker's side of a gather, may pass an empty tensor.
+        kind = self.watch.kind(x) if x.numel() else Kind(uncut(out.shape), constant=True)
+        self.watch.say(out, _flat(kind, out).loosened(self.axes))
+        return DONE
+
+    def _meet(self, verb: str, *tensors: Tensor) -> None:
+        if self.size > 1:
+            self.watch.meet(f"{verb} over {self.axis}", *tensors)
+
+
+def _flat(kind: Kind, like: Tensor) -> Kind:
+    """The kind in the shape of `like`; where the shapes differ, axes that cut a dim become `own`."""
+    return kind if list(map(length, kind.dims)) == list(like.shape) else kind.shaped(like.shape)
+
+
+@dataclass(frozen=True)
+class TypedTransport(Transport):
+    """The transport of a job that does not run, for following one rank's values."""
+
+    watch: Watch
+    grid: Grid
+
+    def comm(self, group: RankGroup) -> Comm:
+        several = frozenset(axis for axis in group.axis.split("+") if axis in self.grid.names)
+        used = frozenset(axis for axis, size in self.grid.axes if size > 1)
+        return TypedComm(group, self.watch, several & used, used - several)
+
+    def mailbox(self, group: RankGroup, device: torch.device) -> Mailbox:
+        return Mailbox(group.axis)
+
+
+def typed_mesh(grid: Grid, rank: int, token_axes: tuple[str, ...], watch: Watch) -> Mesh:
+    """A rank's mesh of a job that does not run, whose verbs tell `watch` the kinds of their results."""
+    transport = TypedTransport(watch, grid)
+    return Mesh(grid, rank, torch.device("meta"), transport, token_axes, grid.world_size)

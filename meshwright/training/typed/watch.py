@@ -1,0 +1,395 @@
+"""Follows the tensors of a rank's program on the meta device: the kind of each, from operator to operator.
+
+A kind is stored by a tensor's place in memory (storage, offset, sizes, strides), not by the tensor object: autograd
+returns new objects for saved tensors, and a bucket is read through many views. A region has the kind of its last write.
+
+Python's numbers are not followed: a rank slices its part of a batch by its rank index, which its operators do not show.
+So the program of a neighbour on each axis is recorded first and compared as this rank's runs. A slice that begins
+elsewhere is a cut; a different number makes the result `own`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwright.strategies.memory.recompute import tensors_in
+from meshwright.training.typed.kinds import NONE, Axes, Kind, axes_of, cut_at, joined, reshaped, uncut
+from meshwright.training.typed.operators import Call, WrongSum, kinds_of_results
+
+Shape = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""Where a tensor lies in its storage: offset, sizes, strides."""
+
+Told = tuple[Any, ...]
+"""Arguments: numbers as they are, tensors as Parts."""
+
+Seen = tuple[str, Told, tuple[int, ...]]
+"""An operator or a collective, its arguments, and the numbers of its results' storages."""
+
+
+class Part(NamedTuple):
+    """A tensor: the number of its storage, its offset there and its sizes."""
+
+    storage: int
+    offset: int
+    sizes: tuple[int, ...]
+
+
+PLACE = "meshwright_module"
+"""The key in an autograd node's metadata under which the module that made the node is kept."""
+
+
+EMPTY = frozenset(["empty", "empty_like", "new_empty", "zeros", "zeros_like", "new_zeros", "zero", "ones_like"])
+"""Operators whose results are the same on every rank."""
+
+AHEAD = 12
+"""How many of a neighbour's next operators are searched for the one that this rank calls."""
+
+
+def shape_of(x: Tensor) -> Shape:
+    return int(x.storage_offset()), tuple(x.shape), tuple(x.stride())
+
+
+def region_of(x: Tensor) -> tuple[int, int]:
+    """The elements of the storage that a tensor may touch: the first, and one past the last."""
+    start = int(x.storage_offset())
+    if x.numel() == 0:
+        return start, start
+    return start, start + 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+@dataclass
+class Memory:
+    """The kinds in one storage. `writes`: (start, stop, kind, time), the newest last. `known`: (kind, time) by
+    shape."""
+
+    number: int
+    storage: Any
+    writes: list[tuple[int, int, Kind, int]] = field(default_factory=list)
+    known: dict[Shape, tuple[Kind, int]] = field(default_factory=dict)
+    declared: list[tuple[str, Tensor, Kind]] = field(default_factory=list)
+    """Parameters, or their gradients, in this storage: name, view, and the kind from the spec."""
+
+    def names(self, start: int, stop: int) -> list[str]:
+        """The parameters that lie in a region."""
+        return [name for name, x, _ in self.declared if region_of(x)[0] < stop and region_of(x)[1] > start]
+
+    def write(self, x: Tensor, kind: Kind, time: int) -> None:
+        start, stop = region_of(x)
+        if start == stop:  # padding of no rows
+            return
+        # Writes that this one covers are dead.
+        self.writes = [w for w in self.writes if w[0] < start or w[1] > stop]
+        self.writes.append((start, stop, kind, time))
+        self.known[shape_of(x)] = kind, time
+
+    def read(self, x: Tensor) -> Kind:
+        start, stop = region_of(x)
+        kind, time = self.known.get(shape_of(x), (None, -1))
+        later = [w for w in self.writes if w[3] > time and w[0] < stop and w[1] > start]
+        if not later and kind is not None:
+            return kind
+        return together(list(self.held(start, stop)), x.shape)
+
+    def held(self, start: int, stop: int) -> Iterator[Kind]:
+        """The kinds of a region's writes that later writes do not cover."""
+        open_runs = [(start, stop)]
+        for first, last, kind, _ in reversed(self.writes):
+            touched = [(a, b) for a, b in open_runs if first < b and last > a]
+            if touched:
+                yield kind
+                pieces = [piece for a, b in touched for piece in ((a, first), (last, b)) if piece[0] < piece[1]]
+                open_runs = [run for run in open_runs if run not in touched] + pieces
+
+
+def together(kinds: Sequence[Kind], shape: Sequence[int]) -> Kind:
+    """The kind of a tensor read across several writes: partial where all are, `own` where some are."""
+    solid = [kind for kind in kinds if not kind.constant]
+    if not solid:
+        return Kind(uncut(shape), constant=True)
+    if len(kinds) == 1 and math.prod(size for dim in kinds[0].dims for size, _ in dim) == math.prod(shape):
+        return reshaped(kinds[0], shape)
+    partial = NONE.union(*(kind.partial for kind in solid))
+    mixed = NONE.union(*(partial - kind.partial for kind in solid))
+    cuts = {tuple(map(axes_of, kind.dims)) for kind in solid}
+    dims, lost = uncut(shape), NONE.union(*(kind.cut for kind in solid))
+    if len(cuts) == 1 and len(solid[0].dims) == len(shape):
+        # Runs of rows, written one after the other.
+        dims, lost = tuple(((size, axes),) for size, axes in zip(shape, *cuts, strict=True)), NONE
+    return joined(solid, dims, lost | mixed, partial)
+
+
+@dataclass
+class Neighbour:
+    """The recorded program of the next rank on an axis, and this rank's position in it.
+
+    `stretches`: the operators between two collectives, which both ranks call. `twins`: the neighbour's storage for each
+    of this rank's, by number.
+    """
+
+    axis: str
+    stretches: list[list[Seen]]
+    stretch: int = 0
+    at: int = 0
+    twins: dict[int, int] = field(default_factory=dict)
+
+    def next(self, name: str, results: Sequence[int]) -> Told | None:
+        """The neighbour's arguments of the same operator; None where the neighbour does not call it here."""
+        events = self.stretches[self.stretch] if self.stretch < len(self.stretches) else []
+        # Programs that differ by an operator (padding, a root's sum) fall into step again within AHEAD operators.
+        for at in range(self.at, min(self.at + AHEAD, len(events))):
+            operator, told, theirs = events[at]
+            if operator == name:
+                self.at = at + 1
+                self.twins.update(zip(results, theirs, strict=False))
+                return told
+        return None
+
+    def meet(self, name: str, storages: Sequence[int]) -> Told | None:
+        """Both ranks call a collective, this one with `storages`; returns the neighbour's tensors."""
+        self.stretch, self.at = self.stretch + 1, 0
+        theirs = self.next(name, ())
+        for mine, part in zip(storages, theirs or (), strict=False):
+            self.twins.setdefault(mine, part.storage)
+        return theirs
+
+
+@cache
+def names_of(op: Any) -> tuple[str, str, tuple[str, ...], bool, bool]:
+    """(name in the schema, name in RULES, names of arguments, whether element-wise, whether a view)."""
+    schema = op._schema
+    full = schema.name.removeprefix("aten::")
+    arguments = tuple(argument.name for argument in schema.arguments)
+    views = any(a.alias_info is not None and not a.alias_info.is_write for a in schema.arguments)
+    return full, full.removesuffix("_"), arguments, torch.Tag.pointwise in op.tags, views
+
+
+class Watch(TorchDispatchMode):
+    """While entered, follows every operator and compares it with the `neighbours`' programs. `records`: record this
+    program instead, for a neighbour."""
+
+    def __init__(self, neighbours: Sequence[Neighbour] = (), *, records: bool = False) -> None:
+        super().__init__()
+        self.neighbours, self.records = neighbours, records
+        self.stretches: list[list[Seen]] = [[]]
+        self._memories: dict[int, Memory] = {}
+        self._time = 0
+        self._forward: list[str] = []
+        self._backward = ""
+
+    def memory(self, x: Tensor) -> Memory:
+        storage = x.untyped_storage()
+        address = storage._cdata
+        if address not in self._memories:
+            # Holding the storage keeps its address from being reused.
+            self._memories[address] = Memory(len(self._memories), storage)
+        return self._memories[address]
+
+    def kind(self, x: Tensor) -> Kind:
+        """A tensor's kind; a tensor made before the watch began is constant."""
+        return self.memory(x).read(x)
+
+    def say(self, x: Tensor, kind: Kind, *, view: bool = False) -> None:
+        """Record the kind of what was written into a tensor, or with `view` of memory seen in a new shape."""
+        if self.records:
+            return
+        self._time += 1
+        if view:
+            self.memory(x).known[shape_of(x)] = kind, self._time
+        else:
+            self.memory(x).write(x, kind, self._time)
+
+    def declare(self, name: str, x: Tensor, kind: Kind) -> None:
+        """Set the kind of a parameter, or of its gradient's memory, at the program's start."""
+        self.memory(x).declared.append((name, x, kind))
+        self.say(x, kind)
+
+    def change(self, x: Tensor, rule: Callable[[Kind, list[str]], Kind]) -> None:
+        """Give each written region of a tensor's memory the kind `rule(kind, names of parameters)`."""
+        memory, (start, stop) = self.memory(x), region_of(x)
+        inside = [w for w in memory.writes if w[0] >= start and w[1] <= stop]
+        # A bucket holds many gradients, each of its own kind.
+        if len(inside) < 2 or len(inside) < sum(w[0] < stop and w[1] > start for w in memory.writes):
+            self.say(x, rule(self.kind(x), memory.names(start, stop)))
+            return
+        self._time += 1
+        fresh = [(w[0], w[1], rule(w[2], memory.names(w[0], w[1])), self._time) for w in inside]
+        memory.writes = [w for w in memory.writes if w not in inside] + fresh
+
+    def meet(self, verb: str, *tensors: Tensor) -> None:
+        """The rank calls a collective with these tensors."""
+        told = tuple(self._told(x) for x in tensors)
+        storages = tuple(part.storage for part in told)
+        self.stretches.append([(verb, told, storages)])
+        for neighbour in self.neighbours:
+            theirs = neighbour.meet(verb, storages) or ()
+            for x, one, other in zip(tensors, told, theirs, strict=False):
+                twin = neighbour.twins[one.storage] == other.storage
+                if twin and one.sizes == other.sizes and one.offset != other.offset:
+                    self.say(x, self._part(x, neighbour.axis, other.offset - one.offset))
+
+    @property
+    def place(self) -> str:
+        """The module whose forward or backward pass runs."""
+        node: Any = torch._C._current_autograd_node()  # torch's stubs take `metadata` for a method
+        if node is not None and (name := node.metadata.get(PLACE)) is not None:
+            self._backward = f"the backward pass of {name}"
+        # Without a current node autograd accumulates gradients: the last node's module stands for the place.
+        return self._forward[-1] if self._forward else self._backward
+
+    @contextmanager
+    def placing(self, kinds: Sequence[Kind], written: Sequence[Tensor] = ()) -> Iterator[None]:
+        """Add to a WrongSum raised inside the running module, the module that made one of `kinds` partial, and the
+        parameters in the memory of `written` tensors."""
+        try:
+            yield
+        except WrongSum as wrong:
+            wrong.place = self.place
+            wrong.names = wrong.names or [name for x in written for name in self.memory(x).names(*region_of(x))]
+            wrong.since = next((kind.since for kind in kinds if wrong.axis in kind.partial), "")
+            raise
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if op is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            # .item() of a meta tensor has no value: any number does, if the same on all ranks.
+            return 1.0 if args[0].dtype.is_floating_point else 1
+        result = op(*args, **(kwargs or {}))
+        full, name, names, elementwise, views = names_of(op)
+        given = dict(zip(names, args, strict=False)) | dict(kwargs or {})
+        results = list(tensors_in((result,)))
+        told = tuple(self._told(value) for value in given.values())
+        storages = tuple(self.memory(x).number for x in results)
+        if self.records:
+            self.stretches[-1].append((full, told, storages))
+            return result
+        selected = self.compared(full, told, storages, given)
+        if results:
+            call = Call(name, given, results, lambda x: self.kind_given(x, selected), elementwise)
+            before = call.kinds
+            with self.placing(before, results if full.endswith("_") else ()):
+                kinds = kinds_of_results(call)
+            for x, kind in zip(results, kinds, strict=True):
+                self.say(x, self.made(name, x, kind, before, selected), view=views)
+        return result
+
+    def made(self, name: str, x: Tensor, kind: Kind, before: Sequence[Kind], selected: Selected) -> Kind:
+        """The kind of a result, adjusted for differences from the neighbours' calls, with the module where it became
+        partial."""
+        if kind.partial and not kind.since:
+            since = (one.since for one in before if one.partial & kind.partial)
+            kind = replace(kind, since=next(since, self.place))
+        if name not in EMPTY:
+            kind = kind.loosened(selected.own)
+        for axis, dim in selected.cuts:
+            kind = kind.loosened([axis]) if dim >= x.dim() else cut_at(kind, dim, axis)
+        return kind
+
+    def _told(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return Part(self.memory(value).number, int(value.storage_offset()), tuple(value.shape))
+        if isinstance(value, list | tuple):
+            return tuple(self._told(one) for one in value)
+        # Objects such as a generator compare by type alone: no object equals one of another rank.
+        return value if isinstance(value, int | float | str | None) else type(value).__name__
+
+    def compared(self, name: str, mine: Told, results: Sequence[int], given: Mapping[str, Any]) -> Selected:
+        """How the call differs from the neighbours'."""
+        selected = Selected()
+        for neighbour in self.neighbours:
+            theirs = neighbour.next(name, results)
+            if theirs is None or len(theirs) != len(mine):
+                selected.own |= {neighbour.axis}
+                continue
+            for (argument, value), one, other in zip(given.items(), mine, theirs, strict=True):
+                self._compare_argument(name, argument, value, (one, other), neighbour, given, selected)
+        return selected
+
+    def _compare_argument(
+        self, name: str, argument: str, value: Any, told: tuple[Any, Any], neighbour: Neighbour,
+        given: Mapping[str, Any], selected: Selected,
+    ) -> None:  # fmt: skip
+        one, other = told
+        if isinstance(one, tuple) and not isinstance(one, Part) and isinstance(other, tuple) and len(one) == len(other):
+            for inner in zip(value, one, other, strict=True):
+                self._compare_argument(name, argument, inner[0], inner[1:], neighbour, given, selected)
+        elif isinstance(one, Part) and isinstance(other, Part):
+            # Storages first seen here existed before the program and are twins; those made apart are `own` already.
+            if neighbour.twins.setdefault(one.storage, other.storage) != other.storage or one.sizes != other.sizes:
+                selected.own |= {neighbour.axis}
+            elif one.offset != other.offset:
+                # A view that begins elsewhere in the same memory is this rank's part.
+                selected.parts.append((value, neighbour.axis, other.offset - one.offset))
+        elif one != other and name == "slice" and argument in ("start", "end"):
+            selected.cuts |= {(neighbour.axis, int(given.get("dim", 0)) % given["self"].dim())}
+        elif one != other and name == "arange":
+            selected.cuts |= {(neighbour.axis, 0)}
+        elif one != other:
+            selected.own |= {neighbour.axis}
+
+    def kind_given(self, x: Tensor, selected: Selected) -> Kind:
+        """The kind of an argument, cut where neighbours pass other parts of it."""
+        kind = self.kind(x)
+        for tensor, axis, distance in selected.parts:
+            kind = self._part(x, axis, distance, kind) if tensor is x else kind
+        return kind
+
+    def _part(self, x: Tensor, axis: str, distance: int, kind: Kind | None = None) -> Kind:
+        """The kind of a view whose counterpart on the axis's next rank lies `distance` elements further on."""
+        kind, dim = kind or self.kind(x), part_dim(x, distance)
+        if axis in kind.cut | kind.own | kind.unknown:  # the memory is this rank's part already
+            return kind
+        return kind.loosened([axis]) if dim is None or axis in kind.partial else cut_at(kind, dim, axis)
+
+    @contextmanager
+    def modules(self, model: nn.Module) -> Iterator[None]:
+        """While entered, hooks on a model's modules say in which module an operator runs."""
+        hooks = []
+        for name, module in model.named_modules():
+            hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self._forward.append(name)))
+            hooks.append(module.register_forward_hook(lambda _, __, out, name=name: self.leave(name, out)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def leave(self, name: str, out: Any) -> None:
+        """Note the module's name at the autograd nodes that its forward pass made."""
+        self._forward.pop()
+        waiting: list[Any] = [x.grad_fn for x in tensors_in((out,)) if x.grad_fn is not None]
+        while waiting:
+            node = waiting.pop()
+            # Inner modules have left before and marked their nodes.
+            if PLACE not in node.metadata:
+                node.metadata[PLACE] = name
+                waiting += [before for before, _ in node.next_functions if before is not None]
+
+
+@dataclass
+class Selected:
+    """How a call differs from the neighbours': by numbers (`own`: axes), by where a slice begins (`cuts`: axis, dim),
+    by the part of a tensor that an argument is (`parts`: tensor, axis, distance in elements)."""
+
+    own: Axes = NONE
+    cuts: frozenset[tuple[str, int]] = frozenset()
+    parts: list[tuple[Tensor, str, int]] = field(default_factory=list)
+
+
+def part_dim(x: Tensor, distance: int) -> int | None:
+    """The dim along which a view of the same sizes and strides lies `distance` elements further on; None: no dim."""
+    fits = [
+        (stride, x.shape[dim] > 1, -dim)
+        for dim, stride in enumerate(x.stride())
+        if stride and distance % stride == 0 and abs(distance) // stride >= x.shape[dim]
+    ]
+    return -max(fits)[2] if fits else None

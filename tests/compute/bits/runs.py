@@ -1,0 +1,78 @@
+"""Steps of a run on ranks, and all that it ends with, put together from its ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.config import Config
+from meshwright.ranks.mesh import Mesh
+from meshwright.training.step import train_step
+from tests.harness import build, resolved
+from tests.oracle.batches import BATCHES
+from tests.workers import run_ranks
+
+Plant = Callable[[Mesh], None]
+"""Breaks something on a rank, before its parts are built."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """`numbers`: each step's loss and gradient norm, in hexadecimal. `tensors`: masters and moments, by kind and
+    parameter."""
+
+    numbers: tuple[str, ...]
+    tensors: dict[str, Tensor]
+
+    def differing(self, other: Ended) -> list[str]:
+        """Steps and tensors that the two runs do not have equal to the bit."""
+        found = [f"step {step}" for step, (a, b) in enumerate(zip(self.numbers, other.numbers, strict=True)) if a != b]
+        names = self.tensors.keys() | other.tensors.keys()
+        return found + sorted(name for name in names if digest(self.tensors[name]) != digest(other.tensors[name]))
+
+
+def digest(x: Tensor) -> str:
+    return hashlib.sha256(x.contiguous().view(torch.uint8).numpy().data).hexdigest()
+
+
+Pieces = list[tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]]
+"""Kind and parameter, the whole's shape, the piece's place in it, and its values."""
+
+
+def _steps(mesh: Mesh, config: Config, plant: Plant | None) -> tuple[tuple[str, ...], Pieces]:
+    if plant is not None:
+        plant(mesh)
+    parts = build(config, mesh)
+    numbers = []
+    for step in range(config.steps):
+        result = train_step(parts, BATCHES[config.model.family](config, step), step)
+        numbers.append(f"{result.loss.hex()} {result.gradient_norm.hex()}")
+    pieces = [
+        (
+            f"{state.kind} of {place.name}",
+            place.shape,
+            place.box.slices,
+            state.values[place.start : place.stop].view(place.box.lengths),
+        )
+        for _, states in parts.stored()
+        for state in states
+        for place in state.places
+    ]
+    return tuple(numbers), [(*where, values.clone()) for *where, values in pieces]
+
+
+def ended(config: Config, plant: Plant | None = None, **how: Any) -> Ended:
+    """Run a config on its ranks; its numbers and tensors at the end."""
+    config = resolved(config)  # what says measured is timed here, not in ranks
+    answers = run_ranks(_steps, config.grid, config, plant, token_axes=config.layout.token_axes, **how)
+    (numbers,) = {numbers for numbers, _ in answers}
+    tensors: dict[str, Tensor] = {}
+    for _, pieces in answers:
+        for name, shape, slices, values in pieces:
+            tensors.setdefault(name, torch.full(shape, torch.nan, dtype=values.dtype))[slices] = values
+    return Ended(numbers, tensors)

@@ -1,0 +1,180 @@
+"""`bits: layout-free` where layers and sequences are cut: 1-D, sequence parallelism, cut vocabularies, shared key-value
+heads, Ulysses, each with axes of data beside it, end with the bits of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright.compute.bits import assembly, blocks
+from meshwright.compute.bits.grains import SampleGrains
+from meshwright.ranks.errors import ConfigError
+from meshwright.ranks.mesh import Mesh
+from meshwright.ranks.trees import tree_sum
+from meshwright.tools.diff import difference
+from tests.compute.bits.cut_layouts import CUT, M2, M4, MODELS, PRECISIONS, U2, U4, check, config_of, on_one_device
+from tests.compute.bits.runs import ended
+from tests.training.runs import config_for, make_corpus, run
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    "model, precision, words",
+    [
+        pytest.param("gpt2", "float32", M2, marks=pytest.mark.long),
+        ("gpt2", "float32", (*M4, *CUT, "layout.data=2", "layout.data.sync=zero3", "batch.micro=1")),
+        pytest.param("gpt2", "float32", (*U4, "layout.pipeline=2", "batch.micro=1"), marks=pytest.mark.long),
+        pytest.param("gpt2", "O2", (*M2, *CUT, *U2), marks=pytest.mark.long),
+        pytest.param("llama", "float32", (*M4, "memory.recompute=selective"), marks=pytest.mark.long),
+        pytest.param(
+            "llama",
+            "float32",
+            (*M2, *CUT, "layout.pipeline=2", "layout.data=2", "batch.micro=1"),
+            marks=pytest.mark.long,
+        ),
+        pytest.param("llama", "O1", (*M4, *CUT), marks=pytest.mark.long),
+        pytest.param("llama", "O2", (*M2, *U2, "memory.recompute=1"), marks=pytest.mark.long),
+        pytest.param("llama", "O2", (*U4, "layout.data=2", "layout.data.sync=zero1"), marks=pytest.mark.long),
+        pytest.param("bert", "float32", (*M2, *CUT, *U2), marks=pytest.mark.long),
+        pytest.param("bert", "O1", (*M4, "layout.data=2"), marks=pytest.mark.long),
+        ("t5", "float32", (*M4, *CUT)),
+        pytest.param("t5", "O2", (*M2, "layout.pipeline=2"), marks=pytest.mark.long),
+        ("transformer", "float32", (*M2, *CUT, "memory.recompute=selective")),
+    ],
+)
+def test_a_cut_layout_ends_with_the_bits_of_one_device(model: str, precision: str, words: tuple[str, ...]) -> None:
+    check(model, precision, words)
+
+
+LAYOUTS = [
+    (*tensor, *context)
+    for tensor in ((), M2, M4, (*M2, *CUT), (*M4, *CUT))
+    for context in ((), U2, U4)
+    if not (context == U4 and CUT[0] in tensor) and not (context == U2 and tensor == (*M4, *CUT))
+]
+BESIDE = (
+    (), ("layout.data=2",), ("layout.data=2", "layout.data.sync=zero2", "batch.micro=1"), ("layout.pipeline=2",),
+    ("layout.pipeline=2", "layout.pipeline.schedule=gpipe", "batch.micro=1"), ("memory.recompute=selective",),
+    ("layout.data=4", "layout.data.sync=zero3", "batch.micro=1"), ("memory.recompute=1", "batch.micro=1"),
+)  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(120))
+def test_drawn_cut_layouts_end_with_the_bits_of_one_device(number: int) -> None:
+    draw = Random(number)
+    model, precision = list(MODELS)[number % len(MODELS)], draw.choice(list(PRECISIONS))
+    uncut = model in ("t5", "transformer")  # their sequences are whole in attention
+    layouts = [words for words in LAYOUTS if not (uncut and {*U2, *U4} & {*words})]
+    for _ in range(20):
+        words = (*draw.choice(layouts), *draw.choice(BESIDE))
+        try:
+            config_of(model, precision, words)
+        except ConfigError:
+            continue
+        check(model, precision, words)
+        return
+    raise AssertionError("no layout")
+
+
+def test_processes_over_gloo_and_ranks_of_two_threads_end_with_the_same_bits() -> None:
+    check("gpt2", "float32", (*M4, *CUT), transport="torch")
+    wide = {"tensor": 2, "sequence": 2}  # 16 tokens and columns a block: whole vectors for each thread
+    alone = on_one_device("llama", "float32", **wide)
+    assert ended(config_of("llama", "float32", (*M2, *CUT), **wide), threads=2).differing(alone) == []
+
+
+def adds_from_the_end(mesh: Mesh) -> None:
+    """Parts are added from the last to the first."""
+
+    def add(addends: Iterable[Tensor]) -> Tensor:
+        first, *others = list(addends)[::-1]
+        total = first.clone()
+        for other in others:
+            total += other
+        return total
+
+    blocks.tree_sum = add
+
+
+def multiplies_other_rows(mesh: Mesh) -> None:
+    """A rank's runs are one: kernels get its shape."""
+    right = assembly.blocks_of
+    assembly.blocks_of = lambda config, mesh: replace(right(config, mesh), runs=1, outer_runs=1)
+
+
+def draws_by_rank(mesh: Mesh) -> None:
+    """Rank 1 takes the masks of other blocks."""
+    right, shift = SampleGrains.draw, mesh.rank
+    SampleGrains.draw = lambda self, shares: [number + shift for number in right(self, shares)]  # type: ignore
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    "plant, words", [(adds_from_the_end, ()), (multiplies_other_rows, U2), (draws_by_rank, (*M2, *CUT))]
+)
+def test_a_planted_mistake_is_seen(plant: Any, words: tuple[str, ...]) -> None:
+    ended_wrong = ended(config_of("gpt2", "float32", words), plant, transport="torch")
+    assert ended_wrong.differing(on_one_device("gpt2", "float32")) != []
+
+
+def test_a_tree_adds_neighbours_and_then_their_sums() -> None:
+    a, b, c, d = (torch.tensor(x) for x in (1.0, 2.0**-24, 2.0**-24, 2.0**-24))
+    assert float(tree_sum([a.clone(), b.clone(), c.clone(), d.clone()])) == float((a + b) + (c + d))
+    assert float((a + b) + (c + d)) != float(((a + b) + c) + d)
+
+
+def test_a_run_goes_on_under_another_cut_with_the_same_bits(tmp_path: Path) -> None:
+    corpus = make_corpus(tmp_path)
+    tree: dict[str, Any] = {
+        "model": {
+            "layers": 2, "hidden": 64, "heads": 4, "positions": 32, "vocabulary": 300, "vocabulary_multiple": 64,
+            "dropout": 0.1,
+        },
+        "data": {"source": str(corpus), "sequence": 32},
+        "batch": {"global": 4, "micro": 2},
+        "precision": "float32",
+        "bits": {"kind": "layout-free", "tensor": 2, "sequence": 2},
+        "check": {"root_every": 1},
+        "checkpoint": {"every": 2, "keep": 3},
+        "validation": {"every": 2, "batches": 1},
+    }  # fmt: skip
+    megatron = {"tensor": {"kind": "megatron", "size": 2, "sequence_parallel": True}, "transport": "threads"}
+    ulysses = {"context": {"size": 2}, "data": 2, "transport": "threads"}
+    undisturbed = run(config_for(corpus, **tree, steps=4, layout={"transport": "threads"}), tmp_path / "undisturbed")
+    moved = run(config_for(corpus, **tree, steps=2, layout=megatron), tmp_path / "moved")
+    run(config_for(corpus, **tree, steps=4, layout=ulysses), moved, resume=True)
+    assert difference(moved, undisturbed).equal
+
+
+@pytest.mark.parametrize(
+    "words, field",
+    [
+        (("bits.tensor=3",), "bits.tensor"),
+        (("bits.tensor=2", *M4), "layout.tensor.size"),
+        (("bits.tensor=16",), "bits.tensor"),
+        (("bits.sequence=5",), "bits.sequence"),
+        (("bits.sequence=1", *U2), "layout.context.size"),
+        (("bits.sequence=2", *M4, *CUT), "layout.tensor.size"),
+        (("bits.sequence=32",), "bits.sequence"),
+        (("model.heads=4", *M4, *U2), "layout.context.size"),
+        (("layout.tensor={kind: tesseract, q: 2}",), "layout.tensor.q"),
+        (("layout.context=2", "layout.context.kind=ring", "model.dropout=0.0"), "layout.context.kind"),
+    ],
+)
+def test_what_the_grain_does_not_allow_is_refused_by_name(words: tuple[str, ...], field: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        config_of("gpt2", "float32", words)
+    assert field in [problem.field for problem in refused.value.problems]
+
+
+def test_a_gate_whose_part_is_no_whole_vector_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"leaves 24 of model\.feed_forward=96 to a part"):
+        config_of("llama", "float32", ("model.feed_forward=96",))

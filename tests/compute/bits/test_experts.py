@@ -1,0 +1,112 @@
+"""`bits: layout-free` with experts: on every rank, on some, and in stages, they end with the bits of one device."""
+
+from __future__ import annotations
+
+from functools import cache
+from random import Random
+from typing import Any
+
+import pytest
+
+from meshwright.config import Config, parse_config
+from meshwright.config.load import parse_run
+from meshwright.ranks.errors import ConfigError
+from meshwright.ranks.mesh import Mesh
+from tests.compute.bits.layout_free import FIXED, PLAIN, PRECISIONS, LayoutFree, tree
+from tests.compute.bits.runs import Ended, ended
+
+MODEL: dict[str, Any] = {
+    "family": "llama", "layers": 2, "hidden": 24, "heads": 4, "key_value_heads": 2, "feed_forward": 12,
+    "vocabulary": 300, "positions": 64, "biases": [], "dropout": 0.1,
+    "experts": {"count": 6, "per_token": 2, "balance": 0.3},
+}  # fmt: skip
+RUN: dict[str, Any] = {
+    "model": MODEL, "data": {"sequence": 20}, "batch": {"global": 12, "micro": 2},
+    "optimizer": {"lr": 1e-2, "clip": 0.5}, "steps": 3, "bits": "layout-free",
+}  # fmt: skip
+WORDS = {
+    "float32": (),
+    "float32, wide": ("model.hidden=64", "model.feed_forward=96", "data.sequence=64"),
+    "O1": ("precision.level=O1", "precision.dtype=bf16"),
+    "O2": ("precision=bf16",),
+    "capacity": ("model.experts.capacity=0.75",),
+}
+LAYOUTS = {
+    "microbatches of 1": ("batch.micro=1",),
+    "two ranks share experts": ("layout.data=2", "layout.data.expert=2"),
+    "three of six share experts": ("layout.data=6", "layout.data.expert=3", "batch.micro=1"),
+    "six ranks have one each": ("layout.data=6", "layout.data.expert=6", "batch.micro=1"),
+    "zero1": ("layout.data=3", "layout.data.sync=zero1"),
+    "zero3": ("layout.data=4", "layout.data.expert=2", "layout.data.sync=zero3", "batch.micro=1"),
+    "stages": ("layout.pipeline=2", "layout.data=2", "layout.data.expert=2"),
+    "inputs in host memory": ("layout.data=2", "layout.data.expert=2", "memory.recompute=offload"),
+    "recomputed": ("layout.data=2", "layout.data.expert=2", "memory.recompute=1"),
+}
+
+
+def run(*words: str) -> Config:
+    return parse_config(RUN, words)
+
+
+@cache
+def on_one_device(*words: str) -> Ended:
+    return ended(run(*words))
+
+
+@pytest.mark.diagonal
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("words", WORDS)
+def test_experts_end_with_the_bits_of_one_device(words: str, layout: str) -> None:
+    given = WORDS[words]
+    assert ended(run(*given, *LAYOUTS[layout])).differing(on_one_device(*given)) == []
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_processes_over_gloo_end_with_the_bits_of_threads(threads: int) -> None:
+    words = LAYOUTS["two ranks share experts"]
+    assert ended(run(*words), transport="torch", threads=threads).differing(on_one_device()) == []
+
+
+def drawn(seed: int, precision: str) -> dict[str, Any]:
+    """A drawn layout of a Llama with experts, as the tree of its run file."""
+    random = Random(f"experts/{seed}")
+    drawing = LayoutFree(random)
+    for _ in range(200):
+        found = drawing.case({**FIXED, "model": "llama", "precision": precision, "layers": 2, "heads": 4})
+        if found is None or found[0]["data"] == 1:
+            continue
+        written = tree(found[0])
+        written["model"] |= {
+            "experts": {"count": 6, "per_token": 2, "balance": 0.3, "capacity": random.choice((None, 0.75))}
+        }
+        written["model"] |= {"biases": [], "feed_forward": 12}
+        written["layout"]["data"]["expert"] = random.choice((2, 2, 3))
+        try:
+            parse_run(written)
+        except ConfigError:
+            continue
+        alone = tree(found[0] | PLAIN)
+        alone["model"] = written["model"]
+        return {"layout": written, "alone": alone}
+    raise AssertionError("draws do not end")
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 60))])
+def test_drawn_layouts_of_experts_end_with_the_bits_of_one_device(seed: int) -> None:
+    trees = drawn(seed, PRECISIONS[seed % len(PRECISIONS)])
+    assert ended(parse_run(trees["layout"])).differing(ended(parse_run(trees["alone"]))) == [], trees["layout"]
+
+
+def multiplies_together(mesh: Mesh) -> None:
+    """An expert's rows of all ranks are one product, as they are in the usual mode."""
+    from meshwright.compute.bits.experts import SeparateExperts
+    from meshwright.compute.tensor.experts import Experts, GroupedLinear
+
+    SeparateExperts.linear = GroupedLinear
+    SeparateExperts.outputs = Experts.outputs  # type: ignore[method-assign]
+    SeparateExperts.outputs_here = Experts.outputs_here  # type: ignore[method-assign]
+
+
+def test_rows_that_are_multiplied_together_are_seen() -> None:
+    words = LAYOUTS["two ranks share experts"]
+    assert ended(run(*words), multiplies_together, transport="torch").differing(on_one_device()) != []

@@ -1,0 +1,84 @@
+"""Sums in which order cannot matter."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from meshwright.compute.parameters.fixed import FixedPoint, exact_squares, joined_squares, rounded_loss
+
+CPU = torch.device("cpu")
+
+
+def addends(count: int, seed: int = 0) -> list[torch.Tensor]:
+    """Tensors of very different sizes, so that floats lose digits by their order."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = 10.0 ** torch.randint(-9, 1, (count, 1), generator=generator)
+    return list(torch.randn(count, 70_000, generator=generator) * sizes)
+
+
+def summed(order: list[torch.Tensor], count: int) -> torch.Tensor:
+    fixed, total = FixedPoint(count, CPU), torch.empty(70_000, dtype=torch.int64)
+    for index, addend in enumerate(order):
+        fixed.add(total, addend.clone(), fresh=index == 0)
+    assert not fixed.spoiled
+    return fixed.to_float32(total).clone()
+
+
+def test_any_order_has_the_same_bits_and_float64s_sum() -> None:
+    parts = addends(13)
+    one, other = summed(parts, 13), summed(parts[::-1], 13)
+    assert torch.equal(one, other)
+    plain = sum(parts[1:], parts[0]), sum(parts[-2::-1], parts[-1])
+    assert not torch.equal(*plain), "addends of which any sum would do"
+    exact = torch.stack(parts).double().sum(0)
+    assert (one - exact).abs().max() <= (plain[0] - exact).abs().max()
+
+
+def test_each_addend_is_rounded_to_a_multiple_of_the_quantum() -> None:
+    fixed, total = FixedPoint(3, CPU), torch.zeros(2, dtype=torch.int64)
+    for index in range(3):
+        fixed.add(total, fixed.quantum * torch.tensor([0.75, -0.25]), fresh=index == 0)
+    assert total.tolist() == [3, 0]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 2.0**10, -(2.0**10)])
+def test_an_addend_that_is_too_large_or_no_number_is_told(value: float) -> None:
+    fixed, total = FixedPoint(2, CPU), torch.zeros(3, dtype=torch.int64)
+    fixed.add(total, torch.tensor([0.0, value, 1.0]), fresh=True)
+    assert fixed.spoiled
+    fixed.begin(1.0)
+    assert not fixed.spoiled
+
+
+def test_the_largest_addends_do_not_overflow_their_sum() -> None:
+    fixed, total = FixedPoint(4, CPU), torch.zeros(1, dtype=torch.int64)
+    largest = torch.tensor([math.nextafter(2.0**8, 0)], dtype=torch.float32).nextafter(torch.zeros(1))
+    for index in range(4):
+        fixed.add(total, largest.clone(), fresh=index == 0)
+    assert not fixed.spoiled
+    assert float(fixed.to_float32(total)) == 4 * float(largest)
+
+
+def test_squares_are_exact_in_any_parts() -> None:
+    gradient = torch.cat([part[:9000] for part in addends(9)])
+    whole = exact_squares(gradient, 1.0)
+    for cut in (1, 7, 65_536, 70_001):
+        assert torch.equal(exact_squares(gradient[:cut], 1.0) + exact_squares(gradient[cut:], 1.0), whole)
+    assert float(joined_squares(whole, 1.0)) == pytest.approx(float(gradient.double().square().sum()), rel=1e-14)
+
+
+@pytest.mark.parametrize("size", [1e-7, 1e-3, 30.0])
+def test_squares_of_any_size_are_near_float64s(size: float) -> None:
+    gradient = torch.randn(100_000, generator=torch.Generator().manual_seed(1)) * size
+    exact = float(gradient.double().square().sum())
+    assert float(joined_squares(exact_squares(gradient, 1.0), 1.0)) == pytest.approx(exact, rel=1e-7)
+
+
+def test_losses_add_up_in_any_order() -> None:
+    losses = torch.rand(1000, generator=torch.Generator().manual_seed(2)) * 3
+    rounded = [rounded_loss(loss, 1.0) for loss in losses]
+    assert float(sum(rounded)) == float(sum(rounded[::-1]))
+    assert float(sum(rounded)) == pytest.approx(float(losses.double().sum()), abs=1e-9)

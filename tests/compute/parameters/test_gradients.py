@@ -1,0 +1,35 @@
+"""Who is told of gradients, and for how long."""
+
+from __future__ import annotations
+
+import gc
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.compute.parameters.gradients import Gradients
+
+
+class Owner:
+    """A strategy: it holds the gradients, which tell it of themselves."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.heard: list[Tensor] = []
+        self.gradients = Gradients({parameter: torch.zeros_like(parameter)}, self.heard.append)
+        self.gradients.on_gradient = self.hear
+
+    def hear(self, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        self.heard.append(parameter.grad)
+
+
+def test_a_model_that_is_dropped_leaves_no_memory() -> None:
+    parameter = nn.Parameter(torch.ones(4))
+    owner = Owner(parameter)
+    (2 * parameter).sum().backward()
+    assert [gradient.tolist() for gradient in owner.heard] == [[2.0] * 4]
+    gone = ref(owner)
+    del owner, parameter
+    gc.collect()
+    assert gone() is None

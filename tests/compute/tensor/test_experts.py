@@ -1,0 +1,99 @@
+"""Experts with a capacity against a loop over sequences, tokens and choices, in float64; what they drop is counted."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.compute.model import Batch
+from meshwright.compute.parameters.shard import Initial
+from meshwright.compute.tensor.experts import Experts, dropped_pairs
+from meshwright.compute.tensor.router import ExpertsShape
+from meshwright.ranks.grid import Grid
+from meshwright.ranks.mesh import Mesh
+from meshwright.training.step import train_step
+from tests.families.llama.experts import BOUNDED, BOUNDED_LAYOUTS, experts
+from tests.harness import build
+from tests.oracle.batches import global_batch
+from tests.workers import run_ranks
+
+ONE = Grid((("data", 1),))
+B, T, H, N = 3, 10, 6, 5
+
+
+def looped(h: Tensor, router: Tensor, expand: Tensor, contract: Tensor, chosen: int, most: int) -> tuple[Tensor, int]:
+    """Token by token in the order of each sequence: an expert that has its `most` gives nothing. And how often."""
+    out, dropped = torch.zeros_like(h), 0
+    for b in range(h.shape[0]):
+        load = [0] * router.shape[1]
+        for t in range(h.shape[1]):
+            shares, ids = (h[b, t] @ router).softmax(-1).topk(chosen)
+            for share, expert in zip(shares / shares.sum(), ids.tolist(), strict=True):
+                load[expert] += 1
+                if load[expert] > most:
+                    dropped += 1
+                    continue
+                gate, up = (h[b, t] @ expand[expert].flatten(1)).view(2, -1)
+                out[b, t] = out[b, t] + share * ((F.silu(gate) * up) @ contract[expert])
+    return out, dropped
+
+
+def compared(mesh: Mesh, count: int, chosen: int, capacity: float) -> tuple[list[float], int, int, float]:
+    """Distances of output and gradients, what each has dropped, and the distance of evaluation to a loop without."""
+    shape = ExpertsShape(H, N, count, chosen, True, False, capacity, Initial(0.5), Initial(0.5))
+    layer = Experts(mesh, shape)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in layer.parameters():
+        values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.data = values.to(mesh.device)
+    h = torch.randn(B, T, H, generator=generator, dtype=torch.float64).to(mesh.device).requires_grad_()
+    weights = layer.router.weight, layer.expand.weight, layer.contract.weight
+    most = math.ceil(capacity * chosen * T / count)
+    wanted, dropped = looped(h, *weights, chosen, most)
+    gradients = torch.autograd.grad(wanted.square().sum(), (h, *weights))
+    y = layer(h)[0]
+    y.square().sum().backward()
+    pairs = [(y, wanted), *zip((h.grad, *(weight.grad for weight in weights)), gradients, strict=True)]
+    norms = [float(theirs.detach().norm()) for _, theirs in pairs]
+    # A token that one expert alone takes has a share of 1: the router's gradient is rounding, and no yardstick.
+    yardsticks = [norm if norm > 1e-9 else max(norms) for norm in norms]
+    distances = [
+        float((mine - theirs).detach().norm()) / yardstick  # type: ignore[operator]
+        for (mine, theirs), yardstick in zip(pairs, yardsticks, strict=True)
+    ]
+    counted = int(dropped_pairs(layer, mesh.device))
+    whole = looped(h, *weights, chosen, T)[0]
+    return distances, counted, dropped, float((layer.eval()(h)[0] - whole).detach().norm())
+
+
+@pytest.mark.parametrize("count, chosen, capacity", [(4, 2, 1.0), (5, 3, 0.6), (4, 1, 0.3), (3, 2, 1.5)])
+def test_a_capacity_takes_the_first_tokens(count: int, chosen: int, capacity: float) -> None:
+    """In evaluation none is left out."""
+    ((distances, counted, dropped, apart),) = run_ranks(compared, ONE, count, chosen, capacity)
+    assert max(distances) < 1e-12
+    assert counted == dropped
+    assert (dropped > 0) == (capacity < 1.5)
+    assert apart < 1e-12
+
+
+def dropped_by(mesh: Mesh, config: Any) -> int:
+    """This rank's dropped pairs of a step."""
+    parts = build(config, mesh)
+    batch: Batch = global_batch(config, 0)
+    train_step(parts, batch)
+    return int(dropped_pairs(parts.model, mesh.device))
+
+
+@pytest.mark.parametrize("recompute", ["none", 1])
+def test_what_is_dropped_is_counted_once(recompute: str | int) -> None:
+    """Also where passes are recomputed; over an axis whose ranks hold the same tokens, once on each of them."""
+    serial = experts({}, model=BOUNDED)
+    (alone,) = run_ranks(dropped_by, Grid(serial.layout.axes), serial)
+    config = experts(BOUNDED_LAYOUTS["ring x cut"], model=BOUNDED, memory={"recompute": recompute})
+    ranks = run_ranks(dropped_by, Grid(config.layout.axes), config, token_axes=config.layout.token_axes)
+    assert sum(ranks) == 2 * alone > 0

@@ -1,0 +1,74 @@
+"""Small Llama folders of transformers, and the logits of both programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.data.tokenizer import byte_tokenizer
+from meshwright.tools.evaluate.load import load_text
+from tests.training.convert.folders import saved
+
+transformers = pytest.importorskip("transformers")
+
+TOKENS = torch.tensor([[5, 9, 200, 256, 31, 7, 12, 80], [1, 1, 2, 255, 0, 90, 3, 4]])
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 257, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 32, "rms_norm_eps": 1e-4, "bos_token_id": 0,
+    "eos_token_id": 256,
+}  # fmt: skip
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0, "low_freq_factor": 0.5, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 2.0, "original_max_position_embeddings": 16}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "llama-biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "qwen2": ("qwen2", {"rope_parameters": YARN}),
+    "qwen3": ("qwen3", {"head_dim": 8}),
+    "mistral": ("mistral", {"sliding_window": None, "head_dim": 6}),
+    "mixtral": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2}),
+    "qwen2-moe": (
+        "qwen2_moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "shared_expert_intermediate_size": 20,
+        },
+    ),
+    "qwen3-moe": (
+        "qwen3_moe",
+        {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 12},
+    ),
+}
+
+
+def hugging_face(folder: Path, case: str, *, dtype: torch.dtype = torch.float64, shard: str = "1GB") -> Any:
+    kind, changes = CASES[case]
+    settings = transformers.AutoConfig.for_model(kind, **SIZES | changes)
+    classes = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    model = saved(classes[type(settings)], settings, folder, dtype, max_shard_size=shard)
+    byte_tokenizer().save(folder / "tokenizer.json")
+    return model
+
+
+@torch.no_grad()
+def our_logits(folder: Path) -> torch.Tensor:
+    loaded = load_text(folder, "cpu")
+    return loaded.head.logits(loaded.model.hidden(TOKENS))
+
+
+@torch.no_grad()
+def their_logits(model: Any) -> torch.Tensor:
+    model.set_experts_implementation("eager")  # a grouped product knows no float64
+    logits: torch.Tensor = model(TOKENS).logits
+    return logits

@@ -1,0 +1,149 @@
+"""Small Llama models of both programs, their batches and losses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.config import Config, parse_config
+from meshwright.families.llama.model import LlamaModel
+from meshwright.ranks.grid import Grid
+from meshwright.training.parts import DTYPES
+
+ONE = Grid((("data", 1),))
+
+B, T, STEPS = 3, 24, 20
+
+
+def config_of(dtype: str = "float64", length: int = T, **model: Any) -> Config:
+    shape = {
+        "family": "llama", "layers": 2, "hidden": 24, "heads": 6, "key_value_heads": 2, "feed_forward": 40,
+        "positions": 64, "vocabulary": 300, "vocabulary_multiple": 64,
+    }  # fmt: skip
+    precision = {"level": "O0", "dtype": dtype}
+    return parse_config({"model": shape | model, "data": {"sequence": length}, "precision": precision})
+
+
+def batch(step: int = 0) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(300, (B, T + 1), generator=torch.Generator().manual_seed(step))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def losses_of(theirs: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(theirs(tokens).logits.flatten(0, 1), labels.flatten())
+
+
+class WideNorm(nn.RMSNorm):
+    """Theirs go through float32 whatever they are given; this one stays in float64."""
+
+
+def hugging_face(kind: str, model: LlamaModel, config: Config) -> nn.Module:
+    """Theirs, with our weights. In float64 their norms are replaced by ones that stay in it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = config.model
+    rope = {
+        "rope_type": {"plain": "default"}.get(shape.rope.kind, shape.rope.kind), "rope_theta": shape.rope.theta,
+    }  # fmt: skip
+    names = {
+        "factor": "factor", "original": "original_max_position_embeddings", "low_frequency": "low_freq_factor",
+        "high_frequency": "high_freq_factor", "slow": "beta_slow", "fast": "beta_fast",
+    }  # fmt: skip
+    rope |= {names[field]: value for field, value in shape.rope.model_dump().items() if field in names}
+    settings: dict[str, Any] = {
+        "hidden_size": shape.hidden, "intermediate_size": shape.feed_forward, "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads, "num_key_value_heads": shape.num_key_value_heads,
+        "vocab_size": shape.vocabulary, "max_position_embeddings": shape.positions, "rms_norm_eps": shape.norm_epsilon,
+        "tie_word_embeddings": shape.tied, "rope_parameters": rope, "head_dim": shape.width_of_head,
+        "attention_bias": "query-key-value" in shape.biases, "mlp_bias": "feed-forward" in shape.biases,
+        "sliding_window": None,
+    }  # fmt: skip
+    if (experts := shape.experts) is not None:
+        mixtral = kind == "mixtral"
+        settings |= {
+            "num_local_experts" if mixtral else "num_experts": experts.count, "num_experts_per_tok": experts.per_token,
+            "moe_intermediate_size": shape.feed_forward, "norm_topk_prob": experts.renormalise,
+            "router_aux_loss_coef": experts.balance, "shared_expert_intermediate_size": experts.shared,
+        }  # fmt: skip
+    theirs: nn.Module = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, **settings), attn_implementation="sdpa", experts_implementation="eager"
+    ).to(DTYPES[config.precision.dtype])
+    for path, module in list(theirs.named_modules()) if config.precision.dtype == "float64" else ():
+        if type(module).__name__.endswith("RMSNorm"):
+            parent, _, name = path.rpartition(".")
+            norm = WideNorm(module.weight.shape[0], eps=module.variance_epsilon, dtype=torch.float64)
+            setattr(theirs.get_submodule(parent), name, norm)
+    ours = as_theirs(dict(model.named_parameters()), config)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            parameter.copy_(ours[name])
+    return theirs
+
+
+OUTSIDE = {
+    "tokens.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
+
+INSIDE = {
+    "attention_norm": "input_layernorm", "feed_forward_norm": "post_attention_layernorm",
+    "attention.output": "self_attn.o_proj", "feed_forward.contract": "mlp.down_proj",
+    "attention.query_norm": "self_attn.q_norm", "attention.key_norm": "self_attn.k_norm",
+    "shared_expert.contract": "mlp.shared_expert.down_proj", "shared_expert.gate": "mlp.shared_expert_gate",
+}  # fmt: skip
+
+EXPERTS = {
+    "feed_forward.router": "mlp.gate.weight",
+    "feed_forward.expand": "mlp.experts.gate_up_proj",
+    "feed_forward.contract": "mlp.experts.down_proj",
+}
+
+
+def as_theirs(ours: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
+    """Parameters, or their gradients, under their names and in their shapes."""
+    model = config.model
+    theirs: dict[str, Tensor] = {}
+    for name, x in ours.items():
+        if name in OUTSIDE:
+            theirs[OUTSIDE[name]] = x[: model.vocabulary] if x.dim() > 1 else x
+            continue
+        _, layer, inner = name.split(".", 2)
+        place, part, kind = f"model.layers.{layer}", *inner.rsplit(".", 1)
+        if model.experts is not None and part in EXPERTS:  # [n, in, ..., out]
+            theirs[f"{place}.{EXPERTS[part]}"] = x.flatten(2).mT if x.dim() > 2 else x.t()
+            continue
+        rows = x.flatten(1).t() if kind == "weight" and x.dim() > 1 else x.flatten()
+        if part == "attention.query_key_value":
+            queries = model.heads // model.num_key_value_heads
+            heads = rows.unflatten(0, (-1, queries + 2, model.width_of_head))
+            for letter, some in zip("qkv", heads.split((queries, 1, 1), 1), strict=True):
+                theirs[f"{place}.self_attn.{letter}_proj.{kind}"] = some.flatten(0, 2)
+        elif part in ("feed_forward.expand", "shared_expert.expand"):
+            module = "mlp.shared_expert" if part.startswith("shared") else "mlp"
+            for which, half in zip(("gate", "up"), rows.chunk(2), strict=True):
+                theirs[f"{place}.{module}.{which}_proj.{kind}"] = half
+        else:
+            theirs[f"{place}.{INSIDE[part]}.{kind}"] = rows
+    return theirs
+
+
+COUNTS = {
+    "smollm2-135m": 134_515_008,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "mistral-7b": 7_248_023_552,
+    "llama-mini": 9_900_000,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "mixtral-mini": 19_400_000,
+}
+"""Parameters of each size, as its authors publish them; those of laptops are about so many."""

@@ -1,0 +1,48 @@
+"""The fixed cases of layouts, numbered and marked."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import product
+
+import pytest
+
+from tests.fuzz.__main__ import COVERING, HERE
+from tests.fuzz.axes import TENSORS, Case, read_cases
+from tests.fuzz.draw import few_of
+
+FIXED, MORE = read_cases(COVERING), read_cases(HERE / "more.jsonl")
+"""The fixed set, and runs of earlier ones, which it replaces in CI."""
+
+PAIRED = [("kind", "sync"), ("kind", "model"), ("kind", "schedule"), ("kind", "recompute"), ("sync", "offload")]
+"""The pairs of axes whose values meet without --long; `kind`: a tensor layout's, whatever its size."""
+
+LATE, MEETS = ("documents", "head"), ("kind", "context", "data")
+"""Axes that came when the fixed set was there, and those whose values they meet without --long."""
+
+
+def few() -> set[int]:
+    """The numbers of the fixed cases that need no --long. All pairs of values took five times as long, and every plant
+    of tests/plants is found without them: by cases from before the late axes, which stay as they are."""
+    cases = [case | {"kind": TENSORS[case["tensor"]]["kind"]} for case in FIXED]
+    late = [number for number, case in enumerate(cases) if any(case[axis] for axis in LATE)]
+    early = [number for number in range(len(cases)) if number not in late]
+    others = {"stages": 1, "tensor": "none", "vocabulary": "whole"}  # whose values need not be there once more
+    shown = [{axis: cases[number][axis] for axis in (*LATE, *MEETS)} | others for number in late]
+    chosen = {early[at] for at in few_of([cases[number] for number in early], PAIRED)}
+    return chosen | {late[at] for at in few_of(shown, list(product(LATE, MEETS)))}
+
+
+def label(case: Case) -> str:
+    """The case's values that stand out."""
+    told = ("model", "precision", "data", "sync", "stages", "schedule", "tensor", "context", "common", "branch")
+    return "-".join(f"{case[axis]}" for axis in told if case[axis] is not None)
+
+
+def numbered(cases: list[Case], few: Collection[int]) -> pytest.MarkDecorator:
+    """The cases with ids; those whose numbers are not among the few are long."""
+    marked = [
+        pytest.param(case, id=f"{n}-{label(case)}", marks=() if n in few else pytest.mark.long)
+        for n, case in enumerate(cases)
+    ]
+    return pytest.mark.parametrize("case", marked)

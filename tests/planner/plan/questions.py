@@ -1,0 +1,108 @@
+"""Questions for the planner, and spaces of layouts with made-up predictions."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwright.config import Config, parse_config
+from meshwright.config.section import Section
+from meshwright.planner.plan.cluster import Cluster
+from meshwright.planner.plan.memory import Memory
+from meshwright.planner.plan.predict import Prediction
+from meshwright.strategies.pipeline.span import Timeline
+from tests.planner.plan.clusters import NODES
+
+RUN = parse_config(
+    {"model": {"layers": 2, "hidden": 32, "heads": 4, "dropout": 0.0}, "data": {"sequence": 16}, "batch": {"global": 8}}
+)
+
+TREE: dict[str, Any] = {
+    "model": {"layers": 2, "hidden": 32, "heads": 4, "positions": 32, "vocabulary": 300, "vocabulary_multiple": 4,
+              "dropout": 0.0},
+    "data": {"sequence": 16},
+    "batch": {"global": 8},
+}  # fmt: skip
+
+
+def memory_of(total: int, activations: int = 0) -> Memory:
+    return Memory(total - activations, 0, 0, activations, 0, 0)
+
+
+@dataclass
+class MadeUp:
+    """Seconds and memory out of a hat, and bounds that hold. To recompute takes longer, and room from activations."""
+
+    cluster: Cluster
+    seed: int
+    room: int
+    predicted: list[Config] = field(default_factory=list)
+
+    @property
+    def planner(self) -> MadeUp:
+        """It predicts, too."""
+        return self
+
+    def drawn(self, config: Config, what: str) -> float:
+        """The same for layouts that differ in what they recompute; memory, for those that differ in their order, and
+        seconds for those that differ in their slices."""
+        layout, data = config.layout, config.layout.data
+        if what == "memory":
+            layout = layout.model_copy(update={"order": "auto"})
+        else:
+            whole = (
+                layout.order if layout.order == "auto" else tuple(name for name in layout.order if name != "replicate")
+            )
+            plain = data.model_copy(update={"sync": "zero1", "shard": None})
+            layout = layout.model_copy(update={"data": plain, "order": whole})
+        return random.Random(f"{self.seed} {what} {said(layout)} {said(config.batch)}").random()
+
+    def seconds(self, config: Config) -> float:
+        again = {"none": 1.0, "selective": 1.1, "auto": 1.3}[str(config.memory.recompute)]
+        sent = {"allreduce": 1.0, "zero1": 1.01, "zero2": 1.1, "zero3": 1.2}[config.layout.data.sync]
+        return (1 + self.drawn(config, "seconds")) * again * sent
+
+    def bytes(self, config: Config) -> int:
+        share = {"none": 1.0, "selective": 0.8, "auto": 0.3}[str(config.memory.recompute)]
+        return self.weights_memory(config).total + int(0.7 * self.room * share * self.drawn(config, "memory"))
+
+    def weights_memory(self, config: Config) -> Memory:
+        """The same for a whole family."""
+        layout = config.layout
+        parts = said(layout.tensor), layout.pipeline.size, said(layout.data), config.memory.offload.to
+        family = " ".join(map(str, (self.seed, *parts)))
+        return memory_of(int(self.room * (0.2 + random.Random(family).random())))
+
+    def estimated_memory(self, config: Config) -> Memory:
+        return memory_of(int((0.9 + 0.1 * self.drawn(config, "memory")) * self.bytes(config)))
+
+    def estimated_seconds(self, config: Config) -> float:
+        return self.seconds(config) * (0.7 + 0.25 * self.drawn(config, "estimate"))
+
+    def least_seconds(self, config: Config) -> float:
+        return 0.7
+
+    def recomputes_for_nothing(self, config: Config) -> bool:
+        return False
+
+    def least_memory(self, config: Config) -> Memory:
+        return memory_of(int((0.95 + 0.05 * self.drawn(config, "memory")) * self.bytes(config)))
+
+    def predict(self, config: Config) -> Prediction:
+        self.predicted.append(config)
+        memory = memory_of(self.bytes(config), self.bytes(config) // 2)
+        phases = {"passes": self.seconds(config), "data_parallel": 0.0, "optimizer": 0.0}
+        return Prediction(
+            config, self.cluster, self.seconds(config), phases, (memory,), ({},), Timeline(1, ()), 0.0, 1.0
+        )
+
+
+def said(section: Section) -> str:
+    """The values of a section that are no defaults, as JSON: a field that comes later changes no draw."""
+    return section.model_dump_json(exclude_defaults=True)
+
+
+def made_up(seed: int, room: int = 1_000_000) -> tuple[Cluster, MadeUp]:
+    cluster = NODES.model_copy(update={"device": NODES.device.model_copy(update={"memory_bytes": room})})
+    return cluster, MadeUp(cluster, seed, room)

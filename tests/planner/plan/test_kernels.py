@@ -1,0 +1,95 @@
+"""Kernels take what the roofline says, by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.planner.plan.recorder import Kernel
+from meshwright.planner.plan.timing import Timer
+from meshwright.ranks.errors import ConfigError
+from tests.planner.plan.clusters import FLAT, cluster
+
+PRODUCT = Kernel("product", 2e9, 10**6, 10**6, "fp16", 1000)
+LAUNCH = 1e-5
+
+
+def seconds(kernel: Kernel, ranks: int = 1) -> float:
+    return Timer(FLAT, ranks).kernel_seconds(kernel)
+
+
+def test_product_is_bound_by_flops_or_by_bytes() -> None:
+    assert seconds(PRODUCT) == pytest.approx(2e9 / (1e14 * 0.5) + LAUNCH)
+    assert seconds(replace(PRODUCT, dtype="float32")) == pytest.approx(2e9 / (1e13 * 0.5) + LAUNCH)
+    assert seconds(replace(PRODUCT, touched_bytes=10**8)) == pytest.approx(1e8 / 1e12 + LAUNCH)
+
+
+def test_a_cpu_moves_what_it_multiplies_by_itself() -> None:
+    device = FLAT.device.model_copy(update={"kind": "cpu"})
+    timer = Timer(FLAT.model_copy(update={"device": device}), 1)
+    product = replace(PRODUCT, touched_bytes=10**8)
+    assert timer.kernel_seconds(product) == pytest.approx(2e9 / (1e14 * 0.5) + 1e8 / 1e12 + LAUNCH)
+
+
+def test_float32_products_take_tensor_cores_where_a_run_and_its_devices_do() -> None:
+    product, device = replace(PRODUCT, dtype="float32"), FLAT.device
+    peak = {**device.peak_flops_per_second, "tf32": 5e13}
+    cores = FLAT.model_copy(update={"device": device.model_copy(update={"peak_flops_per_second": peak})})
+    assert Timer(cores, 1, tf32=True).kernel_seconds(product) == pytest.approx(2e9 / (5e13 * 0.5) + LAUNCH)
+    assert Timer(cores, 1).kernel_seconds(product) == Timer(FLAT, 1, tf32=True).kernel_seconds(product)
+    assert Timer(cores, 1, tf32=True).kernel_seconds(PRODUCT) == seconds(PRODUCT)
+
+
+def test_efficiency_lies_between_points_over_the_logarithm_of_the_side() -> None:
+    middle = replace(PRODUCT, side=1000**0.5 * 100**0.5)
+    assert seconds(middle) == pytest.approx(2e9 / (1e14 * 0.3) + LAUNCH)
+
+
+def test_sides_beyond_the_curve_take_its_ends() -> None:
+    assert seconds(replace(PRODUCT, side=10)) == seconds(replace(PRODUCT, side=100))
+    assert seconds(replace(PRODUCT, side=9000)) == seconds(PRODUCT)
+
+
+def test_fused_attention_has_a_part_of_the_peak() -> None:
+    attention = Kernel("attention", 1e9, 10**6, 10**6, "fp16")
+    assert seconds(attention) == pytest.approx(1e9 / (1e14 * 0.25) + LAUNCH)
+
+
+def test_others_go_at_the_pace_of_the_memory_and_dear_elements_slower() -> None:
+    plain = Kernel("element", 0.0, 10**8, 10**7, "fp16")
+    assert seconds(plain) == pytest.approx(1e8 / 1e12 + LAUNCH)
+    assert seconds(replace(plain, kind="special")) == pytest.approx(1e8 / 1e12 + 1e-9 * 1e7 + LAUNCH)
+    assert seconds(replace(plain, kind="random")) == seconds(plain)  # the device says nothing of it
+
+
+def test_small_kernels_have_the_small_bandwidth() -> None:
+    assert seconds(Kernel("element", 0.0, 10**4, 10**4, "int64")) == pytest.approx(1e4 / 1e11 + LAUNCH)
+    assert seconds(Kernel("element", 0.0, 0, 0, "int64")) == LAUNCH
+
+
+def test_ranks_take_turns_on_cores() -> None:
+    shared = cluster({"latency": 0, "bandwidth": 1}, cores=2)
+    alone = Timer(shared, 2).kernel_seconds(PRODUCT)
+    assert alone == seconds(PRODUCT, 4)  # each has a device of its own there
+    assert Timer(shared, 1).kernel_seconds(PRODUCT) == alone
+    assert Timer(shared, 3).kernel_seconds(PRODUCT) == pytest.approx(1.5 * alone)
+
+
+def test_unknown_dtype_names_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"precision\.dtype=bf16 .*made-up.*; valid: float32, fp16"):
+        seconds(replace(PRODUCT, dtype="bf16"))
+
+
+def test_no_fused_attention_where_there_is_none() -> None:
+    device = FLAT.device.model_copy(update={"attention_efficiency": None})
+    with pytest.raises(AssertionError, match="made-up has no fused attention"):
+        Timer(FLAT.model_copy(update={"device": device}), 1).kernel_seconds(Kernel("attention", 1e9, 1, 1, "fp16"))
+
+
+def test_turns_as_they_were_measured_but_no_less_than_the_share_of_a_core() -> None:
+    shared = FLAT.model_copy(update={"cores": 2, "turns": ((2.0, 1.2), (4.0, 3.0))})
+    assert [shared.oversubscription(ranks) for ranks in (1, 2, 4, 8)] == pytest.approx([1.0, 1.2, 3.0, 6.0])
+    lucky = shared.model_copy(update={"turns": ((4.0, 1.5),)})
+    assert [lucky.oversubscription(ranks) for ranks in (2, 4)] == pytest.approx([1.25, 2.0])
+    assert shared.model_copy(update={"cores": None}).oversubscription(4) == 1

@@ -1,0 +1,326 @@
+"""The search finds what predicting everything finds; what it writes is a run; what it cannot do it says."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+
+import jsonschema
+import pytest
+from markupsafe import escape
+
+from meshwright.compute.tensor.section import Megatron
+from meshwright.config import dump_config, load_config, parse_config
+from meshwright.config.layout import Layout
+from meshwright.config.yaml_text import plain_values
+from meshwright.configs import SCHEMA
+from meshwright.data.files import ShowProgress
+from meshwright.output.outputs import refuse_existing
+from meshwright.planner.plan.answer import answer
+from meshwright.planner.plan.estimate import Estimates
+from meshwright.planner.plan.evaluator import strategy_of
+from meshwright.planner.plan.memory import verdict
+from meshwright.planner.plan.page import write_plan_page
+from meshwright.planner.plan.predict import Planner
+from meshwright.planner.plan.report import as_dict, render, write_run
+from meshwright.planner.plan.search import SearchResult, layout_text, search, without_savings
+from meshwright.planner.plan.software import Software
+from meshwright.planner.plan.space import SearchJob, fixed_fields, legal_layouts
+from meshwright.ranks.errors import ConfigError
+from tests.planner.plan.clusters import NODES
+from tests.planner.plan.questions import TREE, made_up, memory_of
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_it_finds_what_predicting_everything_finds(seed: int) -> None:
+    cluster, models = made_up(seed)
+    run = parse_config(TREE)
+    fixed = ("layout.pipeline.schedule", "layout.pipeline.chunks", "memory.offload")
+    config = run.model_copy(
+        update={"layout": run.layout.model_copy(
+            update={"pipeline": run.layout.pipeline.model_copy(update={"schedule": "1f1b"})}
+        )}
+    )  # fmt: skip
+    everything = list(legal_layouts(SearchJob(config, cluster, 4, fixed)))
+    fits = {one for one in everything if verdict(memory_of(models.bytes(one)), cluster) == "fits"}
+    fitting = [models.seconds(one) for one in fits if fits.isdisjoint(without_savings(one))]  # others are for nothing
+    found = search(config, cluster, 4, top=7, fixed=fixed, models=models)
+    assert [made.seconds for made in found.predictions] == sorted(fitting)[:7]
+    counts = found.counts
+    assert counts.legal < len(everything), "a family that is too full is one"
+    assert counts.too_full + counts.unfit + counts.dominated + counts.too_slow + counts.predicted == counts.legal
+    assert len(models.predicted) < len(everything) / 3, "bounds save predictions"
+    assert min(counts.too_full, counts.too_slow, counts.unfit, counts.dominated) > 0
+    assert {runner_up.strategy for runner_up in found.runner_ups} | {strategy_of(found.predictions[0].config)} == {
+        strategy_of(one) for one in everything
+    }
+
+
+def test_ctrl_c_ends_a_search_with_the_best_so_far(capsys: pytest.CaptureFixture[str]) -> None:
+    cluster, models = made_up(5)  # where the own layout fits, and none of the first three is refused by its seconds
+
+    def press(text: str, share: float | None) -> None:
+        if "predicting number 4" in text:
+            raise KeyboardInterrupt
+
+    found = search(parse_config(TREE), cluster, 2, models=models, report=press, partial=True)
+    assert found.stopped
+    assert 1 <= len(found.predictions) <= 3
+    assert len(models.predicted) == 3
+    render(found)
+    assert "stopped by Ctrl-C" in " ".join(capsys.readouterr().out.split())
+
+
+def test_ctrl_c_while_layouts_are_gathered_ends_the_search() -> None:
+    """With what is known by then, the run's own layout; nothing more is predicted, and nothing said of the others."""
+    cluster, models = made_up(5)  # where the own layout fits, and none of the first three is refused by its seconds
+    told: list[str] = []
+
+    def press(text: str, share: float | None) -> None:
+        told.append(text)
+        if "predicting" not in text:
+            raise KeyboardInterrupt
+
+    run = parse_config(TREE)
+    found = search(run, cluster, 2, models=models, report=press, partial=True)
+    assert found.stopped
+    assert [one.config.layout.data for one in found.predictions] == [run.layout.data.model_copy(update={"size": 2})]
+    assert "predicting" in told[-2]
+    assert "now" in told[-1]
+    assert len(told) == 2
+    assert found.runner_ups == ()
+    assert set(found.not_reached) == {"zero2", "zero3", "pipeline", "megatron", "subgraph"}
+
+
+def test_ctrl_c_among_the_losers_keeps_the_best() -> None:
+    """And one that comes before anything is known ends all."""
+    cluster, models = made_up(5)  # where the own layout fits, and none of the first three is refused by its seconds
+    run = parse_config(TREE)
+
+    def pressing(number: int, told: list[str]) -> ShowProgress:
+        """Ctrl-C at the prediction of that number."""
+
+        def press(text: str, share: float | None) -> None:
+            told.extend([text] * ("predicting" in text))
+            if len(told) == number:
+                raise KeyboardInterrupt
+
+        return press
+
+    told: list[str] = []
+    whole = search(run, cluster, 2, models=models, report=pressing(-1, told))
+    assert len(whole.runner_ups) > 1, "its last prediction is for a loser"
+    last = pressing(len(told), [])
+    found = search(run, cluster, 2, models=models, report=last, partial=True)
+    assert found.stopped
+    assert [one.config for one in found.predictions] == [one.config for one in whole.predictions]
+
+    def at_once(layout: Layout) -> bool:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        search(run, cluster, 2, models=models, keep=at_once, partial=True)
+
+
+def few(layout: Layout) -> bool:
+    return layout.tensor.kind == "none" or layout.tensor in (Megatron(kind="megatron", size=2),)
+
+
+Small = tuple[SearchResult, Estimates, tuple[str, ...]]
+
+
+@pytest.fixture(scope="module")
+def small() -> Small:
+    """A search with the planner's own models, for two devices."""
+    words = ("layout.pipeline.schedule=1f1b", "memory.offload.to=none", "memory.recompute=none", "batch.micro=2")
+    estimates = Estimates(Planner(NODES))
+    fixed = fixed_fields(words)
+    found = search(
+        parse_config(TREE, words), NODES, 2, top=3, fixed=fixed, models=estimates,
+        keep=few,
+    )  # fmt: skip
+    return found, estimates, words
+
+
+def test_the_real_estimates_hold(small: Small) -> None:
+    found, estimates, _ = small
+    all_of_them = []
+    for config in legal_layouts(found.job):
+        if not few(config.layout):
+            continue
+        made = estimates.planner.predict(config)
+        seconds = estimates.estimated_seconds(config)
+        assert seconds <= made.seconds * 1.0001, config.layout.summary
+        assert seconds >= made.seconds * 0.8, config.layout.summary
+        assert estimates.weights_memory(config).total <= made.worst_memory
+        assert estimates.estimated_memory(config).total <= made.worst_memory, config.layout.summary
+        all_of_them.append(made.seconds)
+    assert [made.seconds for made in found.predictions] == pytest.approx(sorted(all_of_them)[:3])
+
+
+@pytest.mark.parametrize("stages, limit", [(2, 4), (2, 8), (4, 4), (4, 16)])
+def test_an_estimate_counts_what_waits_for_weight_gradients(stages: int, limit: int) -> None:
+    """Recomputed layers of which a stage has W left to do are there whole; and each microbatch widens its gradients."""
+    words = (
+        "model.layers=8", "model.hidden=256", "batch.global=32", "batch.micro=1", "memory.recompute=auto",
+        "precision={level: O2, dtype: fp16}", "layout.pipeline.schedule=message-driven",
+        f"layout.pipeline.size={stages}", f"layout.pipeline.limit={limit}",
+    )  # fmt: skip
+    config, estimates = parse_config(TREE, words), Estimates(Planner(NODES))
+    made = estimates.planner.predict(config)
+    kept, whole = (one.activations + one.temporaries for one in (estimates.estimated_memory(config), made.fullest))
+    assert 0.35 * whole <= kept <= whole
+    assert 0.8 * made.seconds <= estimates.estimated_seconds(config) <= 1.0001 * made.seconds
+
+
+def test_a_limit_that_is_asked_of_memory_counts_nothing_that_waits() -> None:
+    words = (
+        "memory.recompute=auto",
+        "layout.pipeline.schedule=message-driven",
+        "layout.pipeline.size=2",
+        "batch.micro=1",
+    )
+    estimates = Estimates(Planner(NODES))
+    by_memory, by_user = (
+        estimates.estimated_memory(parse_config(TREE, (*words, f"layout.pipeline.limit={limit}"))).total
+        for limit in ("auto", "2")
+    )
+    assert by_memory <= by_user
+
+
+@pytest.mark.parametrize("seed", [9, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(9))])
+def test_estimates_of_drawn_layouts_are_below_their_predictions(seed: int) -> None:
+    """GPT-2 in half precision, with recomputation, offload and slices. Of slices that are summed in each microbatch an
+    estimate may be above, by less than what 80 predictions look past."""
+    words = ("precision={level: O2, dtype: fp16}", "model=gpt2-small", "data.sequence=512")
+    job = SearchJob(parse_config(TREE | {"batch": {"global": 32}}, words), NODES, 4)
+    estimates, shares = Estimates(Planner(NODES)), []
+    for config in random.Random(seed).sample(list(legal_layouts(job)), 40):
+        shares.append(estimates.estimated_seconds(config) / estimates.planner.predict(config).seconds)
+    assert max(shares) <= 1.25
+    assert sum(share > 1.0001 for share in shares) <= 4
+
+
+def test_attention_that_keeps_nothing_is_not_recomputed() -> None:
+    """A fused kernel's is not, beside a layer's other memory; that of a kernel in steps may be."""
+    words = ("model.positions=1024", "data.sequence=1024", "memory.recompute=selective", "batch.micro=1")
+    config, fused = parse_config(TREE, words), Planner(NODES)
+    in_steps = Planner(NODES, Software(attention="torch"))
+    assert [Estimates(one).recomputes_for_nothing(config) for one in (fused, in_steps)] == [True, False]
+    assert not Estimates(fused).recomputes_for_nothing(parse_config(TREE, ("memory.recompute=none",)))
+
+
+def test_what_is_written_is_the_run(small: Small, tmp_path: Path) -> None:
+    found, estimates, _ = small
+    best = found.predictions[0]
+    write_run(best, tmp_path / "deep" / "plan.yaml")
+    again = load_config(tmp_path / "deep" / "plan.yaml")
+    first, *_, written = (tmp_path / "deep" / "plan.yaml").read_text().partition("\n")
+    assert first == f"# yaml-language-server: $schema={SCHEMA.as_uri()}"
+    jsonschema.validate(plain_values(written), json.loads(SCHEMA.read_text()))
+    assert dump_config(again) == dump_config(best.config)  # fields without an effect are not written
+    assert estimates.planner.predict(again).seconds == best.seconds
+    with pytest.raises(ConfigError, match="is there already"):
+        refuse_existing("--out", tmp_path / "deep" / "plan.yaml")
+
+
+def test_the_page_has_the_answer_and_the_parts(small: Small, tmp_path: Path) -> None:
+    found, _, _ = small
+    page = tmp_path / "plan.html"
+    write_plan_page(found, page)
+    text, best = page.read_text(), found.predictions[0]
+    assert escape(answer(best, layout_text(best.config), found.training)) in text
+    for part in (*best.fullest.parts, "optimizer", "a device's memory"):
+        assert part in text, part
+    widths = [float(width) for width in re.findall(r"width: ([\d.]+)%; background", text)]
+    assert len(widths) > 3 * len(found.predictions)
+    assert all(0 <= width <= 100 for width in widths)
+    assert all(re.findall(r"width: [\d.]+%; background: (#\w{6})?", text)), "a part without a colour"
+
+
+def test_it_is_shown(small: Small, capsys: pytest.CaptureFixture[str]) -> None:
+    found, _, _ = small
+    told = as_dict(found)
+    assert told["layouts"][0]["seconds"] == found.predictions[0].seconds
+    assert sum(told["layouts"][0]["memory"].values()) == found.predictions[0].worst_memory
+    held = told["layouts"][0]["held"]
+    assert held["allocated"] <= held["reserved"] <= held["process"] == found.predictions[0].worst_memory
+    assert told["absent"] == {}
+    render(found)
+    shown = capsys.readouterr().out
+    assert "reserved (torch.cuda.max_memory_reserved)" in shown
+    assert f"{found.counts.legal:,} legal layouts" in shown
+    for runner_up in found.runner_ups:
+        assert runner_up.strategy in shown
+
+
+def test_kinds_without_a_legal_layout_say_why(capsys: pytest.CaptureFixture[str]) -> None:
+    cluster, models = made_up(5)  # where the own layout fits, and none of the first three is refused by its seconds
+    run = parse_config(TREE | {"model": TREE["model"] | {"heads": 3, "hidden": 33}})
+    found = search(run, cluster, 2, models=models)
+    why = "layout.tensor.size=2 does not divide model.heads=3; valid: 1, 3"
+    assert as_dict(found)["absent"] == {"megatron": why, "subgraph": why}
+    render(found)
+    assert f"no legal layout of kind megatron: {why}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_slices_are_found_where_a_model_does_not_fit() -> None:
+    """So `plan` answers, and so `layout: auto`. What does not fit is said; where all fit, one of each is predicted."""
+    words = (
+        "layout.tensor.kind=none", "layout.pipeline.size=1", "memory.offload.to=none", "precision.level=O2",
+        "precision.dtype=fp16",
+    )  # fmt: skip
+    model = TREE["model"] | {"layers": 8, "hidden": 256}
+    run, fixed = parse_config(TREE | {"model": model, "batch": {"global": 32}}, words), fixed_fields(words)
+    parameters, chosen = 8 * 12 * 256**2, {}
+    for room in (5, 16):  # bytes a parameter, of which 16 are the weights, gradients and states of one device
+        device = NODES.device.model_copy(update={"memory_bytes": room * parameters})
+        found = search(run, NODES.model_copy(update={"device": device}), 8, fixed=fixed)
+        chosen[room] = found.predictions[0].config.layout.data.sync
+        predicted = {runner_up.strategy: runner_up.prediction for runner_up in found.runner_ups}
+        assert predicted.keys() | {strategy_of(found.predictions[0].config)} == {"data", "zero2", "zero3"}
+        for other in predicted.values():
+            assert (other is None) == (room == 5)
+            assert other is None or found.predictions[0].seconds <= other.seconds
+    assert chosen[5] == "zero3"
+
+
+def test_nothing_fits() -> None:
+    cluster, models = made_up(5)  # where the own layout fits, and none of the first three is refused by its seconds
+    small = cluster.model_copy(update={"device": cluster.device.model_copy(update={"memory_bytes": models.room // 10})})
+    with pytest.raises(ConfigError, match=r"--cluster=made-up has 0.1 MB a device, and none of \d+ legal layouts on 2"):
+        search(parse_config(TREE), small, 2, models=models)
+
+
+def test_nothing_is_legal() -> None:
+    cluster, models = made_up(5)  # where the own layout fits, and none of the first three is refused by its seconds
+    words = ["layout.data.size=4"]
+    with pytest.raises(ConfigError, match="--devices=3 leaves the run no legal layout"):
+        search(parse_config(TREE, words), cluster, 3, fixed=fixed_fields(words), models=models)
+
+
+def test_an_estimate_counts_a_head_whose_chunks_differ_with_the_microbatch() -> None:
+    """On a GPU logits of a large vocabulary are worked on in as many slices as there are rows for: not interpolated."""
+    words = ("model.vocabulary=50304", "model.hidden=64", "batch.micro=8", "data.sequence=512", "model.positions=512")
+    config, estimates = parse_config(TREE | {"batch": {"global": 8}}, words), Estimates(Planner(NODES))
+    made, seconds = estimates.planner.predict(config), estimates.estimated_seconds(config)
+    assert 0.8 * made.seconds <= seconds <= 1.0001 * made.seconds
+
+
+def test_rows_to_experts_are_tried_as_messages() -> None:
+    """Rows travel as messages in the fastest layouts that share experts, with stages and without; a foreign program
+    sends them its own way."""
+    model = {"family": "llama", "layers": 2, "hidden": 32, "heads": 4, "feed_forward": 64, "positions": 32,
+             "vocabulary": 300, "experts": {"count": 4, "per_token": 2}}  # fmt: skip
+    run = parse_config({"model": model, "data": {"sequence": 16}, "batch": {"global": 16, "micro": 2},
+                        "layout": {"data": {"size": 2, "sync": "zero1", "expert": 2}}})  # fmt: skip
+    fixed = {"layout.tensor", "layout.data.sync", "layout.data.expert", "memory", "batch.micro", "layout.order"}
+    found = search(run, NODES, 4, 3, fixed=fixed)
+    tried = [one.config for one in found.predicted if one.config.layout.data.in_pieces]
+    assert tried
+    assert all("rows to experts as messages" in layout_text(config) for config in tried)
+    kept = search(run, NODES, 4, 3, fixed={*fixed, "layout.data.exchange"})
+    assert not any(one.config.layout.data.in_pieces for one in kept.predicted)
+    assert found.predictions[0].seconds <= kept.predictions[0].seconds

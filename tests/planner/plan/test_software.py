@@ -1,0 +1,260 @@
+"""A run's software changes a prediction where its facts do, and nowhere else."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.config import Config, parse_config
+from meshwright.config.section import with_field
+from meshwright.configs import shipped
+from meshwright.planner.plan.cluster import load_cluster
+from meshwright.planner.plan.memory import Memory, verdict
+from meshwright.planner.plan.predict import Planner, Prediction
+from meshwright.planner.plan.search import search
+from meshwright.planner.plan.software import (
+    OWN_SOFTWARE,
+    Communication,
+    Software,
+    load_program,
+)
+from meshwright.ranks.errors import ConfigError
+from meshwright.training.phases import DATA_PARALLEL, OPTIMIZER, PASSES
+from tests.planner.plan.clusters import NODES
+
+EVERY: frozenset[Communication] = frozenset(("sums", "gathers", "layers"))
+
+
+def run(**layout: object) -> Config:
+    return parse_config({
+        "model": {"layers": 4, "hidden": 256, "heads": 4, "positions": 128, "vocabulary": 512},
+        "data": {"sequence": 128},
+        "batch": {"global": 32, "micro": 4},
+        "layout": layout,
+    })  # fmt: skip
+
+
+def predicted(config: Config, software: Software = OWN_SOFTWARE) -> Prediction:
+    return Planner(NODES, software).predict(config)
+
+
+def test_sums_wait_for_the_backward_pass() -> None:
+    config = run(data={"size": 4})
+    under, after = predicted(config), predicted(config, Software(overlapped=EVERY - {"sums"}))
+    assert after.phases[DATA_PARALLEL] > under.phases[DATA_PARALLEL]
+    assert after.phases[PASSES] == pytest.approx(under.phases[PASSES], rel=1e-12)
+    assert after.memory == under.memory
+
+
+@pytest.mark.parametrize("communication, layout", [
+    ("gathers", {"data": {"size": 4, "sync": "zero3"}}),
+    ("layers", {"tensor": {"kind": "megatron", "size": 2}}),
+])  # fmt: skip
+def test_what_is_not_overlapped_takes_longer(communication: Communication, layout: dict[str, object]) -> None:
+    config = run(**layout)
+    own, apart = predicted(config), predicted(config, Software(overlapped=EVERY - {communication}))
+    assert apart.phases[PASSES] > own.phases[PASSES]
+    assert apart.traffic == own.traffic
+
+
+def test_an_optimizer_in_steps_takes_longer_and_nothing_else_does() -> None:
+    own, steps = predicted(run()), predicted(run(), Software(optimizer="steps"))
+    assert steps.phases[OPTIMIZER] > own.phases[OPTIMIZER]
+    assert steps.phases[PASSES] == pytest.approx(own.phases[PASSES], rel=1e-12)
+
+
+def test_one_process_issues_the_forward_kernels_of_all_devices_in_turn() -> None:
+    """Its host is busy twice as long with the forward passes of two devices; backward passes have threads beneath."""
+    device = NODES.device.model_copy(update={"launch_seconds": 1e-7, "issue_seconds": 1e-3})
+    hosts = NODES.model_copy(update={"device": device})
+    software = Software(one_process=True)
+    forward, backward = {}, {}
+    for name, one in {"each": OWN_SOFTWARE, "one": software}.items():
+        tasks = Planner(hosts, one).predict(run(data={"size": 2, "sync": "server-gradient"})).timeline.tasks
+        forward[name] = sum(span.seconds for span in tasks if span.category == "forward")
+        backward[name] = sum(span.seconds for span in tasks if span.category == "backward")
+    assert forward["one"] == pytest.approx(2 * forward["each"], rel=0.02)
+    assert backward["one"] == pytest.approx(backward["each"], rel=1e-12)
+    assert predicted(run(), software).seconds == pytest.approx(predicted(run()).seconds, rel=1e-12)
+
+
+def test_heads_that_are_kernels_of_their_own_issue_as_many() -> None:
+    """Their products are the same; where the host is slow it issues those of each head."""
+    device = NODES.device.model_copy(update={"issue_seconds": 1e-3, "launch_seconds": 1e-7})
+    hosts = NODES.model_copy(update={"device": device})
+    together, apart = (
+        Planner(hosts, Software(attention="steps", heads=heads)).predict(run()) for heads in ("together", "apart")
+    )
+    assert apart.flops == together.flops
+    assert apart.phases[PASSES] > 1.3 * together.phases[PASSES]
+
+
+def test_heads_of_their_own_have_biases_of_their_own() -> None:
+    """T5's positions are a bias a head."""
+    config = parse_config({"model": "t5-tiny", "data": {"kind": "spans", "sequence": 32}, "batch": {"global": 2}})
+    together, apart = (
+        Planner(NODES, Software(attention="steps", heads=heads)).predict(config) for heads in ("together", "apart")
+    )
+    assert apart.flops == together.flops
+
+
+def test_gradients_that_are_widened_at_once_take_memory_and_no_time() -> None:
+    """A float16 model's float32 gradients: 4 bytes a parameter, more than a part of 256 MiB and a microbatch take."""
+    config = parse_config({
+        "model": {"layers": 2, "hidden": 4096, "heads": 8, "positions": 128, "vocabulary": 512},
+        "data": {"sequence": 128},
+        "batch": {"global": 1, "micro": 1},
+        "precision": {"level": "O2", "dtype": "fp16", "accumulate": "stored"},
+    })  # fmt: skip
+    parts, whole = predicted(config), predicted(config, Software(widening="whole"))
+    assert parts.memory[0].temporaries < 2**29
+    num_parameters = parts.memory[0].gradients / 2
+    assert whole.memory[0].temporaries + whole.memory[0].activations == pytest.approx(4 * num_parameters, rel=0.01)
+    assert whole.seconds == parts.seconds
+
+
+def test_programs_are_presets() -> None:
+    """The facts that the papers of validation name; a name that nobody knows is told the others."""
+    assert load_program("axonn").software == Software(
+        widening="whole", attention="fused-softmax", fuses_dropout=True, overlapped=EVERY - {"sums"}
+    )
+    assert load_program("megatron-lm-2019").software == Software(attention="steps", overlapped=frozenset())
+    assert load_program("meshwright").software == OWN_SOFTWARE
+    with pytest.raises(ConfigError, match=r"--software=megatron is no program .* valid: axonn, .*, torchtitan-eager"):
+        load_program("megatron")
+
+
+@pytest.mark.parametrize("name", shipped("software"))
+def test_every_fact_of_a_preset_has_a_source(name: str) -> None:
+    program = load_program(name)
+    assert program.title
+    assert set(program.sources) == {fact for fact in program.sources if len(program.sources[fact]) > 10}
+    for field, values in program.layouts.items():
+        assert values, field
+        assert field.startswith(("layout.", "memory.")), field
+
+
+def test_a_fact_is_laid_over_a_preset() -> None:
+    program = load_program("deepspeed", ["attention=fused", "overlapped=sums,gathers", "gradients=summed"])
+    assert (program.software.attention, program.software.gradients) == ("fused", "summed")
+    assert program.software.overlapped == {"sums", "gathers"}
+    assert program.software.messages == "split"
+    assert program.sources["attention"] == "--fact"
+    with pytest.raises(ConfigError, match=r"--fact=attention is no fact and value"):
+        load_program("deepspeed", ["attention"])
+    with pytest.raises(ConfigError, match=r"attention=none at all is neither fused"):
+        load_program("deepspeed", ["attention=none at all"])
+    with pytest.raises(ConfigError, match=r"atention=fused is an unknown key \(did you mean attention\?\)"):
+        load_program("deepspeed", ["atention=fused"])
+
+
+def test_tight_begins_where_a_programs_rows_have_held_more_than_was_predicted() -> None:
+    """BLOOM's row that ran out of 81,251 MiB is predicted to hold 66.4 GiB: no fit for DeepSpeed's runs."""
+    memory = Memory(round(66.4 * 2**30), 0, 0, 0, 0, 0)
+    assert verdict(memory, GPUS) == "fits"
+    assert verdict(memory, load_program("deepspeed").on(GPUS)) == "tight"
+    assert load_program().on(GPUS) is GPUS
+
+
+GPUS = load_cluster("dgx-a100")
+
+
+def on_gpus(config: Config, **facts: object) -> Prediction:
+    return Planner(GPUS, Software.model_validate(facts)).predict(config)
+
+
+def llama(micro: int = 4, **layout: object) -> Config:
+    return parse_config({
+        "model": {"family": "llama", "layers": 4, "hidden": 1024, "heads": 8, "feed_forward": 2816, "vocabulary": 8192,
+                  "positions": 1024},
+        "data": {"sequence": 1024},
+        "batch": {"global": 32, "micro": micro},
+        "precision": "bf16",
+        "layout": layout,
+    })  # fmt: skip
+
+
+def test_element_kernels_in_a_row_are_one() -> None:
+    """Less traffic, the same products, nothing sent otherwise."""
+    apart, fused = on_gpus(llama()), on_gpus(llama(), fuses_elements=True)
+    assert fused.flops == apart.flops
+    assert fused.phases[PASSES] < 0.95 * apart.phases[PASSES]
+    assert fused.traffic == apart.traffic
+
+
+def test_norms_take_longer_in_steps_than_in_kernels_and_than_in_tuned_ones() -> None:
+    steps, own, fast = (on_gpus(llama(), norms=norms).phases[PASSES] for norms in ("steps", "torch", "fast"))
+    assert fast < own < steps
+
+
+def test_attention_of_an_older_generation_takes_longer() -> None:
+    first, second = (on_gpus(llama(), attention_kernel=kernel) for kernel in ("flash-1", "flash-2"))
+    assert first.phases[PASSES] > second.phases[PASSES]
+    assert second.seconds == on_gpus(llama()).seconds
+
+
+def test_split_messages_are_shorter_and_gathered() -> None:
+    """Two tensor ranks on each of two stages, on a node each: half goes between nodes, the gather stays inside."""
+    layout = {"tensor": {"kind": "megatron", "size": 8}, "pipeline": {"size": 2, "schedule": "1f1b"}}
+    whole, split = on_gpus(llama(**layout)), on_gpus(llama(**layout), messages="split")
+    assert split.phases[PASSES] < whole.phases[PASSES]
+    by_sequence = {**layout, "tensor": {"kind": "megatron", "size": 8, "sequence_parallel": True}}
+    assert on_gpus(llama(**by_sequence), messages="split").seconds == on_gpus(llama(**by_sequence)).seconds
+
+
+def test_broadcasts_of_each_ranks_slices_stand_behind_each_other() -> None:
+    """On 16 GPUs 16 messages, each of which pays the latencies of a ring; within a node they are nearly as fast."""
+    layout = {"data": {"size": 16, "sync": "zero1"}}
+    gathered, sent = (
+        on_gpus(llama(2, **layout), overlapped=(), publishes=how).seconds for how in ("gathers", "broadcasts")
+    )
+    assert sent > gathered
+    inside = {"data": {"size": 16, "sync": "zero1", "shard": 8}}
+    near, far = (on_gpus(llama(2, **inside), overlapped=(), publishes=how).seconds for how in ("gathers", "broadcasts"))
+    assert near < far < near + (sent - gathered)
+
+
+def test_half_gradients_beside_float32_sums_take_two_bytes_a_parameter() -> None:
+    summed, both = on_gpus(llama()), on_gpus(llama(), gradients="both")
+    assert both.memory[0].gradients == pytest.approx(1.5 * summed.memory[0].gradients, rel=1e-4)
+    assert both.seconds == summed.seconds
+
+
+def test_buffers_are_held_all_the_time() -> None:
+    own, more = on_gpus(llama()), on_gpus(llama(), buffers_bytes=10**9)
+    assert more.memory[0].temporaries - own.memory[0].temporaries == 10**9
+
+
+def test_whole_logits_take_memory() -> None:
+    """Float32 logits of 16 Ki tokens and 128 Ki classes: 8 GiB, where slices have 256 MiB."""
+    config = parse_config({
+        "model": {"family": "llama", "layers": 1, "hidden": 512, "heads": 4, "feed_forward": 1024,
+                  "vocabulary": 131072, "positions": 2048},
+        "data": {"sequence": 2048}, "batch": {"global": 8, "micro": 8}, "precision": "bf16",
+    })  # fmt: skip
+    slices, whole = on_gpus(config), on_gpus(config, logits="whole")
+    assert whole.worst_memory - slices.worst_memory > 7 * 2**30
+
+
+def test_products_in_fp8_are_faster_and_need_a_peak() -> None:
+    hopper = load_cluster("dgx-h100")
+    big = with_field(llama(), "model.hidden", 4096)
+    half, low = (
+        Planner(hopper, Software.model_validate({"products": name})).predict(big) for name in ("stored", "fp8")
+    )
+    assert low.flops == half.flops
+    assert low.phases[PASSES] < half.phases[PASSES]
+    with pytest.raises(ConfigError, match="fp8 is no dtype of which dgx-a100 says how fast it multiplies"):
+        on_gpus(llama(), products="fp8")
+
+
+def test_a_program_looks_at_no_layout_that_it_does_not_know() -> None:
+    config, program = llama(), load_program("fsdp")
+    found = search(config, GPUS, 8, 3, program=program)
+    assert found.program is program
+    assert {one.config.layout.data.sync for one in found.predicted} <= {"allreduce", "zero2", "zero3"}
+    assert all(one.config.layout.tensor.kind == "none" for one in found.predicted)
+    assert all(one.config.layout.pipeline.size == 1 for one in found.predicted)
+
+
+def test_a_search_that_ends_has_looked_at_every_family() -> None:
+    assert search(run(), NODES, 2, 1).left_share == 0
