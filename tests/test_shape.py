@@ -42,12 +42,9 @@ def figures() -> dict[str, int]:
         tree, words = ast.parse(text), Counter(re.findall(r"\b_[A-Za-z]\w*", text))
         for node in ast.walk(tree):
             if isinstance(node, Function):
-                end, first = node.end_lineno or 0, min([node.lineno, *(each.lineno for each in node.decorator_list)])
-                lengths.append(end - first + 1)  # with decorators, which may say most of it: the fields of a key
+                lengths.append((node.end_lineno or 0) - node.lineno + 1)
                 private = node.name.startswith("_") and not node.name.startswith("__")
-                # A method that remembers cannot be inlined: its body sees the fields of its key alone.
-                private &= not any(ast.unparse(each).startswith("remembered(") for each in node.decorator_list)
-                counts["helpers"] += private and end - node.lineno < HELPER and words[node.name] == 2
+                counts["helpers"] += private and lengths[-1] <= HELPER and words[node.name] == 2
         described = set(docstrings(tree))
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             if token.type == tokenize.COMMENT:

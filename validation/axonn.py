@@ -9,7 +9,7 @@ from meshwright.config import Config
 from meshwright.config.section import divisors, with_field
 from meshwright.planner.plan.predict import Planner, Prediction
 from meshwright.ranks.errors import ConfigError
-from meshwright.strategies.memory.recompute import best_group
+from meshwright.strategies.memory.section import best_group
 from meshwright.training.phases import DATA_PARALLEL, PASSES
 from validation.case import Claim, Finding, Row
 from validation.measure import total_memory_bytes

@@ -35,7 +35,7 @@ ELSEWHERE = ("data.source", "data.mixture", "data.tokenizer")
 """The files of a run that a planner does not read: only shapes matter, and the files may lie on another machine."""
 
 WEIGHTS_FIELD = "model.from"
-WEIGHTS = "meshwright.convert:read_folder"
+WEIGHTS = "meshwright.training.convert:read_folder"
 """The reader of a Hugging Face folder's settings, named as text, since torch is not here yet."""
 
 MAX_BYTES = 2**20

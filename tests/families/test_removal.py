@@ -30,7 +30,7 @@ def test_the_rest_goes_on_without_a_family(family: str, tmp_path: Path) -> None:
     copy = tmp_path / "meshwright"
     shutil.copytree(PACKAGE, copy)  # with its bytecode, which is known by the files' times
     shutil.rmtree(copy / "families" / family)
-    registry = copy / "registry.py"
+    registry = copy / "config/registry.py"
     lines = registry.read_text().splitlines(keepends=True)
     kept = [line for line in lines if f'"meshwright.families.{family}.' not in line]
     assert len(kept) < len(lines), "a family that no line of the registry names"

@@ -37,13 +37,11 @@ class MaskedSequences(Context):
     """Whole sequences in one attention, whose documents a mask of T x T keeps apart: layouts never make one."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        mask, causal = spec.mask, spec.causal
-        if spec.documents is not None:
-            starts = spec.documents.to(query.device)
-            mask, causal = (starts[:, :, None] == starts[:, None, :]).tril().unsqueeze(1), False
-        if spec.window is not None:
-            near = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril().triu(1 - spec.window)
-            mask, causal = near if mask is None else mask & near, False
+        mask, causal, length = spec.mask, spec.causal, query.shape[2]
+        if spec.documents is not None or spec.window is not None:
+            starts = query.new_zeros(1, length) if spec.documents is None else spec.documents.to(query.device)
+            near = query.new_ones(length, length, dtype=torch.bool).tril().triu(1 - (spec.window or length))
+            mask, causal = (starts[:, :, None] == starts[:, None, :]).unsqueeze(1) & near, False
         return F.scaled_dot_product_attention(
             query, key, value, mask, spec.dropout, causal, scale=spec.scale, enable_gqa=query.shape[1] != key.shape[1]
         )
@@ -73,8 +71,8 @@ class Reference:
                 self.narrow.add(name)
                 values = values.to(self.dtype)
             parameter.data.copy_(values if own == "weight" else torch.zeros_like(values))
-            if any(fnmatchcase(name, pattern) for pattern in config.model.frozen):
-                parameter.requires_grad_(False)
+            parameter.requires_grad_(not any(fnmatchcase(name, pattern) for pattern in config.model.frozen))
+            if not parameter.requires_grad:
                 continue
             parameter.grad = self.gradients[name] = torch.zeros_like(parameter)
             if nudged:
@@ -99,8 +97,6 @@ class Reference:
         scales[SAMPLES] = 1 / self.config.batch.global_
         experts = [module for module in self.model.modules() if isinstance(module, Experts)]
         if self.config.model.routing.counts_first:  # a balance over the batch hangs on all of it
-            for module in experts:
-                module.count()
             with torch.no_grad():
                 for rows in self._microbatches(batch):
                     self._loss(rows, scales)

@@ -140,17 +140,13 @@ class Experts(nn.Module):
         self.contract = Layer(lambda weight, _: weight, (shape.count, shape.inner, shape.hidden), shape.last)
         self.counted: Tensor | None = None
         """A balance over the batch: tokens of the mean sequence that took each expert, counted beforehand."""
-        self.counts: list[Tensor] | None = None
-        """Left by a pass that counts: tokens of its rows that took each expert."""
-
-    def count(self) -> None:
-        """Let passes count the tokens that take each expert."""
-        self.counts = []
+        self.counts: list[Tensor] = []
+        """By a pass without gradients: tokens of its rows that took each expert."""
 
     def balance_by_counts(self, factor: float) -> None:
-        """Balance by the sum of all counts times a factor; passes count no more."""
+        """Balance by the sum of all counts times a factor."""
         assert self.counts, "experts that no pass reached"
-        self.counted, self.counts = torch.stack(self.counts).sum(0) * factor, None
+        self.counted, self.counts = torch.stack(self.counts).sum(0) * factor, []
 
     def forward(self, h: Tensor, places: Tensor | None = None) -> tuple[Tensor, ...]:
         shape, count = self.shape, self.shape.count
@@ -160,7 +156,7 @@ class Experts(nn.Module):
         scores = F.softmax(wide, -1) if shape.scores == "softmax" else torch.sigmoid(wide)
         taken = self._taken(scores.detach() if bias is None else scores.detach() + bias.detach())  # [B, T, n]
         loads = taken.sum((0, 1))
-        if self.counts is not None:
+        if not torch.is_grad_enabled():
             self.counts.append(loads)
         if bias is not None:
             scores = _Loads.apply(scores, bias, loads * count - loads.sum())

@@ -230,7 +230,7 @@ def test_a_pattern_matches_a_name() -> None:
         check_frozen(frozen(("*",)))
 
 
-@pytest.mark.parametrize("sync", ["fsdp", "server-loss"])
+@pytest.mark.parametrize("sync", ["server-loss"])
 def test_syncs_that_want_every_gradient_refuse(sync: str) -> None:
     words = [f"layout.data={{size: 2, sync: {sync}}}", "model.frozen=[blocks.0.*]"]
     with pytest.raises(ConfigError, match=f"layout.data.sync={sync} expects a gradient of every parameter"):

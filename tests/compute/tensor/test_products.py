@@ -20,7 +20,7 @@ from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
 from tests.workers import run_ranks
 
-PACKAGE = Path(__file__).resolve().parents[2] / "meshwright"
+PACKAGE = Path(__file__).resolve().parents[3] / "meshwright/compute"
 ROOMS = ("tensor", "subgraph", "bits")
 MULTIPLIES = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "matmul", "linear", "einsum"}
 """Functions of torch that multiply matrices."""

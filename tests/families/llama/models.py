@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.compute.precision import DTYPES
 from meshwright.config import Config, parse_config
 from meshwright.families.llama.model import LlamaModel
 from meshwright.ranks.grid import Grid
-from meshwright.training.parts import DTYPES
 
 ONE = Grid((("data", 1),))
 

@@ -34,7 +34,6 @@ ALLOWED = {
     "meshwright.config.schema.ScheduleSection",
     "meshwright.compute.models.chain.make_chain",
     "meshwright.compute.context.context.Context",
-    "meshwright.compute.models.attention.AttentionCore",  # documents by a mask of its own
     "meshwright.compute.context.spec.AttentionSpec",
     "meshwright.compute.parameters.role.Role",
     "meshwright.compute.parameters.shard.Initial",
