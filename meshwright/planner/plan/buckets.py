@@ -60,11 +60,6 @@ class PlannedBucket:
     across: Program
     gather: Program
 
-    def sums(self, num_microbatches: int) -> int:
-        """The number of sums of the bucket in a step."""
-        # A bucket whose gradients are late keeps them whole, and is summed once at the step's end.
-        return num_microbatches if self.slices and not self.waits else 1
-
     @cached_property
     def sizes(self) -> BucketBytes:
         kind, value, gradient = self.kind, self.kind.dtype.itemsize, self.summed_in.itemsize * self.kind.rule.trained
@@ -101,10 +96,11 @@ class PlannedBucket:
 
 
 class _Group(NamedTuple):
-    """Parameters that share a bucket, as PlannedBucket has them; `num_elements`: without padding."""
+    """Parameters that share a bucket, as PlannedBucket has them; `shapes`: of each; `num_elements`: without padding."""
 
     kind: BucketKey
     names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
     num_elements: int
     parts_back: frozenset[int]
     waits: bool
@@ -134,11 +130,6 @@ class HeldParameters:
     tied: frozenset[str] = frozenset()
     """Names of parameters that another stage holds, too."""
 
-    @cached_property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The parameters' shapes by name."""
-        return {parameter.name: parameter.shape for parameter in self.parameters}
-
     @remembered()
     def groups(self, rule: _Arrangement) -> list[_Group]:
         """The parameters that share a bucket, in the order in which buckets leave."""
@@ -148,6 +139,7 @@ class HeldParameters:
             for parameter in self.parameters
         }
         sizes = {parameter.name: parameter.num_elements for parameter in self.parameters}
+        shapes = {parameter.name: parameter.shape for parameter in self.parameters}
         items = [(parameter.name, parameter.num_elements, parameter.dtype) for parameter in self.parameters]
         # Gradients that come with B, or from two chunks, are whole only when the step's last microbatch is through.
         late = {parameter.name for parameter in self.parameters if parameter.comes_with_b or len(parameter.chunks) > 1}
@@ -156,7 +148,7 @@ class HeldParameters:
         chunks = {parameter.name: parameter.chunks for parameter in self.parameters} if rule.by_chunk else None
         return [
             _Group(
-                kind, tuple(names), sum(sizes[name] for name in names),
+                kind, tuple(names), tuple(shapes[name] for name in names), sum(sizes[name] for name in names),
                 frozenset(part for name in names for part in back[name]), not late.isdisjoint(names),
             )
             for kind, names in arranged(
@@ -183,7 +175,7 @@ class Buckets:
             sync.gathers, sync.slices and config.layout.pipeline.chunks > 1, bucket_bytes(config), grid,
             mesh.token_axes, update, sync.policy if update.matrix_step else "",
         )  # fmt: skip
-        for kind, names, elements, parts_back, waits in held.groups(arrangement):
+        for kind, names, shapes, elements, parts_back, waits in held.groups(arrangement):
             if kind.sum_axes not in comms:
                 comms[kind.sum_axes] = mesh.comm(*kind.sum_axes), tuple(mesh.comm(axis).size for axis in kind.sum_axes)
             comm, sizes = comms[kind.sum_axes]
@@ -196,9 +188,7 @@ class Buckets:
             if not kind.rule.trained:  # gathered, and neither summed nor published
                 programs[:3] = [Program()] * 3
             summing = mesh.comm(*(axis for axis in kind.sum_axes if axis not in policy.apart))
-            matrices = _stepped_matrices(
-                kind, [held.shapes[name] for name in names], summing.index if stepped else None
-            )
+            matrices = _stepped_matrices(kind, shapes, summing.index if stepped else None)
             buckets.append(PlannedBucket(
                 kind, summed_in, names, num_elements, stepped, matrices, policy.blocks, parts_back, waits, sync.slices,
                 *programs,

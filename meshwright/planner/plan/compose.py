@@ -270,6 +270,13 @@ class Composition:
             )
             shared = any(parameter.name in tied for parameter in own.parameters)
             self.like.append(first.setdefault((work, shared), stage))
+        positions_of = self.placement.positions
+        self.alike = {
+            position: first_position
+            for stage, like in enumerate(self.like)
+            for position, first_position in zip(positions_of[stage], positions_of[like], strict=True)
+        }
+        """By position of the chain the first one with an equal chunk."""
 
     @cached_property
     def buckets(self) -> dict[int, list[PlannedBucket]]:
@@ -298,8 +305,8 @@ class Composition:
         """The same ledger, item by item."""
         yield from self._passes(stage, CATEGORIES, self.kinds, self.tasks)
         buckets = self.buckets[self.like[stage]]
-        for which, times in enumerate(self.counts):
-            for (kind, _), gathered in self.gathers(stage, which).items():
+        for places_gathered, times in zip(self.gathers(self.like[stage]), self.counts, strict=True):
+            for (kind, _), gathered in places_gathered.items():
                 for index in gathered:
                     yield Sending(f"gather for {CATEGORIES[kind]}", BUCKETS, buckets[index].gather, times)
         if self.config.model.routing.counts_first:
@@ -308,7 +315,9 @@ class Composition:
                 yield Sending(f"gather for {COUNTING}", BUCKETS, buckets[index].gather, times)
             yield Sending(COUNTING, "experts' loads", self.loads(stage))
         for bucket in buckets:
-            yield Sending("sum of gradients", BUCKETS, bucket.reduce, bucket.sums(self.config.num_microbatches))
+            # A bucket whose gradients are late keeps them whole, and is summed once at the step's end.
+            sums = self.config.num_microbatches if bucket.slices and not bucket.waits else 1
+            yield Sending("sum of gradients", BUCKETS, bucket.reduce, sums)
             yield Sending("new weights", BUCKETS, bucket.publish)
             yield Sending("sum of gradients", BUCKETS, bucket.across)
 
@@ -367,14 +376,12 @@ class Composition:
             for side, cuts in forms.items()
         }
 
-    def gathers(self, stage: int, which: int) -> Gathered:
-        """The buckets that the tasks of a microbatch at a place of the step gather (data_parallel/gathering.py)."""
-        if not self.config.layout.data.strategy.gathers:
-            return {}
-        return self._gathers(self.like[stage])[which]
-
     @remembered()
-    def _gathers(self, stage: int) -> list[Gathered]:
+    def gathers(self, stage: int) -> list[Gathered]:
+        """By the microbatch's place in the step, the buckets that its tasks gather on a stage in `like`
+        (data_parallel/gathering.py)."""
+        if not self.config.layout.data.strategy.gathers:
+            return [{} for _ in self.counts]
         groups = self.groups(stage)
         chunks = [[layer for unit in chunk for layer in unit] for chunk in groups]
         every = (group for own in chunks for group in self.config.memory.policy.groups(self.config, own))

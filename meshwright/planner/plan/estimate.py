@@ -115,15 +115,12 @@ class Estimates:
         """A lower bound of the estimated seconds of all layouts that differ in schedule, limit or sync only: the
         chain's work, shared equally among stages."""
         count, layout = config.num_microbatches, config.layout
-        one, stages = self._work_of_model(config, self.planner.site.links(config)), layout.pipeline.size
+        # The whole model as one stage; an equal share of it is at most the slowest stage's work.
+        shape = self.parts.shapes(config, (config.model.num_blocks,))[0]
+        one, stages = self._work(config, shape, self.planner.site.links(config), split=False), layout.pipeline.size
         # The last stage begins when the first microbatch has passed one chunk of each other stage.
         filled = (stages - 1) * one.forward / max(CHUNKS, layout.pipeline.chunks)
         return SURE * (count * (one.forward + one.backward) + filled) / stages
-
-    @remembered(*PARTS, "micro", WIDENS, "memory.recompute")
-    def _work_of_model(self, config: Config, links: Links) -> _Work:
-        # The whole model as one stage; an equal share of it is at most the slowest stage's work.
-        return self._work(config, self.parts.shapes(config, (config.model.num_blocks,))[0], links, split=False)
 
     def estimated_memory(self, config: Config) -> Memory:
         """SURE times the estimated memory of the fullest rank, in which temporaries reuse the bytes of wider gradients.
@@ -163,7 +160,9 @@ class Estimates:
     @remembered(*PARTS, "micro", "num_microbatches", WIDENS, "memory.recompute", "layout.pipeline")
     def _passes(self, config: Config, partition: tuple[int, ...], links: Links) -> _Passes:
         shapes, works, placement = self.parts.shapes(config, partition), {}, placement_of(config)
-        rule, count, own = rule_of(config), config.num_microbatches, links.without(PIPE)
+        rule, count = rule_of(config), config.num_microbatches
+        # Of the order of axes a layer's seconds depend on the strides of its own.
+        own = replace(links, strides=tuple(each for each in links.strides if each[0] != PIPE))
         for shape in shapes:
             if shape not in works:
                 works[shape] = self._work(config, shape, own, split=rule.splits)
@@ -172,8 +171,12 @@ class Estimates:
         backward = [chunk.backward for chunk in chunks]
         weights = [chunk.weights for chunk in chunks]
         limits = [rule.limit_at(stage, placement, count) for stage in range(placement.num_stages)]
-        sizes = tuple(chunk.outgoing_bytes for chunk in chunks[:-1])
-        hops = self._message_seconds(config, links, placement, sizes)
+        # Messages of rank 0's pipeline only; a prediction takes each stage's first rank.
+        ranks, site = links.stages(), self.planner.site
+        hops = [
+            site.message_seconds(config, links, ranks[start], ranks[end], chunk.outgoing_bytes) if start != end else 0.0
+            for (start, end), chunk in zip(pairwise(placement.stage_of), chunks[:-1], strict=True)
+        ]
         seconds = pipeline_seconds(forward, backward, weights, hops, limits, count, placement)
         return _Passes(seconds, sum(forward) + sum(hops), max(weights if rule.splits else backward))
 
@@ -193,19 +196,6 @@ class Estimates:
             sum(times * timed.weights for timed, times in stage) if split else 0.0,
             stage[-1][0].part.outgoing_bytes,
         )
-
-    @remembered("layout.tensor")
-    def _message_seconds(
-        self, config: Config, links: Links, placement: ChunkPlacement, sizes: tuple[int, ...]
-    ) -> list[float]:
-        """Seconds of a message from each position to the next; 0 within a stage."""
-        # Of rank 0's pipeline only; a prediction takes each stage's first rank.
-        ranks, site = links.stages(), self.planner.site
-        holders = [ranks[placement.stage_of[position]] for position in range(placement.num_positions)]
-        return [
-            site.message_seconds(config, links, start, end, size) if start != end else 0.0
-            for (start, end), size in zip(pairwise(holders), sizes, strict=True)
-        ]
 
     @remembered(*WEIGHTS, WIDENS, "layout.transport", "layout.order", "batch.global_")
     def _ending(self, config: Config, partition: tuple[int, ...]) -> _Ending:
@@ -263,20 +253,19 @@ class Estimates:
         held = self._fullest(config, partition, placement_of(config))
         return self.planner.buckets.of(replaced(config, "layout.order", "auto", WIDENS), 0, held)
 
+    @remembered(
+        "model", "data", "replica_batch", "layout.pipeline.size", "layout.pipeline.chunks", "layout.pipeline.partition"
+    )
     def _partition(self, config: Config) -> tuple[int, ...]:
-        """Layers by position."""
-        pipeline = config.layout.pipeline
-        if pipeline.size > 1 and isinstance(pipeline.partition, str):
-            return self._balanced(config, config.replica_batch)
-        return self.planner.partition(config)
-
-    @remembered("model", "data", "layout.pipeline.size", "layout.pipeline.chunks")
-    def _balanced(self, config: Config, samples: int) -> tuple[int, ...]:
-        """The balanced cut from which the clock starts, which takes longer than an estimate to choose layers."""
+        """Layers by position: of `auto` the balanced cut from which the clock starts, which takes longer than an
+        estimate to choose layers."""
+        pipeline, samples = config.layout.pipeline, config.replica_batch
+        if not isinstance(pipeline.partition, str):
+            return pipeline.partition
         # The work's proportions are the same for any microbatch of a step of as many samples.
-        batch = config.batch.model_copy(update={"global_": samples, "micro": samples})
+        batch = BatchSection().model_copy(update={"global_": samples, "micro": samples})
         one = with_field(config.model_copy(update={"batch": batch}), "layout.data.size", 1)
-        return balanced(self.planner.work(one), config.layout.pipeline.size * config.layout.pipeline.chunks)
+        return balanced(self.planner.work(one), pipeline.size * pipeline.chunks)
 
 
 def pipeline_seconds(

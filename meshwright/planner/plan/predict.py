@@ -13,7 +13,6 @@ from meshwright.compute.model import Costs
 from meshwright.compute.models.chain import split_name
 from meshwright.config import Config
 from meshwright.config.layout import DataParallel
-from meshwright.config.schema import Offload
 from meshwright.config.section import with_field
 from meshwright.planner.plan.buckets import Buckets, held_of, slots_of, streams
 from meshwright.planner.plan.cluster import Cluster
@@ -111,7 +110,7 @@ class Planner:
         """Raises ConfigError for what cannot be planned: sync server-loss, O1, a partition that is
         measured when the run begins, a dtype or a transport that the cluster knows nothing about."""
         run = self._run(config)
-        config, passes, step = run.config, self.passes(run.config), self._step(run)
+        config, passes, step = run.config, self.passes(run.phase_config), self._step(run)
         sent = tuple(run.traffic(stage) for stage in range(len(run.stages)))
         return Prediction(
             config,
@@ -126,7 +125,7 @@ class Planner:
         )
 
     def _step(self, run: TimedRun) -> PlannedStep:
-        passes = self.passes(run.config)
+        passes = self.passes(run.phase_config)
         sums = {
             stage: run.sums(stage, run.tasks.places[stage][passes.last[stage].chunk][0], passes.chunk_ends[stage])
             for stage in run.buckets
@@ -141,7 +140,7 @@ class Planner:
         """The memory of the fullest rank's tensors and context in a step's first microbatches, in a fraction of a
         prediction's time."""
         run = self._run(config)
-        return max(run.memory(self.passes(run.config, brief=True)), key=lambda each: each.total)
+        return max(run.memory(self.passes(run.phase_config, True)), key=lambda each: each.total)
 
     def seconds(self, config: Config) -> float:
         """A prediction's seconds, without its memory."""
@@ -153,25 +152,20 @@ class Planner:
         if self._last is None or self._last[0] != config:
             check(config)
             resolved = self.resolved(config)
-            self._last = config, TimedRun(self.site, self.buckets, resolved, self.stages(resolved))
+            # Slices are in the phase, so that its buckets are this run's.
+            known = self._timed(resolved).buckets if resolved.layout.data.strategy.slices else None
+            self._last = config, TimedRun(self.site, self.buckets, resolved, self.stages(resolved), known)
         return self._last[1]
 
-    def passes(self, config: Config, *, brief: bool = False) -> Passes:
-        """The pipeline phase of a resolved run. `brief`: its beginning alone."""
-        data = config.layout.data
-        if not data.strategy.slices:
-            # Sums and states come after the phase, unless slices travel under its tasks.
-            usual = DataParallel(size=data.size, shard=data.shard, expert=data.expert, exchange=data.exchange)
-            config = with_field(with_field(config, "layout.data", usual), "memory.offload", Offload())
-        return self._passes(config, brief)
-
     @remembered(*PHASE)
-    def _passes(self, config: Config, brief: bool) -> Passes:
+    def passes(self, config: Config, brief: bool = False) -> Passes:
+        """The pipeline phase of a TimedRun's `phase_config`. `brief`: its beginning alone."""
         phase = self._timed(config).phase
         return phase.beginning.shown() if brief else phase.whole
 
     @remembered(*PHASE, last=True)
     def _timed(self, config: Config) -> TimedRun:
+        """The run whose tasks are those of all runs with this `phase_config`."""
         return TimedRun(self.site, self.buckets, config, self.stages(config))
 
     def resolved(self, config: Config) -> Config:
@@ -186,6 +180,9 @@ class Planner:
         )  # fmt: skip
         return resolve_layout(config, machine, self).config
 
+    @remembered(
+        "model", "data", "micro", "num_microbatches", "layout.pipeline", "layout.data.expert", "layout.data.exchange"
+    )
     def partition(self, config: Config) -> tuple[int, ...]:
         """Layers of each position of the chain."""
         pipeline = config.layout.pipeline
@@ -194,12 +191,6 @@ class Planner:
         if not isinstance(pipeline.partition, str):
             return pipeline.partition
         assert pipeline.partition == "auto", "refused before"
-        return self._fastest(config)
-
-    @remembered(
-        "model", "data", "micro", "num_microbatches", "layout.pipeline", "layout.data.expert", "layout.data.exchange"
-    )
-    def _fastest(self, config: Config) -> tuple[int, ...]:
         # The run's own function, so that planned and real stages are the same.
         return fastest(self.work(config), placement_of(config), rule_of(config), config.num_microbatches)
 

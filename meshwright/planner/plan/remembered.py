@@ -87,20 +87,16 @@ class View:
         values = {name: value for name, value in vars(self).items() if name in fields}
         return View(self._kind, {**values, **update}, self._reader, self._above)
 
-    def __eq__(self, other: object) -> NoReturn:
+    def _as_a_whole(self, *_: object) -> NoReturn:
         raise self._unnamed("", " as a whole")
 
-    def __hash__(self) -> NoReturn:
-        raise self._unnamed("", " as a whole")
+    __eq__ = __hash__ = _as_a_whole
 
     def _unnamed(self, name: str, how: str = "") -> UnnamedField:
         path, named = (self._above + name).removesuffix(".") or "the config", ", ".join(self._reader.fields)
         return UnnamedField(
             f"{self._reader.name} reads {path}{how}, but is remembered by {named} alone: name it, or replace it"
         )
-
-
-FIELDS = ("field", "section")
 
 
 @cache
@@ -120,45 +116,41 @@ def _member(kind: type[Section], name: str) -> tuple[str, Any]:
     raise AttributeError(f"{kind.__name__} has no {name}")
 
 
-def _check(path: str, function: str) -> None:
-    """Refuse a name that is no field or property, or a part of a section that may be of several classes."""
-    kind: type[Section] = Config
-    *sections, last = path.split(".")
-    for name in sections:
-        how, inner = _member(kind, name)
-        if how != "section":
-            raise TypeError(f"{function} is remembered by {path}, but {name} is no section of one class: name it whole")
-        kind = inner
-    if _member(kind, last)[0] not in (*FIELDS, "property"):
-        raise TypeError(f"{function} is remembered by {path}, which is neither a field nor a property")
+def viewer(fields: tuple[str, ...], reader: str) -> Callable[[Config], Config]:
+    """Return a function that makes a view of a config with these fields, for a function `reader`.
 
-
-def view_of(fields: tuple[str, ...], values: tuple[Any, ...], reader: str) -> Config:
-    """Return a view of a config in which the fields have these values, for a function `reader`."""
-    return _views(fields, reader)(values)
-
-
-@cache
-def _views(fields: tuple[str, ...], reader: str) -> Callable[[tuple[Any, ...]], Config]:
-    """Return the maker of views with these fields."""
+    Raises:
+        AttributeError: a section has no member of a name.
+        TypeError: a name that is no field or property, or a part of a section that may be of several classes.
+    """
     about = _Reader(reader, fields)
 
-    def maker(kind: type[Section], above: str) -> Callable[[tuple[Any, ...]], View]:
-        names = dict.fromkeys(each.removeprefix(above).partition(".")[0] for each in fields if each.startswith(above))
-        own = [(name, fields.index(above + name)) for name in names if above + name in fields]
-        inner = [
-            (name, maker(_member(kind, name)[1], f"{above}{name}.")) for name in names if above + name not in fields
-        ]
+    def of_section(kind: type[Section], above: str) -> Callable[[Any], View]:
+        own: list[str] = []
+        inner: list[tuple[str, Callable[[Any], View]]] = []
+        for name in dict.fromkeys(
+            each.removeprefix(above).partition(".")[0] for each in fields if each.startswith(above)
+        ):
+            how, member = _member(kind, name)
+            if above + name in fields:
+                if how not in ("field", "section", "property"):
+                    raise TypeError(f"{reader} is remembered by {above}{name}, which is neither a field nor a property")
+                own.append(name)
+            elif how == "section":
+                inner.append((name, of_section(member, f"{above}{name}.")))
+            else:
+                rule = f"{name} is no section of one class: name it whole"
+                raise TypeError(f"{reader} is remembered by a field of {above}{name}, but {rule}")
 
-        def make(values: tuple[Any, ...]) -> View:
-            known = {name: values[index] for name, index in own}
-            for name, make_inner in inner:
-                known[name] = make_inner(values)
+        def view(section: Any) -> View:
+            known = {name: getattr(section, name) for name in own}
+            for name, view_of in inner:
+                known[name] = view_of(getattr(section, name))
             return View(kind, known, about, above)
 
-        return make
+        return view
 
-    return cast("Callable[[tuple[Any, ...]], Config]", maker(Config, ""))
+    return cast("Callable[[Config], Config]", of_section(Config, ""))
 
 
 def replaced(config: Config, field: str, value: object, *kept: str) -> Config:
@@ -169,14 +161,17 @@ def replaced(config: Config, field: str, value: object, *kept: str) -> Config:
     return with_field(config, field, value).model_copy(update={name: attrgetter(name)(config) for name in kept})
 
 
+_MISSING = object()
+
+
 @dataclass
 class _Results:
     """An instance's results of a function. A search's layouts have most sections outside of the layout in common, as
     the same objects: these are compared with the last ones, and hashed only if they are others."""
 
-    shared: tuple[Any, ...] | None = None
+    shared: Hashable = _MISSING
     own: dict[Hashable, Any] = field(default_factory=dict)
-    by_shared: dict[tuple[Any, ...], dict[Hashable, Any]] = field(default_factory=dict)
+    by_shared: dict[Hashable, dict[Hashable, Any]] = field(default_factory=dict)
     config: Config | None = None
     """The last one that was asked for, with its arguments and the result."""
     arguments: tuple[Hashable, ...] = ()
@@ -185,16 +180,6 @@ class _Results:
 
 SHARED = frozenset(("model", "data", "bits", "precision", "optimizer"))
 """The sections that a search does not vary."""
-
-
-_MISSING = object()
-
-
-def _reading(fields: tuple[str, ...]) -> Callable[[Config], tuple[Any, ...]]:
-    """Return a function that reads the fields of a config."""
-    if len(fields) < 2:
-        return lambda config: tuple(attrgetter(each)(config) for each in fields)
-    return cast("Callable[[Config], tuple[Any, ...]]", attrgetter(*fields))
 
 
 def remembered(*fields: str, last: bool = False) -> Callable[[F], F]:
@@ -210,19 +195,17 @@ def remembered(*fields: str, last: bool = False) -> Callable[[F], F]:
     """
 
     def decorate(function: F) -> F:
-        slot = f"_remembered_{function.__name__}"
-        for each in fields:
-            _check(each, function.__qualname__)
+        slot, view = f"_remembered_{function.__name__}", viewer(fields, function.__qualname__)
         whole = {each for each in fields if not any(each.startswith(f"{other}.") for other in fields)}
         shared = tuple(each for each in dict.fromkeys(fields) if each in SHARED)
         own = tuple(each for each in dict.fromkeys(fields) if each in whole - SHARED)
-        named, read_shared, read_own = shared + own, _reading(shared), _reading(own)
+        read_shared, read_own = (attrgetter(*names) if names else lambda config: None for names in (shared, own))
 
         # A key is hashed once, since the hash of a section takes microseconds; and not at all if the last config is
         # asked for again, as a search does.
         @wraps(function)
         def of_config(self: Any, config: Config, *arguments: Hashable) -> Any:
-            results: _Results | None = vars(self).get(slot)
+            results: _Results | None = self.__dict__.get(slot)
             if results is None:
                 results = vars(self)[slot] = _Results()
             if config is results.config and arguments == results.arguments:
@@ -235,7 +218,7 @@ def remembered(*fields: str, last: bool = False) -> Callable[[F], F]:
             key = values, arguments
             result = known.get(key, _MISSING)
             if result is _MISSING:
-                result = function(self, view_of(named, sections + values, function.__qualname__), *arguments)
+                result = function(self, view(config), *arguments)
                 if last:
                     known.clear()
                 known[key] = result
@@ -244,7 +227,7 @@ def remembered(*fields: str, last: bool = False) -> Callable[[F], F]:
 
         @wraps(function)
         def of_arguments(self: Any, *arguments: Hashable) -> Any:
-            known: dict[Hashable, Any] | None = vars(self).get(slot)
+            known: dict[Hashable, Any] | None = self.__dict__.get(slot)
             if known is None:
                 known = vars(self)[slot] = {}
             result = known.get(arguments, _MISSING)

@@ -309,7 +309,7 @@ class _Search:
     def nothing_fits(self) -> ConfigError:
         """The error that names the layout that lacks the least memory, and how much."""
         job, closest = self.evaluator.job, min(self.found.closest.values(), key=lambda one: one.excess)
-        device = self.evaluator.device_bytes
+        device = job.cluster.device.memory_bytes
         needs = f"{closest.memory.text}; {bytes_text(closest.memory.total - device)} are missing"
         alone = "" if closest.whole else " before it computes anything"
         rule = (

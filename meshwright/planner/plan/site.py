@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 
 from meshwright.config import Config
 from meshwright.planner.plan.cluster import Cluster
@@ -30,11 +30,6 @@ class Links:
     def _network(self) -> ClusterNetwork:
         return self._find()
 
-    def without(self, axis: str) -> Links:
-        """Return the links without those of an axis."""
-        strides = tuple(each for each in self.strides if each[0] != axis)
-        return Links(self.transport, self.world_size, strides, self._find)
-
     def collective(self, axes: str, verb: str, payload_bytes: int) -> float:
         """Seconds of a collective (ClusterNetwork.collective) over some of the axes."""
         self._check(axes)
@@ -54,20 +49,10 @@ class Links:
                 ranks = [rank + index * stride for rank in ranks for index in range(size)]
         return sorted(ranks)
 
-    @property
-    def overlaps(self) -> float:
-        """The part of a collective that goes on under computation."""
-        return self._network.overlaps
-
-    @cached_property
-    def _names(self) -> set[str]:
-        return {*(name for name, _, _ in self.strides), HEAD_COPIES}
-
     def _check(self, axes: str) -> None:
-        unknown = set(axes.split("+")) - self._names
-        assert not unknown, (
-            f"{', '.join(sorted(unknown))}: only the strides of {', '.join(sorted(self._names))} are known"
-        )
+        known = {HEAD_COPIES, *(name for name, _, _ in self.strides)}
+        unknown = set(axes.split("+")) - known
+        assert not unknown, f"{', '.join(sorted(unknown))}: only the strides of {', '.join(sorted(known))} are known"
 
 
 @dataclass
@@ -77,13 +62,10 @@ class Site:
     cluster: Cluster
     software: Software
 
-    def timer(self, config: Config, devices_per_host: int = 1) -> Timer:
-        """A rank's pace. `devices_per_host`: the devices for which one host issues kernels in turn."""
-        return self.timer_of(config.layout.world_size, config.precision.tf32, devices_per_host)
-
     @remembered()
-    def timer_of(self, world_size: int, tf32: bool, devices_per_host: int = 1) -> Timer:
-        """A rank's pace. On a machine (with `cores`) all ranks compute, elsewhere the ranks of a node."""
+    def timer(self, world_size: int, tf32: bool, devices_per_host: int = 1) -> Timer:
+        """A rank's pace. On a machine (with `cores`) all ranks compute, elsewhere the ranks of a node.
+        `devices_per_host`: the devices for which one host issues kernels in turn."""
         # Between nodes ranks share no cores.
         ranks = world_size if self.cluster.cores is not None else min(world_size, self.cluster.devices_per_node)
         return Timer(
@@ -91,12 +73,9 @@ class Site:
             attention=self.software.attention_kernel,
         )  # fmt: skip
 
-    def network(self, config: Config) -> ClusterNetwork:
-        """The links between the ranks."""
-        return self._network(transport_on(self.cluster, config), config.grid)
-
     @remembered()
-    def _network(self, transport: TransportName, grid: Grid) -> ClusterNetwork:
+    def network(self, transport: TransportName, grid: Grid) -> ClusterNetwork:
+        """The links between a grid's ranks."""
         return ClusterNetwork(self.cluster, transport, grid)
 
     def links(self, config: Config, *more: str) -> Links:
@@ -106,9 +85,8 @@ class Site:
             if name in names:
                 strides.append((name, size, stride))
             stride *= size
-        return Links(
-            transport_on(self.cluster, config), stride, tuple(reversed(strides)), partial(self.network, config)
-        )
+        transport = transport_on(self.cluster, config)
+        return Links(transport, stride, tuple(reversed(strides)), lambda: self.network(transport, config.grid))
 
     def message_seconds(
         self, config: Config, links: ClusterNetwork | Links, sender: int, receiver: int, size: int

@@ -105,11 +105,12 @@ class TimedParts:
     def _time(self, config: Config, part: EstimatedPart, links: Links) -> TimedPart:
         """The part's seconds at its quickest place in the step. Half of a backward pass's kernels count for weights,
         with the widening of a layer's gradients, which a recording of one microbatch lacks."""
-        timer = self.planner.site.timer_of(links.world_size, config.precision.tf32)
-        overlaps = links.overlaps if "layers" in self.planner.software.overlapped else 0.0
+        timer = self.planner.site.timer(links.world_size, config.precision.tf32)
+        overlapped = "layers" in self.planner.software.overlapped
+        overlaps = self.planner.cluster.links[links.transport].overlaps if overlapped else 0.0
 
         def seconds(mix: _Mix, overlaps: float) -> float:
-            return max(0.0, sum(times * timer.seconds(program, links, overlaps) for times, program in mix))
+            return max(0.0, sum(times * timer.seconds(program, links.collective, overlaps) for times, program in mix))
 
         forward, backward = (
             # Most microbatches neither gather (the first) nor sum (the last): the quickest place.
@@ -142,6 +143,7 @@ class TimedParts:
         share = (micro / smallest - _SIZES[0]) / (_SIZES[1] - _SIZES[0])
         ends, parts = (-1, config.model.num_blocks), {}
         before: tuple[Forms, Forms] = (), ()
+        parameters = self.parameters(config)
         small, large = (_alone(config, size) for size in sizes)
         for place, chunk in self.distinct(config):
             # A part's input is the output of the part before, at the same size of microbatch.
@@ -156,7 +158,7 @@ class TimedParts:
             }
             kept = between(_kept(one), _kept(other), share)
             sent = round(between(bytes_of(one.outgoing), bytes_of(other.outgoing), share))
-            parts[place] = EstimatedPart(programs, kept, sent, _without_schedule(one), place not in ends)
+            parts[place] = EstimatedPart(programs, kept, sent, parameters[place], place not in ends)
         return parts
 
     @remembered(*PARTS)
@@ -166,7 +168,11 @@ class TimedParts:
         forms: Forms = ()
         for place, chunk in self.distinct(config):
             recording = self.planner.recordings.of(alone, chunk, forms)
-            forms, parts[place] = recording.outgoing, _without_schedule(recording)
+            forms = recording.outgoing
+            # Without facts of the schedule under which it was recorded.
+            parts[place] = tuple(
+                Parameter(each.name, each.shape, each.dtype, each.spec) for each in recording.parameters
+            )
         return parts
 
     @remembered(*PARTS, "memory.recompute")
@@ -179,9 +185,9 @@ class TimedParts:
     @remembered(*PARTS, "micro", "memory.recompute")
     def attention_again(self, config: Config, links: Links) -> float:
         """Seconds that recomputed attention adds to the first layer's backward pass."""
-        timer = self.planner.site.timer_of(links.world_size, config.precision.tf32)
+        timer = self.planner.site.timer(links.world_size, config.precision.tf32)
         once, twice = (
-            timer.seconds(recording.programs[TaskKind.BACKWARD][-1], links, 1.0)
+            timer.seconds(recording.programs[TaskKind.BACKWARD][-1], links.collective, 1.0)
             for recording in self._with_attention_again(config)
         )
         # In proportion to the samples; attention grows at least as fast, except for kernel launches.
@@ -224,11 +230,6 @@ def _alone(config: Config, micro: int) -> Config:
 def _kept(recording: Recording) -> int:
     """Bytes kept by the recording's forward pass."""
     return recording.programs[TaskKind.FORWARD][-1].kept_bytes
-
-
-def _without_schedule(recording: Recording) -> tuple[Parameter, ...]:
-    """A recording's parameters without facts of the schedule under which it was recorded."""
-    return tuple(Parameter(each.name, each.shape, each.dtype, each.spec) for each in recording.parameters)
 
 
 def _mixed(small: Program, large: Program, share: float) -> _Mix:

@@ -7,6 +7,9 @@ from dataclasses import replace
 from functools import cached_property
 
 from meshwright.config import Config
+from meshwright.config.layout import DataParallel
+from meshwright.config.schema import Offload
+from meshwright.config.section import with_field
 from meshwright.planner.plan.buckets import Buckets, PlannedBucket, memory_of
 from meshwright.planner.plan.compose import Composition, StagePlan
 from meshwright.planner.plan.memory import Memory
@@ -15,7 +18,7 @@ from meshwright.planner.plan.pieces import piece_costs
 from meshwright.planner.plan.recorder import Cost, Kernel, PieceCosts, Program, Start
 from meshwright.planner.plan.recordings import bytes_of
 from meshwright.planner.plan.remembered import remembered
-from meshwright.planner.plan.site import Site
+from meshwright.planner.plan.site import Site, transport_on
 from meshwright.planner.plan.software import STEPPED_BYTES, STEPS_OF_ADAMW, Communication
 from meshwright.ranks.mailbox import AHEAD
 from meshwright.strategies.memory.offload import SINGLE
@@ -37,10 +40,12 @@ class TimedRun(Composition):
     ) -> None:
         super().__init__(config, stages, buckets, known)
         self.site, self.cluster, self.software = site, site.cluster, site.software
-        self.network, self.timer = site.network(config), site.timer(config)
+        self.network = site.network(transport_on(site.cluster, config), config.grid)
+        world_size, tf32 = config.layout.world_size, config.precision.tf32
+        self.timer = site.timer(world_size, tf32)
         self.devices_per_host = self.timer.ranks_per_node if self.software.one_process else 1
         # One process issues forward kernels of all devices in turn; backward passes have threads of their own.
-        self.forward_timer = site.timer(config, self.devices_per_host)
+        self.forward_timer = site.timer(world_size, tf32, self.devices_per_host)
         self.agreement = self.network.collective(self.peers, "broadcast", 8) if self.agrees else 0.0
         """Seconds until a stage's ranks agree on a task."""
         self.pace: Pace | None = None
@@ -50,7 +55,7 @@ class TimedRun(Composition):
             self.pace = lambda busy: timer.gain(busy * ranks)
 
     def seconds(self, program: Program) -> float:
-        return self.timer.seconds(program, self.network, self.overlap("layers"))
+        return self.timer.seconds(program, self.network.collective, self.overlap("layers"))
 
     def overlap(self, communication: Communication) -> float:
         """The part of a communication that goes on under computation."""
@@ -74,6 +79,16 @@ class TimedRun(Composition):
         return sum(min(most, count * len(sizes)) * max(sizes) for sizes in sides)
 
     @cached_property
+    def phase_config(self) -> Config:
+        """The config without the fields on which the pipeline phase does not depend: other ways to sum gradients and to
+        keep states have the phase in common."""
+        data = self.config.layout.data
+        if data.strategy.slices:  # slices travel under the phase's tasks, states follow it
+            return self.config
+        usual = DataParallel(size=data.size, shard=data.shard, expert=data.expert, exchange=data.exchange)
+        return with_field(with_field(self.config, "layout.data", usual), "memory.offload", Offload())
+
+    @cached_property
     def phase(self) -> PipelinePhase:
         pieces = self.pieces if self.config.layout.data.in_pieces else None
         return phase_of(self.config, self.tasks, self.cost, self.latency, self.pace, pieces)
@@ -86,31 +101,26 @@ class TimedRun(Composition):
         phase = PipelinePhase(FORWARD_ONLY, self.placement, count, self.cost, self.latency, self.pace)
         return phase.whole.seconds + max(self.seconds(self.loads(stage)) for stage in range(len(self.stages)))
 
+    @remembered()
     def pieces(self, position: int, kind: TaskKind, which: int) -> PieceCosts:
         """A task at a position of the chain in pieces, where rows travel to experts as messages."""
-        stage = self.placement.stage_of[position]
-        return self._pieces(self.like[stage], position // self.placement.num_stages, kind, which)
-
-    @remembered()
-    def _pieces(self, stage: int, chunk: int, kind: TaskKind, which: int) -> PieceCosts:
+        if self.alike[position] != position:
+            return self.pieces(self.alike[position], kind, which)
         return piece_costs(
-            self.stages[stage].chunks[chunk], kind, which, self._cost(stage, chunk, kind, which), self.seconds,
+            self.chunk(position), kind, which, self.cost(position, kind, which), self.seconds,
             lambda start: start.times * self.network.collective(start.axes, start.verb, start.payload_bytes),
         )  # fmt: skip
 
-    def cost(self, position: int, kind: TaskKind, which: int) -> Cost:
-        """The cost of a task at a position of the chain, with what its ranks tell each other before it."""
-        stage = self.placement.stage_of[position]
-        return self._cost(self.like[stage], position // self.placement.num_stages, kind, which)
-
     @remembered()
-    def _cost(self, stage: int, chunk: int, kind: TaskKind, which: int) -> Cost:
+    def cost(self, position: int, kind: TaskKind, which: int) -> Cost:
+        """The cost of a task at a position of the chain, with the messages by which its ranks agree on it."""
+        if self.alike[position] != position:
+            return self.cost(self.alike[position], kind, which)
         timer, overlap = self.forward_timer if kind is TaskKind.FORWARD else self.timer, self.overlap("layers")
-        cost = (
-            self.stages[stage]
-            .chunks[chunk]
-            .cost(kind, which, lambda program: timer.part + timer.seconds(program, self.network, overlap))
+        cost = self.chunk(position).cost(
+            kind, which, lambda program: timer.part + timer.seconds(program, self.network.collective, overlap)
         )
+        stage, chunk = self.placement.stage_of[position], position // self.placement.num_stages
         seconds = self.agreement + cost.seconds + self.moved_beside(stage, chunk, kind, which, cost.seconds)
         return replace(cost, seconds=seconds)
 
@@ -121,7 +131,7 @@ class TimedRun(Composition):
         if not self.config.layout.data.strategy.slices:
             return 0.0
         buckets = self.buckets[stage]
-        gathered = [self.seconds(buckets[index].gather) for index in self.gathers(stage, which).get((kind, chunk), ())]
+        gathered = [self.seconds(buckets[index].gather) for index in self.gathers(stage)[which].get((kind, chunk), ())]
         summed = 0.0
         if kind is self.kinds[-1] and which < len(self.counts) - 1:
             own = [bucket for bucket in buckets if bucket.kind.chunks in ((), (chunk,))]
