@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from meshwright.compute.bits.section import Bits
@@ -199,7 +200,7 @@ def _run(config: Config, worker: str, what: str, out: Path, data: Path, steps: i
 
 
 def compare_runs(config: Config, layout: Path, reference: Path, steps: int) -> Verdict:
-    """Compare what `leave_layout` and `reference_worker` have left in two folders."""
+    """Compare what `leave_layout` and `leave_reference` have left in two folders."""
     evidence = Evidence(layout, config.layout.world_size, reference)
     known = {part.name for parts in evidence.parts for part in parts.values()}
     # A parameter that only one side has would not be compared, and pass.
@@ -274,8 +275,14 @@ def _keep_places(parts: Parts, recording: StepRecording, known: dict[str, Any], 
 
 
 def reference_worker(rank: Rank, config: Config, out: Path, data: Path, steps: int, traced: bool) -> None:
-    """Take the reference's steps in one process. Leaves its record, of whole tensors, and what it may be off by."""
-    train, device = config.data.open(config, data).train, rank.mesh.device
+    """The reference: one process."""
+    leave_reference(config, config.data.open(config, data).train, out, steps, rank.mesh.device, traced=traced)
+
+
+def leave_reference(
+    config: Config, train: Samples, folder: Path, steps: int, device: torch.device, *, traced: bool = False
+) -> None:
+    """The reference's steps. Leaves its record, of whole tensors, and what it may be off by."""
     rows = config.batch.global_
     outcome = reference_run(config, (train.samples(step * rows, rows) for step in range(steps)), steps, device)
     if not outcome.gradients:
@@ -301,4 +308,4 @@ def reference_worker(rank: Rank, config: Config, out: Path, data: Path, steps: i
     if traced:
         trace, of_modules = trace_reference(config, train.samples(0, rows), device)
         facts = replace(facts, **of_modules)
-    write_record(out, REFERENCE, recording.tensors, facts, {PASSES[1]: trace})
+    write_record(folder, REFERENCE, recording.tensors, facts, {PASSES[1]: trace})
