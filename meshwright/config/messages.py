@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 from meshwright.config.schema import Config
 from meshwright.config.section import LARGEST, shown
 from meshwright.config.shorthand import SHORTHANDS, Shorthand
-from meshwright.config.words import comparison_of, ours_for_key, ours_for_value
+from meshwright.config.words import COMPARISONS, ours_for_key, ours_for_value
 from meshwright.ranks.errors import NOTHING, Problem
 from meshwright.ranks.remedies import LEFT_OUT, remedies_of
 
@@ -72,7 +72,7 @@ def word_for_option(option: str, value: str) -> str:
 
 def nearest_choice(field: str, word: object, choices: Sequence[str]) -> str:
     """The same of a field's choices, among which another tool's word may mean one."""
-    ours, compared = ours_for_value(field, word), comparison_of(field, word)
+    ours, compared = ours_for_value(field, word), ours_for_value(field, word, COMPARISONS)
     if ours not in choices:
         return nearest(shown(word), choices)
     return f" (did you mean {ours}?)" + (f": {compared}" if compared else "")

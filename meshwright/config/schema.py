@@ -92,11 +92,6 @@ class Precision(Section):
     """The factor on the loss that keeps fp16's small gradients; no other dtype has one."""
 
     @property
-    def kit_products(self) -> str:
-        """The entry of the products that layers multiply by."""
-        return PRODUCTS[self.products]
-
-    @property
     def widens(self) -> bool:
         """Whether products of halves are float32 products of the same numbers."""
         return self.products == "float32"

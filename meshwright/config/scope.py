@@ -28,9 +28,6 @@ class Topic:
     remedy: str
     values: str = ""
 
-    def answers_key(self, key: str) -> bool:
-        return re.fullmatch(self.words, _plain(key)) is not None
-
     def answers_value(self, value: str) -> bool:
         form = self.values or self.words
         return re.fullmatch(form, value.strip().lower() if self.values else _plain(value)) is not None
@@ -142,7 +139,7 @@ _STORAGE = TOPICS["remote storage"]
 def topic_of_key(key: str) -> Topic | None:
     """Find the topic of an unknown key or option, or of a part: `--push-to-hub`, `lora.rank`."""
     parts = key.lstrip("-").split(".")
-    return next((topic for part in parts for topic in TOPICS.values() if topic.answers_key(part)), None)
+    return next((topic for part in parts for topic in TOPICS.values() if re.fullmatch(topic.words, _plain(part))), None)
 
 
 def topic_of_address(value: str) -> Topic | None:

@@ -127,16 +127,8 @@ def ours_for_key(key: str, value: object) -> str:
     return ours.format(shown(value)) + (f" ({NOTES[ours]})" if ours in NOTES else "")
 
 
-def ours_for_value(field: str, value: object) -> str:
-    """The choice of a field that another tool's word means; empty where the word is none that we know of."""
-    return _meant(VALUES, field, value)
-
-
-def comparison_of(field: str, value: object) -> str:
-    """Return the sentence on a comparison with another tool's word, or nothing."""
-    return _meant(COMPARISONS, field, value)
-
-
-def _meant(words: Mapping[str, Mapping[str, str]], field: str, value: object) -> str:
+def ours_for_value(field: str, value: object, words: Mapping[str, Mapping[str, str]] = VALUES) -> str:
+    """The choice of a field that another tool's word means; empty where the word is none that we know of. `words`: in
+    place of the choices COMPARISONS, for the sentence on a comparison."""
     word = shown(value).lower()
     return next((ours for theirs, ours in words.get(field, {}).items() if word in theirs.split()), "")

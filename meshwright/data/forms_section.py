@@ -70,12 +70,6 @@ def is_text(path: PurePath) -> bool:
     return form_of(path) == "text"
 
 
-def readable_suffixes() -> str:
-    """List all suffixes that are read, for refusals."""
-    listed = "; ".join(f"{form} {', '.join(suffixes)}" for form, suffixes in SUFFIXES.items())
-    return f"{listed}; each but parquet also with {', '.join(COMPRESSIONS)} behind it"
-
-
 def refusal_of(path: PurePath) -> tuple[str, str]:
     """Return the reason for refusing a file without a form, and the remedy."""
     suffix = suffix_of(path)
@@ -85,4 +79,6 @@ def refusal_of(path: PurePath) -> tuple[str, str]:
         return "is an archive", "unpack it, and give its folder"
     if suffix in SUFFIXES["parquet"]:
         return "is a parquet file, which is compressed inside, compressed once more", f"unpack the {path.suffix}"
-    return f"has the suffix {suffix}, which is not read", f"rename it after its form: {readable_suffixes()}"
+    listed = "; ".join(f"{form} {', '.join(suffixes)}" for form, suffixes in SUFFIXES.items())
+    compressed = f"each but parquet also with {', '.join(COMPRESSIONS)} behind it"
+    return f"has the suffix {suffix}, which is not read", f"rename it after its form: {listed}; {compressed}"

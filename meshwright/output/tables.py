@@ -39,7 +39,7 @@ def print_table(console: Console, table: Table) -> None:
     """Print a table whose cells are texts, in the first of these forms that fits the console: with a frame, without
     one, a list for each row. Cells are no markup."""
     columns = [[plain(column.header), *map(plain, column.cells)] for column in table.columns]
-    least = [max(map(longest_word, cells)) for cells in columns]
+    least = [max((cell_len(word) for cell in cells for word in WORDS.findall(cell)), default=0) for cells in columns]
     natural = [max(cell_len(line) for cell in cells for line in cell.split("\n")) for cells in columns]
     for form in FORMS:
         room = console.width - form.edge - form.between * (len(columns) - 1)
@@ -52,10 +52,6 @@ def print_table(console: Console, table: Table) -> None:
 def plain(cell: object) -> str:
     """Return a cell's text with visible control characters."""
     return visible(cell.plain if isinstance(cell, Text) else str(cell))
-
-
-def longest_word(cell: str) -> int:
-    return max((cell_len(word) for word in WORDS.findall(cell)), default=0)
 
 
 def shares_of(natural: Sequence[int], least: Sequence[int], room: int) -> list[int]:

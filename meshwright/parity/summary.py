@@ -15,16 +15,12 @@ def append_summary(results: Sequence[ParityResult], path: Path, command: str) ->
     for result in results:
         mark = "equal" if result.holds else "**differs**"
         told = f"{result.verdict}. {result.remedy}" if result.remedy else result.verdict
-        lines.append(f"| `{result.check.title}` | {mark} | {in_a_cell(told)} |")
+        # On one line of a table, without markdown's and HTML's marks.
+        plain = told.replace("&", "&amp;").replace("<", "&lt;").replace("|", "&#124;").replace("*", "&#42;")
+        lines.append(f"| `{result.check.title}` | {mark} | {' '.join(plain.split())} |")
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write("\n".join([*lines, "", ""]))
-
-
-def in_a_cell(text: str) -> str:
-    """The text on one line of a table, without markdown's and HTML's marks."""
-    plain = text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "&#124;").replace("*", "&#42;")
-    return " ".join(plain.split())
 
 
 def annotate(results: Sequence[ParityResult]) -> None:

@@ -185,15 +185,11 @@ def enter_local_rank(
 
 
 def rank_variables(own: Mapping[str, str], variables: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of a rank that this process starts: its own with the rank's variables."""
-    return {**variables, **own}
-
-
-def outside_of(folder: Path, variables: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables by which a Python process does not search a folder, its current one, for modules."""
-    places = variables.get("PYTHONPATH", "").split(os.pathsep)
-    kept = [place for place in places if place and Path(place).resolve() != folder.resolve()]
-    return {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(kept)}
+    """Return the environment of a rank that this process starts: its own with the rank's variables, and such that the
+    rank does not search the current folder for modules."""
+    places, here = variables.get("PYTHONPATH", "").split(os.pathsep), Path.cwd().resolve()
+    kept = [place for place in places if place and Path(place).resolve() != here]
+    return {**variables, **own, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(kept)}
 
 
 def use_interface(name: str, local: bool, variables: MutableMapping[str, str] = os.environ) -> None:

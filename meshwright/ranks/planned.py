@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,12 +18,10 @@ from meshwright.ranks.mailbox import Mailbox, Message, MessageMeta, Side, both_s
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.transport import Transport
 
-
-class Observer(Protocol):
-    """Called with every collective that a planned rank begins, and the bytes of its whole payload. The returned Work is
-    waited for where the rank would wait. `root`: of a rooted verb; for a send the receiver's distance in the group."""
-
-    def __call__(self, axes: str, verb: str, payload_bytes: int, root: int | None) -> Work: ...
+Observer = Callable[[str, str, int, int | None], Work]
+"""observer(axes, verb, payload_bytes, root): called with every collective that a planned rank begins, and the bytes of
+its whole payload. The returned Work is waited for where the rank would wait. `root`: of a rooted verb; for a send the
+receiver's distance in the group."""
 
 
 def unobserved(axes: str, verb: str, payload_bytes: int, root: int | None) -> Work:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from meshwright.compute.models.decoder import KeyValueCache
 from meshwright.config.registry import load_entry
@@ -132,7 +131,9 @@ def generate_tokens(
     fresh = tokens if len(tokens) <= loaded.context else tokens[-half:]
     cache = KeyValueCache()
     for _ in range(most):
-        logits = _next_logits(loaded, fresh, cache)
+        with torch.inference_mode():
+            h = loaded.model.hidden(torch.tensor([fresh], device=loaded.device), cache)  # [1, T, H]
+            logits = loaded.head.logits(h[0, -1])[: loaded.tokenizer.vocabulary_size]  # [V]; other ids are no tokens
         if sampling.temperature == 0:
             token = int(logits.argmax())
         else:
@@ -148,13 +149,6 @@ def generate_tokens(
         if cache.num_tokens == loaded.context:
             # Cached keys contain positions, so the half that stays is computed again, at positions 0, 1, ...
             fresh, cache = tokens[-half:], KeyValueCache()
-
-
-@torch.inference_mode()
-def _next_logits(loaded: LoadedText, fresh: list[int], cache: KeyValueCache) -> Tensor:
-    """Logits [V] of the token behind the cache's and the fresh ones; ids that the tokenizer lacks are left out."""
-    h = loaded.model.hidden(torch.tensor([fresh], device=loaded.device), cache)  # [1, T, H]
-    return loaded.head.logits(h[0, -1])[: loaded.tokenizer.vocabulary_size]
 
 
 def generate_text(loaded: LoadedText, prompt: str, most: int, sampling: Sampling) -> Iterator[str]:

@@ -15,6 +15,7 @@ from meshwright.compute.parameters.shard import initialise
 from meshwright.compute.tensor.kit import Kit
 from meshwright.compute.tensor.products import PLAIN
 from meshwright.config.registry import load_entry
+from meshwright.config.schema import PRODUCTS
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
 
@@ -28,7 +29,7 @@ EXACT_ARITHMETIC = "meshwright.compute.bits.assembly:arithmetic_of"
 
 def build_kit(config: Config, mesh: Mesh) -> Kit:
     """Return this rank's kit, by which a model builds layers."""
-    products = load_entry(config.precision.kit_products)
+    products = load_entry(PRODUCTS[config.precision.products])
     if config.bits.layout_free:
         arithmetic = load_entry(EXACT_ARITHMETIC)(config, mesh, products)
     else:

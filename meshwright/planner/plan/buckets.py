@@ -6,8 +6,8 @@ The programs are the data-parallel policies' own (data_parallel/), run on bucket
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -16,18 +16,23 @@ import torch
 
 from meshwright.compute.models.chain import chain_of
 from meshwright.compute.parameters.bucket import Bucket, BucketKey, SlotSize, arranged, gradient_dtype, padded
+from meshwright.compute.parameters.owners import Segments
+from meshwright.compute.parameters.role import StepRule
 from meshwright.compute.precision import DTYPES
 from meshwright.config import Config
 from meshwright.config.registry import load_entry
 from meshwright.planner.plan.memory import Memory, Parameter, Peak
 from meshwright.planner.plan.recorder import Program, Recorder
+from meshwright.planner.plan.remembered import remembered
 from meshwright.planner.plan.software import Software
 from meshwright.ranks.comm import Comm
+from meshwright.ranks.grid import ENDS, HEAD_COPIES, PIPE, Grid
 from meshwright.ranks.mesh import Mesh
 from meshwright.ranks.planned import planned_mesh
 from meshwright.strategies.data_parallel.assembly import bucket_bytes
 from meshwright.strategies.data_parallel.strategy import BucketBytes, HeldBytes, Policy, Synchroniser
 from meshwright.strategies.memory.offload import SINGLE, moment_bytes, state_bytes
+from meshwright.strategies.optim.section import Update
 from meshwright.strategies.optim.states import by_rule, stepped_together
 
 
@@ -35,10 +40,10 @@ from meshwright.strategies.optim.states import by_rule, stepped_together
 class PlannedBucket:
     """A bucket of gradients. `names`: its parameters'; `num_elements`: with its padding; `stepped_elements`: those that
     this rank's optimizer steps; `matrices`: the shape of each matrix among them, of a rule that steps matrices;
-    `blocks`: it is summed behind the backward pass; `summed_in`: its gradients' type.
-    Where gradients are slices, `reduce` runs `sums` times a step, but once where the bucket `waits` for the step's end;
-    `across` sums slices that other ranks have too, once. Where weights are slices, too, `gather` brings them together,
-    and `parts_back` are the parts of the model that read them going backward."""
+    `blocks`: it is summed behind the backward pass; `summed_in`: its gradients' type. `slices`: its gradients are
+    slices: `reduce` then runs for each microbatch, but once if the bucket `waits` for the step's end; `across` sums
+    slices that other ranks have too, once. Where weights are slices, too, `gather` brings them together, and
+    `parts_back` are the parts of the model that read them going backward."""
 
     kind: BucketKey
     summed_in: torch.dtype
@@ -49,7 +54,7 @@ class PlannedBucket:
     blocks: bool
     parts_back: frozenset[int]
     waits: bool
-    sums: int
+    slices: bool
     reduce: Program
     publish: Program
     across: Program
@@ -91,120 +96,139 @@ class PlannedBucket:
 
 
 class _Group(NamedTuple):
-    """Parameters that share a bucket, as PlannedBucket has them; `num_elements`: without padding."""
+    """Parameters that share a bucket, as PlannedBucket has them; `shapes`: of each; `num_elements`: without padding."""
 
     kind: BucketKey
     names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
     num_elements: int
     parts_back: frozenset[int]
     waits: bool
 
 
-@dataclass
+class _Arrangement(NamedTuple):
+    """Facts by which parameters share a bucket."""
+
+    by_part: bool
+    """Weights are gathered part by part."""
+    by_chunk: bool
+    """A chunk fills buckets of its own, else a bucket would wait for the other chunk's backward pass."""
+    bucket_bytes: int
+    grid: Grid
+    """The run's axes; of one rank each, unless matrices are dealt out to ranks."""
+    token_axes: tuple[str, ...]
+    update: Update
+    policy: str
+    """The data-parallel policy that deals matrices out; empty: the optimizer steps no matrices."""
+
+
+@dataclass(frozen=True, eq=False)
+class HeldParameters:
+    """The parameters that a rank holds, in the model's order. Equal if they are the same object."""
+
+    parameters: tuple[Parameter, ...]
+    tied: frozenset[str] = frozenset()
+    """Names of parameters that another stage holds, too."""
+
+    @remembered()
+    def groups(self, rule: _Arrangement) -> list[_Group]:
+        """The parameters that share a bucket, in the order in which buckets leave."""
+        mesh = planned_mesh(rule.grid, 0, rule.token_axes)
+        specs = {
+            parameter.name: replace(parameter.spec, tied=True) if parameter.name in self.tied else parameter.spec
+            for parameter in self.parameters
+        }
+        sizes = {parameter.name: parameter.num_elements for parameter in self.parameters}
+        shapes = {parameter.name: parameter.shape for parameter in self.parameters}
+        items = [(parameter.name, parameter.num_elements, parameter.dtype) for parameter in self.parameters]
+        # Gradients that come with B, or from two chunks, are whole only when the step's last microbatch is through.
+        late = {parameter.name for parameter in self.parameters if parameter.comes_with_b or len(parameter.chunks) > 1}
+        using = {parameter.name: parameter.parts for parameter in self.parameters} if rule.by_part else None
+        back = {parameter.name: parameter.parts_back for parameter in self.parameters}
+        chunks = {parameter.name: parameter.chunks for parameter in self.parameters} if rule.by_chunk else None
+        return [
+            _Group(
+                kind, tuple(names), tuple(shapes[name] for name in names), sum(sizes[name] for name in names),
+                frozenset(part for name in names for part in back[name]), not late.isdisjoint(names),
+            )
+            for kind, names in arranged(
+                items, specs, mesh, rule.bucket_bytes, using, chunks, rule.update.rule_of,
+                load_entry(rule.policy)().dealt_over(mesh) if rule.policy else None,
+            )
+        ]  # fmt: skip
+
+
 class Buckets:
-    """Plans buckets, and remembers the programs of those that are alike."""
+    """Plans buckets, and remembers the programs of equal ones."""
 
-    _programs: dict[Hashable, tuple[int, Program, Program, Program, Program]] = field(default_factory=dict)
-    _arranged: dict[Hashable, list[_Group]] = field(default_factory=dict)
-    _shares: dict[Hashable, Program] = field(default_factory=dict)
-
-    def of(
-        self, config: Config, rank: int, parameters: Sequence[Parameter], tied: set[str], known: Hashable = None
-    ) -> list[PlannedBucket]:
-        """A rank's buckets, in the order in which they leave. `tied`: parameters that another stage holds too. `known`:
-        equal for equal parameters, where it is said."""
-        recorder, layout = Recorder(), config.layout
-        mesh = planned_mesh(config.grid, rank, layout.token_axes, "cpu", recorder.started)
-        sync = layout.data.strategy
-        policy = load_entry(sync.policy)()
-        # Of an axis only its name arranges parameters, not how many ranks it has, if no matrices are dealt out to them.
-        dealt = (layout.data, layout.axes) if config.optimizer.update.matrix_step else None
-        key = (
-            known, sync.gathers, sync.slices and layout.pipeline.chunks > 1, bucket_bytes(config), mesh.grid.names,
-            mesh.token_axes, dealt,
-        )  # fmt: skip
-        groups = self._arranged.get(key) if known is not None else None
-        if groups is None:
-            groups = _groups(config, mesh, parameters, tied)
-            if known is not None:
-                self._arranged[key] = groups
-        shapes = {parameter.name: parameter.shape for parameter in parameters}
+    def of(self, config: Config, rank: int, held: HeldParameters) -> list[PlannedBucket]:
+        """A rank's buckets, in the order in which they leave."""
+        grid, update = config.grid, config.optimizer.update
+        mesh = planned_mesh(grid, rank, config.layout.token_axes)
+        if not update.matrix_step:  # nothing is dealt out to ranks
+            grid = Grid(tuple((name, 1) for name in grid.names), (grid.names[0], 1) if grid.copies else None)
+        sync = config.layout.data.strategy
+        policy, widens = load_entry(sync.policy)(), config.widens_gradients
         buckets: list[PlannedBucket] = []
         comms: dict[tuple[str, ...], tuple[Comm, tuple[int, ...]]] = {}
-        for kind, names, elements, parts_back, waits in groups:
+        arrangement = _Arrangement(
+            sync.gathers, sync.slices and config.layout.pipeline.chunks > 1, bucket_bytes(config), grid,
+            mesh.token_axes, update, sync.policy if update.matrix_step else "",
+        )  # fmt: skip
+        for kind, names, shapes, elements, parts_back, waits in held.groups(arrangement):
             if kind.sum_axes not in comms:
                 comms[kind.sum_axes] = mesh.comm(*kind.sum_axes), tuple(mesh.comm(axis).size for axis in kind.sum_axes)
             comm, sizes = comms[kind.sum_axes]
             num_elements = padded(elements, comm.size)
-            summed_in = gradient_dtype(kind.dtype, config.widens_gradients)
-            # Not the order of axes: what a sum sends is the same in every order, only its seconds differ (network.py).
-            # Its place among the ranks: a root does more than the others.
-            alike = (
-                layout.data.sync, kind.dtype, summed_in, kind.sum_axes, sizes, comm.index, num_elements, kind.segments,
-            )  # fmt: skip
-            if alike not in self._programs:
-                axes = tuple(axis for axis in kind.sum_axes if axis not in policy.apart)
-                self._programs[alike] = _programs(policy, kind, axes, summed_in, num_elements, mesh, recorder)
-            stepped, *programs = self._programs[alike]
+            summed_in = gradient_dtype(kind.dtype, widens)
+            ranks = tuple(zip(kind.sum_axes, sizes, strict=True))
+            stepped, *programs = self._programs(
+                sync.policy, kind.dtype, summed_in, num_elements, ranks, comm.index, kind.segments
+            )
             if not kind.rule.trained:  # gathered, and neither summed nor published
                 programs[:3] = [Program()] * 3
             summing = mesh.comm(*(axis for axis in kind.sum_axes if axis not in policy.apart))
-            matrices = _stepped_matrices(kind, [shapes[name] for name in names], summing.index if stepped else None)
-            # A bucket whose gradients are late keeps them whole, and is summed once at the step's end.
-            sums = config.num_microbatches if sync.slices and not waits else 1
+            matrices = _stepped_matrices(kind, shapes, summing.index if stepped else None)
             buckets.append(PlannedBucket(
-                kind, summed_in, names, num_elements, stepped, matrices, policy.blocks, parts_back, waits, sums,
+                kind, summed_in, names, num_elements, stepped, matrices, policy.blocks, parts_back, waits, sync.slices,
                 *programs,
             ))  # fmt: skip
         return buckets
 
+    @remembered()
+    def _programs(
+        self, policy: str, dtype: torch.dtype, summed_in: torch.dtype, num_elements: int,
+        axes: tuple[tuple[str, int], ...], index: int, segments: Segments,
+    ) -> tuple[int, Program, Program, Program, Program]:  # fmt: skip
+        # Not the order of axes: what a sum sends is the same in every order, only its seconds differ (network.py). The
+        # rank's place among the ranks: a root does more than the others.
+        recorder, stand_ins = Recorder(), {ENDS: PIPE, HEAD_COPIES: f"axis of {HEAD_COPIES}"}
+        copies = next(((stand_ins[name], size) for name, size in axes if name == HEAD_COPIES), None)
+        grid = Grid(tuple((stand_ins.get(name, name), size) for name, size in axes), copies)
+        mesh = planned_mesh(grid, index, (), observer=recorder.started)
+        return _programs(
+            load_entry(policy)(), dtype, summed_in, num_elements, [name for name, _ in axes], segments, mesh, recorder
+        )
+
+    @remembered(
+        "model", "data", "bits", "batch.global_", "layout.data", "layout.context", "layout.tensor", "layout.order",
+        "layout.pipeline.size",
+    )  # fmt: skip
     def share(self, config: Config) -> Program:
         """The program by which rank 0 gets its rows of a step's batch; where it is the server, it scatters all."""
-        layout = config.layout
-        key = layout.data.sync, layout.axes, config.copies, config.replica_batch, config.model, config.data
-        if key not in self._shares:
-            recorder = Recorder()
-            mesh = planned_mesh(config.grid, 0, layout.token_axes, "cpu", recorder.started)
-            sync = layout.data.strategy
-            shapes = chain_of(config).sample_shapes(config).items()
-            with recorder.program(mesh.ledger) as recorded:
-                own = load_entry(sync.synchroniser)([], mesh, load_entry(sync.policy)())
-                own.share(
-                    lambda _, count: {
-                        name: torch.empty(count, *shape, dtype=torch.long, device="meta") for name, shape in shapes
-                    },
-                    config.replica_batch,
-                )
-            self._shares[key] = recorded()
-        return self._shares[key]
-
-
-def _groups(config: Config, mesh: Mesh, parameters: Sequence[Parameter], tied: set[str]) -> list[_Group]:
-    """Which of a rank's parameters share a bucket, in the order in which these leave."""
-    sync = config.layout.data.strategy
-    specs = {
-        parameter.name: replace(parameter.spec, tied=True) if parameter.name in tied else parameter.spec
-        for parameter in parameters
-    }
-    sizes = {parameter.name: parameter.num_elements for parameter in parameters}
-    items = [(parameter.name, parameter.num_elements, parameter.dtype) for parameter in parameters]
-    # Gradients that come with B, or from two chunks, are whole only when the step's last microbatch is through.
-    late = {parameter.name for parameter in parameters if parameter.comes_with_b or len(parameter.chunks) > 1}
-    using = {parameter.name: parameter.parts for parameter in parameters} if sync.gathers else None
-    back = {parameter.name: parameter.parts_back for parameter in parameters}
-    # With slices a chunk fills buckets of its own, else a bucket would wait for the other chunk's backward pass.
-    several = sync.slices and config.layout.pipeline.chunks > 1
-    chunks = {parameter.name: parameter.chunks for parameter in parameters} if several else None
-    return [
-        _Group(
-            kind, tuple(names), sum(sizes[name] for name in names),
-            frozenset(part for name in names for part in back[name]), not late.isdisjoint(names),
-        )
-        for kind, names in arranged(
-            items, specs, mesh, bucket_bytes(config), using, chunks, config.optimizer.update.rule_of,
-            load_entry(sync.policy)().dealt_over(mesh),
-        )
-    ]  # fmt: skip
+        recorder = Recorder()
+        mesh = planned_mesh(config.grid, 0, config.layout.token_axes, "cpu", recorder.started)
+        sync = config.layout.data.strategy
+        shapes = chain_of(config).sample_shapes(config).items()
+        with recorder.program(mesh.ledger) as recorded:
+            own = load_entry(sync.synchroniser)([], mesh, load_entry(sync.policy)())
+            own.share(
+                lambda _, count: {
+                    name: torch.empty(count, *shape, dtype=torch.long, device="meta") for name, shape in shapes
+                },
+                config.replica_batch,
+            )
+        return recorded()
 
 
 def _stepped_matrices(
@@ -233,22 +257,16 @@ def loads_program(config: Config, rank: int, routers: int) -> Program:
 
 
 def _programs(
-    policy: Policy,
-    kind: BucketKey,
-    axes: tuple[str, ...],
-    summed_in: torch.dtype,
-    num_elements: int,
-    mesh: Mesh,
-    recorder: Recorder,
-) -> tuple[int, Program, Program, Program, Program]:
-    """The number of elements that this rank steps, its programs that sum over `axes` and publish, the one that sums
-    over the others of the bucket's axes, and the one that gathers slices of weights."""
-    values = torch.empty(num_elements, dtype=kind.dtype, device=mesh.device)
+    policy: Policy, dtype: torch.dtype, summed_in: torch.dtype, num_elements: int, axes: Sequence[str],
+    segments: Segments, mesh: Mesh, recorder: Recorder,
+) -> tuple[int, Program, Program, Program, Program]:  # fmt: skip
+    """The number of elements that this rank steps, its programs that sum and publish a bucket, the one that sums over
+    the axes that the policy leaves out, and the one that gathers slices of weights."""
+    values = torch.empty(num_elements, dtype=dtype, device=mesh.device)
     gradients = torch.empty(num_elements, dtype=summed_in, device=mesh.device)  # empty_like is steps in Python there
-    bucket = Bucket(
-        values, gradients, {}, (), kind.rule, kind.sum_axes, kind.cut_axes, segments=kind.segments
-    )  # fmt: skip
-    comm = mesh.comm(*axes)
+    # No rule counts here: it is the segments that say how whole matrices are sent.
+    bucket = Bucket(values, gradients, {}, (), StepRule("elements"), tuple(axes), (), segments=segments)
+    comm = mesh.comm(*(axis for axis in axes if axis not in policy.apart))
     # On meta tensors the policy sends nothing; its comm writes the program.
     start, stop = policy.owned(bucket, comm)
     with recorder.program(mesh.ledger) as recorded:
@@ -258,7 +276,7 @@ def _programs(
         policy.publish(bucket, comm).wait()
     publish = recorded()
     with recorder.program(mesh.ledger) as recorded:
-        mesh.comm(*(axis for axis in kind.sum_axes if axis not in axes)).all_reduce(gradients[start:stop])
+        mesh.comm(*(axis for axis in axes if axis in policy.apart)).all_reduce(gradients[start:stop])
     across = recorded()
     with recorder.program(mesh.ledger) as recorded:
         # What zero3 gathers before a task: the whole bucket of its ranks' slices.

@@ -12,21 +12,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 from itertools import pairwise, product
 
 from meshwright.compute.model import EMBEDDINGS, HEAD, Chunk
 from meshwright.compute.models.chain import split_name
 from meshwright.config import Config
-from meshwright.planner.plan.buckets import Buckets, PlannedBucket, loads_program
+from meshwright.planner.plan.buckets import Buckets, HeldParameters, PlannedBucket, loads_program
 from meshwright.planner.plan.memory import Parameter
 from meshwright.planner.plan.recorder import Cost, Program, Seconds, place
 from meshwright.planner.plan.recordings import Forms, Recording, Recordings, bytes_of
+from meshwright.planner.plan.remembered import COUNTS, remembered, replaced
 from meshwright.ranks.grid import PIPE
 from meshwright.ranks.ledger import MESSAGE, Ledger, Traffic
 from meshwright.ranks.mailbox import Side
 from meshwright.strategies.data_parallel.gathering import Walk
-from meshwright.strategies.memory.section import keeping_all
+from meshwright.strategies.memory.section import FIELD, KEEPS_ALL
 from meshwright.strategies.pipeline.pipeline import message_forms, sides_of
 from meshwright.strategies.pipeline.placement import ChunkPlacement
 from meshwright.strategies.pipeline.span import CATEGORIES
@@ -190,7 +191,7 @@ def compose_stages(config: Config, recordings: Recordings, partition: Sequence[i
 def _groups(config: Config, layers: Sequence[int]) -> Iterator[tuple[Config, Sequence[int]]]:
     """Yield the layers that are recorded together, with the config by whose policy they run."""
     policy = config.memory.policy
-    alone = keeping_all(config) if policy.by_groups else config
+    alone = replaced(config, FIELD, KEEPS_ALL, *COUNTS) if policy.by_groups else config
     for group in policy.groups(config, layers):
         if group.wrapped:
             yield config, group.layers
@@ -237,6 +238,7 @@ class Composition:
         known: dict[int, list[PlannedBucket]] | None = None,
     ) -> None:
         self.config, self.stages = config, stages
+        self._buckets, self._known = buckets, known
         self.grid, self.placement = config.grid, placement_of(config)
         self.tasks = self.placement
         """The placement whose numbers tasks have as their chunk."""
@@ -257,7 +259,7 @@ class Composition:
         """The first rank of each stage."""
         names = [{parameter.name for parameter in stage.parameters} for stage in stages]
         # Embeddings and head at the two ends: with one stage their gradients are added up locally, not sent.
-        self.tied = tied = names[0] & names[-1] if len(stages) > 1 else set()
+        self.tied = tied = frozenset(names[0] & names[-1] if len(stages) > 1 else ())
         # Stages of equal work run the same recordings as often, and have or lack a tied parameter alike: their costs,
         # buckets and memory are counted once, since most stages of a long pipeline are alike.
         first: dict[Hashable, int] = {}
@@ -268,11 +270,23 @@ class Composition:
             )
             shared = any(parameter.name in tied for parameter in own.parameters)
             self.like.append(first.setdefault((work, shared), stage))
-        self.buckets: dict[int, list[PlannedBucket]] = known or {
-            stage: buckets.of(config, self.ranks[stage], stages[stage].parameters, tied) for stage in first.values()
+        positions_of = self.placement.positions
+        self.alike = {
+            position: first_position
+            for stage, like in enumerate(self.like)
+            for position, first_position in zip(positions_of[stage], positions_of[like], strict=True)
         }
+        """By position of the chain the first one with an equal chunk."""
 
-        self._gathers: dict[int, list[Gathered]] = {}
+    @cached_property
+    def buckets(self) -> dict[int, list[PlannedBucket]]:
+        """The buckets of the stages in `like`."""
+        return self._known or {
+            stage: self._buckets.of(
+                self.config, self.ranks[stage], HeldParameters(self.stages[stage].parameters, self.tied)
+            )
+            for stage in dict.fromkeys(self.like)
+        }
 
     def chunk(self, position: int) -> ChunkPlan:
         """The chunk at a position of the chain."""
@@ -291,8 +305,8 @@ class Composition:
         """The same ledger, item by item."""
         yield from self._passes(stage, CATEGORIES, self.kinds, self.tasks)
         buckets = self.buckets[self.like[stage]]
-        for which, times in enumerate(self.counts):
-            for (kind, _), gathered in self.gathers(stage, which).items():
+        for places_gathered, times in zip(self.gathers(self.like[stage]), self.counts, strict=True):
+            for (kind, _), gathered in places_gathered.items():
                 for index in gathered:
                     yield Sending(f"gather for {CATEGORIES[kind]}", BUCKETS, buckets[index].gather, times)
         if self.config.model.routing.counts_first:
@@ -301,7 +315,9 @@ class Composition:
                 yield Sending(f"gather for {COUNTING}", BUCKETS, buckets[index].gather, times)
             yield Sending(COUNTING, "experts' loads", self.loads(stage))
         for bucket in buckets:
-            yield Sending("sum of gradients", BUCKETS, bucket.reduce, bucket.sums)
+            # A bucket whose gradients are late keeps them whole, and is summed once at the step's end.
+            sums = self.config.num_microbatches if bucket.slices and not bucket.waits else 1
+            yield Sending("sum of gradients", BUCKETS, bucket.reduce, sums)
             yield Sending("new weights", BUCKETS, bucket.publish)
             yield Sending("sum of gradients", BUCKETS, bucket.across)
 
@@ -360,19 +376,18 @@ class Composition:
             for side, cuts in forms.items()
         }
 
-    def gathers(self, stage: int, which: int) -> Gathered:
-        """The buckets that the tasks of a microbatch at a place of the step gather (data_parallel/gathering.py)."""
+    @remembered()
+    def gathers(self, stage: int) -> list[Gathered]:
+        """By the microbatch's place in the step, the buckets that its tasks gather on a stage in `like`
+        (data_parallel/gathering.py)."""
         if not self.config.layout.data.strategy.gathers:
-            return {}
-        like = self.like[stage]
-        if like not in self._gathers:
-            groups = self.groups(like)
-            chunks = [[layer for unit in chunk for layer in unit] for chunk in groups]
-            every = (group for own in chunks for group in self.config.memory.policy.groups(self.config, own))
-            again = {layer for group in every if group.wrapped for layer in group.layers}
-            # Weights that a part left gathered are found by the next, so the walk depends on the order of parts.
-            self._gathers[like] = gathered_buckets(self.buckets[like], groups, len(self.counts), again)
-        return self._gathers[like][which]
+            return [{} for _ in self.counts]
+        groups = self.groups(stage)
+        chunks = [[layer for unit in chunk for layer in unit] for chunk in groups]
+        every = (group for own in chunks for group in self.config.memory.policy.groups(self.config, own))
+        again = {layer for group in every if group.wrapped for layer in group.layers}
+        # Weights that a part left gathered are found by the next, so the walk depends on the order of parts.
+        return gathered_buckets(self.buckets[stage], groups, len(self.counts), again)
 
     def groups(self, stage: int) -> list[list[list[int]]]:
         """The layers of each unit of each chunk of a stage, in the order of the forward pass."""
@@ -387,7 +402,7 @@ class Composition:
             sum(times * chunk.cost(kind, which).flops
                 for which, times in enumerate(self.counts)
                 for kind, chunk in product((*self.kinds, *again), self.stages[stage].chunks))
-            for stage in self.buckets
+            for stage in dict.fromkeys(self.like)
         )  # fmt: skip
 
 

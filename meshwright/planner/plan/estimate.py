@@ -7,7 +7,6 @@ pipeline. Recomputation is not recorded: it lengthens the backward pass and shri
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -15,13 +14,18 @@ from typing import TYPE_CHECKING
 
 from meshwright.compute.model import EMBEDDINGS, HEAD
 from meshwright.config import Config
-from meshwright.planner.plan.buckets import PlannedBucket, held_of, memory_of, streams
+from meshwright.config.layout import PipelineSection
+from meshwright.config.schema import BatchSection
+from meshwright.config.section import with_field
+from meshwright.planner.plan.buckets import HeldParameters, PlannedBucket, held_of, memory_of, streams
 from meshwright.planner.plan.compose import StagePlan
-from meshwright.planner.plan.memory import Memory, Parameter, Peak
+from meshwright.planner.plan.memory import Memory, Peak
 from meshwright.planner.plan.passes import Sum
 from meshwright.planner.plan.recordings import check
+from meshwright.planner.plan.remembered import PARTS, remembered, replaced
+from meshwright.planner.plan.site import Links
 from meshwright.planner.plan.space import CHUNKS
-from meshwright.planner.plan.timed_parts import HeldActivations, StageShape, TimedParts, strides
+from meshwright.planner.plan.timed_parts import HeldActivations, StageShape, TimedParts
 from meshwright.planner.plan.timed_run import TimedRun
 from meshwright.ranks.grid import PIPE
 from meshwright.strategies.pipeline.partition import balanced, ranges_of
@@ -30,6 +34,14 @@ from meshwright.strategies.pipeline.stages import placement_of, rule_of
 
 if TYPE_CHECKING:
     from meshwright.planner.plan.predict import Planner
+
+WEIGHTS = (
+    *PARTS, "layout.data", "layout.pipeline.size", "layout.pipeline.chunks", "layout.pipeline.placement",
+    "memory.offload", "optimizer",
+)  # fmt: skip
+"""The fields on which weights, gradients and states depend, besides the gradients' type and the partition."""
+
+WIDENS = "widens_gradients"
 
 SURE = 0.95
 """Factor that makes an estimate a lower bound of the prediction."""
@@ -78,26 +90,18 @@ class _Ending:
 
 
 class Estimates:
-    """Bounds and estimates for layouts of one run on one cluster. Caches what layouts share."""
+    """Bounds and estimates for layouts of any runs on one cluster. Remembers what layouts share."""
 
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
         self.parts = TimedParts(planner)
         self._held = HeldActivations(self.parts)
-        self._partitions: dict[Hashable, tuple[int, ...]] = {}
-        self._weights: dict[Hashable, tuple[Memory, int]] = {}
-        self._buckets: dict[Hashable, list[PlannedBucket]] = {}
-        self._last: tuple[Config, tuple[Memory, int]] | None = None
-        self._fullest: dict[Hashable, list[Parameter]] = {}
-        self._stage_shapes: dict[tuple[int, ...], list[StageShape]] = {}
-        self._work_of_model: dict[Hashable, _Work] = {}
-        self._messages: dict[Hashable, list[float]] = {}
-        self._passes: dict[Hashable, _Passes] = {}
-        self._endings: dict[Hashable, _Ending] = {}
 
     def estimated_seconds(self, config: Config) -> float:
         """SURE times the estimated seconds of a step."""
-        passes, ending = self._passes_of(config), self._ending_of(config)
+        partition = self._partition(config)
+        passes = self._passes(config, partition, self.planner.site.links(config, PIPE))
+        ending = self._ending(config, partition)
         sums = config.num_microbatches if config.layout.data.strategy.slices else 1
         # Slices are summed for every microbatch, whole gradients once, under the last task of the phase. Buckets of
         # other chunks than the last task's have left before.
@@ -111,12 +115,9 @@ class Estimates:
         """A lower bound of the estimated seconds of all layouts that differ in schedule, limit or sync only: the
         chain's work, shared equally among stages."""
         count, layout = config.num_microbatches, config.layout
-        key = layout.layer, strides(config), config.micro, config.widens_gradients, config.memory.recompute
-        if key not in self._work_of_model:
-            # The whole model as one stage; an equal share of it is at most the slowest stage's work.
-            one = self._work(config, self._shapes(config, (config.model.num_blocks,))[0], split=False)
-            self._work_of_model[key] = one
-        one, stages = self._work_of_model[key], layout.pipeline.size
+        # The whole model as one stage; an equal share of it is at most the slowest stage's work.
+        shape = self.parts.shapes(config, (config.model.num_blocks,))[0]
+        one, stages = self._work(config, shape, self.planner.site.links(config), split=False), layout.pipeline.size
         # The last stage begins when the first microbatch has passed one chunk of each other stage.
         filled = (stages - 1) * one.forward / max(CHUNKS, layout.pipeline.chunks)
         return SURE * (count * (one.forward + one.backward) + filled) / stages
@@ -124,9 +125,8 @@ class Estimates:
     def estimated_memory(self, config: Config) -> Memory:
         """SURE times the estimated memory of the fullest rank, in which temporaries reuse the bytes of wider gradients.
         Independent of the order of axes."""
-        alone, passing = self._alone_memory(config)
         partition = self._partition(config)
-        kept, total = self._held.of(config, partition, self._shapes(config, partition))
+        (alone, passing), (kept, total) = self._alone_memory(config, partition), self._held.of(config, partition)
         activations = int(SURE * kept)
         most = max(int(SURE * total) + passing, alone.temporaries)
         return replace(alone, activations=activations, temporaries=most - activations)
@@ -137,75 +137,56 @@ class Estimates:
 
     def weights_memory(self, config: Config) -> Memory:
         """Weights, gradients and states of the stage with most parameters. Independent of the order of axes."""
-        return self._alone_memory(config)[0]
+        return self._alone_memory(config, self._partition(config))[0]
 
-    def _alone_memory(self, config: Config) -> tuple[Memory, int]:
+    @remembered(
+        *WEIGHTS, WIDENS, "layout.transport", "layout.pipeline.partition",
+        "layout.pipeline.head",
+    )  # fmt: skip
+    def _alone_memory(self, config: Config, partition: tuple[int, ...]) -> tuple[Memory, int]:
         """(weights_memory, the bytes of it that are not alive at the activations' peak (HeldBytes.passing))."""
-        if self._last is not None and self._last[0] is config:  # the search asks twice for each layout
-            return self._last[1]
-        layout = config.layout
-        key = (
-            layout.layer, layout.data, self._partition(config), layout.pipeline.placement, config.memory.offload,
-            config.widens_gradients, layout.transport,
-        )  # fmt: skip
-        if key not in self._weights:
-            check(config)
-            # One entry for all orders of a layout's axes.
-            usual = config.model_copy(update={"layout": layout.model_copy(update={"order": "auto"})})
-            parameters, context = self._fullest_stage(usual), self.planner.context(usual)
-            weights = 0 if layout.data.strategy.gathers else sum(each.weight_bytes for each in parameters)
-            gradients = 0 if layout.data.strategy.slices else sum(each.gradient_bytes(usual) for each in parameters)
-            memory, passing = Memory(weights, gradients, 0, 0, 0, context), 0
-            if memory.total <= self.planner.cluster.device.memory_bytes:  # else nobody needs to know of buckets
-                buckets = self._buckets_of_fullest(usual)
-                memory = memory_of(usual, buckets, Peak(0, 0), context, self.planner.software)
-                passing = held_of(usual, buckets).passing
-            self._weights[key] = memory, passing
-        self._last = config, self._weights[key]
-        return self._weights[key]
+        check(config)
+        data, placement, device = config.layout.data, placement_of(config), self.planner.cluster.device
+        held, context = self._fullest(config, partition, placement), self.planner.site.context(config)
+        weights = 0 if data.strategy.gathers else sum(each.weight_bytes for each in held.parameters)
+        gradients = 0 if data.strategy.slices else sum(each.gradient_bytes(config) for each in held.parameters)
+        memory = Memory(weights, gradients, 0, 0, 0, context)
+        if memory.total > device.memory_bytes:  # nobody needs to know of buckets
+            return memory, 0
+        buckets = self._buckets_of_fullest(config, partition)
+        memory = memory_of(config, buckets, Peak(0, 0), context, self.planner.software)
+        return memory, held_of(config, buckets).passing
 
-    def _passes_of(self, config: Config) -> _Passes:
-        pipeline, recompute = config.layout.pipeline, config.memory.recompute
-        partition, count = self._partition(config), config.num_microbatches
-        key = (
-            config.layout.layer, strides(config, PIPE), partition, config.micro, count, recompute, pipeline.schedule,
-            pipeline.limit, pipeline.placement,
-        )  # fmt: skip
-        if key not in self._passes:
-            shapes, works, placement = self._shapes(config, partition), {}, placement_of(config)
-            rule = rule_of(config)
-            for shape in shapes:
-                if shape not in works:
-                    works[shape] = self._work(config, shape, split=rule.splits)
-            chunks = [works[shape] for shape in shapes]
-            forward = [chunk.forward for chunk in chunks]
-            backward = [chunk.backward for chunk in chunks]
-            weights = [chunk.weights for chunk in chunks]
-            limits = [rule.limit_at(stage, placement, count) for stage in range(placement.num_stages)]
-            hops = self._message_seconds(config, [chunk.outgoing_bytes for chunk in chunks[:-1]])
-            seconds = pipeline_seconds(forward, backward, weights, hops, limits, count, placement)
-            self._passes[key] = _Passes(seconds, sum(forward) + sum(hops), max(weights if rule.splits else backward))
-        return self._passes[key]
+    @remembered(*PARTS, "micro", "num_microbatches", WIDENS, "memory.recompute", "layout.pipeline")
+    def _passes(self, config: Config, partition: tuple[int, ...], links: Links) -> _Passes:
+        shapes, works, placement = self.parts.shapes(config, partition), {}, placement_of(config)
+        rule, count = rule_of(config), config.num_microbatches
+        # Of the order of axes a layer's seconds depend on the strides of its own.
+        own = replace(links, strides=tuple(each for each in links.strides if each[0] != PIPE))
+        for shape in shapes:
+            if shape not in works:
+                works[shape] = self._work(config, shape, own, split=rule.splits)
+        chunks = [works[shape] for shape in shapes]
+        forward = [chunk.forward for chunk in chunks]
+        backward = [chunk.backward for chunk in chunks]
+        weights = [chunk.weights for chunk in chunks]
+        limits = [rule.limit_at(stage, placement, count) for stage in range(placement.num_stages)]
+        # Messages of rank 0's pipeline only; a prediction takes each stage's first rank.
+        ranks, site = links.stages(), self.planner.site
+        hops = [
+            site.message_seconds(config, links, ranks[start], ranks[end], chunk.outgoing_bytes) if start != end else 0.0
+            for (start, end), chunk in zip(pairwise(placement.stage_of), chunks[:-1], strict=True)
+        ]
+        seconds = pipeline_seconds(forward, backward, weights, hops, limits, count, placement)
+        return _Passes(seconds, sum(forward) + sum(hops), max(weights if rule.splits else backward))
 
-    def _shapes(self, config: Config, partition: tuple[int, ...]) -> list[StageShape]:
-        """By position of the chain, (distinct part, number of such parts)."""
-        if partition not in self._stage_shapes:
-            alike, last = self.planner.recordings.outline(config).alike, len(partition) - 1
-            shapes = []
-            for stage, run in enumerate(ranges_of(partition)):
-                parts = Counter(alike[layer] for layer in run)
-                parts.update([-1] * (stage == 0) + [len(alike)] * (stage == last))
-                shapes.append(tuple(sorted(parts.items())))
-            self._stage_shapes[partition] = shapes
-        return self._stage_shapes[partition]
-
-    def _work(self, config: Config, shape: StageShape, *, split: bool) -> _Work:
-        parts = self.parts.of(config)
+    def _work(self, config: Config, shape: StageShape, links: Links, *, split: bool) -> _Work:
+        parts = self.parts.of(config, links)
         stage = [(parts[place], times) for place, times in shape]
         policy, again = config.memory.policy, 0.0
         layers = sum(times for timed, times in stage if timed.part.is_layer)
         if policy.attention:
-            again = MIN_RECOMPUTED_SHARE * layers * self.parts.attention_again(config)
+            again = MIN_RECOMPUTED_SHARE * layers * self.parts.attention_again(config, links)
         elif policy.by_groups and not policy.recorded and layers:  # single operations that are kept may leave little
             forward = sum(times * timed.forward for timed, times in stage if timed.part.is_layer)
             again = MIN_RECOMPUTED_SHARE * forward * (policy.wrapped_layers(config, layers) / layers)
@@ -216,60 +197,38 @@ class Estimates:
             stage[-1][0].part.outgoing_bytes,
         )
 
-    def _message_seconds(self, config: Config, sizes: Sequence[int]) -> list[float]:
-        """Seconds of a message from each position to the next; 0 within a stage."""
-        # Of rank 0's pipeline only; a prediction takes each stage's first rank.
-        placement = placement_of(config)
-        key = config.layout.nesting, placement, tuple(sizes)
-        if key not in self._messages:
-            ranks = config.grid.group(0, PIPE)
-            holders = [ranks[placement.stage_of[position]] for position in range(placement.num_positions)]
-            self._messages[key] = [
-                self.planner.message_seconds(config, start, end, size) if start != end else 0.0
-                for (start, end), size in zip(pairwise(holders), sizes, strict=True)
-            ]
-        return self._messages[key]
-
-    def _ending_of(self, config: Config) -> _Ending:
-        layout = config.layout
-        key = (
-            layout.layer, layout.nesting, layout.data, self._partition(config), layout.pipeline.placement,
-            config.memory.offload, config.widens_gradients,
+    @remembered(*WEIGHTS, WIDENS, "layout.transport", "layout.order", "batch.global_")
+    def _ending(self, config: Config, partition: tuple[int, ...]) -> _Ending:
+        stage = StagePlan((), self._fullest(config, partition, placement_of(config)).parameters)
+        planned = {0: self._buckets_of_fullest(config, partition)}
+        # A step of one microbatch under any schedule ends as others do.
+        pipeline = PipelineSection().model_copy(update={"size": config.layout.pipeline.size})
+        batch = BatchSection().model_copy(update={"global_": config.batch.global_, "micro": config.replica_batch})
+        one = replaced(replaced(config, "layout.pipeline", pipeline, WIDENS), "batch", batch, WIDENS)
+        run = TimedRun(self.planner.site, self.planner.buckets, one, [stage], planned)
+        known: dict[Hashable, Sum] = {}
+        sums = []
+        for bucket in run.buckets[0]:
+            # Buckets of equal layers are equal, and share their programs.
+            alike = id(bucket.reduce), len(bucket.names), bucket.stepped
+            if alike not in known:
+                known[alike] = run.sum(bucket, 0.0)
+            sums.append(known[alike])
+        gathered = run.buckets[0] if config.layout.data.strategy.gathers else ()
+        gathers = sorted(run.seconds(bucket.gather) for bucket in gathered)
+        return _Ending(
+            # Weights of two parts stay gathered between passes: the largest two, for a lower bound.
+            sum(gathers[:-2]),
+            sum(one.reduce for one in sums), sum(max(one.steps, one.lane) for one in sums),
+            sum(one.publish for one in sums), run.norm(), run.overlap("sums"), run.overlap("gathers"),
         )  # fmt: skip
-        if key not in self._endings:
-            fullest = StagePlan((), tuple(self._fullest_stage(config)))
-            run = TimedRun(self.planner, config, [fullest], {0: self._buckets_of_fullest(config)})
-            known: dict[Hashable, Sum] = {}
-            sums = []
-            for bucket in run.buckets[0]:
-                # Buckets of equal layers are equal, and share their programs.
-                alike = id(bucket.reduce), len(bucket.names)
-                if alike not in known:
-                    known[alike] = run.sum(bucket, 0.0)
-                sums.append(known[alike])
-            gathered = run.buckets[0] if layout.data.strategy.gathers else ()
-            gathers = sorted(run.seconds(bucket.gather) for bucket in gathered)
-            self._endings[key] = _Ending(
-                # Weights of two parts stay gathered between passes: the largest two, for a lower bound.
-                sum(gathers[:-2]),
-                sum(one.reduce for one in sums), sum(max(one.steps, one.lane) for one in sums),
-                sum(one.publish for one in sums), run.norm(), run.overlap("sums"), run.overlap("gathers"),
-            )  # fmt: skip
-        return self._endings[key]
 
-    def _fullest_stage(self, config: Config) -> list[Parameter]:
+    @remembered(*PARTS)
+    def _fullest(self, config: Config, partition: tuple[int, ...], placement: ChunkPlacement) -> HeldParameters:
         """The parameters of the stage with most elements."""
-        key = config.layout.layer, self._partition(config), placement_of(config)
-        if key not in self._fullest:
-            self._fullest[key] = self._parameters_of_fullest(config)
-        return self._fullest[key]
-
-    def _parameters_of_fullest(self, config: Config) -> list[Parameter]:
-        parts = {place: part.parameters for place, part in self.parts.untimed(config).items()}
-        runs = ranges_of(self._partition(config))
+        parts, runs = self.parts.parameters(config), ranges_of(partition)
         alike = self.planner.recordings.outline(config).alike
         elements = {place: sum(each.num_elements for each in own) for place, own in parts.items()}
-        placement = placement_of(config)
         held = [
             [layer for at in placement.positions[stage] for layer in runs[at]] for stage in range(placement.num_stages)
         ]
@@ -286,33 +245,27 @@ class Estimates:
         if stage == placement.last_stage:
             for each in parts[len(alike)]:
                 own[each.name] = replace(each, parts=(*(own[each.name].parts if each.name in own else ()), HEAD))
-        return list(own.values())
+        return HeldParameters(tuple(own.values()))
 
-    def _buckets_of_fullest(self, config: Config) -> list[PlannedBucket]:
+    @remembered(*WEIGHTS, WIDENS)
+    def _buckets_of_fullest(self, config: Config, partition: tuple[int, ...]) -> list[PlannedBucket]:
         """The buckets of the stage with most elements, equal in every order of axes."""
-        layout = config.layout
-        key = (
-            layout.layer, self._partition(config), placement_of(config), layout.data, config.widens_gradients,
-            config.memory.offload,
-        )  # fmt: skip
-        # For one microbatch; `estimated_seconds` multiplies the sums of slices.
-        if key not in self._buckets:
-            known = config.model, config.precision, *key[:3]  # a planner may have buckets of several runs
-            self._buckets[key] = self.planner.buckets.of(config, 0, self._fullest_stage(config), set(), known)
-        return self._buckets[key]
+        held = self._fullest(config, partition, placement_of(config))
+        return self.planner.buckets.of(replaced(config, "layout.order", "auto", WIDENS), 0, held)
 
+    @remembered(
+        "model", "data", "replica_batch", "layout.pipeline.size", "layout.pipeline.chunks", "layout.pipeline.partition"
+    )
     def _partition(self, config: Config) -> tuple[int, ...]:
-        """Layers by position. Where the clock would choose them, which takes longer than an estimate: the balanced cut
-        that the clock starts from."""
-        pipeline = config.layout.pipeline
-        key = pipeline.size, pipeline.chunks, pipeline.partition, config.replica_batch
-        if key not in self._partitions:
-            self._partitions[key] = (
-                balanced(self.planner.work(config), pipeline.size * pipeline.chunks)
-                if pipeline.size > 1 and isinstance(pipeline.partition, str)
-                else self.planner.partition(config)
-            )
-        return self._partitions[key]
+        """Layers by position: of `auto` the balanced cut from which the clock starts, which takes longer than an
+        estimate to choose layers."""
+        pipeline, samples = config.layout.pipeline, config.replica_batch
+        if not isinstance(pipeline.partition, str):
+            return pipeline.partition
+        # The work's proportions are the same for any microbatch of a step of as many samples.
+        batch = BatchSection().model_copy(update={"global_": samples, "micro": samples})
+        one = with_field(config.model_copy(update={"batch": batch}), "layout.data.size", 1)
+        return balanced(self.planner.work(one), pipeline.size * pipeline.chunks)
 
 
 def pipeline_seconds(

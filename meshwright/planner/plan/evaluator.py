@@ -15,7 +15,10 @@ from meshwright.config.registry import entries
 from meshwright.config.section import divisors, field_of, with_field
 from meshwright.planner.plan.buckets import streams
 from meshwright.planner.plan.memory import Memory, verdict
+from meshwright.planner.plan.remembered import PARTS, remembered
+from meshwright.planner.plan.site import transport_on
 from meshwright.planner.plan.space import (
+    CHUNKS,
     OFFLOAD,
     SAVINGS,
     Refused,
@@ -26,6 +29,7 @@ from meshwright.planner.plan.space import (
     ranks_of_layer,
     savings,
 )
+from meshwright.ranks.transports import TransportName
 from meshwright.strategies.memory.section import keeping_all
 
 if TYPE_CHECKING:
@@ -110,13 +114,13 @@ class SearchState:
         self.closest[runner_up.strategy] = min(known, runner_up, key=lambda one: one.excess)
 
 
+@dataclass
 class Evaluator:
     """Evaluates layouts of a job for which `keep` is true."""
 
-    def __init__(self, job: SearchJob, models: Estimates, keep: Keep) -> None:
-        self.job, self.models, self.keep = job, models, keep
-        self.device_bytes = job.cluster.device.memory_bytes
-        self._bounds: dict[Hashable, float] = {}
+    job: SearchJob
+    models: Estimates
+    keep: Keep
 
     def evaluate_family(self, family: Config, found: SearchState, cutoff: float = math.inf) -> None:
         """Estimate into `found` a family's layouts whose bounds fit; a bound of `cutoff` seconds or more ends a
@@ -193,33 +197,40 @@ class Evaluator:
 
     def may_fit(self, config: Config) -> bool:
         """Whether a layout's estimated memory fits into a device."""
-        fits = self.models.weights_memory(config).total <= self.device_bytes
-        return fits and self.models.estimated_memory(config).total <= self.device_bytes
+        fits = self.models.weights_memory(config).total <= self.job.cluster.device.memory_bytes
+        return fits and self.models.estimated_memory(config).total <= self.job.cluster.device.memory_bytes
 
     def predict_or_memory(self, config: Config, cutoff: float = math.inf) -> Prediction | Memory | None:
         """The prediction if the layout fits, else the memory that does not; None where the step takes `cutoff` seconds
         or more."""
         memory = self.models.planner.least_memory(config)
-        if memory.total > self.device_bytes:
+        if memory.total > self.job.cluster.device.memory_bytes:
             return memory
         # The replay of allocations takes longer than the clock, so the clock decides first.
         if cutoff < math.inf and self.models.planner.seconds(config) >= cutoff:
             return None
         prediction = self.models.planner.predict(config)
-        return prediction if prediction.fullest.total <= self.device_bytes else prediction.fullest
+        return prediction if prediction.fullest.total <= self.job.cluster.device.memory_bytes else prediction.fullest
 
     def _may_be_fast(self, config: Config, found: SearchState, cutoff: float) -> bool:
         """Whether the lower bound of a layout's seconds, over all orders of its axes, is below `cutoff`."""
-        key = config.layout.layer, config.layout.axes, config.batch, config.memory.recompute, config.widens_gradients
-        if key not in self._bounds:
-            # Orders of axes differ in which ranks share a node.
-            self._bounds[key] = min(self.models.least_seconds(one) for one in orders_of(config, self.job))
-        seconds = self._bounds[key]
+        chunks, transport = max(CHUNKS, config.layout.pipeline.chunks), transport_on(self.job.cluster, config)
+        seconds = self._bound(config, chunks, transport)
         found.least[config.layout.layer] = min(seconds, found.least.get(config.layout.layer, seconds))
         if seconds < cutoff:
             return True
         found.count(config, slow=True)
         return False
+
+    @remembered(
+        *PARTS, "batch", "memory.recompute", "layout.data.size", "layout.data.shard", "layout.pipeline.size",
+        "layout.ranks_per_node",
+    )  # fmt: skip
+    def _bound(self, config: Config, chunks: int, transport: TransportName) -> float:
+        """The lower bound of a layout's seconds, over all orders of its axes."""
+        config = with_field(with_field(config, "layout.pipeline.chunks", chunks), "layout.transport", transport)
+        # Orders of axes differ in the ranks that share a node.
+        return min(self.models.least_seconds(one) for one in orders_of(config, self.job))
 
     def _room(
         self, config: Config, found: SearchState, cutoff: float, full: Collection[Config] = ()
@@ -236,12 +247,12 @@ class Evaluator:
         if not self._has_room(config, found) or self._gathers_for_nothing(config):
             return ()
         memory = self.models.estimated_memory(config)
-        if memory.total <= self.device_bytes:
+        if memory.total <= self.job.cluster.device.memory_bytes:
             return (memory,)
         found.count(config)
         found.unfit += 1
         found.include_runner_up(RunnerUp(strategy_of(config), config, memory, whole=True))
-        if memory.total <= (1 + MAX_EXCESS_SHARE) * self.device_bytes:
+        if memory.total <= (1 + MAX_EXCESS_SHARE) * self.job.cluster.device.memory_bytes:
             seconds = self.models.estimated_seconds(config)
             if found.nearly_fits is None or seconds < found.nearly_fits[0]:
                 found.nearly_fits = seconds, config, memory
@@ -259,7 +270,7 @@ class Evaluator:
             name for name, sync in entries("syncs").items() if sync.candidate and sync.slices and not sync.gathers
         )
         whole = with_field(config, "layout.data.sync", name)
-        if self.models.weights_memory(whole).total > self.device_bytes:
+        if self.models.weights_memory(whole).total > self.job.cluster.device.memory_bytes:
             return False
         # Estimates of memory may be 1 - SURE too low; the verdict "fits" leaves more than this free.
         return verdict(self.models.estimated_memory(whole), self.job.cluster) == "fits"
@@ -267,7 +278,7 @@ class Evaluator:
     def _has_room(self, config: Config, found: SearchState) -> bool:
         """Whether weights, gradients and states alone fit."""
         weights = self.models.weights_memory(config)
-        if weights.total <= self.device_bytes:
+        if weights.total <= self.job.cluster.device.memory_bytes:
             return True
         found.count(config)
         found.too_full += 1

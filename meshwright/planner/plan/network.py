@@ -29,11 +29,12 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import dropwhile
 from math import ceil, log2
 
 from meshwright.planner.plan.cluster import Cluster, Curve, Level, interpolated
+from meshwright.planner.plan.remembered import remembered
 from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.grid import ENDS, HEAD_COPIES, PIPE, Grid
 from meshwright.ranks.ledger import VERBS, Traffic
@@ -71,9 +72,10 @@ class _Shape:
 
 @dataclass(frozen=True)
 class Tiers:
-    """A cluster's levels, with ranks counted into their units."""
+    """A cluster's levels, with a run's ranks counted into their units."""
 
     levels: tuple[Level, ...]
+    grid: Grid
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -84,9 +86,9 @@ class Tiers:
             sizes.append(sizes[-1] * level.joins)
         return tuple(sizes)
 
-    def check(self, num_ranks: int) -> None:
-        """Raises ConfigError where the cluster has fewer devices."""
-        joins = self.levels[-1].joins
+    def check(self) -> None:
+        """Raises ConfigError if the cluster has fewer devices than the grid has ranks."""
+        joins, num_ranks = self.levels[-1].joins, self.grid.world_size
         if joins is not None and num_ranks > joins * self.sizes[-1]:
             rule = "has more ranks than the cluster has devices"
             raise ConfigError.of("layout", f"{num_ranks} ranks", rule, f"<= {joins * self.sizes[-1]}")
@@ -99,13 +101,15 @@ class Tiers:
         """The level over whose links one rank reaches another."""
         return next(n for n in range(len(self.levels)) if self.unit(rank, n + 1) == self.unit(other, n + 1))
 
-    def shapes(self, grid: Grid, axes: Sequence[str]) -> list[_Shape]:
-        """The different shapes that the groups over these axes have: one, where numbers of ranks and of devices in a
-        unit divide each other."""
+    @remembered()
+    def shapes(self, joined: str) -> list[_Shape]:
+        """The different shapes of the groups over the axes in `joined` (`data`, `row+depth`): one if numbers of ranks
+        and of devices in a unit divide each other."""
+        grid, axes = self.grid, joined.split("+")
         offsets = grid.group(0, *axes)
         if len(offsets) == 1:
             return [_Shape(1, (), close=True)]
-        if not {HEAD_COPIES, ENDS} & set(axes) and self._is_even(grid):
+        if not {HEAD_COPIES, ENDS} & set(axes) and self._is_even():
             # All groups lie alike, so rank 0's stands for them, and a unit is shared by as many as fill it.
             groups = [_Group(self, offsets)]
             sharing = [size // most for size, most in zip(self.sizes, groups[0].members, strict=False)]
@@ -126,8 +130,10 @@ class Tiers:
         crossing = Counter((level, unit) for group in groups for level, unit in group.crossed)
         return list(dict.fromkeys(group.shape(lambda level, unit: crossing[level, unit]) for group in groups))
 
-    def step(self, grid: Grid, sender: int, receiver: int) -> _Shape:
+    @remembered()
+    def step(self, sender: int, receiver: int) -> _Shape:
         """Two ranks as a group, while every rank in the sender's unit sends as far along the pipe as it does."""
+        grid = self.grid
         # Stages meet at the innermost level that joins them, so a neighbour on the same node costs no network.
         number = self.meeting(sender, receiver)
         level, size = self.levels[number], self.sizes[number]
@@ -143,15 +149,15 @@ class Tiers:
         span = _Span(2, 1, 1, 2, level.latency_seconds, level.share(crossing, 2, 1), level.kind == "ring")
         return _Shape(2, (span,), close=number == 0 or abs(receiver - sender) == 1)
 
-    def _is_even(self, grid: Grid) -> bool:
+    def _is_even(self) -> bool:
         """True where units and the grid's inner axes divide each other all the way, so that all groups lie alike.
 
         Then one group answers for a million ranks. Nodes of six are the counterexample: rank 0's group of four stays
         inside of a node, and the next one crosses.
         """
         for size in self.sizes:
-            left = min(size, grid.world_size)
-            for _, axis in reversed(grid.nesting):
+            left = min(size, self.grid.world_size)
+            for _, axis in reversed(self.grid.nesting):
                 left, rest = (left // axis, left % axis) if left > axis else (1, axis % left)
                 if rest:
                     return False
@@ -222,52 +228,41 @@ class ClusterNetwork:
             raise ConfigError.of("backend", backend, rule, ", ".join(cluster.links))
         links = cluster.links[backend]
         self.overlaps, self.channels = links.overlaps, links.channels
-        tiers = Tiers(links.levels)
-        tiers.check(grid.world_size)
-        self._cluster, self._grid, self._tiers = cluster, grid, tiers
+        tiers = Tiers(links.levels, grid)
+        tiers.check()
+        self._cluster, self._tiers = cluster, tiers
         self._measured: dict[tuple[str, int], Curve] = {
             (entry.verb, entry.ranks): entry.points for entry in links.measured
         }
-        self._shapes = cache(lambda axes: tiers.shapes(grid, axes.split("+")))
-        self._seconds: dict[tuple[str, str, int], float] = {}
-        self._shapes_of_steps: dict[tuple[int, int], _Shape] = {}
         outermost = tiers.sizes[-1]
         # On one node all ranks share its cores; between nodes only those of one do.
         self._slowdown = cluster.oversubscription(min(grid.world_size, outermost) if outermost > 1 else grid.world_size)
 
+    @remembered()
     def collective(self, axes: str, verb: str, payload_bytes: int) -> float:
         """Seconds of a collective over `axes` (`data`, `row+depth`) of the slowest group, while all groups over these
         axes do the same. `payload_bytes`: of the whole tensor, as in ledger.py."""
-        key = (axes, verb, payload_bytes)
-        if key not in self._seconds:
-            self._seconds[key] = max(self._group(shape, verb, payload_bytes) for shape in self._shapes(axes))
-        return self._seconds[key]
+        return max(self._group(shape, verb, payload_bytes) for shape in self._tiers.shapes(axes))
 
     def ranks(self, axes: str) -> int:
         """The number of ranks in a group over `axes`."""
-        return max(shape.size for shape in self._shapes(axes))
+        return max(shape.size for shape in self._tiers.shapes(axes))
 
     def message(self, sender: int, receiver: int, payload_bytes: int) -> float:
         """Seconds of a pipeline's message, while all who share links with the sender send as far along the pipe."""
-        key = (sender, receiver)
-        if key not in self._shapes_of_steps:
-            self._shapes_of_steps[key] = self._tiers.step(self._grid, sender, receiver)
-        return self._group(self._shapes_of_steps[key], "message", payload_bytes)
+        return self._group(self._tiers.step(sender, receiver), "message", payload_bytes)
 
     def _group(self, shape: _Shape, verb: str, payload_bytes: int) -> float:
+        """Measured seconds of a group of neighbours between the numbers of ranks with which the verb was measured; else
+        modelled ones."""
         if shape.size == 1:
             return 0.0
-        measured = self._timed(verb, shape.size, payload_bytes) if shape.close else None
-        return self._slowdown * _modelled(shape, verb, payload_bytes) if measured is None else measured
-
-    def _timed(self, verb: str, num_ranks: int, payload_bytes: int) -> float | None:
-        """Measured seconds; None beyond the numbers of ranks with which it was measured."""
-        numbers = sorted(ranks for name, ranks in self._measured if name == verb)
-        fewer = [number for number in numbers if number <= num_ranks]
-        more = [number for number in numbers if number >= num_ranks]
+        numbers = sorted(ranks for name, ranks in self._measured if name == verb and shape.close)
+        fewer = [number for number in numbers if number <= shape.size]
+        more = [number for number in numbers if number >= shape.size]
         # No extrapolation over ranks: beyond them algorithms change, which the model knows.
         if not fewer or not more:
-            return None
+            return self._slowdown * _modelled(shape, verb, payload_bytes)
         # Each measurement has its own ranks' share of the cores in it already: that is taken out, this run's put in.
         cores = self._cluster.oversubscription
         points = [
@@ -278,7 +273,7 @@ class ClusterNetwork:
             for number in sorted({fewer[-1], more[0]})
         ]
         # Beyond the largest payload its bandwidth holds.
-        return interpolated(points, num_ranks, power=True)
+        return interpolated(points, shape.size, power=True)
 
 
 def _modelled(shape: _Shape, verb: str, payload_bytes: float) -> float:

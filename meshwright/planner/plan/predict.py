@@ -6,28 +6,27 @@ machine's and recordings for built stages.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from meshwright.compute.model import Costs
 from meshwright.compute.models.chain import split_name
 from meshwright.config import Config
+from meshwright.config.layout import DataParallel
 from meshwright.config.section import with_field
 from meshwright.planner.plan.buckets import Buckets, held_of, slots_of, streams
 from meshwright.planner.plan.cluster import Cluster
 from meshwright.planner.plan.compose import Composition, StagePlan, compose_stages
 from meshwright.planner.plan.memory import Memory
-from meshwright.planner.plan.network import ClusterNetwork
 from meshwright.planner.plan.passes import Passes, PlannedStep, finish
 from meshwright.planner.plan.process import held_by_processes
 from meshwright.planner.plan.recordings import Recordings, check
+from meshwright.planner.plan.remembered import COUNTS, PARTS, remembered, replaced
+from meshwright.planner.plan.site import Site
 from meshwright.planner.plan.software import OWN_SOFTWARE, Software
 from meshwright.planner.plan.timed_run import TimedRun
-from meshwright.planner.plan.timing import Timer
-from meshwright.ranks.grid import REPLICA_AXES, Grid
 from meshwright.ranks.ledger import Traffic
 from meshwright.ranks.machine import SLOW_SHARE, Machine
-from meshwright.ranks.transports import TransportName
 from meshwright.strategies.memory.offload import state_bytes
 from meshwright.strategies.pipeline.partition import fastest
 from meshwright.strategies.pipeline.span import Timeline
@@ -35,6 +34,12 @@ from meshwright.strategies.pipeline.stages import placement_of, rule_of
 from meshwright.training.decisions import resolve_layout
 from meshwright.training.phases import PASSES
 from meshwright.training.stage_costs import microbatch_bytes, shared_work
+
+STAGES = (*PARTS, *COUNTS, "memory.recompute", "layout.pipeline")
+"""The fields on which a stage's tasks depend, with what replicas send under them left out."""
+
+PHASE = (*STAGES, "layout.data", "layout.transport", "layout.order", "memory.offload", "optimizer")
+"""The fields on which a step's pipeline phase depends."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +87,9 @@ class Planner:
     cluster: Cluster
     software: Software = OWN_SOFTWARE
     recordings: Recordings = field(init=False)
+    site: Site = field(init=False)
     buckets: Buckets = field(default_factory=Buckets)
-    passes: dict[Hashable, Passes] = field(default_factory=dict)
     _last: tuple[Config, TimedRun] | None = None
-    _timers: dict[tuple[int, bool, int], Timer] = field(default_factory=dict)
-    _partitions: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
-    _microbatches: dict[Hashable, Sequence[int]] = field(default_factory=dict)
-    _networks: dict[tuple[TransportName, Grid], ClusterNetwork] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # The attention that this software has on such a device.
@@ -96,6 +97,7 @@ class Planner:
         attention = self.software.attention or ("torch" if device.attention_efficiency is None else "fused")
         self.software = self.software.model_copy(update={"attention": attention})
         self.recordings = Recordings(self.cluster.device.kind, self.software)
+        self.site = Site(self.cluster, self.software)
 
     def on(self, cluster: Cluster) -> Planner:
         """A planner for a cluster with the same kind of devices, whose links or devices are of another speed."""
@@ -108,7 +110,7 @@ class Planner:
         """Raises ConfigError for what cannot be planned: sync server-loss, O1, a partition that is
         measured when the run begins, a dtype or a transport that the cluster knows nothing about."""
         run = self._run(config)
-        config, passes, step = run.config, run.passes(), self._step(run)
+        config, passes, step = run.config, self.passes(run.phase_config), self._step(run)
         sent = tuple(run.traffic(stage) for stage in range(len(run.stages)))
         return Prediction(
             config,
@@ -123,7 +125,7 @@ class Planner:
         )
 
     def _step(self, run: TimedRun) -> PlannedStep:
-        passes = run.passes()
+        passes = self.passes(run.phase_config)
         sums = {
             stage: run.sums(stage, run.tasks.places[stage][passes.last[stage].chunk][0], passes.chunk_ends[stage])
             for stage in run.buckets
@@ -138,7 +140,7 @@ class Planner:
         """The memory of the fullest rank's tensors and context in a step's first microbatches, in a fraction of a
         prediction's time."""
         run = self._run(config)
-        return max(run.memory(run.passes(brief=True)), key=lambda each: each.total)
+        return max(run.memory(self.passes(run.phase_config, True)), key=lambda each: each.total)
 
     def seconds(self, config: Config) -> float:
         """A prediction's seconds, without its memory."""
@@ -150,54 +152,21 @@ class Planner:
         if self._last is None or self._last[0] != config:
             check(config)
             resolved = self.resolved(config)
-            self._last = config, TimedRun(self, resolved, self.stages(resolved))
+            # Slices are in the phase, so that its buckets are this run's.
+            known = self._timed(resolved).buckets if resolved.layout.data.strategy.slices else None
+            self._last = config, TimedRun(self.site, self.buckets, resolved, self.stages(resolved), known)
         return self._last[1]
 
-    def timer(self, config: Config, devices_per_host: int = 1) -> Timer:
-        """A rank's pace. On a machine (with `cores`) all ranks share it, elsewhere as many as a node has."""
-        ranks = config.layout.world_size
-        if self.cluster.cores is None:
-            # Between nodes ranks share no cores.
-            ranks = min(ranks, self.cluster.devices_per_node)
-        key = ranks, config.precision.tf32, devices_per_host
-        if key not in self._timers:
-            self._timers[key] = Timer(
-                self.cluster, ranks, tf32=key[1], devices_per_host=devices_per_host,
-                attention=self.software.attention_kernel,
-            )  # fmt: skip
-        return self._timers[key]
+    @remembered(*PHASE)
+    def passes(self, config: Config, brief: bool = False) -> Passes:
+        """The pipeline phase of a TimedRun's `phase_config`. `brief`: its beginning alone."""
+        phase = self._timed(config).phase
+        return phase.beginning.shown() if brief else phase.whole
 
-    def network(self, config: Config) -> ClusterNetwork:
-        """The links between the ranks."""
-        key = self._transport(config), config.grid
-        if key not in self._networks:
-            self._networks[key] = ClusterNetwork(self.cluster, *key)
-        return self._networks[key]
-
-    def message_seconds(self, config: Config, sender: int, receiver: int, size: int) -> float:
-        """Seconds until a stage has so many bytes of the one beside it, one rank of each."""
-        network, alike = self.network(config), config.layout.tensor.same_activation
-        parts = dict(config.layout.axes).get(alike, 1) if self.software.messages == "split" else 1
-        if parts == 1:
-            return network.message(sender, receiver, size)
-        # Peers have the same activation: each sends its part over its own link, and they gather the parts.
-        gathered = network.collective(alike, "all_gather", size)
-        return network.message(sender, receiver, -(-size // parts)) + gathered
-
-    def _transport(self, config: Config) -> TransportName:
-        """The run's; of `auto` the one that it becomes on a machine like the cluster."""
-        if config.layout.transport != "auto":
-            return config.layout.transport
-        # As the run's own auto decides: MPI on CPUs where there is any, never for what lives inside torch.distributed.
-        carried = self.cluster.device.kind == "cpu" and config.layout.data.strategy.over_mpi
-        return "mpi" if carried and "mpi" in self.cluster.links else "torch"
-
-    def context(self, config: Config) -> int:
-        """Bytes that each of a run's processes holds on its device beyond tensors."""
-        device, links = self.cluster.device, self.cluster.links.get(self._transport(config))
-        # MPI's libraries take other memory than gloo's, so a measured figure of the transport goes first.
-        measured = None if links is None else links.reserved_bytes
-        return (device.reserved_bytes if measured is None else measured) + device.workspaces_bytes
+    @remembered(*PHASE, last=True)
+    def _timed(self, config: Config) -> TimedRun:
+        """The run whose tasks are those of all runs with this `phase_config`."""
+        return TimedRun(self.site, self.buckets, config, self.stages(config))
 
     def resolved(self, config: Config) -> Config:
         """The config as a run resolves it on a machine like the cluster, where each rank has a device's memory."""
@@ -206,11 +175,14 @@ class Planner:
         slow = device.kind == "cpu" and half is not None and single is not None and half < SLOW_SHARE * single
         # What the run would read of its own machine, of which a device's share beside its context is free.
         machine = Machine(
-            cores=self.cluster.cores or 1, memory=device.memory_bytes - self.context(config), shared=False,
+            cores=self.cluster.cores or 1, memory=device.memory_bytes - self.site.context(config), shared=False,
             slow_halves=slow,
         )  # fmt: skip
         return resolve_layout(config, machine, self).config
 
+    @remembered(
+        "model", "data", "micro", "num_microbatches", "layout.pipeline", "layout.data.expert", "layout.data.exchange"
+    )
     def partition(self, config: Config) -> tuple[int, ...]:
         """Layers of each position of the chain."""
         pipeline = config.layout.pipeline
@@ -219,13 +191,8 @@ class Planner:
         if not isinstance(pipeline.partition, str):
             return pipeline.partition
         assert pipeline.partition == "auto", "refused before"
-        costs = self.work(config)
-        placement, count = placement_of(config), config.num_microbatches
-        key = costs, placement, pipeline.schedule, pipeline.limit, count
-        if key not in self._partitions:
-            # The run's own function, so that planned and real stages are the same.
-            self._partitions[key] = fastest(costs, placement, rule_of(config), count)
-        return self._partitions[key]
+        # The run's own function, so that planned and real stages are the same.
+        return fastest(self.work(config), placement_of(config), rule_of(config), config.num_microbatches)
 
     def work(self, config: Config) -> Costs:
         """The counted work of the chain's parts."""
@@ -253,22 +220,22 @@ class Planner:
             for stage in self.stages(config)
         ]
 
+    @remembered(*PARTS, "micro", "memory.recompute", "layout.pipeline", "layout.order")
     def microbatch_bytes(self, config: Config) -> Sequence[int]:
         """Counted by the run's own function, so that both decide alike: recordings differ by some percent."""
-        layout, device = config.layout, self.cluster.device
-        # Replicas hold the same microbatches, so their number is no part of the key.
-        axes = tuple(axis for axis in layout.axes if axis[0] not in REPLICA_AXES)
-        key = (
-            config.model, config.data, config.precision, config.micro, config.memory, layout.layer, axes,
-            layout.pipeline.partition, layout.pipeline.placement,
-        )  # fmt: skip
-        if key not in self._microbatches:
-            self._microbatches[key] = microbatch_bytes(config, device.kind, self.software.attention or "torch")
-        return self._microbatches[key]
+        # Replicas hold the same microbatches, and meta tensors have no values.
+        data = config.layout.data
+        one = DataParallel(size=data.expert, expert=data.expert, exchange=data.exchange)
+        for field_name, value in (("layout.data", one), ("batch.micro", config.micro), ("seed", 0)):
+            config = with_field(config, field_name, value)
+        return microbatch_bytes(config, self.cluster.device.kind, self.software.attention or "torch")
 
+    @remembered(*STAGES, "layout.order", last=True)
     def stages(self, config: Config) -> list[StagePlan]:
         """A layout's stages. Until somebody has decided how 2-D operands travel, they keep no gathered weights."""
+        # Replicas change no stage.
+        config = replaced(config, "layout.data.sync", DataParallel().sync, *COUNTS)
         if config.memory.summa == "auto":
             # What decides the operands' way asks for the stages' memory first.
-            config = with_field(config, "memory.summa", "whole")
+            config = replaced(config, "memory.summa", "whole", *COUNTS)
         return compose_stages(config, self.recordings, self.partition(config))

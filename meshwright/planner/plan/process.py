@@ -273,18 +273,16 @@ def held_by_processes(
     # Tensors alone do not fit, so nobody needs to know what is cached beside them.
     if memory[fullest].allocated > room:
         return tuple(memory)
-    if fullest not in run.footprints:
-        # Enough to fill the stages; 1F1B holds no more later, GPipe in proportion.
-        some = min(run.config.num_microbatches, run.placement.num_positions + 3)
-        tasks = tasks_of_stages(run.config, run.cost, run.latency, some)[fullest]
-        replay = partial(StageReplay, run, fullest, AHEAD[device.kind], software=run.software)
-        try:
-            limited = Heap() if device.kind == "cpu" else CachingAllocator(room)
-            run.footprints[fullest] = replay(allocator=limited).run(tasks, some)
-        except OutOfDeviceMemory:
-            # It does not fit by what is cached: how much it would take, a device without a limit says.
-            run.footprints[fullest] = replay(allocator=CachingAllocator()).run(tasks, some)
-    footprint = run.footprints[fullest]
+    # Enough to fill the stages; 1F1B holds no more later, GPipe in proportion.
+    some = min(run.config.num_microbatches, run.placement.num_positions + 3)
+    tasks = tasks_of_stages(run.config, run.cost, run.latency, some)[fullest]
+    replay = partial(StageReplay, run, fullest, AHEAD[device.kind], software=run.software)
+    try:
+        limited = Heap() if device.kind == "cpu" else CachingAllocator(room)
+        footprint = replay(allocator=limited).run(tasks, some)
+    except OutOfDeviceMemory:
+        # It does not fit by what is cached: how much it would take, a device without a limit says.
+        footprint = replay(allocator=CachingAllocator()).run(tasks, some)
     # One replay, not one a stage: 0.04 to 0.1 s each, and only the fullest decides what fits.
     share = footprint.reserved / footprint.allocated - 1
     return tuple(replace(own, cached=round(share * own.allocated)) for own in memory)

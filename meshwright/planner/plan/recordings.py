@@ -25,16 +25,20 @@ from meshwright.compute.parameters.shard import check_patterns, shard_specs, use
 from meshwright.compute.tensor.linear import autocasts_of
 from meshwright.compute.tensor.serial import SerialKit
 from meshwright.config import Config
+from meshwright.config.layout import DataParallel, PipelineSection
 from meshwright.config.registry import entries, load_entry
+from meshwright.config.schema import BatchSection
+from meshwright.config.section import with_field
 from meshwright.planner.plan.memory import Parameter
 from meshwright.planner.plan.recorder import DISTINCT, Program, Recorder
+from meshwright.planner.plan.remembered import remembered
 from meshwright.planner.plan.software import OWN_SOFTWARE, Software
 from meshwright.ranks.errors import ConfigError
-from meshwright.ranks.grid import PIPE, REPLICA_AXES, Grid
+from meshwright.ranks.grid import Grid
 from meshwright.ranks.mailbox import TensorMeta
 from meshwright.ranks.mesh import solo_mesh
 from meshwright.strategies.memory.activations import run_by_policy
-from meshwright.strategies.memory.section import Group
+from meshwright.strategies.memory.section import EVERY, Group
 from meshwright.strategies.pipeline.stage import Stage
 from meshwright.strategies.pipeline.stages import rule_of
 from meshwright.strategies.pipeline.task import TaskKind
@@ -126,13 +130,11 @@ class Recordings:
 
     kind: str = "cpu"
     software: Software = OWN_SOFTWARE
-    recorded: dict[Hashable, Recording] = field(default_factory=dict)
-    _outlines: dict[Hashable, Outline] = field(default_factory=dict)
+    recorded: list[Recording] = field(default_factory=list)
+    """All that have been made."""
 
+    @remembered("model", "data")
     def outline(self, config: Config) -> Outline:
-        key = config.model, config.data
-        if key in self._outlines:
-            return self._outlines[key]
         # Whole parameters, so that the outline is the same under every layout.
         kit, costs = SerialKit(solo_mesh(torch.device("meta"))), chain_of(config).products(config)
         model = make_chain(config, kit)
@@ -150,8 +152,7 @@ class Recordings:
             alike.append(alike[-1] if goes_on else layer)
         check_patterns(config.model.frozen, shard_specs(model))
         specs = [shard_specs(make_chain(config, kit, link)) for link in links(config.model.num_blocks)]
-        self._outlines[key] = Outline(tuple(alike), order, parameters_of(*specs), learns)
-        return self._outlines[key]
+        return Outline(tuple(alike), order, parameters_of(*specs), learns)
 
     def of(self, config: Config, chunk: Chunk, incoming: Forms) -> Recording:
         """The beginning, the end, or some layers, which are recomputed together where any are. `incoming`: what it is
@@ -165,13 +166,45 @@ class Recordings:
                 further = chunk.layers[0] - first
                 chunk = replace(chunk, layers=range(first, first + len(chunk.layers)))
         learns = self.outline(config).first_trained < chunk.parts[0]
-        key = (chunk, incoming, learns, *_recording_key(config))
-        if key not in self.recorded:
-            software = self.software
-            # The embeddings' and the head's products stay in the run's format, as Transformer Engine leaves them.
-            recorder, on_device = software.recorder(layers=bool(chunk.layers)), software.on_device(self.kind)
-            self.recorded[key] = _record(config, recorder, on_device, chunk, incoming, software, learns)
-        return self.recorded[key].moved(further)
+        recording = self._record(as_recorded(config, chunk), chunk, incoming, rule_of(config).splits, learns)
+        return recording.moved(further)
+
+    @remembered(
+        "model", "data", "bits", "precision", "batch", "memory.recompute", "memory.summa",
+        "layout.data", "layout.context", "layout.tensor", "layout.order",
+    )  # fmt: skip
+    def _record(self, config: Config, chunk: Chunk, incoming: Forms, splits: bool, learns: bool) -> Recording:
+        # Numbers of stages change no part, and meta tensors have no values: one recording serves all stages and seeds.
+        config = with_field(config.model_copy(update={"seed": 0}), "layout.pipeline", _ONE_STAGE)
+        software = self.software
+        # The embeddings' and the head's products stay in the run's format, as Transformer Engine leaves them.
+        recorder, on_device = software.recorder(layers=bool(chunk.layers)), software.on_device(self.kind)
+        self.recorded.append(_record(config, recorder, on_device, chunk, incoming, software, splits, learns))
+        return self.recorded[-1]
+
+
+def as_recorded(config: Config, chunk: Chunk) -> Config:
+    """Return the config of the same part in the recorded run: few microbatches, and replicas only if forward passes
+    wait for each other on them."""
+    layout, policy, data = config.layout, config.memory.policy, config.layout.data
+    count = min(config.num_microbatches, DISTINCT if layout.tensor.by_size else 2)
+    # Rows that were received are kept by groups that the policy runs only.
+    exchange, recompute = data.exchange if policy.by_groups else "blocking", config.memory.recompute
+    if policy.by_groups and (policy.make, policy.keeps_inputs) == (EVERY.make, EVERY.keeps_inputs):
+        recompute = max(1, len(chunk.layers))  # a part is one group, whichever size was asked for
+    if not data.strategy.unplanned:
+        data = _ONE_REPLICA.model_copy(update={"size": data.expert, "expert": data.expert, "exchange": exchange})
+    layout = layout.model_copy(update={"data": data, "pipeline": _ONE_STAGE})
+    if layout.order != "auto":  # of an order the layer's axes count, which name groups
+        usual = tuple(name for name, _ in layout.layer_axes)
+        own = tuple(name for name, _ in layout.axes if name in usual)
+        layout = layout.model_copy(update={"order": "auto" if own == usual else own})
+    batch = _BATCH.model_copy(update={"global_": count * config.micro * data.size, "micro": config.micro})
+    memory = config.memory.model_copy(update={"recompute": recompute})
+    return config.model_copy(update={"layout": layout, "batch": batch, "memory": memory})
+
+
+_ONE_REPLICA, _ONE_STAGE, _BATCH = DataParallel(), PipelineSection(), BatchSection()
 
 
 def parameters_in(model: nn.Module) -> tuple[Parameter, ...]:
@@ -183,40 +216,13 @@ def parameters_in(model: nn.Module) -> tuple[Parameter, ...]:
     )
 
 
-def _recording_key(config: Config) -> tuple[Hashable, ...]:
-    """All of a config that changes a part's programs."""
-    layout, policy = config.layout, config.memory.policy
-    replicas = layout.data if layout.data.strategy.unplanned else None  # whose forward passes wait for each other
-    # Numbers of replicas and of stages change no part: one recording serves them all, which makes a search possible.
-    axes = tuple(axis for axis in layout.axes if axis[0] not in (*REPLICA_AXES, PIPE))
-    # The size of groups is in the chunk already.
-    runs = policy.make, policy.attention
-    # Rows that came as messages are kept if groups are run by the policy.
-    keeps_rows = layout.data.in_pieces and policy.by_groups
-    return (
-        config.model, config.data, layout.layer, axes, config.micro, config.precision.level, config.precision.dtype,
-        config.widens_gradients, runs, keeps_rows, config.memory.summa, rule_of(config).splits, _places(config),
-        replicas,
-    )  # fmt: skip
-
-
-def _places(config: Config) -> tuple[int, ...]:
-    """For each place of a microbatch in the step, which of those that are recorded stands there."""
-    count = min(config.num_microbatches, DISTINCT)  # one is first and last at once, of two none lies between
-    # Where weights stay gathered the last one leaves none; elsewhere it does what those between do, which add up
-    # gradients that the first has written.
-    return tuple(range(count)) if count == 1 or config.layout.tensor.by_size else (0, 1, 1)
-
-
 def _record(
     config: Config, recorder: Recorder, on_device: AsOnDevice, chunk: Chunk, incoming: Forms, software: Software,
-    learns: bool,
+    splits: bool, learns: bool,
 ) -> Recording:  # fmt: skip
     """Run a part's tasks for each place of a microbatch, on one replica and stage: compose.py adds what these send."""
     layout, policy = config.layout, config.memory.policy
-    alone = (PIPE,) if layout.data.strategy.unplanned else (*REPLICA_AXES, PIPE)
-    grid = Grid(tuple((name, 1 if name in alone else size) for name, size in layout.axes), config.copies)
-    mesh = software.mesh(grid, layout.token_axes, on_device.device_type, recorder)
+    mesh = software.mesh(Grid(layout.axes, config.copies), layout.token_axes, on_device.device_type, recorder)
     kit, sync = build_kit(config, mesh), layout.data.strategy
     model = build_model(config, kit, mesh, chunk)
     run_by_policy(config, mesh, model, [Group(chunk.layers, wrapped=policy.by_groups)])
@@ -237,7 +243,9 @@ def _record(
     stage = Stage(model, gradients, run=run, learns=learns, autocasts=autocasts_of(config, mesh))
     programs: dict[TaskKind, list[Program]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}
     leaving: dict[TaskKind, list[frozenset[int]]] = {TaskKind.FORWARD: [], TaskKind.BACKWARD: []}
-    scales, places, splits = dict.fromkeys((*model.labels, SAMPLES), 1.0), _places(config), rule_of(config).splits
+    scales, count = dict.fromkeys((*model.labels, SAMPLES), 1.0), min(config.num_microbatches, DISTINCT)
+    # By place in the step. The last differs if it frees gathered weights; the first writes gradients, others add.
+    places = tuple(range(count)) if count == 1 or layout.tensor.by_size else (0, 1, 1)
     for index in range(places[-1] + 1):
         batch = empty_batch(config, kit, model, mesh.device)
         given = tuple(torch.empty(form.shape, dtype=form.dtype, device="meta") for form in incoming)

@@ -160,15 +160,12 @@ Find = Callable[[Config, int, Collection[str], Keep], Prediction | str]
 
 def searching(cluster: Cluster, report: ShowProgress = silent) -> Find:
     """The planner's search as a Find. `report` is told how far it is."""
-    planner = Planner(cluster)
-    models: dict[int, Estimates] = {}
+    models = Estimates(Planner(cluster))  # serve every strategy on every number of devices
 
     def find(config: Config, devices: int, fixed: Collection[str], keep: Keep) -> Prediction | str:
-        # Recordings and estimates are the planner's, and serve every strategy on as many devices.
-        known = models.setdefault(devices, Estimates(planner))
         try:
             result = search(
-                config, cluster, devices, 1, fixed=fixed, keep=keep, models=known,
+                config, cluster, devices, 1, fixed=fixed, keep=keep, models=models,
                 report=lambda text, done: report(f"{devices:,} devices: {text}", done),
             )  # fmt: skip
         except ConfigError as error:

@@ -155,7 +155,7 @@ def search(
 ) -> SearchResult:
     """The `top` fastest layouts of a run that fit on `devices`, among layouts for which `keep` is true.
 
-    `fixed`: fields that keep the run's values (space.py). `models`: shared by searches of one model on one cluster.
+    `fixed`: fields that keep the run's values (space.py). `models`: shared by searches on one cluster.
     `partial`: whether Ctrl-C ends the search with the best so far. `program`: searches this program's layouts alone.
     `improved`: called with each new fastest prediction that fits.
 
@@ -309,7 +309,7 @@ class _Search:
     def nothing_fits(self) -> ConfigError:
         """The error that names the layout that lacks the least memory, and how much."""
         job, closest = self.evaluator.job, min(self.found.closest.values(), key=lambda one: one.excess)
-        device = self.evaluator.device_bytes
+        device = job.cluster.device.memory_bytes
         needs = f"{closest.memory.text}; {bytes_text(closest.memory.total - device)} are missing"
         alone = "" if closest.whole else " before it computes anything"
         rule = (

@@ -10,17 +10,20 @@ weight gradients wait.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshwright.compute.model import Chunk
 from meshwright.compute.parameters.role import HIDDEN_MATRIX
 from meshwright.config import Config
+from meshwright.config.layout import DataParallel, PipelineSection
 from meshwright.config.section import with_field
 from meshwright.planner.plan.memory import Parameter
 from meshwright.planner.plan.recorder import Kernel, Program, between, interpolated_program
 from meshwright.planner.plan.recordings import Forms, Recording, bytes_of
+from meshwright.planner.plan.remembered import PARTS, remembered
 from meshwright.ranks.mailbox import AHEAD
 from meshwright.strategies.memory.offload import SINGLE
 from meshwright.strategies.memory.section import FIELD, keeping_all
@@ -31,6 +34,7 @@ from meshwright.strategies.pipeline.task import TaskKind
 
 if TYPE_CHECKING:
     from meshwright.planner.plan.predict import Planner
+    from meshwright.planner.plan.site import Links
 
 _SIZES = 2, 4
 """Samples of the two recordings, in multiples of the smallest microbatch that the tensor section can cut."""
@@ -64,15 +68,15 @@ class TimedPart:
     weights: float
 
 
+StageShape = tuple[tuple[int, int], ...]
+"""A stage as (position of the distinct part, number of such parts)."""
+
+
 @dataclass
 class TimedParts:
-    """The parts for layouts on one cluster. Caches what layouts share."""
+    """The parts for layouts on one cluster."""
 
     planner: Planner
-    _parts: dict[Hashable, dict[int, EstimatedPart]] = field(default_factory=dict)
-    _timed: dict[Hashable, dict[int, TimedPart]] = field(default_factory=dict)
-    _kept_shares: dict[Hashable, float] = field(default_factory=dict)
-    _attention_again: dict[Hashable, float] = field(default_factory=dict)
 
     def distinct(self, config: Config) -> Iterator[tuple[int, Chunk]]:
         """The chain's distinct parts by position, in the order of the forward pass."""
@@ -81,21 +85,32 @@ class TimedParts:
             yield first, Chunk(range(first, first + 1), False, False)
         yield config.model.num_blocks, Chunk(range(0), False, True)
 
-    def of(self, config: Config) -> dict[int, TimedPart]:
-        """By position: -1 the embeddings, i the first of each run of equal layers, num_blocks the head."""
-        key = config.layout.layer, config.micro, strides(config), config.widens_gradients
-        if key not in self._timed:
-            self._timed[key] = {place: self._time(config, part) for place, part in self.untimed(config).items()}
-        return self._timed[key]
+    @remembered("model", "data")
+    def shapes(self, config: Config, partition: tuple[int, ...]) -> list[StageShape]:
+        """By position of the chain, (distinct part, number of such parts)."""
+        alike, last = self.planner.recordings.outline(config).alike, len(partition) - 1
+        shapes = []
+        for stage, run in enumerate(ranges_of(partition)):
+            parts = Counter(alike[layer] for layer in run)
+            parts.update([-1] * (stage == 0) + [len(alike)] * (stage == last))
+            shapes.append(tuple(sorted(parts.items())))
+        return shapes
 
-    def _time(self, config: Config, part: EstimatedPart) -> TimedPart:
+    @remembered(*PARTS, "micro", "widens_gradients")
+    def of(self, config: Config, links: Links) -> dict[int, TimedPart]:
+        """By position: -1 the embeddings, i the first of each run of equal layers, num_blocks the head. `links`: of the
+        axes that cut a layer."""
+        return {place: self._time(config, part, links) for place, part in self.untimed(config).items()}
+
+    def _time(self, config: Config, part: EstimatedPart, links: Links) -> TimedPart:
         """The part's seconds at its quickest place in the step. Half of a backward pass's kernels count for weights,
         with the widening of a layer's gradients, which a recording of one microbatch lacks."""
-        timer, network = self.planner.timer(config), self.planner.network(config)
-        overlaps = network.overlaps if "layers" in self.planner.software.overlapped else 0.0
+        timer = self.planner.site.timer(links.world_size, config.precision.tf32)
+        overlapped = "layers" in self.planner.software.overlapped
+        overlaps = self.planner.cluster.links[links.transport].overlaps if overlapped else 0.0
 
         def seconds(mix: _Mix, overlaps: float) -> float:
-            return max(0.0, sum(times * timer.seconds(program, network, overlaps) for times, program in mix))
+            return max(0.0, sum(times * timer.seconds(program, links.collective, overlaps) for times, program in mix))
 
         forward, backward = (
             # Most microbatches neither gather (the first) nor sum (the last): the quickest place.
@@ -119,50 +134,65 @@ class TimedParts:
         each = forward[0], backward[0] + widened, inputs, weights + widened
         return TimedPart(part, *(timer.part + seconds for seconds in each))
 
+    @remembered(*PARTS, "micro")
     def untimed(self, config: Config) -> dict[int, EstimatedPart]:
         """The parts without seconds, equal in every order of axes."""
-        key = config.layout.layer, config.micro
-        if key not in self._parts:
-            smallest = smallest_micro(config)
-            by_size = config.layout.tensor.by_size  # what stays, what travels: recorded at each size
-            sizes = (config.micro,) * 2 if by_size else tuple(size * smallest for size in _SIZES)
-            share = (config.micro / smallest - _SIZES[0]) / (_SIZES[1] - _SIZES[0])
-            ends, parts = (-1, config.model.num_blocks), {}
-            before: tuple[Forms, Forms] = (), ()
-            small, large = (_alone(config, size) for size in sizes)
-            for place, chunk in self.distinct(config):
-                # A part's input is the output of the part before, at the same size of microbatch.
-                one, other = (
-                    self.planner.recordings.of(alone, chunk, forms)
-                    for alone, forms in zip((small, large), before, strict=True)
-                )
-                before = one.outgoing, other.outgoing
-                parts[place] = _interpolated(one, other, share, is_layer=place not in ends)
-            self._parts[key] = parts
-        return self._parts[key]
+        smallest, micro = smallest_micro(config), config.micro
+        by_size = config.layout.tensor.by_size  # what stays, what travels: recorded at each size
+        sizes = (micro,) * 2 if by_size else tuple(size * smallest for size in _SIZES)
+        share = (micro / smallest - _SIZES[0]) / (_SIZES[1] - _SIZES[0])
+        ends, parts = (-1, config.model.num_blocks), {}
+        before: tuple[Forms, Forms] = (), ()
+        parameters = self.parameters(config)
+        small, large = (_alone(config, size) for size in sizes)
+        for place, chunk in self.distinct(config):
+            # A part's input is the output of the part before, at the same size of microbatch.
+            one, other = (
+                self.planner.recordings.of(alone, chunk, forms)
+                for alone, forms in zip((small, large), before, strict=True)
+            )
+            before = one.outgoing, other.outgoing
+            programs = {
+                kind: tuple(_mixed(*both, share) for both in zip(one.programs[kind], other.programs[kind], strict=True))
+                for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
+            }
+            kept = between(_kept(one), _kept(other), share)
+            sent = round(between(bytes_of(one.outgoing), bytes_of(other.outgoing), share))
+            parts[place] = EstimatedPart(programs, kept, sent, parameters[place], place not in ends)
+        return parts
 
+    @remembered(*PARTS)
+    def parameters(self, config: Config) -> dict[int, tuple[Parameter, ...]]:
+        """The parameters of each part, which no size of microbatch changes."""
+        alone, parts = _alone(config, _SIZES[0] * smallest_micro(config)), {}
+        forms: Forms = ()
+        for place, chunk in self.distinct(config):
+            recording = self.planner.recordings.of(alone, chunk, forms)
+            forms = recording.outgoing
+            # Without facts of the schedule under which it was recorded.
+            parts[place] = tuple(
+                Parameter(each.name, each.shape, each.dtype, each.spec) for each in recording.parameters
+            )
+        return parts
+
+    @remembered(*PARTS, "memory.recompute")
     def kept_share(self, config: Config) -> float:
         """The share of the first layer's kept bytes that remains where attention is recomputed."""
-        key = config.layout.layer, config.memory.recompute
-        if key not in self._kept_shares:
-            kept, still = (_kept(recording) for recording in self._with_attention_again(config))
-            # One layer stands for all, which are cut alike.
-            self._kept_shares[key] = still / kept
-        return self._kept_shares[key]
+        kept, still = (_kept(recording) for recording in self._with_attention_again(config))
+        # One layer stands for all, which are cut alike.
+        return still / kept
 
-    def attention_again(self, config: Config) -> float:
+    @remembered(*PARTS, "micro", "memory.recompute")
+    def attention_again(self, config: Config, links: Links) -> float:
         """Seconds that recomputed attention adds to the first layer's backward pass."""
-        key = config.layout.layer, config.memory.recompute, config.micro, strides(config)
-        if key not in self._attention_again:
-            timer, network = self.planner.timer(config), self.planner.network(config)
-            once, twice = (
-                timer.seconds(recording.programs[TaskKind.BACKWARD][-1], network, 1.0)
-                for recording in self._with_attention_again(config)
-            )
-            # In proportion to the samples; attention grows at least as fast, except for kernel launches.
-            share = config.micro / (_SIZES[0] * smallest_micro(config))
-            self._attention_again[key] = max(0.0, twice - once) * share
-        return self._attention_again[key]
+        timer = self.planner.site.timer(links.world_size, config.precision.tf32)
+        once, twice = (
+            timer.seconds(recording.programs[TaskKind.BACKWARD][-1], links.collective, 1.0)
+            for recording in self._with_attention_again(config)
+        )
+        # In proportion to the samples; attention grows at least as fast, except for kernel launches.
+        share = config.micro / (_SIZES[0] * smallest_micro(config))
+        return max(0.0, twice - once) * share
 
     def _with_attention_again(self, config: Config) -> tuple[Recording, Recording]:
         """Recordings of the first layer for a small microbatch: (without, with) recomputed attention."""
@@ -174,27 +204,19 @@ class TimedParts:
         return once, twice
 
 
-def strides(config: Config, *more: str) -> Hashable:
-    """Strides of the axes that cut a layer, and of `more`; they determine the links between these ranks."""
-    axes, names = config.layout.nesting, {*(name for name, _ in config.layout.layer_axes), *more}
-    return tuple(
-        (name, size, math.prod(after for _, after in axes[index + 1 :]))
-        for index, (name, size) in enumerate(axes)
-        if name in names
-    )
-
-
 def smallest_micro(config: Config) -> int:
     """Least samples of a microbatch with which every rank has one."""
-    sizes = dict(config.layout.axes)
+    sizes = dict(config.layout.tensor.axes)
     return math.prod(sizes[axis] for axis in config.layout.tensor.batch_axes)
 
 
 def _alone(config: Config, micro: int) -> Config:
     """One replica of one stage, with few microbatches of `micro` samples a step."""
+    data = config.layout.data
     one = {
-        "data": config.layout.data.model_copy(update={"size": 1, "shard": None}),
-        "pipeline": config.layout.pipeline.model_copy(update={"size": 1}),
+        "data": DataParallel(expert=data.expert, exchange=data.exchange),
+        "pipeline": PipelineSection(),
+        "order": "auto",
     }
     count = 2 if config.layout.tensor.by_size else 1  # the first microbatch gathers weights
     batch = config.batch.model_copy(update={"global_": count * micro, "micro": micro})
@@ -208,22 +230,6 @@ def _alone(config: Config, micro: int) -> Config:
 def _kept(recording: Recording) -> int:
     """Bytes kept by the recording's forward pass."""
     return recording.programs[TaskKind.FORWARD][-1].kept_bytes
-
-
-def _interpolated(small: Recording, large: Recording, share: float, *, is_layer: bool) -> EstimatedPart:
-    """A part for a microbatch at `share` of the way from the small recording's to the large one's, or beyond."""
-
-    programs = {
-        kind: tuple(
-            _mixed(one, other, share) for one, other in zip(small.programs[kind], large.programs[kind], strict=True)
-        )
-        for kind in (TaskKind.FORWARD, TaskKind.BACKWARD)
-    }
-    outgoing = [bytes_of(recording.outgoing) for recording in (small, large)]
-    # A recording has the schedule of the first layout that asked; facts of the schedule are left out here.
-    parameters = tuple(Parameter(each.name, each.shape, each.dtype, each.spec) for each in small.parameters)
-    kept = between(_kept(small), _kept(large), share)
-    return EstimatedPart(programs, kept, round(between(outgoing[0], outgoing[1], share)), parameters, is_layer)
 
 
 def _mixed(small: Program, large: Program, share: float) -> _Mix:
@@ -241,46 +247,36 @@ MIN_DEFERRED_SHARE = 0.5
 """Lower bound of the activations of deferred weight gradients, as a share of the estimate: which stage defers how many
 W is uncertain."""
 
-StageShape = tuple[tuple[int, int], ...]
-"""A stage as (position of the distinct part, number of such parts)."""
-
 
 @dataclass
 class HeldActivations:
-    """Bytes of activations by layout. Caches what layouts share."""
+    """Bytes of activations by layout."""
 
     parts: TimedParts
-    _deferrals: dict[Hashable, dict[int, float]] = field(default_factory=dict)
-    _known: dict[Hashable, tuple[float, float]] = field(default_factory=dict)
 
-    def of(self, config: Config, partition: tuple[int, ...], shapes: Sequence[StageShape]) -> tuple[float, float]:
+    @remembered(*PARTS, "micro", "num_microbatches", "memory.recompute", "layout.pipeline")
+    def of(self, config: Config, partition: tuple[int, ...]) -> tuple[float, float]:
         """(Bytes that the fullest stage keeps, its peak bytes of all microbatches), independent of sync and states."""
-        layout = config.layout
-        key = (
-            layout.layer, layout.pipeline, partition, config.micro, config.num_microbatches, config.memory.recompute,
-            layout.data.in_pieces,
-        )  # fmt: skip
-        if key not in self._known:
-            self._known[key] = self._find(config, partition, shapes)
-        return self._known[key]
-
-    def _find(self, config: Config, partition: tuple[int, ...], shapes: Sequence[StageShape]) -> tuple[float, float]:
+        shapes = self.parts.shapes(config, partition)
         parts, placement = self.parts.untimed(config), placement_of(config)
         kept, total, deferring = 0.0, 0.0, self._deferring(config, partition, placement)
+        rule, count = rule_of(config), config.num_microbatches
         # Candidates for the fullest: the first (most microbatches), the longest (most layers), deferring ones (most W).
         for stage in {0, placement.stage_of[partition.index(max(partition))], *deferring}:
             own = placement.positions[stage]
             works = [[(parts[place], times) for place, times in shapes[position]] for position in own]
-            in_flight = _in_flight(config, stage, placement)
+            # In flight at the first backward task, counted once for each chunk; message-driven: the likely number.
+            most = min(rule.limit_at(stage, placement, count), count * placement.num_chunks)
+            in_flight = most if rule.fixed else rule.held(stage, placement.num_stages, most)
+            if config.layout.pipeline.limit_by_memory:
+                in_flight = 1  # what memory allows
             keeps = in_flight * sum(self._kept_bytes(config, work) for work in works) / placement.num_chunks
             if stage in deferring:
                 whole = sum(times * part.kept_bytes for work in works for part, times in work if part.is_layer)
-                limit = rule_of(config).limit_at(stage, placement, config.num_microbatches)
-                most = min(limit, config.num_microbatches * placement.num_chunks)
                 deferred = max(0, most - in_flight) * deferring[stage] * whole / placement.num_chunks
                 keeps += MIN_DEFERRED_SHARE * deferred
             # Messages from both sides have memory before they arrive (mailbox.py).
-            ahead = min(AHEAD[self.parts.planner.cluster.device.kind], config.num_microbatches)
+            ahead = min(AHEAD[self.parts.planner.cluster.device.kind], count)
             beside = max(
                 ahead
                 * (
@@ -300,6 +296,10 @@ class HeldActivations:
             total = max(total, keeps + beside + recomputed)
         return kept, total
 
+    @remembered(
+        "model", "data", "micro", "num_microbatches", "memory.recompute", "layout.pipeline", "layout.data.expert",
+        "layout.data.exchange",
+    )  # fmt: skip
     def _deferring(self, config: Config, partition: tuple[int, ...], placement: ChunkPlacement) -> dict[int, float]:
         """By stage, the share of microbatches whose W of recomputed layers waits for the in-flight limit. A stage takes
         microbatches at the slowest stage's pace without W, and its remaining time is too short for all W. Of stages
@@ -307,24 +307,21 @@ class HeldActivations:
         rule, in_groups = rule_of(config), config.memory.policy.by_groups
         if rule.fixed or config.layout.pipeline.limit_by_memory or not (rule.splits and in_groups):
             return {}
-        key = partition, placement, config.micro, config.num_microbatches
-        if key not in self._deferrals:
-            costs = self.parts.planner.work(config)
-            layers = [sum(costs.layers[layer] for layer in layers) for layers in ranges_of(partition)]
-            ends = [0.0] * len(layers)
-            ends[0] += costs.embedding
-            ends[-1] += costs.head
-            own = [placement.positions[stage] for stage in range(placement.num_stages)]
-            # A recomputed layer's F, second F, B and W take equal seconds; embeddings and head have one F.
-            weights = [sum(layers[at] + ends[at] for at in positions) / 3 for positions in own]
-            passes = [sum(layers[at] + ends[at] * 2 / 3 for at in positions) for positions in own]
-            alike = {tuple(partition[at] for at in positions): stage for stage, positions in enumerate(own)}
-            self._deferrals[key] = {
-                stage: max(0.0, 1 - (max(passes) - passes[stage]) / weights[stage])
-                for stage in alike.values()
-                if weights[stage]
-            }
-        return self._deferrals[key]
+        costs = self.parts.planner.work(config)
+        layers = [sum(costs.layers[layer] for layer in layers) for layers in ranges_of(partition)]
+        ends = [0.0] * len(layers)
+        ends[0] += costs.embedding
+        ends[-1] += costs.head
+        own = [placement.positions[stage] for stage in range(placement.num_stages)]
+        # A recomputed layer's F, second F, B and W take equal seconds; embeddings and head have one F.
+        weights = [sum(layers[at] + ends[at] for at in positions) / 3 for positions in own]
+        passes = [sum(layers[at] + ends[at] * 2 / 3 for at in positions) for positions in own]
+        alike = {tuple(partition[at] for at in positions): stage for stage, positions in enumerate(own)}
+        return {
+            stage: max(0.0, 1 - (max(passes) - passes[stage]) / weights[stage])
+            for stage in alike.values()
+            if weights[stage]
+        }
 
     def _kept_bytes(self, config: Config, stage: Sequence[tuple[EstimatedPart, int]]) -> float:
         """Bytes that a forward pass keeps on a stage; a recomputed group keeps its input."""
@@ -341,13 +338,3 @@ class HeldActivations:
         # A CPU's memory is the host's, too.
         here = policy.keeps_inputs or self.parts.planner.cluster.device.kind == "cpu"
         return (1 - wrapped) * kept + here * wrapped * inputs / max(1, policy.group_size(config, num_layers))
-
-
-def _in_flight(config: Config, stage: int, placement: ChunkPlacement) -> int:
-    """Microbatches in flight at a stage's first backward task, counted once for each chunk; message-driven: the likely
-    number."""
-    if config.layout.pipeline.limit_by_memory:
-        return 1  # what memory allows
-    count, rule = config.num_microbatches, rule_of(config)
-    limit = min(rule.limit_at(stage, placement, count), count * placement.num_chunks)
-    return limit if rule.fixed else rule.held(stage, placement.num_stages, limit)

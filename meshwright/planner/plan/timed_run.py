@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from functools import cached_property
 
 from meshwright.config import Config
-from meshwright.planner.plan.buckets import PlannedBucket, memory_of
+from meshwright.config.layout import DataParallel
+from meshwright.config.schema import Offload
+from meshwright.config.section import with_field
+from meshwright.planner.plan.buckets import Buckets, PlannedBucket, memory_of
 from meshwright.planner.plan.compose import Composition, StagePlan
-from meshwright.planner.plan.memory import Footprint, Memory
+from meshwright.planner.plan.memory import Memory
 from meshwright.planner.plan.passes import Passes, PipelinePhase, Sum, phase_of
 from meshwright.planner.plan.pieces import piece_costs
 from meshwright.planner.plan.recorder import Cost, Kernel, PieceCosts, Program, Start
 from meshwright.planner.plan.recordings import bytes_of
+from meshwright.planner.plan.remembered import remembered
+from meshwright.planner.plan.site import Site, transport_on
 from meshwright.planner.plan.software import STEPPED_BYTES, STEPS_OF_ADAMW, Communication
 from meshwright.ranks.mailbox import AHEAD
 from meshwright.strategies.memory.offload import SINGLE
@@ -22,28 +26,26 @@ from meshwright.strategies.pipeline.clock import Pace
 from meshwright.strategies.pipeline.schedule import FORWARD_ONLY
 from meshwright.strategies.pipeline.task import TaskKind
 
-if TYPE_CHECKING:
-    from meshwright.planner.plan.predict import Planner
-
 
 class TimedRun(Composition):
-    """A resolved run on a planner's cluster: how long what it is composed of takes there."""
+    """A resolved run at a site: how long its tasks, sums and optimizer take there."""
 
     def __init__(
         self,
-        planner: Planner,
+        site: Site,
+        buckets: Buckets,
         config: Config,
         stages: list[StagePlan],
         known: dict[int, list[PlannedBucket]] | None = None,
     ) -> None:
-        super().__init__(config, stages, planner.buckets, known)
-        self.cluster, self.known_passes, self.software = planner.cluster, planner.passes, planner.software
-        self.shared = planner.buckets.share(config)
-        self.network, self.timer, self.context = planner.network(config), planner.timer(config), planner.context(config)
-        self.message = partial(planner.message_seconds, config)
+        super().__init__(config, stages, buckets, known)
+        self.site, self.cluster, self.software = site, site.cluster, site.software
+        self.network = site.network(transport_on(site.cluster, config), config.grid)
+        world_size, tf32 = config.layout.world_size, config.precision.tf32
+        self.timer = site.timer(world_size, tf32)
         self.devices_per_host = self.timer.ranks_per_node if self.software.one_process else 1
         # One process issues forward kernels of all devices in turn; backward passes have threads of their own.
-        self.forward_timer = planner.timer(config, self.devices_per_host)
+        self.forward_timer = site.timer(world_size, tf32, self.devices_per_host)
         self.agreement = self.network.collective(self.peers, "broadcast", 8) if self.agrees else 0.0
         """Seconds until a stage's ranks agree on a task."""
         self.pace: Pace | None = None
@@ -51,13 +53,9 @@ class TimedRun(Composition):
             # Stages that wait leave their cores to the others; where every rank has a device, nobody can.
             ranks, timer = self.grid.world_size // len(stages), self.timer
             self.pace = lambda busy: timer.gain(busy * ranks)
-        self.costs: dict[tuple[int, int, TaskKind, int], Cost] = {}
-        self.in_pieces: dict[tuple[int, int, TaskKind, int], PieceCosts] = {}
-        self.footprints: dict[int, Footprint] = {}
-        """The memory of stages, by number, as their allocators hold it (process.py)."""
 
     def seconds(self, program: Program) -> float:
-        return self.timer.seconds(program, self.network, self.overlap("layers"))
+        return self.timer.seconds(program, self.network.collective, self.overlap("layers"))
 
     def overlap(self, communication: Communication) -> float:
         """The part of a communication that goes on under computation."""
@@ -70,7 +68,7 @@ class TimedRun(Composition):
         for stage, (peak, plan) in enumerate(zip(passes.peaks, self.stages, strict=True)):
             beside = self.awaited_bytes(stage) + plan.apart_bytes(self.config) + self.software.buffers_bytes
             most, buckets = replace(peak, total_bytes=peak.total_bytes + beside), self.buckets[self.like[stage]]
-            memory.append(memory_of(self.config, buckets, most, self.context, self.software))
+            memory.append(memory_of(self.config, buckets, most, self.site.context(self.config), self.software))
         return tuple(memory)
 
     def awaited_bytes(self, stage: int) -> int:
@@ -80,19 +78,15 @@ class TimedRun(Composition):
         sides = [sizes for sizes in self.messages(stage).values() if sizes]
         return sum(min(most, count * len(sizes)) * max(sizes) for sizes in sides)
 
-    def passes(self, *, brief: bool = False) -> Passes:
-        """The pipeline phase, which other ways to sum gradients and to keep states have in common. `brief`: its
-        beginning alone."""
-        config, layout = self.config, self.config.layout
-        key = (
-            config.model, config.data, config.precision, config.memory.recompute, config.memory.summa, config.micro,
-            config.num_microbatches, layout.layer, layout.nesting, layout.pipeline, layout.transport,
-            # Sums and states come after the phase, unless slices travel beside its tasks.
-            (layout.data, config.memory.offload) if layout.data.strategy.slices else layout.data.in_pieces, brief,
-        )  # fmt: skip
-        if key not in self.known_passes:
-            self.known_passes[key] = self.phase.beginning.shown() if brief else self.phase.whole
-        return self.known_passes[key]
+    @cached_property
+    def phase_config(self) -> Config:
+        """The config without the fields on which the pipeline phase does not depend: other ways to sum gradients and to
+        keep states have the phase in common."""
+        data = self.config.layout.data
+        if data.strategy.slices:  # slices travel under the phase's tasks, states follow it
+            return self.config
+        usual = DataParallel(size=data.size, shard=data.shard, expert=data.expert, exchange=data.exchange)
+        return with_field(with_field(self.config, "layout.data", usual), "memory.offload", Offload())
 
     @cached_property
     def phase(self) -> PipelinePhase:
@@ -107,44 +101,41 @@ class TimedRun(Composition):
         phase = PipelinePhase(FORWARD_ONLY, self.placement, count, self.cost, self.latency, self.pace)
         return phase.whole.seconds + max(self.seconds(self.loads(stage)) for stage in range(len(self.stages)))
 
+    @remembered()
     def pieces(self, position: int, kind: TaskKind, which: int) -> PieceCosts:
         """A task at a position of the chain in pieces, where rows travel to experts as messages."""
-        stage = self.placement.stage_of[position]
-        key = self.like[stage], position // self.placement.num_stages, kind, which
-        if key not in self.in_pieces:
-            whole = self.cost(position, kind, which)
-            self.in_pieces[key] = piece_costs(
-                self.chunk(position), kind, which, whole, self.seconds,
-                lambda start: start.times * self.network.collective(start.axes, start.verb, start.payload_bytes),
-            )  # fmt: skip
-        return self.in_pieces[key]
+        if self.alike[position] != position:
+            return self.pieces(self.alike[position], kind, which)
+        return piece_costs(
+            self.chunk(position), kind, which, self.cost(position, kind, which), self.seconds,
+            lambda start: start.times * self.network.collective(start.axes, start.verb, start.payload_bytes),
+        )  # fmt: skip
 
+    @remembered()
     def cost(self, position: int, kind: TaskKind, which: int) -> Cost:
-        """The cost of a task at a position of the chain, with what its ranks tell each other before it."""
-        stage = self.placement.stage_of[position]
-        key = self.like[stage], position // self.placement.num_stages, kind, which
-        if key not in self.costs:
-            timer = self.forward_timer if kind is TaskKind.FORWARD else self.timer
-            cost = self.chunk(position).cost(
-                kind,
-                which,
-                lambda program: timer.part + timer.seconds(program, self.network, self.overlap("layers")),
-            )
-            seconds = self.agreement + cost.seconds + self.moved_beside(position, kind, which, cost.seconds)
-            self.costs[key] = replace(cost, seconds=seconds)
-        return self.costs[key]
-
-    def moved_beside(self, position: int, kind: TaskKind, which: int, seconds: float) -> float:
-        """Seconds that a task at a position of the chain takes longer as slices travel beside it: weights that are
-        gathered, the first of them before it begins, and gradients that are summed in every microbatch; the step's last
-        has its own account (`sums`)."""
+        """The cost of a task at a position of the chain, with the messages by which its ranks agree on it."""
+        if self.alike[position] != position:
+            return self.cost(self.alike[position], kind, which)
+        timer, overlap = self.forward_timer if kind is TaskKind.FORWARD else self.timer, self.overlap("layers")
+        cost = self.chunk(position).cost(
+            kind, which, lambda program: timer.part + timer.seconds(program, self.network.collective, overlap)
+        )
         stage, chunk = self.placement.stage_of[position], position // self.placement.num_stages
-        buckets = self.buckets[self.like[stage]]
-        gathered = [self.seconds(buckets[index].gather) for index in self.gathers(stage, which).get((kind, chunk), ())]
+        seconds = self.agreement + cost.seconds + self.moved_beside(stage, chunk, kind, which, cost.seconds)
+        return replace(cost, seconds=seconds)
+
+    def moved_beside(self, stage: int, chunk: int, kind: TaskKind, which: int, seconds: float) -> float:
+        """Seconds that a task of a stage's chunk takes longer as slices travel under it: weights that are gathered, the
+        first of them before it begins, and gradients that are summed in every microbatch; the step's last has its own
+        account (`sums`)."""
+        if not self.config.layout.data.strategy.slices:
+            return 0.0
+        buckets = self.buckets[stage]
+        gathered = [self.seconds(buckets[index].gather) for index in self.gathers(stage)[which].get((kind, chunk), ())]
         summed = 0.0
         if kind is self.kinds[-1] and which < len(self.counts) - 1:
             own = [bucket for bucket in buckets if bucket.kind.chunks in ((), (chunk,))]
-            summed = sum(self.seconds(bucket.reduce) for bucket in own if bucket.sums > 1)
+            summed = sum(self.seconds(bucket.reduce) for bucket in own if not bucket.waits)
         # The first gather of a task has no kernels before it that it could hide under.
         before = sum(gathered) if not self.overlap("gathers") else max(gathered[:1], default=0.0)
         after = 0.0 if self.overlap("sums") else summed
@@ -155,7 +146,8 @@ class TimedRun(Composition):
     def latency(self, start: int, end: int) -> float:
         """Seconds of a message from a position of the chain to the one beside it, on another stage."""
         sender, receiver = (self.ranks[self.placement.stage_of[position]] for position in (start, end))
-        return self.message(sender, receiver, bytes_of(self.chunk(min(start, end)).outgoing))
+        size = bytes_of(self.chunk(min(start, end)).outgoing)
+        return self.site.message_seconds(self.config, self.network, sender, receiver, size)
 
     def norm(self) -> float:
         """Seconds of what ranks tell each other between backward pass and optimizer: the next batch's rows, where a
@@ -164,7 +156,7 @@ class TimedRun(Composition):
         # A lone rank tells nobody anything.
         if self.grid.world_size == 1:
             return 0.0
-        shared = self.seconds(self.shared)
+        shared = self.seconds(self._buckets.share(self.config))
         return (
             shared
             # The norm's square, then a row of every rank's step report (training/step_report.py).

@@ -32,10 +32,13 @@ from functools import reduce
 from typing import NamedTuple
 
 from meshwright.planner.plan.cluster import AttentionKernel, Cluster, interpolated
-from meshwright.planner.plan.network import ClusterNetwork
 from meshwright.planner.plan.recorder import HostCopy, Kernel, Program, Start, WaitFor
+from meshwright.planner.plan.remembered import remembered
 from meshwright.ranks.errors import ConfigError
 from meshwright.ranks.ledger import VERBS
+
+Collective = Callable[[str, str, int], float]
+"""collective(axes, verb, payload_bytes): seconds of a collective (ClusterNetwork.collective)."""
 
 
 class Kernels(NamedTuple):
@@ -71,7 +74,6 @@ class Timer:
         self._cluster, self._attention = cluster, attention
         self._issue = devices_per_host * cluster.device.issue_seconds
         self._tf32 = tf32
-        self._seconds: dict[Kernel, float] = {}
         self._steps: dict[int, tuple[Program, tuple[Step, ...]]] = {}
         self.ranks_per_node = ranks_per_node
         self.slowdown = cluster.oversubscription(ranks_per_node)
@@ -82,14 +84,9 @@ class Timer:
         """The speed-up while only so many of the node's ranks compute: the others leave them their cores."""
         return self.slowdown / self._cluster.oversubscription(ranks)
 
+    @remembered()
     def kernel_seconds(self, kernel: Kernel) -> float:
         """Seconds of one of its `times`. Raises ConfigError where the device's peak in its dtype is not known."""
-        known = self._seconds.get(kernel)
-        if known is None:
-            known = self._seconds[kernel] = self.slowdown * (self._cluster.device.launch_seconds + self._work(kernel))
-        return known
-
-    def _work(self, kernel: Kernel) -> float:
         device = self._cluster.device
         memory = kernel.touched_bytes / interpolated(device.bandwidth_bytes_per_second, kernel.touched_bytes)
         match kernel.kind:
@@ -100,20 +97,21 @@ class Timer:
                 peak = self._peak(kernel, tf32=self._tf32)
                 products = kernel.flops / (peak * interpolated(low or device.efficiency, side))
                 # A GPU loads the next tiles under the product, a core does one or the other.
-                return products + memory if device.kind == "cpu" else max(products, memory)
+                work = products + memory if device.kind == "cpu" else max(products, memory)
             case "attention":
                 other = self._attention and device.attention_kernels.get(self._attention)
                 shares = other or device.attention_efficiency
                 assert shares is not None, f"{self._cluster.name} has no fused attention: {kernel}"
                 # A fused attention of float32 takes no TF32: on an H100 it does 31 Tflop/s, 0.46 of float32's peak.
                 peak = self._peak(kernel, tf32=False)
-                return max(kernel.flops / (peak * interpolated(shares, kernel.side)), memory)
+                work = max(kernel.flops / (peak * interpolated(shares, kernel.side)), memory)
             case "norm" | "norm back":
-                return memory / device.norms[kernel.kind == "norm back"]
+                work = memory / device.norms[kernel.kind == "norm back"]
             case "special" | "random":
-                return memory + kernel.elements * device.seconds_per_element.get(kernel.kind, 0.0)
+                work = memory + kernel.elements * device.seconds_per_element.get(kernel.kind, 0.0)
             case "element" | "cast":
-                return memory
+                work = memory
+        return self.slowdown * (device.launch_seconds + work)
 
     def _peak(self, kernel: Kernel, *, tf32: bool) -> float:
         peak = self._cluster.device.peak_of(kernel.dtype, tf32=tf32)
@@ -124,12 +122,12 @@ class Timer:
             "precision.dtype", kernel.dtype, rule, ", ".join(self._cluster.device.peak_flops_per_second)
         )
 
-    def seconds(self, program: Program, network: ClusterNetwork, overlaps: float) -> float:
+    def seconds(self, program: Program, collective: Collective, overlaps: float) -> float:
         """Seconds from a program's beginning to its last kernel or wait, where the part `overlaps` of a collective goes
         on under kernels."""
         return play(
             self._condensed(program),
-            lambda start: start.times * network.collective(start.axes, start.verb, start.payload_bytes),
+            lambda start: start.times * collective(start.axes, start.verb, start.payload_bytes),
             overlaps,
             self.gain(self.ranks_per_node // program.leads) if program.leads > 1 else 1.0,
             self._issue,

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from meshwright.ranks.environment import outside_of, rank_variables
+from meshwright.ranks.environment import rank_variables
 from meshwright.ranks.errors import LaunchError
 from meshwright.ranks.launch.signals import STOPPED_EXIT_CODE
 from meshwright.ranks.launch.tether import die_with_parent
@@ -81,7 +81,7 @@ class RankProcess:
         copy.write_text(run)
         self._process = subprocess.Popen(
             [sys.executable, *(str(copy) if word == RUN else word for word in words)],
-            env=rank_variables({**variables, **outside_of(Path.cwd())}),  # Ray has the folder searched that it ships
+            env=rank_variables(variables),  # Ray has the folder searched that it ships
             preexec_fn=lambda: die_with_parent(None),  # noqa: PLW1509 - one system call, which takes no lock
         )
 

@@ -47,7 +47,7 @@ def held(planner: Planner, predicted: Prediction, stage: int, real: Measured) ->
 def replayed(planner: Planner, config: Config, stage: int, tasks: Sequence[Task]) -> int:
     """The most bytes that are alive if a stage does these tasks, beside the messages that it waits for and the buckets
     of which it keeps slices."""
-    run = TimedRun(planner, config, planner.stages(config))
+    run = TimedRun(planner.site, planner.buckets, config, planner.stages(config))
     plan, live, peak = run.stages[stage], 0, 0
     for task in tasks:
         cost = plan.chunks[task.chunk].cost(task.kind, place(task.microbatch, config.num_microbatches))

@@ -156,7 +156,7 @@ def test_each_pass_through_a_part_takes_the_host_its_time() -> None:
 
 def test_a_cpu_takes_the_norm_of_a_wide_copy() -> None:
     planner, config = Planner(CLUSTER), config_for({}, {}, "none", layout={})
-    for bucket in TimedRun(planner, config, planner.stages(config)).buckets[0]:
+    for bucket in TimedRun(planner.site, planner.buckets, config, planner.stages(config)).buckets[0]:
         copied = bucket.touched_bytes(config, "cpu") - bucket.touched_bytes(config, "cuda")
         assert copied == 2 * 8 * bucket.stepped_elements > 0
 

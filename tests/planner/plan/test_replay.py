@@ -60,7 +60,7 @@ def held(config: Config, make: Any) -> tuple[Prediction, list[Footprint]]:
     """The prediction, and each stage's replay."""
     planner = Planner(CPU)
     prediction = planner.predict(config)
-    run = TimedRun(planner, prediction.config, planner.stages(prediction.config))
+    run = TimedRun(planner.site, planner.buckets, prediction.config, planner.stages(prediction.config))
     some = min(prediction.config.num_microbatches, len(run.stages) + 3)
     tasks = tasks_of_stages(prediction.config, run.cost, run.latency, some)
     return prediction, [

@@ -1,0 +1,117 @@
+"""A cluster with a program's software on it: the pace of a run's ranks there, and the links between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from meshwright.config import Config
+from meshwright.planner.plan.cluster import Cluster
+from meshwright.planner.plan.network import ClusterNetwork
+from meshwright.planner.plan.remembered import remembered
+from meshwright.planner.plan.software import Software
+from meshwright.planner.plan.timing import Timer
+from meshwright.ranks.grid import HEAD_COPIES, PIPE, Grid
+from meshwright.ranks.transports import TransportName
+
+
+@dataclass(frozen=True)
+class Links:
+    """The links between ranks that differ on some axes only. Equal if strides and the numbers of ranks are."""
+
+    transport: TransportName
+    world_size: int
+    strides: tuple[tuple[str, int, int], ...]
+    """(axis, size, stride in ranks), outermost first; a split axis has an entry for each part."""
+    _find: Callable[[], ClusterNetwork] = field(compare=False, repr=False)
+
+    @cached_property
+    def _network(self) -> ClusterNetwork:
+        return self._find()
+
+    def collective(self, axes: str, verb: str, payload_bytes: int) -> float:
+        """Seconds of a collective (ClusterNetwork.collective) over some of the axes."""
+        self._check(axes)
+        return self._network.collective(axes, verb, payload_bytes)
+
+    def message(self, sender: int, receiver: int, payload_bytes: int) -> float:
+        """Seconds of a pipeline's message (ClusterNetwork.message)."""
+        self._check(PIPE)
+        return self._network.message(sender, receiver, payload_bytes)
+
+    def stages(self) -> list[int]:
+        """Return rank 0 and the ranks at its place in the other stages."""
+        self._check(PIPE)
+        ranks = [0]
+        for axis, size, stride in self.strides:
+            if axis == PIPE:
+                ranks = [rank + index * stride for rank in ranks for index in range(size)]
+        return sorted(ranks)
+
+    def _check(self, axes: str) -> None:
+        known = {HEAD_COPIES, *(name for name, _, _ in self.strides)}
+        unknown = set(axes.split("+")) - known
+        assert not unknown, f"{', '.join(sorted(unknown))}: only the strides of {', '.join(sorted(known))} are known"
+
+
+@dataclass
+class Site:
+    """A cluster and a program's software."""
+
+    cluster: Cluster
+    software: Software
+
+    @remembered()
+    def timer(self, world_size: int, tf32: bool, devices_per_host: int = 1) -> Timer:
+        """A rank's pace. On a machine (with `cores`) all ranks compute, elsewhere the ranks of a node.
+        `devices_per_host`: the devices for which one host issues kernels in turn."""
+        # Between nodes ranks share no cores.
+        ranks = world_size if self.cluster.cores is not None else min(world_size, self.cluster.devices_per_node)
+        return Timer(
+            self.cluster, ranks, tf32=tf32, devices_per_host=devices_per_host,
+            attention=self.software.attention_kernel,
+        )  # fmt: skip
+
+    @remembered()
+    def network(self, transport: TransportName, grid: Grid) -> ClusterNetwork:
+        """The links between a grid's ranks."""
+        return ClusterNetwork(self.cluster, transport, grid)
+
+    def links(self, config: Config, *more: str) -> Links:
+        """The links between ranks that share a layer, or that differ on the axes `more`."""
+        names, strides, stride = {*(name for name, _ in config.layout.layer_axes), *more}, [], 1
+        for name, size in reversed(config.layout.nesting):
+            if name in names:
+                strides.append((name, size, stride))
+            stride *= size
+        transport = transport_on(self.cluster, config)
+        return Links(transport, stride, tuple(reversed(strides)), lambda: self.network(transport, config.grid))
+
+    def message_seconds(
+        self, config: Config, links: ClusterNetwork | Links, sender: int, receiver: int, size: int
+    ) -> float:
+        """Seconds until a stage has `size` bytes of the neighbouring one, one rank of each."""
+        shared = config.layout.tensor.same_activation
+        parts = dict(config.layout.tensor.axes).get(shared, 1) if self.software.messages == "split" else 1
+        if parts == 1:
+            return links.message(sender, receiver, size)
+        # Peers have the same activation: each sends a part over a link of its own, and all gather the parts.
+        gathered = links.collective(shared, "all_gather", size)
+        return links.message(sender, receiver, -(-size // parts)) + gathered
+
+    def context(self, config: Config) -> int:
+        """Bytes that each of a run's processes holds on its device beyond tensors."""
+        device, links = self.cluster.device, self.cluster.links.get(transport_on(self.cluster, config))
+        # MPI's libraries take other memory than gloo's, so the transport's measured figure counts first.
+        measured = None if links is None else links.reserved_bytes
+        return (device.reserved_bytes if measured is None else measured) + device.workspaces_bytes
+
+
+def transport_on(cluster: Cluster, config: Config) -> TransportName:
+    """The run's transport; of `auto` the one that a run takes on a machine like the cluster."""
+    if config.layout.transport != "auto":
+        return config.layout.transport
+    # As the run's own auto decides: MPI on CPUs where there is any, never for syncs of torch.distributed.
+    carried = cluster.device.kind == "cpu" and config.layout.data.strategy.over_mpi
+    return "mpi" if carried and "mpi" in cluster.links else "torch"
