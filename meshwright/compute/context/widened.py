@@ -80,6 +80,7 @@ def attend_widened(
         if mask is not None:
             added = mask if floating else torch.where(mask, 0.0, -torch.inf)
             bias = added.to(half).expand(*added.shape[:-2], q.shape[2], added.shape[-1])
+            bias = bias[(None,) * (4 - bias.dim())]  # masks of windows are [T, S]
         factor = q.shape[-1] ** -0.5 if scale is None else scale
         out: Tensor = ByKernel.apply(q, k, v, bias, None, causal, factor, WIDENED)
     return out
