@@ -38,37 +38,30 @@ class MaskedSequences(Context):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         mask, causal, length = spec.mask, spec.causal, query.shape[2]
-        if spec.documents is not None or spec.window is not None:
+        if spec.documents is not None or spec.window is not None or (causal and not spec.plain):
             starts = query.new_zeros(1, length) if spec.documents is None else spec.documents.to(query.device)
             near = query.new_ones(length, length, dtype=torch.bool).tril().triu(1 - (spec.window or length))
             mask, causal = (starts[:, :, None] == starts[:, None, :]).unsqueeze(1) & near, False
         if not spec.plain:
-            return _attend_in_full(query, key, value, mask, causal, spec)
+            return _attend_in_full(query, key, value, mask, spec)
         return F.scaled_dot_product_attention(
             query, key, value, mask, spec.dropout, causal, scale=spec.scale, enable_gqa=query.shape[1] != key.shape[1]
         )
 
 
-def _attend_in_full(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, spec: AttentionSpec
-) -> Tensor:
+def _attend_in_full(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
     """Attend with a soft cap or sinks, by a softmax of whole rows; a sink is a further column of scores."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if spec.scale is None else spec.scale)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if spec.soft_cap is not None:
         scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
-    if causal:
-        mask = torch.ones_like(scores, dtype=torch.bool).tril()
     if mask is not None:
-        least = torch.finfo(scores.dtype).min
-        scores = scores.masked_fill(~mask, least) if mask.dtype == torch.bool else scores + mask
+        hides = mask.dtype == torch.bool
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if hides else scores + mask
     if spec.sinks is not None:
-        column = spec.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, column], -1)
-    weights = F.dropout(scores.softmax(-1), spec.dropout)[..., : key.shape[2]]
-    return weights.to(value.dtype) @ value
+        scores = torch.cat([scores, spec.sinks[:, None, None].expand(*scores.shape[:-1], 1)], -1)
+    weights = scores.softmax(-1, torch.promote_types(scores.dtype, torch.float32))
+    return F.dropout(weights, spec.dropout)[..., : key.shape[2]].to(value.dtype) @ value
 
 
 class Reference:

@@ -55,7 +55,7 @@ def test_it_imports_facts_and_the_models_alone() -> None:
     }
     own = f"{reference_kit.__name__}."
     assert {name for name in names if not name.startswith(own)} == ALLOWED
-    assert sum(len(path.read_text().splitlines()) for path in paths) <= 383
+    assert sum(len(path.read_text().splitlines()) for path in paths) <= 400
 
 
 def functions_of(mesh: Mesh, config: Config) -> tuple[set[str], list[str]]:
