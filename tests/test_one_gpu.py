@@ -105,6 +105,29 @@ def test_documents_by_one_varlen_kernel(dtype: torch.dtype, error: float, window
     assert max(errors) <= error, errors
 
 
+def shaped(mesh: Mesh, dtype: torch.dtype, cap: float | None, window: int | None) -> list[float]:
+    """Relative errors of the output, dQ, dK, dV and dsinks, of whole sequences against the same in float64."""
+    inputs, gradient = operands(mesh.device, dtype)
+    found = []
+    for wide in (dtype, torch.float64):
+        mine = [x.to(wide, copy=True).requires_grad_() for x in inputs]
+        sinks = torch.linspace(-1, 2, A, device=mesh.device, dtype=wide).requires_grad_()
+        starts = None if window is None else starts_of(LENGTHS)
+        spec = AttentionSpec(True, window, 0.3, documents=starts, soft_cap=cap, sinks=sinks)
+        out = WHOLE_SEQUENCES.attend(*mine, spec)
+        found.append([out.detach(), *torch.autograd.grad(out, (*mine, sinks), gradient.to(wide))])
+    return [float((x.double() - y).norm() / y.norm()) for x, y in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("dtype, error", [(torch.bfloat16, 2e-2), (torch.float16, 4e-3), (torch.float32, 1e-5)])
+def test_sinks_and_a_soft_cap(dtype: torch.dtype, error: float, cap: float | None, window: int | None) -> None:
+    """Sinks by the fused kernels, a cap by tiles; float64 is by tiles, which CPUs compare with a softmax."""
+    [errors] = run_ranks(shaped, SOLO, dtype, cap, window)
+    assert max(errors) <= error, errors
+
+
 LAYOUTS: dict[str, dict[str, Any]] = {
     "megatron": {"layout": {"tensor": {"kind": "megatron", "size": 2, "sequence_parallel": True}}},
     "tesseract": {"layout": {"tensor": {"kind": "tesseract", "q": 2, "d": 1}}},

@@ -91,6 +91,8 @@ class AsOnDevice(TorchFunctionMode):
             return self._attend(*args, **(kwargs or {}))
         if function is kernel_of and self.attention != "fused":
             return Kernel()  # what gives a ring its sums, too
+        if function is kernel_of:
+            return kernel_of(*args[:4], self.device_type)  # meta tensors are of no device
         if function is F.dropout and self.device_type == "cuda":
             return self._drop(*args, **(kwargs or {}))
         if function is F.rms_norm and self.device_type == "cuda" and not self.norms_in_steps:

@@ -36,33 +36,36 @@ class HeadParts(Heads):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         """Attend grain by grain, and in each grain part by part of the heads."""
-        outs = [
-            self._attend_grain(q, k, v, own, seed) for (q, k, v), own, seed in self.by_grain((query, key, value), spec)
-        ]
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+        count, grains = self.blocks.head_parts, []
+        for rows, whole, seed in self.by_grain((query, key, value), spec):
+            parts = zip(*(x.chunk(count, HEADS) for x in rows), specs_of(whole, count), strict=True)
+            outs = []
+            for number, (*operands, own) in enumerate(parts, self.blocks.first_head_part):
+                q, k, v = (Apart.apply(x) for x in operands)
+                with own_stream(f"{seed}/{number}", query.device) if spec.dropout else nullcontext():
+                    out = super().attend(q, k, v, own)
+                outs.append(Apart.apply(out))
+            grains.append(torch.cat(outs, HEADS))
+        return grains[0] if len(grains) == 1 else torch.cat(grains)
 
     def by_grain(
         self, operands: Sequence[Tensor], spec: AttentionSpec
     ) -> Iterator[tuple[tuple[Tensor, ...], AttentionSpec, int]]:
         """Each grain's rows of the operands and of the spec, and the number from which the grain's masks are drawn."""
+        known = "causal", "window", "scale", "dropout", "documents", "seen", "bias", "soft_cap"
+        spec.only(*known, by="attention with bits=layout-free, which has no sum of sinks' gradients free of ranks")
         count = self.blocks.grains
         seeds = self.draw(count) if spec.dropout else [0] * count
         rows = zip(*(x.chunk(count) for x in operands), strict=True)
         yield from zip(rows, spec.by_rows(count), seeds, strict=True)
 
-    def _attend_grain(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, seed: int) -> Tensor:
-        count = self.blocks.head_parts
-        parts = zip(*(x.chunk(count, HEADS) for x in (query, key, value)), strict=True)
-        specs = [spec] * count
-        if spec.bias is not None and spec.bias.shape[HEADS] > 1:
-            specs = [replace(spec, bias=apart(own)) for own in spec.bias.chunk(count, HEADS)]
-        outs = []
-        for number, (operands, own) in enumerate(zip(parts, specs, strict=True), self.blocks.first_head_part):
-            q, k, v = (Apart.apply(x) for x in operands)
-            with own_stream(f"{seed}/{number}", query.device) if spec.dropout else nullcontext():
-                out = super().attend(q, k, v, own)
-            outs.append(Apart.apply(out))
-        return torch.cat(outs, HEADS)
+
+def specs_of(spec: AttentionSpec, count: int) -> list[AttentionSpec]:
+    """Split a spec for equal parts of the heads. A bias of all heads is split into copies."""
+    specs = spec.by_heads(count)
+    if specs[0].bias is spec.bias:
+        return specs
+    return [replace(own, bias=None if own.bias is None else apart(own.bias)) for own in specs]
 
 
 class Apart(torch.autograd.Function):

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.compute.bits.blocks import apart
-from meshwright.compute.bits.heads import Apart, HeadParts
+from meshwright.compute.bits.heads import Apart, HeadParts, specs_of
 from meshwright.compute.context.context import HEADS, TOKENS, Heads
 from meshwright.compute.context.ring import RingAttention
 from meshwright.compute.context.spec import AttentionSpec
@@ -75,9 +75,7 @@ class RunsOfQueries(HeadParts):
         for run, own, k, v in zip(runs, query.chunk(len(runs), TOKENS), keys, values, strict=True):
             by_head: list[Tensor] = []
             of_run = spec_of_run(spec, slice(run * length, (run + 1) * length), total, query)
-            specs = [of_run] * parts
-            if of_run.bias is not None and of_run.bias.shape[HEADS] > 1:
-                specs = [replace(of_run, bias=apart(bias)) for bias in of_run.bias.chunk(parts, HEADS)]
+            specs = specs_of(of_run, parts)
             for part in range(parts):
                 q, part_k, part_v = (Apart.apply(x.chunk(parts, HEADS)[part]) for x in (own, k, v))
                 label = f"{seed}/{self.blocks.first_head_part + part}/{run}"

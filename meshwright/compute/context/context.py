@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.compute.context.documents import attend_at_once, attend_by_document, attend_by_window, flash_takes
+from meshwright.compute.context.shaped import attend_shaped
 from meshwright.compute.context.spec import AttentionSpec
 from meshwright.compute.context.widened import attend_widened
 from meshwright.compute.model import IGNORED, Batch
@@ -49,11 +50,13 @@ class Heads:
         return key, value
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        """F.scaled_dot_product_attention of Q [B, A, T, E] and K, V [B, A/G, T, E]; with documents, of each document
-        by itself, and with a window, of blocks of tokens."""
+        """F.scaled_dot_product_attention of Q [B, A, T, E] and K, V [B, A/G, T, E], or with a soft cap or sinks
+        `attend_shaped`; with documents, of each document by itself, and with a window, of blocks of tokens."""
         grouped = query.shape[HEADS] != key.shape[HEADS]
 
         def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+            if not spec.plain:
+                return attend_shaped(query, key, value, mask, causal, spec, self.widens)
             attention = attend_widened if self.widens else F.scaled_dot_product_attention
             attended: Tensor = attention(
                 query, key, value, mask, spec.dropout, causal, scale=spec.scale, enable_gqa=grouped
@@ -66,7 +69,7 @@ class Heads:
             if window is None:
                 return attend(query, key, value, spec.mask, spec.causal)
             starts = None
-        if flash_takes(query, key, value, spec.dropout):
+        if spec.plain and flash_takes(query, key, value, spec.dropout):
             flash = torch.ops.aten._flash_attention_forward
             return attend_at_once(flash, starts, query, key, value, spec)
         if starts is None:
@@ -153,7 +156,7 @@ class Ulysses(CutContext):
         q, k, v = (
             all_to_all(x, self.mesh, AXIS, gather_dim=TOKENS, scatter_dim=HEADS) for x in (query, key, value)
         )  # [B, A/c, T, E]
-        attended = self.heads.attend(q, k, v, spec)
+        attended = self.heads.attend(q, k, v, spec.by_heads(self.size)[self.index])
         return all_to_all(attended, self.mesh, AXIS, gather_dim=HEADS, scatter_dim=TOKENS)
 
 

@@ -6,15 +6,18 @@
 | `Flash`     | GPUs that have it, half precision, without masks | [B, A, t]  | -                               |
 | `Efficient` | GPUs, float32 or masks                           | [B, A, t'] | keys and values for all queries |
 | `Kernel`    | all: float64 on GPUs                             | [B, A, t]  | TILE_ELEMENTS scores, twice     |
+| `Capped`    | all: scores with a soft cap                      | [B, A, t]  | TILE_ELEMENTS scores, 3 times   |
 
 (t': t up to the next multiple of 32.) A backward kernel takes the output and the l of whole sequences: weights that it
 computes again are those of the whole softmax, so the gradients of blocks add up (Liu et al., arXiv 2310.01889).
+No fused kernel of torch has a soft cap. Sinks are added to the l of any kernel (by_kernel.py).
 An H100 has run `Flash` and `Efficient` (tests/test_one_gpu.py); without a GPU tests ask what they are given, on meta
 tensors and by functions that stand for them.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -48,7 +51,7 @@ class Kernel:
         key, value = (_for_each_query(x, query) for x in (key, value))
         outs, all_sums = [], []
         for rows in _tiles(query, key):
-            scores = _scores(query, key, bias, rows, causal, scale)
+            scores, _ = self._scores(query, key, bias, rows, causal, scale, backward=False)
             sums = scores.logsumexp(-1)
             outs.append((scores - sums.unsqueeze(-1)).exp().to(value.dtype) @ value)
             all_sums.append(sums)
@@ -64,14 +67,69 @@ class Kernel:
         inner = (gradient * out).to(sums.dtype).sum(-1, keepdim=True)
         dqs, dk, dv = [], torch.zeros_like(key, dtype=sums.dtype), torch.zeros_like(value, dtype=sums.dtype)
         for rows in _tiles(query, key):
-            weights = (_scores(query, key, bias, rows, causal, scale) - sums[:, :, rows].unsqueeze(-1)).exp()
+            scores, slopes = self._scores(query, key, bias, rows, causal, scale, backward=True)
+            scores = scores - sums[:, :, rows].unsqueeze(-1)
+            weights = scores.exp()
+            del scores
             dv += weights.to(gradient.dtype).transpose(-1, -2) @ gradient[:, :, rows]
             dweights = (gradient[:, :, rows] @ value.transpose(-1, -2)).to(sums.dtype)
-            dscores = (weights * (dweights - inner[:, :, rows]) * scale).to(query.dtype)
+            dscores = weights * (dweights - inner[:, :, rows]) * scale
+            dscores = (dscores if slopes is None else dscores * slopes).to(query.dtype)
             dqs.append(dscores @ key)
             dk += dscores.transpose(-1, -2) @ query[:, :, rows]
         dk, dv = (_of_heads(x, heads) for x in (dk, dv))
         return torch.cat(dqs, 2), dk, dv
+
+    def _scores(
+        self, query: Tensor, key: Tensor, bias: Tensor | None, rows: slice, causal: bool, scale: float, *,
+        backward: bool,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """[B, A, rows, s], at least float32; with `backward` also the slopes of a cap."""
+        wide = torch.promote_types(query.dtype, torch.float32)
+        scores, slopes = self._capped((query[:, :, rows] @ key.transpose(-1, -2)).to(wide) * scale, backward)
+        if bias is not None:
+            scores = scores + (bias if bias.shape[2] == 1 else bias[:, :, rows])
+        if causal:
+            places = torch.arange(key.shape[2], device=key.device)
+            scores = scores.masked_fill(places > places[rows, None], torch.finfo(wide).min / 2)
+        return scores, slopes
+
+    def _capped(self, scores: Tensor, backward: bool) -> tuple[Tensor, Tensor | None]:
+        """Scaled scores as the softmax gets them, before the bias and masks; and the slopes."""
+        return scores, None
+
+
+@dataclass(frozen=True)
+class Capped(Kernel):
+    """Tiles of scores with a soft cap: x = scale · Q Kᵀ becomes s = cap · tanh(x / cap), to which the bias is added, so
+    that a hidden key stays hidden. Backward: dx = ds (1 - (s / cap)²)."""
+
+    cap: float
+    widens: bool = False
+    """Whether halves are computed as float32 (precision.products)."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float
+    ) -> Attended:
+        half = query.dtype
+        query, key, value = self._operands(query, key, value)
+        attended = super().attend(query, key, value, bias, causal, scale)
+        return attended._replace(out=attended.out.to(half))
+
+    def gradients(
+        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: Attended, bias: Tensor | None,
+        causal: bool, scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        gradient, query, key, value = self._operands(gradient, query, key, value)
+        return super().gradients(gradient, query, key, value, whole, bias, causal, scale)
+
+    def _operands(self, *halves: Tensor) -> tuple[Tensor, ...]:
+        wide = self.widens and halves[0].element_size() < 4
+        return tuple(x.float() for x in halves) if wide else halves
+
+    def _capped(self, scores: Tensor, backward: bool) -> tuple[Tensor, Tensor | None]:
+        shares = torch.tanh(scores / self.cap)
+        return shares * self.cap, 1 - shares.square() if backward else None
 
 
 class CpuKernel(Kernel):
@@ -185,18 +243,6 @@ def _tiles(query: Tensor, key: Tensor) -> list[slice]:
     batch, heads, count, _ = query.shape
     length = max(1, TILE_ELEMENTS // (batch * heads * key.shape[2]))
     return [slice(first, min(first + length, count)) for first in range(0, count, length)]
-
-
-def _scores(query: Tensor, key: Tensor, bias: Tensor | None, rows: slice, causal: bool, scale: float) -> Tensor:
-    """[B, A, rows, s], at least float32."""
-    wide = torch.promote_types(query.dtype, torch.float32)
-    scores = (query[:, :, rows] @ key.transpose(-1, -2)).to(wide) * scale
-    if bias is not None:
-        scores = scores + (bias if bias.shape[2] == 1 else bias[:, :, rows])
-    if causal:
-        places = torch.arange(key.shape[2], device=key.device)
-        scores = scores.masked_fill(places > places[rows, None], torch.finfo(wide).min / 2)
-    return scores
 
 
 def _for_each_query(x: Tensor, query: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ Softmax over several blocks of keys needs of each its output and the log of its 
 
     l = log(exp l1 + exp l2)        out = exp(l1 - l) out1 + exp(l2 - l) out2
 
+Sinks enter once, when all blocks are merged (by_kernel.py); a rank has their gradient of its own queries.
+
 Zigzag: of 2c chunks of a sequence rank i holds chunks i and 2c-1-i, so that causal ranks all do the same work. At step
 s rank i has the block of rank j = (i - s) mod c:
 
@@ -35,11 +37,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from meshwright.compute.context.by_kernel import sinks_gradient, sunk
 from meshwright.compute.context.context import TOKENS, CutContext
 from meshwright.compute.context.documents import Piece, pieces_of
-from meshwright.compute.context.kernels import Attended, CpuKernel, Kernel, kernel_of
+from meshwright.compute.context.kernels import Attended, Kernel
 from meshwright.compute.context.spec import AttentionSpec, outside
-from meshwright.compute.context.widened import WIDENED
+from meshwright.compute.context.widened import kernel_for
 from meshwright.ranks.collectives import Moving
 
 
@@ -47,12 +50,13 @@ class _AroundRing(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, documents: Tensor | None,
-        spec: AttentionSpec, ring: RingAttention,
+        sinks: Tensor | None, spec: AttentionSpec, ring: RingAttention,
     ) -> Tensor:  # fmt: skip
         """`spec`: without tensors, with a scale."""
         own, starts = torch.stack([key, value]), ring.starts(query, spec, documents)
         ctx.spec, ctx.ring, scale = spec, ring, spec.scale
-        ctx.kernel = ring.kernel_for(query, key, value, seen is not None or spec.window is not None)
+        masked = seen is not None or spec.window is not None
+        ctx.kernel = ring.kernel_for(query, key, value, masked, spec.soft_cap)
         merged: Attended | None = None
         for step, block in ring.blocks(own, spec, starts):
             for piece in ring.pieces(step, query.shape[2], spec, starts):
@@ -67,15 +71,17 @@ class _AroundRing(torch.autograd.Function):
                     merged = Attended(nothing, part.sums.new_full(query.shape[:3], -torch.inf), part.seeds)
                     _merge(merged, part, piece)
         assert merged is not None, "a rank's first block is its own"
+        if sinks is not None:
+            merged = sunk(merged, sinks)
         out = merged.out.to(query.dtype)
         # All by this word: what hangs on ctx itself stays there, also where the layer is computed again.
-        ctx.save_for_backward(query, key, value, seen, documents, out, merged.sums, *merged.seeds)
+        ctx.save_for_backward(query, key, value, seen, documents, sinks, out, merged.sums, *merged.seeds)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, seen, documents, out, sums, *seeds = ctx.saved_tensors
+        query, key, value, seen, documents, sinks, out, sums, *seeds = ctx.saved_tensors
         spec, ring, kernel = ctx.spec, ctx.ring, ctx.kernel
         starts = ring.starts(query, spec, documents)
         gradient = gradient.contiguous()  # a sum's gradient is an expanded number, which kernels refuse
@@ -96,7 +102,10 @@ class _AroundRing(torch.autograd.Function):
                 dblock[1, piece.rows, :, piece.keys] += more[2]
             home.leave(step, home.block() if dblock is None else dblock)
         dk, dv = home.sum().to(key.dtype)
-        return dq.to(query.dtype), dk, dv, None, None, None, None
+        dsinks = None
+        if sinks is not None and ctx.needs_input_grad[5]:  # of this rank's queries
+            dsinks = sinks_gradient(gradient, Attended(out, sums), sinks)
+        return dq.to(query.dtype), dk, dv, None, None, dsinks, None, None
 
 
 def _merge(merged: Attended, part: Attended, piece: Piece) -> None:
@@ -122,18 +131,18 @@ class RingAttention(CutContext):
         return tuple(range(number * chunk, (number + 1) * chunk) for number in numbers)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-        spec.only("causal", "window", "scale", "documents", "seen", by="a ring")
+        spec.only("causal", "window", "scale", "documents", "seen", "soft_cap", "sinks", by="a ring")
         spec = spec.within(query.shape[TOKENS] * self.size)
         documents = None if spec.documents is None or spec.documents.is_meta else spec.documents.cpu()
         scale = query.shape[-1] ** -0.5 if spec.scale is None else spec.scale
-        alone = replace(spec, scale=scale, seen=None, documents=None)
-        attended: Tensor = _AroundRing.apply(query, key, value, spec.seen, documents, alone, self)
+        alone = replace(spec, scale=scale, seen=None, documents=None, sinks=None)
+        attended: Tensor = _AroundRing.apply(query, key, value, spec.seen, documents, spec.sinks, alone, self)
         return attended
 
-    def kernel_for(self, query: Tensor, key: Tensor, value: Tensor, masked: bool) -> Kernel:
+    def kernel_for(self, query: Tensor, key: Tensor, value: Tensor, masked: bool, cap: float | None) -> Kernel:
         """The kernel of every piece."""
-        kernel = kernel_of(query, key, value, masked, self.mesh.device_type)
-        return WIDENED if self.heads.widens and isinstance(kernel, CpuKernel) else kernel
+        device_type, widens = self.mesh.device_type, self.heads.widens
+        return kernel_for(query, key, value, masked, device_type, cap=cap, widens=widens)
 
     def starts(self, query: Tensor, spec: AttentionSpec, documents: Tensor | None) -> np.ndarray | None:
         """The place [B, T] at which each token's document begins; a row of a window without documents is one."""

@@ -23,7 +23,8 @@ def outside(window: int, ahead: int, queries: int, keys: int, device: torch.devi
 
 @dataclass(frozen=True, eq=False)
 class AttentionSpec:
-    """softmax(scale · Q Kᵀ + bias) V over the keys that each query sees, with dropout on the weights."""
+    """softmax(cap(scale · Q Kᵀ) + bias) V over the keys that each query sees, with dropout on the weights; the sinks
+    are in the softmax's denominator alone."""
 
     causal: bool = False
     """Each token sees itself and the earlier tokens alone."""
@@ -40,14 +41,26 @@ class AttentionSpec:
     """bool [B, 1, 1, S] of whole sequences: False for a key that no query sees, such as padding."""
     bias: Tensor | None = None
     """[1 or B, A, T, S]: an addend to the scores."""
+    soft_cap: float | None = None
+    """cap(x) = soft_cap · tanh(x / soft_cap), of scaled scores, before the bias and masks (Gemma 2, arXiv 2408.00118);
+    None: cap(x) = x."""
+    sinks: Tensor | None = None
+    """[A], a logit a head: a further column of the softmax, without a value (gpt-oss, arXiv 2508.10925)."""
 
     def __post_init__(self) -> None:
         if not self.causal and (self.documents is not None or self.window is not None):
             raise ValueError("attention: `documents` and `window` need causal=True")
         if self.window is not None and self.window < 1:
             raise ValueError(f"attention: window={self.window} hides a token from itself; valid: 1 or more")
+        if self.soft_cap is not None and not self.soft_cap > 0:
+            raise ValueError(f"attention: soft_cap={self.soft_cap} is no bound of scores; valid: more than 0")
         if self.causal and (self.seen is not None or self.bias is not None):
             raise ValueError("attention: causal=True with `seen` or `bias`: put causality into the bias")
+
+    @property
+    def plain(self) -> bool:
+        """Whether F.scaled_dot_product_attention computes this: it has neither a soft cap nor sinks."""
+        return self.soft_cap is None and self.sinks is None
 
     @property
     def mask(self) -> Tensor | None:
@@ -78,6 +91,16 @@ class AttentionSpec:
             # The least finite number, not -inf: a row in which nothing may be seen would be 0 / 0.
             bias = bias.masked_fill(~self.seen, torch.finfo(dtype).min)
         return replace(self, bias=bias, seen=None)
+
+    def by_heads(self, count: int) -> list[AttentionSpec]:
+        """Split the tensors into `count` equal runs of heads; a bias of one head is for all heads."""
+        bias, sinks = self.bias, self.sinks
+        by_head = bias is not None and bias.shape[1] > 1
+        if sinks is None and not by_head:
+            return [self] * count
+        biases: Sequence[Tensor | None] = bias.chunk(count, 1) if bias is not None and by_head else [bias] * count
+        logits: Sequence[Tensor | None] = [None] * count if sinks is None else sinks.chunk(count)
+        return [replace(self, bias=own, sinks=some) for own, some in zip(biases, logits, strict=True)]
 
     def by_rows(self, count: int) -> list[AttentionSpec]:
         """Split the tensors into `count` equal runs of rows; a tensor of one row is for all rows."""

@@ -6,15 +6,13 @@ widened, and gradients are rounded once; halves alone are kept in between.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
-from meshwright.compute.context.kernels import Attended, CpuKernel
+from meshwright.compute.context.by_kernel import ByKernel
+from meshwright.compute.context.kernels import Attended, Capped, CpuKernel, Kernel, kernel_of
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -39,24 +37,14 @@ class WidenedKernel(CpuKernel):
 WIDENED = WidenedKernel()
 
 
-class _Attend(torch.autograd.Function):
-    """The forward kernel of halves, and the backward kernel of float32."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float
-    ) -> Tensor:
-        attended = WIDENED.attend(query, key, value, bias, causal, scale)
-        ctx.save_for_backward(query, key, value, bias, attended.out, attended.sums)
-        ctx.causal, ctx.scale = causal, scale
-        return attended.out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, bias, out, sums = ctx.saved_tensors
-        whole = Attended(out, sums)
-        return *WIDENED.gradients(gradient, query, key, value, whole, bias, ctx.causal, ctx.scale), None, None, None
+def kernel_for(
+    query: Tensor, key: Tensor, value: Tensor, masked: bool, device_type: str, *, cap: float | None, widens: bool
+) -> Kernel:  # fmt: skip
+    """The kernel on that device type for tensors like these: with a soft cap, and of halves widened, if asked."""
+    if cap is not None:
+        return Capped(cap, widens)
+    kernel = kernel_of(query, key, value, masked, device_type)
+    return WIDENED if widens and isinstance(kernel, CpuKernel) else kernel
 
 
 def attend_widened(
@@ -92,5 +80,7 @@ def attend_widened(
         if mask is not None:
             added = mask if floating else torch.where(mask, 0.0, -torch.inf)
             bias = added.to(half).expand(*added.shape[:-2], q.shape[2], added.shape[-1])
-        out: Tensor = _Attend.apply(q, k, v, bias, causal, q.shape[-1] ** -0.5 if scale is None else scale)
+            bias = bias[(None,) * (4 - bias.dim())]  # masks of windows are [T, S]
+        factor = q.shape[-1] ** -0.5 if scale is None else scale
+        out: Tensor = ByKernel.apply(q, k, v, bias, None, causal, factor, WIDENED)
     return out

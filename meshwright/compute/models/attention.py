@@ -39,10 +39,10 @@ class AttentionCore(RunsInContext):
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, documents: Tensor | None = None, seen: Tensor | None = None,
-        bias: Tensor | None = None,
+        bias: Tensor | None = None, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Q [B, A, T, E]; K, V [B, A, S, E]. [B, A, T, E]. The tensors are fields of AttentionSpec; a causal layer's
-        bias hides later tokens itself."""
+        """Q [B, A, T, E]; K, V [B, A, S, E]. [B, A, T, E]. The tensors are fields of AttentionSpec, `sinks` of this
+        rank's heads (`kit.local`); a causal layer's bias hides later tokens itself."""
         own, follows = self.spec, self.spec.causal and key.shape[2] > query.shape[2]
         # The kernels' causal mask has no offset for several queries after a cache. A single query sees the whole cache,
         # which keeps no key that a window hides.
@@ -50,7 +50,7 @@ class AttentionCore(RunsInContext):
         assert not follows or own.window is None or key.shape[2] <= own.window, "a cache keeps a window's keys"
         causal, window = own.causal and bias is None and not follows, None if follows else own.window
         dropout = own.dropout if self.training else 0.0
-        spec = AttentionSpec(causal, window, own.scale, dropout, documents, seen, bias)
+        spec = AttentionSpec(causal, window, own.scale, dropout, documents, seen, bias, own.soft_cap, sinks)
         # `run` may keep the arguments alone and compute the scores again in the backward pass (recompute: selective).
         attended: Tensor = self.run(self._attend, query, key, value, spec)
         return attended

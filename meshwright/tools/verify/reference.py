@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from hashlib import blake2b
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,6 @@ from meshwright.config.registry import load_entry
 from meshwright.config.schema import ScheduleSection
 from meshwright.tools.verify.reference_kit import Experts, Layer, ReferenceKit
 
-_Shape = tuple[int, ...]
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -38,20 +37,33 @@ class MaskedSequences(Context):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
         mask, causal, length = spec.mask, spec.causal, query.shape[2]
-        if spec.documents is not None or spec.window is not None:
+        if spec.documents is not None or spec.window is not None or (causal and not spec.plain):
             starts = query.new_zeros(1, length) if spec.documents is None else spec.documents.to(query.device)
             near = query.new_ones(length, length, dtype=torch.bool).tril().triu(1 - (spec.window or length))
             mask, causal = (starts[:, :, None] == starts[:, None, :]).unsqueeze(1) & near, False
-        return F.scaled_dot_product_attention(
-            query, key, value, mask, spec.dropout, causal, scale=spec.scale, enable_gqa=query.shape[1] != key.shape[1]
-        )
+        if spec.plain:
+            return F.scaled_dot_product_attention(
+                query, key, value, mask, spec.dropout, causal, scale=spec.scale, enable_gqa=len(query[0]) != len(key[0])
+            )
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        scores = query @ key.mT * (query.shape[-1] ** -0.5 if spec.scale is None else spec.scale)
+        if spec.soft_cap is not None:
+            scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+        if mask is not None:
+            scores = (
+                torch.where(mask, scores, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
+            )
+        if spec.sinks is not None:  # a further column of scores, for no value
+            scores = torch.cat([scores, spec.sinks[:, None, None].expand(*scores.shape[:-1], 1)], -1)
+        weights = scores.softmax(-1, torch.promote_types(scores.dtype, torch.float32))
+        return F.dropout(weights, spec.dropout)[..., : key.shape[2]].to(value.dtype) @ value
 
 
 class Reference:
     """A run on one device: the model, torch's optimizer over whole parameters, torch's loss scaler."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        precision, self.config, self.device = config.precision, config, device
+        precision, chosen, self.config, self.device = config.precision, config.optimizer, config, device
         self.level, self.dtype = precision.level, _DTYPES[precision.dtype]
         self.model = make_chain(config, ReferenceKit())
         self.model.attend_in(MaskedSequences())
@@ -60,7 +72,7 @@ class Reference:
         self.gradients: dict[str, Tensor] = {}  # each parameter's .grad, to which autograd adds
         self.narrow: set[str] = set()  # what O2 casts to half precision
         self.nudged: dict[str, nn.Parameter] = {}  # what a step moves by the signs of its gradients
-        groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}  # whether they decay, and are hidden layers' matrices
+        groups: dict[tuple[bool, bool], dict[str, Any]] = {}  # by whether they decay, and are hidden layers' matrices
         for name, parameter in self.parameters.items():
             path, own = name.rsplit(".", 1)
             layer = self.model.get_submodule(path)
@@ -77,16 +89,12 @@ class Reference:
             parameter.grad = self.gradients[name] = torch.zeros_like(parameter)
             if nudged:
                 self.nudged[name] = parameter
-                continue
-            kind = (own == "weight" and layer.decays, own == "weight" and layer.hidden)
-            groups.setdefault(kind, []).append(parameter)
-        update, chosen = config.optimizer.update, config.optimizer
-        by_kind = [
-            {"params": some, "weight_decay": chosen.weight_decay * decays, "hidden": hidden}
-            for (decays, hidden), some in groups.items()
-        ]
-        made = load_entry(update.reference)(by_kind, lr=chosen.lr, **update.arguments(chosen))
-        self.optimizer = cast(torch.optim.Optimizer, made)
+            else:
+                decays, hidden = own == "weight" and layer.decays, own == "weight" and layer.hidden
+                group = {"params": [], "weight_decay": chosen.weight_decay * decays, "hidden": hidden}
+                groups.setdefault((decays, hidden), group)["params"].append(parameter)
+        make, arguments = load_entry(chosen.update.reference), chosen.update.arguments(chosen)
+        self.optimizer: torch.optim.Optimizer = make(list(groups.values()), lr=chosen.lr, **arguments)
         scale, half = precision.loss_scale, self.dtype == torch.float16
         self.scaler = torch.amp.GradScaler(device.type, scale.initial, growth_interval=scale.interval, enabled=half)
 
@@ -127,21 +135,19 @@ class Reference:
         """The optimizer's step number `step` (from 0), clipped to the global norm; none if a gradient overflowed."""
         settings = self.config.optimizer
         if settings.clip:
-            total = torch.tensor(norm, dtype=torch.float64)
             stepped = [self.parameters[name] for name in self.gradients if name not in self.nudged]
-            nn.utils.clip_grads_with_norm_(stepped, settings.clip, total)
+            nn.utils.clip_grads_with_norm_(stepped, settings.clip, torch.tensor(norm, dtype=torch.float64))
         for group in self.optimizer.param_groups:
             group["lr"] = settings.lr * rate_share(settings.schedule, step, self.config.steps)
         self.scaler.step(self.optimizer)
-        for parameter in self.nudged.values() if math.isfinite(norm) else ():
-            assert parameter.grad is not None
-            parameter.data.sub_(parameter.grad.sign(), alpha=self.config.model.routing.bias_rate)
+        for name, parameter in self.nudged.items() if math.isfinite(norm) else ():
+            parameter.data.sub_(self.gradients[name].sign(), alpha=self.config.model.routing.bias_rate)
         self.scaler.update()
         for gradient in self.gradients.values():
             gradient.zero_()
 
 
-def initial_values(label: str, shape: _Shape, initial: Initial) -> Tensor:
+def initial_values(label: str, shape: tuple[int, ...], initial: Initial) -> Tensor:
     """A whole parameter's first values in blocks of whole rows, about 2^20 elements each; a block's generator is seeded
     by a hash of "seed/name/block". A layout's ranks draw the same, and cut. `label`: "seed/name"."""
     if initial.std == 0:

@@ -35,8 +35,7 @@ class Layer(nn.Module):
                  bias: _Shape | None = None, *, decays: bool = True, wide: bool = False,
                  table: bool = False, tied: nn.Module | None = None, nudged: bool = False) -> None:  # fmt: skip
         super().__init__()
-        self.function, self.initial, self.decays, self.wide = function, initial, decays, wide
-        self.nudged = nudged
+        self.function, self.initial, self.decays, self.wide, self.nudged = function, initial, decays, wide, nudged
         self.hidden = decays and not table
         # In a tuple, where torch does not find it as a module: its weight must not be there twice.
         self.tied = () if tied is None else (tied,)
@@ -52,8 +51,7 @@ class ReferenceKit:
     """The words of tensor/kit.py, as torch's functions."""
 
     split_axes: tuple[str, ...] = ()
-    parts = 1
-    inner = None
+    parts, inner = 1, None
 
     def __init__(self) -> None:
         self.kept: dict[Any, Tensor] = {}
@@ -135,13 +133,10 @@ class Experts(nn.Module):
         self.shape = shape
         own, biases = (shape.hidden, shape.count), (shape.count,) if shape.biased else None
         self.router = Layer(lambda h, weight, _: h @ weight, own, shape.initial, biases, nudged=True)
-        sizes = (shape.count, shape.hidden, 2, shape.inner)
-        self.expand = Layer(lambda weight, _: weight, sizes, shape.initial)
+        self.expand = Layer(lambda weight, _: weight, (shape.count, shape.hidden, 2, shape.inner), shape.initial)
         self.contract = Layer(lambda weight, _: weight, (shape.count, shape.inner, shape.hidden), shape.last)
-        self.counted: Tensor | None = None
-        """A balance over the batch: tokens of the mean sequence that took each expert, counted beforehand."""
-        self.counts: list[Tensor] = []
-        """By a pass without gradients: tokens of its rows that took each expert."""
+        self.counted: Tensor | None = None  # for a balance over the batch: the mean sequence's tokens by expert
+        self.counts: list[Tensor] = []  # by a pass without gradients: its rows' tokens by expert
 
     def balance_by_counts(self, factor: float) -> None:
         """Balance by the sum of all counts times a factor."""
@@ -207,9 +202,8 @@ class _Loads(torch.autograd.Function):
 
 def _linear(inputs: int, outputs: _Shape, initial: Initial, biased: bool) -> Layer:
     """[..., inputs] -> [..., *outputs]; the weight is [inputs, *outputs]."""
-    return Layer(
-        lambda x, weight, bias: (
-            F.linear(x, weight.flatten(1).t(), None if bias is None else bias.flatten()).unflatten(-1, outputs)
-        ),
-        (inputs, *outputs), initial, outputs if biased else None,
-    )  # fmt: skip
+
+    def function(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight.flatten(1).t(), None if bias is None else bias.flatten()).unflatten(-1, outputs)
+
+    return Layer(function, (inputs, *outputs), initial, outputs if biased else None)

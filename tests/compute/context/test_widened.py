@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshwright.compute.context.context import Heads, WidenedHeads
+from meshwright.compute.context.spec import AttentionSpec
 from meshwright.compute.context.widened import attend_widened
 from meshwright.ranks.grid import Grid
 from meshwright.ranks.mesh import Mesh
@@ -37,6 +39,18 @@ def test_attention_goes_backward_in_float32(masked: bool) -> None:
     assert torch.equal(out, own_out)  # one kernel
     assert dq.dtype == torch.bfloat16
     assert not torch.equal(dq, own_dq)
+    assert (dq - own_dq).norm() <= 2**-7 * own_dq.norm()
+
+
+def test_a_window_goes_backward_in_float32() -> None:
+    """Blocks of a window have masks of two dims."""
+    torch.manual_seed(2)
+    q, gradient, found = halves(2, 3, 200, 16).requires_grad_(), halves(2, 3, 200, 16), []
+    for heads in (WidenedHeads(), Heads()):
+        out = heads.attend(q, q, q, AttentionSpec(causal=True, window=5))
+        found.append((out, *torch.autograd.grad(out, q, gradient)))
+    (out, dq), (own_out, own_dq) = found
+    assert torch.equal(out, own_out)
     assert (dq - own_dq).norm() <= 2**-7 * own_dq.norm()
 
 

@@ -13,12 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.compute.bits.blocks import Blocks
-from meshwright.compute.bits.heads import HeadParts
-from meshwright.compute.bits.runs import GatheredRing, RunsOfQueries
 from meshwright.compute.context import documents
-from meshwright.compute.context.context import Context, Ulysses
-from meshwright.compute.context.kernels import CpuKernel, Kernel
+from meshwright.compute.context.context import Context
 from meshwright.compute.context.ring import RingAttention
 from meshwright.compute.context.spec import AttentionSpec
 from meshwright.compute.models.decoder import KeyValueCache
@@ -28,33 +24,10 @@ from meshwright.ranks.planned import planned_mesh
 from meshwright.strategies.memory.recompute import LiveBytes
 from meshwright.training.on_device import AsOnDevice
 from tests.compute.context.documents import LENGTHS, SOLO, E, T, operands, starts_of
+from tests.compute.context.ways import WAYS, context_of
 from tests.workers import run_ranks
 
-WAYS = {"whole": 1, "heads": 1, "runs": 1, "ulysses": 2, "ring 2": 2, "ring 3": 3, "ring tiles": 4, "gathered": 2}
-"""Contexts, and over how many ranks."""
 WINDOWS = (1, 5, 16, T - 1, 100)
-
-
-def context_of(way: str, mesh: Mesh) -> Context:
-    blocks = Blocks(head_parts=2, exact=True)
-    match way.split():
-        case ["whole"]:
-            context = Context()
-        case ["heads"]:
-            context = Context()
-            context.heads = HeadParts(blocks)
-        case ["runs"]:
-            context = Context()
-            context.heads = RunsOfQueries(blocks, 4)
-        case ["ulysses"]:
-            context = Ulysses(mesh)
-        case ["gathered"]:
-            context = GatheredRing(mesh)
-            context.heads = RunsOfQueries(blocks, 4)
-        case ["ring", kernel]:
-            context = RingAttention(mesh)
-            context.kernel_for = lambda *_: Kernel() if kernel == "tiles" else CpuKernel()  # type: ignore[method-assign]
-    return context
 
 
 def attended(mesh: Mesh, way: str, block: int) -> list[tuple[Tensor, ...]]:
@@ -95,7 +68,7 @@ def reference() -> list[list[tuple[Tensor, ...]]]:
 def test_a_window_is_a_mask(way: str, block: int) -> None:
     """`block`: tokens of the least run, of which a row of 48 has 12, or one."""
     [expected] = reference()
-    results = run_ranks(attended, Grid((("context", WAYS[way]),)), way, block, forked=True)
+    results = run_ranks(attended, Grid((("context", WAYS[way].ranks),)), way, block, forked=True)
     for number, case in enumerate(expected):
         for index, tensor in enumerate(case):
             together = torch.empty_like(tensor)
