@@ -300,8 +300,7 @@ class Config(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """The processors of ranks; auto: GPUs where there is one for each rank here, else CPUs."""
     compile: Literal["auto", "blocks", "islands", "none"] = "auto"
-    """Code that torch.compile makes: of each layer (blocks, tensor/graphs.py), of the loss and GELU (islands,
-    tensor/islands.py); auto: blocks on a GPU, or islands if blocks are refused."""
+    """blocks: each layer is a compiled graph (tensor/graphs.py); islands: loss and GELU are; auto: blocks on a GPU."""
     threads: Positive | Literal["auto"] = "auto"
     """CPU threads a rank; auto: the machine's cores divided by the ranks on it."""
     timeout: Timeout = Timeout()

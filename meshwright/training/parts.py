@@ -55,7 +55,7 @@ from meshwright.training.rank_model import build_kit, build_model, parts_using, 
 LAYOUT_FREE = "meshwright.compute.bits.assembly:layout_free"
 """The entry of the room of equal bits, which a run without `bits: layout-free` does not import."""
 
-COMPILERS = {"blocks": "meshwright.compute.tensor.graphs:apply", "islands": "meshwright.compute.tensor.islands:apply"}
+COMPILERS = {"blocks": "meshwright.compute.models.compiled:apply", "islands": "meshwright.compute.tensor.islands:apply"}
 """The entries of compiled code, by `compile`. They load torch's compiler, which takes 2 s a rank."""
 
 STATES: dict[str, Callable[[Mesh, Path], StatesFactory]] = {

@@ -1,4 +1,4 @@
-"""The modules of a run's layers that `compile: blocks` does not compile, by config. No torch."""
+"""The modules of a run's layers that are not in graphs under `compile: blocks` (graphs.py), by config. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 def attention_outside(config: Config) -> str | None:
     """Return the reason for which attention is not compiled, if there is one."""
-    layout, model = config.layout, config.model
+    layout, dropout = config.layout, float(getattr(config.model, "dropout", 0.0))
     if layout.context.size > 1:
         return f"over {layout.context.size} ranks"
     if getattr(config.data, "separate", False):
@@ -20,7 +20,7 @@ def attention_outside(config: Config) -> str | None:
         return f"which memory.recompute={config.memory.recompute} computes again"
     if config.precision.widens:
         return "in float32 of halves"
-    if layout.tensor.axes and getattr(model, "dropout", 0.0):
+    if layout.tensor.axes and dropout:
         return "with dropout masks of each rank"
     return None
 

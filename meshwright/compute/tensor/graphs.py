@@ -1,18 +1,18 @@
 """Layers as graphs (`compile: blocks`): torch.compile takes each layer of a model whole, forward and backward.
 
-| pass     | in the graph                            | one operation that the compiler does not look into             |
-|----------|-----------------------------------------|----------------------------------------------------------------|
-| forward  | y = x W + b                             | -                                                              |
-| backward | dx = dy Wᵀ, db = the sum of dy over rows| meshwright::add_gradients adds xᵀ dy and db where the buckets  |
-|          |                                         | hold dW and db (gradients.py), at once or as deferred work     |
+| pass     | in the graph                             | one operation that the compiler does not look into            |
+|----------|------------------------------------------|---------------------------------------------------------------|
+| forward  | y = x W + b                              | -                                                             |
+| backward | dx = dy Wᵀ, db = the sum of dy over rows | meshwright::add_gradients adds xᵀ dy and db to the gradients  |
+|          |                                          | in the buckets (gradients.py), at once or as deferred work    |
 
-So norms, residual sums, GELU and the sums of biases are fused with each other, and buckets, deferred gradients and hooks
-are those of a run without graphs. The operation finds its layer by a number. The number is a tensor on the host, which
-is an input of the graph: equal layers share one graph. The operation returns the gradient of a tensor without elements,
-the layer's anchor, so that a compiler does not drop the operation.
+The compiler fuses norms, residual sums, GELU and the sums of biases. Buckets, deferred gradients and hooks are those of
+a run without graphs. The operation finds its layer by a number. The number is a tensor on the host and an input of the
+graph, so that equal layers share one graph. The operation returns the gradient of a tensor without elements, the anchor
+of the layer, so that a compiler does not drop the operation.
 
-A module with `in_graphs` False is outside: graphs end in front of it, and another begins behind it. These are layers
-that send activations to other ranks, and experts. Attention is outside for the reasons of compiling.py.
+Graphs end in front of a module with `in_graphs` False: a layer that sends activations to other ranks, experts. Another
+graph begins behind. compiling.py has the reasons for which attention is not in graphs.
 """
 
 from __future__ import annotations
@@ -26,16 +26,14 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from meshwright.compute.tensor import islands
-from meshwright.compute.tensor.compiling import attention_outside
 from meshwright.compute.tensor.linear import cast
 from meshwright.compute.tensor.products import Products, add_gradients, write_part
 from meshwright.compute.tensor.serial import SerialLinear
 from meshwright.ranks import collectives
 
 if TYPE_CHECKING:
-    from meshwright.compute.models.chain import Chain
     from meshwright.config import Config
+
 
 BACKEND = "inductor"
 """The compiler of graphs."""
@@ -118,23 +116,20 @@ def outside(function: Callable[..., Any]) -> Callable[..., Any]:
     return hidden
 
 
-def apply(config: Config, model: Chain) -> None:
-    """Let the model's layers run as graphs (`compile: blocks`), and its head by islands."""
+def compile_block(config: Config, block: nn.Module) -> None:
+    """Let a layer of a model run as a graph."""
     torch._dynamo.config.recompile_limit = SHAPES
-    islands.apply(config, model)
     collectives.hide_from_compilers(outside)
-    for core in model.attention_cores():
-        if attention_outside(config) is not None:
-            core.run_by(outside(core.run))
-    options = {"compile_threads": 1, "fallback_random": True} if BACKEND == "inductor" else None
-    for block in model.blocks.values():
-        for module in block.modules():
-            kind = type(module)
-            if isinstance(module, SerialLinear):
-                number = next(_numbers)
-                _layers[number] = module
-                module.join_graph(number, linear_in_graph)
-            elif not getattr(kind, "in_graphs", True) and not getattr(kind.forward, "_torchdynamo_disable", False):
-                # Of the class: graphs are made for functions, and a function of each layer would be a graph of each.
-                kind.forward = outside(kind.forward)
-        block.compile(backend=BACKEND, dynamic=False, options=options)
+    for module in block.modules():
+        kind = type(module)
+        if isinstance(module, SerialLinear):
+            number = next(_numbers)
+            _layers[number] = module
+            module.join_graph(number, linear_in_graph)
+        elif not getattr(kind, "in_graphs", True) and not getattr(kind.forward, "_torchdynamo_disable", False):
+            # Of the class: graphs are made for functions, and a function of each layer would be a graph of each.
+            kind.forward = outside(kind.forward)
+    options: dict[str, Any] | None = {"fallback_random": True} if BACKEND == "inductor" else None
+    if options and config.device == "cpu":
+        options["compile_threads"] = 1  # a pool starts for longer than it compiles a layer's few C++ functions
+    block.compile(backend=BACKEND, dynamic=False, options=options)

@@ -199,5 +199,7 @@ def test_auto_on_a_gpu(changes: dict[str, Any], taken: str, monkeypatch: pytest.
 
 def test_the_first_lines_name_modules_that_are_not_compiled() -> None:
     config = with_blocks(config_for("experts", MEGATRON), context={"size": 2, "kind": "ring"})
-    (note,) = (each for each in resolve_process(config, Machine(cores=8, memory=2**36)).notes if each.startswith("compile"))
+    (note,) = (
+        each for each in resolve_process(config, Machine(cores=8, memory=2**36)).notes if each.startswith("compile")
+    )
     assert note.endswith("layers that layout.tensor.kind=megatron cuts and attention over 2 ranks and experts")
